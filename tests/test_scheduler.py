@@ -95,6 +95,17 @@ def test_a_stop_token_ends_a_sequence_and_frees_its_blocks():
 # ---- who leaves ----
 
 
+def test_a_stop_token_holds_until_the_last_request_that_has_it_is_gone():
+    engine = Engine(64)
+    tokens = {name: reference_tokens(Request(name, [(ord(name) + i) % 97 for i in range(5)], 9))[0] for name in "abc"}
+    stops = {"a": {tokens["a"][1]}, "b": {tokens["b"][4], tokens["a"][1]}, "c": {tokens["b"][4]}}
+    stops |= {"d": stops["b"], "e": set()}
+    requests = [engine.add(name, 5, 9, stop_token_ids=frozenset(stop)) for name, stop in stops.items()]
+    engine.scheduler.abort("d")
+    engine.run(*requests[:3], requests[4])
+    assert {name: len(engine.done[name][0]) for name in "abe"} == {"a": 2, "b": 5, "e": 9}
+
+
 def test_victims_leave_from_the_tail():
     engine = Engine(6, 8, preemption_mode="swap")
     requests = [engine.add(name, 8, 8, arrival=float(i)) for i, name in enumerate("abc")]
@@ -252,6 +263,14 @@ def test_a_malformed_request_is_refused(prompt: int, max_tokens: int, n: int):
     engine = Engine(64, max_num_seqs=4)
     with pytest.raises(InvalidArgumentError, match="request 'a'"):
         engine.add("a", prompt, max_tokens, n=n)
+    assert engine.scheduler.num_unfinished == 0
+
+
+@pytest.mark.parametrize("fields", [{"priority": 0.5}, {"priority": 1 << 63}, {"arrival": "now"}])
+def test_a_priority_or_arrival_that_is_no_number_is_refused(fields: dict[str, object]):
+    engine = Engine(8)
+    with pytest.raises(InvalidArgumentError, match=f"'a' has priority.*{next(iter(fields.values()))}"):
+        engine.add("a", 4, 4, **fields)
     assert engine.scheduler.num_unfinished == 0
 
 

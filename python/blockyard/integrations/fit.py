@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 
 __all__ = ["require_fit", "warn_version"]
 
 _LOG = logging.getLogger(__name__)
 
 
-def warn_version(engine: str, version: str, supported: str) -> None:
+def warn_version(engine: str, version: str, *supported: str) -> None:
     """Log a warning if an engine's version was never tested."""
-    if not f"{version}.".startswith(f"{supported}."):
-        _LOG.warning("%s is %s, Blockyard was tested with %s", engine, version, supported)
+    if not f"{version}.".startswith(tuple(f"{known}." for known in supported)):
+        _LOG.warning("%s is %s, Blockyard was tested with %s", engine, version, " and ".join(supported))
 
 
-def require_fit(ours: type, theirs: type, which: str) -> None:
-    """Check that an engine can call a class of ours by the signatures of its own base class.
+def require_fit(ours: type, theirs: type, which: str, *, constructor: bool = False) -> None:
+    """Check that an engine can call a class of ours by the signatures of its own class.
+
+    Args:
+        ours: the class.
+        theirs: the engine's.
+        which: the engine and its version, for the message.
+        constructor: whether the engine makes the objects.
 
     Raises:
         ImportError: an abstract method is missing, or takes other arguments.
@@ -27,10 +34,28 @@ def require_fit(ours: type, theirs: type, which: str) -> None:
         raise ImportError(f"{which} wants {ours.__name__} to have {', '.join(sorted(missing))}")
     for name, base in vars(theirs).items():
         method = getattr(ours, name, None)
-        if not inspect.isfunction(base) or not inspect.isfunction(method) or method is base or name == "__init__":
+        if not inspect.isfunction(base) or not inspect.isfunction(method) or method is base:
             continue
-        wanted, found = list(inspect.signature(base).parameters), list(inspect.signature(method).parameters)
-        if found[: len(wanted)] != wanted:
-            raise ImportError(
-                f"{which}: {theirs.__name__}.{name} takes {', '.join(wanted)}, Blockyard's {', '.join(found)}"
-            )
+        problem = _misfit(base, method) if constructor or name != "__init__" else ""
+        if problem:
+            raise ImportError(f"{which}: {theirs.__name__}.{name} {problem}")
+
+
+def _misfit(theirs: Callable[..., object], ours: Callable[..., object]) -> str:
+    """Why a call by one signature does not fit the other; empty if it does."""
+    wanted = list(inspect.signature(theirs).parameters.values())
+    found = inspect.signature(ours).parameters
+    order = list(found)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values()):
+        return ""
+    for place, parameter in enumerate(wanted):
+        if parameter.name not in found:
+            return f"passes {parameter.name}, which Blockyard's does not take"
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and order.index(parameter.name) != place:
+            return f"passes {parameter.name} as argument {place}, Blockyard takes it as {order.index(parameter.name)}"
+    names = {parameter.name for parameter in wanted}
+    for name, parameter in found.items():
+        variable = parameter.kind in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
+        if name not in names and parameter.default is parameter.empty and not variable:
+            return f"does not pass {name}, which Blockyard's needs"
+    return ""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from blockyard._core import BlockManager, HashedPrompt
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Parked, RequestState
-from blockyard.scheduler.rows import LENGTH, Rows, Seated
+from blockyard.scheduler.rows import LENGTH, Rows
 from blockyard.scheduler.step import Draft, SchedulerStats
 
 __all__ = ["Admission"]
@@ -166,27 +166,31 @@ class Admission:
             count = min(len(prompts[0]), begun[0] + left)
             handles = np.array([manager.fork(parent, shared_tokens=begun[0], num_tokens=count)], np.uint64)
         elif self._prefix_caching:
-            # What is hashed has its salt and adapter.
-            requests = [parked.state.request if parked.hashed is None else None for parked in batch]
-            found = manager.allocate(
-                *[parked.tokens[0] if parked.hashed is None else parked.hashed for parked in batch],
-                salt=[request.salt if request else None for request in requests],
-                lora_id=[request.lora_id if request else 0 for request in requests],
-                chunk_tokens=left,
-            )
-            sequences = found if isinstance(found, tuple) else (found,)
-            handles = np.array([int(sequence) for sequence in sequences], np.uint64)
-            begun = [sequence.cached_tokens for sequence in sequences]
-            self._stats.cached_tokens += sum(begun)
+            handles, begun = self._allocate(batch)
         else:
             handles = manager.allocate(counts=[min(len(tokens), left) for tokens in prompts])
-        rows.make_room(max(parked.state.limit for parked in batch))
-        each = zip(batch, handles.tolist(), begun, strict=True)
+        states = [parked.state for parked in batch]
+        rows.make_room(max([state.limit for state in states]), max([state.request.max_tokens for state in states]))
+        each = zip(batch, prompts, handles.tolist(), begun, strict=True)
         first = rows.count
-        rows.append([Seated(p.state, p.indices[0], p.tokens[0], handle, done, p.forks) for p, handle, done in each])
+        rows.append([(p.state, p.indices[0], tokens, handle, done, p.forks) for p, tokens, handle, done in each])
         manager.block_tables(handles, out=rows.block_tables[first : rows.count])
         at, chunks = draft.tokens, len(draft.counts)
-        for tokens, start in zip(prompts, begun, strict=True):
-            draft.add_chunk(tokens[start : start + draft.left], start)
+        draft.add_chunks([text[start:] if start else text for text, start in zip(prompts, begun, strict=True)], begun)
         slots = draft.slots[at : draft.tokens]
         manager.slot_mapping(handles, draft.starts[chunks:], draft.ends[chunks:], out=slots)
+
+    def _allocate(self, batch: list[Parked]) -> tuple[NDArray[np.uint64], list[int]]:
+        """Open sequences with what of their prompts is cached; give their handles, and how many tokens that is."""
+        # What is hashed has its salt and adapter.
+        requests = [parked.state.request if parked.hashed is None else None for parked in batch]
+        found = self._manager.allocate(
+            *[parked.tokens[0] if parked.hashed is None else parked.hashed for parked in batch],
+            salt=[request.salt if request else None for request in requests],
+            lora_id=[request.lora_id if request else 0 for request in requests],
+            chunk_tokens=self._draft.left,
+        )
+        sequences = found if isinstance(found, tuple) else (found,)
+        begun = [sequence.cached_tokens for sequence in sequences]
+        self._stats.cached_tokens += sum(begun)
+        return np.array(list(map(int, sequences)), np.uint64), begun

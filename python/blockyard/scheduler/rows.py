@@ -4,14 +4,16 @@ Rows `[0, decodes)` are past their prompts, rows `[decodes, count)` in prefill, 
 front. A prompt that ends becomes a decoding row by `decodes += 1`. Whoever leaves is replaced by rows from the end of
 its part. Rows move only between two steps, never while one is in flight.
 
-The tokens of a sequence stand under its *seat*, which stays the same while its rows move.
+The tokens that a sequence has generated stand under its *seat*, which stays the same while its rows move. Its prompt is
+the request's.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from struct import Struct
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +26,10 @@ __all__ = ["BASE", "DONE", "HANDLE", "LENGTH", "LIMIT", "SEAT", "Rows", "Seated"
 
 HANDLE, LENGTH, LIMIT, SEAT, BASE, DONE, PRIORITY, ARRIVAL, NUMBER = range(9)
 """Rows of `Rows.fields`. `LENGTH`: tokens of the sequence, the one to be computed next included; `LIMIT`: at its end;
-`BASE`: where its tokens begin in the flat token array; `DONE`: tokens of a prompt that have blocks."""
+`BASE`: where its first token would stand in the flat token array; `DONE`: tokens of a prompt that have blocks."""
 
+COLUMN: Final = Struct("=QqqqqqqdQ")
+"""A sequence's fields, in their order; ARRIVAL is a float."""
 FIRST_LENGTH = 256
 CACHE_LINE = 16
 """Tokens in a line of the cache."""
@@ -37,15 +41,9 @@ def staying(first: int, end: int, leaving: Sequence[int]) -> NDArray[np.int64]:
     return np.array([row for row in range(first, end) if row not in gone], np.int64)
 
 
-class Seated(NamedTuple):
-    """A sequence that gets a row."""
-
-    state: RequestState
-    sequence: int
-    tokens: NDArray[np.uint32]
-    handle: int
-    done: int = 0
-    forks: int = 0
+Seated: TypeAlias = tuple[RequestState, int, NDArray[np.uint32], int, int, int]
+"""A sequence that gets a row: its request, which of the request's sequences it is, its tokens, its handle, how many of
+its tokens have blocks, and the sequences that will fork off it."""
 
 
 class Rows:
@@ -60,8 +58,8 @@ class Rows:
         handles: the field `HANDLE` as uint64 `[capacity]`.
         last: last token of each row, uint32 `[capacity]`.
         block_tables: int32 `[capacity, max_blocks]`, C-contiguous; kept from step to step.
-        tokens: by seat, uint32 `[capacity, max_length]`.
-        flat: the same, `[capacity * max_length]`.
+        tokens: those generated, by seat, uint32 `[capacity, max_generated]`.
+        flat: the same, `[capacity * max_generated]`.
         owners: by seat.
         forks: by seat, sequences that will fork off its prompt.
         seats_left: seats that are not in use, nor kept for sequences that will fork off a prompt or are being fetched.
@@ -85,20 +83,22 @@ class Rows:
         self.decodes = 0
         self._free_seats = list(range(capacity))[::-1]
 
-    def make_room(self, length: int) -> None:
-        """Make room for sequences of so many tokens."""
+    def make_room(self, length: int, generated: int) -> None:
+        """Make room for sequences of so many tokens, and for so many of them beyond their prompts."""
         capacity, had = self.tokens.shape
-        if length <= had:
-            return
-        longest = max(length, 2 * had, FIRST_LENGTH)
-        # An odd number of cache lines, so that the same token of all rows does not fall into a few sets of the cache.
-        longest = (-(-longest // CACHE_LINE) | 1) * CACHE_LINE
-        tokens = np.zeros((capacity, longest), np.uint32)
-        tokens[:, :had] = self.tokens
-        tables = np.zeros((capacity, -(-longest // self._block_size)), np.int32)
-        tables[:, : self.block_tables.shape[1]] = self.block_tables
-        self.tokens, self.flat, self.block_tables = tokens, tokens.reshape(-1), tables
-        self.fields[BASE] = self.fields[SEAT] * longest
+        if generated > had:
+            longest = max(generated, 2 * had, FIRST_LENGTH)
+            # An odd number of cache lines, so that the rows' entries do not fall into a few sets of the cache.
+            longest = (-(-longest // CACHE_LINE) | 1) * CACHE_LINE
+            tokens = np.zeros((capacity, longest), np.uint32)
+            tokens[:, :had] = self.tokens
+            self.tokens, self.flat = tokens, tokens.reshape(-1)
+            self.fields[BASE] += self.fields[SEAT] * (longest - had)
+        blocks, width = -(-length // self._block_size), self.block_tables.shape[1]
+        if blocks > width:
+            tables = np.zeros((capacity, max(blocks, 2 * width, FIRST_LENGTH // self._block_size)), np.int32)
+            tables[:, :width] = self.block_tables
+            self.block_tables = tables
 
     def owner(self, row: int) -> Owner:
         """Say whose row it is."""
@@ -115,10 +115,15 @@ class Rows:
         """Sequences that will fork off a row's prompt."""
         return self.forks.get(int(self.fields[SEAT, row]), 0)
 
-    def text(self, row: int) -> NDArray[np.uint32]:
-        """Copy a row's tokens, prompt first."""
-        text: NDArray[np.uint32] = self.tokens[self.fields[SEAT, row], : self.fields[LENGTH, row]].copy()
-        return text
+    def text(self, row: int, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
+        """Copy a row's tokens, prompt first, from `first` up to `end`."""
+        prompt = self.owner(row)[0].prompt
+        end = int(self.fields[LENGTH, row]) if end is None else end
+        if end <= len(prompt):
+            text: NDArray[np.uint32] = prompt[first:end].copy()
+            return text
+        base = int(self.fields[BASE, row])
+        return np.concatenate((prompt[first:], self.flat[base + max(first, len(prompt)) : base + end]))
 
     def find(self, seats: Iterable[int]) -> NDArray[np.int64]:
         """Give the rows of some seats, rising."""
@@ -158,12 +163,14 @@ class Rows:
 
     def remove(self, gone: NDArray[np.int64]) -> None:
         """Drop rows, rising, and their seats, those kept for forks included; other rows take their places."""
-        for seat in self.fields[SEAT, gone].tolist():
+        seats, leaving = self.fields[SEAT, gone].tolist(), gone.tolist()
+        for seat in seats:
             self.owner_at(seat)[0].seats.discard(seat)
             self.owners[seat] = None
-            self._free_seats.append(seat)
-            self.seats_left += 1 + self.forks.pop(seat, 0)
-        leaving = gone.tolist()
+        self._free_seats += seats
+        self.seats_left += len(seats)
+        if self.forks:
+            self.seats_left += sum(self.forks.pop(seat, 0) for seat in seats)
         first_prefill = bisect_left(leaving, self.decodes)
         left = self.decodes - first_prefill
         # Holes below the new end are filled by rows that stay from beyond it.
@@ -183,17 +190,17 @@ class Rows:
 
     def _fill(self, at: int, seated: Sequence[Seated]) -> None:
         longest, columns = self.tokens.shape[1], []
-        for state, sequence, tokens, _, done, forks in seated:
+        for state, sequence, tokens, handle, done, forks in seated:
             seat, length = self._free_seats.pop(), len(tokens)
             self.owners[seat] = (state, sequence)
             state.seats.add(seat)
             if forks:
                 self.forks[seat] = forks
-            base = seat * longest
-            self.flat[base : base + length] = tokens
-            priority, _, number = state.rank
-            columns.append((0, length, state.limit, seat, base, done, priority, 0, number))
-        rows = slice(at, at + len(seated))
-        self.fields[:, rows] = np.array(columns, np.int64).T
-        self.handles[rows] = [each.handle for each in seated]
-        self._arrivals[rows] = [each.state.rank[1] for each in seated]
+            start = len(state.prompt)
+            base = seat * longest - start
+            if length > start:
+                self.flat[base + start : base + length] = tokens[start:]
+            priority, arrival, number = state.rank
+            columns.append(COLUMN.pack(handle, length, state.limit, seat, base, done, priority, arrival, number))
+        found = np.frombuffer(b"".join(columns), np.int64).reshape(len(columns), NUMBER + 1)
+        self.fields[:, at : at + len(seated)] = found.T

@@ -27,7 +27,7 @@ from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.defrag_policy import DefragPolicy
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import NO_TOKEN, Fetch, Finished, Parked, Request, RequestState
-from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Rows, Seated
+from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Rows
 from blockyard.scheduler.step import NO_ROWS, Draft, SchedulerStats, Step
 from blockyard.scheduler.stop_tokens import StopTokens
 from blockyard.scheduler.swapping import Swapping
@@ -293,9 +293,9 @@ class Scheduler:
         for row in range(rows.decodes, rows.count):
             if draft.left < 1:
                 break
-            seat, done = int(rows.fields[SEAT, row]), int(rows.fields[DONE, row])
+            done = int(rows.fields[DONE, row])
             end = min(int(rows.fields[LENGTH, row]), done + draft.left)
-            draft.add_chunk(rows.tokens[seat, done:end], done)
+            draft.add_chunks([rows.text(row, done, end)], [done])
 
     def _preempt(self, gone: NDArray[np.int64]) -> None:
         """Take the rows of one request off the device."""
@@ -425,7 +425,7 @@ class Scheduler:
             children = self.manager.fork(int(rows.handles[row]), count).tolist()
             texts = [np.append(prompt, token) for token in drawn]
             each = enumerate(zip(children, texts, strict=True), index + 1)
-            new = rows.insert([Seated(state, i, text, handle) for i, (handle, text) in each])
+            new = rows.insert([(state, i, text, handle, 0, 0) for i, (handle, text) in each])
             self.manager.block_tables(rows.handles[new], out=rows.block_tables[new])
             ends = [len(prompt) + 1 >= state.limit or token in state.request.stop_token_ids for token in drawn.tolist()]
             ended = np.concatenate((ended, np.array(ends, np.bool_)))
@@ -434,10 +434,11 @@ class Scheduler:
     def _end(self, gone: NDArray[np.int64]) -> list[RequestState]:
         """Keep what the sequences of some rows have generated, and free them; give the requests that are done."""
         rows, done = self._rows, []
-        seats, lengths = rows.fields[SEAT, gone].tolist(), rows.fields[LENGTH, gone].tolist()
-        for seat, length in zip(seats, lengths, strict=True):
+        fields = rows.fields.take(gone, axis=1)
+        each = zip(fields[SEAT].tolist(), fields[BASE].tolist(), fields[LENGTH].tolist(), strict=True)
+        for seat, base, length in each:
             state, index = rows.owner_at(seat)
-            state.outputs[index] = rows.tokens[seat, len(state.prompt) : length].copy()
+            state.outputs[index] = rows.flat[base + len(state.prompt) : base + length].copy()
             state.left -= 1
             if state.alive and not state.left:
                 done.append(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -185,14 +186,18 @@ class Draft:
         self.tokens = 0
         self.counts, self.starts, self.ends = [], [], []
 
-    def add_chunk(self, tokens: NDArray[np.uint32], start: int) -> None:
-        """Take in a row's part of its prompt; its slots are written apart."""
-        count = len(tokens)
-        self.token_ids[self.tokens : self.tokens + count] = tokens
-        self.tokens += count
-        self.counts.append(count)
-        self.starts.append(start)
-        self.ends.append(start + count)
+    def add_chunks(self, parts: list[NDArray[np.uint32]], starts: list[int]) -> None:
+        """Take in parts of rows' prompts, the last as far as there is room; their slots are written apart."""
+        counts = list(map(len, parts))
+        at, total = self.tokens, sum(counts)
+        if total > self.left:
+            counts[-1] -= total - self.left
+            parts[-1], total = parts[-1][: counts[-1]], self.left
+        self.tokens = at + total
+        np.concatenate(parts, out=self.token_ids[at : self.tokens])
+        self.counts += counts
+        self.starts += starts
+        self.ends += map(add, starts, counts)
 
     def insert(self, at: int, count: int) -> None:
         """Make room for so many tokens before token `at`."""

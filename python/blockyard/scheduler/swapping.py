@@ -164,7 +164,7 @@ class Swapping:
         if parked.place == "fetching":
             parked.state.parked.remove(parked)
         each = zip(parked.indices, parked.tokens, parked.handles.tolist(), strict=True)
-        return [Seated(parked.state, *sequence) for sequence in each]
+        return [(parked.state, index, tokens, handle, 0, 0) for index, tokens, handle in each]
 
     def _seat(self, seated: list[Seated]) -> None:
         rows = self._rows

@@ -385,7 +385,7 @@ pub(crate) fn chain_keys<'py>(
         last = last.child(block, extra.as_slice()).map_err(to_py)?;
         Ok(last.to_bytes())
     };
-    let keys = memory::lend(&[arrays::token_ids(tokens, "tokens")?], |tokens| {
+    let keys = memory::lend(&[arrays::token_ids(tokens, &"tokens")?], |tokens| {
         let blocks = tokens[0].chunks_exact(block_size as usize);
         let mut keys = memory::reserved(blocks.len())?;
         for key in blocks.map(next) {

@@ -76,21 +76,40 @@ impl PyOffloadManager {
 
     /// Keys as the caller gave them, and as the cache knows them.
     fn read<'py>(&self, keys: &Bound<'py, PyAny>) -> PyResult<Keys<'py>> {
-        self.read_argument(keys, "keys")
+        let mut names = memory::reserved(keys.cast_exact::<PyList>().map_or(0, PyListMethods::len))?;
+        let keys = self.keys(keys, "keys", |name| names.push(name.clone()))?;
+        Ok(Keys { names, keys })
     }
 
-    fn read_argument<'py>(&self, keys: &Bound<'py, PyAny>, argument: &str) -> PyResult<Keys<'py>> {
-        let name = |item: &Bound<'py, PyAny>, at: usize| match item.cast_exact::<PyBytes>() {
-            Ok(name) => Ok(name.clone()),
+    /// Keys as the cache knows them.
+    fn read_keys(&self, keys: &Bound<'_, PyAny>) -> PyResult<Vec<Key>> {
+        self.keys(keys, "keys", |_| {})
+    }
+
+    fn keys<'py>(
+        &self,
+        keys: &Bound<'py, PyAny>,
+        argument: &str,
+        mut note: impl FnMut(&Bound<'py, PyBytes>),
+    ) -> PyResult<Vec<Key>> {
+        let mut key = |item: &Bound<'py, PyAny>, at: usize| match item.cast_exact::<PyBytes>() {
+            Ok(name) => {
+                note(name);
+                Ok(self.names.key(name.as_bytes()))
+            }
             // Bytes of another class may run code when they are dropped.
             Err(_) => Err(invalid(format!("{argument}[{at}] is {}, must be bytes", args::shown(item)))),
         };
-        let names = match keys.cast_exact::<PyList>() {
-            Ok(list) => list.iter().enumerate().map(|(at, item)| name(&item, at)).collect::<PyResult<_>>()?,
-            Err(_) => args::items(keys, &argument, name)?,
-        };
-        let keys = names.iter().map(|name: &Bound<'py, PyBytes>| self.names.key(name.as_bytes())).collect();
-        Ok(Keys { names, keys })
+        match keys.cast_exact::<PyList>() {
+            Ok(list) => {
+                let mut found = memory::reserved(list.len())?;
+                for (at, item) in list.iter().enumerate() {
+                    found.push(key(&item, at)?);
+                }
+                Ok(found)
+            }
+            Err(_) => args::items(keys, &argument, key),
+        }
     }
 }
 
@@ -112,8 +131,9 @@ impl PyOffloadManager {
     /// Raises:
     ///     InvalidArgumentError: a key is not bytes.
     fn lookup<'py>(&self, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
-        let (py, Keys { keys, .. }) = (keys.py(), self.read(keys)?);
+        let (py, keys) = (keys.py(), self.read_keys(keys)?);
         let state = self.lock();
+        state.cache.look_ahead(&keys);
         let found: Vec<&Bound<'py, PyString>> = keys
             .iter()
             .map(|key| match state.cache.lookup(key) {
@@ -174,7 +194,7 @@ impl PyOffloadManager {
         let (py, Keys { names, keys }) = (keys.py(), self.read(keys)?);
         let mut state = self.lock();
         let mut stored = memory::reserved(keys.len())?;
-        state.cache.look_ahead(&keys);
+        state.cache.look_ahead_chunks(&keys);
         for (name, key) in names.iter().zip(&keys) {
             match state.cache.complete_store(key, success) {
                 Stored::Found => stored.push(name),
@@ -195,9 +215,12 @@ impl PyOffloadManager {
     /// Raises:
     ///     InvalidArgumentError: a key is no hit, or not bytes; nothing is held.
     fn prepare_load<'py>(&self, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let (py, Keys { keys, .. }) = (keys.py(), self.read(keys)?);
+        let (py, keys) = (keys.py(), self.read_keys(keys)?);
         let mut chunks = memory::reserved(keys.len())?;
-        let held = self.lock().cache.prepare_load(&keys, &mut chunks);
+        let mut state = self.lock();
+        state.cache.look_ahead_chunks(&keys);
+        let held = state.cache.prepare_load(&keys, &mut chunks);
+        drop(state);
         held.map_err(|place| invalid(format!("keys[{place}] is no hit, so there is nothing to load")))?;
         memory::array(py, &chunks, |chunk| as_i32(*chunk))
     }
@@ -209,8 +232,9 @@ impl PyOffloadManager {
     /// Raises:
     ///     InvalidArgumentError: a key is not bytes, or is not being loaded; the loads of those before it have ended.
     fn complete_load(&self, keys: &Bound<'_, PyAny>) -> PyResult<()> {
-        let Keys { keys, .. } = self.read(keys)?;
+        let keys = self.read_keys(keys)?;
         let mut state = self.lock();
+        state.cache.look_ahead_chunks(&keys);
         match keys.iter().position(|key| !state.cache.complete_load(key)) {
             None => Ok(()),
             Some(place) => Err(invalid(format!("keys[{place}] is not being loaded"))),
@@ -224,8 +248,9 @@ impl PyOffloadManager {
     /// Raises:
     ///     InvalidArgumentError: a key is not bytes.
     fn touch(&self, keys: &Bound<'_, PyAny>) -> PyResult<()> {
-        let Keys { keys, .. } = self.read(keys)?;
+        let keys = self.read_keys(keys)?;
         let mut state = self.lock();
+        state.cache.look_ahead_chunks(&keys);
         keys.iter().rev().for_each(|key| state.cache.touch(key));
         Ok(())
     }
@@ -246,7 +271,7 @@ impl PyOffloadManager {
         #[pyo3(from_py_with = args::count)] count: usize,
         protected: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyList>>> {
-        let read = |keys| self.read_argument(keys, "protected").map(|read| read.keys);
+        let read = |keys| self.keys(keys, "protected", |_| {});
         let keys = protected.map_or(Ok(Vec::new()), read)?;
         let (mut chunks, mut state) = (Vec::new(), self.lock());
         if !state.cache.evict(count, &keys, &mut chunks) {

@@ -47,6 +47,13 @@ impl Key {
         self.0[0].max(1)
     }
 
+    /// A key that is another hash of 128 bits.
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "the lower half")]
+    pub(crate) fn from_hash(low: u64, high: u64) -> Self {
+        Self([low as u32, (low >> 32) as u32, high as u32, (high >> 32) as u32, 0, 0, 0, 0])
+    }
+
     /// The key as bytes, for a caller in this process to keep.
     #[must_use]
     pub fn to_bytes(self) -> [u8; 32] {

@@ -41,15 +41,15 @@ impl<'py> Argument<'py> for Ticket {
 
 /// Any sequence of numbers, copied: what is written to the caller's arrays later changes none of them. `what` and
 /// `must` are for the message.
-fn numbers<'py, T>(value: &Bound<'py, PyAny>, what: &str, must: &str) -> PyResult<Vec<T>>
+fn numbers<'py, T>(value: &Bound<'py, PyAny>, what: &dyn Display, must: &str) -> PyResult<Vec<T>>
 where
     T: Plain + TryFrom<isize> + FromPyObjectOwned<'py>,
 {
     if let Some(numbers) = usual(value)? {
         return Ok(numbers);
     }
-    let number = |item: &Bound<'py, PyAny>, _| item.extract().map_err(|error| refused(error, value, &what, must));
-    items(value, &what, number)
+    let number = |item: &Bound<'py, PyAny>, _| item.extract().map_err(|error| refused(error, value, what, must));
+    items(value, what, number)
 }
 
 /// The numbers of a list of ints or an array of the right type.
@@ -67,7 +67,7 @@ where
             return Ok(Err(numbers));
         }
     }
-    value.extract().map_or_else(|_| numbers(value, what, must).map(Err), |number| Ok(Ok(number)))
+    value.extract().map_or_else(|_| numbers(value, &what, must).map(Err), |number| Ok(Ok(number)))
 }
 
 /// Handles of a batch of sequences: an array, any sequence of ints, or one.
@@ -78,7 +78,7 @@ pub(crate) fn sequences(value: &Bound<'_, PyAny>) -> PyResult<Vec<SequenceId>> {
 }
 
 /// Token ids of one prompt, which stay in the caller's array where they can: lent by [`memory::lend`].
-pub(crate) fn token_ids<'py>(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Numbers<'py, u32>> {
+pub(crate) fn token_ids<'py>(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Numbers<'py, u32>> {
     match Numbers::of_array(value)? {
         Some(ids) => Ok(ids),
         None => numbers(value, name, "uint32 token ids: a numpy array or a list of ints").map(Numbers::List),

@@ -228,7 +228,7 @@ impl PyBlockManager {
         if chunk_tokens == Some(0) {
             return Err(invalid("chunk_tokens is 0, must be at least 1".to_owned()));
         }
-        match PromptLike::new(prompt, "prompt")? {
+        match PromptLike::new(prompt, &"prompt")? {
             PromptLike::Count(tokens) => {
                 let demand = Demand { tokens, lookahead, encoder_tokens, chunk: chunk_tokens.unwrap_or(0) };
                 Ok(self.lock().can_admit(&demand).into())
@@ -446,7 +446,7 @@ impl PyBlockManager {
         if len > MANY_SLOTS {
             self.lock().require_append(&sequences, counts, lookahead).map_err(to_py)?;
         }
-        let token_ids = token_ids.map(|ids| arrays::token_ids(ids, "token_ids")?.into_vec()).transpose()?;
+        let token_ids = token_ids.map(|ids| arrays::token_ids(ids, &"token_ids")?.into_vec()).transpose()?;
         let out = arrays::slots(py, len, out)?;
         let append = |tables: Option<TableRows<'_>>, slots: Area<'_, i64>| {
             let (slots, mut manager) = (arrays::exactly(slots, len)?, self.lock());

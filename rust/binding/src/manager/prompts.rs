@@ -45,7 +45,7 @@ pub(crate) enum TokenIds<'py> {
 }
 
 impl<'py> TokenIds<'py> {
-    pub(crate) fn new(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
+    pub(crate) fn new(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
         match value.cast::<PyHashedPrompt>() {
             Ok(hashed) => Ok(Self::Hashed(hashed.clone())),
             Err(_) => arrays::token_ids(value, name).map(Self::Plain),
@@ -74,21 +74,20 @@ pub(crate) enum PromptLike<'py> {
 }
 
 impl<'py> PromptLike<'py> {
-    pub(crate) fn new(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
+    pub(crate) fn new(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
         if value.is_instance_of::<PyInt>() {
-            return u32::read(value, &name).map(Self::Count);
+            return u32::read(value, name).map(Self::Count);
         }
-        if value.is_instance_of::<PyHashedPrompt>() {
+        let is_array = value.cast::<PyUntypedArray>().is_ok_and(|array| array.ndim() > 0);
+        if is_array || value.is_instance_of::<PyList>() || value.is_instance_of::<PyHashedPrompt>() {
             return TokenIds::new(value, name).map(Self::Tokens);
         }
-        let is_list =
-            value.cast::<PyUntypedArray>().map_or_else(|_| value.is_instance_of::<PyList>(), |a| a.ndim() > 0);
         match value.extract() {
-            Ok(count) if !is_list => Ok(Self::Count(count)),
-            Err(_) if !is_list && (value.is_instance_of::<PyString>() || value.try_iter().is_err()) => {
+            Ok(count) => Ok(Self::Count(count)),
+            Err(_) if value.is_instance_of::<PyString>() || value.try_iter().is_err() => {
                 Err(invalid(format!("{name} is {}, must be token ids or their number", shown(value))))
             }
-            _ => TokenIds::new(value, name).map(Self::Tokens),
+            Err(_) => TokenIds::new(value, name).map(Self::Tokens),
         }
     }
 }
@@ -103,7 +102,7 @@ impl<'py> Prompts<'py> {
     pub(crate) fn new(prompts: &Bound<'py, PyTuple>) -> PyResult<Self> {
         let (mut counts, mut tokens) = (Vec::new(), Vec::new());
         for (i, prompt) in prompts.iter().enumerate() {
-            match PromptLike::new(&prompt, &format!("prompts[{i}]"))? {
+            match PromptLike::new(&prompt, &format_args!("prompts[{i}]"))? {
                 PromptLike::Count(count) => counts.push(count),
                 PromptLike::Tokens(ids) => tokens.push(ids),
             }

@@ -8,13 +8,14 @@ use crate::error::{Error, Result};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
 use crate::pool::{Policies, Pool};
-use crate::prefix::Published;
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::hint::black_box;
 
 mod names;
+mod stores;
 use names::ByKey;
 pub use names::Names;
+use stores::{Batch, Stores};
 
 /// What a lookup finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,14 +37,6 @@ pub enum Stored {
     Freed(BlockId),
     /// No store of the key runs, or it was forgotten.
     Unknown,
-}
-
-/// A chunk that is being written.
-#[derive(Clone, Copy, Debug)]
-struct Store {
-    chunk: BlockId,
-    /// After it, lookups no longer wait for the store.
-    deadline: u64,
 }
 
 /// Chunks of a key that was forgotten while transfers of it ran.
@@ -83,9 +76,12 @@ impl Detached {
 /// ```
 #[derive(Debug)]
 pub struct OffloadCache {
+    /// A chunk has its key from when its store is prepared.
     pool: Pool,
-    stores: ByKey<Store>,
+    stores: Stores,
     detached: ByKey<Detached>,
+    /// The new keys of one `prepare_store`.
+    batch: Batch,
 }
 
 impl OffloadCache {
@@ -95,7 +91,7 @@ impl OffloadCache {
     /// More chunks than a tier can have, or than there is memory for.
     pub fn new(chunks: usize, policies: Policies) -> Result<Self> {
         let pool = Pool::with_policies(Tier::Host, chunks, true, policies)?;
-        Ok(Self { pool, stores: ByKey::default(), detached: ByKey::default() })
+        Ok(Self { pool, stores: Stores::default(), detached: ByKey::default(), batch: Batch::default() })
     }
 
     /// Chunks in all.
@@ -113,7 +109,7 @@ impl OffloadCache {
     /// Chunks whose bytes can be loaded.
     #[must_use]
     pub fn num_stored(&self) -> usize {
-        self.pool.published()
+        self.pool.published() - self.stores.len()
     }
 
     /// Chunks that are being written and will be found.
@@ -132,13 +128,17 @@ impl OffloadCache {
     #[inline]
     #[must_use]
     pub fn lookup(&self, key: &Key) -> Lookup {
-        if self.pool.find(key).is_some() {
-            Lookup::Hit
-        } else if self.stores.contains_key(key) {
-            Lookup::Pending
-        } else {
-            Lookup::Miss
+        match self.pool.find(key) {
+            None => Lookup::Miss,
+            Some(chunk) if self.stores.has(chunk) => Lookup::Pending,
+            Some(_) => Lookup::Hit,
         }
+    }
+
+    /// The chunk that holds a key's bytes.
+    #[inline]
+    fn stored(&self, key: &Key) -> Option<BlockId> {
+        self.pool.find(key).filter(|&chunk| !self.stores.has(chunk))
     }
 
     /// Reads the memory that calls with these keys are going to need, so that cache misses overlap.
@@ -148,6 +148,13 @@ impl OffloadCache {
         }
     }
 
+    /// As [`OffloadCache::look_ahead`], where most keys have chunks.
+    pub fn look_ahead_chunks(&self, keys: &[Key]) {
+        self.look_ahead(keys);
+        let refs = keys.iter().filter_map(|key| self.pool.find(key)).map(|chunk| self.pool.refs(chunk));
+        black_box(refs.fold(0, |all, refs| all | refs));
+    }
+
     /// Takes a chunk for each key that has none, and writes its place in `keys` and the chunk to `out`. Those that have one
     /// count as just used and are not evicted for it. Keys given twice, and keys whose forgotten store still runs, get no
     /// chunk. Returns false, and changes nothing, if there are too few chunks.
@@ -155,15 +162,16 @@ impl OffloadCache {
         let first = out.len();
         let mut found = Vec::new();
         self.look_ahead(keys);
-        self.stores.reserve(keys.len());
+        self.batch.begin(keys.len());
         for (place, key) in keys.iter().enumerate() {
             if let Some(chunk) = self.pool.find(key) {
-                found.push(chunk);
-            } else if self.detached.get(key).is_none_or(|detached| detached.stored.is_none()) {
-                if let Entry::Vacant(entry) = self.stores.entry(*key) {
-                    entry.insert(Store { chunk: BlockId(0), deadline });
-                    out.push((place, BlockId(0)));
+                if !self.stores.has(chunk) {
+                    found.push(chunk);
                 }
+            } else if self.detached.get(key).is_none_or(|detached| detached.stored.is_none())
+                && self.batch.add(keys, place)
+            {
+                out.push((place, BlockId(0)));
             }
         }
         let wanted = out.len() - first;
@@ -171,9 +179,7 @@ impl OffloadCache {
         idle.sort_unstable();
         idle.dedup();
         if wanted + idle.len() > self.pool.free() {
-            for (place, _) in out.drain(first..) {
-                self.stores.remove(&keys[place]);
-            }
+            out.truncate(first);
             return false;
         }
         for &chunk in &found {
@@ -185,11 +191,10 @@ impl OffloadCache {
         for &chunk in found.iter().rev() {
             self.pool.release(chunk);
         }
-        for (new, chunk) in out[first..].iter_mut().zip(&chunks) {
-            new.1 = *chunk;
-            if let Some(store) = self.stores.get_mut(&keys[new.0]) {
-                store.chunk = *chunk;
-            }
+        for (new, chunk) in out[first..].iter_mut().zip(chunks) {
+            new.1 = chunk;
+            self.pool.publish(chunk, keys[new.0], 0);
+            self.stores.begin(chunk, deadline);
         }
         true
     }
@@ -203,11 +208,13 @@ impl OffloadCache {
                 return Stored::Unknown;
             }
         }
-        let Some(Store { chunk, .. }) = self.stores.remove(key) else { return Stored::Unknown };
-        let found = success && self.pool.publish(chunk, *key, 0) == Published::Now;
+        let Some(chunk) = self.pool.find(key).filter(|&chunk| self.stores.end(chunk)) else { return Stored::Unknown };
+        if !success {
+            self.pool.unpublish(chunk);
+        }
         self.pool.begin_chain();
         self.pool.release(chunk);
-        if found { Stored::Found } else { Stored::Freed(chunk) }
+        if success { Stored::Found } else { Stored::Freed(chunk) }
     }
 
     /// Holds the chunks of keys for loads, and appends them to `out`.
@@ -217,7 +224,7 @@ impl OffloadCache {
     pub fn prepare_load(&mut self, keys: &[Key], out: &mut Vec<BlockId>) -> std::result::Result<(), usize> {
         let first = out.len();
         for (place, key) in keys.iter().enumerate() {
-            let Some(chunk) = self.pool.find(key) else {
+            let Some(chunk) = self.stored(key) else {
                 out.truncate(first);
                 return Err(place);
             };
@@ -241,14 +248,14 @@ impl OffloadCache {
             if detached.loads == 0 {
                 let loaded = std::mem::take(&mut detached.loaded);
                 self.drop_done(key);
-                let newer = self.pool.find(key).map(|chunk| (chunk, self.pool.refs(chunk)));
+                let newer = self.stored(key).map(|chunk| (chunk, self.pool.refs(chunk)));
                 for (chunk, refs) in loaded.into_iter().chain(newer) {
                     (0..refs).for_each(|_| self.pool.release(chunk));
                 }
             }
             return true;
         }
-        let Some(chunk) = self.pool.find(key).filter(|&chunk| self.pool.refs(chunk) > 0) else { return false };
+        let Some(chunk) = self.stored(key).filter(|&chunk| self.pool.refs(chunk) > 0) else { return false };
         self.pool.begin_chain();
         self.pool.release(chunk);
         true
@@ -256,7 +263,7 @@ impl OffloadCache {
 
     /// Counts a key's chunk as just used, if it has one.
     pub fn touch(&mut self, key: &Key) {
-        if let Some(chunk) = self.pool.find(key) {
+        if let Some(chunk) = self.stored(key) {
             self.pool.claim(chunk);
             self.pool.begin_chain();
             self.pool.release(chunk);
@@ -285,11 +292,12 @@ impl OffloadCache {
 
     /// Forgets a key: it is a miss from now on, also when a store of it ends. Returns the chunk that it had.
     pub fn forget(&mut self, key: &Key) -> Option<BlockId> {
-        if let Some(Store { chunk, .. }) = self.stores.remove(key) {
+        let chunk = self.pool.find(key)?;
+        if self.stores.end(chunk) {
+            self.pool.unpublish(chunk);
             self.detached.entry(*key).or_default().stored = Some(chunk);
             return Some(chunk);
         }
-        let chunk = self.pool.find(key)?;
         let refs = self.pool.refs(chunk);
         self.pool.unpublish(chunk);
         if refs > 0 {
@@ -305,20 +313,18 @@ impl OffloadCache {
 
     /// Forgets the keys whose stores have not ended by `now`: a lookup does not wait for ever. Appends them to `out`.
     pub fn expire(&mut self, now: u64, out: &mut Vec<(Key, BlockId)>) {
-        let late = self.stores.iter().filter(|(_, store)| store.deadline <= now);
-        let mut late: Vec<(Key, BlockId)> = late.map(|(key, store)| (*key, store.chunk)).collect();
-        late.sort_unstable_by_key(|(_, chunk)| *chunk);
-        for (key, _) in &late {
-            self.forget(key);
+        for chunk in self.stores.late(now) {
+            if let Some(key) = self.pool.key(chunk) {
+                self.forget(&key);
+                out.push((key, chunk));
+            }
         }
-        out.append(&mut late);
     }
 
     /// Forgets all keys.
     pub fn reset(&mut self) {
-        let storing: Vec<Key> = self.stores.keys().copied().collect();
-        let stored = (0..).map(BlockId).take(self.pool.len()).filter_map(|chunk| self.pool.key(chunk));
-        for key in storing.into_iter().chain(stored.collect::<Vec<_>>()) {
+        let keys = (0..).map(BlockId).take(self.pool.len()).filter_map(|chunk| self.pool.key(chunk));
+        for key in keys.collect::<Vec<_>>() {
             self.forget(&key);
         }
     }
@@ -334,8 +340,10 @@ impl OffloadCache {
     /// # Errors
     /// The first thing that does not hold.
     pub fn check(&self) -> Result<()> {
-        let mut refs: HashMap<BlockId, u32> = self.stores.values().map(|store| (store.chunk, 1)).collect();
-        let mut problem = (refs.len() < self.stores.len()).then(|| "two stores write one chunk".to_owned());
+        let mut refs: HashMap<BlockId, u32> = self.stores.iter().map(|chunk| (chunk, 1)).collect();
+        let is_keyed = refs.keys().all(|&chunk| self.pool.block(chunk).is_published());
+        let mut problem = (refs.len() != self.stores.len() || !is_keyed)
+            .then(|| format!("{} stores, {} chunks are being written", self.stores.len(), refs.len()));
         for (key, detached) in &self.detached {
             let held = detached.loaded.iter().copied().chain(detached.stored.map(|chunk| (chunk, 1)));
             for (chunk, count) in held {
@@ -343,7 +351,7 @@ impl OffloadCache {
                     problem = Some(format!("chunk {} of a forgotten key is used elsewhere", chunk.0));
                 }
             }
-            let newer = self.pool.find(key).map_or(0, |chunk| self.pool.refs(chunk));
+            let newer = self.stored(key).map_or(0, |chunk| self.pool.refs(chunk));
             let loads = newer + detached.loaded.iter().map(|(_, refs)| refs).sum::<u32>();
             if detached.is_done() || detached.loads > loads {
                 problem = Some(format!("{} loads of a forgotten key, its chunks have {loads}", detached.loads));

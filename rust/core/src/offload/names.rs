@@ -22,9 +22,8 @@ impl Names {
     #[inline]
     #[must_use]
     pub fn key(&self, name: &[u8]) -> Key {
-        let mut bytes = [0; 32];
-        bytes[..16].copy_from_slice(&self.0.hash(name).as_bytes());
-        Key::from_bytes(&bytes)
+        let hash = self.0.hash(name);
+        Key::from_hash(hash.h1, hash.h2)
     }
 }
 

@@ -9,7 +9,7 @@ use crate::id::BlockId;
 use std::hint::black_box;
 use std::ops::Range;
 
-/// Blocks that are read before the first of them is changed, so that cache misses overlap.
+/// Blocks that are read before the first of them is changed.
 const LOOK_AHEAD: usize = 64;
 
 /// The blocks as one run, if they are neighbours in rising order.
@@ -34,6 +34,7 @@ impl Pool {
         for blocks in blocks.rchunks(LOOK_AHEAD) {
             let beyond = self.tail().live > 0 && blocks.iter().any(|&block| self.is_beyond(block));
             if beyond || !self.are_private(blocks) {
+                self.look_at(blocks);
                 blocks.iter().rev().for_each(|&block| self.release(block));
             } else if let Some(run) = as_run(blocks) {
                 let before = self.blocks[run.start as usize];
@@ -60,11 +61,17 @@ impl Pool {
                 Block::take_run(&mut self.blocks[indices(&run)], filling);
                 continue;
             }
-            black_box(blocks.iter().fold(0, |all, &block| all | self.block(block).refs()));
+            self.look_at(blocks);
             for &block in blocks {
                 Block::take_run(std::slice::from_mut(&mut self.blocks[block.index()]), filling);
             }
         }
+    }
+
+    /// Reads blocks before the first of them is changed, so that cache misses overlap.
+    #[inline]
+    fn look_at(&self, blocks: &[BlockId]) {
+        black_box(blocks.iter().fold(0, |all, &block| all | self.block(block).refs()));
     }
 
     /// Drops the references to private neighbours whose bytes a transfer reads: from now on its leases hold them.

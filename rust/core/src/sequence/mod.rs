@@ -315,14 +315,57 @@ fn refuse_loading(sequence: SequenceId, row: &Row, transfers: &Transfers) -> Res
     Ok(())
 }
 
+/// Writes the slots of tokens from `first` on, block by block.
 fn write_slots(row: &Row, first: u32, block_size: u32, out: &mut [i64]) {
-    let (mut index, mut offset) = ((first / block_size) as usize, i64::from(first % block_size));
-    let size = i64::from(block_size);
-    for slot in out {
-        if offset == size {
-            (index, offset) = (index + 1, 0);
+    let (index, offset) = ((first / block_size) as usize, first % block_size);
+    let (size, begun) = (block_size as usize, (block_size - offset) as usize);
+    let (head, rest) = out.split_at_mut(begun.min(out.len()));
+    let slot = |block: BlockId, offset: u32| i64::from(block.0) * i64::from(block_size) + i64::from(offset);
+    if !head.is_empty() {
+        count_from(slot(row.table[index], offset), head);
+    }
+    for (slots, &block) in rest.chunks_mut(size).zip(row.table.iter().skip(index + 1)) {
+        // Of the usual size the loop is a few vector instructions.
+        match <&mut [i64; 16]>::try_from(&mut *slots) {
+            Ok(slots) => count_from(slot(block, 0), slots),
+            Err(_) => count_from(slot(block, 0), slots),
         }
-        *slot = i64::from(row.table[index].0) * size + offset;
-        offset += 1;
+    }
+}
+
+#[inline]
+fn count_from(first: i64, out: &mut [i64]) {
+    let len = i64::try_from(out.len()).unwrap_or(i64::MAX);
+    for (to, slot) in out.iter_mut().zip(first..first.saturating_add(len)) {
+        *to = slot;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Config, Counts, Manager};
+
+    #[test]
+    fn the_slots_of_any_range_are_those_of_its_blocks() {
+        for size in [1, 3, 16, 20] {
+            let config = Config { block_size: size, blocks: [64, 0, 0], watermark: 0.0, prefix_caching: false };
+            let (mut manager, mut out) = (Manager::new(config).unwrap(), Vec::new());
+            manager.allocate(&[size, size * 2], &mut out).unwrap();
+            for _ in 0..3 {
+                // In turns, so that neither has neighbours only.
+                let slots = &mut vec![0; 2 * size as usize];
+                manager.append(&out, Counts::All(size), 0, slots).unwrap();
+            }
+            for &sequence in &out {
+                let table = manager.block_table(sequence).unwrap().to_vec();
+                let len = manager.num_tokens(sequence).unwrap();
+                let slot = |token: u32| i64::from(table[(token / size) as usize].0 * size + token % size);
+                for (first, last) in (0..=len).flat_map(|first| (first..=len).map(move |last| (first, last))) {
+                    let mut slots = vec![-1; (last - first) as usize];
+                    manager.slot_mapping(&[(sequence, first..last)], &mut slots).unwrap();
+                    assert!(slots.into_iter().eq((first..last).map(slot)), "{first}..{last} of blocks of {size}");
+                }
+            }
+        }
     }
 }

@@ -400,10 +400,10 @@ impl Sequences {
         let keys = match self.own_keys(prompt)? {
             Some(keys) => Cow::Borrowed(keys),
             None => Cow::Owned(hash(prompt, self.block_size, |i, key| {
-                if alone && found.len() + 1 == i {
-                    found.extend(view.tiers.device().find(key));
-                } else {
+                if !alone {
                     view.tiers.device().look_ahead(key);
+                } else if found.len() + 1 == i {
+                    found.extend(view.tiers.device().find(key));
                 }
             })?),
         };

@@ -82,7 +82,7 @@ impl PyPrefix {
         salt: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<PyPrefixHit> {
-        let (tokens, specs) = ([TokenIds::new(prompt, "prompt")?], KeySpecs::one(salt, lora_id)?);
+        let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let hit = prompts::lend(&tokens, &specs, &[], |prompts| self.0.lock().lookup(&prompts[0]))?;
         let PrefixHit { tokens, host_blocks } = hit.map_err(to_py)?;
         Ok(PyPrefixHit { tokens, host_blocks })
@@ -110,7 +110,7 @@ impl PyPrefix {
     ) -> PyResult<PyHashedPrompt> {
         let block_size = self.0.lock().block_size();
         let (tokens, specs) =
-            ([TokenIds::Plain(arrays::token_ids(token_ids, "token_ids")?)], KeySpecs::one(salt, lora_id)?);
+            ([TokenIds::Plain(arrays::token_ids(token_ids, &"token_ids")?)], KeySpecs::one(salt, lora_id)?);
         let hashed = prompts::lend(&tokens, &specs, &extras, |prompts| HashedPrompt::new(&prompts[0], block_size))?;
         hashed.map(PyHashedPrompt::new).map_err(to_py)
     }
@@ -135,7 +135,7 @@ impl PyPrefix {
         num_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (sequences, tokens) = (arrays::sequences(sequences)?, Tokens::or_one(num_tokens)?);
-        let ids = arrays::token_ids(token_ids, "token_ids")?.into_vec()?;
+        let ids = arrays::token_ids(token_ids, &"token_ids")?.into_vec()?;
         self.0.lock().note_tokens(&sequences, tokens.get(), &ids).map_err(to_py)
     }
 
@@ -282,7 +282,7 @@ pub(crate) fn export_keys<'py>(
         chain.block(block, &[]).map_err(to_py)?;
         Ok(chain.export().0)
     };
-    let keys = memory::lend(&[arrays::token_ids(tokens, "tokens")?], |tokens| {
+    let keys = memory::lend(&[arrays::token_ids(tokens, &"tokens")?], |tokens| {
         let blocks = tokens[0].chunks_exact(block_size as usize);
         let mut keys = memory::reserved(blocks.len())?;
         for key in blocks.map(export) {

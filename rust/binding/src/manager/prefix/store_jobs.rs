@@ -106,7 +106,7 @@ impl PyStoreJobs {
         salt: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<Py<PyArray2<u8>>> {
-        let (tokens, specs) = ([TokenIds::new(prompt, "prompt")?], KeySpecs::one(salt, lora_id)?);
+        let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let most = max_blocks as usize;
         let keys = prompts::lend(&tokens, &specs, &[], |prompts| self.0.lock().missing_blocks(&prompts[0], most))?;
         keys_array(prompt.py(), &keys.map_err(to_py)?)
@@ -134,7 +134,7 @@ impl PyStoreJobs {
         salt: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<PyStoreJob> {
-        let (tokens, specs) = ([TokenIds::new(prompt, "prompt")?], KeySpecs::one(salt, lora_id)?);
+        let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let most = max_blocks as usize;
         let job = prompts::lend(&tokens, &specs, &[], |prompts| self.0.lock().begin_load(&prompts[0], most))?;
         PyStoreJob::new(prompt.py(), &job.map_err(to_py)?)
