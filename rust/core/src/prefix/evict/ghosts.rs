@@ -1,7 +1,5 @@
 //! What a policy let go, to know it when it comes back.
 
-use std::hint::black_box;
-
 /// One place a tag, which holds 16 bits of it; a tag is forgotten when another takes its place.
 #[derive(Debug, Clone)]
 pub(super) struct Ghosts(Vec<u16>);
@@ -39,13 +37,18 @@ fn mark(tag: u32) -> u16 {
 
 /// Pools whose blocks are remembered with their ages.
 const POOLS: usize = 4;
-/// Places that a core's cache holds: larger pools remember fewer blocks, but as many as they have.
+/// One block in so many is remembered. Of a chain that comes back that is enough: what is known of a block holds for all
+/// blocks before it.
+const ONE_IN: u16 = 4;
+/// Places that a core's cache holds: larger pools are remembered for a shorter time.
 const PLACES_IN_CACHE: usize = 1 << 19;
 /// Ages that are told apart, in halves of the pool.
 pub(super) const AGES: usize = 1 << AGE_BITS;
 const AGE_BITS: u32 = 4;
+/// Tags that are looked at together.
+const TOGETHER: usize = 128;
 
-/// What a pool let go and how long ago: four bits of a place are the age, the others the tag's.
+/// What a pool let go and how long ago, of a sample of tags: four bits of a place are the age, the others the tag's.
 #[derive(Debug, Clone)]
 pub(super) struct Aged {
     places: Ghosts,
@@ -59,20 +62,25 @@ impl Aged {
     /// For a pool of so many blocks.
     pub(super) fn new(blocks: usize) -> Self {
         let half = (blocks / 2).max(1);
-        let places = (POOLS * blocks).min(PLACES_IN_CACHE).max(blocks);
+        let sampled = blocks.div_ceil(usize::from(ONE_IN));
+        let places = (POOLS * sampled).min(PLACES_IN_CACHE).max(sampled);
         Self { places: Ghosts::new(places), now: 0, half, until_next: half }
     }
 
     /// Remembers tags; they count as at most one half of the pool.
     pub(super) fn insert(&mut self, tags: &[u32]) {
-        if self.places.0.len() > PLACES_IN_CACHE {
-            // Nothing else in this pass, so that many cache misses overlap.
-            black_box(tags.iter().fold(0, |all, &tag| all ^ self.places.place(tag).map_or(0, |place| *place)));
-        }
-        for &tag in tags {
-            let mark = aged(tag, self.now);
-            if let Some(place) = self.places.place(tag) {
-                *place = mark;
+        for tags in tags.chunks(TOGETHER) {
+            // First which ones, without a branch that would be mispredicted.
+            let (mut sample, mut count) = ([0; TOGETHER], 0);
+            for &tag in tags {
+                sample[count] = tag;
+                count += usize::from(is_sampled(tag));
+            }
+            for &tag in &sample[..count] {
+                let mark = aged(tag, self.now);
+                if let Some(place) = self.places.place(tag) {
+                    *place = mark;
+                }
             }
         }
         let Some(left) = self.until_next.checked_sub(tags.len()) else {
@@ -83,18 +91,37 @@ impl Aged {
         self.until_next = left;
     }
 
+    /// Reads the place of a tag ahead of [`Aged::take`], so that cache misses overlap.
+    #[inline]
+    pub(super) fn look_ahead(&self, tag: u32) -> u16 {
+        let at = (u64::from(where_sampled(tag)) * self.places.0.len() as u64) >> 32;
+        usize::try_from(at).ok().and_then(|at| self.places.0.get(at)).copied().unwrap_or_default()
+    }
+
     /// Forgets a tag; returns its age, if it was there.
     #[inline]
     pub(super) fn take(&mut self, tag: u32) -> Option<u16> {
         let now = self.now;
-        let place = self.places.place(tag)?;
+        let place = self.places.place(where_sampled(tag))?;
         let age = now.wrapping_sub(*place) & AGE;
-        let is_there = *place == aged(tag, now.wrapping_sub(age));
+        let is_there = (*place == aged(tag, now.wrapping_sub(age))) & is_sampled(tag);
         is_there.then(|| {
             *place = 0;
             age
         })
     }
+}
+
+/// Whether a tag is one of those that are remembered.
+#[inline]
+fn is_sampled(tag: u32) -> bool {
+    mark(tag) % ONE_IN == 0
+}
+
+/// The tag, or 0 if it is not remembered: all those look at one place, which is in the cache.
+#[inline]
+fn where_sampled(tag: u32) -> u32 {
+    tag * u32::from(is_sampled(tag))
 }
 
 /// Bits of a place that are the age.
