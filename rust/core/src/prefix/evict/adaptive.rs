@@ -1,5 +1,6 @@
 //! The rule that has the most hits just now, found out by miniature caches.
 
+use super::ghosts::Aged;
 use super::miniature::Miniature;
 use super::segments::{Rule, Segments};
 use super::{Departure, Evictor};
@@ -98,7 +99,7 @@ pub(crate) struct Adaptive {
 fn miniatures(blocks: usize) -> (Vec<Miniature>, u32) {
     let dense = (blocks / 16).pow(2) / (DENSE_BLOCKS / 16).pow(2);
     let one_in = dense.min(SPARSE.max(blocks / MANY_BLOCKS)).max(1);
-    let miniatures = RULES.map(|rule| Miniature::new(blocks / one_in, rule));
+    let miniatures = RULES.map(|rule| Miniature::new(blocks / one_in, rule, Aged::one_in(blocks)));
     (miniatures.into(), u32::try_from(one_in).unwrap_or(u32::MAX))
 }
 
@@ -106,7 +107,7 @@ impl Adaptive {
     pub(crate) fn new(blocks: usize) -> Self {
         let (miniatures, one_in) = miniatures(blocks);
         Self {
-            segments: Segments::new(blocks, RULES[0]),
+            segments: Segments::new(blocks, RULES[0], Aged::one_in(blocks)),
             miniatures,
             modelled: blocks,
             scores: Box::default(),

@@ -37,9 +37,11 @@ fn mark(tag: u32) -> u16 {
 
 /// Pools whose blocks are remembered with their ages.
 const POOLS: usize = 4;
-/// One block in so many is remembered. Of a chain that comes back that is enough: what is known of a block holds for all
-/// blocks before it.
-const ONE_IN: u16 = 4;
+/// Places that the first cache of a core holds, beside other things: a pool that needs more of them remembers a sample. Of a
+/// chain that comes back that is enough: what is known of a block holds for all blocks before it.
+const PLACES_IN_FIRST_CACHE: usize = 12 << 10;
+/// At least one block in so many is remembered.
+const MOST_SPARSE: u16 = 4;
 /// Places that a core's cache holds: larger pools are remembered for a shorter time.
 const PLACES_IN_CACHE: usize = 1 << 19;
 /// Ages that are told apart, in halves of the pool.
@@ -52,6 +54,8 @@ const TOGETHER: usize = 128;
 #[derive(Debug, Clone)]
 pub(super) struct Aged {
     places: Ghosts,
+    /// One tag in so many is remembered, a power of 2.
+    one_in: u16,
     /// In halves of the pool, of which a place has the last bits.
     now: u16,
     half: usize,
@@ -59,12 +63,30 @@ pub(super) struct Aged {
 }
 
 impl Aged {
-    /// For a pool of so many blocks.
-    pub(super) fn new(blocks: usize) -> Self {
+    /// For a pool of so many blocks, of which one in `one_in` is remembered, a power of 2.
+    pub(super) fn new(blocks: usize, one_in: u16) -> Self {
         let half = (blocks / 2).max(1);
-        let sampled = blocks.div_ceil(usize::from(ONE_IN));
+        let sampled = blocks.div_ceil(usize::from(one_in));
         let places = (POOLS * sampled).min(PLACES_IN_CACHE).max(sampled);
-        Self { places: Ghosts::new(places), now: 0, half, until_next: half }
+        Self { places: Ghosts::new(places), one_in, now: 0, half, until_next: half }
+    }
+
+    /// One block in how many a pool of so many blocks remembers.
+    pub(super) fn one_in(blocks: usize) -> u16 {
+        let fits = |&one_in: &u16| POOLS * blocks / usize::from(one_in) <= PLACES_IN_FIRST_CACHE;
+        [1, 2].into_iter().find(fits).unwrap_or(MOST_SPARSE)
+    }
+
+    /// Whether a tag is one of those that are remembered.
+    #[inline]
+    fn is_sampled(&self, tag: u32) -> bool {
+        mark(tag) & (self.one_in - 1) == 0
+    }
+
+    /// The tag, or 0 if it is not remembered: all those look at one place, which is in the cache.
+    #[inline]
+    fn where_sampled(&self, tag: u32) -> u32 {
+        tag * u32::from(self.is_sampled(tag))
     }
 
     /// Remembers tags; they count as at most one half of the pool.
@@ -74,7 +96,7 @@ impl Aged {
             let (mut sample, mut count) = ([0; TOGETHER], 0);
             for &tag in tags {
                 sample[count] = tag;
-                count += usize::from(is_sampled(tag));
+                count += usize::from(self.is_sampled(tag));
             }
             for &tag in &sample[..count] {
                 let mark = aged(tag, self.now);
@@ -94,34 +116,23 @@ impl Aged {
     /// Reads the place of a tag ahead of [`Aged::take`], so that cache misses overlap.
     #[inline]
     pub(super) fn look_ahead(&self, tag: u32) -> u16 {
-        let at = (u64::from(where_sampled(tag)) * self.places.0.len() as u64) >> 32;
+        let at = (u64::from(self.where_sampled(tag)) * self.places.0.len() as u64) >> 32;
         usize::try_from(at).ok().and_then(|at| self.places.0.get(at)).copied().unwrap_or_default()
     }
 
     /// Forgets a tag; returns its age, if it was there.
     #[inline]
     pub(super) fn take(&mut self, tag: u32) -> Option<u16> {
-        let now = self.now;
-        let place = self.places.place(where_sampled(tag))?;
+        let (now, is_sampled) = (self.now, self.is_sampled(tag));
+        let at = self.where_sampled(tag);
+        let place = self.places.place(at)?;
         let age = now.wrapping_sub(*place) & AGE;
-        let is_there = (*place == aged(tag, now.wrapping_sub(age))) & is_sampled(tag);
+        let is_there = (*place == aged(tag, now.wrapping_sub(age))) & is_sampled;
         is_there.then(|| {
             *place = 0;
             age
         })
     }
-}
-
-/// Whether a tag is one of those that are remembered.
-#[inline]
-fn is_sampled(tag: u32) -> bool {
-    mark(tag) % ONE_IN == 0
-}
-
-/// The tag, or 0 if it is not remembered: all those look at one place, which is in the cache.
-#[inline]
-fn where_sampled(tag: u32) -> u32 {
-    tag * u32::from(is_sampled(tag))
 }
 
 /// Bits of a place that are the age.

@@ -89,9 +89,10 @@ pub(super) struct Miniature {
 }
 
 impl Miniature {
-    pub(super) fn new(blocks: usize, rule: Rule) -> Self {
+    /// Of the blocks that go, one in `ghosts_one_in` is remembered.
+    pub(super) fn new(blocks: usize, rule: Rule, ghosts_one_in: u16) -> Self {
         Self {
-            segments: Segments::new(blocks, rule),
+            segments: Segments::new(blocks, rule, ghosts_one_in),
             blocks: Directory::new(blocks),
             unused: 0,
             chain: Vec::new(),
@@ -181,7 +182,7 @@ mod tests {
 
     #[test]
     fn a_block_that_is_released_twice_counts_once() {
-        let mut miniature = Miniature::new(4, Rule::Once(512));
+        let mut miniature = Miniature::new(4, Rule::Once(512), 1);
         assert_eq!(miniature.follow(&[16, 8, 16]), 0);
         assert_eq!(miniature.follow(&[16, 16, 8]), 2);
         assert_eq!(miniature.segments.rings().len(), 2);
