@@ -156,6 +156,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use std::collections::HashMap;
+    use std::collections::hash_map::Entry;
 
     proptest! {
         #[test]
@@ -169,9 +170,9 @@ mod tests {
                 if let Some(held) = held {
                     prop_assert_eq!(directory.remove(BlockId(block)), held);
                     model.remove(&held);
-                } else if !model.contains_key(&tag(n)) {
+                } else if let Entry::Vacant(entry) = model.entry(tag(n)) {
                     directory.insert(BlockId(block), tag(n));
-                    model.insert(tag(n), block);
+                    entry.insert(block);
                 }
                 for n in 1..40 {
                     prop_assert_eq!(directory.find(tag(n)), model.get(&tag(n)).copied().map(BlockId));
