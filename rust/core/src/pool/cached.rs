@@ -70,19 +70,11 @@ impl Pool {
         self.cache.as_ref().and_then(|cache| cache.find(key))
     }
 
-    /// Reads the memory that a search for a key is going to need.
+    /// Reads the memory that publishing under a key is going to need.
     #[inline]
     pub(crate) fn look_ahead(&self, key: &Key) {
         if let Some(cache) = &self.cache {
             cache.prefetch(&[key.tag()]);
-        }
-    }
-
-    /// Reads the memory that publishing under a key is going to need.
-    #[inline]
-    pub(crate) fn look_ahead_to_publish(&self, key: &Key) {
-        if let Some(cache) = &self.cache {
-            cache.prefetch_publish(key.tag());
         }
     }
 

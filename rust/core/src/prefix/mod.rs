@@ -118,12 +118,6 @@ impl PrefixCache {
         black_box(tags.iter().fold(0, |all, &tag| all ^ self.index.look_ahead(tag)));
     }
 
-    /// Reads the memory that publishing under a tag is going to need.
-    #[inline]
-    pub(crate) fn prefetch_publish(&self, tag: u32) {
-        black_box(self.index.look_ahead(tag) ^ u64::from(self.order.look_ahead(tag)));
-    }
-
     /// Publishes a block with a former key of that tag, 0 for none, unless another block has the new key.
     #[inline]
     pub(crate) fn publish(&mut self, block: BlockId, former: u32, key: Key, depth: u32) -> Published {

@@ -315,7 +315,7 @@ impl Sequences {
             let keys = row.keys.as_ref().and_then(|keys| keys.keys.get(row.published as usize..));
             let end = computed.map_or(row.len, |computed| computed[i]) / self.block_size;
             for key in keys.unwrap_or_default().iter().take(end.saturating_sub(row.published) as usize) {
-                step.tiers.device().look_ahead_to_publish(key);
+                step.tiers.device().look_ahead(key);
             }
         }
         for (i, &sequence) in sequences.iter().enumerate() {

@@ -120,12 +120,6 @@ impl Adaptive {
         }
     }
 
-    /// Reads what publishing under a tag is going to need, so that cache misses overlap.
-    #[inline]
-    pub(super) fn look_ahead(&self, tag: u32) -> u16 {
-        self.segments.look_ahead(tag)
-    }
-
     /// Follows the chains that were released since the last choice, one miniature after the other so that each is read once,
     /// and makes a choice.
     #[inline(never)]

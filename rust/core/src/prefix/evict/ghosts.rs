@@ -113,13 +113,6 @@ impl Aged {
         self.until_next = left;
     }
 
-    /// Reads the place of a tag ahead of [`Aged::take`], so that cache misses overlap.
-    #[inline]
-    pub(super) fn look_ahead(&self, tag: u32) -> u16 {
-        let at = (u64::from(self.where_sampled(tag)) * self.places.0.len() as u64) >> 32;
-        usize::try_from(at).ok().and_then(|at| self.places.0.get(at)).copied().unwrap_or_default()
-    }
-
     /// Forgets a tag; returns its age, if it was there.
     #[inline]
     pub(super) fn take(&mut self, tag: u32) -> Option<u16> {

@@ -317,15 +317,6 @@ impl Policy {
         dispatch!(self, policy => policy.publish(block, depth, tag));
     }
 
-    /// Reads what publishing under a tag is going to need, so that cache misses overlap.
-    #[inline]
-    pub(crate) fn look_ahead(&self, tag: u32) -> u16 {
-        match self {
-            Self::Adaptive(policy) => policy.look_ahead(tag),
-            _ => 0,
-        }
-    }
-
     pub(crate) fn evicted(&mut self, tags: &[u32]) {
         dispatch!(self, policy => policy.evicted(tags));
     }

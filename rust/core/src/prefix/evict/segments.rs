@@ -150,12 +150,6 @@ impl Segments {
         was
     }
 
-    /// Reads what publishing under a tag is going to need, so that cache misses overlap.
-    #[inline]
-    pub(super) fn look_ahead(&self, tag: u32) -> u16 {
-        self.ghosts.look_ahead(tag)
-    }
-
     #[inline]
     pub(super) fn publish(&mut self, block: BlockId, tag: u32) {
         let came_back = self.ghosts.take(tag).is_some_and(|age| self.rule.knows(tag, age));
