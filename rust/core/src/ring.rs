@@ -8,8 +8,12 @@
 use crate::id::BlockId;
 use std::collections::{HashMap, VecDeque};
 
-/// Entries in a chunk: memory is taken and given back in pieces of 8 KiB.
+/// Most entries in a chunk: memory is taken and given back in pieces of 8 KiB, ...
 const CHUNK: usize = 1024;
+/// ... in smaller ones where there are few blocks: one in so many, ...
+const CHUNKS: usize = 16;
+/// ... but at least so many entries.
+const SMALL_CHUNK: usize = 16;
 /// Entries whose blocks are looked at together.
 const TOGETHER: usize = 128;
 /// Entries looked at by one insertion while a sweep is due.
@@ -28,9 +32,15 @@ struct Queue {
     back: Vec<Entry>,
     /// An empty chunk, to be filled next.
     spare: Vec<Entry>,
+    /// Entries in a chunk.
+    chunk: usize,
 }
 
 impl Queue {
+    fn new(chunk: usize) -> Self {
+        Self { chunk, ..Self::default() }
+    }
+
     #[inline]
     fn push(&mut self, entry: Entry) {
         if self.back.len() == self.back.capacity() {
@@ -42,7 +52,7 @@ impl Queue {
     #[cold]
     fn next_chunk(&mut self) {
         let mut fresh = std::mem::take(&mut self.spare);
-        fresh.reserve_exact(CHUNK);
+        fresh.reserve_exact(self.chunk);
         let full = std::mem::replace(&mut self.back, fresh);
         if !full.is_empty() {
             self.full.push_back(full);
@@ -101,6 +111,14 @@ struct Ring {
     rest: Queue,
 }
 
+impl Ring {
+    /// A ring of a pool of so many blocks.
+    fn new(blocks: usize) -> Self {
+        let chunk = (blocks / CHUNKS).clamp(SMALL_CHUNK, CHUNK);
+        Self { swept: Queue::new(chunk), rest: Queue::new(chunk) }
+    }
+}
+
 /// Blocks in several rings, each in the order in which its blocks came.
 #[derive(Debug, Clone)]
 pub(crate) struct Rings {
@@ -120,14 +138,14 @@ pub(crate) struct Rings {
 
 impl Rings {
     pub(crate) fn new(blocks: usize, rings: usize) -> Self {
-        let rings = vec![Ring::default(); rings];
+        let rings = vec![Ring::new(blocks); rings];
         let (stamps, renamed) = (vec![0; blocks], HashMap::new());
         Self { each: rings, stamps, clock: 0, len: 0, entries: 0, sweeping: 0, renamed }
     }
 
     /// Makes room for more rings.
     pub(crate) fn grow(&mut self, rings: usize) {
-        self.each.resize(rings.max(self.each.len()), Ring::default());
+        self.each.resize(rings.max(self.each.len()), Ring::new(self.stamps.len()));
     }
 
     /// Makes room for blocks up to so many.

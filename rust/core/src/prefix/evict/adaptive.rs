@@ -1,5 +1,6 @@
 //! The rule that has the most hits just now, found out by miniature caches.
 
+use super::ghosts::Aged;
 use super::miniature::Miniature;
 use super::segments::{Rule, Segments};
 use super::{Departure, Evictor};
@@ -85,10 +86,12 @@ pub(crate) struct Adaptive {
     /// One block in so many is followed: those with the lowest tags.
     one_in: u32,
     highest: u32,
-    /// Tags of the chain that is being released, as far as they are followed.
-    chain: Vec<u32>,
-    /// Blocks to follow until the next choice.
-    until_choice: usize,
+    /// Tags of the chains that were released since the last choice, as far as they are followed.
+    tags: Vec<u32>,
+    /// Where each of these chains ends, and its hits.
+    chains: Vec<(usize, [usize; RULES.len()])>,
+    /// Blocks to follow between two choices.
+    between_choices: usize,
     current: usize,
 }
 
@@ -96,7 +99,7 @@ pub(crate) struct Adaptive {
 fn miniatures(blocks: usize) -> (Vec<Miniature>, u32) {
     let dense = (blocks / 16).pow(2) / (DENSE_BLOCKS / 16).pow(2);
     let one_in = dense.min(SPARSE.max(blocks / MANY_BLOCKS)).max(1);
-    let miniatures = RULES.map(|rule| Miniature::new(blocks / one_in, rule));
+    let miniatures = RULES.map(|rule| Miniature::new(blocks / one_in, rule, Aged::one_in(blocks)));
     (miniatures.into(), u32::try_from(one_in).unwrap_or(u32::MAX))
 }
 
@@ -104,36 +107,38 @@ impl Adaptive {
     pub(crate) fn new(blocks: usize) -> Self {
         let (miniatures, one_in) = miniatures(blocks);
         Self {
-            segments: Segments::new(blocks, RULES[0]),
+            segments: Segments::new(blocks, RULES[0], Aged::one_in(blocks)),
             miniatures,
             modelled: blocks,
             scores: Box::default(),
             one_in,
             highest: u32::MAX / one_in,
-            chain: Vec::new(),
-            until_choice: 0,
+            tags: Vec::new(),
+            chains: Vec::new(),
+            between_choices: 0,
             current: 0,
         }
     }
 
-    /// Follows the chain that has been released.
+    /// Follows the chains that were released since the last choice, one miniature after the other so that each is read once,
+    /// and makes a choice.
     #[inline(never)]
     fn follow(&mut self) {
-        let mut hits = [0; RULES.len()];
-        for (miniature, hits) in self.miniatures.iter_mut().zip(&mut hits) {
-            *hits = miniature.follow(&self.chain);
+        for (rule, miniature) in self.miniatures.iter_mut().enumerate() {
+            let mut start = 0;
+            for (end, hits) in &mut self.chains {
+                hits[rule] = miniature.follow(&self.tags[start..*end]);
+                start = *end;
+            }
         }
-        self.scores.add(hits);
-        let followed = self.chain.len();
-        self.chain.clear();
-        if self.until_choice > followed {
-            self.until_choice -= followed;
-            return;
+        for (_, hits) in self.chains.drain(..) {
+            self.scores.add(hits);
         }
+        self.tags.clear();
         self.current = self.scores.best(self.current);
         self.segments.set_rule(RULES[self.current]);
         self.scores.fade();
-        self.until_choice = (self.modelled / self.one_in as usize / CHOICES).max(1);
+        self.between_choices = (self.modelled / self.one_in as usize / CHOICES).max(1);
     }
 
     /// Follows a block that is released, if it is one of the sample.
@@ -141,7 +146,7 @@ impl Adaptive {
     fn note(&mut self, tag: u32) {
         // 0 wraps to the highest.
         if tag.wrapping_sub(1) < self.highest {
-            self.chain.push(tag * self.one_in);
+            self.tags.push(tag * self.one_in);
         }
     }
 }
@@ -184,8 +189,12 @@ impl Evictor for Adaptive {
     }
 
     fn begin_chain(&mut self) {
-        if !self.chain.is_empty() {
-            self.follow();
+        let end = self.tags.len();
+        if end > self.chains.last().map_or(0, |&(end, _)| end) {
+            self.chains.push((end, [0; RULES.len()]));
+            if end >= self.between_choices {
+                self.follow();
+            }
         }
         self.segments.begin_chain();
     }
@@ -203,7 +212,8 @@ impl Evictor for Adaptive {
             (self.miniatures, self.one_in) = miniatures(blocks);
             self.highest = u32::MAX / self.one_in;
             (self.modelled, self.scores) = (blocks, Box::default());
-            self.chain.clear();
+            self.tags.clear();
+            self.chains.clear();
         }
     }
 

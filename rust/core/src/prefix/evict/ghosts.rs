@@ -1,7 +1,5 @@
 //! What a policy let go, to know it when it comes back.
 
-use std::hint::black_box;
-
 /// One place a tag, which holds 16 bits of it; a tag is forgotten when another takes its place.
 #[derive(Debug, Clone)]
 pub(super) struct Ghosts(Vec<u16>);
@@ -39,16 +37,25 @@ fn mark(tag: u32) -> u16 {
 
 /// Pools whose blocks are remembered with their ages.
 const POOLS: usize = 4;
-/// Places that a core's cache holds: larger pools remember fewer blocks, but as many as they have.
+/// Places that the first cache of a core holds, beside other things: a pool that needs more of them remembers a sample. Of a
+/// chain that comes back that is enough: what is known of a block holds for all blocks before it.
+const PLACES_IN_FIRST_CACHE: usize = 12 << 10;
+/// At least one block in so many is remembered.
+const MOST_SPARSE: u16 = 4;
+/// Places that a core's cache holds: larger pools are remembered for a shorter time.
 const PLACES_IN_CACHE: usize = 1 << 19;
 /// Ages that are told apart, in halves of the pool.
 pub(super) const AGES: usize = 1 << AGE_BITS;
 const AGE_BITS: u32 = 4;
+/// Tags that are looked at together.
+const TOGETHER: usize = 128;
 
-/// What a pool let go and how long ago: four bits of a place are the age, the others the tag's.
+/// What a pool let go and how long ago, of a sample of tags: four bits of a place are the age, the others the tag's.
 #[derive(Debug, Clone)]
 pub(super) struct Aged {
     places: Ghosts,
+    /// One tag in so many is remembered, a power of 2.
+    one_in: u16,
     /// In halves of the pool, of which a place has the last bits.
     now: u16,
     half: usize,
@@ -56,23 +63,46 @@ pub(super) struct Aged {
 }
 
 impl Aged {
-    /// For a pool of so many blocks.
-    pub(super) fn new(blocks: usize) -> Self {
+    /// For a pool of so many blocks, of which one in `one_in` is remembered, a power of 2.
+    pub(super) fn new(blocks: usize, one_in: u16) -> Self {
         let half = (blocks / 2).max(1);
-        let places = (POOLS * blocks).min(PLACES_IN_CACHE).max(blocks);
-        Self { places: Ghosts::new(places), now: 0, half, until_next: half }
+        let sampled = blocks.div_ceil(usize::from(one_in));
+        let places = (POOLS * sampled).min(PLACES_IN_CACHE).max(sampled);
+        Self { places: Ghosts::new(places), one_in, now: 0, half, until_next: half }
+    }
+
+    /// One block in how many a pool of so many blocks remembers.
+    pub(super) fn one_in(blocks: usize) -> u16 {
+        let fits = |&one_in: &u16| POOLS * blocks / usize::from(one_in) <= PLACES_IN_FIRST_CACHE;
+        [1, 2].into_iter().find(fits).unwrap_or(MOST_SPARSE)
+    }
+
+    /// Whether a tag is one of those that are remembered.
+    #[inline]
+    fn is_sampled(&self, tag: u32) -> bool {
+        mark(tag) & (self.one_in - 1) == 0
+    }
+
+    /// The tag, or 0 if it is not remembered: all those look at one place, which is in the cache.
+    #[inline]
+    fn where_sampled(&self, tag: u32) -> u32 {
+        tag * u32::from(self.is_sampled(tag))
     }
 
     /// Remembers tags; they count as at most one half of the pool.
     pub(super) fn insert(&mut self, tags: &[u32]) {
-        if self.places.0.len() > PLACES_IN_CACHE {
-            // Nothing else in this pass, so that many cache misses overlap.
-            black_box(tags.iter().fold(0, |all, &tag| all ^ self.places.place(tag).map_or(0, |place| *place)));
-        }
-        for &tag in tags {
-            let mark = aged(tag, self.now);
-            if let Some(place) = self.places.place(tag) {
-                *place = mark;
+        for tags in tags.chunks(TOGETHER) {
+            // First which ones, without a branch that would be mispredicted.
+            let (mut sample, mut count) = ([0; TOGETHER], 0);
+            for &tag in tags {
+                sample[count] = tag;
+                count += usize::from(self.is_sampled(tag));
+            }
+            for &tag in &sample[..count] {
+                let mark = aged(tag, self.now);
+                if let Some(place) = self.places.place(tag) {
+                    *place = mark;
+                }
             }
         }
         let Some(left) = self.until_next.checked_sub(tags.len()) else {
@@ -86,10 +116,11 @@ impl Aged {
     /// Forgets a tag; returns its age, if it was there.
     #[inline]
     pub(super) fn take(&mut self, tag: u32) -> Option<u16> {
-        let now = self.now;
-        let place = self.places.place(tag)?;
+        let (now, is_sampled) = (self.now, self.is_sampled(tag));
+        let at = self.where_sampled(tag);
+        let place = self.places.place(at)?;
         let age = now.wrapping_sub(*place) & AGE;
-        let is_there = *place == aged(tag, now.wrapping_sub(age));
+        let is_there = (*place == aged(tag, now.wrapping_sub(age))) & is_sampled;
         is_there.then(|| {
             *place = 0;
             age

@@ -5,26 +5,73 @@
 
 use super::segments::{Rule, Segments};
 use crate::id::BlockId;
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
 
-/// Tags are random bits already.
-#[derive(Debug, Clone, Copy, Default)]
-struct AsItIs(u64);
+/// Blocks by their tags: open addressing with linear probing, at least twice as many slots as blocks.
+#[derive(Debug, Clone)]
+struct Directory {
+    /// A block's number plus 1, or 0.
+    slots: Vec<u16>,
+    /// By block.
+    tags: Vec<u32>,
+}
 
-impl Hasher for AsItIs {
-    fn finish(&self) -> u64 {
-        self.0
+impl Directory {
+    fn new(blocks: usize) -> Self {
+        let blocks = blocks.min(usize::from(u16::MAX) - 1);
+        Self { slots: vec![0; (2 * blocks).next_power_of_two()], tags: vec![0; blocks] }
     }
 
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = self.0 << 8 | u64::from(byte);
+    /// Where the search for a tag begins.
+    #[inline]
+    fn home(&self, tag: u32) -> usize {
+        tag.wrapping_mul(0x9e37_79b1).rotate_left(16) as usize & (self.slots.len() - 1)
+    }
+
+    #[inline]
+    fn next(&self, at: usize) -> usize {
+        (at + 1) & (self.slots.len() - 1)
+    }
+
+    /// The slot of a tag, or the empty one where it would be; and the block there.
+    #[inline]
+    fn search(&self, tag: u32) -> (usize, Option<BlockId>) {
+        let mut at = self.home(tag);
+        while let Some(block) = self.slots[at].checked_sub(1) {
+            if self.tags[usize::from(block)] == tag {
+                return (at, Some(BlockId(u32::from(block))));
+            }
+            at = self.next(at);
         }
+        (at, None)
     }
 
-    fn write_u32(&mut self, tag: u32) {
-        self.0 = u64::from(tag).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    fn find(&self, tag: u32) -> Option<BlockId> {
+        self.search(tag).1
+    }
+
+    /// Gives a block, which has none, a tag that is not there.
+    fn insert(&mut self, block: BlockId, tag: u32) {
+        let (at, _) = self.search(tag);
+        self.tags[block.index()] = tag;
+        self.slots[at] = u16::try_from(block.0 + 1).unwrap_or_default();
+    }
+
+    /// Takes a block's tag away, and returns it. Slots behind move up, so that no search ends too soon.
+    fn remove(&mut self, block: BlockId) -> u32 {
+        let tag = self.tags[block.index()];
+        let mask = self.slots.len() - 1;
+        let mut hole = self.search(tag).0;
+        let mut at = self.next(hole);
+        while let Some(moved) = self.slots[at].checked_sub(1) {
+            let from_home = at.wrapping_sub(self.home(self.tags[usize::from(moved)])) & mask;
+            if from_home >= at.wrapping_sub(hole) & mask {
+                self.slots[hole] = self.slots[at];
+                hole = at;
+            }
+            at = self.next(at);
+        }
+        self.slots[hole] = 0;
+        tag
     }
 }
 
@@ -34,10 +81,7 @@ const ABSENT: BlockId = BlockId(u32::MAX);
 #[derive(Debug, Clone)]
 pub(super) struct Miniature {
     segments: Segments,
-    /// By tag.
-    blocks: HashMap<u32, BlockId, BuildHasherDefault<AsItIs>>,
-    /// By block.
-    tags: Vec<u32>,
+    blocks: Directory,
     /// Blocks that have never been used, from this one on.
     unused: u32,
     /// Blocks of the chain that is being followed.
@@ -45,11 +89,11 @@ pub(super) struct Miniature {
 }
 
 impl Miniature {
-    pub(super) fn new(blocks: usize, rule: Rule) -> Self {
+    /// Of the blocks that go, one in `ghosts_one_in` is remembered.
+    pub(super) fn new(blocks: usize, rule: Rule, ghosts_one_in: u16) -> Self {
         Self {
-            segments: Segments::new(blocks, rule),
-            blocks: HashMap::with_capacity_and_hasher(2 * blocks, BuildHasherDefault::default()),
-            tags: vec![0; blocks],
+            segments: Segments::new(blocks, rule, ghosts_one_in),
+            blocks: Directory::new(blocks),
             unused: 0,
             chain: Vec::new(),
         }
@@ -62,8 +106,8 @@ impl Miniature {
         let mut hits = 0;
         chain.clear();
         // A block that is released twice counts once.
-        chain.extend(tags.iter().rev().map(|tag| match blocks.get(tag) {
-            Some(&block) if segments.remove(block, true) => {
+        chain.extend(tags.iter().rev().map(|&tag| match blocks.find(tag) {
+            Some(block) if segments.remove(block, true) => {
                 hits += 1;
                 block
             }
@@ -82,7 +126,7 @@ impl Miniature {
     /// Gives blocks to the tags of the chain that have none, as far as there are blocks.
     fn fill(&mut self, tags: &[u32]) {
         for (at, &tag) in tags.iter().rev().enumerate() {
-            if self.chain[at] == ABSENT && !self.blocks.contains_key(&tag) {
+            if self.chain[at] == ABSENT && self.blocks.find(tag).is_none() {
                 let Some(block) = self.take(tag) else { break };
                 self.chain[at] = block;
             }
@@ -92,18 +136,16 @@ impl Miniature {
 
     /// Gives a tag a block, if one is left.
     fn take(&mut self, tag: u32) -> Option<BlockId> {
-        let block = if (self.unused as usize) < self.tags.len() {
+        let block = if (self.unused as usize) < self.blocks.tags.len() {
             self.unused += 1;
             BlockId(self.unused - 1)
         } else {
             let block = self.segments.pop()?;
-            let former = self.tags[block.index()];
-            self.blocks.remove(&former);
+            let former = self.blocks.remove(block);
             self.segments.evicted(&[former]);
             block
         };
-        self.tags[block.index()] = tag;
-        self.blocks.insert(tag, block);
+        self.blocks.insert(block, tag);
         self.segments.publish(block, tag);
         Some(block)
     }
@@ -112,10 +154,36 @@ impl Miniature {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+    use std::collections::HashMap;
+    use std::collections::hash_map::Entry;
+
+    proptest! {
+        #[test]
+        fn a_directory_finds_what_a_map_finds(ops in prop::collection::vec((0u32..12, 1u32..40), 0..300)) {
+            // Tags that begin at few slots, so that searches run on and wrap around.
+            let tag = |n: u32| (n % 3 + 1) << 28 | n << 4;
+            let mut directory = Directory::new(12);
+            let mut model: HashMap<u32, u32> = HashMap::new();
+            for (block, n) in ops {
+                let held = model.iter().find(|&(_, &at)| at == block).map(|(&tag, _)| tag);
+                if let Some(held) = held {
+                    prop_assert_eq!(directory.remove(BlockId(block)), held);
+                    model.remove(&held);
+                } else if let Entry::Vacant(entry) = model.entry(tag(n)) {
+                    directory.insert(BlockId(block), tag(n));
+                    entry.insert(block);
+                }
+                for n in 1..40 {
+                    prop_assert_eq!(directory.find(tag(n)), model.get(&tag(n)).copied().map(BlockId));
+                }
+            }
+        }
+    }
 
     #[test]
     fn a_block_that_is_released_twice_counts_once() {
-        let mut miniature = Miniature::new(4, Rule::Once(512));
+        let mut miniature = Miniature::new(4, Rule::Once(512), 1);
         assert_eq!(miniature.follow(&[16, 8, 16]), 0);
         assert_eq!(miniature.follow(&[16, 16, 8]), 2);
         assert_eq!(miniature.segments.rings().len(), 2);

@@ -372,9 +372,10 @@ proptest! {
     fn segments_take_what_their_model_takes(
         prompts in prompts(),
         rule in rules(),
+        one_in in prop::sample::select(vec![1u16, 2, 4]),
     ) {
-        let mut segments = Reported(Segments::new(BLOCKS, rule), HashMap::new());
-        let ghosts = Aged::new(BLOCKS);
+        let mut segments = Reported(Segments::new(BLOCKS, rule, one_in), HashMap::new());
+        let ghosts = Aged::new(BLOCKS, one_in);
         let model = SegmentsModel { rule, ghosts, chains: 0, fresh: 2, inserted: 0, longest: 0 };
         prop_assert_eq!(serve(&mut segments, &prompts), serve(&mut Model::new(model), &prompts));
     }
@@ -383,9 +384,10 @@ proptest! {
     fn a_miniature_that_follows_all_blocks_has_the_hits_of_the_pool(
         prompts in prompts(),
         rule in rules(),
+        one_in in prop::sample::select(vec![1u16, 2, 4]),
     ) {
-        let (_, hits) = serve(&mut Reported(Segments::new(BLOCKS, rule), HashMap::new()), &prompts);
-        let mut miniature = Miniature::new(BLOCKS, rule);
+        let (_, hits) = serve(&mut Reported(Segments::new(BLOCKS, rule, one_in), HashMap::new()), &prompts);
+        let mut miniature = Miniature::new(BLOCKS, rule, one_in);
         let followed = prompts.iter().map(|prompt| {
             let chain: Vec<u32> = prompt.iter().rev().copied().collect();
             miniature.follow(&chain)

@@ -79,13 +79,14 @@ pub(super) struct Segments {
 }
 
 impl Segments {
-    pub(super) fn new(blocks: usize, rule: Rule) -> Self {
+    /// Of the blocks that go, one in `ghosts_one_in` is remembered.
+    pub(super) fn new(blocks: usize, rule: Rule, ghosts_one_in: u16) -> Self {
         Self {
             rule,
             rings: Rings::new(blocks, 3),
             notes: vec![0; blocks],
             lens: [0; 3],
-            ghosts: Aged::new(blocks),
+            ghosts: Aged::new(blocks, ghosts_one_in),
             blocks,
             floor: 0,
             fresh: ONCE,
@@ -222,7 +223,7 @@ impl Segments {
             self.rings.make_room(blocks);
             self.notes.resize(blocks, 0);
             // A tag's place depends on the size of the table.
-            self.ghosts = Aged::new(blocks);
+            self.ghosts = Aged::new(blocks, Aged::one_in(blocks));
         }
         self.blocks = blocks;
     }
