@@ -31,14 +31,17 @@ class Storage:
 
 
 @pytest.fixture(params=["cluster", "s3"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
+def storage(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Storage]:
+    place = tmp_path_factory.mktemp(request.param)  # short, for the path of a socket
     if request.param == "cluster":
-        with serving_cluster(tmp_path) as nodes:
+        with serving_cluster(place) as nodes:
             yield Storage(f"redis+cluster://127.0.0.1:{nodes[0].port}?", nodes[1:])
         return
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    with serving_objects(tmp_path, SECRET, more_volumes=1) as server:
+    with serving_objects(place, SECRET, more_volumes=1) as server:
         yield Storage(server.url("bucket"), server.volumes)
 
 

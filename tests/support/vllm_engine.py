@@ -14,7 +14,7 @@ SPEC = {"spec_name": "BlockyardSpec", "spec_module_path": OURS, "host_bytes": "1
 HERE = Path(__file__).parents[1] / "engines"
 
 
-SECONDS = 540
+SECONDS = 1800  # machines that share their cores may take minutes to import vLLM
 
 
 def serve(folder: Path, **options: Any) -> Any:
