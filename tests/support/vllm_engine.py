@@ -89,4 +89,6 @@ def _command(folder: Path, options: dict[str, Any]) -> list[str]:
 
 def _environment() -> dict[str, str]:
     paths = [str(HERE), str(HERE.parents[1] / "python")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}
+    # vLLM imports thousands of files: compiled once, they take a fraction of the time.
+    known = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**known, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}
