@@ -44,12 +44,14 @@ class Engine:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment()
             )
         self._answers: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def close(self) -> None:
         """End the process."""
         self.process.kill()
-        self.process.wait()
+        self._reader.join()
+        self.process.communicate()
 
     def ask(self, **asked: Any) -> None:
         """Have a round begin."""
