@@ -47,7 +47,7 @@ DEVICE = {"num_gpu_blocks_override": 80, "max_model_len": 2048, "max_num_seqs": 
 DECODE: dict[str, Any] = {"requests": 6, "length": 256, "tokens": 128}
 PREEMPTED: dict[str, Any] = {**DECODE, "requests": 16}
 PROMPT: dict[str, Any] = {"requests": 1, "length": 1920, "tokens": 8}
-ALONE = "vllm"
+ALONE = "alone"
 Engines = dict[str, Engine]
 Rounds = list[dict[str, Any]]
 
@@ -91,11 +91,11 @@ def throughput(title: str, rounds: Rounds, names: list[str], asked: dict[str, An
             f"{1e3 * median(rounds, name, 'process'):12.0f}{median(rounds, name, 'computed'):10.0f}{preempted:11.1f}   "
             + ", ".join(f"{field} {value:+.2f}" for field, value in longer.items())
         )
-        figures[f"{name}_{title}_tokens_per_second"] = tokens / median(rounds, name, "seconds")
-        figures[f"{name}_{title}_computed_tokens"] = median(rounds, name, "computed")
+        figures[f"vllm_{name}_{title}_tokens_per_second"] = tokens / median(rounds, name, "seconds")
+        figures[f"vllm_{name}_{title}_computed_tokens"] = median(rounds, name, "computed")
         if name != ALONE:
-            figures[f"{name}_{title}_loss_percent"] = longer["seconds"]
-            figures[f"{name}_{title}_thread_loss_percent"] = longer["thread"]
+            figures[f"vllm_{name}_{title}_loss_percent"] = longer["seconds"]
+            figures[f"vllm_{name}_{title}_thread_loss_percent"] = longer["thread"]
     return figures
 
 
