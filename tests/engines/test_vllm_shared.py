@@ -91,4 +91,3 @@ def test_engines_share_prefixes_and_a_node_that_is_killed_costs_no_token_and_sta
         # Chunks of that node were asked for, and did not come.
         for early, late in zip(under, after[-1], strict=True):
             assert late["external"]["missed"] > early["external"]["missed"]
-        print([[found["external"] for found in both] for both in (under, *after)])
