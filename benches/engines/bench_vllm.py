@@ -1,0 +1,170 @@
+"""What our connector costs vLLM on a CPU, and what it saves: tokens a second, tokens computed again, first tokens.
+
+    make bench-engines [BENCH_JSON=FILE]
+    ENGINES_PYTHON=PYTHON python benches/engines/bench_vllm.py [--rounds 6] [--model small|tiny]
+
+PYTHON has vLLM. Three engines run side by side and take turns: vLLM alone, with `BlockyardSpec`, and with a file store
+below that. The order changes from round to round, prompts are new in each, and all engines get the same.
+
+- decode: 6 requests of 256 + 128 tokens fit the device. The loss is against vLLM alone in the same round: the median.
+- preemption: 16 such requests do not fit.
+- first token: of a prompt of 1,920 tokens that was computed before and has left the device, or the host too.
+
+The time of the engine's thread is its CPU time: what a step takes where copies have another core. With BENCH_JSON=FILE
+it also adds its figures to the flat JSON object in FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack, closing
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benches"), str(ROOT / "tests" / "support")]
+
+from figures import keep  # noqa: E402
+from vllm_engine import PYTHON, SPEC, Engine  # noqa: E402
+
+MODELS = {
+    "tiny": {"max_position_embeddings": 4096},
+    "small": {
+        "max_position_embeddings": 4096,
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+}
+DEVICE = {"num_gpu_blocks_override": 80, "max_model_len": 2048, "max_num_seqs": 16}
+DECODE: dict[str, Any] = {"requests": 6, "length": 256, "tokens": 128}
+PREEMPTED: dict[str, Any] = {**DECODE, "requests": 16}
+PROMPT: dict[str, Any] = {"requests": 1, "length": 1920, "tokens": 8}
+ALONE = "alone"
+Engines = dict[str, Engine]
+Rounds = list[dict[str, Any]]
+
+
+def in_turns(engines: Engines, rounds: int, numbers: Any, **asked: Any) -> Rounds:
+    """Serve the same prompts with each engine, in another order in each round."""
+    found = []
+    names = list(engines)
+    for turn in range(rounds):
+        prompts = next(numbers)
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        results = {name: engines[name].serve(prompts=prompts, **asked) for name in order}
+        for result in results.values():
+            assert result["tokens"] == results[ALONE]["tokens"], "other tokens than vLLM alone"
+        found.append(results)
+    return found
+
+
+def median(rounds: Rounds, name: str, field: str) -> float:
+    """The median of a figure of one engine."""
+    return statistics.median(result[name][field] for result in rounds)
+
+
+def loss(rounds: Rounds, name: str, field: str) -> float:
+    """How much longer an engine takes than vLLM alone in the same round, in percent: the median."""
+    return 100 * statistics.median(result[name][field] / result[ALONE][field] - 1 for result in rounds)
+
+
+def throughput(title: str, rounds: Rounds, names: list[str], asked: dict[str, Any]) -> dict[str, float]:
+    """Print a table of one workload, and return its figures."""
+    tokens = asked["requests"] * asked["tokens"]
+    print(f"\n{title}: {asked['requests']} requests of {asked['length']} + {asked['tokens']} tokens")
+    print(f"{'':16}{'tokens/s':>10}{'thread ms':>11}{'process ms':>12}{'computed':>10}{'preempted':>11}   longer by %")
+    figures = {}
+    for name in names:
+        longer = {field: loss(rounds, name, field) for field in ("seconds", "thread", "process")}
+        first, last = (rounds[place][name]["counters"]["vllm:num_preemptions"] for place in (0, -1))
+        preempted = (last - first) / max(1, len(rounds) - 1)
+        print(
+            f"{name:16}{tokens / median(rounds, name, 'seconds'):10.1f}{1e3 * median(rounds, name, 'thread'):11.0f}"
+            f"{1e3 * median(rounds, name, 'process'):12.0f}{median(rounds, name, 'computed'):10.0f}{preempted:11.1f}   "
+            + ", ".join(f"{field} {value:+.2f}" for field, value in longer.items())
+        )
+        figures[f"vllm_{name}_{title}_tokens_per_second"] = tokens / median(rounds, name, "seconds")
+        figures[f"vllm_{name}_{title}_computed_tokens"] = median(rounds, name, "computed")
+        if name != ALONE:
+            figures[f"vllm_{name}_{title}_loss_percent"] = longer["seconds"]
+            figures[f"vllm_{name}_{title}_thread_loss_percent"] = longer["thread"]
+    return figures
+
+
+def first_tokens(engines: Engines, rounds: int, numbers: Any) -> dict[str, float]:
+    """Print how long the first token of a prompt takes: computed, and from each tier that holds it."""
+    places = {
+        "computed": (ALONE, 0),
+        "computed, stored": ("file", 0),
+        "from the host": ("file", 1),
+        "from the file": ("file", 2),
+    }
+    taken: dict[str, list[float]] = {place: [] for place in places}
+    cached = dict.fromkeys(places, 0)
+    for _ in range(rounds):
+        prompts = next(numbers)
+        asked = {**PROMPT, "prompts": prompts}
+        # What the device holds goes after each round; after the second what the host holds, too.
+        results = {
+            (ALONE, 0): engines[ALONE].serve(**asked, clear="device"),
+            **{("file", turn): engines["file"].serve(**asked, clear=clear) for turn, clear in enumerate(CLEARED)},
+        }
+        for place, which in places.items():
+            assert results[which]["tokens"] == results[ALONE, 0]["tokens"], "other tokens than vLLM alone"
+            taken[place].append(1e3 * results[which]["first_token"][0])
+            cached[place] = results[which]["cached"]
+    print(f"\nfirst token of a prompt of {PROMPT['length']} tokens, ms: median, least, most; tokens found")
+    for place, times in taken.items():
+        print(f"{place:20}{statistics.median(times):8.0f}{min(times):8.0f}{max(times):8.0f}{cached[place]:8}")
+    return {
+        f"vllm_first_token_{place.replace(',', '').replace(' ', '_')}_ms": statistics.median(times)
+        for place, times in taken.items()
+    }
+
+
+CLEARED = ("device", "host", "host")
+
+
+def main() -> None:
+    """Start the engines, measure, print, and add to BENCH_JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--threads", type=int, default=1, help="of a model's operators")
+    options = parser.parse_args()
+    if not PYTHON:
+        print("nothing measured: ENGINES_PYTHON does not name a Python with vLLM; make bench-engines does")
+        return
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        ours = {**SPEC, "host_bytes": "256MiB"}
+        below = {"external": f"file://{folder / 'store'}?size=512MiB", "weights_fixed": True, "external_deadline": 60}
+        engines = {}
+        for subject, extra in {ALONE: {}, "host": ours, "file": {**ours, **below}}.items():
+            engine = Engine(
+                folder / "model", folder / f"{subject}.log", extra=extra, engine=DEVICE, model=MODELS[options.model]
+            )
+            engines[subject] = stack.enter_context(closing(engine))
+            engine.serve(prompts=0, **PREEMPTED | {"tokens": 4})  # warms up; the first also makes the model
+        numbers = count(1)
+        print(f"model {options.model}, {options.threads} thread, load {os.getloadavg()[0]:.1f}")
+        figures = {}
+        for title, asked in {"decode": DECODE, "preemption": PREEMPTED}.items():
+            rounds = in_turns(engines, options.rounds, numbers, **asked)
+            figures |= throughput(title, rounds, list(engines), asked)
+        figures |= first_tokens(engines, options.rounds, numbers)
+        print(f"load {os.getloadavg()[0]:.1f} at the end")
+    keep(figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""vLLM on a CPU with two tensor-parallel ranks, processes of their own: a chunk is a hit when all have finished."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_engine import PYTHON, SPEC, serve
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON, reason="ENGINES_PYTHON does not name a Python with vLLM; make test-engines does"),
+]
+
+RANKS = {"tensor_parallel_size": 2}
+UNEVEN = {**SPEC, "spec_name": "UnevenRanks", "spec_module_path": "cpu_specs"}
+LOADED, STORED = "vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes"
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> Any:
+    """What two ranks say without us."""
+    return serve(folder, engine=RANKS)["tokens"]
+
+
+def test_ranks_of_which_one_stores_late_serve_the_tokens_of_vllm_alone_also_from_a_store(
+    folder: Path, wanted: Any, tmp_path: Path
+):
+    external = {"external": f"file://{tmp_path}?size=64MiB", "external_deadline": 60, "weights_fixed": True}
+    # Without a fault, but device and host are empty when a round begins.
+    found = serve(folder, engine=RANKS, extra={**UNEVEN, **external, "last_rank": "late"}, faults=["", ""])
+    assert found["tokens"] == [wanted[0]] * 2
+    assert found["counters"][STORED] > 0
+    assert found["counters"][LOADED] > 0
+    cold, warm = found["external"]
+    assert cold["written"] > 0
+    assert warm["loaded"] > cold["loaded"]
+
+
+def test_a_rank_that_loads_nothing_shows_in_the_tokens(folder: Path, wanted: Any):
+    found = serve(folder, engine=RANKS, extra={**UNEVEN, "last_rank": "loads nothing"})
+    assert found["counters"][LOADED] > 0
+    assert found["tokens"] != wanted
