@@ -152,6 +152,18 @@ FACETS: dict[str, Callable[[blockyard.BlockManager], Any]] = {
     "Prefix": lambda manager: manager.prefix,
 }
 
+CLIENT: dict[str, Any] = dict.fromkeys(("ca", "cert", "key", "password", "username"))
+CLIENT |= {
+    "cluster": False,
+    "varies": False,
+    "transport": "tcp",
+    "host": "127.0.0.1",
+    "port": 1,
+    "db": 0,
+    "prefix": b"",
+}
+CLIENT |= {"connect_timeout": 0.1, "ttl_ms": 10, "lengths": [512], "commands": [[b"PING"]]}
+
 # A valid value for a parameter of that name; where a callable wants another, under `Class.method.parameter`.
 # A function of no argument is called for each call, one of an argument gets the object whose method it is.
 VALID: dict[str, Any] = {
@@ -361,23 +373,15 @@ VALID: dict[str, Any] = {
     "Pairs.ids": PAIR,
     "Pairs.src": "device",
     "PrefixCachingAllocator.eviction": "released",
-    **dict.fromkeys([f"RedisClient.{name}" for name in ("ca", "cert", "key", "password", "username")]),
-    **{"RedisClient.cluster": False, "RedisClient.varies": False, "RedisClient.transport": "tcp"},
-    **{"RedisClient.host": "127.0.0.1", "RedisClient.port": 1, "RedisClient.db": 0, "RedisClient.prefix": b""},
-    **{"RedisClient.connect_timeout": 0.1, "RedisClient.ttl_ms": 10, "RedisClient.lengths": [512]},
-    **dict.fromkeys(("RedisClient.out", "RedisClient.rows"), lambda: np.zeros((1, 512), np.uint8)),
-    "RedisClient.commands": [[b"PING"]],
-    "SlabStore.lend_get.rows": lambda: np.zeros((1, 512), np.uint8),
-    "SlabStore.lend_put.rows": lambda: np.zeros((1, 512), np.uint8),
-    "SlabStore.lend_read.rows": lambda: np.zeros((1, 512), np.uint8),
+    **{f"RedisClient.{name}": value for name, value in CLIENT.items()},
+    **dict.fromkeys(
+        ("RedisClient.out", "RedisClient.rows", "SlabStore.wait.out"), lambda: np.zeros((1, 512), np.uint8)
+    ),
     "SlabStore.lend_read.slots": lambda: np.array([1]),
-    "SlabStore.lend_write.rows": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.lend_write.slots": lambda: np.array([1]),
-    "SlabStore.submit_put.rows": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.submit_read.slots": lambda: np.array([1]),
-    "SlabStore.submit_write.rows": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.submit_write.slots": lambda: np.array([1]),
-    "SlabStore.wait.out": lambda: np.zeros((1, 512), np.uint8),
+    "SlabStore.rows": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.wait.ticket": lambda files: files.submit_read(np.array([1])),
     "expand_span.blocks": lambda: np.array([1]),
     "expand_span.out": lambda: np.zeros(2, np.int64),
