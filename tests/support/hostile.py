@@ -153,17 +153,8 @@ FACETS: dict[str, Callable[[blockyard.BlockManager], Any]] = {
 }
 
 CLIENT: dict[str, Any] = dict.fromkeys(("ca", "cert", "key", "password", "username"))
-CLIENT |= {
-    "cluster": False,
-    "varies": False,
-    "transport": "tcp",
-    "host": "127.0.0.1",
-    "port": 1,
-    "db": 0,
-    "prefix": b"",
-}
-CLIENT |= {"connect_timeout": 0.1, "ttl_ms": 10, "lengths": [512], "commands": [[b"PING"]]}
-
+CLIENT |= {"cluster": False, "varies": False, "transport": "tcp", "host": "127.0.0.1", "port": 1, "db": 0}
+CLIENT |= {"connect_timeout": 0.1, "ttl_ms": 10, "lengths": [512], "commands": [[b"PING"]], "prefix": b""}
 # A valid value for a parameter of that name; where a callable wants another, under `Class.method.parameter`.
 # A function of no argument is called for each call, one of an argument gets the object whose method it is.
 VALID: dict[str, Any] = {
@@ -374,13 +365,12 @@ VALID: dict[str, Any] = {
     "Pairs.src": "device",
     "PrefixCachingAllocator.eviction": "released",
     **{f"RedisClient.{name}": value for name, value in CLIENT.items()},
-    **dict.fromkeys(
-        ("RedisClient.out", "RedisClient.rows", "SlabStore.wait.out"), lambda: np.zeros((1, 512), np.uint8)
-    ),
+    **dict.fromkeys(("RedisClient.out", "RedisClient.rows"), lambda: np.zeros((1, 512), np.uint8)),
     "SlabStore.lend_read.slots": lambda: np.array([1]),
     "SlabStore.lend_write.slots": lambda: np.array([1]),
     "SlabStore.submit_read.slots": lambda: np.array([1]),
     "SlabStore.submit_write.slots": lambda: np.array([1]),
+    "SlabStore.wait.out": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.rows": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.wait.ticket": lambda files: files.submit_read(np.array([1])),
     "expand_span.blocks": lambda: np.array([1]),
