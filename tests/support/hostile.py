@@ -152,6 +152,9 @@ FACETS: dict[str, Callable[[blockyard.BlockManager], Any]] = {
     "Prefix": lambda manager: manager.prefix,
 }
 
+CLIENT: dict[str, Any] = dict.fromkeys(("ca", "cert", "key", "password", "username"))
+CLIENT |= {"cluster": False, "varies": False, "transport": "tcp", "host": "127.0.0.1", "port": 1, "db": 0}
+CLIENT |= {"connect_timeout": 0.1, "ttl_ms": 10, "lengths": [512], "commands": [[b"PING"]], "prefix": b""}
 # A valid value for a parameter of that name; where a callable wants another, under `Class.method.parameter`.
 # A function of no argument is called for each call, one of an argument gets the object whose method it is.
 VALID: dict[str, Any] = {
@@ -361,35 +364,14 @@ VALID: dict[str, Any] = {
     "Pairs.ids": PAIR,
     "Pairs.src": "device",
     "PrefixCachingAllocator.eviction": "released",
-    "RedisClient.ca": None,
-    "RedisClient.cert": None,
-    "RedisClient.cluster": False,
-    "RedisClient.commands": [[b"PING"]],
-    "RedisClient.connect_timeout": 0.1,
-    "RedisClient.db": 0,
-    "RedisClient.host": "127.0.0.1",
-    "RedisClient.key": None,
-    "RedisClient.lengths": [512],
-    "RedisClient.out": lambda: np.zeros((1, 512), np.uint8),
-    "RedisClient.password": None,
-    "RedisClient.port": 1,
-    "RedisClient.prefix": b"",
-    "RedisClient.rows": lambda: np.zeros((1, 512), np.uint8),
-    "RedisClient.transport": "tcp",
-    "RedisClient.ttl_ms": 10,
-    "RedisClient.username": None,
-    "RedisClient.varies": False,
-    "SlabStore.lend_get.rows": lambda: np.zeros((1, 512), np.uint8),
-    "SlabStore.lend_put.rows": lambda: np.zeros((1, 512), np.uint8),
-    "SlabStore.lend_read.rows": lambda: np.zeros((1, 512), np.uint8),
+    **{f"RedisClient.{name}": value for name, value in CLIENT.items()},
+    **dict.fromkeys(("RedisClient.out", "RedisClient.rows"), lambda: np.zeros((1, 512), np.uint8)),
     "SlabStore.lend_read.slots": lambda: np.array([1]),
-    "SlabStore.lend_write.rows": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.lend_write.slots": lambda: np.array([1]),
-    "SlabStore.submit_put.rows": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.submit_read.slots": lambda: np.array([1]),
-    "SlabStore.submit_write.rows": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.submit_write.slots": lambda: np.array([1]),
     "SlabStore.wait.out": lambda: np.zeros((1, 512), np.uint8),
+    "SlabStore.rows": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.wait.ticket": lambda files: files.submit_read(np.array([1])),
     "expand_span.blocks": lambda: np.array([1]),
     "expand_span.out": lambda: np.zeros(2, np.int64),

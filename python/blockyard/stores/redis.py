@@ -158,7 +158,7 @@ class RedisStore(RemoteStore):
         self._ttl = round(ttl * 1000) or None
         self._prefix = f"blockyard:{self.namespace[:8].hex()}:".encode()
         self._order = self._prefix + b"order"  # sorted set: names of blocks by time of their last use
-        timeouts = {"timeout": self.deadline, "connect_timeout": min(self.deadline, _CONNECT_SECONDS)}
+        timeouts: dict[str, Any] = {"timeout": self.deadline, "connect_timeout": min(self.deadline, _CONNECT_SECONDS)}
         try:
             self._client = RedisClient(prefix=self._prefix, **found.client, **timeouts)
         except StoreError as error:
