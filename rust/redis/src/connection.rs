@@ -1,64 +1,23 @@
 //! One connection, to a server or to all nodes of a cluster.
 
 use crate::error::{Error, Result};
-use crate::link::Link;
-use crate::options::Options;
 use redis::cluster::{ClusterClient, ClusterConnection};
-use redis::{ConnectionLike, RedisResult, Value, cmd};
+use redis::{Client, Cmd, ConnectionLike, RedisResult, Value, cmd};
 use std::time::Duration;
 
-/// Values from here on are sent from where they lie; smaller ones are gathered first.
-const LARGE: usize = 16 << 10;
-/// What is gathered is sent from so many bytes on.
-const GATHERED: usize = 64 << 10;
+/// Bytes of a command around its value, about.
+const AROUND: usize = 256;
 
 /// Where connections are made to.
 pub(crate) enum Server {
-    Plain(Box<Options>),
-    Tls(redis::Client),
+    Single(Box<Client>),
     Cluster(Box<ClusterClient>),
 }
 
 /// A connection; only one call uses it at a time.
 pub(crate) enum Connection {
-    Single(Box<dyn Wire + Send>),
+    Single(Box<redis::Connection>),
     Cluster(Box<ClusterConnection>),
-}
-
-/// Commands and answers of one server.
-pub(crate) trait Wire {
-    fn send(&mut self, bytes: &[u8]) -> RedisResult<()>;
-    fn receive(&mut self) -> RedisResult<Value>;
-    /// Reads a value into a row, as `Client::get` says; whether there was one.
-    fn receive_into(&mut self, row: &mut [u8], varies: bool) -> RedisResult<bool>;
-}
-
-impl Wire for Link {
-    fn send(&mut self, bytes: &[u8]) -> RedisResult<()> {
-        Self::send(self, bytes)
-    }
-
-    fn receive(&mut self) -> RedisResult<Value> {
-        Self::receive(self)
-    }
-
-    fn receive_into(&mut self, row: &mut [u8], varies: bool) -> RedisResult<bool> {
-        Self::receive_into(self, row, varies)
-    }
-}
-
-impl Wire for redis::Connection {
-    fn send(&mut self, bytes: &[u8]) -> RedisResult<()> {
-        self.send_packed_command(bytes)
-    }
-
-    fn receive(&mut self) -> RedisResult<Value> {
-        self.recv_response()
-    }
-
-    fn receive_into(&mut self, row: &mut [u8], varies: bool) -> RedisResult<bool> {
-        place(self.recv_response()?, row, varies)
-    }
 }
 
 /// What a server answered to a command.
@@ -79,8 +38,7 @@ pub enum Answer {
 impl Server {
     pub(crate) fn connect(&self, connect_timeout: Duration, timeout: Duration) -> Result<Connection> {
         match self {
-            Self::Plain(options) => Ok(Connection::Single(Box::new(Link::open(options)?))),
-            Self::Tls(client) => {
+            Self::Single(client) => {
                 let connection = client.get_connection_with_timeout(connect_timeout)?;
                 connection.set_read_timeout(Some(timeout))?;
                 connection.set_write_timeout(Some(timeout))?;
@@ -95,9 +53,13 @@ impl Connection {
     /// Stores values under names; whether each was taken.
     pub(crate) fn put(&mut self, names: &[Vec<u8>], values: &[&[u8]], ttl_ms: Option<u64>) -> Result<Vec<bool>> {
         match self {
-            Self::Single(wire) => {
-                send_values(&mut **wire, names, values, ttl_ms)?;
-                names.iter().map(|_| Ok(wire.receive()? == Value::Okay)).collect()
+            Self::Single(connection) => {
+                let mut packed = Vec::with_capacity(values.iter().map(|value| value.len() + AROUND).sum());
+                for (name, value) in names.iter().zip(values) {
+                    set(name, value, ttl_ms).write_packed_command(&mut packed);
+                }
+                connection.send_packed_command(&packed)?;
+                names.iter().map(|_| Ok(connection.recv_response()? == Value::Okay)).collect()
             }
             Self::Cluster(connection) => {
                 let pairs = names.iter().zip(values);
@@ -109,13 +71,13 @@ impl Connection {
     /// Reads values into rows, as `Client::get` says; whether there was each.
     pub(crate) fn get(&mut self, names: &[Vec<u8>], rows: &mut [&mut [u8]], varies: bool) -> Result<Vec<bool>> {
         match self {
-            Self::Single(wire) => {
+            Self::Single(connection) => {
                 let mut packed = Vec::new();
                 for name in names {
                     cmd("GET").arg(name).write_packed_command(&mut packed);
                 }
-                wire.send(&packed)?;
-                rows.iter_mut().map(|row| Ok(wire.receive_into(row, varies)?)).collect()
+                connection.send_packed_command(&packed)?;
+                rows.iter_mut().map(|row| Ok(place(connection.recv_response()?, row, varies)?)).collect()
             }
             Self::Cluster(connection) => {
                 let mut one = |name, row: &mut [u8]| {
@@ -131,10 +93,12 @@ impl Connection {
     pub(crate) fn run(&mut self, commands: &[Vec<Vec<u8>>]) -> Result<Vec<Answer>> {
         let mut packed = Vec::new();
         match self {
-            Self::Single(wire) => {
-                commands.iter().for_each(|words| command(words).write_packed_command(&mut packed));
-                wire.send(&packed)?;
-                commands.iter().map(|_| Ok(answer(wire.receive()?))).collect()
+            Self::Single(connection) => {
+                for words in commands {
+                    command(words).write_packed_command(&mut packed);
+                }
+                connection.send_packed_command(&packed)?;
+                commands.iter().map(|_| Ok(answer(connection.recv_response()?))).collect()
             }
             Self::Cluster(connection) => commands
                 .iter()
@@ -159,56 +123,25 @@ fn place(value: Value, row: &mut [u8], varies: bool) -> RedisResult<bool> {
     Ok(true)
 }
 
-fn command(words: &[Vec<u8>]) -> redis::Cmd {
-    let mut command = redis::Cmd::new();
+fn command(words: &[Vec<u8>]) -> Cmd {
+    let mut command = Cmd::new();
     for word in words {
         command.arg(word);
     }
     command
 }
 
-/// Sends a `SET` for each value. Large values are not copied.
-fn send_values(wire: &mut dyn Wire, names: &[Vec<u8>], values: &[&[u8]], ttl_ms: Option<u64>) -> Result<()> {
-    let expiry = ttl_ms.map(|ttl| {
-        let digits = ttl.to_string();
-        format!("$2\r\nPX\r\n${}\r\n{digits}\r\n", digits.len())
-    });
-    let expiry = expiry.unwrap_or_default();
-    let words = if ttl_ms.is_some() { 5 } else { 3 };
-    let mut gathered = Vec::new();
-    for (name, value) in names.iter().zip(values) {
-        // What `redis::cmd` packs, in pieces.
-        let head = format!("*{words}\r\n$3\r\nSET\r\n${}\r\n", name.len());
-        gathered.extend_from_slice(head.as_bytes());
-        gathered.extend_from_slice(name);
-        gathered.extend_from_slice(format!("\r\n${}\r\n", value.len()).as_bytes());
-        if value.len() < LARGE {
-            gathered.extend_from_slice(value);
-        } else {
-            wire.send(&gathered)?;
-            wire.send(value)?;
-            gathered.clear();
-        }
-        gathered.extend_from_slice(b"\r\n");
-        gathered.extend_from_slice(expiry.as_bytes());
-        if gathered.len() >= GATHERED {
-            wire.send(&gathered)?;
-            gathered.clear();
-        }
-    }
-    if !gathered.is_empty() {
-        wire.send(&gathered)?;
-    }
-    Ok(())
-}
-
-fn put_in_cluster(connection: &mut ClusterConnection, name: &[u8], value: &[u8], ttl_ms: Option<u64>) -> Result<bool> {
+fn set(name: &[u8], value: &[u8], ttl_ms: Option<u64>) -> Cmd {
     let mut set = cmd("SET");
     set.arg(name).arg(value);
     if let Some(ttl) = ttl_ms {
         set.arg("PX").arg(ttl);
     }
-    match connection.req_command(&set).map_err(Error::from) {
+    set
+}
+
+fn put_in_cluster(connection: &mut ClusterConnection, name: &[u8], value: &[u8], ttl_ms: Option<u64>) -> Result<bool> {
+    match connection.req_command(&set(name, value, ttl_ms)).map_err(Error::from) {
         Ok(value) => Ok(value == Value::Okay),
         Err(Error::Answer(_)) => Ok(false),
         Err(error) => Err(error),

@@ -1,17 +1,16 @@
 //! Connections to Redis and Valkey servers and clusters: what the Redis store asks of them.
 //!
 //! ```text
-//! options -> client (a pool) -> connection -> link, or a connection of the crate `redis`
+//! options -> client (a pool) -> connection of the crate `redis`
 //! ```
 //!
-//! Values go from the caller's rows to the socket, and answers into the caller's rows. Nothing here knows what the values
+//! Values come from the caller's rows, and answers go into the caller's rows. Nothing here knows what the values
 //! mean: whoever reads them checks them. A call blocks for as long as the options allow between two bytes of an answer.
 #![forbid(unsafe_code)]
 
 mod client;
 mod connection;
 mod error;
-mod link;
 mod options;
 
 pub use client::Client;

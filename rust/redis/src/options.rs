@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use redis::cluster::ClusterClientBuilder;
 use redis::io::tcp::TcpSettings;
 use redis::{
-    ClientTlsConfig, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionInfo, TlsCertificates,
+    Client, ClientTlsConfig, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionInfo, TlsCertificates,
 };
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -82,8 +82,8 @@ impl Options {
         let info = address.into_connection_info()?.set_redis_settings(user).set_tcp_settings(tcp.clone());
         match tls {
             tls if self.is_cluster => self.cluster(info, tls, tcp),
-            None => Ok(Server::Plain(Box::new(self.clone()))),
-            Some(tls) => Ok(Server::Tls(redis::Client::build_with_tls(info, tls)?)),
+            None => Ok(Server::Single(Box::new(Client::open(info)?))),
+            Some(tls) => Ok(Server::Single(Box::new(Client::build_with_tls(info, tls)?))),
         }
     }
 

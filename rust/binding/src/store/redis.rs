@@ -4,7 +4,7 @@ use super::{classes, expected, invalid, key_array, seconds};
 use crate::convert::args;
 use crate::convert::memory;
 use blockyard_redis::{Address, Answer, Client, Error, Options, Tls};
-use numpy::{Ix2, PyArray, PyArray1, PyArrayMethods, PyUntypedArrayMethods};
+use numpy::{Ix2, PyArray, PyArray1, PyUntypedArrayMethods};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
@@ -144,6 +144,7 @@ impl PyRedisClient {
     ///     An answer each: an int, bytes, None or a list; or the StoreError with which the server refused.
     /// Raises:
     ///     StoreError: the server does not answer.
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
     fn run<'py>(
         &self,
         py: Python<'py>,

@@ -193,7 +193,9 @@ impl StoreJobs {
             let keys: Vec<Key> = blocks.iter().filter_map(|&block| tiers.pool(tier).key(block)).collect();
             end_leases(tiers, tier, &blocks, LeaseKind::Read);
             if let Some(outbox) = tiers.outbox_mut() {
-                keys.iter().for_each(|key| outbox.unclaim(key));
+                for key in &keys {
+                    outbox.unclaim(key);
+                }
             }
             self.writes.remove(&job);
             self.given_up.insert(job);
