@@ -1,5 +1,5 @@
 //! Loads from a prefix store and writes to it, beside all that sequences do meanwhile.
-#![expect(clippy::unwrap_used, reason = "a test may panic")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
 use blockyard_core::{Config, Error, KeySpec, Kind, Manager, Prompt, SequenceId, StoreJob, StoreWrites, Tier};
 use proptest::prelude::*;

@@ -27,19 +27,19 @@ fn server_with(
     thread::spawn(move || {
         for (number, stream) in listener.incoming().enumerate() {
             let (log, respond, stream) = (kept.clone(), respond.clone(), stream.unwrap());
-            thread::spawn(move || serve(number, stream, &log, &*respond));
+            thread::spawn(move || serve(number, &stream, &log, &*respond));
         }
     });
     (Client::new(options(port, timeout)).unwrap(), log)
 }
 
-fn serve(number: usize, stream: TcpStream, log: &Log, respond: &dyn Fn(usize, &Words) -> Option<Vec<u8>>) {
+fn serve(number: usize, stream: &TcpStream, log: &Log, respond: &dyn Fn(usize, &Words) -> Option<Vec<u8>>) {
     let mut reader = BufReader::new(stream.try_clone().unwrap());
     while let Some(words) = read_command(&mut reader) {
         log.lock().unwrap().push(words.clone());
         match respond(number, &words) {
             // A client that has given up does not read it.
-            Some(bytes) => drop((&stream).write_all(&bytes)),
+            Some(bytes) => drop((&*stream).write_all(&bytes)),
             None => return,
         }
     }
@@ -104,7 +104,7 @@ fn a_value_of_another_length_leaves_its_row() {
     let (client, _) = server(move |_, words| Some(bulk(&vec![5; sizes(words)])));
     let mut rows = [[1_u8; 8]; 4];
     let mut get = |varies| {
-        let mut lent: Vec<&mut [u8]> = rows.iter_mut().map(|row| row.as_mut_slice()).collect();
+        let mut lent: Vec<&mut [u8]> = rows.iter_mut().map(<[u8; 8]>::as_mut_slice).collect();
         assert_eq!(client.get(&names(4), &mut lent, varies).unwrap(), [true; 4]);
         rows
     };
