@@ -231,6 +231,7 @@ VALID: dict[str, Any] = {
     "host_blocks": 4,
     "hot": [1],
     "ids": [1],
+    "io": "threads",
     "is_first_block": True,
     "keep_block_object": False,
     "job": 1,
