@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,9 @@ from blockyard.events import export_keys
 def test_every_public_callable_survives_hostile_arguments(tmp_path: Path) -> None:
     progress = tmp_path / "progress"
     command = [sys.executable, hostile.__file__, str(progress)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    # Each new thread would take 64 MiB of the addresses that are left.
+    env = {**os.environ, "MALLOC_ARENA_MAX": "2"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=env)
     assert not run.stdout
     assert run.returncode == 0, f"died in {progress.read_text()}: {run.stderr[-500:]}"
     assert progress.read_text() == "the end"

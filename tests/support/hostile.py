@@ -227,6 +227,7 @@ VALID: dict[str, Any] = {
     "group": 0,
     "groups": lambda: [blockyard.CacheGroup.full_attention()],
     "handle": HANDLE,
+    "heads": np.zeros((1, 16), np.uint8),
     "host": False,
     "host_blocks": 4,
     "hot": [1],
