@@ -310,7 +310,7 @@ class PrefixStore:
         """Limit what one tenant keeps in the store, as `manager.prefix.set_quota` limits what it keeps on the device.
 
         Beyond its quota the tenant's own blocks are deleted, those that were not used for longest first. What counts is
-        what this process has put into the store or found there since the tenant's first quota: see decision 0033.
+        what this process has put into the store or found there since the tenant's first quota: see decision 0030.
 
         Args:
             salt: the tenant; None for prompts without a salt.
