@@ -64,7 +64,7 @@ def fetch(ticket: int = 2) -> StepDecision:
 def finish(executor: StepExecutor, ticket: int, *, polls: bool) -> StepDone:
     if not polls:
         return executor.wait(ticket)
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 300.0
     while time.monotonic() < deadline:
         for done in executor.poll():
             assert done.ticket == ticket
