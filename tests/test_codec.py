@@ -1,5 +1,6 @@
 """Codecs and keyed MACs: blocks come back as they were, and whatever a codec or a forger does is never a wrong byte."""
 
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,26 @@ class TestSwapSpaceWithKey(StoreSuite):
     def open_store(self) -> ExternalStore:
         options: Any = {"bytes_per_block": self.bytes_per_block, "num_slots": self.num_slots}
         return open_store("memory://swap", mac_key=KEY, **options)
+
+
+class TestSlabWithCodecAndKey(StoreSuite):
+    @pytest.fixture(autouse=True)
+    def _url(self, tmp_path: Path) -> None:
+        self.url = f"file://{tmp_path}/here"
+
+    def open_store(self) -> ExternalStore:
+        options: Any = {"bytes_per_block": self.bytes_per_block, "num_slots": self.num_slots}
+        return open_store(self.url, codec=ZLIB, mac_key=KEY, **options)
+
+
+class TestPrefixSlabWithCodecAndKey(PrefixStoreSuite):
+    @pytest.fixture(autouse=True)
+    def _url(self, tmp_path: Path) -> None:
+        self.url = f"file://{tmp_path}/here"
+
+    def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
+        options: Any = {"bytes_per_block": self.bytes_per_block, "num_slots": self.num_slots, "namespace": namespace}
+        return open_store(self.url, use="prefix", codec=ZLIB, mac_key=KEY, **options)
 
 
 class TestPrefixStoreWithCodecAndKey(PrefixStoreSuite):
@@ -172,11 +193,58 @@ def test_no_message_shows_the_key():
     assert key.hex() not in text
 
 
-def test_the_file_store_refuses_what_it_has_not(tmp_path: Path):
-    for options, part in (({"codec": ZLIB}, "codec"), ({"mac_key": KEY}, "mac_key")):
-        with pytest.raises(StoreError, match=f"takes no {part}"):
-            open_store(f"file://{tmp_path}/x?size=1MiB", bytes_per_block=4096, **options)  # type: ignore[arg-type]
-    assert not (tmp_path / "x").exists()
+def test_a_slab_that_was_forged_without_the_key_is_a_miss(tmp_path: Path):
+    """Who can write to the directory makes a slab whose headers and XXH3 are right; only the key is missing."""
+    url, plain = f"file://{tmp_path}/x?size=1MiB", rows(2, 1)
+    with open_store(url, bytes_per_block=SIZE, use="prefix", mac_key=KEY) as store:
+        assert put(store, 2) == ("", "")
+        namespace = store.namespace  # type: ignore[attr-defined]
+        slots = store._names_of(names(2), b"")  # type: ignore[attr-defined]
+    for key in (None, bytes(32)):
+        with open_store(url, bytes_per_block=HEADER + SIZE, use="prefix", namespace=namespace) as slab:
+            values = slab.wait(slab.submit_get(slots)).rows
+            values[:, HEADER:], values[:, :16] = plain, 0
+            values[:, :16] = checksum_rows(values, key)
+            assert slab.wait(slab.submit_delete(slots)).ok.all()
+            assert slab.wait(slab.submit_put(slots, values)).ok.all()
+        with open_store(url, bytes_per_block=SIZE, use="prefix", mac_key=KEY) as store:
+            assert fetched(store, 2) == ("payload_checksum",) * 2
+            assert fetched(store, 2) == ("absent",) * 2, "and is dropped"
+            assert put(store, 2) == ("", "")
+
+
+def test_a_put_that_began_before_forget_is_forgotten_in_a_slab(tmp_path: Path):
+    with open_store(f"file://{tmp_path}/x?size=1MiB", bytes_per_block=SIZE, use="prefix", mac_key=KEY) as store:
+        slab, may_go_on, began = store._slab, threading.Event(), threading.Event()  # type: ignore[attr-defined]
+
+        class Slow:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(slab, name)
+
+            def submit_put(self, *arguments: Any) -> int:
+                began.set()
+                assert may_go_on.wait(60)
+                return int(slab.submit_put(*arguments))
+
+        store._slab = Slow()  # type: ignore[attr-defined]
+        ticket = store.submit_put(names(2), rows(2))
+        assert began.wait(60)
+        threading.Timer(0.05, may_go_on.set).start()
+        store.forget()
+        assert fetched(store, 2) == ("absent",) * 2
+        store.wait(ticket)
+        assert put(store, 2) == ("", "")
+        assert fetched(store, 2) == ("", "")
+
+
+def test_a_disk_that_refuses_is_named_and_a_miss(tmp_path: Path):
+    with open_store(f"file://{tmp_path}/x?size=1MiB", bytes_per_block=SIZE, mac_key=KEY) as store:
+        slots = np.arange(2)
+        assert store.wait(store.submit_write(slots, rows(2))).ok.all()
+        slab = store._slab  # type: ignore[attr-defined]
+        assert slab.close()
+        assert not store.wait(store.submit_read(slots)).ok.any()
+        assert "closed" in store.stats().last_error
 
 
 def test_a_codec_says_what_is_wrong_with_it():

@@ -1737,8 +1737,8 @@ class RedisClient:
     def get(
         self, keys: NDArray[np.uint8] | _Each[bytes], out: NDArray[np.uint8], *, varies: bool = False
     ) -> NDArray[np.bool_]:
-        """Read values into rows. A value of another length leaves its row as it is, unless it is shorter and `varies` is
-        set: then zeros follow it.
+        """Read values into rows. A value of another length leaves its row as it is; with `varies` a shorter one is
+        taken, and zeros follow it.
 
         Args:
             keys: uint8 `[n, 32]` or 32 bytes each.

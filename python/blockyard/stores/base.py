@@ -342,9 +342,9 @@ def open_store(
             a miss.
         use: `"swap"` for blocks that are addressed by slot and die with the process, `"prefix"` for blocks that are
             found by key and outlive it.
-        codec: encodes blocks before they are stored: compresses, encrypts or quantises them. The file store has none.
+        codec: encodes blocks before they are stored: compresses, encrypts or quantises them.
         mac_key: 32 bytes, or the path of a file with them, for storage that is not trusted: a value that was not
-            written with this key is a miss. Never part of a URL or a message. The file store has none.
+            written with this key is a miss. Never part of a URL or a message.
 
     Raises:
         StoreURLError: the URL is malformed; the message shows the part that is wrong.
@@ -374,10 +374,6 @@ def open_store(
     options: dict[str, Any] = {
         name: value for name, value in (("codec", codec), ("mac_key", mac_key)) if value is not None
     }
-    if scheme == "file" and options:
-        raise StoreError(
-            f"{public_url(url)!r}: the file store takes no {' and no '.join(options)}; its slots hold plain blocks"
-        )
     if scheme in _registered:
         store = _registered[scheme](url, bytes_per_block=bytes_per_block, namespace=namespace, **options)
         return _checked(store, url, num_slots or 1, use)

@@ -27,6 +27,9 @@ and is locked.
   Opening it reads the header of each slot, or the checkpoint that the last store wrote when it was closed. Blocks of
   other namespaces stay until their slots are needed; those of another size are dropped at once.
 
+With a codec or a MAC key a slot holds the value of `blockyard.stores.value` in place of the plain block: threads of
+Python encode and authenticate it. Each slot is as long as the codec's longest block: a compressing codec saves no room.
+
 The formats are `docs/decisions/0002-slab-header.md` and `0022-prefix-store-in-a-slab.md`.
 """
 
@@ -39,13 +42,16 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
-from blockyard.stores.base import ExternalStore, StoreURL, Use, parse_size
+from blockyard.stores.base import Completion, ExternalStore, StoreURL, Use, parse_size
+from blockyard.stores.codec import Codec, MacKey
+from blockyard.stores.remote import RemoteStore
 from blockyard.stores.striped import StripedStore
 from blockyard.workers import cache_folder
 
@@ -113,6 +119,8 @@ def open_file(
     num_slots: int | None = None,
     namespace: bytes = bytes(32),
     use: Use = "swap",
+    codec: Codec | None = None,
+    mac_key: MacKey | None = None,
 ) -> ExternalStore:
     """Open the file store; `blockyard.stores.open_store` does, for URLs with the scheme `file`.
 
@@ -122,6 +130,8 @@ def open_file(
         num_slots: blocks to hold; as many as fit into `size` if None.
         namespace: 32-byte digest of all that decides the bytes.
         use: `"swap"` or `"prefix"`.
+        codec: encodes the blocks.
+        mac_key: 32 bytes, or the path of a file with them, that authenticate the blocks.
 
     Raises:
         StoreURLError: the URL is malformed; the message shows the part that is wrong.
@@ -132,6 +142,22 @@ def open_file(
     parts = found.parts
     if found.size is None and num_slots is None:
         parts.reject(parts.path, "needs ?size=, for example ?size=2GiB")
+    if codec is None and mac_key is None:
+        return _open_slabs(found, bytes_per_block=bytes_per_block, num_slots=num_slots, namespace=namespace, use=use)
+    return GuardedSlab(
+        found,
+        bytes_per_block=bytes_per_block,
+        num_slots=num_slots,
+        namespace=namespace,
+        use=use,
+        codec=codec,
+        mac_key=mac_key,
+    )
+
+
+def _open_slabs(
+    found: FileURL, *, bytes_per_block: int, num_slots: int | None, namespace: bytes, use: Use
+) -> ExternalStore:
     count = len(found.directories)
 
     def open_one(directory: str) -> ExternalStore:
@@ -150,12 +176,88 @@ def open_file(
                 use=use,
             )
         except InvalidArgumentError as error:
-            parts.reject(directory, f"cannot be opened so: {error}")
+            found.parts.reject(directory, f"cannot be opened so: {error}")
         return cast("ExternalStore", store)
 
     if count == 1:
         return open_one(found.directories[0])
     return _striped(found.directories, open_one, is_keyed=use == "prefix")
+
+
+class GuardedSlab(RemoteStore):
+    """Blocks in slabs, encoded by a codec or authenticated with a MAC key; `open_file` makes it.
+
+    A slab's checks and its end of a hung disk come first; what it returns is then checked as a server's answer is.
+    """
+
+    _reuses_rows = True
+
+    def __init__(self, found: FileURL, *, num_slots: int | None, use: Use, **options: Any) -> None:
+        super().__init__(found.parts, num_slots=num_slots or 1, use=use, secrets=[], **options)
+        self.threads, self.memory, self.deadline = found.threads, found.memory, found.deadline
+        self._slab = _open_slabs(
+            found, bytes_per_block=self._width, num_slots=num_slots, namespace=self.namespace, use=use
+        )
+        self.num_slots = self._slab.num_slots
+
+    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Store values."""
+        submit = self._slab.submit_put if self._use == "prefix" else self._slab.submit_write
+        return self._ended(self._slab.wait(submit(self._slab_names(keys), rows)))
+
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Read values."""
+        submit = self._slab.submit_get if self._use == "prefix" else self._slab.submit_read
+        return self._ended(self._slab.wait(submit(self._slab_names(keys)), out=out))
+
+    def delete(self, keys: NDArray[np.uint8]) -> None:
+        """Delete values."""
+        if self._use == "prefix":
+            self._slab.wait(self._slab.submit_delete(keys))
+
+    def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Return whether each key has a value."""
+        return self._slab.contains(keys)
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Give up what is under way and close the slabs; see `ExternalStore.close`."""
+        until = time.monotonic() + timeout
+        in_time = super().close(timeout)
+        return self._slab.close(max(0.0, until - time.monotonic())) and in_time
+
+    def forget(self) -> None:
+        """Forget every key at once; see `ExternalStore.forget`."""
+        self._keys_of([])
+        with self._changed:
+            self._age += 1
+            self._known.clear()
+            while any(batch.running and batch.age < self._age for batch in (*self._open.values(), *self._late)):
+                self._changed.wait(0.01)  # or an earlier put could still land after the slab has forgotten
+        self._slab.forget()
+
+    def _ask(self) -> None:
+        self._slab.stats()
+
+    def _disconnect(self) -> None:
+        """Do nothing: `close` closes the slabs, also when a call hangs."""
+
+    def _share_epoch(self, *, is_due: bool = False) -> tuple[int, bytes]:  # noqa: ARG002 (nobody else has the slabs open)
+        with self._changed:
+            return self._age, b""
+
+    def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
+        names = b"".join(slot.to_bytes(8, "little") + self._seed[-24:] for slot in slots)
+        return np.frombuffer(names, np.uint8).reshape(-1, 32)
+
+    def _slab_names(self, keys: NDArray[np.uint8]) -> NDArray[Any]:
+        """Return what the slabs know rows by: keys, or the slots that `_slot_names` wrote."""
+        return keys if self._use == "prefix" else keys[:, :8].copy().view(np.int64)[:, 0]
+
+    def _ended(self, done: Completion) -> NDArray[np.bool_]:
+        broken = sorted({"io", "timeout"} & set(done.reasons))
+        if broken and not done.ok.any():
+            raise StoreError(f"the slab's blocks are misses: {', '.join(broken)}; {self._slab.stats().last_error}")
+        return done.ok
 
 
 def calibrated_io(directory: str) -> str:

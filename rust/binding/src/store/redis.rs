@@ -108,8 +108,8 @@ impl PyRedisClient {
         memory::array(rows.py(), &stored, |stored| *stored)
     }
 
-    /// Read values into rows. A value of another length leaves its row as it is, unless it is shorter and `varies` is
-    /// set: then zeros follow it.
+    /// Read values into rows. A value of another length leaves its row as it is; with `varies` a shorter one is
+    /// taken, and zeros follow it.
     ///
     /// Args:
     ///     keys: uint8 `[n, 32]` or 32 bytes each.
