@@ -4,6 +4,7 @@ The schedules are the machine's; those that `shuttle` chooses are in `rust/locks
 """
 
 import contextlib
+import subprocess
 import sys
 import threading
 import time
@@ -96,6 +97,34 @@ def test_engines_that_share_a_manager_leave_it_exact(prefix_caching: bool):
     manager.complete(manager.take_decision().ticket)
     manager.check()
     assert (manager.stats().sequences, manager.pool().num_free, manager.pool("host").num_free) == (0, 96, 32)
+
+
+def test_arrays_that_are_made_under_the_lock_are_no_deadlock():
+    """numpy gives up the interpreter's lock for a large array; another thread takes it and wants the manager.
+
+    In a process of its own: no thread could end the test otherwise.
+    """
+    code = """
+import sys, threading, time
+from blockyard import BlockManager
+
+sys.setswitchinterval(1e-6)
+manager = BlockManager(block_size=4, device_blocks=4096, watermark=0.0)
+sequences = manager.allocate(counts=[4000, 4000])
+end = time.monotonic() + 1.0
+
+def run(call):
+    while time.monotonic() < end:
+        call()
+
+calls = [lambda: manager.block_tables(sequences), lambda: manager.slot_mapping(sequences, 0, 4000)] * 2
+threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 def test_tables_that_threads_keep_together_stay_whole():

@@ -104,7 +104,7 @@ def test_no_damaged_value_is_a_hit(server: Server, client: "redis.Redis", rounds
         assert other.wait(other.submit_put(keys, rows)).ok.all()
     foreign = [client.get(key) for key in client.keys("blockyard:0000000000000000:*") if len(key) == 59]
     tried = hits = 0
-    with opened(server, **options) as store:
+    with opened(server, "?deadline=60", **options) as store:
         assert isinstance(store, RedisStore)
         for _ in range(rounds):
             assert store.wait(store.submit_put(keys, rows)).ok.all()

@@ -8,6 +8,7 @@ use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
 use crate::convert::tiers::tier_of;
 use crate::free_blocks::PyFreeBlocks;
+use crate::lock::lock;
 use blockyard_core as core;
 use blockyard_core::ReuseOrder;
 use blockyard_core::allocator::Eviction;
@@ -92,7 +93,7 @@ impl PyBlockAllocator {
     }
 
     pub(crate) fn lock(&self) -> Guard<'_, Box<dyn BlockAllocator>> {
-        self.0.lock()
+        lock(&self.0)
     }
 }
 

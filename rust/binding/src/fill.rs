@@ -4,10 +4,11 @@ use crate::convert::args;
 use crate::convert::arrays::ids;
 use crate::convert::errors::to_py;
 use crate::convert::memory;
+use crate::lock::lock;
 use blockyard_core::FillMap;
+use blockyard_locks::{Guard, InnerLock};
 use numpy::PyArray1;
 use pyo3::prelude::*;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Which parts of the host's blocks hold bytes, where a host block holds several device blocks.
 ///
@@ -20,11 +21,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// Raises:
 ///     InvalidArgumentError: `per_block` is 0, or there are 2^32 parts or more.
 #[pyclass(frozen, name = "FillMap", module = "blockyard._core")]
-pub(crate) struct PyFillMap(Mutex<FillMap>);
+pub(crate) struct PyFillMap(InnerLock<FillMap>);
 
 impl PyFillMap {
-    fn lock(&self) -> MutexGuard<'_, FillMap> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> Guard<'_, FillMap> {
+        lock(&self.0)
     }
 }
 
@@ -35,7 +36,7 @@ impl PyFillMap {
         #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32,
         #[pyo3(from_py_with = args::per_block)] per_block: u32,
     ) -> PyResult<Self> {
-        FillMap::new(num_blocks, per_block).map(|map| Self(Mutex::new(map))).map_err(to_py)
+        FillMap::new(num_blocks, per_block).map(|map| Self(InnerLock::new(map))).map_err(to_py)
     }
 
     /// Large blocks.

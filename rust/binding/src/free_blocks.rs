@@ -2,6 +2,7 @@
 //!
 //! Lock order: the iterator, then what it reads; see `blockyard_locks`.
 
+use crate::lock::lock;
 use blockyard_core::BlockId;
 use blockyard_locks::OuterLock;
 use pyo3::prelude::*;
@@ -46,7 +47,7 @@ impl PyFreeBlocks {
     }
 
     fn __next__(&self) -> Option<u32> {
-        let mut state = self.state.lock();
+        let mut state = lock(&self.state);
         if state.ahead.is_empty() && !state.ended {
             state.ahead = (self.read)(state.place, state.chunk);
             state.ended = state.ahead.len() < state.chunk;

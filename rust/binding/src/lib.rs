@@ -9,6 +9,7 @@ mod decision;
 mod event;
 mod fill;
 mod free_blocks;
+mod lock;
 mod manager;
 mod observer;
 mod offload;

@@ -6,6 +6,7 @@ use crate::convert::args::{self, Argument, describe, items, refused, shown};
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory::{self, Plain, Target};
 use crate::decision::array;
+use crate::lock::lock;
 use crate::manager::stats::PyFragmentation;
 use blockyard_core::BlockId;
 use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Plan, Planner, Wanted};
@@ -163,7 +164,7 @@ pub(crate) struct PyBlockObserver {
 
 impl PyBlockObserver {
     fn lock(&self) -> Guard<'_, State> {
-        self.inner.lock()
+        lock(&self.inner)
     }
 
     /// Blocks of a table of ids of any shape and layout; none if it is of another type.

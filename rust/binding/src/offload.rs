@@ -3,14 +3,15 @@
 use crate::convert::args;
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
+use crate::lock::lock;
 use crate::manager::policies::policy;
 use blockyard_core::offload::{Lookup, Names, OffloadCache, Stored};
 use blockyard_core::{BlockId, Key, Policies};
+use blockyard_locks::{Guard, InnerLock};
 use numpy::PyArray1;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyString};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// What `OffloadManager.prepare_store` decided.
 #[pyclass(frozen, get_all, name = "PreparedStore", module = "blockyard._core")]
@@ -53,7 +54,7 @@ impl PyPreparedStore {
 ///     OutOfMemoryError: there is no memory to keep track of so many.
 #[pyclass(frozen, name = "OffloadManager", module = "blockyard._core")]
 pub(crate) struct PyOffloadManager {
-    state: Mutex<State>,
+    state: InnerLock<State>,
     names: Names,
 }
 
@@ -70,8 +71,8 @@ struct Keys<'py> {
 }
 
 impl PyOffloadManager {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> Guard<'_, State> {
+        lock(&self.state)
     }
 
     /// Keys as the caller gave them, and as the cache knows them.
@@ -120,7 +121,7 @@ impl PyOffloadManager {
     fn new(#[pyo3(from_py_with = args::num_chunks)] num_chunks: u32, eviction: &str) -> PyResult<Self> {
         let policies = Policies { eviction: policy(eviction)?, ..Policies::default() };
         let cache = OffloadCache::new(num_chunks as usize, policies).map_err(to_py)?;
-        let state = Mutex::new(State { cache, names: Vec::new() });
+        let state = InnerLock::new(State { cache, names: Vec::new() });
         Ok(Self { state, names: Names::default() })
     }
 

@@ -4,9 +4,10 @@
 //! OuterLock (an iterator over free blocks) -> InnerLock (a manager, an allocator, a list of copies)
 //! ```
 //!
-//! A thread that holds an inner lock takes no other, so no two threads can wait for each other. Nor does Python code run
-//! under a lock: the interpreter may hand control to a thread that waits for it. Debug builds assert both; release
-//! builds pay for the mutex alone. The tests run a real block manager behind these locks in schedules chosen by `shuttle`.
+//! A thread that holds an inner lock takes no other, so no two threads can wait for each other. The interpreter's lock is
+//! one more: numpy gives it up while it makes an array, and waits for it again. So whoever waits for a lock of ours gives
+//! it up first. Python code does not run under a lock. Debug builds assert the order; release builds pay for the mutex
+//! alone. The tests run a real block manager behind these locks in schedules chosen by `shuttle`.
 #![forbid(unsafe_code)]
 
 mod sync;
@@ -14,7 +15,7 @@ mod sync;
 mod tests;
 
 use std::ops::{Deref, DerefMut};
-use sync::{Cell, Mutex, MutexGuard, PoisonError, thread_local};
+use sync::{Cell, Mutex, MutexGuard, TryLockError, thread_local};
 
 /// The lock that is taken first.
 pub type OuterLock<T> = Lock<T, 0>;
@@ -40,9 +41,23 @@ impl<T, const RANK: u32> Lock<T, RANK> {
 
 impl<T: ?Sized, const RANK: u32> Lock<T, RANK> {
     /// Waits until no other thread uses the value. One that panicked meanwhile does not keep others out.
-    pub fn lock(&self) -> Guard<'_, T> {
-        let held = Held::new(RANK);
-        Guard { value: self.0.lock().unwrap_or_else(PoisonError::into_inner), _held: held }
+    ///
+    /// `detached` makes this thread wait: it gives up the interpreter's lock, calls what it is given, and takes the
+    /// interpreter's lock back. It is not called if nobody uses the value.
+    pub fn lock(&self, mut detached: impl FnMut(&(dyn Fn() + Sync))) -> Guard<'_, T>
+    where
+        T: Send,
+    {
+        loop {
+            let held = Held::new(RANK);
+            match self.0.try_lock() {
+                Ok(value) => return Guard { value, _held: held },
+                Err(TryLockError::Poisoned(value)) => return Guard { value: value.into_inner(), _held: held },
+                Err(TryLockError::WouldBlock) => {}
+            }
+            drop(held);
+            detached(&|| drop(self.0.lock()));
+        }
     }
 }
 

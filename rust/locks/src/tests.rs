@@ -1,7 +1,7 @@
 //! A real block manager under the real locks, in schedules of `shuttle`'s choosing, and faults that it must notice.
 
 use crate::sync::Mutex;
-use crate::{InnerLock, OuterLock, debug_assert_none_held};
+use crate::{Guard, InnerLock, Lock, OuterLock, debug_assert_none_held};
 use blockyard_core::{Config, Counts, Manager, SequenceId, TableRows, Tier};
 use shuttle::scheduler::{DfsScheduler, PctScheduler, RandomScheduler, Scheduler};
 use shuttle::{Runner, thread};
@@ -11,6 +11,13 @@ const WIDTH: usize = 6;
 
 /// A block table with its slots, which two threads share.
 type Shared = OuterLock<([i32; 2 * WIDTH], [i64; 2])>;
+
+impl<T: ?Sized + Send, const RANK: u32> Lock<T, RANK> {
+    /// Takes the lock as a thread that has no interpreter's lock.
+    fn hold(&self) -> Guard<'_, T> {
+        self.lock(|wait| wait())
+    }
+}
 
 /// Stack of each thread in a schedule: debug builds of the manager need more than `shuttle` gives by default.
 const STACK_BYTES: usize = 1 << 20;
@@ -40,36 +47,36 @@ fn end_step(manager: &mut Manager) {
 /// One engine thread: appends to its own sequences, with a block table, until `steps` are over.
 fn decode(manager: &InnerLock<Manager>, steps: usize) {
     let mut sequences = Vec::new();
-    manager.lock().allocate(&[5, 3], &mut sequences).unwrap();
-    end_step(&mut manager.lock());
+    manager.hold().allocate(&[5, 3], &mut sequences).unwrap();
+    end_step(&mut manager.hold());
     let (mut table, mut slots) = ([0; 2 * WIDTH], [0; 2]);
     for _ in 0..steps {
         let rows = TableRows::new(&mut table, WIDTH);
-        let mut manager = manager.lock();
+        let mut manager = manager.hold();
         manager.append_with_tables(&sequences, Counts::All(1), 0, rows, &mut slots).unwrap();
         end_step(&mut manager);
     }
-    let guard = manager.lock();
+    let guard = manager.hold();
     for (&sequence, row) in sequences.iter().zip(table.chunks_exact(WIDTH)) {
         let own = guard.block_table(sequence).unwrap();
         assert!(own.iter().zip(row).all(|(block, &id)| i64::from(block.0) == i64::from(id)));
     }
     drop(guard);
-    manager.lock().free(&sequences).unwrap();
+    manager.hold().free(&sequences).unwrap();
 }
 
 /// Another: forks, swaps out and in, frees.
 fn storm(manager: &InnerLock<Manager>) {
     let mut own: Vec<SequenceId> = Vec::new();
-    manager.lock().allocate(&[9], &mut own).unwrap();
-    end_step(&mut manager.lock());
+    manager.hold().allocate(&[9], &mut own).unwrap();
+    end_step(&mut manager.hold());
     let first = own[0];
-    manager.lock().fork(first, 2, &mut own).unwrap();
-    manager.lock().swap_out(&own, Tier::Host).unwrap();
-    end_step(&mut manager.lock());
-    manager.lock().swap_in(&own, Tier::Device).unwrap();
-    end_step(&mut manager.lock());
-    manager.lock().free(&own).unwrap();
+    manager.hold().fork(first, 2, &mut own).unwrap();
+    manager.hold().swap_out(&own, Tier::Host).unwrap();
+    end_step(&mut manager.hold());
+    manager.hold().swap_in(&own, Tier::Device).unwrap();
+    end_step(&mut manager.hold());
+    manager.hold().free(&own).unwrap();
     debug_assert_none_held();
 }
 
@@ -83,7 +90,7 @@ fn engine_threads(prefix_caching: bool) {
     for worker in threads {
         worker.join().unwrap();
     }
-    let mut manager = manager.lock();
+    let mut manager = manager.hold();
     end_step(&mut manager);
     manager.check().unwrap();
     assert_eq!((manager.num_sequences(), manager.pool(Tier::Device).available()), (0, 24));
@@ -101,13 +108,13 @@ fn one_block_table_is_shared_by_two_threads() {
     check(DfsScheduler::new(Some(2_000), false), || {
         let manager = new_manager(false);
         let mut sequences = Vec::new();
-        manager.lock().allocate(&[4, 4], &mut sequences).unwrap();
-        end_step(&mut manager.lock());
+        manager.hold().allocate(&[4, 4], &mut sequences).unwrap();
+        end_step(&mut manager.hold());
         let table: Arc<Shared> = Arc::new(OuterLock::new(([0; 2 * WIDTH], [0; 2])));
         let handles = sequences.clone();
         let step = move |manager: Arc<InnerLock<Manager>>, shared: Arc<Shared>| {
-            let mut shared = shared.lock();
-            let mut manager = manager.lock();
+            let mut shared = shared.hold();
+            let mut manager = manager.hold();
             let (table, slots) = &mut *shared;
             let rows = TableRows::new(table, WIDTH);
             manager.append_with_tables(&handles, Counts::All(1), 0, rows, slots).unwrap();
@@ -118,7 +125,7 @@ fn one_block_table_is_shared_by_two_threads() {
         let other = thread::spawn(move || other_step(other_manager, other_table));
         step(Arc::clone(&manager), table);
         other.join().unwrap();
-        let manager = manager.lock();
+        let manager = manager.hold();
         assert!(sequences.iter().all(|&sequence| manager.num_tokens(sequence) == Ok(6)));
         manager.check().unwrap();
     });
@@ -145,6 +152,47 @@ fn an_inversion_is_found_by_the_schedules() {
     );
 }
 
+/// A thread of Python that, under our lock, gives up the interpreter's lock and takes it back, as numpy does for an array.
+fn makes_an_array(interpreter: &Mutex<()>, ours: &InnerLock<u32>, gives_up: bool) {
+    let mut attached = Some(interpreter.lock().unwrap());
+    let mut value = ours.lock(|wait| {
+        if gives_up {
+            drop(attached.take());
+        }
+        wait();
+        attached.get_or_insert_with(|| interpreter.lock().unwrap());
+    });
+    drop(attached.take());
+    *value += 1;
+    attached = Some(interpreter.lock().unwrap());
+    drop(value);
+    drop(attached);
+}
+
+fn threads_that_make_arrays(gives_up: bool) {
+    let (interpreter, ours) = (Arc::new(Mutex::new(())), Arc::new(InnerLock::new(0)));
+    let threads = [(); 3].map(|()| {
+        let (interpreter, ours) = (Arc::clone(&interpreter), Arc::clone(&ours));
+        thread::spawn(move || makes_an_array(&interpreter, &ours, gives_up))
+    });
+    for thread in threads {
+        thread.join().unwrap();
+    }
+    assert_eq!(*ours.hold(), 3);
+}
+
+#[test]
+fn the_interpreter_may_switch_threads_under_a_lock() {
+    check_random(|| threads_that_make_arrays(true), 2_000);
+    check(PctScheduler::new(3, 2_000), || threads_that_make_arrays(true));
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn a_thread_that_waits_with_the_interpreters_lock_is_found() {
+    check_random(|| threads_that_make_arrays(false), 500);
+}
+
 #[test]
 #[cfg(debug_assertions)]
 #[should_panic(expected = "lock order: rank 0")]
@@ -152,8 +200,8 @@ fn an_inversion_is_refused_even_where_nobody_waits() {
     check_random(
         || {
             let (table, manager) = (OuterLock::new(()), new_manager(false));
-            let _held = manager.lock();
-            drop(table.lock());
+            let _held = manager.hold();
+            drop(table.hold());
         },
         1,
     );
@@ -166,8 +214,8 @@ fn two_managers_at_once_are_refused() {
     check_random(
         || {
             let (one, other) = (new_manager(false), new_manager(false));
-            let _held = one.lock();
-            drop(other.lock());
+            let _held = one.hold();
+            drop(other.hold());
         },
         1,
     );
@@ -180,7 +228,7 @@ fn python_under_a_lock_is_noticed() {
     check_random(
         || {
             let manager = new_manager(false);
-            let _held = manager.lock();
+            let _held = manager.hold();
             debug_assert_none_held();
         },
         1,
@@ -194,12 +242,12 @@ fn a_lock_outlives_a_panic_under_it() {
         || {
             let lock = InnerLock::new(7);
             let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                let _held = lock.lock();
+                let _held = lock.hold();
                 std::panic::resume_unwind(Box::new("in use"));
             }));
             assert!(caught.is_err());
             debug_assert_none_held();
-            assert_eq!(*lock.lock(), 7);
+            assert_eq!(*lock.hold(), 7);
         },
         1,
     );

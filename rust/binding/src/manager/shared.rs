@@ -4,6 +4,7 @@
 
 use crate::convert::errors::to_py;
 use crate::convert::memory;
+use crate::lock::lock;
 use blockyard_core::{Manager, SequenceId, memory as core_memory};
 use blockyard_locks::{Guard, InnerLock};
 use numpy::PyArray1;
@@ -20,7 +21,7 @@ impl Shared {
     }
 
     pub(crate) fn lock(&self) -> Guard<'_, Manager> {
-        self.0.lock()
+        lock(&self.0)
     }
 }
 

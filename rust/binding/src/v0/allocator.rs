@@ -3,9 +3,10 @@
 use super::block::{Block, PyNaiveBlock, key_of};
 use super::key::IntKey;
 use super::pool::{Ids, PyPoolAllocator};
-use super::{freed, lock, require, to_v0};
+use super::{freed, require, to_v0};
 use crate::convert::args;
 use crate::convert::errors::invalid;
+use crate::lock::lock;
 use blockyard_core::{Key, Tier};
 use pyo3::PyTypeInfo;
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};

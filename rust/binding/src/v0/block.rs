@@ -1,9 +1,10 @@
 //! Blocks of one sequence: token ids, and the id of the physical block that has their bytes.
 
 use super::key::{self, IntKey};
-use super::{lock, require};
+use super::require;
 use crate::convert::args::{self, Argument};
 use crate::convert::memory;
+use crate::lock::lock;
 use blockyard_core::Key;
 use blockyard_locks::{InnerLock, debug_assert_none_held};
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};

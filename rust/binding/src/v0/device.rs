@@ -3,8 +3,9 @@
 use super::allocator::of_kind;
 use super::block::{Block, PyNaiveBlock, PyNullBlock};
 use super::pool::PyPoolAllocator;
-use super::{freed, lock, require};
+use super::{freed, require};
 use crate::convert::args;
+use crate::lock::lock;
 use blockyard_core::Tier;
 use blockyard_locks::InnerLock;
 use pyo3::exceptions::PyKeyError;

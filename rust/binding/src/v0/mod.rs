@@ -11,7 +11,6 @@ mod pool;
 mod table;
 
 use blockyard_core::Error;
-use blockyard_locks::{Guard, InnerLock};
 use pyo3::exceptions::PyAssertionError;
 use pyo3::prelude::*;
 
@@ -40,10 +39,6 @@ fn to_v0(error: Error) -> PyErr {
 
 fn freed() -> PyErr {
     PyAssertionError::new_err("a block has no physical block, it has been freed")
-}
-
-fn lock<T: ?Sized>(value: &InnerLock<T>) -> Guard<'_, T> {
-    value.lock()
 }
 
 /// Puts the classes into `_core`, under names that say whose they are; to Python users they are the integration's.

@@ -2,9 +2,10 @@
 
 use super::block::{Block, Parts, PyNaiveBlock, PyPrefixCachingBlock, key_of};
 use super::key;
-use super::{freed, lock, require, to_v0};
+use super::{freed, require, to_v0};
 use crate::convert::args::Argument;
 use crate::convert::errors::to_py;
+use crate::lock::lock;
 use blockyard_core as core;
 use blockyard_core::ReuseOrder;
 use blockyard_core::allocator::Eviction;

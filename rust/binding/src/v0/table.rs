@@ -3,8 +3,9 @@
 use super::block::{self, Block, PyNaiveBlock, PyNullBlock};
 use super::device::{Device, PyCpuGpuBlockAllocator};
 use super::pool::PyPoolAllocator;
-use super::{lock, require};
+use super::require;
 use crate::convert::args::{self, Argument, length};
+use crate::lock::lock;
 use blockyard_locks::InnerLock;
 use pyo3::intern;
 use pyo3::prelude::*;
