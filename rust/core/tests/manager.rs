@@ -334,6 +334,8 @@ impl World {
     }
 
     fn free(&mut self, sequences: &[SequenceId]) {
+        let states: Vec<_> = sequences.iter().filter(|s| self.has_new(**s)).flat_map(|&s| self.states(s)).collect();
+        self.pending.extend(states);
         self.manager.free(sequences).unwrap();
         for sequence in sequences {
             self.truth.remove(sequence);
@@ -412,6 +414,24 @@ impl World {
         self.watch_pins();
         self.give_back();
     }
+}
+
+/// A case that chance found: who shares a state with a freed sequence reads it.
+#[test]
+fn a_state_that_is_shared_is_written_though_its_writer_is_freed() {
+    let mut world = World::new(Setup {
+        blocks: [17, 0, 0],
+        policies: blockyard_core::Policies::default(),
+        groups: &[Group::SlidingWindow { window: 6 }, Group::Recurrent, Group::Full],
+        host_cache: false,
+    });
+    world.apply(Op::Allocate(5));
+    world.apply(Op::Prompt { tokens: 13, family: 0, chunk: u32::MAX });
+    world.apply(Op::Tables(tables::Op::Append { first: 0, count: 2, tokens: 3, lookahead: 0, array: 0 }));
+    world.apply(Op::ForkPrefix(0, 1));
+    world.apply(Op::ForkPrefix(0, 0));
+    world.apply(Op::Free(21, 1));
+    world.verify();
 }
 
 /// Random cases: `PROPTEST_CASES`, else enough to meet rare orders in a few seconds.

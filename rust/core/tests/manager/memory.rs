@@ -133,8 +133,13 @@ impl World {
         }
     }
 
+    /// Whether this step computes tokens of a sequence.
+    pub(crate) fn has_new(&self, sequence: SequenceId) -> bool {
+        self.computed.iter().any(|&(s, first)| s == sequence && (first as usize) < self.truth[&s].len())
+    }
+
     /// What a step writes of a sequence's recurrent groups: the states after its last token.
-    fn states(&self, sequence: SequenceId) -> Vec<(i64, u64)> {
+    pub(crate) fn states(&self, sequence: SequenceId) -> Vec<(i64, u64)> {
         let len = self.truth[&sequence].len() as u32;
         let Some(&state) = self.truth[&sequence].last() else { return vec![] };
         let recurrent = self.growing().filter(|&(_, group)| group == Group::Recurrent);
