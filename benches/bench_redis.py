@@ -95,7 +95,7 @@ def compare(port: int, name: str, size: int, repeat: int) -> dict[str, float]:
         ThreadPoolExecutor(CONNECTIONS) as pool,
         open_store(url, bytes_per_block=size, use="prefix") as store,
     ):
-        out = np.empty_like(rows[: max(1, BATCH_BYTES // size)])
+        out = np.empty_like(rows)
         for verb in ("set", "get"):
             ways: dict[str, Callable[[], object]] = {
                 "ours": lambda verb=verb: ours(store, keys, rows, out, verb),
@@ -125,14 +125,18 @@ def compare(port: int, name: str, size: int, repeat: int) -> dict[str, float]:
 def ours(
     store: ExternalStore, keys: NDArray[np.uint8], rows: NDArray[np.uint8], out: NDArray[np.uint8], verb: str
 ) -> None:
-    step, tickets = max(1, BATCH_BYTES // rows.shape[1]), []
+    step = max(1, BATCH_BYTES // rows.shape[1])
+    tickets: list[tuple[int, NDArray[np.uint8] | None]] = []
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
         if len(tickets) == AHEAD:
-            collect(store, tickets.pop(0), out if verb == "get" else None)
-        tickets.append(store.submit_put(keys[part], rows[part]) if verb == "set" else store.submit_get(keys[part]))
+            collect(store, *tickets.pop(0))
+        if verb == "set":
+            tickets.append((store.submit_put(keys[part], rows[part]), None))
+        else:
+            tickets.append((store.lend_get(keys[part], out[part]), out[part]))
     for ticket in tickets:
-        collect(store, ticket, out if verb == "get" else None)
+        collect(store, *ticket)
 
 
 def collect(store: ExternalStore, ticket: int, out: NDArray[np.uint8] | None) -> None:

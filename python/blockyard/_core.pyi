@@ -1735,8 +1735,13 @@ class RedisClient:
             StoreError: the server does not answer.
         """
     def get(
-        self, keys: NDArray[np.uint8] | _Each[bytes], out: NDArray[np.uint8], *, varies: bool = False
-    ) -> NDArray[np.bool_]:
+        self,
+        keys: NDArray[np.uint8] | _Each[bytes],
+        out: NDArray[np.uint8],
+        *,
+        varies: bool = False,
+        head_bytes: int = 0,
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
         """Read values into rows. A value of another length leaves its row as it is; with `varies` a shorter one is
         taken, and zeros follow it.
 
@@ -1744,8 +1749,9 @@ class RedisClient:
             keys: uint8 `[n, 32]` or 32 bytes each.
             out: uint8 `[n, width]`, C-contiguous.
             varies: whether values may be shorter than rows.
+            head_bytes: first bytes of each value that do not go into `out`, 0 to 4096.
         Returns:
-            Whether there was a value, bool `[n]`.
+            Whether there was a value, bool `[n]`, and the first bytes of each, uint8 `[n, head_bytes]`, zeros for none.
         Raises:
             StoreError: the server does not answer, or refuses.
         """

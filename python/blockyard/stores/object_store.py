@@ -41,10 +41,9 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import StoreError, StoreFullError
-from blockyard.stores.base import ExternalStore, Keys, StoreURL, Use
-from blockyard.stores.batches import check_out
+from blockyard.stores.base import ExternalStore, StoreURL, Use
 from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
-from blockyard.stores.value import HEADER, check_parts
+from blockyard.stores.value import HEADER
 from blockyard.workers import CallPool
 
 __all__ = ["ObjectStore", "open_object_store"]
@@ -186,12 +185,6 @@ class ObjectStore(RemoteStore):
         self._each_of(found, len(pieces), read)
         return np.asarray(found.all(axis=1))
 
-    def lend_get(self, keys: Keys, rows: NDArray[np.uint8]) -> int:
-        """Start to read blocks by key straight into `rows`; see `ExternalStore.lend_get`."""
-        names = self._keys_of(keys)
-        check_out(rows, (len(names), self.bytes_per_block))
-        return self._submit("get", names, lent=rows)
-
     def _fetch(
         self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
@@ -211,13 +204,7 @@ class ObjectStore(RemoteStore):
                     sums[index] = checksum_rows(row[None], self._mac_key, header[None])[0]
 
         self._each_of(found, len(keys), read)
-        claimed = headers[:, :16].copy()
-        if not is_large:
-            zeroed = headers.copy()
-            zeroed[:, :16] = 0
-            sums = checksum_rows(out, self._mac_key, zeroed)
-        checked = check_parts(headers, sums, self.namespace, keys, self.bytes_per_block)
-        return out, [reason if good else "absent" for reason, good in zip(checked, found, strict=True)], claimed
+        return self._checked(out, headers, found, keys, sums if is_large else None)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""

@@ -181,12 +181,27 @@ class RedisStore(RemoteStore):
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Read values; one of another length is left to the check of its header."""
-        there, is_block = [], self._is_block(out)
+        return self._get_parts(keys, out, is_block=self._is_block(out))[0]
+
+    def _get_parts(
+        self, keys: NDArray[np.uint8], out: NDArray[np.uint8], *, is_block: bool, head_bytes: int = 0
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+        found, heads = np.zeros(len(keys), np.bool_), np.zeros((len(keys), head_bytes), np.uint8)
         for part in batched(out, _KEYS, _BYTES):
-            there.append(self._call(self._client.get, keys[part], out[part], varies=self._varies(out)))
+            found[part], heads[part] = self._call(
+                self._client.get, keys[part], out[part], varies=self._varies(out), head_bytes=head_bytes
+            )
             if is_block:
                 self._run([self._used(keys[part], b"XX")])  # a full server refuses it
-        return np.concatenate(there) if there else np.zeros(0, np.bool_)
+        return found, heads
+
+    def _fetch(
+        self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
+    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+        if out is None or self._codec is not None:
+            return super()._fetch(names, keys)
+        found, heads = self._get_parts(names, out, is_block=True, head_bytes=HEADER)
+        return self._checked(out, heads, found, keys)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""

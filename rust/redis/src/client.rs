@@ -3,7 +3,7 @@
 //! A connection whose call failed is not used again: a late answer would be taken for that of the next call. One lock, of
 //! the idle connections; nobody waits for a server under it.
 
-use crate::connection::{Answer, Connection, Server};
+use crate::connection::{Answer, Connection, Server, Split};
 use crate::error::Result;
 use crate::options::Options;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -35,14 +35,14 @@ impl Client {
         self.with(|connection| connection.put(names, values, ttl_ms))
     }
 
-    /// Reads values into rows, as many as names. A value of another length than its row's leaves it as it is, unless it is
-    /// shorter and `varies` is set: then zeros follow it.
+    /// Reads values, each into a head and a row, as many as names. A value of another length leaves both as they are,
+    /// unless it is shorter and `varies` is set: then zeros follow it in its row.
     ///
     /// Returns whether there was a value.
     ///
     /// # Errors
     /// The server cannot be reached, is silent for too long, or refuses to read a value.
-    pub fn get(&self, names: &[Vec<u8>], rows: &mut [&mut [u8]], varies: bool) -> Result<Vec<bool>> {
+    pub fn get(&self, names: &[Vec<u8>], rows: &mut [Split<'_>], varies: bool) -> Result<Vec<bool>> {
         if names.is_empty() {
             return Ok(Vec::new());
         }

@@ -8,6 +8,9 @@ use std::time::Duration;
 /// Bytes of a command around its value, about.
 const AROUND: usize = 256;
 
+/// Where the first bytes of a value go, and where the others.
+pub type Split<'a> = (&'a mut [u8], &'a mut [u8]);
+
 /// Where connections are made to.
 pub(crate) enum Server {
     Single(Box<Client>),
@@ -68,8 +71,8 @@ impl Connection {
         }
     }
 
-    /// Reads values into rows, as `Client::get` says; whether there was each.
-    pub(crate) fn get(&mut self, names: &[Vec<u8>], rows: &mut [&mut [u8]], varies: bool) -> Result<Vec<bool>> {
+    /// Reads values into heads and rows, as `Client::get` says; whether there was each.
+    pub(crate) fn get(&mut self, names: &[Vec<u8>], rows: &mut [Split<'_>], varies: bool) -> Result<Vec<bool>> {
         match self {
             Self::Single(connection) => {
                 let mut packed = Vec::new();
@@ -80,7 +83,7 @@ impl Connection {
                 rows.iter_mut().map(|row| Ok(place(connection.recv_response()?, row, varies)?)).collect()
             }
             Self::Cluster(connection) => {
-                let mut one = |name, row: &mut [u8]| {
+                let mut one = |name, row: &mut Split<'_>| {
                     let value = connection.req_command(cmd("GET").arg(name))?;
                     Ok(place(value, row, varies)?)
                 };
@@ -112,12 +115,15 @@ impl Connection {
     }
 }
 
-/// Copies a value into a row.
-fn place(value: Value, row: &mut [u8], varies: bool) -> RedisResult<bool> {
+/// Copies a value into a head and a row.
+fn place(value: Value, (head, row): &mut Split<'_>, varies: bool) -> RedisResult<bool> {
     let Value::BulkString(bytes) = value else { return value.extract_error().map(|_| false) };
-    if bytes.len() == row.len() || (varies && bytes.len() < row.len()) {
+    if let Some((first, bytes)) = bytes.split_at_checked(head.len())
+        && (bytes.len() == row.len() || (varies && bytes.len() < row.len()))
+    {
+        head.copy_from_slice(first);
         let (start, rest) = row.split_at_mut(bytes.len());
-        start.copy_from_slice(&bytes);
+        start.copy_from_slice(bytes);
         rest.fill(0);
     }
     Ok(true)

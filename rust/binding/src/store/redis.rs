@@ -4,11 +4,17 @@ use super::{classes, expected, invalid, key_array, seconds};
 use crate::convert::args;
 use crate::convert::memory;
 use blockyard_redis::{Address, Answer, Client, Error, Options, Tls};
-use numpy::{Ix2, PyArray, PyArray1, PyUntypedArrayMethods};
+use numpy::{Ix2, PyArray, PyArray1, PyArray2, PyUntypedArrayMethods};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use std::path::PathBuf;
+
+/// Whether each value was there, and its first bytes.
+type Found<'py> = (Bound<'py, PyArray1<bool>>, Bound<'py, PyArray2<u8>>);
+
+/// Most bytes of each value that `get` returns apart.
+const MOST_HEAD_BYTES: usize = 4096;
 
 fn to_py(error: &Error) -> PyErr {
     classes::StoreError::new_err(error.to_string())
@@ -115,25 +121,38 @@ impl PyRedisClient {
     ///     keys: uint8 `[n, 32]` or 32 bytes each.
     ///     out: uint8 `[n, width]`, C-contiguous.
     ///     varies: whether values may be shorter than rows.
+    ///     head_bytes: first bytes of each value that do not go into `out`, 0 to 4096.
     /// Returns:
-    ///     Whether there was a value, bool `[n]`.
+    ///     Whether there was a value, bool `[n]`, and the first bytes of each, uint8 `[n, head_bytes]`, zeros for none.
     /// Raises:
     ///     StoreError: the server does not answer, or refuses.
-    #[pyo3(signature = (keys, out, *, varies=false))]
+    #[pyo3(signature = (keys, out, *, varies=false, head_bytes=0))]
     fn get<'py>(
         &self,
         keys: &Bound<'py, PyAny>,
         out: &Bound<'py, PyAny>,
         varies: bool,
-    ) -> PyResult<Bound<'py, PyArray1<bool>>> {
-        let names = self.names(keys)?;
+        #[pyo3(from_py_with = args::head_bytes)] head_bytes: u32,
+    ) -> PyResult<Found<'py>> {
+        let (names, head_bytes) = (self.names(keys)?, head_bytes as usize);
         let [count, width] = shape_of(out, "out", names.len())?;
+        if head_bytes > MOST_HEAD_BYTES {
+            return Err(invalid(format!("head_bytes is {head_bytes}, must be 0 to {MOST_HEAD_BYTES}")));
+        }
+        let mut heads: Vec<u8> = memory::reserved(count.saturating_mul(head_bytes))?;
+        heads.resize(count * head_bytes, 0);
         let (_, found) = memory::fill_rows(out, "out", [count, width], |bytes| {
-            let mut rows: Vec<&mut [u8]> = bytes.chunks_exact_mut(width).collect();
+            let mut rest = &mut heads[..];
+            let head = |_| {
+                let (head, after) = std::mem::take(&mut rest).split_at_mut(head_bytes);
+                rest = after;
+                head
+            };
+            let mut rows: Vec<_> = (0..count).map(head).zip(bytes.chunks_exact_mut(width)).collect();
             self.client.get(&names, &mut rows, varies)
         })?;
-        let found = found.map_err(|error| to_py(&error))?;
-        memory::array(out.py(), &found, |found| *found)
+        let (py, found) = (out.py(), found.map_err(|error| to_py(&error))?);
+        Ok((memory::array(py, &found, |found| *found)?, memory::filled(py, [count, head_bytes], &heads, |&byte| byte)?))
     }
 
     /// Run commands in one round trip; in a cluster one after the other.
