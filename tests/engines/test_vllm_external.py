@@ -115,13 +115,20 @@ def test_engines_share_a_store_that_is_killed_under_them(folder: Path, alone: An
     rounds = [""] * 4
     with serving("valkey-server", tmp_path) as server, ThreadPoolExecutor(2) as threads:
         storage = ValkeyStorage(server)
-        extra = {**ROOMY, "external": f"redis://127.0.0.1:{server.port}?size=64MiB"}
-        first = serve(folder, extra=extra, rounds=1)
-        assert first["external"][-1]["written"] > 0
-        others = [threads.submit(serve, folder, extra=extra, faults=rounds) for _ in range(2)]
         client = Redis(port=storage.server.port)
+        extra = {}
+        for user in ("first", "second", "third"):  # so that the server tells who is connected
+            client.acl_setuser(user, enabled=True, nopass=True, categories=["+@all"], keys=["*"])
+            url = f"redis://{user}:any@127.0.0.1:{server.port}?size=64MiB"
+            extra[user] = {**ROOMY, "external": url}
+        first = serve(folder, extra=extra.pop("first"), rounds=1)
+        assert first["external"][-1]["written"] > 0
+        others = [threads.submit(serve, folder, extra=one, faults=rounds) for one in extra.values()]
         hits = client.info()["keyspace_hits"]
-        while client.info()["keyspace_hits"] < hits + 10 and not all(other.done() for other in others):
+        while not all(other.done() for other in others):
+            users = {connected["user"] for connected in client.client_list()}
+            if client.info()["keyspace_hits"] >= hits + 10 and users >= set(extra):
+                break
             time.sleep(0.01)
         server.process.kill()
         found = [other.result() for other in others]

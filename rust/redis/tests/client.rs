@@ -1,7 +1,7 @@
 //! The client over a server of a few lines: pieces of commands, late answers, closed connections, sizes of values.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
-use blockyard_redis::{Address, Answer, Client, Error, Options};
+use blockyard_redis::{Address, Answer, Client, Error, Options, Split};
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
@@ -98,13 +98,32 @@ fn small_and_large_values_arrive_whole_and_in_order() {
     assert_eq!(*log.lock().unwrap(), expected.collect::<Vec<_>>());
 }
 
+/// A row that a value goes to as a whole.
+fn whole(row: &mut [u8]) -> Split<'_> {
+    (&mut [], row)
+}
+
+#[test]
+fn the_first_bytes_of_a_value_go_to_its_head() {
+    let values = [&[1, 2, 3, 4, 5, 6][..], &[1, 2, 3, 4, 5], &[1]];
+    let (client, _) = server(move |_, words| Some(bulk(values[usize::from(words[1][1])])));
+    for (varies, second) in [(false, [0; 4]), (true, [3, 4, 5, 0])] {
+        let (mut heads, mut rows) = ([[0; 2]; 3], [[0; 4]; 3]);
+        let mut lent: Vec<Split<'_>> =
+            heads.iter_mut().zip(&mut rows).map(|(head, row)| (&mut head[..], &mut row[..])).collect();
+        assert_eq!(client.get(&names(3), &mut lent, varies).unwrap(), [true; 3]);
+        assert_eq!(rows, [[3, 4, 5, 6], second, [0; 4]]);
+        assert_eq!(heads, [[1, 2], if varies { [1, 2] } else { [0; 2] }, [0; 2]]);
+    }
+}
+
 #[test]
 fn a_value_of_another_length_leaves_its_row() {
     let sizes = |words: &Words| [8, 9, 7, 0][usize::from(words[1][1])];
     let (client, _) = server(move |_, words| Some(bulk(&vec![5; sizes(words)])));
     let mut rows = [[1_u8; 8]; 4];
     let mut get = |varies| {
-        let mut lent: Vec<&mut [u8]> = rows.iter_mut().map(<[u8; 8]>::as_mut_slice).collect();
+        let mut lent: Vec<_> = rows.iter_mut().map(|row| whole(row)).collect();
         assert_eq!(client.get(&names(4), &mut lent, varies).unwrap(), [true; 4]);
         rows
     };
@@ -116,7 +135,7 @@ fn a_value_of_another_length_leaves_its_row() {
 fn an_absent_value_leaves_its_row() {
     let (client, _) = server(|_, _| Some(b"$-1\r\n".to_vec()));
     let mut row = [1_u8; 8];
-    assert_eq!(client.get(&names(1), &mut [&mut row], true).unwrap(), [false]);
+    assert_eq!(client.get(&names(1), &mut [whole(&mut row)], true).unwrap(), [false]);
     assert_eq!(row, [1; 8]);
 }
 
@@ -132,10 +151,10 @@ fn a_late_answer_is_not_taken_for_the_next_calls() {
         Some(bulk(b"next"))
     });
     let mut row = [0_u8; 4];
-    let error = client.get(&names(1), &mut [&mut row], false).unwrap_err();
+    let error = client.get(&names(1), &mut [whole(&mut row)], false).unwrap_err();
     assert!(error.to_string().contains("does not answer in time"), "{error}");
     release.send(()).unwrap();
-    assert_eq!(client.get(&names(1), &mut [&mut row], false).unwrap(), [true]);
+    assert_eq!(client.get(&names(1), &mut [whole(&mut row)], false).unwrap(), [true]);
     assert_eq!(&row, b"next");
 }
 
@@ -158,7 +177,7 @@ fn a_connection_that_the_server_closed_is_replaced() {
 #[test]
 fn a_refused_read_is_an_error() {
     let (client, _) = server(|_, _| Some(b"-WRONGTYPE a list\r\n".to_vec()));
-    let error = client.get(&names(1), &mut [&mut [0; 4]], false).unwrap_err();
+    let error = client.get(&names(1), &mut [whole(&mut [0; 4])], false).unwrap_err();
     assert!(matches!(&error, Error::Answer(_)), "{error}");
 }
 
