@@ -153,16 +153,8 @@ FACETS: dict[str, Callable[[blockyard.BlockManager], Any]] = {
 }
 
 CLIENT: dict[str, Any] = dict.fromkeys(("ca", "cert", "key", "password", "username"))
-CLIENT |= {
-    "cluster": False,
-    "varies": False,
-    "head_bytes": 1,
-    "transport": "tcp",
-    "host": "127.0.0.1",
-    "port": 1,
-    "db": 0,
-}
-CLIENT |= {"connect_timeout": 0.1, "ttl_ms": 10, "lengths": [512], "commands": [[b"PING"]], "prefix": b""}
+CLIENT |= {"cluster": False, "varies": False, "head_bytes": 1, "transport": "tcp", "host": "127.0.0.1", "port": 1}
+CLIENT |= {"db": 0, "connect_timeout": 0.1, "ttl_ms": 10, "lengths": [512], "commands": [[b"PING"]], "prefix": b""}
 # A valid value for a parameter of that name; where a callable wants another, under `Class.method.parameter`.
 # A function of no argument is called for each call, one of an argument gets the object whose method it is.
 VALID: dict[str, Any] = {

@@ -242,6 +242,15 @@ class PrefixStoreSuite(ABC):
             keys = np.frombuffer(b"".join(self.keys(3, 4)), np.uint8).reshape(2, 32)
             _whole(store.wait(store.submit_get(keys), PATIENCE), self.rows(3, 4))
 
+    def test_blocks_come_back_into_lent_rows(self) -> None:
+        """`lend_get` does what `submit_get` does, but for the rows of misses."""
+        with self.open_store() as store:
+            self.put(store, *range(8))
+            out = np.full((5, self.bytes_per_block), 7, np.uint8)
+            read = store.wait(store.lend_get(self.keys(5, 0, 9, 7, 5), out), PATIENCE, out)
+            _equal(read.ok.tolist(), [True, True, False, True, True], f"gets (reasons {set(read.reasons)})")
+            _check(np.array_equal(read.rows[read.ok], self.rows(5, 0, 7, 5)), "a block came back with other bytes")
+
     def test_only_a_block_that_has_landed_is_contained(self) -> None:
         with self.open_store() as store:
             _equal(store.contains(self.keys(1, 2)).tolist(), [False, False], "contains in an empty store")

@@ -8,7 +8,7 @@ use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
 use crate::convert::tiers::tier_of;
 use crate::free_blocks::PyFreeBlocks;
-use crate::lock::lock;
+use crate::locks::lock;
 use blockyard_core as core;
 use blockyard_core::ReuseOrder;
 use blockyard_core::allocator::Eviction;

@@ -4,7 +4,7 @@ use crate::convert::args;
 use crate::convert::arrays::ids;
 use crate::convert::errors::to_py;
 use crate::convert::memory;
-use crate::lock::lock;
+use crate::locks::lock;
 use blockyard_core::FillMap;
 use blockyard_locks::{Guard, InnerLock};
 use numpy::PyArray1;

@@ -2,7 +2,7 @@
 //!
 //! Lock order: the iterator, then what it reads; see `blockyard_locks`.
 
-use crate::lock::lock;
+use crate::locks::lock;
 use blockyard_core::BlockId;
 use blockyard_locks::OuterLock;
 use pyo3::prelude::*;

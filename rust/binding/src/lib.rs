@@ -9,7 +9,7 @@ mod decision;
 mod event;
 mod fill;
 mod free_blocks;
-mod lock;
+mod locks;
 mod manager;
 mod observer;
 mod offload;

@@ -6,7 +6,7 @@ use crate::convert::args::{self, Argument, describe, items, refused, shown};
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory::{self, Plain, Target};
 use crate::decision::array;
-use crate::lock::lock;
+use crate::locks::lock;
 use crate::manager::stats::PyFragmentation;
 use blockyard_core::BlockId;
 use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Plan, Planner, Wanted};

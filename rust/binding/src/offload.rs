@@ -3,7 +3,7 @@
 use crate::convert::args;
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
-use crate::lock::lock;
+use crate::locks::lock;
 use crate::manager::policies::policy;
 use blockyard_core::offload::{Lookup, Names, OffloadCache, Stored};
 use blockyard_core::{BlockId, Key, Policies};

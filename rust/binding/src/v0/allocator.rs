@@ -6,7 +6,7 @@ use super::pool::{Ids, PyPoolAllocator};
 use super::{freed, require, to_v0};
 use crate::convert::args;
 use crate::convert::errors::invalid;
-use crate::lock::lock;
+use crate::locks::lock;
 use blockyard_core::{Key, Tier};
 use pyo3::PyTypeInfo;
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};

@@ -4,7 +4,7 @@ use super::key::{self, IntKey};
 use super::require;
 use crate::convert::args::{self, Argument};
 use crate::convert::memory;
-use crate::lock::lock;
+use crate::locks::lock;
 use blockyard_core::Key;
 use blockyard_locks::{InnerLock, debug_assert_none_held};
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};

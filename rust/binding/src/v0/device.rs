@@ -5,7 +5,7 @@ use super::block::{Block, PyNaiveBlock, PyNullBlock};
 use super::pool::PyPoolAllocator;
 use super::{freed, require};
 use crate::convert::args;
-use crate::lock::lock;
+use crate::locks::lock;
 use blockyard_core::Tier;
 use blockyard_locks::InnerLock;
 use pyo3::exceptions::PyKeyError;

@@ -5,7 +5,7 @@ use super::key;
 use super::{freed, require, to_v0};
 use crate::convert::args::Argument;
 use crate::convert::errors::to_py;
-use crate::lock::lock;
+use crate::locks::lock;
 use blockyard_core as core;
 use blockyard_core::ReuseOrder;
 use blockyard_core::allocator::Eviction;

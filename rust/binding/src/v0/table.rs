@@ -5,7 +5,7 @@ use super::device::{Device, PyCpuGpuBlockAllocator};
 use super::pool::PyPoolAllocator;
 use super::require;
 use crate::convert::args::{self, Argument, length};
-use crate::lock::lock;
+use crate::locks::lock;
 use blockyard_locks::InnerLock;
 use pyo3::intern;
 use pyo3::prelude::*;
