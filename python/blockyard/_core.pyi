@@ -1091,6 +1091,8 @@ class BlockManager:
     ) -> Sequence:
         """Open sequences that share the blocks of one. A write to a shared block copies it first.
 
+        What this step is yet to write of shared blocks must be written even if `sequence` is freed before it runs.
+
         Args:
             sequence: handle.
             count: None opens one sequence; an int opens so many.
