@@ -1723,7 +1723,8 @@ class RedisClient:
         *,
         ttl_ms: int | None = None,
         lengths: _Each[int] | None = None,
-    ) -> NDArray[np.bool_]:
+        first: _Each[_Each[bytes]] | None = None,
+    ) -> tuple[NDArray[np.bool_], list[Any]]:
         """Store values.
 
         Args:
@@ -1731,8 +1732,9 @@ class RedisClient:
             rows: uint8 `[n, width]`.
             ttl_ms: milliseconds after which the server drops them.
             lengths: bytes of each row that count.
+            first: commands, as for `run`, that run before in the same round trip.
         Returns:
-            Whether the server took each, bool `[n]`.
+            Whether the server took each, bool `[n]`, and the answers to `first`.
         Raises:
             StoreError: the server does not answer.
         """
@@ -1743,6 +1745,7 @@ class RedisClient:
         *,
         varies: bool = False,
         head_bytes: int = 0,
+        first: _Each[_Each[bytes]] | None = None,
     ) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
         """Read values into rows. A value of another length leaves its row as it is; with `varies` a shorter one is
         taken, and zeros follow it.
@@ -1752,6 +1755,7 @@ class RedisClient:
             out: uint8 `[n, width]`, C-contiguous.
             varies: whether values may be shorter than rows.
             head_bytes: first bytes of each value that do not go into `out`, 0 to 4096.
+            first: as for `put`; nobody sees the answers.
         Returns:
             Whether there was a value, bool `[n]`, and the first bytes of each, uint8 `[n, head_bytes]`, zeros for none.
         Raises:

@@ -169,15 +169,18 @@ class RedisStore(RemoteStore):
         self._remember(keys)
         is_block = self._is_block(rows)
         ttl = self._ttl if is_block or self._use == "swap" else None
-        stored = []
+        stored, kept = np.zeros(len(keys), np.bool_), 0
         for part in batched(rows, _KEYS, _BYTES):
-            if is_block:
-                self._run([self._used(keys[part])])
             lengths = [len(self._stored(row)) for row in rows[part]] if self._varies(rows) else None
-            stored.append(self._call(self._client.put, keys[part], rows[part], ttl_ms=ttl, lengths=lengths))
-        if is_block:
-            self._trim()
-        return np.concatenate(stored) if stored else np.zeros(0, np.bool_)
+            # Before the values: else those of a process that is killed in between would stay for ever.
+            first = [self._used(keys[part]), [b"ZCARD", self._order]] if is_block else []
+            stored[part], answers = self._call(
+                self._client.put, keys[part], rows[part], ttl_ms=ttl, lengths=lengths, first=first
+            )
+            kept = answers[1] if is_block else 0
+        if isinstance(kept, int) and kept > self.num_slots:
+            self._trim(kept)
+        return stored
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Read values; one of another length is left to the check of its header."""
@@ -188,11 +191,10 @@ class RedisStore(RemoteStore):
     ) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
         found, heads = np.zeros(len(keys), np.bool_), np.zeros((len(keys), head_bytes), np.uint8)
         for part in batched(out, _KEYS, _BYTES):
+            first = [self._used(keys[part], b"XX")] if is_block else []  # a full server refuses it
             found[part], heads[part] = self._call(
-                self._client.get, keys[part], out[part], varies=self._varies(out), head_bytes=head_bytes
+                self._client.get, keys[part], out[part], varies=self._varies(out), head_bytes=head_bytes, first=first
             )
-            if is_block:
-                self._run([self._used(keys[part], b"XX")])  # a full server refuses it
         return found, heads
 
     def _fetch(
@@ -224,10 +226,9 @@ class RedisStore(RemoteStore):
     def _disconnect(self) -> None:
         self._client.close()
 
-    def _trim(self) -> None:
-        """Drop what was not used for longest, if there are more blocks than fit."""
-        (count,) = self._run([[b"ZCARD", self._order]])
-        while isinstance(count, int) and count > self.num_slots:
+    def _trim(self, count: int) -> None:
+        """Drop what was not used for longest of so many blocks, until they fit."""
+        while count > self.num_slots:
             most = b"%d" % min(count - self.num_slots, _KEYS)
             (dropped,) = self._run([[b"ZPOPMIN", self._order, most]])
             if not isinstance(dropped, list) or not dropped:

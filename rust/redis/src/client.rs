@@ -3,7 +3,7 @@
 //! A connection whose call failed is not used again: a late answer would be taken for that of the next call. One lock, of
 //! the idle connections; nobody waits for a server under it.
 
-use crate::connection::{Answer, Connection, Server, Split};
+use crate::connection::{Answer, Command, Connection, Server, Split};
 use crate::error::Result;
 use crate::options::Options;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -24,36 +24,44 @@ impl Client {
         Ok(Self { server: options.server()?, options, idle: Mutex::default() })
     }
 
-    /// Stores values under names, for good or for `ttl_ms`; whether the server took each.
+    /// Stores values under names, for good or for `ttl_ms`; `first` are commands that run before, in the same round trip.
+    ///
+    /// Returns the answers to these, and whether the server took each value.
     ///
     /// # Errors
     /// The server cannot be reached, or is silent for too long.
-    pub fn put(&self, names: &[Vec<u8>], values: &[&[u8]], ttl_ms: Option<u64>) -> Result<Vec<bool>> {
-        if names.is_empty() {
-            return Ok(Vec::new());
+    pub fn put(
+        &self,
+        first: &[Command],
+        names: &[Vec<u8>],
+        values: &[&[u8]],
+        ttl_ms: Option<u64>,
+    ) -> Result<(Vec<Answer>, Vec<bool>)> {
+        if names.is_empty() && first.is_empty() {
+            return Ok((Vec::new(), Vec::new()));
         }
-        self.with(|connection| connection.put(names, values, ttl_ms))
+        self.with(|connection| connection.put(first, names, values, ttl_ms))
     }
 
     /// Reads values, each into a head and a row, as many as names. A value of another length leaves both as they are,
-    /// unless it is shorter and `varies` is set: then zeros follow it in its row.
+    /// unless it is shorter and `varies` is set: then zeros follow it in its row. `first` is as for `put`.
     ///
     /// Returns whether there was a value.
     ///
     /// # Errors
     /// The server cannot be reached, is silent for too long, or refuses to read a value.
-    pub fn get(&self, names: &[Vec<u8>], rows: &mut [Split<'_>], varies: bool) -> Result<Vec<bool>> {
-        if names.is_empty() {
+    pub fn get(&self, first: &[Command], names: &[Vec<u8>], rows: &mut [Split<'_>], varies: bool) -> Result<Vec<bool>> {
+        if names.is_empty() && first.is_empty() {
             return Ok(Vec::new());
         }
-        self.with(|connection| connection.get(names, rows, varies))
+        self.with(|connection| connection.get(first, names, rows, varies))
     }
 
-    /// Runs commands, at least a word each, and returns what the server answers.
+    /// Runs commands and returns what the server answers.
     ///
     /// # Errors
     /// The server cannot be reached, or is silent for too long. A refused command is an [`Answer::Refused`].
-    pub fn run(&self, commands: &[Vec<Vec<u8>>]) -> Result<Vec<Answer>> {
+    pub fn run(&self, commands: &[Command]) -> Result<Vec<Answer>> {
         if commands.is_empty() {
             return Ok(Vec::new());
         }

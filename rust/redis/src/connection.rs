@@ -11,6 +11,9 @@ const AROUND: usize = 256;
 /// Where the first bytes of a value go, and where the others.
 pub type Split<'a> = (&'a mut [u8], &'a mut [u8]);
 
+/// The words of a command, at least one.
+pub type Command = Vec<Vec<u8>>;
+
 /// Where connections are made to.
 pub(crate) enum Server {
     Single(Box<Client>),
@@ -53,36 +56,56 @@ impl Server {
 }
 
 impl Connection {
-    /// Stores values under names; whether each was taken.
-    pub(crate) fn put(&mut self, names: &[Vec<u8>], values: &[&[u8]], ttl_ms: Option<u64>) -> Result<Vec<bool>> {
+    /// Runs commands, then stores values under names; the answers, and whether each value was taken.
+    pub(crate) fn put(
+        &mut self,
+        first: &[Command],
+        names: &[Vec<u8>],
+        values: &[&[u8]],
+        ttl_ms: Option<u64>,
+    ) -> Result<(Vec<Answer>, Vec<bool>)> {
         match self {
             Self::Single(connection) => {
                 let mut packed = Vec::with_capacity(values.iter().map(|value| value.len() + AROUND).sum());
+                pack(first, &mut packed);
                 for (name, value) in names.iter().zip(values) {
                     set(name, value, ttl_ms).write_packed_command(&mut packed);
                 }
                 connection.send_packed_command(&packed)?;
-                names.iter().map(|_| Ok(connection.recv_response()? == Value::Okay)).collect()
+                let answers = receive(connection, first.len())?;
+                let stored = names.iter().map(|_| Ok(connection.recv_response()? == Value::Okay));
+                Ok((answers, stored.collect::<Result<_>>()?))
             }
             Self::Cluster(connection) => {
+                let answers = run_in_cluster(connection, first)?;
                 let pairs = names.iter().zip(values);
-                pairs.map(|(name, value)| put_in_cluster(connection, name, value, ttl_ms)).collect()
+                let stored = pairs.map(|(name, value)| put_in_cluster(connection, name, value, ttl_ms));
+                Ok((answers, stored.collect::<Result<_>>()?))
             }
         }
     }
 
-    /// Reads values into heads and rows, as `Client::get` says; whether there was each.
-    pub(crate) fn get(&mut self, names: &[Vec<u8>], rows: &mut [Split<'_>], varies: bool) -> Result<Vec<bool>> {
+    /// Runs commands, then reads values into heads and rows, as `Client::get` says; whether there was each.
+    pub(crate) fn get(
+        &mut self,
+        first: &[Command],
+        names: &[Vec<u8>],
+        rows: &mut [Split<'_>],
+        varies: bool,
+    ) -> Result<Vec<bool>> {
         match self {
             Self::Single(connection) => {
                 let mut packed = Vec::new();
+                pack(first, &mut packed);
                 for name in names {
                     cmd("GET").arg(name).write_packed_command(&mut packed);
                 }
                 connection.send_packed_command(&packed)?;
+                receive(connection, first.len())?;
                 rows.iter_mut().map(|row| Ok(place(connection.recv_response()?, row, varies)?)).collect()
             }
             Self::Cluster(connection) => {
+                run_in_cluster(connection, first)?;
                 let mut one = |name, row: &mut Split<'_>| {
                     let value = connection.req_command(cmd("GET").arg(name))?;
                     Ok(place(value, row, varies)?)
@@ -92,27 +115,37 @@ impl Connection {
         }
     }
 
-    /// Runs commands, which are at least a word each.
-    pub(crate) fn run(&mut self, commands: &[Vec<Vec<u8>>]) -> Result<Vec<Answer>> {
-        let mut packed = Vec::new();
+    /// Runs commands.
+    pub(crate) fn run(&mut self, commands: &[Command]) -> Result<Vec<Answer>> {
         match self {
             Self::Single(connection) => {
-                for words in commands {
-                    command(words).write_packed_command(&mut packed);
-                }
+                let mut packed = Vec::new();
+                pack(commands, &mut packed);
                 connection.send_packed_command(&packed)?;
-                commands.iter().map(|_| Ok(answer(connection.recv_response()?))).collect()
+                receive(connection, commands.len())
             }
-            Self::Cluster(connection) => commands
-                .iter()
-                .map(|words| match connection.req_command(&command(words)).map_err(Error::from) {
-                    Ok(value) => Ok(answer(value)),
-                    Err(Error::Answer(error)) => Ok(Answer::Refused(error.to_string())),
-                    Err(error) => Err(error),
-                })
-                .collect(),
+            Self::Cluster(connection) => run_in_cluster(connection, commands),
         }
     }
+}
+
+fn pack(commands: &[Command], packed: &mut Vec<u8>) {
+    for words in commands {
+        command(words).write_packed_command(packed);
+    }
+}
+
+fn receive(connection: &mut redis::Connection, count: usize) -> Result<Vec<Answer>> {
+    (0..count).map(|_| Ok(answer(connection.recv_response()?))).collect()
+}
+
+fn run_in_cluster(connection: &mut ClusterConnection, commands: &[Command]) -> Result<Vec<Answer>> {
+    let run = |words| match connection.req_command(&command(words)).map_err(Error::from) {
+        Ok(value) => Ok(answer(value)),
+        Err(Error::Answer(error)) => Ok(Answer::Refused(error.to_string())),
+        Err(error) => Err(error),
+    };
+    commands.iter().map(run).collect()
 }
 
 /// Copies a value into a head and a row.
@@ -129,7 +162,7 @@ fn place(value: Value, (head, row): &mut Split<'_>, varies: bool) -> RedisResult
     Ok(true)
 }
 
-fn command(words: &[Vec<u8>]) -> Cmd {
+fn command(words: &Command) -> Cmd {
     let mut command = Cmd::new();
     for word in words {
         command.arg(word);

@@ -14,6 +14,6 @@ mod error;
 mod options;
 
 pub use client::Client;
-pub use connection::{Answer, Split};
+pub use connection::{Answer, Command, Split};
 pub use error::{Error, Result};
 pub use options::{Address, Options, Tls};

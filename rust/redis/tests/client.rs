@@ -90,7 +90,7 @@ fn small_and_large_values_arrive_whole_and_in_order() {
         server(|_, words| Some(if words[1][1] == 2 { b"-OOM full\r\n".to_vec() } else { b"+OK\r\n".to_vec() }));
     let values = [vec![1; 10], vec![2; 40_000], vec![3; 16 << 10], vec![4; 1]];
     let slices: Vec<&[u8]> = values.iter().map(Vec::as_slice).collect();
-    assert_eq!(client.put(&names(4), &slices, Some(1500)).unwrap(), [true, true, false, true]);
+    assert_eq!(client.put(&[], &names(4), &slices, Some(1500)).unwrap().1, [true, true, false, true]);
     let expected = names(4)
         .into_iter()
         .zip(values)
@@ -111,10 +111,29 @@ fn the_first_bytes_of_a_value_go_to_its_head() {
         let (mut heads, mut rows) = ([[0; 2]; 3], [[0; 4]; 3]);
         let mut lent: Vec<Split<'_>> =
             heads.iter_mut().zip(&mut rows).map(|(head, row)| (&mut head[..], &mut row[..])).collect();
-        assert_eq!(client.get(&names(3), &mut lent, varies).unwrap(), [true; 3]);
+        assert_eq!(client.get(&[], &names(3), &mut lent, varies).unwrap(), [true; 3]);
         assert_eq!(rows, [[3, 4, 5, 6], second, [0; 4]]);
         assert_eq!(heads, [[1, 2], if varies { [1, 2] } else { [0; 2] }, [0; 2]]);
     }
+}
+
+#[test]
+fn commands_run_before_the_values_in_one_round_trip() {
+    let (client, log) = server(|_, words| match &words[0][..] {
+        b"ZCARD" => Some(b":7\r\n".to_vec()),
+        b"SET" => Some(b"+OK\r\n".to_vec()),
+        b"GET" => Some(bulk(&[9; 4])),
+        _ => Some(b"-ERR unknown\r\n".to_vec()),
+    });
+    let first = [vec![b"ZCARD".to_vec(), b"order".to_vec()], vec![b"BAD".to_vec()]];
+    let (answers, stored) = client.put(&first, &names(2), &[&[1], &[2]], None).unwrap();
+    assert!(matches!(&answers[..], [Answer::Int(7), Answer::Refused(_)]), "{answers:?}");
+    assert_eq!(stored, [true; 2]);
+    let mut row = [0; 4];
+    assert_eq!(client.get(&first[..1], &names(1), &mut [whole(&mut row)], false).unwrap(), [true]);
+    assert_eq!(row, [9; 4]);
+    let verbs: Vec<Vec<u8>> = log.lock().unwrap().iter().map(|words| words[0].clone()).collect();
+    assert_eq!(verbs, [&b"ZCARD"[..], b"BAD", b"SET", b"SET", b"ZCARD", b"GET"]);
 }
 
 #[test]
@@ -124,7 +143,7 @@ fn a_value_of_another_length_leaves_its_row() {
     let mut rows = [[1_u8; 8]; 4];
     let mut get = |varies| {
         let mut lent: Vec<_> = rows.iter_mut().map(|row| whole(row)).collect();
-        assert_eq!(client.get(&names(4), &mut lent, varies).unwrap(), [true; 4]);
+        assert_eq!(client.get(&[], &names(4), &mut lent, varies).unwrap(), [true; 4]);
         rows
     };
     assert_eq!(get(false), [[5; 8], [1; 8], [1; 8], [1; 8]]);
@@ -135,7 +154,7 @@ fn a_value_of_another_length_leaves_its_row() {
 fn an_absent_value_leaves_its_row() {
     let (client, _) = server(|_, _| Some(b"$-1\r\n".to_vec()));
     let mut row = [1_u8; 8];
-    assert_eq!(client.get(&names(1), &mut [whole(&mut row)], true).unwrap(), [false]);
+    assert_eq!(client.get(&[], &names(1), &mut [whole(&mut row)], true).unwrap(), [false]);
     assert_eq!(row, [1; 8]);
 }
 
@@ -151,10 +170,10 @@ fn a_late_answer_is_not_taken_for_the_next_calls() {
         Some(bulk(b"next"))
     });
     let mut row = [0_u8; 4];
-    let error = client.get(&names(1), &mut [whole(&mut row)], false).unwrap_err();
+    let error = client.get(&[], &names(1), &mut [whole(&mut row)], false).unwrap_err();
     assert!(error.to_string().contains("does not answer in time"), "{error}");
     release.send(()).unwrap();
-    assert_eq!(client.get(&names(1), &mut [whole(&mut row)], false).unwrap(), [true]);
+    assert_eq!(client.get(&[], &names(1), &mut [whole(&mut row)], false).unwrap(), [true]);
     assert_eq!(&row, b"next");
 }
 
@@ -177,7 +196,7 @@ fn a_connection_that_the_server_closed_is_replaced() {
 #[test]
 fn a_refused_read_is_an_error() {
     let (client, _) = server(|_, _| Some(b"-WRONGTYPE a list\r\n".to_vec()));
-    let error = client.get(&names(1), &mut [whole(&mut [0; 4])], false).unwrap_err();
+    let error = client.get(&[], &names(1), &mut [whole(&mut [0; 4])], false).unwrap_err();
     assert!(matches!(&error, Error::Answer(_)), "{error}");
 }
 

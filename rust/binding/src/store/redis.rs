@@ -3,12 +3,15 @@
 use super::{classes, expected, invalid, key_array, seconds};
 use crate::convert::args;
 use crate::convert::memory;
-use blockyard_redis::{Address, Answer, Client, Error, Options, Tls};
+use blockyard_redis::{Address, Answer, Client, Command, Error, Options, Tls};
 use numpy::{Ix2, PyArray, PyArray1, PyArray2, PyUntypedArrayMethods};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use std::path::PathBuf;
+
+/// Commands as Python has them.
+type Commands<'py> = Vec<Vec<Bound<'py, PyBytes>>>;
 
 /// Whether each value was there, and its first bytes.
 type Found<'py> = (Bound<'py, PyArray1<bool>>, Bound<'py, PyArray2<u8>>);
@@ -87,19 +90,21 @@ impl PyRedisClient {
     ///     rows: uint8 `[n, width]`.
     ///     ttl_ms: milliseconds after which the server drops them.
     ///     lengths: bytes of each row that count.
+    ///     first: commands, as for `run`, that run before in the same round trip.
     /// Returns:
-    ///     Whether the server took each, bool `[n]`.
+    ///     Whether the server took each, bool `[n]`, and the answers to `first`.
     /// Raises:
     ///     StoreError: the server does not answer.
-    #[pyo3(signature = (keys, rows, *, ttl_ms=None, lengths=None))]
+    #[pyo3(signature = (keys, rows, *, ttl_ms=None, lengths=None, first=None))]
     fn put<'py>(
         &self,
         keys: &Bound<'py, PyAny>,
         rows: &Bound<'py, PyAny>,
         #[pyo3(from_py_with = args::ttl_ms)] ttl_ms: Option<u64>,
         #[pyo3(from_py_with = args::lengths)] lengths: Option<Vec<usize>>,
-    ) -> PyResult<Bound<'py, PyArray1<bool>>> {
-        let names = self.names(keys)?;
+        #[pyo3(from_py_with = args::first)] first: Option<Commands<'py>>,
+    ) -> PyResult<(Bound<'py, PyArray1<bool>>, Bound<'py, PyList>)> {
+        let (names, first) = (self.names(keys)?, words_of("first", first.unwrap_or_default())?);
         let [count, width] = shape_of(rows, "rows", names.len())?;
         let lengths = lengths.unwrap_or_else(|| vec![width; count]);
         if lengths.len() != count || lengths.iter().any(|&length| length > width) {
@@ -108,10 +113,10 @@ impl PyRedisClient {
         let stored = memory::lend_rows(rows, [count, width], |bytes| {
             let rows = bytes.chunks_exact(width).zip(&lengths);
             let values: Vec<&[u8]> = rows.map(|(row, &length)| &row[..length]).collect();
-            self.client.put(&names, &values, ttl_ms)
+            self.client.put(&first, &names, &values, ttl_ms)
         })?;
-        let stored = stored.ok_or_else(|| not_rows("rows", rows))?.map_err(|error| to_py(&error))?;
-        memory::array(rows.py(), &stored, |stored| *stored)
+        let (answers, stored) = stored.ok_or_else(|| not_rows("rows", rows))?.map_err(|error| to_py(&error))?;
+        Ok((memory::array(rows.py(), &stored, |stored| *stored)?, list_of(rows.py(), answers)?))
     }
 
     /// Read values into rows. A value of another length leaves its row as it is; with `varies` a shorter one is
@@ -122,19 +127,22 @@ impl PyRedisClient {
     ///     out: uint8 `[n, width]`, C-contiguous.
     ///     varies: whether values may be shorter than rows.
     ///     head_bytes: first bytes of each value that do not go into `out`, 0 to 4096.
+    ///     first: as for `put`; nobody sees the answers.
     /// Returns:
     ///     Whether there was a value, bool `[n]`, and the first bytes of each, uint8 `[n, head_bytes]`, zeros for none.
     /// Raises:
     ///     StoreError: the server does not answer, or refuses.
-    #[pyo3(signature = (keys, out, *, varies=false, head_bytes=0))]
+    #[pyo3(signature = (keys, out, *, varies=false, head_bytes=0, first=None))]
     fn get<'py>(
         &self,
         keys: &Bound<'py, PyAny>,
         out: &Bound<'py, PyAny>,
         varies: bool,
         #[pyo3(from_py_with = args::head_bytes)] head_bytes: u32,
+        #[pyo3(from_py_with = args::first)] first: Option<Commands<'py>>,
     ) -> PyResult<Found<'py>> {
         let (names, head_bytes) = (self.names(keys)?, head_bytes as usize);
+        let first = words_of("first", first.unwrap_or_default())?;
         let [count, width] = shape_of(out, "out", names.len())?;
         if head_bytes > MOST_HEAD_BYTES {
             return Err(invalid(format!("head_bytes is {head_bytes}, must be 0 to {MOST_HEAD_BYTES}")));
@@ -149,7 +157,7 @@ impl PyRedisClient {
                 head
             };
             let mut rows: Vec<_> = (0..count).map(head).zip(bytes.chunks_exact_mut(width)).collect();
-            self.client.get(&names, &mut rows, varies)
+            self.client.get(&first, &names, &mut rows, varies)
         })?;
         let (py, found) = (out.py(), found.map_err(|error| to_py(&error))?);
         Ok((memory::array(py, &found, |found| *found)?, memory::filled(py, [count, head_bytes], &heads, |&byte| byte)?))
@@ -163,17 +171,12 @@ impl PyRedisClient {
     ///     An answer each: an int, bytes, None or a list; or the StoreError with which the server refused.
     /// Raises:
     ///     StoreError: the server does not answer.
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
     fn run<'py>(
         &self,
         py: Python<'py>,
-        #[pyo3(from_py_with = args::commands)] commands: Vec<Vec<Bound<'py, PyBytes>>>,
+        #[pyo3(from_py_with = args::commands)] commands: Commands<'py>,
     ) -> PyResult<Bound<'py, PyList>> {
-        if commands.iter().any(Vec::is_empty) {
-            return Err(invalid("commands has an empty one, must have at least a word each".to_owned()));
-        }
-        let words = |command: &Vec<Bound<'py, PyBytes>>| command.iter().map(|word| word.as_bytes().to_vec()).collect();
-        let commands: Vec<Vec<Vec<u8>>> = commands.iter().map(words).collect();
+        let commands = words_of("commands", commands)?;
         let answers = py.detach(|| self.client.run(&commands)).map_err(|error| to_py(&error))?;
         list_of(py, answers)
     }
@@ -192,6 +195,13 @@ impl PyRedisClient {
     fn names(&self, keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {
         Ok(key_array(keys)?.iter().map(|key| [&self.prefix[..], key].concat()).collect())
     }
+}
+
+fn words_of(name: &str, commands: Commands<'_>) -> PyResult<Vec<Command>> {
+    if commands.iter().any(Vec::is_empty) {
+        return Err(invalid(format!("{name} has an empty one, must have at least a word each")));
+    }
+    Ok(commands.into_iter().map(|words| words.iter().map(|word| word.as_bytes().to_vec()).collect()).collect())
 }
 
 fn not_rows(name: &str, value: &Bound<'_, PyAny>) -> PyErr {
