@@ -75,7 +75,7 @@ def test_percent_signs_in_the_path_are_decoded(tmp_path: Path):
         ("file:///dir?size=1GiB&deadline=nan", "'deadline=nan' must be 1 to 86400 seconds"),
         ("file:///dir?sise=1GiB&size=1GiB", "'sise=1GiB' is not an option"),
         ("file:///dir?size=1GiB#top", "'#top' is not part"),
-        ("file://[/dir?size=1GiB", "Invalid IPv6"),
+        ("file://[/dir?size=1GiB", "the host is malformed"),
     ],
 )
 def test_a_malformed_url_is_refused_with_the_part_that_is_wrong(url: str, part: str):
@@ -84,6 +84,14 @@ def test_a_malformed_url_is_refused_with_the_part_that_is_wrong(url: str, part: 
     assert part in str(caught.value)
     assert repr(url) in str(caught.value)
     assert not Path("/dir").exists()
+
+
+@pytest.mark.parametrize("host", ["a:70\u2a74", "[", "a]", "[::1"])
+def test_a_malformed_host_shows_no_password(host: str):
+    """Python's own message quotes all that stands before the path."""
+    with pytest.raises(StoreURLError, match=r"'redis://\*\*\*@.*': the host is malformed") as caught:
+        open_store(f"redis://me:hunter2@{host}/?size=1GiB", bytes_per_block=4096)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_memory_below_one_block_is_refused(tmp_path: Path):

@@ -466,8 +466,8 @@ class StoreURL:
         _require_text(url, url, "it")
         try:
             parts = urlsplit(url)
-        except ValueError as error:
-            raise StoreURLError(f"{public_url(url)!r}: {error}") from None
+        except ValueError:  # its message may quote a password
+            raise StoreURLError(f"{public_url(url)!r}: the host is malformed") from None
         found = cls(public_url(url), public_url(f"://{parts.netloc}")[3:], _decoded(url, parts.path), {})
         if parts.fragment:
             found.reject(f"#{parts.fragment}", "is not part of a tier's URL")
