@@ -10,8 +10,9 @@
 //!   reads them right before it touches the memory, and no Python code runs in between or until the last touch. Slices are
 //!   lent to closures that are `Send`, so that no Python object gets in. [`RowViews`] are used again and again: they hold
 //!   arrays of their own over the same memory, which no Python code can reach.
-//! - *The interpreter's lock.* While a thread is attached no other runs Python code. Where there is no such lock the borrow
-//!   flags of rust-numpy keep two calls from writing one array.
+//! - *The interpreter's lock.* While a thread is attached no other runs Python code; one that waits for a lock of ours is
+//!   not, so locks are taken before memory is lent. Where there is no such lock the borrow flags of rust-numpy keep two
+//!   calls from writing one array.
 //! - *Any bytes will do.* [`Plain`] types have no invalid values, and nobody trusts what they read: threads that write to an
 //!   array that a call reads or writes without the lock, as they can during numpy's own copies, get mixed bytes.
 //! - *One writer.* Two slices that share a byte are both read only. Addresses decide, as two arrays can have one memory and
@@ -396,17 +397,21 @@ unsafe fn area<'a, T, D: Dimension>(array: &'a Bound<'_, PyArray<T, D>>) -> Area
     Area { items, shape: array.shape() }
 }
 
-/// Lends an array to `call` to write to.
-pub(crate) fn write<T: Plain, D: Dimension, R>(
+/// Lends an array to `call` to write to, with what `lock` returns. Other threads may run while that waits, so it comes before
+/// the memory is lent.
+pub(crate) fn write<T: Plain, D: Dimension, G, R>(
     target: Target<'_, '_, T, D>,
-    call: impl FnOnce(Area<'_, T>) -> R + Send,
+    lock: impl FnOnce() -> G,
+    call: impl FnOnce(Area<'_, T>, &mut G) -> R + Send,
 ) -> PyResult<R> {
+    target.checked(true)?;
+    let mut held = lock();
     let array = target.checked(true)?;
     #[cfg(Py_GIL_DISABLED)]
     let _borrowed = target.borrow(array)?;
     // SAFETY: just checked, and any bytes are values. `call` holds no Python object, so what it reads are copies, and
     // numbers lent by `lend`, which no call does inside.
-    Ok(call(unsafe { area(array) }))
+    Ok(call(unsafe { area(array) }, &mut held))
 }
 
 /// Lends an array of bytes, which must have this shape, to `call` to write to, without the interpreter's lock; returns
@@ -431,12 +436,16 @@ pub(crate) fn fill_rows<'py, R: Send>(
     Ok((array.clone(), done))
 }
 
-/// Lends two arrays to `call` to write to.
-pub(crate) fn write_both<T: Plain, D: Dimension, U: Plain, E: Dimension, R>(
+/// Lends two arrays to `call` to write to, as `write` does one.
+pub(crate) fn write_both<T: Plain, D: Dimension, U: Plain, E: Dimension, G, R>(
     one: Target<'_, '_, T, D>,
     other: Target<'_, '_, U, E>,
-    call: impl FnOnce(Area<'_, T>, Area<'_, U>) -> R + Send,
+    lock: impl FnOnce() -> G,
+    call: impl FnOnce(Area<'_, T>, Area<'_, U>, &mut G) -> R + Send,
 ) -> PyResult<R> {
+    one.checked(true)?;
+    other.checked(true)?;
+    let mut held = lock();
     let (first, second) = (one.checked(true)?, other.checked(true)?);
     let ([a, b], [c, d]) = (extent(first), extent(second));
     if a < d && c < b {
@@ -445,7 +454,7 @@ pub(crate) fn write_both<T: Plain, D: Dimension, U: Plain, E: Dimension, R>(
     #[cfg(Py_GIL_DISABLED)]
     let _borrowed = (one.borrow(first)?, other.borrow(second)?);
     // SAFETY: as in `write`, and the two lie apart.
-    Ok(call(unsafe { area(first) }, unsafe { area(second) }))
+    Ok(call(unsafe { area(first) }, unsafe { area(second) }, &mut held))
 }
 
 /// The first address of a C-contiguous array, and the first behind it.

@@ -238,8 +238,10 @@ impl PyBlockManager {
             }
             PromptLike::Tokens(tokens) => {
                 let (specs, chunk) = (KeySpecs::one(salt, lora_id)?, chunk_tokens.unwrap_or(u32::MAX));
-                let fit = prompts::lend(&[tokens], &specs, &[], |prompts| {
-                    self.lock().can_admit_prompt(&prompts[0], chunk, lookahead)
+                let fit = self.shared.with(|manager| {
+                    prompts::lend(&[tokens], &specs, &[], |prompts| {
+                        manager.can_admit_prompt(&prompts[0], chunk, lookahead)
+                    })
                 })?;
                 fit.map(Into::into).map_err(to_py)
             }
@@ -310,10 +312,10 @@ impl PyBlockManager {
             Prompts::Tokens(tokens) => {
                 let (specs, chunk) = (KeySpecs::new(salt, lora_id, tokens.len())?, chunk_tokens.unwrap_or(u32::MAX));
                 let mut out = memory::reserved(tokens.len())?;
-                prompts::lend(&tokens, &specs, &extras, |prompts| {
-                    self.lock().allocate_chunks(prompts, chunk, &mut out)
-                })?
-                .map_err(to_py)?;
+                let open = |manager: &mut Manager| {
+                    prompts::lend(&tokens, &specs, &extras, |prompts| manager.allocate_chunks(prompts, chunk, &mut out))
+                };
+                self.shared.with(open)?.map_err(to_py)?;
                 out
             }
         };
@@ -450,8 +452,8 @@ impl PyBlockManager {
         }
         let token_ids = token_ids.map(|ids| arrays::token_ids(ids, &"token_ids")?.into_vec()).transpose()?;
         let out = arrays::slots(py, len, out)?;
-        let append = |tables: Option<TableRows<'_>>, slots: Area<'_, i64>| {
-            let (slots, mut manager) = (arrays::exactly(slots, len)?, self.lock());
+        let append = |tables: Option<TableRows<'_>>, slots: Area<'_, i64>, manager: &mut Manager| {
+            let slots = arrays::exactly(slots, len)?;
             match (&token_ids, tables) {
                 (None, None) => manager.append(&sequences, counts, lookahead, slots),
                 (None, Some(tables)) => manager.append_with_tables(&sequences, counts, lookahead, tables, slots),
@@ -461,10 +463,13 @@ impl PyBlockManager {
         };
         let slots = arrays::slots_target(&out, "out");
         match block_tables {
-            None => memory::write(slots, |slots| append(None, slots))?,
-            Some(table) => memory::write_both(arrays::table(table, "block_tables"), slots, |table, slots| {
-                append(Some(arrays::rows(table)), slots)
-            })?,
+            None => memory::write(slots, || self.lock(), |slots, manager| append(None, slots, manager))?,
+            Some(table) => memory::write_both(
+                arrays::table(table, "block_tables"),
+                slots,
+                || self.lock(),
+                |table, slots, manager| append(Some(arrays::rows(table)), slots, manager),
+            )?,
         }?;
         if groups == 1 {
             return Ok(out);
@@ -736,9 +741,10 @@ impl PyBlockManager {
         let (py, sequences) = (sequences.py(), arrays::sequences(sequences)?);
         if let Some(out) = out {
             let rows = rows_in(&self.lock(), &sequences, group)?;
-            memory::write(arrays::table(&out, "out"), |table| {
-                self.lock().block_tables(&rows, table.shape[1], table.items).map_err(to_py)
-            })??;
+            let write = |table: Area<'_, i32>, manager: &mut Guard<'_, Manager>| {
+                manager.block_tables(&rows, table.shape[1], table.items).map_err(to_py)
+            };
+            memory::write(arrays::table(&out, "out"), || self.lock(), write)??;
             return Ok(out);
         }
         // Under one lock: another thread may append between two.
@@ -778,9 +784,10 @@ impl PyBlockManager {
         let rows = rows_in(&self.lock(), &sequences, group)?;
         let ranges: Vec<_> = rows.into_iter().zip(ranges).collect();
         if let Some(out) = out {
-            memory::write(arrays::slots_target(&out, "out"), |slots| {
-                self.lock().slot_mapping(&ranges, slots.items).map_err(to_py)
-            })??;
+            let write = |slots: Area<'_, i64>, manager: &mut Guard<'_, Manager>| {
+                manager.slot_mapping(&ranges, slots.items).map_err(to_py)
+            };
+            memory::write(arrays::slots_target(&out, "out"), || self.lock(), write)??;
             return Ok(out);
         }
         let manager = self.lock();

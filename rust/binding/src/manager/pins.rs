@@ -97,7 +97,9 @@ impl PyPins {
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<(u64, u32)> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
-        let pinned = prompts::lend(&tokens, &specs, &[], |prompts| self.0.lock().pin_prompt(&prompts[0], deadline))?;
+        let pinned = self
+            .0
+            .with(|manager| prompts::lend(&tokens, &specs, &[], |prompts| manager.pin_prompt(&prompts[0], deadline)))?;
         pinned.map(|(pin, cached)| (pin.0, cached)).map_err(to_py)
     }
 

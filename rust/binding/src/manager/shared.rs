@@ -23,6 +23,11 @@ impl Shared {
     pub(crate) fn lock(&self) -> Guard<'_, Manager> {
         lock(&self.0)
     }
+
+    /// Calls with the lock held. For what lends memory of the caller's: none is lent while this thread waits.
+    pub(crate) fn with<R>(&self, call: impl FnOnce(&mut Manager) -> R) -> R {
+        call(&mut self.lock())
+    }
 }
 
 /// A new uint64 array of handles.

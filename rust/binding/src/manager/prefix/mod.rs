@@ -83,7 +83,7 @@ impl PyPrefix {
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<PyPrefixHit> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
-        let hit = prompts::lend(&tokens, &specs, &[], |prompts| self.0.lock().lookup(&prompts[0]))?;
+        let hit = self.0.with(|manager| prompts::lend(&tokens, &specs, &[], |prompts| manager.lookup(&prompts[0])))?;
         let PrefixHit { tokens, host_blocks } = hit.map_err(to_py)?;
         Ok(PyPrefixHit { tokens, host_blocks })
     }

@@ -108,7 +108,9 @@ impl PyStoreJobs {
     ) -> PyResult<Py<PyArray2<u8>>> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let most = max_blocks as usize;
-        let keys = prompts::lend(&tokens, &specs, &[], |prompts| self.0.lock().missing_blocks(&prompts[0], most))?;
+        let keys = self
+            .0
+            .with(|manager| prompts::lend(&tokens, &specs, &[], |prompts| manager.missing_blocks(&prompts[0], most)))?;
         keys_array(prompt.py(), &keys.map_err(to_py)?)
     }
 
@@ -136,7 +138,9 @@ impl PyStoreJobs {
     ) -> PyResult<PyStoreJob> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let most = max_blocks as usize;
-        let job = prompts::lend(&tokens, &specs, &[], |prompts| self.0.lock().begin_load(&prompts[0], most))?;
+        let job = self
+            .0
+            .with(|manager| prompts::lend(&tokens, &specs, &[], |prompts| manager.begin_load(&prompts[0], most)))?;
         PyStoreJob::new(prompt.py(), &job.map_err(to_py)?)
     }
 
