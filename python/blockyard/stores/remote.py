@@ -1,6 +1,7 @@
 """`RemoteStore`: what stores on servers have in common: one of two uses, slots that are removed, and secrets.
 
-Redis and object stores build on it, and slabs whose blocks are encoded or authenticated. The readers of their URL options are here too.
+Redis and object stores build on it, and slabs whose blocks are encoded or authenticated. The readers of their URL
+options are here too.
 """
 
 import time
