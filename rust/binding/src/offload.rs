@@ -11,7 +11,7 @@ use blockyard_locks::{Guard, InnerLock};
 use numpy::PyArray1;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList, PyString};
+use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
 
 /// What `OffloadManager.prepare_store` decided.
 #[pyclass(frozen, get_all, name = "PreparedStore", module = "blockyard._core")]
@@ -61,13 +61,24 @@ pub(crate) struct PyOffloadManager {
 struct State {
     cache: OffloadCache,
     /// The name of the key that each chunk has.
-    names: Vec<Option<Py<PyBytes>>>,
+    names: Vec<Option<Py<PyAny>>>,
 }
 
-/// Names of keys, and the keys.
+/// Names of keys, which nobody can change, and the keys.
 struct Keys<'py> {
-    names: Vec<Bound<'py, PyBytes>>,
+    names: Bound<'py, PyTuple>,
     keys: Vec<Key>,
+}
+
+impl<'py> Keys<'py> {
+    /// The names at some places, rising.
+    fn named(self, places: impl ExactSizeIterator<Item = usize>) -> PyResult<Bound<'py, PyList>> {
+        if places.len() == self.keys.len() {
+            return Ok(self.names.to_list());
+        }
+        let names: PyResult<Vec<_>> = places.map(|place| self.names.get_borrowed_item(place)).collect();
+        PyList::new(self.names.py(), names?)
+    }
 }
 
 impl PyOffloadManager {
@@ -77,39 +88,34 @@ impl PyOffloadManager {
 
     /// Keys as the caller gave them, and as the cache knows them.
     fn read<'py>(&self, keys: &Bound<'py, PyAny>) -> PyResult<Keys<'py>> {
-        let mut names = memory::reserved(keys.cast_exact::<PyList>().map_or(0, PyListMethods::len))?;
-        let keys = self.keys(keys, "keys", |name| names.push(name.clone()))?;
+        let names = match keys.cast_exact::<PyList>() {
+            Ok(list) => list.to_tuple(),
+            Err(_) => PyTuple::new(keys.py(), args::items(keys, &"keys", |item, _| Ok(item.clone()))?)?,
+        };
+        let mut keys = memory::reserved(names.len())?;
+        for (at, name) in names.iter_borrowed().enumerate() {
+            keys.push(self.key(&name, "keys", at)?);
+        }
         Ok(Keys { names, keys })
     }
 
     /// Keys as the cache knows them.
-    fn read_keys(&self, keys: &Bound<'_, PyAny>) -> PyResult<Vec<Key>> {
-        self.keys(keys, "keys", |_| {})
+    fn read_keys(&self, keys: &Bound<'_, PyAny>, argument: &str) -> PyResult<Vec<Key>> {
+        let key = |item: &Bound<'_, PyAny>, at| self.key(item, argument, at);
+        let Ok(list) = keys.cast_exact::<PyList>() else { return args::items(keys, &argument, key) };
+        let mut found = memory::reserved(list.len())?;
+        for (at, item) in list.iter().enumerate() {
+            found.push(key(&item, at)?);
+        }
+        Ok(found)
     }
 
-    fn keys<'py>(
-        &self,
-        keys: &Bound<'py, PyAny>,
-        argument: &str,
-        mut note: impl FnMut(&Bound<'py, PyBytes>),
-    ) -> PyResult<Vec<Key>> {
-        let mut key = |item: &Bound<'py, PyAny>, at: usize| match item.cast_exact::<PyBytes>() {
-            Ok(name) => {
-                note(name);
-                Ok(self.names.key(name.as_bytes()))
-            }
+    #[inline]
+    fn key(&self, name: &Bound<'_, PyAny>, argument: &str, at: usize) -> PyResult<Key> {
+        match name.cast_exact::<PyBytes>() {
+            Ok(name) => Ok(self.names.key(name.as_bytes())),
             // Bytes of another class may run code when they are dropped.
-            Err(_) => Err(invalid(format!("{argument}[{at}] is {}, must be bytes", args::shown(item)))),
-        };
-        match keys.cast_exact::<PyList>() {
-            Ok(list) => {
-                let mut found = memory::reserved(list.len())?;
-                for (at, item) in list.iter().enumerate() {
-                    found.push(key(&item, at)?);
-                }
-                Ok(found)
-            }
-            Err(_) => args::items(keys, &argument, key),
+            Err(_) => Err(invalid(format!("{argument}[{at}] is {}, must be bytes", args::shown(name)))),
         }
     }
 }
@@ -132,7 +138,7 @@ impl PyOffloadManager {
     /// Raises:
     ///     InvalidArgumentError: a key is not bytes.
     fn lookup<'py>(&self, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
-        let (py, keys) = (keys.py(), self.read_keys(keys)?);
+        let (py, keys) = (keys.py(), self.read_keys(keys, "keys")?);
         let state = self.lock();
         state.cache.look_ahead(&keys);
         let found: Vec<&Bound<'py, PyString>> = keys
@@ -163,20 +169,22 @@ impl PyOffloadManager {
         keys: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = args::deadline)] deadline: Option<u64>,
     ) -> PyResult<Option<PyPreparedStore>> {
-        let (py, Keys { names, keys }) = (keys.py(), self.read(keys)?);
-        let (mut new, mut evicted) = (memory::reserved(keys.len())?, Vec::new());
+        let (py, offered) = (keys.py(), self.read(keys)?);
+        let mut new = memory::reserved(offered.keys.len())?;
+        let mut evicted = memory::reserved(offered.keys.len())?;
         let mut state = self.lock();
-        if !state.cache.prepare_store(&keys, deadline.unwrap_or(u64::MAX), &mut new) {
+        if !state.cache.prepare_store(&offered.keys, deadline.unwrap_or(u64::MAX), &mut new) {
             return Ok(None);
         }
-        let end = new.iter().map(|(_, chunk)| chunk.index() + 1).max().unwrap_or(0).max(state.names.len());
-        state.names.resize_with(end, || None);
         for &(place, chunk) in &new {
-            evicted.extend(state.names[chunk.index()].replace(names[place].clone().unbind()));
+            if chunk.index() >= state.names.len() {
+                state.names.resize_with(chunk.index() + 1, || None);
+            }
+            evicted.extend(state.names[chunk.index()].replace(offered.names.get_item(place)?.unbind()));
         }
         drop(state);
         let chunks = memory::array(py, &new, |(_, chunk)| as_i32(*chunk))?;
-        let keys = PyList::new(py, new.iter().map(|(place, _)| &names[*place]))?;
+        let keys = offered.named(new.iter().map(|(place, _)| *place))?;
         let evicted = PyList::new(py, evicted)?;
         Ok(Some(PyPreparedStore { keys: keys.unbind(), chunks: chunks.unbind(), evicted: evicted.unbind() }))
     }
@@ -192,19 +200,19 @@ impl PyOffloadManager {
     ///     InvalidArgumentError: a key is not bytes.
     #[pyo3(signature = (keys, success = true))]
     fn complete_store<'py>(&self, keys: &Bound<'py, PyAny>, success: bool) -> PyResult<Bound<'py, PyList>> {
-        let (py, Keys { names, keys }) = (keys.py(), self.read(keys)?);
+        let ended = self.read(keys)?;
+        let mut stored = memory::reserved(ended.keys.len())?;
         let mut state = self.lock();
-        let mut stored = memory::reserved(keys.len())?;
-        state.cache.look_ahead_chunks(&keys);
-        for (name, key) in names.iter().zip(&keys) {
+        state.cache.look_ahead_chunks(&ended.keys);
+        for (place, key) in ended.keys.iter().enumerate() {
             match state.cache.complete_store(key, success) {
-                Stored::Found => stored.push(name),
+                Stored::Found => stored.push(place),
                 Stored::Freed(chunk) => state.names[chunk.index()] = None,
                 Stored::Unknown => {}
             }
         }
         drop(state);
-        PyList::new(py, stored)
+        ended.named(stored.into_iter())
     }
 
     /// Hold the chunks of keys for a load.
@@ -216,7 +224,7 @@ impl PyOffloadManager {
     /// Raises:
     ///     InvalidArgumentError: a key is no hit, or not bytes; nothing is held.
     fn prepare_load<'py>(&self, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let (py, keys) = (keys.py(), self.read_keys(keys)?);
+        let (py, keys) = (keys.py(), self.read_keys(keys, "keys")?);
         let mut chunks = memory::reserved(keys.len())?;
         let mut state = self.lock();
         state.cache.look_ahead_chunks(&keys);
@@ -233,7 +241,7 @@ impl PyOffloadManager {
     /// Raises:
     ///     InvalidArgumentError: a key is not bytes, or is not being loaded; the loads of those before it have ended.
     fn complete_load(&self, keys: &Bound<'_, PyAny>) -> PyResult<()> {
-        let keys = self.read_keys(keys)?;
+        let keys = self.read_keys(keys, "keys")?;
         let mut state = self.lock();
         state.cache.look_ahead_chunks(&keys);
         match keys.iter().position(|key| !state.cache.complete_load(key)) {
@@ -249,7 +257,7 @@ impl PyOffloadManager {
     /// Raises:
     ///     InvalidArgumentError: a key is not bytes.
     fn touch(&self, keys: &Bound<'_, PyAny>) -> PyResult<()> {
-        let keys = self.read_keys(keys)?;
+        let keys = self.read_keys(keys, "keys")?;
         let mut state = self.lock();
         state.cache.look_ahead_chunks(&keys);
         keys.iter().rev().for_each(|key| state.cache.touch(key));
@@ -272,8 +280,7 @@ impl PyOffloadManager {
         #[pyo3(from_py_with = args::count)] count: usize,
         protected: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyList>>> {
-        let read = |keys| self.keys(keys, "protected", |_| {});
-        let keys = protected.map_or(Ok(Vec::new()), read)?;
+        let keys = protected.map_or(Ok(Vec::new()), |keys| self.read_keys(keys, "protected"))?;
         let (mut chunks, mut state) = (Vec::new(), self.lock());
         if !state.cache.evict(count, &keys, &mut chunks) {
             return Ok(None);
@@ -292,17 +299,17 @@ impl PyOffloadManager {
     /// Raises:
     ///     InvalidArgumentError: a key is not bytes.
     fn forget<'py>(&self, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
-        let (py, Keys { names, keys }) = (keys.py(), self.read(keys)?);
+        let forgotten = self.read(keys)?;
+        let mut gone = memory::reserved(forgotten.keys.len())?;
         let mut state = self.lock();
-        let mut gone = memory::reserved(keys.len())?;
-        for (name, key) in names.iter().zip(&keys) {
+        for (place, key) in forgotten.keys.iter().enumerate() {
             if let Some(chunk) = state.cache.forget(key) {
                 state.names[chunk.index()] = None;
-                gone.push(name);
+                gone.push(place);
             }
         }
         drop(state);
-        PyList::new(py, gone)
+        forgotten.named(gone.into_iter())
     }
 
     /// Forget the keys whose stores have not ended by their deadlines.

@@ -193,7 +193,7 @@ impl OffloadCache {
         }
         for (new, chunk) in out[first..].iter_mut().zip(chunks) {
             new.1 = chunk;
-            self.pool.publish(chunk, keys[new.0], 0);
+            self.pool.add(chunk, keys[new.0]);
             self.stores.begin(chunk, deadline);
         }
         true

@@ -88,6 +88,16 @@ impl Pool {
         published
     }
 
+    /// Publishes a block that has been taken and holds nothing under a key that no block has.
+    #[inline]
+    pub(crate) fn add(&mut self, block: BlockId, key: Key) {
+        debug_assert!(self.find(&key).is_none() && !self.block(block).is_published());
+        if let Some(cache) = &mut self.cache {
+            cache.add(block, key, 0);
+            self.blocks[block.index()].set_tag(key.tag());
+        }
+    }
+
     /// Forgets a block whose bytes are lost.
     pub(crate) fn unpublish(&mut self, block: BlockId) {
         if let (Some(cache), true) = (&mut self.cache, self.blocks[block.index()].is_published()) {

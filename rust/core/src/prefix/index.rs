@@ -83,13 +83,18 @@ impl PrefixIndex {
     /// Adds a block under a key, unless some block has that key: then returns that one and changes nothing.
     #[inline]
     pub(crate) fn insert(&mut self, block: BlockId, key: Key) -> Option<BlockId> {
+        let found = self.find(&key);
+        if found.is_none() {
+            self.add(block, key);
+        }
+        found
+    }
+
+    /// Adds a block under a key that no block has.
+    #[inline]
+    pub(crate) fn add(&mut self, block: BlockId, key: Key) {
         let tag = key.tag();
         let mut at = self.home(tag);
-        let home = self.bucket(at);
-        let found = if home[SLOTS] == 0 { self.find_in(home, &key) } else { self.find(&key) };
-        if found.is_some() {
-            return found;
-        }
         loop {
             let bucket = self.bucket_mut(at);
             let empty = with_tag(bucket, 0);
@@ -105,7 +110,6 @@ impl PrefixIndex {
         }
         self.keys[block.index()] = key;
         self.len += 1;
-        None
     }
 
     /// Removes a block; `tag` is that of its key. Returns whether it was there.

@@ -137,6 +137,13 @@ impl PrefixCache {
         Published::Now
     }
 
+    /// Publishes a block without a key under one that no block has.
+    #[inline]
+    pub(crate) fn add(&mut self, block: BlockId, key: Key, depth: u32) {
+        self.index.add(block, key);
+        self.order.publish(block, depth, key.tag());
+    }
+
     /// Forgets the key of a block, which leaves the order of eviction; `tag` is that of its key.
     pub(crate) fn remove(&mut self, block: BlockId, tag: u32) {
         self.index.remove(block, tag);
