@@ -163,7 +163,7 @@ class Rows:
 
     def remove(self, gone: NDArray[np.int64]) -> None:
         """Drop rows, rising, and their seats, those kept for forks included; other rows take their places."""
-        seats, leaving = self.fields[SEAT, gone].tolist(), gone.tolist()
+        seats, leaving = self.fields[SEAT].take(gone).tolist(), gone.tolist()
         for seat in seats:
             self.owner_at(seat)[0].seats.discard(seat)
             self.owners[seat] = None
@@ -177,10 +177,10 @@ class Rows:
         holes = leaving[: bisect_left(leaving, left, 0, first_prefill)]
         if holes:
             self._move(np.array(holes), staying(left, self.decodes, leaving[len(holes) : first_prefill]))
-        kept = staying(self.decodes, self.count, leaving[first_prefill:])
-        if len(kept):
-            self._move(slice(left, left + len(kept)), kept)
-        self.count = left + len(kept)
+        self.count -= len(leaving)
+        if self.count > left:
+            kept = staying(self.decodes, self.count + len(leaving), leaving[first_prefill:])
+            self._move(slice(left, self.count), kept)
         self.decodes = left
 
     def _move(self, to: NDArray[np.int64] | slice, rows: NDArray[np.int64]) -> None:

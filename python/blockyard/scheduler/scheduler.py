@@ -375,22 +375,16 @@ class Scheduler:
 
     def _publish(self, step: Step) -> None:
         """Let prompts find the blocks that the step has filled."""
-        rows, size = self._rows, self.manager.block_size
-        length = rows.fields[LENGTH, : step.decodes]
+        size = self.manager.block_size
+        length = self._rows.fields[LENGTH, : step.rows]
         within = length % size if size & (size - 1) else length & (size - 1)
-        full: NDArray[np.int64] = (within == 0).nonzero()[0]
-        computed: NDArray[np.uint32] | None = None
-        if step.rows > step.decodes:
-            decoded = rows.fields[LENGTH, full]
-            full = np.concatenate((full, np.arange(step.decodes, step.rows)))
-            computed = np.concatenate(
-                (decoded, rows.fields[DONE, step.decodes : step.rows]), dtype=np.uint32, casting="unsafe"
-            )
+        due: NDArray[np.bool_] = within == 0
+        due[step.decodes :] = True  # a chunk may fill blocks without ending at one's end
         if step.void is not None:
-            kept = ~step.void[full]
-            full, computed = full[kept], None if computed is None else computed[kept]
-        if len(full):
-            self.manager.mark_computed(rows.handles[full], computed)
+            due &= ~step.void
+        computed = step.handles[due]
+        if len(computed):
+            self.manager.mark_computed(computed)
 
     def _extend(self, step: Step, tokens: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """Add a token to each sampled row; say which rows end with it, bool `[samples]`."""
