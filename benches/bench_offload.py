@@ -1,6 +1,6 @@
 """What the offload manager costs a chunk and call: thread-CPU time, batches of 128 keys, best of some rounds.
 
-    python benches/bench_offload.py [--chunks 60000] [--batches 400] [--vllm FOLDER]
+    python benches/bench_offload.py [--chunks 10000] [--batches 78] [--vllm FOLDER]
 
 In each round all batches are stored, then looked up, loaded and touched. Each round has new keys of 36 bytes, as vLLM's
 offloading connector, so that stores evict. Prints a table; with BENCH_JSON=FILE it also adds its figures to the flat
@@ -62,9 +62,9 @@ def others(source: str, chunks: int) -> dict[str, Calls]:
 def main() -> None:
     """Measure, print, and add to BENCH_JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chunks", type=int, default=60_000, help="of the host cache")
-    parser.add_argument("--batches", type=int, default=400, help="of 128 keys, fewer than the chunks")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--chunks", type=int, default=10_000, help="of the host cache")
+    parser.add_argument("--batches", type=int, default=78, help="of 128 keys, fewer than the chunks")
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--vllm", default=SOURCE, help="folder of its sources")
     options = parser.parse_args()
     subjects = {"ours": own(options.chunks), **others(options.vllm, options.chunks)}
