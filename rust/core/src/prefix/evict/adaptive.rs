@@ -40,8 +40,12 @@ struct Scores {
 
 impl Scores {
     fn add(&mut self, hits: [usize; RULES.len()]) {
+        let are_equal = hits.iter().all(|&mine| mine == hits[0]);
         for (rule, &mine) in hits.iter().enumerate() {
             self.hits[rule] += HIT * mine as u64;
+            if are_equal {
+                continue;
+            }
             for (other, &others) in hits.iter().enumerate() {
                 self.spread[rule][other] += HIT * (mine.abs_diff(others) as u64).pow(2);
                 self.chains[rule][other] += if mine == others { 0 } else { HIT };

@@ -45,15 +45,20 @@ impl Directory {
         (at, None)
     }
 
+    #[inline]
     fn find(&self, tag: u32) -> Option<BlockId> {
         self.search(tag).1
     }
 
-    /// Gives a block, which has none, a tag that is not there.
-    fn insert(&mut self, block: BlockId, tag: u32) {
-        let (at, _) = self.search(tag);
-        self.tags[block.index()] = tag;
-        self.slots[at] = u16::try_from(block.0 + 1).unwrap_or_default();
+    /// Gives a block, which has none, a tag, unless some block has it; returns whether none had.
+    #[inline]
+    fn insert(&mut self, block: BlockId, tag: u32) -> bool {
+        let (at, there) = self.search(tag);
+        if there.is_none() {
+            self.tags[block.index()] = tag;
+            self.slots[at] = u16::try_from(block.0 + 1).unwrap_or_default();
+        }
+        there.is_none()
     }
 
     /// Takes a block's tag away, and returns it. Slots behind move up, so that no search ends too soon.
@@ -86,6 +91,9 @@ pub(super) struct Miniature {
     unused: u32,
     /// Blocks of the chain that is being followed.
     chain: Vec<BlockId>,
+    /// Blocks without a tag that have been used, and the tags that they had.
+    empty: Vec<BlockId>,
+    former: Vec<u32>,
 }
 
 impl Miniature {
@@ -96,6 +104,8 @@ impl Miniature {
             blocks: Directory::new(blocks),
             unused: 0,
             chain: Vec::new(),
+            empty: Vec::new(),
+            former: Vec::new(),
         }
     }
 
@@ -114,7 +124,7 @@ impl Miniature {
             _ => ABSENT,
         }));
         if hits < tags.len() {
-            self.fill(tags);
+            self.fill(tags, tags.len() - hits);
         }
         self.segments.begin_chain();
         for &block in self.chain.iter().rev() {
@@ -124,30 +134,35 @@ impl Miniature {
     }
 
     /// Gives blocks to the tags of the chain that have none, as far as there are blocks.
-    fn fill(&mut self, tags: &[u32]) {
-        for (at, &tag) in tags.iter().rev().enumerate() {
-            if self.chain[at] == ABSENT && self.blocks.find(tag).is_none() {
-                let Some(block) = self.take(tag) else { break };
-                self.chain[at] = block;
+    fn fill(&mut self, tags: &[u32], absent: usize) {
+        self.make_empty(absent);
+        let (segments, blocks, chain) = (&mut self.segments, &mut self.blocks, &mut self.chain);
+        for (place, &tag) in chain.iter_mut().zip(tags.iter().rev()).filter(|(place, _)| **place == ABSENT) {
+            let Some(&block) = self.empty.last() else { break };
+            if blocks.insert(block, tag) {
+                self.empty.pop();
+                segments.publish(block, tag);
+                *place = block;
             }
         }
-        self.chain.retain(|&block| block != ABSENT);
+        chain.retain(|&block| block != ABSENT);
     }
 
-    /// Gives a tag a block, if one is left.
-    fn take(&mut self, tag: u32) -> Option<BlockId> {
-        let block = if (self.unused as usize) < self.blocks.tags.len() {
+    /// Empties blocks until there are so many, or none is left. Blocks that are released twice leave some.
+    fn make_empty(&mut self, count: usize) {
+        while self.empty.len() < count && (self.unused as usize) < self.blocks.tags.len() {
+            self.empty.push(BlockId(self.unused));
             self.unused += 1;
-            BlockId(self.unused - 1)
-        } else {
-            let block = self.segments.pop()?;
-            let former = self.blocks.remove(block);
-            self.segments.evicted(&[former]);
-            block
-        };
-        self.blocks.insert(block, tag);
-        self.segments.publish(block, tag);
-        Some(block)
+        }
+        let first = self.empty.len();
+        if first < count {
+            self.segments.pop_into(count - first, &mut self.empty);
+            self.former.clear();
+            for &block in &self.empty[first..] {
+                self.former.push(self.blocks.remove(block));
+            }
+            self.segments.evicted(&self.former);
+        }
     }
 }
 
@@ -171,7 +186,7 @@ mod tests {
                     prop_assert_eq!(directory.remove(BlockId(block)), held);
                     model.remove(&held);
                 } else if let Entry::Vacant(entry) = model.entry(tag(n)) {
-                    directory.insert(BlockId(block), tag(n));
+                    prop_assert!(directory.insert(BlockId(block), tag(n)) && !directory.insert(BlockId(12), tag(n)));
                     entry.insert(block);
                 }
                 for n in 1..40 {

@@ -19,7 +19,7 @@ trait Plain {
     fn begin_chain(&mut self);
     fn insert(&mut self, block: BlockId);
     fn hit(&mut self, block: BlockId);
-    fn pop(&mut self) -> BlockId;
+    fn take(&mut self, count: usize) -> Vec<BlockId>;
 }
 
 impl<E: Evictor> Plain for E {
@@ -39,8 +39,8 @@ impl<E: Evictor> Plain for E {
         assert!(self.remove(block, Departure::Hit), "{block} is not evictable");
     }
 
-    fn pop(&mut self) -> BlockId {
-        Evictor::pop(self).unwrap()
+    fn take(&mut self, count: usize) -> Vec<BlockId> {
+        (0..count).map(|_| Evictor::pop(self).unwrap()).collect()
     }
 }
 
@@ -62,7 +62,8 @@ trait Choice {
         class.max(floor)
     }
     fn choose(&mut self, entries: &mut Vec<Entry>) -> usize;
-    fn gone(&mut self, entry: Entry);
+    /// Entries that were taken together.
+    fn gone(&mut self, entries: &[Entry]);
     fn inserted(&mut self) {}
     fn begin_chain(&mut self, _entries: &[Entry]) {}
 }
@@ -106,11 +107,14 @@ impl<C: Choice> Plain for Model<C> {
         self.known.insert(block, entry);
     }
 
-    fn pop(&mut self) -> BlockId {
-        let at = self.choice.choose(&mut self.entries);
-        let entry = self.entries.remove(at);
-        self.choice.gone(entry);
-        entry.block
+    fn take(&mut self, count: usize) -> Vec<BlockId> {
+        let one = |_| {
+            let at = self.choice.choose(&mut self.entries);
+            self.entries.remove(at)
+        };
+        let taken: Vec<Entry> = (0..count).map(one).collect();
+        self.choice.gone(&taken);
+        taken.iter().map(|entry| entry.block).collect()
     }
 }
 
@@ -130,7 +134,7 @@ impl Choice for LfuModel {
         first(entries, |entry| Some(entry.class) == least).unwrap()
     }
 
-    fn gone(&mut self, _: Entry) {}
+    fn gone(&mut self, _: &[Entry]) {}
 }
 
 struct S3FifoModel(Ghosts);
@@ -157,8 +161,8 @@ impl Choice for S3FifoModel {
         }
     }
 
-    fn gone(&mut self, entry: Entry) {
-        if entry.class == 0 {
+    fn gone(&mut self, entries: &[Entry]) {
+        for entry in entries.iter().filter(|entry| entry.class == 0) {
             self.0.insert(entry.tag);
         }
     }
@@ -191,8 +195,10 @@ impl Choice for ArcModel {
         if once > self.2 { first(entries, |entry| entry.class == 0).unwrap() } else { 0 }
     }
 
-    fn gone(&mut self, entry: Entry) {
-        self.1[entry.class] += usize::from(self.0[entry.class].insert(entry.tag));
+    fn gone(&mut self, entries: &[Entry]) {
+        for entry in entries {
+            self.1[entry.class] += usize::from(self.0[entry.class].insert(entry.tag));
+        }
     }
 }
 
@@ -217,11 +223,11 @@ impl Plain for Reported {
         assert!(self.0.remove(block, true), "{block} is not evictable");
     }
 
-    fn pop(&mut self) -> BlockId {
+    fn take(&mut self, count: usize) -> Vec<BlockId> {
         let mut out = Vec::new();
-        self.0.pop_into(1, &mut out);
-        self.0.evicted(&[self.1[&out[0]]]);
-        out[0]
+        self.0.pop_into(count, &mut out);
+        self.0.evicted(&out.iter().map(|block| self.1[block]).collect::<Vec<_>>());
+        out
     }
 }
 
@@ -275,8 +281,8 @@ impl Choice for SegmentsModel {
         }
     }
 
-    fn gone(&mut self, entry: Entry) {
-        self.ghosts.insert(&[entry.tag]);
+    fn gone(&mut self, entries: &[Entry]) {
+        self.ghosts.insert(&entries.iter().map(|entry| entry.tag).collect::<Vec<_>>());
     }
 
     fn begin_chain(&mut self, entries: &[Entry]) {
@@ -319,24 +325,24 @@ fn prompts() -> impl Strategy<Value = Vec<Vec<u32>>> {
 /// Serves the prompts one after the other; which blocks are popped, and how many are hit.
 fn serve(policy: &mut impl Plain, prompts: &[Vec<u32>]) -> (Vec<BlockId>, usize) {
     let (mut at, mut tags) = (HashMap::<u32, BlockId>::new(), HashMap::<BlockId, u32>::new());
-    let (mut popped, mut hits, mut unused) = (Vec::new(), 0, 0u32);
+    let (mut popped, mut hits, mut unused) = (Vec::new(), 0, 0);
     for prompt in prompts {
         let mut table: Vec<BlockId> = prompt.iter().map_while(|tag| at.get(tag).copied()).collect();
         hits += table.len();
         for &block in &table {
             policy.hit(block);
         }
-        for &tag in &prompt[table.len()..] {
-            let block = if (unused as usize) < BLOCKS {
-                unused += 1;
-                BlockId(unused - 1)
-            } else {
-                let block = policy.pop();
-                at.remove(&tags[&block]);
-                popped.push(block);
-                block
-            };
+        let missing = &prompt[table.len()..];
+        // As in a pool: blocks are taken for the whole prompt, and published when they are computed.
+        let fresh = missing.len().min(BLOCKS - unused);
+        table.extend((unused..unused + fresh).map(|id| BlockId(u32::try_from(id).unwrap())));
+        unused += fresh;
+        for block in policy.take(missing.len() - fresh) {
+            at.remove(&tags[&block]);
+            popped.push(block);
             table.push(block);
+        }
+        for (&tag, &block) in missing.iter().zip(&table[prompt.len() - missing.len()..]) {
             at.insert(tag, block);
             tags.insert(block, tag);
             policy.publish(block, tag);
