@@ -1682,7 +1682,8 @@ class StoreStats:
 @final
 class RedisClient:
     """Connections to a Redis or Valkey server or cluster, one for each call that is under way. Calls block without the
-    interpreter's lock.
+    interpreter's lock. In a cluster, a node that does not answer loses its own values alone. Calls leave it out until
+    it answers a probe, which a thread of its own sends every second.
 
     Args:
         host: name of the server's machine, or with `transport="unix"` the path of its socket.
@@ -1724,7 +1725,7 @@ class RedisClient:
         ttl_ms: int | None = None,
         lengths: _Each[int] | None = None,
         first: _Each[_Each[bytes]] | None = None,
-    ) -> tuple[NDArray[np.bool_], list[Any]]:
+    ) -> tuple[NDArray[np.bool_], list[Any], str | None]:
         """Store values.
 
         Args:
@@ -1734,9 +1735,10 @@ class RedisClient:
             lengths: bytes of each row that count.
             first: commands, as for `run`, that run before in the same round trip.
         Returns:
-            Whether the server took each, bool `[n]`, and the answers to `first`.
+            Whether the server took each, bool `[n]`, the answers to `first`, and None or why nodes of a cluster do not
+            answer.
         Raises:
-            StoreError: the server does not answer.
+            StoreError: the server does not answer, or no node of the cluster.
         """
     def get(
         self,
@@ -1746,7 +1748,7 @@ class RedisClient:
         varies: bool = False,
         head_bytes: int = 0,
         first: _Each[_Each[bytes]] | None = None,
-    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8], str | None]:
         """Read values into rows. A value of another length leaves its row as it is; with `varies` a shorter one is
         taken, and zeros follow it.
 
@@ -1757,19 +1759,21 @@ class RedisClient:
             head_bytes: first bytes of each value that do not go into `out`, 0 to 4096.
             first: as for `put`; nobody sees the answers.
         Returns:
-            Whether there was a value, bool `[n]`, and the first bytes of each, uint8 `[n, head_bytes]`, zeros for none.
+            Whether there was a value, bool `[n]`, the first bytes of each, uint8 `[n, head_bytes]`, zeros for none, and
+            None or why nodes of a cluster do not answer.
         Raises:
-            StoreError: the server does not answer, or refuses.
+            StoreError: the server does not answer, or no node of the cluster, or one refuses.
         """
     def run(self, commands: _Each[_Each[bytes]]) -> list[Any]:
-        """Run commands in one round trip; in a cluster one after the other.
+        """Run commands in one round trip; in a cluster in one to each node.
 
         Args:
-            commands: words of bytes each, at least one.
+            commands: words of bytes each, at least one; in a cluster, the second is the key.
         Returns:
-            An answer each: an int, bytes, None or a list; or the StoreError with which the server refused.
+            An answer each: an int, bytes, None or a list; or the StoreError with which the server refused. None also
+            where the node of a cluster does not answer.
         Raises:
-            StoreError: the server does not answer.
+            StoreError: the server does not answer, or no node of the cluster.
         """
     def close(self) -> None:
         """Close the connections that no call uses."""

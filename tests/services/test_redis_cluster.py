@@ -1,14 +1,16 @@
-"""The Redis store over a cluster of three Valkey nodes: both suites, keys that move, a node that stops."""
+"""The Redis store over a cluster of three Valkey nodes: both suites, keys that move, nodes that are lost."""
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import redis
-from servers import Server, serving_cluster
+from numpy.typing import NDArray
+from servers import Server, serving_cluster, serving_replica, wait_for_cluster
 
 from blockyard.errors import StoreError, StoreURLError
 from blockyard.events import export_keys
@@ -28,6 +30,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
 
 @pytest.fixture
 def url(nodes: list[Server]) -> str:
+    wait_for_cluster(nodes)
     for node in nodes:
         with redis.Redis(port=node.port) as client:
             client.flushall()
@@ -72,7 +75,7 @@ def test_blocks_are_spread_over_the_nodes(nodes: list[Server], url: str):
 
 
 def test_blocks_are_found_where_their_slots_have_moved(nodes: list[Server], url: str):
-    """Every slot of the last node that has a block moves to the first one while a store is open."""
+    """Slots of the last node move to the first one while a store is open, which reads on the way and afterwards."""
     with opened(url) as store:
         assert store.wait(store.submit_put(KEYS, ROWS)).ok.all()
         clients = [redis.Redis(port=node.port) for node in nodes]
@@ -84,10 +87,13 @@ def test_blocks_are_found_where_their_slots_have_moved(nodes: list[Server], url:
             target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[2])
             source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[0])
             source.migrate("127.0.0.1", nodes[0].port, name, 0, 5000)
-            for client in (target, source, clients[1]):
-                client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[0])
             moved.append(slot)
         assert len(moved) > 4
+        read = store.wait(store.submit_get(KEYS))
+        assert np.array_equal(read.rows, ROWS), read.reasons
+        for slot in moved:
+            for client in (target, source, clients[1]):
+                client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[0])
         read = store.wait(store.submit_get(KEYS))
         assert np.array_equal(read.rows, ROWS), read.reasons
         for slot in moved:
@@ -97,21 +103,134 @@ def test_blocks_are_found_where_their_slots_have_moved(nodes: list[Server], url:
             client.close()
 
 
-def test_a_node_that_stops_costs_one_deadline_and_comes_back(nodes: list[Server], url: str):
-    with opened(url, "?deadline=0.5") as store:
-        assert store.wait(store.submit_put(KEYS, ROWS)).ok.all()
-        with nodes[0].stopped():
-            read = store.wait(store.submit_get(KEYS[:20]))
-            assert set(read.reasons) <= {"timeout", "error"}
-            for _ in range(20):
-                reasons = set(store.wait(store.submit_get(KEYS[20:])).reasons)
-                assert reasons == {"unavailable"}
+def node_of(nodes: list[Server], name: bytes) -> int:
+    """Return the number of the node that has a name's slot."""
+    with redis.Redis(port=nodes[0].port) as client:
+        slot = client.execute_command("CLUSTER", "KEYSLOT", name)
+        ranges = client.execute_command("CLUSTER", "SLOTS")
+    port = next(found[2][1] for found in ranges if found[0] <= slot <= found[1])
+    return [node.port for node in nodes].index(port)
+
+
+def loaded(store: ExternalStore) -> NDArray[np.bool_]:
+    """Load all blocks; none may be wrong. Returns which are hits."""
+    read = store.wait(store.submit_get(KEYS))
+    assert np.array_equal(read.rows[read.ok], ROWS[read.ok])
+    assert set(read.reasons) <= {"", "absent"}, (read.reasons, store.stats())
+    return read.ok
+
+
+def stored(store: ExternalStore) -> NDArray[np.bool_]:
+    """Store all blocks. Returns which are."""
+    return store.wait(store.submit_put(KEYS, ROWS)).ok
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("part", ["blocks", "epoch", "order"])
+def test_blocks_on_the_other_nodes_hit_while_a_node_is_lost(nodes: list[Server], url: str, how: str, part: str):
+    deadline = 3.0
+    with opened(url, f"?deadline={deadline}") as store:
+        assert stored(store).all()
+        prefix = store._prefix  # type: ignore[attr-defined]
+        order = node_of(nodes, prefix + b"order")
+        epoch = node_of(nodes, prefix + store._digest_of(b"BLKYEPOCH1"))  # type: ignore[attr-defined]
+        free = next(number for number in range(3) if number not in {order, epoch})
+        lost = {"blocks": free, "epoch": epoch, "order": order}[part]
+        assert loaded(store).all()
+        there = len(names_on(nodes[lost])) - (epoch == lost)
+        with getattr(nodes[lost], how)():
+            began = time.monotonic()
+            hits = loaded(store)
+            assert time.monotonic() - began < deadline + 5, "one deadline"
+            assert hits.sum() == len(KEYS) - there
+            began = time.monotonic()
+            for _ in range(5):
+                assert np.array_equal(loaded(store), hits)
+            assert time.monotonic() - began < deadline + 5, "no more deadlines"
+            time.sleep(1.1)  # the epoch is due
+            assert np.array_equal(loaded(store), hits)
+            assert np.array_equal(stored(store), hits)
+            assert np.array_equal(loaded(store), hits)
+            assert store.stats().last_error.count(str(nodes[lost].port)) == 1, store.stats()
         until = time.monotonic() + 60
-        while not store.wait(store.submit_get(KEYS[20:])).ok.all():
+        while not loaded(store).all():
             assert time.monotonic() < until
-            assert store.wait(store.submit_put(KEYS[20:], ROWS[20:]))
+            assert stored(store) is not None
             time.sleep(0.05)
-        assert np.array_equal(store.wait(store.submit_get(KEYS[20:])).rows, ROWS[20:])
+        with redis.Redis(port=nodes[order].port) as client:
+            assert client.zcard(prefix + b"order") == len(KEYS), "uses that could not be noted are noted now"
+
+
+def test_a_replica_takes_the_place_of_a_lost_node(tmp_path: Path):
+    with (
+        serving_cluster(tmp_path) as nodes,
+        serving_replica(tmp_path / "replica", nodes[2]) as replica,
+        opened(f"redis+cluster://127.0.0.1:{nodes[0].port}", "?deadline=1") as store,
+    ):
+        assert stored(store).all()
+        with redis.Redis(port=nodes[2].port) as client:
+            assert client.wait(1, 5000) == 1
+        with nodes[2].stopped():
+            assert not loaded(store).all()
+            until = time.monotonic() + 60
+            while not loaded(store).all():
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            assert len(names_on(replica)) > 4
+            assert stored(store).all()
+
+
+def test_a_deleted_block_of_a_lost_node_is_reported(nodes: list[Server], url: str):
+    with opened(url, "?deadline=1") as store:
+        assert stored(store).all()
+        with nodes[2].stopped():
+            assert not store.wait(store.submit_delete(KEYS)).ok.any()
+            assert not store.wait(store.submit_get(KEYS)).ok.any()
+
+
+def test_a_cluster_that_stops_costs_its_deadlines_and_comes_back(nodes: list[Server], url: str):
+    with opened(url, "?deadline=0.5") as store, ExitStack() as stack:
+        assert stored(store).all()
+        for node in nodes:
+            stack.enter_context(node.stopped())
+        for _ in range(3):
+            assert not store.wait(store.submit_get(KEYS)).ok.any()
+        assert set(store.wait(store.submit_get(KEYS)).reasons) == {"unavailable"}
+        stack.close()
+        until = time.monotonic() + 60
+        while not store.wait(store.submit_get(KEYS)).ok.all():
+            assert time.monotonic() < until
+            assert store.wait(store.submit_put(KEYS, ROWS))
+            time.sleep(0.05)
+        assert loaded(store).all()
+
+
+def test_forget_fails_while_the_node_of_its_row_is_lost(nodes: list[Server], url: str):
+    with opened(url, "?deadline=1") as store:
+        assert stored(store).all()
+        epoch = node_of(nodes, store._prefix + store._digest_of(b"BLKYEPOCH1"))  # type: ignore[attr-defined]
+        with nodes[epoch].stopped():
+            with pytest.raises(StoreError, match="forgotten here"):
+                store.forget()
+            assert not store.wait(store.submit_get(KEYS)).ok.any()
+        until = time.monotonic() + 60
+        while not stored(store).all():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert loaded(store).all()
+
+
+def test_a_process_that_never_knew_the_epoch_finds_nothing_while_it_is_lost(nodes: list[Server], url: str):
+    with opened(url, "?deadline=1") as store:
+        assert stored(store).all()
+        name = store._digest_of(b"BLKYEPOCH1")  # type: ignore[attr-defined]
+        epoch = node_of(nodes, store._prefix + name)  # type: ignore[attr-defined]
+        seed = f"redis+cluster://127.0.0.1:{nodes[(epoch + 1) % 3].port}"
+        with nodes[epoch].stopped(), opened(seed, "?deadline=1") as other:
+            for _ in range(3):
+                assert not stored(other).any()
+                assert not other.wait(other.submit_get(KEYS)).ok.any()
+        assert loaded(store).all()
 
 
 def test_a_server_that_is_no_cluster_is_refused(nodes: list[Server], tmp_path: Path):

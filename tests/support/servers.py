@@ -31,6 +31,18 @@ class Server:
     process: "subprocess.Popen[bytes]"
     port: int
     socket: Path
+    command: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def killed(self) -> Iterator[None]:
+        """Kill it, and start it again with what it has in files: a node of a cluster knows its slots, but no key."""
+        self.process.kill()
+        self.process.wait()
+        self.socket.unlink()
+        try:
+            yield
+        finally:
+            self.process = _started(self.command, self.socket)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -71,45 +83,90 @@ def serving(name: str, folder: Path, *options: str, port: int = 0) -> Iterator[S
     path = folder / "server.sock"
     command = [binary(name), "--bind", "127.0.0.1", "--port", str(port), "--unixsocket", str(path)]
     command += ["--save", "", "--appendonly", "no", "--dir", str(folder), *options]
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env={"PATH": os.environ["PATH"]})
+    server = Server(_started(command, path), port, path, command)
     try:
-        until = time.monotonic() + 30
-        while not path.exists():
-            assert process.poll() is None, (folder / "server.log").read_text()
-            assert time.monotonic() < until, (folder / "server.log").read_text()
-            time.sleep(0.01)
-        yield Server(process, port, path)
+        yield server
     finally:
-        process.send_signal(signal.SIGCONT)
-        process.kill()
-        process.wait()
+        server.process.send_signal(signal.SIGCONT)
+        server.process.kill()
+        server.process.wait()
+
+
+def _started(command: list[str], path: Path) -> "subprocess.Popen[bytes]":
+    """Start a server, and wait until its socket is there."""
+    with (path.parent / "server.log").open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={"PATH": os.environ["PATH"]})
+    until = time.monotonic() + 30
+    while not path.exists():
+        if process.poll() is not None or time.monotonic() > until:
+            process.kill()
+            process.wait()
+            pytest.fail((path.parent / "server.log").read_text())
+        time.sleep(0.01)
+    return process
 
 
 @contextmanager
 def serving_cluster(folder: Path) -> Iterator[list[Server]]:
-    """Run a cluster of three Valkey nodes that share the slots."""
+    """Run a cluster of three Valkey nodes that share the slots. If one is lost, the others go on."""
     with ExitStack() as stack:
         nodes, ports = [], free_ports(6)
         for number, (port, bus) in enumerate(zip(ports[:3], ports[3:], strict=True)):
-            (folder / str(number)).mkdir()
-            options = ["--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-node-timeout", "2000"]
-            nodes.append(stack.enter_context(serving("valkey-server", folder / str(number), *options, port=port)))
+            nodes.append(stack.enter_context(_serving_node(folder / str(number), port, bus)))
         clients = [stack.enter_context(redis.Redis(port=node.port)) for node in nodes]
         for number, client in enumerate(clients):
             first, last = 16384 * number // 3, 16384 * (number + 1) // 3 - 1
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
             client.execute_command("CLUSTER", "MEET", "127.0.0.1", ports[0], ports[3])
+        wait_for_cluster(nodes)
+        yield nodes
+
+
+@contextmanager
+def serving_replica(folder: Path, node: Server) -> Iterator[Server]:
+    """Run a node that takes the place of another one if that is lost."""
+    port, bus = free_ports(2)
+    with (
+        _serving_node(folder, port, bus) as replica,
+        redis.Redis(port=node.port) as primary,
+        redis.Redis(port=port) as client,
+    ):
+        primary.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
+        name = bytes(primary.execute_command("CLUSTER", "MYID"))
+        until = time.monotonic() + 30
+        while name not in bytes(client.execute_command("CLUSTER", "NODES")):
+            assert time.monotonic() < until, "the replica has not met the cluster"
+            time.sleep(0.05)
+        client.execute_command("CLUSTER", "REPLICATE", name)
+        while client.info("replication").get("master_link_status") != "up":
+            assert time.monotonic() < until, "the replica has no copy"
+            time.sleep(0.05)
+        yield replica
+
+
+@contextmanager
+def _serving_node(folder: Path, port: int, bus: int) -> Iterator[Server]:
+    """Run a node of a cluster that goes on when another one is lost."""
+    folder.mkdir()
+    options = ["--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-node-timeout", "2000"]
+    options += ["--cluster-require-full-coverage", "no"]
+    with serving("valkey-server", folder, *options, port=port) as node:
+        yield node
+
+
+def wait_for_cluster(nodes: list[Server]) -> None:
+    """Wait until all nodes know each other and serve their slots."""
+    with ExitStack() as stack:
+        clients = [stack.enter_context(redis.Redis(port=node.port)) for node in nodes]
         until = time.monotonic() + 30
         while not all(_is_formed(client) for client in clients):
             assert time.monotonic() < until, "the cluster has not formed"
             time.sleep(0.05)
-        yield nodes
 
 
 def _is_formed(client: "redis.Redis") -> bool:
     info = bytes(client.execute_command("CLUSTER", "INFO"))
-    return b"cluster_state:ok" in info and b"cluster_known_nodes:3" in info
+    return b"cluster_state:ok" in info and b"cluster_known_nodes:3" in info and b"cluster_slots_ok:16384" in info
 
 
 @dataclass

@@ -21,14 +21,19 @@ Percent signs decode user and password, which no message shows. The client is th
 - Prefix store: shared by every process with this namespace. A full one drops what was not used for longest. The
   server's own `maxmemory` may drop more; give it a policy `allkeys-*`. A value is checked whole before it is a hit;
   a damaged one is deleted.
-- Cluster: name any of its nodes. Blocks are spread over all of them. The list of blocks by their last use is one key,
-  so it lies on one node. A node that fails makes batches misses until the cluster has another for its keys.
+- Cluster: name any of its nodes. Blocks are spread over all of them; a batch is a round trip to each. Blocks of a node
+  that fails are misses, and are not stored, until it or another serves their slots. The first batch to notice waits
+  for a third of `deadline`. Give the servers `cluster-require-full-coverage no`: else all refuse once one is lost.
+  - The list of blocks by last use is one key, on one node. While that one is lost, nothing is evicted, and `size` may
+    be exceeded. If the list is lost for good, blocks that it had go by `ttl` or by the servers' policy.
+  - While the node is lost that says whether another process called `forget`, that goes unnoticed. A process that opens
+    the store then has only misses.
 
 All keys begin with `blockyard:` and 16 digits of the namespace. Decision 0023 has the format and the choice of client.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -47,6 +52,7 @@ _KEYS: Final = 512  # of one round trip
 _BYTES: Final = 1 << 20
 _CONNECT_SECONDS: Final = 2.0
 _SWAP_TTL: Final = 86_400.0
+_NODES_LOST: Final = 3  # of a cluster, that a batch may notice one after the other before its deadline
 
 
 class RedisURL(NamedTuple):
@@ -158,7 +164,9 @@ class RedisStore(RemoteStore):
         self._ttl = round(ttl * 1000) or None
         self._prefix = f"blockyard:{self.namespace[:8].hex()}:".encode()
         self._order = self._prefix + b"order"  # sorted set: names of blocks by time of their last use
-        timeouts: dict[str, Any] = {"timeout": self.deadline, "connect_timeout": min(self.deadline, _CONNECT_SECONDS)}
+        self._unlisted: list[bytes] = []  # names to be put into the list when its node is back
+        timeout = self.deadline / _NODES_LOST if found.client["cluster"] else self.deadline
+        timeouts: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT_SECONDS)}
         try:
             self._client = RedisClient(prefix=self._prefix, **found.client, **timeouts)
         except StoreError as error:
@@ -173,11 +181,18 @@ class RedisStore(RemoteStore):
         for part in batched(rows, _KEYS, _BYTES):
             lengths = [len(self._stored(row)) for row in rows[part]] if self._varies(rows) else None
             # Before the values: else those of a process that is killed in between would stay for ever.
-            first = [self._used(keys[part]), [b"ZCARD", self._order]] if is_block else []
-            stored[part], answers = self._call(
-                self._client.put, keys[part], rows[part], ttl_ms=ttl, lengths=lengths, first=first
-            )
+            unlisted = self._take_unlisted() if is_block else []
+            names = [*unlisted, *(key.tobytes() for key in keys[part])] if is_block else []
+            first = [self._used(names), [b"ZCARD", self._order]] if is_block else []
+            try:
+                stored[part], answers, why = self._call(
+                    self._client.put, keys[part], rows[part], ttl_ms=ttl, lengths=lengths, first=first
+                )
+            except StoreError:
+                self._note_lost(None, unlisted)
+                raise
             kept = answers[1] if is_block else 0
+            self._note_lost(why, names if is_block and answers[0] is None else [])
         if isinstance(kept, int) and kept > self.num_slots:
             self._trim(kept)
         return stored
@@ -186,31 +201,44 @@ class RedisStore(RemoteStore):
         """Read values; one of another length is left to the check of its header."""
         return self._get_parts(keys, out, is_block=self._is_block(out))[0]
 
+    def _get_epoch(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
+        found, _, is_lost = self._get_parts(keys, out, is_block=False)
+        return None if is_lost else found
+
     def _get_parts(
         self, keys: NDArray[np.uint8], out: NDArray[np.uint8], *, is_block: bool, head_bytes: int = 0
-    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8], bool]:
+        """Return whether there is each value, the first bytes of each, and whether a node did not answer."""
+        is_lost = False
         found, heads = np.zeros(len(keys), np.bool_), np.zeros((len(keys), head_bytes), np.uint8)
         for part in batched(out, _KEYS, _BYTES):
-            first = [self._used(keys[part], b"XX")] if is_block else []  # a full server refuses it
-            found[part], heads[part] = self._call(
+            names = [key.tobytes() for key in keys[part]] if is_block else []
+            first = [self._used(names, b"XX")] if is_block else []  # a full server refuses it
+            found[part], heads[part], why = self._call(
                 self._client.get, keys[part], out[part], varies=self._varies(out), head_bytes=head_bytes, first=first
             )
-        return found, heads
+            self._note_lost(why)
+            is_lost = is_lost or why is not None
+        return found, heads, is_lost
 
     def _fetch(
         self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
         if out is None or self._codec is not None:
             return super()._fetch(names, keys)
-        found, heads = self._get_parts(names, out, is_block=True, head_bytes=HEADER)
+        found, heads, _ = self._get_parts(names, out, is_block=True, head_bytes=HEADER)
         return self._checked(out, heads, found, keys)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""
+        is_lost = False
         for part in batched(keys, _KEYS, _BYTES):
             names = [key.tobytes() for key in keys[part]]
             order = [[b"ZREM", self._order, *names]] if self._use == "prefix" else []
-            self._accepted([*order, *([b"UNLINK", self._prefix + name] for name in names)])
+            answers = self._accepted([*order, *([b"UNLINK", self._prefix + name] for name in names)])
+            is_lost = is_lost or None in answers[len(order) :]
+        if is_lost:
+            raise StoreError("a node of the cluster does not answer, its values may stay")
 
     def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
@@ -234,13 +262,31 @@ class RedisStore(RemoteStore):
             if not isinstance(dropped, list) or not dropped:
                 return
             names = dropped[::2]  # each is followed by its time
-            self._run([[b"UNLINK", self._prefix + name] for name in names])
+            answers = self._run([[b"UNLINK", self._prefix + name] for name in names])
+            self._note_lost(None, [name for name, answer in zip(names, answers, strict=True) if answer is None])
             count -= len(names)
 
-    def _used(self, keys: NDArray[np.uint8], *options: bytes) -> list[bytes]:
+    def _take_unlisted(self) -> list[bytes]:
+        """Return the names that could not be put into the list so far."""
+        if not self._unlisted:
+            return []
+        with self._changed:
+            names, self._unlisted = self._unlisted, []
+        return names
+
+    def _note_lost(self, why: str | None, unlisted: Sequence[bytes] = ()) -> None:
+        """Note that nodes of a cluster do not answer, and names to be put into the list later."""
+        if why is None and not unlisted:
+            return
+        with self._changed:
+            if why is not None:
+                self._note(self._public(StoreError(why)))
+            self._unlisted = [*self._unlisted, *unlisted][-self.num_slots :]
+
+    def _used(self, names: list[bytes], *options: bytes) -> list[bytes]:
         """Return the command that notes a use of blocks."""
         now = repr(time.time()).encode()
-        members = [word for key in keys for word in (now, key.tobytes())]
+        members = [word for name in names for word in (now, name)]
         return [b"ZADD", self._order, *options, *members]
 
     def _run(self, commands: list[list[bytes]]) -> list[Any]:

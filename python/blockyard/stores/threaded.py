@@ -450,6 +450,10 @@ class ThreadedStore(BatchStore):
             name = self._digest_of(b"BLKYEPOCH1")
             stored = self._read_epoch(name)
             with self._changed:
+                if stored is None:  # nothing newer can be learnt, and nothing is guessed
+                    if is_due or not self._epoch:
+                        raise StoreError("the row that says since when blocks count cannot be read")
+                    stored = self._epoch
                 if stored > self._epoch:
                     if self._epoch:
                         self._known.clear()
@@ -462,9 +466,15 @@ class ThreadedStore(BatchStore):
                 self._epoch_until = time.monotonic() + _EPOCH_SECONDS
             return age, epoch
 
-    def _read_epoch(self, name: bytes) -> bytes:
+    def _get_epoch(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
+        """Read the row as `get` does. A store whose parts fail alone returns None if the row's part does not answer."""
+        return self.get(keys, out)
+
+    def _read_epoch(self, name: bytes) -> bytes | None:
         row = np.zeros((1, HEADER + 16), np.uint8)
-        found = self.get(np.frombuffer(name, np.uint8)[None], row)
+        found = self._get_epoch(np.frombuffer(name, np.uint8)[None], row)
+        if found is None:
+            return None
         good = _answer("get", found, 1)[0] and not check_values(row, self.namespace, [name], mac_key=self._mac_key)[0]
         return row[0, HEADER:].tobytes() if good else b""
 

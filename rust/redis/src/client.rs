@@ -3,7 +3,7 @@
 //! A connection whose call failed is not used again: a late answer would be taken for that of the next call. One lock, of
 //! the idle connections; nobody waits for a server under it.
 
-use crate::connection::{Answer, Command, Connection, Server, Split};
+use crate::connection::{Answer, Command, Connection, Got, Put, Server, Split};
 use crate::error::Result;
 use crate::options::Options;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -26,19 +26,14 @@ impl Client {
 
     /// Stores values under names, for good or for `ttl_ms`; `first` are commands that run before, in the same round trip.
     ///
-    /// Returns the answers to these, and whether the server took each value.
+    /// Returns the answers to these, and whether the server took each value. Values of a node of a cluster that does not
+    /// answer are not taken, while other nodes live; the reason is returned too.
     ///
     /// # Errors
     /// The server cannot be reached, or is silent for too long.
-    pub fn put(
-        &self,
-        first: &[Command],
-        names: &[Vec<u8>],
-        values: &[&[u8]],
-        ttl_ms: Option<u64>,
-    ) -> Result<(Vec<Answer>, Vec<bool>)> {
+    pub fn put(&self, first: &[Command], names: &[Vec<u8>], values: &[&[u8]], ttl_ms: Option<u64>) -> Result<Put> {
         if names.is_empty() && first.is_empty() {
-            return Ok((Vec::new(), Vec::new()));
+            return Ok(Put::default());
         }
         self.with(|connection| connection.put(first, names, values, ttl_ms))
     }
@@ -46,18 +41,19 @@ impl Client {
     /// Reads values, each into a head and a row, as many as names. A value of another length leaves both as they are,
     /// unless it is shorter and `varies` is set: then zeros follow it in its row. `first` is as for `put`.
     ///
-    /// Returns whether there was a value.
+    /// Returns whether there was a value. Those of a node of a cluster that does not answer are as if absent, while other
+    /// nodes live; the reason is returned too.
     ///
     /// # Errors
     /// The server cannot be reached, is silent for too long, or refuses to read a value.
-    pub fn get(&self, first: &[Command], names: &[Vec<u8>], rows: &mut [Split<'_>], varies: bool) -> Result<Vec<bool>> {
+    pub fn get(&self, first: &[Command], names: &[Vec<u8>], rows: &mut [Split<'_>], varies: bool) -> Result<Got> {
         if names.is_empty() && first.is_empty() {
-            return Ok(Vec::new());
+            return Ok(Got::default());
         }
         self.with(|connection| connection.get(first, names, rows, varies))
     }
 
-    /// Runs commands and returns what the server answers.
+    /// Runs commands and returns what the server answers. In a cluster, the second word of each is its key.
     ///
     /// # Errors
     /// The server cannot be reached, or is silent for too long. A refused command is an [`Answer::Refused`].

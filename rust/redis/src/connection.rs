@@ -1,8 +1,10 @@
 //! One connection, to a server or to all nodes of a cluster.
 
-use crate::error::{Error, Result};
-use redis::cluster::{ClusterClient, ClusterConnection};
-use redis::{Client, Cmd, ConnectionLike, RedisResult, Value, cmd};
+use crate::cluster::{Cluster, Nodes};
+use crate::error::Result;
+use redis::cluster_routing::Slot;
+use redis::{Client, Cmd, RedisResult, Value, cmd};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Bytes of a command around its value, about.
@@ -14,22 +16,28 @@ pub type Split<'a> = (&'a mut [u8], &'a mut [u8]);
 /// The words of a command, at least one.
 pub type Command = Vec<Vec<u8>>;
 
+/// Answers to commands, whether each value was taken, and why some nodes of a cluster did not answer.
+pub type Put = (Vec<Answer>, Vec<bool>, Option<String>);
+
+/// Whether there was each value, and why some nodes of a cluster did not answer.
+pub type Got = (Vec<bool>, Option<String>);
+
 /// Where connections are made to.
 pub(crate) enum Server {
     Single(Box<Client>),
-    Cluster(Box<ClusterClient>),
+    Cluster(Arc<Cluster>),
 }
 
 /// A connection; only one call uses it at a time.
 pub(crate) enum Connection {
     Single(Box<redis::Connection>),
-    Cluster(Box<ClusterConnection>),
+    Cluster(Nodes),
 }
 
 /// What a server answered to a command.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Answer {
-    /// Nothing is there.
+    /// Nothing is there; or the node of a cluster that would know does not answer, while others do.
     Nil,
     /// A number.
     Int(i64),
@@ -50,20 +58,20 @@ impl Server {
                 connection.set_write_timeout(Some(timeout))?;
                 Ok(Connection::Single(Box::new(connection)))
             }
-            Self::Cluster(client) => Ok(Connection::Cluster(Box::new(client.get_connection()?))),
+            Self::Cluster(cluster) => Ok(Connection::Cluster(cluster.connect())),
         }
     }
 }
 
 impl Connection {
-    /// Runs commands, then stores values under names; the answers, and whether each value was taken.
+    /// Runs commands, then stores values under names, as `Client::put` says.
     pub(crate) fn put(
         &mut self,
         first: &[Command],
         names: &[Vec<u8>],
         values: &[&[u8]],
         ttl_ms: Option<u64>,
-    ) -> Result<(Vec<Answer>, Vec<bool>)> {
+    ) -> Result<Put> {
         match self {
             Self::Single(connection) => {
                 let mut packed = Vec::with_capacity(values.iter().map(|value| value.len() + AROUND).sum());
@@ -74,25 +82,25 @@ impl Connection {
                 connection.send_packed_command(&packed)?;
                 let answers = receive(connection, first.len())?;
                 let stored = names.iter().map(|_| Ok(connection.recv_response()? == Value::Okay));
-                Ok((answers, stored.collect::<Result<_>>()?))
+                Ok((answers, stored.collect::<Result<_>>()?, None))
             }
-            Self::Cluster(connection) => {
-                let answers = run_in_cluster(connection, first)?;
-                let pairs = names.iter().zip(values);
-                let stored = pairs.map(|(name, value)| put_in_cluster(connection, name, value, ttl_ms));
-                Ok((answers, stored.collect::<Result<_>>()?))
+            Self::Cluster(nodes) => {
+                let make = |index: usize| (Slot::for_key(&names[index]), set(&names[index], values[index], ttl_ms));
+                let (mut answers, why) = nodes.run(first.len() + names.len(), after(first, make))?;
+                let stored = answers.split_off(first.len()).into_iter().map(|value| value == Some(Value::Okay));
+                Ok((answers.into_iter().map(known).collect(), stored.collect(), why))
             }
         }
     }
 
-    /// Runs commands, then reads values into heads and rows, as `Client::get` says; whether there was each.
+    /// Runs commands, then reads values into heads and rows, as `Client::get` says.
     pub(crate) fn get(
         &mut self,
         first: &[Command],
         names: &[Vec<u8>],
         rows: &mut [Split<'_>],
         varies: bool,
-    ) -> Result<Vec<bool>> {
+    ) -> Result<Got> {
         match self {
             Self::Single(connection) => {
                 let mut packed = Vec::new();
@@ -102,15 +110,15 @@ impl Connection {
                 }
                 connection.send_packed_command(&packed)?;
                 receive(connection, first.len())?;
-                rows.iter_mut().map(|row| Ok(place(connection.recv_response()?, row, varies)?)).collect()
+                let found = rows.iter_mut().map(|row| Ok(place(connection.recv_response()?, row, varies)?));
+                Ok((found.collect::<Result<_>>()?, None))
             }
-            Self::Cluster(connection) => {
-                run_in_cluster(connection, first)?;
-                let mut one = |name, row: &mut Split<'_>| {
-                    let value = connection.req_command(cmd("GET").arg(name))?;
-                    Ok(place(value, row, varies)?)
-                };
-                names.iter().zip(rows).map(|(name, row)| one(name, row)).collect()
+            Self::Cluster(nodes) => {
+                let make = |index: usize| (Slot::for_key(&names[index]), cmd("GET").arg(&names[index]).take());
+                let (values, why) = nodes.run(first.len() + names.len(), after(first, make))?;
+                let pairs = values.into_iter().skip(first.len()).zip(rows);
+                let found = pairs.map(|(value, row)| value.map_or(Ok(false), |value| place(value, row, varies)));
+                Ok((found.collect::<RedisResult<_>>()?, why))
             }
         }
     }
@@ -124,7 +132,10 @@ impl Connection {
                 connection.send_packed_command(&packed)?;
                 receive(connection, commands.len())
             }
-            Self::Cluster(connection) => run_in_cluster(connection, commands),
+            Self::Cluster(nodes) => {
+                let (answers, _) = nodes.run(commands.len(), |index| keyed(&commands[index]))?;
+                Ok(answers.into_iter().map(known).collect())
+            }
         }
     }
 }
@@ -139,13 +150,18 @@ fn receive(connection: &mut redis::Connection, count: usize) -> Result<Vec<Answe
     (0..count).map(|_| Ok(answer(connection.recv_response()?))).collect()
 }
 
-fn run_in_cluster(connection: &mut ClusterConnection, commands: &[Command]) -> Result<Vec<Answer>> {
-    let run = |words| match connection.req_command(&command(words)).map_err(Error::from) {
-        Ok(value) => Ok(answer(value)),
-        Err(Error::Answer(error)) => Ok(Answer::Refused(error.to_string())),
-        Err(error) => Err(error),
-    };
-    commands.iter().map(run).collect()
+/// A command and the slot of its key, the second word.
+fn keyed(words: &Command) -> (Slot, Cmd) {
+    (Slot::for_key(words.get(1).unwrap_or(&Vec::new())), command(words))
+}
+
+/// A maker of commands that follow others.
+fn after(first: &[Command], make: impl Fn(usize) -> (Slot, Cmd)) -> impl Fn(usize) -> (Slot, Cmd) {
+    move |index| first.get(index).map_or_else(|| make(index - first.len()), keyed)
+}
+
+fn known(value: Option<Value>) -> Answer {
+    value.map_or(Answer::Nil, answer)
 }
 
 /// Copies a value into a head and a row.
@@ -177,14 +193,6 @@ fn set(name: &[u8], value: &[u8], ttl_ms: Option<u64>) -> Cmd {
         set.arg("PX").arg(ttl);
     }
     set
-}
-
-fn put_in_cluster(connection: &mut ClusterConnection, name: &[u8], value: &[u8], ttl_ms: Option<u64>) -> Result<bool> {
-    match connection.req_command(&set(name, value, ttl_ms)).map_err(Error::from) {
-        Ok(value) => Ok(value == Value::Okay),
-        Err(Error::Answer(_)) => Ok(false),
-        Err(error) => Err(error),
-    }
 }
 
 fn answer(value: Value) -> Answer {

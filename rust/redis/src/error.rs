@@ -21,6 +21,9 @@ pub enum Error {
     /// The server cannot be reached, has gone, or does not answer in time.
     #[error("{}", if .0.is_timeout() { "the server does not answer in time".to_owned() } else { .0.to_string() })]
     Connection(RedisError),
+    /// No node of the cluster answers.
+    #[error("{0}")]
+    Lost(String),
     /// The server refused the command.
     #[error("{0}")]
     Answer(RedisError),

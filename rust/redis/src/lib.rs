@@ -1,7 +1,7 @@
 //! Connections to Redis and Valkey servers and clusters: what the Redis store asks of them.
 //!
 //! ```text
-//! options -> client (a pool) -> connection of the crate `redis`
+//! options -> client (a pool) -> connection of the crate `redis`, or cluster: one to each node
 //! ```
 //!
 //! Values come from the caller's rows, and answers go into the caller's rows. Nothing here knows what the values
@@ -9,11 +9,12 @@
 #![forbid(unsafe_code)]
 
 mod client;
+mod cluster;
 mod connection;
 mod error;
 mod options;
 
 pub use client::Client;
-pub use connection::{Answer, Command, Split};
+pub use connection::{Answer, Command, Got, Put, Split};
 pub use error::{Error, Result};
 pub use options::{Address, Options, Tls};

@@ -1,17 +1,12 @@
 //! Where a server is, who we are there, and how long we wait for it.
 
+use crate::cluster::Cluster;
 use crate::connection::Server;
 use crate::error::{Error, Result};
-use redis::cluster::ClusterClientBuilder;
 use redis::io::tcp::TcpSettings;
-use redis::{
-    Client, ClientTlsConfig, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionInfo, TlsCertificates,
-};
+use redis::{Client, ClientTlsConfig, ConnectionAddr, IntoConnectionInfo, RedisConnectionInfo, TlsCertificates};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-
-/// A cluster's slots may move while a command is under way: how often it is sent again.
-const CLUSTER_RETRIES: u32 = 3;
 
 /// Where a server is.
 #[derive(Clone, Debug)]
@@ -55,7 +50,7 @@ pub struct Options {
     pub db: i64,
     /// How long connecting may take.
     pub connect_timeout: Duration,
-    /// How long the server may stay silent.
+    /// How long the server may stay silent. All silent nodes of a cluster share it, each has a quarter at least.
     pub timeout: Duration,
 }
 
@@ -79,26 +74,12 @@ impl Options {
         };
         // Without it the end of a value would wait for the server to acknowledge its beginning.
         let tcp = TcpSettings::default().set_nodelay(true);
-        let info = address.into_connection_info()?.set_redis_settings(user).set_tcp_settings(tcp.clone());
+        let info = address.into_connection_info()?.set_redis_settings(user).set_tcp_settings(tcp);
         match tls {
-            tls if self.is_cluster => self.cluster(info, tls, tcp),
+            tls if self.is_cluster => Ok(Server::Cluster(Cluster::new(info, tls, self.connect_timeout, self.timeout)?)),
             None => Ok(Server::Single(Box::new(Client::open(info)?))),
             Some(tls) => Ok(Server::Single(Box::new(Client::build_with_tls(info, tls)?))),
         }
-    }
-
-    fn cluster(&self, info: ConnectionInfo, tls: Option<TlsCertificates>, tcp: TcpSettings) -> Result<Server> {
-        let mut builder = ClusterClientBuilder::new([info])
-            .retries(CLUSTER_RETRIES)
-            .min_retry_wait(10)
-            .max_retry_wait(100)
-            .connection_timeout(self.connect_timeout)
-            .response_timeout(self.timeout)
-            .tcp_settings(tcp);
-        if let Some(tls) = tls {
-            builder = builder.certs(tls);
-        }
-        Ok(Server::Cluster(Box::new(builder.build()?)))
     }
 }
 

@@ -111,7 +111,7 @@ fn the_first_bytes_of_a_value_go_to_its_head() {
         let (mut heads, mut rows) = ([[0; 2]; 3], [[0; 4]; 3]);
         let mut lent: Vec<Split<'_>> =
             heads.iter_mut().zip(&mut rows).map(|(head, row)| (&mut head[..], &mut row[..])).collect();
-        assert_eq!(client.get(&[], &names(3), &mut lent, varies).unwrap(), [true; 3]);
+        assert_eq!(client.get(&[], &names(3), &mut lent, varies).unwrap().0, [true; 3]);
         assert_eq!(rows, [[3, 4, 5, 6], second, [0; 4]]);
         assert_eq!(heads, [[1, 2], if varies { [1, 2] } else { [0; 2] }, [0; 2]]);
     }
@@ -126,11 +126,11 @@ fn commands_run_before_the_values_in_one_round_trip() {
         _ => Some(b"-ERR unknown\r\n".to_vec()),
     });
     let first = [vec![b"ZCARD".to_vec(), b"order".to_vec()], vec![b"BAD".to_vec()]];
-    let (answers, stored) = client.put(&first, &names(2), &[&[1], &[2]], None).unwrap();
+    let (answers, stored, _) = client.put(&first, &names(2), &[&[1], &[2]], None).unwrap();
     assert!(matches!(&answers[..], [Answer::Int(7), Answer::Refused(_)]), "{answers:?}");
     assert_eq!(stored, [true; 2]);
     let mut row = [0; 4];
-    assert_eq!(client.get(&first[..1], &names(1), &mut [whole(&mut row)], false).unwrap(), [true]);
+    assert_eq!(client.get(&first[..1], &names(1), &mut [whole(&mut row)], false).unwrap().0, [true]);
     assert_eq!(row, [9; 4]);
     let verbs: Vec<Vec<u8>> = log.lock().unwrap().iter().map(|words| words[0].clone()).collect();
     assert_eq!(verbs, [&b"ZCARD"[..], b"BAD", b"SET", b"SET", b"ZCARD", b"GET"]);
@@ -143,7 +143,7 @@ fn a_value_of_another_length_leaves_its_row() {
     let mut rows = [[1_u8; 8]; 4];
     let mut get = |varies| {
         let mut lent: Vec<_> = rows.iter_mut().map(|row| whole(row)).collect();
-        assert_eq!(client.get(&[], &names(4), &mut lent, varies).unwrap(), [true; 4]);
+        assert_eq!(client.get(&[], &names(4), &mut lent, varies).unwrap().0, [true; 4]);
         rows
     };
     assert_eq!(get(false), [[5; 8], [1; 8], [1; 8], [1; 8]]);
@@ -154,7 +154,7 @@ fn a_value_of_another_length_leaves_its_row() {
 fn an_absent_value_leaves_its_row() {
     let (client, _) = server(|_, _| Some(b"$-1\r\n".to_vec()));
     let mut row = [1_u8; 8];
-    assert_eq!(client.get(&[], &names(1), &mut [whole(&mut row)], true).unwrap(), [false]);
+    assert_eq!(client.get(&[], &names(1), &mut [whole(&mut row)], true).unwrap().0, [false]);
     assert_eq!(row, [1; 8]);
 }
 
@@ -173,7 +173,7 @@ fn a_late_answer_is_not_taken_for_the_next_calls() {
     let error = client.get(&[], &names(1), &mut [whole(&mut row)], false).unwrap_err();
     assert!(error.to_string().contains("does not answer in time"), "{error}");
     release.send(()).unwrap();
-    assert_eq!(client.get(&[], &names(1), &mut [whole(&mut row)], false).unwrap(), [true]);
+    assert_eq!(client.get(&[], &names(1), &mut [whole(&mut row)], false).unwrap().0, [true]);
     assert_eq!(&row, b"next");
 }
 

@@ -13,8 +13,11 @@ use std::path::PathBuf;
 /// Commands as Python has them.
 type Commands<'py> = Vec<Vec<Bound<'py, PyBytes>>>;
 
-/// Whether each value was there, and its first bytes.
-type Found<'py> = (Bound<'py, PyArray1<bool>>, Bound<'py, PyArray2<u8>>);
+/// Whether each value was stored, answers to commands, and why nodes did not answer.
+type Stored<'py> = (Bound<'py, PyArray1<bool>>, Bound<'py, PyList>, Option<String>);
+
+/// Whether each value was there, its first bytes, and why nodes did not answer.
+type Found<'py> = (Bound<'py, PyArray1<bool>>, Bound<'py, PyArray2<u8>>, Option<String>);
 
 /// Most bytes of each value that `get` returns apart.
 const MOST_HEAD_BYTES: usize = 4096;
@@ -24,7 +27,8 @@ fn to_py(error: &Error) -> PyErr {
 }
 
 /// Connections to a Redis or Valkey server or cluster, one for each call that is under way. Calls block without the
-/// interpreter's lock.
+/// interpreter's lock. In a cluster, a node that does not answer loses its own values alone. Calls leave it out until
+/// it answers a probe, which a thread of its own sends every second.
 ///
 /// Args:
 ///     host: name of the server's machine, or with `transport="unix"` the path of its socket.
@@ -92,9 +96,10 @@ impl PyRedisClient {
     ///     lengths: bytes of each row that count.
     ///     first: commands, as for `run`, that run before in the same round trip.
     /// Returns:
-    ///     Whether the server took each, bool `[n]`, and the answers to `first`.
+    ///     Whether the server took each, bool `[n]`, the answers to `first`, and None or why nodes of a cluster do not
+    ///     answer.
     /// Raises:
-    ///     StoreError: the server does not answer.
+    ///     StoreError: the server does not answer, or no node of the cluster.
     #[pyo3(signature = (keys, rows, *, ttl_ms=None, lengths=None, first=None))]
     fn put<'py>(
         &self,
@@ -103,7 +108,7 @@ impl PyRedisClient {
         #[pyo3(from_py_with = args::ttl_ms)] ttl_ms: Option<u64>,
         #[pyo3(from_py_with = args::lengths)] lengths: Option<Vec<usize>>,
         #[pyo3(from_py_with = args::first)] first: Option<Commands<'py>>,
-    ) -> PyResult<(Bound<'py, PyArray1<bool>>, Bound<'py, PyList>)> {
+    ) -> PyResult<Stored<'py>> {
         let (names, first) = (self.names(keys)?, words_of("first", first.unwrap_or_default())?);
         let [count, width] = shape_of(rows, "rows", names.len())?;
         let lengths = lengths.unwrap_or_else(|| vec![width; count]);
@@ -115,8 +120,8 @@ impl PyRedisClient {
             let values: Vec<&[u8]> = rows.map(|(row, &length)| &row[..length]).collect();
             self.client.put(&first, &names, &values, ttl_ms)
         })?;
-        let (answers, stored) = stored.ok_or_else(|| not_rows("rows", rows))?.map_err(|error| to_py(&error))?;
-        Ok((memory::array(rows.py(), &stored, |stored| *stored)?, list_of(rows.py(), answers)?))
+        let (answers, stored, why) = stored.ok_or_else(|| not_rows("rows", rows))?.map_err(|error| to_py(&error))?;
+        Ok((memory::array(rows.py(), &stored, |stored| *stored)?, list_of(rows.py(), answers)?, why))
     }
 
     /// Read values into rows. A value of another length leaves its row as it is; with `varies` a shorter one is
@@ -129,9 +134,10 @@ impl PyRedisClient {
     ///     head_bytes: first bytes of each value that do not go into `out`, 0 to 4096.
     ///     first: as for `put`; nobody sees the answers.
     /// Returns:
-    ///     Whether there was a value, bool `[n]`, and the first bytes of each, uint8 `[n, head_bytes]`, zeros for none.
+    ///     Whether there was a value, bool `[n]`, the first bytes of each, uint8 `[n, head_bytes]`, zeros for none, and
+    ///     None or why nodes of a cluster do not answer.
     /// Raises:
-    ///     StoreError: the server does not answer, or refuses.
+    ///     StoreError: the server does not answer, or no node of the cluster, or one refuses.
     #[pyo3(signature = (keys, out, *, varies=false, head_bytes=0, first=None))]
     fn get<'py>(
         &self,
@@ -159,18 +165,20 @@ impl PyRedisClient {
             let mut rows: Vec<_> = (0..count).map(head).zip(bytes.chunks_exact_mut(width)).collect();
             self.client.get(&first, &names, &mut rows, varies)
         })?;
-        let (py, found) = (out.py(), found.map_err(|error| to_py(&error))?);
-        Ok((memory::array(py, &found, |found| *found)?, memory::filled(py, [count, head_bytes], &heads, |&byte| byte)?))
+        let (py, (found, why)) = (out.py(), found.map_err(|error| to_py(&error))?);
+        let heads = memory::filled(py, [count, head_bytes], &heads, |&byte| byte)?;
+        Ok((memory::array(py, &found, |found| *found)?, heads, why))
     }
 
-    /// Run commands in one round trip; in a cluster one after the other.
+    /// Run commands in one round trip; in a cluster in one to each node.
     ///
     /// Args:
-    ///     commands: words of bytes each, at least one.
+    ///     commands: words of bytes each, at least one; in a cluster, the second is the key.
     /// Returns:
-    ///     An answer each: an int, bytes, None or a list; or the StoreError with which the server refused.
+    ///     An answer each: an int, bytes, None or a list; or the StoreError with which the server refused. None also
+    ///     where the node of a cluster does not answer.
     /// Raises:
-    ///     StoreError: the server does not answer.
+    ///     StoreError: the server does not answer, or no node of the cluster.
     fn run<'py>(
         &self,
         py: Python<'py>,
