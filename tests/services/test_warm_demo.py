@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import obstore
 import pytest
 import redis
-from servers import serving
+from obstore.store import S3Store
+from servers import serving, serving_objects
 
 from blockyard._core import inspect_slab
 from blockyard.errors import StoreError
@@ -42,7 +44,20 @@ def valkey(tmp_path: Path) -> Iterator[tuple[str, Callable[[], int]]]:
         yield f"redis://127.0.0.1:{server.port}?size=64MiB", lambda: int(client.dbsize())
 
 
-@pytest.mark.parametrize("store", ["file_store", pytest.param("valkey", marks=pytest.mark.slow)])
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[], int]]]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cr3t")
+    with serving_objects(tmp_path, "s3cr3t") as server:
+        where = {"endpoint": f"http://127.0.0.1:{server.port}", "region": "us-east-1"}
+        client = S3Store("bucket", **where, client_options={"allow_http": True})  # type: ignore[arg-type]
+        yield f"{server.url('bucket/demo')}size=64MiB", lambda: sum(map(len, obstore.list(client, "demo/")))
+
+
+SERVERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("valkey", "bucket")]
+
+
+@pytest.mark.parametrize("store", ["file_store", *SERVERS])
 def test_a_killed_run_leaves_its_blocks_to_the_next_and_the_tokens_are_the_same(
     store: str, request: pytest.FixtureRequest
 ):
