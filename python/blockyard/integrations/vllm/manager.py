@@ -174,10 +174,16 @@ class BlockyardManager(OffloadingManager):
             InvalidArgumentError: a key is not being loaded; nothing is changed.
         """
         known = list(keys)
-        if self._flushed_loading:
-            known = [key for key in known if key in self._loading or key not in self._flushed_loading]
-        left: dict[OffloadKey, int] = {}
         loading, stale = self._loading, self._stale_loading
+        if not stale and not self._flushed_loading:
+            counts = [loading.pop(key, 0) for key in known]
+            if counts.count(1) == len(counts):  # as nearly always: one load of each key
+                self._offload.complete_load(known[::-1])
+                return
+            loading.update({key: count for key, count in zip(known, counts, strict=True) if count})
+        if self._flushed_loading:
+            known = [key for key in known if key in loading or key not in self._flushed_loading]
+        left: dict[OffloadKey, int] = {}
         for key in known:
             count = left[key] if key in left else loading.get(key, 0) + stale.get(key, 0)
             if not count:
