@@ -167,7 +167,7 @@ class ObjectStore:
         return self._store.stats()
 
     def close(self) -> None:
-        """Close the store; what is asked of it later is a miss."""
+        """Close the store; later lookups are misses."""
         self._store.close()
 
     def _parts(self, size: int) -> int:

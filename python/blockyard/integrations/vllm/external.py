@@ -68,7 +68,7 @@ class ExternalTier:
         region: host memory of all workers.
         offload: which host chunks hold which keys.
         lock: held while host chunks change hands.
-        report: is told the keys that were stored in host memory, and those that were evicted.
+        report: called with the keys that were stored in host memory, and those that were evicted.
         deadline: least seconds that a request waits; it grows by a second for every 16 MB that it asked for.
     """
 

@@ -43,7 +43,7 @@ impl PrefixIndex {
         for at in 0..former.buckets {
             for &slot in former.bucket(at)[..SLOTS].iter().filter(|&&slot| slot != 0) {
                 let block = block_of(slot);
-                self.insert(block, former.keys[block.index()]);
+                self.add(block, former.keys[block.index()]);
             }
         }
     }
@@ -78,16 +78,6 @@ impl PrefixIndex {
             }
             at = self.next(at);
         }
-    }
-
-    /// Adds a block under a key, unless some block has that key: then returns that one and changes nothing.
-    #[inline]
-    pub(crate) fn insert(&mut self, block: BlockId, key: Key) -> Option<BlockId> {
-        let found = self.find(&key);
-        if found.is_none() {
-            self.add(block, key);
-        }
-        found
     }
 
     /// Adds a block under a key that no block has.
@@ -216,7 +206,7 @@ fn slot(block: BlockId, tag: u32) -> u64 {
     u64::from(tag) << 32 | u64::from(block.0 + 1)
 }
 
-/// Length of an array by block id that is to include a block: some pages more, within what was reserved.
+/// New length of an array that is indexed by block id and must include this block: rounded up, within its capacity.
 pub(crate) fn grown(block: BlockId, capacity: usize) -> usize {
     (block.index() + 1).next_multiple_of(1024).min(capacity.max(block.index() + 1))
 }
@@ -248,8 +238,9 @@ mod tests {
             for (add, n) in ops {
                 let block = BlockId(n);
                 if add && !model.contains_key(&n) {
-                    prop_assert_eq!(index.insert(block, key(n)), None);
-                    prop_assert_eq!(index.insert(BlockId(23 - n), key(n)), Some(block));
+                    prop_assert_eq!(index.find(&key(n)), None);
+                    index.add(block, key(n));
+                    prop_assert_eq!(index.find(&key(n)), Some(block));
                     model.insert(n, block);
                     if n % 3 == 0 {
                         index.rename(block, BlockId(spare + n), key(n).tag());

@@ -121,19 +121,14 @@ impl PrefixCache {
     /// Publishes a block with a former key of that tag, 0 for none, unless another block has the new key.
     #[inline]
     pub(crate) fn publish(&mut self, block: BlockId, former: u32, key: Key, depth: u32) -> Published {
+        if let Some(other) = self.index.find(&key) {
+            return if other == block { Published::Before } else { Published::As(other) };
+        }
         if former != 0 {
-            if let Some(other) = self.index.find(&key) {
-                return if other == block { Published::Before } else { Published::As(other) };
-            }
             self.index.remove(block, former);
-        }
-        if let Some(other) = self.index.insert(block, key) {
-            return Published::As(other);
-        }
-        self.order.publish(block, depth, key.tag());
-        if former != 0 {
             self.note_removal(block, Reason::Replaced, false);
         }
+        self.add(block, key, depth);
         Published::Now
     }
 

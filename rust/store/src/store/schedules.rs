@@ -133,7 +133,7 @@ fn callers_by_key_find_right_blocks_whatever_the_schedule() {
     check_pct(callers_by_key, 400, 3);
 }
 
-/// Whoever waits while another closes is told; nobody is left behind.
+/// A thread that waits while another closes the store wakes up.
 fn close_meanwhile() {
     let store = store();
     let other = Arc::clone(&store);

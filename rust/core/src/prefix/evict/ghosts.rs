@@ -44,7 +44,7 @@ const PLACES_IN_FIRST_CACHE: usize = 12 << 10;
 const MOST_SPARSE: u16 = 4;
 /// Places that a core's cache holds: larger pools are remembered for a shorter time.
 const PLACES_IN_CACHE: usize = 1 << 19;
-/// Ages that are told apart, in halves of the pool.
+/// Number of distinct ages, in halves of the pool.
 pub(super) const AGES: usize = 1 << AGE_BITS;
 const AGE_BITS: u32 = 4;
 /// Tags that are looked at together.

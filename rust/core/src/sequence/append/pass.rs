@@ -97,7 +97,7 @@ fn advance(row: &mut Row, slot: &mut i64, open: TicketId) {
 }
 
 impl First<'_> {
-    /// One token a row, as in every decode step. No instruction here is for nothing.
+    /// One token a row, as in every decode step: the hottest loop, so each instruction counts.
     #[inline(never)]
     fn one<const TABLES: bool>(self, sequences: &[SequenceId], slots: &mut [i64]) -> Passed {
         let Self { rows, epoch, open, mut left } = self;
