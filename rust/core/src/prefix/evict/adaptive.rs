@@ -1,13 +1,13 @@
 //! The rule that has the most hits just now, found out by miniature caches.
 
-use super::ghosts::Aged;
-use super::miniature::Miniature;
+use super::ghosts::Sample;
+use super::miniature::{Chain, Miniatures};
 use super::segments::{Rule, Segments};
 use super::{Departure, Evictor};
 use crate::id::BlockId;
 
 /// The rules that are tried; the first one until there is reason for another.
-const RULES: [Rule; 5] = [Rule::Once(102), Rule::Oldest, Rule::Chances(10), Rule::Long(102), Rule::Keep];
+const RULES: [Rule; 4] = [Rule::Chances(10), Rule::Oldest, Rule::Once(205), Rule::Keep];
 /// Blocks of the miniature cache of a large pool.
 const MANY_BLOCKS: usize = 512;
 /// In smaller pools one block in so many is followed, which keeps the cost low, ...
@@ -82,8 +82,7 @@ impl Scores {
 #[derive(Debug, Clone)]
 pub(crate) struct Adaptive {
     segments: Segments,
-    /// One a rule.
-    miniatures: Vec<Miniature>,
+    miniatures: Miniatures<{ RULES.len() }>,
     /// Blocks of the pool that they stand for.
     modelled: usize,
     scores: Box<Scores>,
@@ -92,26 +91,25 @@ pub(crate) struct Adaptive {
     highest: u32,
     /// Tags of the chains that were released since the last choice, as far as they are followed.
     tags: Vec<u32>,
-    /// Where each of these chains ends, and its hits.
-    chains: Vec<(usize, [usize; RULES.len()])>,
+    chains: Vec<Chain<{ RULES.len() }>>,
     /// Blocks to follow between two choices.
     between_choices: usize,
     current: usize,
 }
 
-/// One miniature a rule for a pool of so many blocks; one block in so many is followed.
-fn miniatures(blocks: usize) -> (Vec<Miniature>, u32) {
+/// Miniatures for a pool of so many blocks; one block in so many is followed.
+fn miniatures(blocks: usize) -> (Miniatures<{ RULES.len() }>, u32) {
     let dense = (blocks / 16).pow(2) / (DENSE_BLOCKS / 16).pow(2);
     let one_in = dense.min(SPARSE.max(blocks / MANY_BLOCKS)).max(1);
-    let miniatures = RULES.map(|rule| Miniature::new(blocks / one_in, rule, Aged::one_in(blocks)));
-    (miniatures.into(), u32::try_from(one_in).unwrap_or(u32::MAX))
+    let miniatures = Miniatures::new(blocks / one_in, RULES, Sample::one_in(blocks));
+    (miniatures, u32::try_from(one_in).unwrap_or(u32::MAX))
 }
 
 impl Adaptive {
     pub(crate) fn new(blocks: usize) -> Self {
         let (miniatures, one_in) = miniatures(blocks);
         Self {
-            segments: Segments::new(blocks, RULES[0], Aged::one_in(blocks)),
+            segments: Segments::new(blocks, RULES[0], Sample::one_in(blocks)),
             miniatures,
             modelled: blocks,
             scores: Box::default(),
@@ -124,19 +122,12 @@ impl Adaptive {
         }
     }
 
-    /// Follows the chains that were released since the last choice, one miniature after the other so that each is read once,
-    /// and makes a choice.
+    /// Follows the chains that were released since the last choice, and makes a choice.
     #[inline(never)]
     fn follow(&mut self) {
-        for (rule, miniature) in self.miniatures.iter_mut().enumerate() {
-            let mut start = 0;
-            for (end, hits) in &mut self.chains {
-                hits[rule] = miniature.follow(&self.tags[start..*end]);
-                start = *end;
-            }
-        }
-        for (_, hits) in self.chains.drain(..) {
-            self.scores.add(hits);
+        self.miniatures.follow(&self.tags, &mut self.chains);
+        for chain in self.chains.drain(..) {
+            self.scores.add(chain.hits);
         }
         self.tags.clear();
         self.current = self.scores.best(self.current);
@@ -194,8 +185,8 @@ impl Evictor for Adaptive {
 
     fn begin_chain(&mut self) {
         let end = self.tags.len();
-        if end > self.chains.last().map_or(0, |&(end, _)| end) {
-            self.chains.push((end, [0; RULES.len()]));
+        if end > self.chains.last().map_or(0, |chain| chain.end) {
+            self.chains.push(Chain { end, hits: [0; RULES.len()] });
             if end >= self.between_choices {
                 self.follow();
             }

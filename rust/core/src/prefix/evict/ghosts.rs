@@ -35,45 +35,31 @@ fn mark(tag: u32) -> u16 {
     u16::from_le_bytes([low, high]).max(1)
 }
 
-/// Pools whose blocks are remembered with their ages.
-const POOLS: usize = 4;
 /// Places that the first cache of a core holds, beside other things: a pool that needs more of them remembers a sample. Of a
 /// chain that comes back that is enough: what is known of a block holds for all blocks before it.
 const PLACES_IN_FIRST_CACHE: usize = 12 << 10;
 /// At least one block in so many is remembered.
 const MOST_SPARSE: u16 = 4;
-/// Places that a core's cache holds: larger pools are remembered for a shorter time.
-const PLACES_IN_CACHE: usize = 1 << 19;
-/// Number of distinct ages, in halves of the pool.
-pub(super) const AGES: usize = 1 << AGE_BITS;
-const AGE_BITS: u32 = 4;
 /// Tags that are looked at together.
 const TOGETHER: usize = 128;
 
-/// What a pool let go and how long ago, of a sample of tags: four bits of a place are the age, the others the tag's.
+/// A sample of the tags that a pool let go. Half of them are forgotten after .7 pools.
 #[derive(Debug, Clone)]
-pub(super) struct Aged {
+pub(super) struct Sample {
     places: Ghosts,
     /// One tag in so many is remembered, a power of 2.
     one_in: u16,
-    /// In halves of the pool, of which a place has the last bits.
-    now: u16,
-    half: usize,
-    until_next: usize,
 }
 
-impl Aged {
+impl Sample {
     /// For a pool of so many blocks, of which one in `one_in` is remembered, a power of 2.
     pub(super) fn new(blocks: usize, one_in: u16) -> Self {
-        let half = (blocks / 2).max(1);
-        let sampled = blocks.div_ceil(usize::from(one_in));
-        let places = (POOLS * sampled).min(PLACES_IN_CACHE).max(sampled);
-        Self { places: Ghosts::new(places), one_in, now: 0, half, until_next: half }
+        Self { places: Ghosts::new(blocks.div_ceil(usize::from(one_in))), one_in }
     }
 
     /// One block in how many a pool of so many blocks remembers.
     pub(super) fn one_in(blocks: usize) -> u16 {
-        let fits = |&one_in: &u16| POOLS * blocks / usize::from(one_in) <= PLACES_IN_FIRST_CACHE;
+        let fits = |&one_in: &u16| blocks / usize::from(one_in) <= PLACES_IN_FIRST_CACHE;
         [1, 2].into_iter().find(fits).unwrap_or(MOST_SPARSE)
     }
 
@@ -83,13 +69,7 @@ impl Aged {
         mark(tag) & (self.one_in - 1) == 0
     }
 
-    /// The tag, or 0 if it is not remembered: all those look at one place, which is in the cache.
-    #[inline]
-    fn where_sampled(&self, tag: u32) -> u32 {
-        tag * u32::from(self.is_sampled(tag))
-    }
-
-    /// Remembers tags; they count as at most one half of the pool.
+    /// Remembers tags.
     pub(super) fn insert(&mut self, tags: &[u32]) {
         for tags in tags.chunks(TOGETHER) {
             // First which ones, without a branch that would be mispredicted.
@@ -99,42 +79,18 @@ impl Aged {
                 count += usize::from(self.is_sampled(tag));
             }
             for &tag in &sample[..count] {
-                let mark = aged(tag, self.now);
-                if let Some(place) = self.places.place(tag) {
-                    *place = mark;
-                }
+                self.places.insert(tag);
             }
         }
-        let Some(left) = self.until_next.checked_sub(tags.len()) else {
-            self.now = self.now.wrapping_add(1);
-            self.until_next = self.half;
-            return;
-        };
-        self.until_next = left;
     }
 
-    /// Forgets a tag; returns its age, if it was there.
+    /// Forgets a tag; returns whether it was there.
     #[inline]
-    pub(super) fn take(&mut self, tag: u32) -> Option<u16> {
-        let (now, is_sampled) = (self.now, self.is_sampled(tag));
-        let at = self.where_sampled(tag);
-        let place = self.places.place(at)?;
-        let age = now.wrapping_sub(*place) & AGE;
-        let is_there = (*place == aged(tag, now.wrapping_sub(age))) & is_sampled;
-        is_there.then(|| {
-            *place = 0;
-            age
-        })
+    pub(super) fn take(&mut self, tag: u32) -> bool {
+        let is_sampled = self.is_sampled(tag);
+        // All tags that are not remembered look at one place, which is in the cache.
+        self.places.take(tag * u32::from(is_sampled)) & is_sampled
     }
-}
-
-/// Bits of a place that are the age.
-const AGE: u16 = (1 << AGE_BITS) - 1;
-
-/// What is remembered of a tag that is let go at some time, never 0.
-#[inline]
-fn aged(tag: u32, time: u16) -> u16 {
-    (mark(tag) | 1 << AGE_BITS) & !AGE | time & AGE
 }
 
 #[cfg(test)]

@@ -1,206 +1,201 @@
-//! A small cache that follows a sample of the blocks under one rule, to see how many hits the rule would have.
+//! Small caches that follow the same sample of blocks, each under a rule of its own, to see how many hits each rule would
+//! have.
 //!
 //! Source: Waldspurger, Saemundsson, Ahmad and Park, "Cache modeling and optimization using miniature simulations",
 //! USENIX ATC 2017.
 
 use super::segments::{Rule, Segments};
 use crate::id::BlockId;
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
-/// Blocks by their tags: open addressing with linear probing, at least twice as many slots as blocks.
-#[derive(Debug, Clone)]
-struct Directory {
-    /// A block's number plus 1, or 0.
-    slots: Vec<u16>,
-    /// By block.
+/// Spreads tags, whose lowest bits are alike.
+#[derive(Debug, Clone, Default)]
+struct TagHasher(u64);
+
+impl Hasher for TagHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.write_u32(byte.into()));
+    }
+
+    #[inline]
+    fn write_u32(&mut self, tag: u32) {
+        self.0 = (self.0 ^ u64::from(tag)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+/// The followed blocks that some cache has: all caches have the same number for a tag.
+#[derive(Debug, Clone, Default)]
+struct Followed {
+    numbers: HashMap<u32, BlockId, BuildHasherDefault<TagHasher>>,
+    /// By number; 0 for one that no tag has.
     tags: Vec<u32>,
+    /// Numbers that no tag has.
+    free: Vec<BlockId>,
 }
 
-impl Directory {
-    fn new(blocks: usize) -> Self {
-        let blocks = blocks.min(usize::from(u16::MAX) - 1);
-        Self { slots: vec![0; (2 * blocks).next_power_of_two()], tags: vec![0; blocks] }
+impl Followed {
+    #[inline]
+    fn number(&mut self, tag: u32) -> BlockId {
+        *self.numbers.entry(tag).or_insert_with(|| {
+            let number = self.free.pop().unwrap_or_else(|| {
+                self.tags.push(0);
+                BlockId(u32::try_from(self.tags.len() - 1).unwrap_or(u32::MAX))
+            });
+            self.tags[number.index()] = tag;
+            number
+        })
     }
 
-    /// Where the search for a tag begins.
+    /// No cache has the block any more.
     #[inline]
-    fn home(&self, tag: u32) -> usize {
-        tag.wrapping_mul(0x9e37_79b1).rotate_left(16) as usize & (self.slots.len() - 1)
-    }
-
-    #[inline]
-    fn next(&self, at: usize) -> usize {
-        (at + 1) & (self.slots.len() - 1)
-    }
-
-    /// The slot of a tag, or the empty one where it would be; and the block there.
-    #[inline]
-    fn search(&self, tag: u32) -> (usize, Option<BlockId>) {
-        let mut at = self.home(tag);
-        while let Some(block) = self.slots[at].checked_sub(1) {
-            if self.tags[usize::from(block)] == tag {
-                return (at, Some(BlockId(u32::from(block))));
-            }
-            at = self.next(at);
+    fn remove(&mut self, number: BlockId) {
+        let tag = std::mem::take(&mut self.tags[number.index()]);
+        if tag != 0 {
+            self.numbers.remove(&tag);
+            self.free.push(number);
         }
-        (at, None)
-    }
-
-    #[inline]
-    fn find(&self, tag: u32) -> Option<BlockId> {
-        self.search(tag).1
-    }
-
-    /// Gives a block, which has none, a tag, unless some block has it; returns whether none had.
-    #[inline]
-    fn insert(&mut self, block: BlockId, tag: u32) -> bool {
-        let (at, there) = self.search(tag);
-        if there.is_none() {
-            self.tags[block.index()] = tag;
-            self.slots[at] = u16::try_from(block.0 + 1).unwrap_or_default();
-        }
-        there.is_none()
-    }
-
-    /// Takes a block's tag away, and returns it. Slots behind move up, so that no search ends too soon.
-    fn remove(&mut self, block: BlockId) -> u32 {
-        let tag = self.tags[block.index()];
-        let mask = self.slots.len() - 1;
-        let mut hole = self.search(tag).0;
-        let mut at = self.next(hole);
-        while let Some(moved) = self.slots[at].checked_sub(1) {
-            let from_home = at.wrapping_sub(self.home(self.tags[usize::from(moved)])) & mask;
-            if from_home >= at.wrapping_sub(hole) & mask {
-                self.slots[hole] = self.slots[at];
-                hole = at;
-            }
-            at = self.next(at);
-        }
-        self.slots[hole] = 0;
-        tag
     }
 }
 
-/// No block of a miniature.
-const ABSENT: BlockId = BlockId(u32::MAX);
-
+/// Blocks of a sample that a sequence used, and how many of them each cache had.
 #[derive(Debug, Clone)]
-pub(super) struct Miniature {
-    segments: Segments,
-    blocks: Directory,
-    /// Blocks that have never been used, from this one on.
-    unused: u32,
-    /// Blocks of the chain that is being followed.
-    chain: Vec<BlockId>,
-    /// Blocks without a tag that have been used, and the tags that they had.
-    empty: Vec<BlockId>,
+pub(super) struct Chain<const RULES: usize> {
+    /// Where its tags end among those of all chains.
+    pub(super) end: usize,
+    pub(super) hits: [usize; RULES],
+}
+
+/// One cache a rule.
+#[derive(Debug, Clone)]
+pub(super) struct Miniatures<const RULES: usize> {
+    /// Blocks that each cache has room for.
+    blocks: usize,
+    caches: [Segments; RULES],
+    followed: Followed,
+    /// Blocks that some cache let go or had no room for since they were last looked through.
+    gone: Vec<BlockId>,
+    /// What is needed while chains are followed: the blocks of all, those of one with the tags that a cache lacks, and tags
+    /// that a cache let go.
+    used: Vec<BlockId>,
+    chain: Vec<(BlockId, u32)>,
     former: Vec<u32>,
 }
 
-impl Miniature {
+impl<const RULES: usize> Miniatures<RULES> {
     /// Of the blocks that go, one in `ghosts_one_in` is remembered.
-    pub(super) fn new(blocks: usize, rule: Rule, ghosts_one_in: u16) -> Self {
+    pub(super) fn new(blocks: usize, rules: [Rule; RULES], ghosts_one_in: u16) -> Self {
         Self {
-            segments: Segments::new(blocks, rule, ghosts_one_in),
-            blocks: Directory::new(blocks),
-            unused: 0,
+            blocks,
+            caches: rules.map(|rule| Segments::new(blocks, rule, ghosts_one_in)),
+            followed: Followed::default(),
+            gone: Vec::new(),
+            used: Vec::new(),
             chain: Vec::new(),
-            empty: Vec::new(),
             former: Vec::new(),
         }
     }
 
-    /// A sequence has used blocks with these tags, the last one first; returns how many of them this cache has.
-    pub(super) fn follow(&mut self, tags: &[u32]) -> usize {
-        let Self { segments, blocks, chain, .. } = self;
+    /// Sequences have used blocks with these tags, the last one of each first.
+    pub(super) fn follow(&mut self, tags: &[u32], chains: &mut [Chain<RULES>]) {
+        let mut used = std::mem::take(&mut self.used);
+        used.clear();
+        used.extend(tags.iter().map(|&tag| self.followed.number(tag)));
+        // One cache after the other, so that each is read once.
+        for rule in 0..RULES {
+            self.caches[rule].make_room(self.followed.tags.len());
+            let mut start = 0;
+            for Chain { end, hits } in &mut *chains {
+                hits[rule] = self.follow_one(rule, &used[start..*end]);
+                start = *end;
+            }
+        }
+        self.used = used;
+        for block in self.gone.drain(..) {
+            if !self.caches.iter().any(|cache| cache.rings().contains(block)) {
+                self.followed.remove(block);
+            }
+        }
+    }
+
+    /// A sequence has used these blocks, the last one first; returns how many of them this cache has.
+    fn follow_one(&mut self, rule: usize, used: &[BlockId]) -> usize {
+        let Self { followed, gone, chain, former, .. } = self;
+        let cache = &mut self.caches[rule];
         // The blocks that are there leave the order of eviction before others take room.
         let mut hits = 0;
         chain.clear();
-        // A block that is released twice counts once.
-        chain.extend(tags.iter().rev().map(|&tag| match blocks.find(tag) {
-            Some(block) if segments.remove(block, true) => {
-                hits += 1;
-                block
-            }
-            _ => ABSENT,
+        chain.extend(used.iter().rev().map(|&block| {
+            let is_hit = cache.remove(block, true);
+            hits += usize::from(is_hit);
+            (block, if is_hit { 0 } else { followed.tags[block.index()] })
         }));
-        if hits < tags.len() {
-            self.fill(tags, tags.len() - hits);
+        if hits < used.len() {
+            let excess = (cache.rings().len() + used.len()).saturating_sub(self.blocks);
+            if excess > 0 {
+                let first = gone.len();
+                cache.pop_into(excess, gone);
+                former.clear();
+                former.extend(gone[first..].iter().map(|block| followed.tags[block.index()]));
+                cache.evicted(former);
+            }
+            let mut room = self.blocks - cache.rings().len() - hits;
+            chain.retain(|&(block, tag)| {
+                if tag != 0 && room == 0 {
+                    gone.push(block);
+                    return false;
+                }
+                if tag != 0 {
+                    room -= 1;
+                    cache.publish(block, tag);
+                }
+                true
+            });
         }
-        self.segments.begin_chain();
-        for &block in self.chain.iter().rev() {
-            self.segments.insert(block);
+        cache.begin_chain();
+        for &(block, _) in chain.iter().rev() {
+            // A block that is released twice counts once.
+            if !cache.rings().contains(block) {
+                cache.insert(block);
+            }
         }
         hits
-    }
-
-    /// Gives blocks to the tags of the chain that have none, as far as there are blocks.
-    fn fill(&mut self, tags: &[u32], absent: usize) {
-        self.make_empty(absent);
-        let (segments, blocks, chain) = (&mut self.segments, &mut self.blocks, &mut self.chain);
-        for (place, &tag) in chain.iter_mut().zip(tags.iter().rev()).filter(|(place, _)| **place == ABSENT) {
-            let Some(&block) = self.empty.last() else { break };
-            if blocks.insert(block, tag) {
-                self.empty.pop();
-                segments.publish(block, tag);
-                *place = block;
-            }
-        }
-        chain.retain(|&block| block != ABSENT);
-    }
-
-    /// Empties blocks until there are so many, or none is left. Blocks that are released twice leave some.
-    fn make_empty(&mut self, count: usize) {
-        while self.empty.len() < count && (self.unused as usize) < self.blocks.tags.len() {
-            self.empty.push(BlockId(self.unused));
-            self.unused += 1;
-        }
-        let first = self.empty.len();
-        if first < count {
-            self.segments.pop_into(count - first, &mut self.empty);
-            self.former.clear();
-            for &block in &self.empty[first..] {
-                self.former.push(self.blocks.remove(block));
-            }
-            self.segments.evicted(&self.former);
-        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
-    use std::collections::HashMap;
-    use std::collections::hash_map::Entry;
-
-    proptest! {
-        #[test]
-        fn a_directory_finds_what_a_map_finds(ops in prop::collection::vec((0u32..12, 1u32..40), 0..300)) {
-            // Tags that begin at few slots, so that searches run on and wrap around.
-            let tag = |n: u32| (n % 3 + 1) << 28 | n << 4;
-            let mut directory = Directory::new(12);
-            let mut model: HashMap<u32, u32> = HashMap::new();
-            for (block, n) in ops {
-                let held = model.iter().find(|&(_, &at)| at == block).map(|(&tag, _)| tag);
-                if let Some(held) = held {
-                    prop_assert_eq!(directory.remove(BlockId(block)), held);
-                    model.remove(&held);
-                } else if let Entry::Vacant(entry) = model.entry(tag(n)) {
-                    prop_assert!(directory.insert(BlockId(block), tag(n)) && !directory.insert(BlockId(12), tag(n)));
-                    entry.insert(block);
-                }
-                for n in 1..40 {
-                    prop_assert_eq!(directory.find(tag(n)), model.get(&tag(n)).copied().map(BlockId));
-                }
-            }
-        }
-    }
 
     #[test]
     fn a_block_that_is_released_twice_counts_once() {
-        let mut miniature = Miniature::new(4, Rule::Once(512), 1);
-        assert_eq!(miniature.follow(&[16, 8, 16]), 0);
-        assert_eq!(miniature.follow(&[16, 16, 8]), 2);
-        assert_eq!(miniature.segments.rings().len(), 2);
+        let mut miniatures = Miniatures::new(4, [Rule::Once(512), Rule::Oldest], 1);
+        for (tags, hits) in [([16, 8, 16], 0), ([16, 16, 8], 2)] {
+            let mut chains = [Chain { end: 3, hits: [0; 2] }];
+            miniatures.follow(&tags, &mut chains);
+            assert_eq!(chains[0].hits, [hits; 2]);
+        }
+        assert!(miniatures.caches.iter().all(|cache| cache.rings().len() == 2));
+    }
+
+    #[test]
+    fn what_no_cache_has_is_forgotten() {
+        let mut miniatures = Miniatures::new(8, [Rule::Once(102), Rule::Oldest, Rule::Keep], 1);
+        for first in 1..2000u32 {
+            // Some chains are longer than the caches.
+            let tags: Vec<u32> = (first..first + first % 12).rev().map(|tag| tag * 16).collect();
+            miniatures.follow(&tags, &mut [Chain { end: tags.len(), hits: [0; 3] }]);
+            let Followed { numbers, tags, free } = &miniatures.followed;
+            assert!(numbers.len() <= 3 * 8 && numbers.len() + free.len() == tags.len());
+            for (number, &tag) in tags.iter().enumerate() {
+                let number = BlockId(u32::try_from(number).unwrap());
+                assert_eq!(tag != 0, miniatures.caches.iter().any(|cache| cache.rings().contains(number)));
+                assert_eq!(numbers.get(&tag).copied(), (tag != 0).then_some(number));
+            }
+        }
     }
 }

@@ -1,8 +1,8 @@
 //! Policies against plain models: lists that are searched from their beginning.
 
 use super::arc::Arc;
-use super::ghosts::{Aged, Ghosts};
-use super::miniature::Miniature;
+use super::ghosts::{Ghosts, Sample};
+use super::miniature::{Chain, Miniatures};
 use super::policy::Lfu;
 use super::s3fifo::{S3Fifo, S3FifoSettings};
 use super::segments::{Rule, Segments};
@@ -234,7 +234,7 @@ impl Plain for Reported {
 /// Classes: 0 on probation or used once, 1 on probation, 2 used once, 3 to 5 used again.
 struct SegmentsModel {
     rule: Rule,
-    ghosts: Aged,
+    ghosts: Sample,
     chains: usize,
     fresh: usize,
     /// Blocks of the chain that is being released, and of the longest of late.
@@ -246,7 +246,7 @@ impl Choice for SegmentsModel {
     fn class(&mut self, before: Option<usize>, tag: u32) -> usize {
         match before {
             Some(class) => (class.max(2) + 1).min(5),
-            None => usize::from(self.ghosts.take(tag).is_some_and(|age| self.rule.knows(tag, age))) * 3,
+            None => usize::from(self.ghosts.take(tag) && self.rule != Rule::Keep) * 3,
         }
     }
 
@@ -265,9 +265,7 @@ impl Choice for SegmentsModel {
         let once = entries.iter().filter(|entry| entry.class == 2).count();
         loop {
             match self.rule {
-                Rule::Once(share) | Rule::Long(share) | Rule::Chances(share)
-                    if once > BLOCKS * usize::from(share) / 1024 =>
-                {
+                Rule::Once(share) | Rule::Chances(share) if once > BLOCKS * usize::from(share) / 1024 => {
                     return first(entries, |entry| entry.class == 2).unwrap();
                 }
                 Rule::Chances(_) if entries[0].class > 3 => {
@@ -296,11 +294,7 @@ impl Choice for SegmentsModel {
 
 fn rules() -> impl Strategy<Value = Rule> {
     let shares = [10, 300, 700];
-    let rules = shares.map(Rule::Once).into_iter().chain(shares.map(Rule::Chances)).chain([
-        Rule::Long(300),
-        Rule::Oldest,
-        Rule::Keep,
-    ]);
+    let rules = shares.map(Rule::Once).into_iter().chain(shares.map(Rule::Chances)).chain([Rule::Oldest, Rule::Keep]);
     prop::sample::select(rules.collect::<Vec<_>>())
 }
 
@@ -381,23 +375,32 @@ proptest! {
         one_in in prop::sample::select(vec![1u16, 2, 4]),
     ) {
         let mut segments = Reported(Segments::new(BLOCKS, rule, one_in), HashMap::new());
-        let ghosts = Aged::new(BLOCKS, one_in);
+        let ghosts = Sample::new(BLOCKS, one_in);
         let model = SegmentsModel { rule, ghosts, chains: 0, fresh: 2, inserted: 0, longest: 0 };
         prop_assert_eq!(serve(&mut segments, &prompts), serve(&mut Model::new(model), &prompts));
     }
 
     #[test]
-    fn a_miniature_that_follows_all_blocks_has_the_hits_of_the_pool(
+    fn miniatures_that_follow_all_blocks_have_the_hits_of_the_pool(
         prompts in prompts(),
-        rule in rules(),
+        rules in [rules(), rules()],
         one_in in prop::sample::select(vec![1u16, 2, 4]),
+        together in 1usize..4,
     ) {
-        let (_, hits) = serve(&mut Reported(Segments::new(BLOCKS, rule, one_in), HashMap::new()), &prompts);
-        let mut miniature = Miniature::new(BLOCKS, rule, one_in);
-        let followed = prompts.iter().map(|prompt| {
-            let chain: Vec<u32> = prompt.iter().rev().copied().collect();
-            miniature.follow(&chain)
-        });
-        prop_assert_eq!(followed.sum::<usize>(), hits);
+        let pool = |rule| serve(&mut Reported(Segments::new(BLOCKS, rule, one_in), HashMap::new()), &prompts).1;
+        let mut miniatures = Miniatures::new(BLOCKS, rules, one_in);
+        let mut hits = [0, 0];
+        for prompts in prompts.chunks(together) {
+            let (mut tags, mut chains) = (Vec::new(), Vec::new());
+            for prompt in prompts {
+                tags.extend(prompt.iter().rev());
+                chains.push(Chain { end: tags.len(), hits: [0; 2] });
+            }
+            miniatures.follow(&tags, &mut chains);
+            for chain in chains {
+                hits = [0, 1].map(|rule| hits[rule] + chain.hits[rule]);
+            }
+        }
+        prop_assert_eq!(hits, rules.map(pool));
     }
 }

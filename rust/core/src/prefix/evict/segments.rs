@@ -4,7 +4,7 @@
 //! block is in the segment of those behind it, or in a later one, and each segment is in the order of release. So no block
 //! goes before one that needs it, as long as blocks of a later segment go only if no earlier one has an older block.
 
-use super::ghosts::{AGES, Aged};
+use super::ghosts::Sample;
 use crate::id::BlockId;
 use crate::ring::Rings;
 
@@ -30,8 +30,6 @@ const PROBATION_CHAINS: usize = 2;
 pub(super) enum Rule {
     /// As long as blocks used once are more than so many in 1024: the oldest of these.
     Once(u16),
-    /// The same, and blocks that went long ago are known again.
-    Long(u16),
     /// As `Once`; and the oldest of the others stays once more for each further time that it was used.
     Chances(u16),
     /// The least recently used.
@@ -41,22 +39,6 @@ pub(super) enum Rule {
     Keep,
 }
 
-impl Rule {
-    /// Whether a block counts as used again that was let go `age` halves of the pool ago. Other rules than
-    /// [`Rule::Long`] know few of what went long ago: of prompts that come round in a loop only some displace others.
-    #[inline]
-    pub(super) fn knows(self, tag: u32, age: u16) -> bool {
-        match self {
-            Self::Long(_) => true,
-            Self::Once(_) | Self::Chances(_) | Self::Oldest => tag.to_le_bytes()[1] < KNOWN[usize::from(age)],
-            Self::Keep => false,
-        }
-    }
-}
-
-/// How many of 256 blocks are known, by age: together with those that [`Aged`] forgets, half of them after .7 pools.
-const KNOWN: [u8; AGES] = [255, 176, 121, 83, 57, 39, 27, 19, 13, 9, 6, 4, 3, 2, 1, 1];
-
 #[derive(Debug, Clone)]
 pub(super) struct Segments {
     rule: Rule,
@@ -65,7 +47,7 @@ pub(super) struct Segments {
     notes: Vec<u32>,
     /// Blocks in each segment.
     lens: [usize; 3],
-    ghosts: Aged,
+    ghosts: Sample,
     blocks: usize,
     /// Most hits of a block of the chain that is being released, as bits of a note.
     floor: u32,
@@ -86,7 +68,7 @@ impl Segments {
             rings: Rings::new(blocks, 3),
             notes: vec![0; blocks],
             lens: [0; 3],
-            ghosts: Aged::new(blocks, ghosts_one_in),
+            ghosts: Sample::new(blocks, ghosts_one_in),
             blocks,
             floor: 0,
             fresh: ONCE,
@@ -152,7 +134,7 @@ impl Segments {
 
     #[inline]
     pub(super) fn publish(&mut self, block: BlockId, tag: u32) {
-        let came_back = self.ghosts.take(tag).is_some_and(|age| self.rule.knows(tag, age));
+        let came_back = self.ghosts.take(tag) & (self.rule != Rule::Keep);
         self.notes[block.index()] = (tag & TAG) | if came_back { HIT } else { 0 };
     }
 
@@ -208,7 +190,7 @@ impl Segments {
         if again == 0 {
             return (ONCE, once);
         }
-        if let Rule::Once(share) | Rule::Long(share) | Rule::Chances(share) = self.rule {
+        if let Rule::Once(share) | Rule::Chances(share) = self.rule {
             let kept = (self.blocks * usize::from(share)) >> 10;
             if once > kept {
                 return (ONCE, once - kept);
@@ -218,12 +200,17 @@ impl Segments {
         (if is_older { AGAIN } else { ONCE }, 1)
     }
 
+    /// Makes room for blocks with numbers up to this one.
+    pub(super) fn make_room(&mut self, blocks: usize) {
+        self.rings.make_room(blocks);
+        self.notes.resize(blocks.max(self.notes.len()), 0);
+    }
+
     pub(super) fn resize(&mut self, blocks: usize) {
         if blocks > self.notes.len() {
-            self.rings.make_room(blocks);
-            self.notes.resize(blocks, 0);
+            self.make_room(blocks);
             // A tag's place depends on the size of the table.
-            self.ghosts = Aged::new(blocks, Aged::one_in(blocks));
+            self.ghosts = Sample::new(blocks, Sample::one_in(blocks));
         }
         self.blocks = blocks;
     }
