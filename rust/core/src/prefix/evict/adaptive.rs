@@ -101,7 +101,7 @@ pub(crate) struct Adaptive {
 fn miniatures(blocks: usize) -> (Miniatures<{ RULES.len() }>, u32) {
     let dense = (blocks / 16).pow(2) / (DENSE_BLOCKS / 16).pow(2);
     let one_in = dense.min(SPARSE.max(blocks / MANY_BLOCKS)).max(1);
-    let miniatures = Miniatures::new(blocks / one_in, RULES, Sample::one_in(blocks));
+    let miniatures = Miniatures::new(blocks / one_in, RULES);
     (miniatures, u32::try_from(one_in).unwrap_or(u32::MAX))
 }
 

@@ -15,6 +15,14 @@ impl Ghosts {
         self.place(tag).is_some_and(|place| std::mem::replace(place, mark(tag)) == 0)
     }
 
+    /// Remembers a tag.
+    #[inline]
+    fn replace(&mut self, tag: u32) {
+        if let Some(place) = self.place(tag) {
+            *place = mark(tag);
+        }
+    }
+
     /// Forgets a tag; returns whether it was there.
     #[inline]
     pub(super) fn take(&mut self, tag: u32) -> bool {
@@ -39,7 +47,7 @@ fn mark(tag: u32) -> u16 {
 /// chain that comes back that is enough: what is known of a block holds for all blocks before it.
 const PLACES_IN_FIRST_CACHE: usize = 12 << 10;
 /// At least one block in so many is remembered.
-const MOST_SPARSE: u16 = 4;
+const MOST_SPARSE: u32 = 4;
 /// Tags that are looked at together.
 const TOGETHER: usize = 128;
 
@@ -48,29 +56,33 @@ const TOGETHER: usize = 128;
 pub(super) struct Sample {
     places: Ghosts,
     /// One tag in so many is remembered, a power of 2.
-    one_in: u16,
+    one_in: u32,
 }
 
 impl Sample {
     /// For a pool of so many blocks, of which one in `one_in` is remembered, a power of 2.
-    pub(super) fn new(blocks: usize, one_in: u16) -> Self {
-        Self { places: Ghosts::new(blocks.div_ceil(usize::from(one_in))), one_in }
+    pub(super) fn new(blocks: usize, one_in: u32) -> Self {
+        Self { places: Ghosts::new(blocks.div_ceil(one_in as usize)), one_in }
     }
 
     /// One block in how many a pool of so many blocks remembers.
-    pub(super) fn one_in(blocks: usize) -> u16 {
-        let fits = |&one_in: &u16| blocks / usize::from(one_in) <= PLACES_IN_FIRST_CACHE;
+    pub(super) fn one_in(blocks: usize) -> u32 {
+        let fits = |&one_in: &u32| blocks / one_in as usize <= PLACES_IN_FIRST_CACHE;
         [1, 2].into_iter().find(fits).unwrap_or(MOST_SPARSE)
     }
 
     /// Whether a tag is one of those that are remembered.
     #[inline]
     fn is_sampled(&self, tag: u32) -> bool {
-        mark(tag) & (self.one_in - 1) == 0
+        tag & (self.one_in - 1) == 0
     }
 
     /// Remembers tags.
     pub(super) fn insert(&mut self, tags: &[u32]) {
+        if self.one_in == 1 {
+            tags.iter().for_each(|&tag| self.places.replace(tag));
+            return;
+        }
         for tags in tags.chunks(TOGETHER) {
             // First which ones, without a branch that would be mispredicted.
             let (mut sample, mut count) = ([0; TOGETHER], 0);
@@ -78,9 +90,7 @@ impl Sample {
                 sample[count] = tag;
                 count += usize::from(self.is_sampled(tag));
             }
-            for &tag in &sample[..count] {
-                self.places.insert(tag);
-            }
+            sample[..count].iter().for_each(|&tag| self.places.replace(tag));
         }
     }
 

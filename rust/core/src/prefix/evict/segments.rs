@@ -62,7 +62,7 @@ pub(super) struct Segments {
 
 impl Segments {
     /// Of the blocks that go, one in `ghosts_one_in` is remembered.
-    pub(super) fn new(blocks: usize, rule: Rule, ghosts_one_in: u16) -> Self {
+    pub(super) fn new(blocks: usize, rule: Rule, ghosts_one_in: u32) -> Self {
         Self {
             rule,
             rings: Rings::new(blocks, 3),
