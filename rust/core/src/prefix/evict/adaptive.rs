@@ -7,7 +7,7 @@ use super::{Departure, Evictor};
 use crate::id::BlockId;
 
 /// The rules that are tried; the first one until there is reason for another.
-const RULES: [Rule; 4] = [Rule::Chances(10), Rule::Oldest, Rule::Once(205), Rule::Keep];
+const RULES: [Rule; 4] = [Rule::Chances(10), Rule::Once(717), Rule::Once(205), Rule::Keep];
 /// Blocks of the miniature cache of a large pool.
 const MANY_BLOCKS: usize = 512;
 /// In smaller pools one block in so many is followed, which keeps the cost low, ...
@@ -21,8 +21,6 @@ const CHOICES: usize = 8;
 const REMAINING: u64 = 232;
 /// One hit, as it is counted: fractions remain of older ones.
 const HIT: u64 = 256;
-/// So many chains are few, when [`Rule::Keep`] is compared: its hits come seldom, and many at once.
-const FEW_CHAINS: u64 = 4 * HIT;
 /// Hits that another rule must have more.
 const MARGIN: u64 = 2 * HIT;
 /// What [`Rule::Keep`] must have more for each 32 hits: what it keeps has no merit but to be there.
@@ -34,29 +32,30 @@ struct Scores {
     hits: [u64; RULES.len()],
     /// Sum of squares of what one rule's hits differ from another's, a chain at a time.
     spread: [[u64; RULES.len()]; RULES.len()],
-    /// Chains for which they differ.
-    chains: [[u64; RULES.len()]; RULES.len()],
+    /// Whether the rules' hits have differed since they last faded.
+    have_differed: bool,
 }
 
 impl Scores {
     fn add(&mut self, hits: [usize; RULES.len()]) {
-        let are_equal = hits.iter().all(|&mine| mine == hits[0]);
+        let differ = hits.iter().any(|&mine| mine != hits[0]);
+        self.have_differed |= differ;
         for (rule, &mine) in hits.iter().enumerate() {
             self.hits[rule] += HIT * mine as u64;
-            if are_equal {
-                continue;
-            }
-            for (other, &others) in hits.iter().enumerate() {
-                self.spread[rule][other] += HIT * (mine.abs_diff(others) as u64).pow(2);
-                self.chains[rule][other] += if mine == others { 0 } else { HIT };
+            if differ {
+                for (other, &others) in hits.iter().enumerate() {
+                    self.spread[rule][other] += HIT * (mine.abs_diff(others) as u64).pow(2);
+                }
             }
         }
     }
 
+    /// Makes older hits count less, unless nothing new was learnt: of prompts that come round in a long loop, hits are rare.
     fn fade(&mut self) {
-        for count in
-            self.hits.iter_mut().chain(self.spread.iter_mut().flatten()).chain(self.chains.iter_mut().flatten())
-        {
+        if !std::mem::take(&mut self.have_differed) {
+            return;
+        }
+        for count in self.hits.iter_mut().chain(self.spread.iter_mut().flatten()) {
             *count = *count * REMAINING / 256;
         }
     }
@@ -67,12 +66,8 @@ impl Scores {
             let margin = if RULES[rule] == Rule::Keep { self.hits[rule] / 32 * MARGIN_OF_KEEP } else { 0 };
             self.hits[rule].saturating_sub(self.hits[current] + margin)
         };
-        // More than 1.2 standard deviations of the sum; more yet of few chains.
-        let is_sure = |gain: u64, rule: usize| {
-            let (spread, chains) = (self.spread[rule][current], self.chains[rule][current].max(1));
-            let few = if [rule, current].map(|rule| RULES[rule]).contains(&Rule::Keep) { FEW_CHAINS } else { 0 };
-            2 * gain * gain > 3 * HIT * (spread + spread * few / chains)
-        };
+        // More than 1.2 standard deviations of the sum.
+        let is_sure = |gain: u64, rule: usize| 2 * gain * gain > 3 * HIT * self.spread[rule][current];
         let better = (0..RULES.len()).map(|rule| (gain(rule), rule));
         better.filter(|&(gain, rule)| gain > MARGIN && is_sure(gain, rule)).max().map_or(current, |(_, rule)| rule)
     }

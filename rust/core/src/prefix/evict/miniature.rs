@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn a_block_that_is_released_twice_counts_once() {
-        let mut miniatures = Miniatures::new(4, [Rule::Once(512), Rule::Oldest]);
+        let mut miniatures = Miniatures::new(4, [Rule::Once(512), Rule::Chances(10)]);
         for (tags, hits) in [([16, 8, 16], 0), ([16, 16, 8], 2)] {
             let mut chains = [Chain { end: 3, hits: [0; 2] }];
             miniatures.follow(&tags, &mut chains);
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn what_no_cache_has_is_forgotten() {
-        let mut miniatures = Miniatures::new(8, [Rule::Once(102), Rule::Oldest, Rule::Keep]);
+        let mut miniatures = Miniatures::new(8, [Rule::Once(102), Rule::Chances(10), Rule::Keep]);
         for first in 1..2000u32 {
             // Some chains are longer than the caches.
             let tags: Vec<u32> = (first..first + first % 12).rev().map(|tag| tag * 16).collect();

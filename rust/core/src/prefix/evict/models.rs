@@ -294,7 +294,7 @@ impl Choice for SegmentsModel {
 
 fn rules() -> impl Strategy<Value = Rule> {
     let shares = [10, 300, 700];
-    let rules = shares.map(Rule::Once).into_iter().chain(shares.map(Rule::Chances)).chain([Rule::Oldest, Rule::Keep]);
+    let rules = shares.map(Rule::Once).into_iter().chain(shares.map(Rule::Chances)).chain([Rule::Keep]);
     prop::sample::select(rules.collect::<Vec<_>>())
 }
 

@@ -32,8 +32,6 @@ pub(super) enum Rule {
     Once(u16),
     /// As `Once`; and the oldest of the others stays once more for each further time that it was used.
     Chances(u16),
-    /// The least recently used.
-    Oldest,
     /// New blocks, but for one chain in [`KEPT_CHAINS`]: what is there stays, even if prompts come round in a loop that
     /// is longer than the pool.
     Keep,
