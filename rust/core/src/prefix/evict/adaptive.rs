@@ -7,7 +7,7 @@ use super::{Departure, Evictor};
 use crate::id::BlockId;
 
 /// The rules that are tried; the first one until there is reason for another.
-const RULES: [Rule; 4] = [Rule::Chances(10), Rule::Once(717), Rule::Once(205), Rule::Keep];
+const RULES: [Rule; 5] = [Rule::Chances(10), Rule::Once(717), Rule::Once(205), Rule::Keep, Rule::Once(10)];
 /// Blocks of the miniature cache of a large pool.
 const MANY_BLOCKS: usize = 512;
 /// In smaller pools one block in so many is followed, which keeps the cost low, ...
@@ -21,10 +21,8 @@ const CHOICES: usize = 8;
 const REMAINING: u64 = 232;
 /// One hit, as it is counted: fractions remain of older ones.
 const HIT: u64 = 256;
-/// Hits that another rule must have more.
-const MARGIN: u64 = 2 * HIT;
-/// What [`Rule::Keep`] must have more for each 32 hits: what it keeps has no merit but to be there.
-const MARGIN_OF_KEEP: u64 = 3;
+/// [`Rule::Keep`] must have one hit in so many more: what it keeps has no merit but to be there.
+const MARGIN_OF_KEEP: u64 = 16;
 
 /// Hits of the miniature caches; older ones count less.
 #[derive(Debug, Clone, Default)]
@@ -63,13 +61,13 @@ impl Scores {
     /// The rule that has most hits by more than chance, compared with the present one.
     fn best(&self, current: usize) -> usize {
         let gain = |rule: usize| {
-            let margin = if RULES[rule] == Rule::Keep { self.hits[rule] / 32 * MARGIN_OF_KEEP } else { 0 };
+            let margin = if RULES[rule] == Rule::Keep { self.hits[rule] / MARGIN_OF_KEEP } else { 0 };
             self.hits[rule].saturating_sub(self.hits[current] + margin)
         };
         // More than 1.2 standard deviations of the sum.
         let is_sure = |gain: u64, rule: usize| 2 * gain * gain > 3 * HIT * self.spread[rule][current];
         let better = (0..RULES.len()).map(|rule| (gain(rule), rule));
-        better.filter(|&(gain, rule)| gain > MARGIN && is_sure(gain, rule)).max().map_or(current, |(_, rule)| rule)
+        better.filter(|&(gain, rule)| gain > 0 && is_sure(gain, rule)).max().map_or(current, |(_, rule)| rule)
     }
 }
 
@@ -96,7 +94,7 @@ pub(crate) struct Adaptive {
 fn miniatures(blocks: usize) -> (Miniatures<{ RULES.len() }>, u32) {
     let dense = (blocks / 16).pow(2) / (DENSE_BLOCKS / 16).pow(2);
     let one_in = dense.min(SPARSE.max(blocks / MANY_BLOCKS)).max(1);
-    let miniatures = Miniatures::new(blocks / one_in, RULES);
+    let miniatures = Miniatures::new(blocks / one_in, RULES, one_in / Sample::one_in(blocks) as usize);
     (miniatures, u32::try_from(one_in).unwrap_or(u32::MAX))
 }
 
@@ -104,7 +102,7 @@ impl Adaptive {
     pub(crate) fn new(blocks: usize) -> Self {
         let (miniatures, one_in) = miniatures(blocks);
         Self {
-            segments: Segments::new(blocks, RULES[0], Sample::one_in(blocks)),
+            segments: Segments::new(blocks, RULES[0], Sample::of_pool(blocks)),
             miniatures,
             modelled: blocks,
             scores: Box::default(),

@@ -60,9 +60,15 @@ pub(super) struct Sample {
 }
 
 impl Sample {
-    /// For a pool of so many blocks, of which one in `one_in` is remembered, a power of 2.
-    pub(super) fn new(blocks: usize, one_in: u32) -> Self {
-        Self { places: Ghosts::new(blocks.div_ceil(one_in as usize)), one_in }
+    /// One tag in `one_in`, a power of 2, is remembered.
+    pub(super) fn new(places: usize, one_in: u32) -> Self {
+        Self { places: Ghosts::new(places), one_in }
+    }
+
+    /// Of what a pool of so many blocks lets go.
+    pub(super) fn of_pool(blocks: usize) -> Self {
+        let one_in = Self::one_in(blocks);
+        Self::new(blocks.div_ceil(one_in as usize), one_in)
     }
 
     /// One block in how many a pool of so many blocks remembers.

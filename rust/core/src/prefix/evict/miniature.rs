@@ -4,6 +4,7 @@
 //! Source: Waldspurger, Saemundsson, Ahmad and Park, "Cache modeling and optimization using miniature simulations",
 //! USENIX ATC 2017.
 
+use super::ghosts::Sample;
 use super::segments::{Rule, Segments};
 use crate::id::BlockId;
 use std::collections::HashMap;
@@ -87,10 +88,13 @@ pub(super) struct Miniatures<const RULES: usize> {
 }
 
 impl<const RULES: usize> Miniatures<RULES> {
-    pub(super) fn new(blocks: usize, rules: [Rule; RULES]) -> Self {
+    /// The pool remembers `denser` times as many blocks of a chain, and knows the chain again as long as one of them is left.
+    /// So that a cache knows it as long, it remembers one pool more for each time that halves a chain's blocks.
+    pub(super) fn new(blocks: usize, rules: [Rule; RULES], denser: usize) -> Self {
+        let places = blocks * (1 + denser.max(1).ilog2() as usize);
         Self {
             blocks,
-            caches: rules.map(|rule| Segments::new(blocks, rule, 1)),
+            caches: rules.map(|rule| Segments::new(blocks, rule, Sample::new(places, 1))),
             followed: Followed::default(),
             gone: Vec::new(),
             used: Vec::new(),
@@ -172,7 +176,7 @@ mod tests {
 
     #[test]
     fn a_block_that_is_released_twice_counts_once() {
-        let mut miniatures = Miniatures::new(4, [Rule::Once(512), Rule::Chances(10)]);
+        let mut miniatures = Miniatures::new(4, [Rule::Once(512), Rule::Chances(10)], 1);
         for (tags, hits) in [([16, 8, 16], 0), ([16, 16, 8], 2)] {
             let mut chains = [Chain { end: 3, hits: [0; 2] }];
             miniatures.follow(&tags, &mut chains);
@@ -183,7 +187,7 @@ mod tests {
 
     #[test]
     fn what_no_cache_has_is_forgotten() {
-        let mut miniatures = Miniatures::new(8, [Rule::Once(102), Rule::Chances(10), Rule::Keep]);
+        let mut miniatures = Miniatures::new(8, [Rule::Once(102), Rule::Chances(10), Rule::Keep], 1);
         for first in 1..2000u32 {
             // Some chains are longer than the caches.
             let tags: Vec<u32> = (first..first + first % 12).rev().map(|tag| tag * 16).collect();

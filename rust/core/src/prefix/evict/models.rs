@@ -374,7 +374,7 @@ proptest! {
         rule in rules(),
         one_in in prop::sample::select(vec![1u32, 2, 4]),
     ) {
-        let mut segments = Reported(Segments::new(BLOCKS, rule, one_in), HashMap::new());
+        let mut segments = Reported(Segments::new(BLOCKS, rule, Sample::new(BLOCKS, one_in)), HashMap::new());
         let ghosts = Sample::new(BLOCKS, one_in);
         let model = SegmentsModel { rule, ghosts, chains: 0, fresh: 2, inserted: 0, longest: 0 };
         prop_assert_eq!(serve(&mut segments, &prompts), serve(&mut Model::new(model), &prompts));
@@ -386,8 +386,8 @@ proptest! {
         rules in [rules(), rules()],
         together in 1usize..4,
     ) {
-        let pool = |rule| serve(&mut Reported(Segments::new(BLOCKS, rule, 1), HashMap::new()), &prompts).1;
-        let mut miniatures = Miniatures::new(BLOCKS, rules);
+        let pool = |rule| serve(&mut Reported(Segments::new(BLOCKS, rule, Sample::new(BLOCKS, 1)), HashMap::new()), &prompts).1;
+        let mut miniatures = Miniatures::new(BLOCKS, rules, 1);
         let mut hits = [0, 0];
         for prompts in prompts.chunks(together) {
             let (mut tags, mut chains) = (Vec::new(), Vec::new());

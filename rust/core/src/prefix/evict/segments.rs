@@ -59,14 +59,14 @@ pub(super) struct Segments {
 }
 
 impl Segments {
-    /// Of the blocks that go, one in `ghosts_one_in` is remembered.
-    pub(super) fn new(blocks: usize, rule: Rule, ghosts_one_in: u32) -> Self {
+    /// For a pool of so many blocks; `ghosts` remembers those that go.
+    pub(super) fn new(blocks: usize, rule: Rule, ghosts: Sample) -> Self {
         Self {
             rule,
             rings: Rings::new(blocks, 3),
             notes: vec![0; blocks],
             lens: [0; 3],
-            ghosts: Sample::new(blocks, ghosts_one_in),
+            ghosts,
             blocks,
             floor: 0,
             fresh: ONCE,
@@ -208,7 +208,7 @@ impl Segments {
         if blocks > self.notes.len() {
             self.make_room(blocks);
             // A tag's place depends on the size of the table.
-            self.ghosts = Sample::new(blocks, Sample::one_in(blocks));
+            self.ghosts = Sample::of_pool(blocks);
         }
         self.blocks = blocks;
     }
