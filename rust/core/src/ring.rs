@@ -150,7 +150,9 @@ impl Rings {
 
     /// Makes room for blocks up to so many.
     pub(crate) fn make_room(&mut self, blocks: usize) {
-        self.stamps.resize(blocks.max(self.stamps.len()), 0);
+        let more = blocks.saturating_sub(self.stamps.len());
+        self.stamps.reserve_exact(more);
+        self.stamps.resize(self.stamps.len() + more, 0);
     }
 
     /// Stamp of the last insertion.

@@ -11,7 +11,7 @@ const RULES: [Rule; 5] = [Rule::Chances(10), Rule::Once(717), Rule::Once(205), R
 /// Blocks of the miniature cache of a large pool.
 const MANY_BLOCKS: usize = 512;
 /// In smaller pools one block in so many is followed, which keeps the cost low, ...
-const SPARSE: usize = 18;
+const SPARSE: usize = 28;
 /// ... but for pools of less than some times as many, in which a sample of them says little.
 const DENSE_BLOCKS: usize = 800;
 /// Choices while a miniature cache follows as many blocks as it has.

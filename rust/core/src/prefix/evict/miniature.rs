@@ -74,10 +74,12 @@ pub(super) struct Chain<const RULES: usize> {
 /// One cache a rule.
 #[derive(Debug, Clone)]
 pub(super) struct Miniatures<const RULES: usize> {
-    /// Blocks that each cache has room for.
+    /// Blocks that each cache holds.
     blocks: usize,
     caches: [Segments; RULES],
     followed: Followed,
+    /// Numbers of blocks that each cache has room for.
+    room: usize,
     /// Blocks that some cache let go or had no room for since they were last looked through.
     gone: Vec<BlockId>,
     /// What is needed while chains are followed: the blocks of all, those of one with the tags that a cache lacks, and tags
@@ -96,6 +98,7 @@ impl<const RULES: usize> Miniatures<RULES> {
             blocks,
             caches: rules.map(|rule| Segments::new(blocks, rule, Sample::new(places, 1))),
             followed: Followed::default(),
+            room: blocks,
             gone: Vec::new(),
             used: Vec::new(),
             chain: Vec::new(),
@@ -108,9 +111,9 @@ impl<const RULES: usize> Miniatures<RULES> {
         let mut used = std::mem::take(&mut self.used);
         used.clear();
         used.extend(tags.iter().map(|&tag| self.followed.number(tag)));
+        self.make_room();
         // One cache after the other, so that each is read once.
         for rule in 0..RULES {
-            self.caches[rule].make_room(self.followed.tags.len());
             let mut start = 0;
             for Chain { end, hits } in &mut *chains {
                 hits[rule] = self.follow_one(rule, &used[start..*end]);
@@ -122,6 +125,16 @@ impl<const RULES: usize> Miniatures<RULES> {
             if !self.caches.iter().any(|cache| cache.rings().contains(block)) {
                 self.followed.remove(block);
             }
+        }
+    }
+
+    /// Makes room in each cache for the blocks that are followed, and for some more.
+    #[inline]
+    fn make_room(&mut self) {
+        let followed = self.followed.tags.len();
+        if followed > self.room {
+            self.room = followed + self.blocks / 8;
+            self.caches.iter_mut().for_each(|cache| cache.make_room(self.room));
         }
     }
 

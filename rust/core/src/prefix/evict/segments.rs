@@ -201,7 +201,9 @@ impl Segments {
     /// Makes room for blocks with numbers up to this one.
     pub(super) fn make_room(&mut self, blocks: usize) {
         self.rings.make_room(blocks);
-        self.notes.resize(blocks.max(self.notes.len()), 0);
+        let more = blocks.saturating_sub(self.notes.len());
+        self.notes.reserve_exact(more);
+        self.notes.resize(self.notes.len() + more, 0);
     }
 
     pub(super) fn resize(&mut self, blocks: usize) {
