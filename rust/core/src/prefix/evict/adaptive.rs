@@ -75,7 +75,7 @@ impl Scores {
 #[derive(Debug, Clone)]
 pub(crate) struct Adaptive {
     segments: Segments,
-    miniatures: Miniatures<{ RULES.len() }>,
+    miniatures: Box<Miniatures<{ RULES.len() }>>,
     /// Blocks of the pool that they stand for.
     modelled: usize,
     scores: Box<Scores>,
@@ -91,11 +91,11 @@ pub(crate) struct Adaptive {
 }
 
 /// Miniatures for a pool of so many blocks; one block in so many is followed.
-fn miniatures(blocks: usize) -> (Miniatures<{ RULES.len() }>, u32) {
+fn miniatures(blocks: usize) -> (Box<Miniatures<{ RULES.len() }>>, u32) {
     let dense = (blocks / 16).pow(2) / (DENSE_BLOCKS / 16).pow(2);
     let one_in = dense.min(SPARSE.max(blocks / MANY_BLOCKS)).max(1);
     let miniatures = Miniatures::new(blocks / one_in, RULES, one_in / Sample::one_in(blocks) as usize);
-    (miniatures, u32::try_from(one_in).unwrap_or(u32::MAX))
+    (Box::new(miniatures), u32::try_from(one_in).unwrap_or(u32::MAX))
 }
 
 impl Adaptive {

@@ -86,7 +86,9 @@ impl Sample {
     /// Remembers tags.
     pub(super) fn insert(&mut self, tags: &[u32]) {
         if self.one_in == 1 {
-            tags.iter().for_each(|&tag| self.places.replace(tag));
+            for &tag in tags {
+                self.places.replace(tag);
+            }
             return;
         }
         for tags in tags.chunks(TOGETHER) {
@@ -96,7 +98,9 @@ impl Sample {
                 sample[count] = tag;
                 count += usize::from(self.is_sampled(tag));
             }
-            sample[..count].iter().for_each(|&tag| self.places.replace(tag));
+            for &tag in &sample[..count] {
+                self.places.replace(tag);
+            }
         }
     }
 
@@ -126,6 +130,25 @@ mod tests {
             prop_assert!(known * 10 >= gone.len() * 7, "{known} of {} are known", gone.len());
             prop_assert!(known <= empty, "{known} are known in {empty} places");
             prop_assert!(tags.iter().all(|&tag| !ghosts.take(tag)), "a tag is there twice");
+        }
+
+        #[test]
+        fn what_went_long_ago_is_forgotten(one_in in prop::sample::select(vec![1u32, 2, 4]), first in any::<u32>()) {
+            let blocks = 4000;
+            let mut sample = Sample::new(blocks / one_in as usize, one_in);
+            let tag = |pool: usize, block: usize| {
+                let number = (u64::from(first) << 32 | (pool * blocks + block) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                ((number ^ number >> 32).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 32) as u32
+            };
+            for pool in 0..20 {
+                sample.insert(&(0..blocks).map(|block| tag(pool, block)).collect::<Vec<_>>());
+            }
+            // By age in pools; after each pool some of the places are taken by others.
+            for age in 1..20 {
+                let known = (0..blocks).filter(|&block| sample.take(tag(19 - age, block))).count();
+                let most = 2 * (blocks / one_in as usize >> age) + 20;
+                prop_assert!(known < most, "{known} of {blocks} after {age} pools");
+            }
         }
     }
 }

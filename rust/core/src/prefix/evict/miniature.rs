@@ -16,7 +16,9 @@ struct TagHasher(u64);
 
 impl Hasher for TagHasher {
     fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|&byte| self.write_u32(byte.into()));
+        for &byte in bytes {
+            self.write_u32(byte.into());
+        }
     }
 
     #[inline]

@@ -132,7 +132,7 @@ impl Segments {
 
     #[inline]
     pub(super) fn publish(&mut self, block: BlockId, tag: u32) {
-        let came_back = self.ghosts.take(tag) & (self.rule != Rule::Keep);
+        let came_back = self.ghosts.take(tag) && self.rule != Rule::Keep;
         self.notes[block.index()] = (tag & TAG) | if came_back { HIT } else { 0 };
     }
 
