@@ -146,7 +146,7 @@ mod tests {
             // By age in pools; after each pool some of the places are taken by others.
             for age in 1..20 {
                 let known = (0..blocks).filter(|&block| sample.take(tag(19 - age, block))).count();
-                let most = 2 * (blocks / one_in as usize >> age) + 20;
+                let most = 2 * ((blocks / one_in as usize) >> age) + 20;
                 prop_assert!(known < most, "{known} of {blocks} after {age} pools");
             }
         }
