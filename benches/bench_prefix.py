@@ -29,6 +29,8 @@ BLOCK_SIZE = 16
 LIVE = 16
 PROMPTS_SHA256 = "d79e42a65481b8c081c23a28949d646358c3e092b126dcf49c48d04ed1ae1a02"
 HUGE = 1 << 24
+# What peers have; bench_policies.py compares the policies.
+LRU = PrefixCaching(eviction="lru")
 POLICIES = ("lru", "lfu", "arc", "s3fifo", "adaptive", "priority")
 
 Prompts = Sequence[NDArray[np.uint32]] | Sequence[list[int]]
@@ -48,11 +50,9 @@ def prompts() -> list[NDArray[np.uint32]]:
     return [np.ascontiguousarray(row) for row in all_tokens.astype(np.uint32)]
 
 
-def w_prefix(requests: Prompts, blocks: int, caching: PrefixCaching | None = None) -> tuple[float, float]:
+def w_prefix(requests: Prompts, blocks: int, caching: PrefixCaching = LRU) -> tuple[float, float]:
     """Microseconds per request, and the block hit rate; 16 requests live at a time, first in, first out."""
-    manager = BlockManager(
-        block_size=BLOCK_SIZE, device_blocks=blocks, watermark=0.0, prefix_caching=caching or PrefixCaching()
-    )
+    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, watermark=0.0, prefix_caching=caching)
     live: deque[Handle] = deque()
     start = time.thread_time_ns()
     for prompt in requests:
@@ -79,7 +79,7 @@ def compare_policies() -> None:
 
 def full_of_chains(evictable: int, chain: int = 4) -> BlockManager:
     """A pool full of cached chains, released in no order of ids, as in a server that has run for a while."""
-    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=evictable, watermark=0.0, prefix_caching=True)
+    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=evictable, watermark=0.0, prefix_caching=LRU)
     batch = min(evictable // chain, 25_000)
     handles = np.zeros(evictable // chain, dtype=np.uint64)
     for first in range(0, len(handles), batch):
@@ -119,7 +119,7 @@ def resident_bytes() -> int:
 def construct() -> float:
     """Milliseconds to make a pool of 16M blocks with prefix caching."""
     start = time.thread_time_ns()
-    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=HUGE, prefix_caching=True)
+    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=HUGE, prefix_caching=LRU)
     spent = time.thread_time_ns() - start
     del manager
     return spent / 1e6
@@ -128,7 +128,7 @@ def construct() -> float:
 def bytes_per_block() -> float:
     """Memory of a pool of 16M blocks, all of them cached and released, in bytes a block."""
     before = resident_bytes()
-    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=HUGE, watermark=0.0, prefix_caching=True)
+    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=HUGE, watermark=0.0, prefix_caching=LRU)
     chain = 4096
     numbers = np.arange(chain * BLOCK_SIZE, dtype=np.uint32)
     for first in range(0, HUGE, chain):

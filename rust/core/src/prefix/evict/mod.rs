@@ -136,7 +136,6 @@ pub trait Evictor: fmt::Debug + Send + Sync {
 #[derive(Clone, Copy, Debug, Default)]
 pub enum Eviction {
     /// Least recently used first.
-    #[default]
     Lru,
     /// A queue for blocks never hit, and one with second chances for the others.
     S3Fifo(S3FifoSettings),
@@ -145,6 +144,7 @@ pub enum Eviction {
     /// Least frequently used first, of those the least recently used.
     Lfu,
     /// By the rule that has most hits just now, as miniature caches show.
+    #[default]
     Adaptive,
     /// By priorities that decay: each level is worth one turnover of the pool.
     Priority,
