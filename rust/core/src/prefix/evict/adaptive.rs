@@ -21,10 +21,10 @@ const CHOICES: usize = 8;
 const REMAINING: u64 = 232;
 /// One hit, as it is counted: fractions remain of older ones.
 const HIT: u64 = 256;
-/// [`Rule::Keep`] must have one hit in so many more: what it keeps has no merit but to be there.
-const MARGIN_OF_KEEP: u64 = 16;
+/// One in so many hits of [`Rule::Keep`] does not count: what it keeps has no merit but to be there.
+const MARGIN_OF_KEEP: u64 = 3;
 
-/// Hits of the miniature caches; older ones count less.
+/// Hits of the miniature caches, of chains for which the rules differ; older ones count less.
 #[derive(Debug, Clone, Default)]
 struct Scores {
     hits: [u64; RULES.len()],
@@ -36,14 +36,14 @@ struct Scores {
 
 impl Scores {
     fn add(&mut self, hits: [usize; RULES.len()]) {
-        let differ = hits.iter().any(|&mine| mine != hits[0]);
-        self.have_differed |= differ;
+        if hits.iter().all(|&mine| mine == hits[0]) {
+            return;
+        }
+        self.have_differed = true;
         for (rule, &mine) in hits.iter().enumerate() {
             self.hits[rule] += HIT * mine as u64;
-            if differ {
-                for (other, &others) in hits.iter().enumerate() {
-                    self.spread[rule][other] += HIT * (mine.abs_diff(others) as u64).pow(2);
-                }
+            for (other, &others) in hits.iter().enumerate() {
+                self.spread[rule][other] += HIT * (mine.abs_diff(others) as u64).pow(2);
             }
         }
     }
