@@ -47,6 +47,10 @@ def records() -> Namespace:
         HIT_PENDING = auto()
         RETRY = auto()
 
+    class OffloadPolicy(Enum):
+        CHUNK_LEVEL = "chunk_level"
+        REQUEST_LEVEL = "request_level"
+
     class Medium(Enum):
         CPU = "CPU"
         STORAGE = "STORAGE"
@@ -80,9 +84,12 @@ def records() -> Namespace:
     return {
         "OffloadKey": bytes,
         "LookupResult": LookupResult,
+        "OffloadPolicy": OffloadPolicy,
         "Medium": Medium,
         "ReqContext": ReqContext,
-        "RequestOffloadingContext": record("RequestOffloadingContext", [("policy", str, "chunk_level")]),
+        "RequestOffloadingContext": record(
+            "RequestOffloadingContext", [("policy", OffloadPolicy, OffloadPolicy.CHUNK_LEVEL)]
+        ),
         "ScheduleEndContext": record("ScheduleEndContext", ["new_req_ids", "preempted_req_ids"]),
         "LoadStoreSpec": LoadStoreSpec,
         "BlockIDsLoadStoreSpec": BlockIDsLoadStoreSpec,

@@ -62,6 +62,7 @@ class Pins:
     def __init__(self, offload: OffloadManager) -> None:
         self._offload = offload
         self._until: dict[bytes, int] = {}
+        # One entry for each pinned key, with a time that is not after its end: a pin that is renewed stays where it is.
         self._order: list[tuple[int, bytes]] = []
 
     def add(self, keys: list[bytes], context: Any, now: int) -> None:
@@ -72,20 +73,24 @@ class Pins:
         until = now + int(seconds * 1000)
         known = [key for key in keys if key in self._until]
         room = max(0, self._offload.num_chunks // _SHARE - len(self._until))
-        new = [key for key in dict.fromkeys(keys) if key not in self._until][:room]
+        new = [key for key in dict.fromkeys(keys) if key not in self._until]
         found = self._offload.lookup(new)
-        new = [key for key, what in zip(new, found, strict=True) if what == "hit"]
+        new = [key for key, what in zip(new, found, strict=True) if what == "hit"][:room]
         self._offload.prepare_load(new)
+        for key in new:
+            heapq.heappush(self._order, (until, key))
         for key in known + new:
-            if until > self._until.get(key, 0):
-                self._until[key] = until
-                heapq.heappush(self._order, (until, key))
+            self._until[key] = max(until, self._until.get(key, 0))
 
     def expire(self, now: int) -> None:
         """Let go of the keys whose time has come."""
         while self._order and self._order[0][0] <= now:
-            until, key = heapq.heappop(self._order)
-            if self._until.get(key) == until:
+            key = self._order[0][1]
+            until = self._until[key]
+            if until > now:
+                heapq.heapreplace(self._order, (until, key))
+            else:
+                heapq.heappop(self._order)
                 del self._until[key]
                 self._offload.complete_load([key])
 

@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
+    OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
@@ -25,7 +26,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.vllm.external import ExternalTier
-from blockyard.integrations.vllm.hints import Pins
+from blockyard.integrations.vllm.hints import Pins, read_hints
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager
 from blockyard.stores.base import ExternalStore
@@ -98,7 +99,13 @@ class BlockyardManager(OffloadingManager):
     # ---- requests and lookups ----
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Store each chunk once, when it is computed."""
+        """Have each chunk stored once, when it is computed.
+
+        For a request that pins its chunks, vLLM is to name all of them in `prepare_store`, also those that it found on
+        the device and would pass over.
+        """
+        if read_hints(req_context).pin:
+            return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -125,15 +132,17 @@ class BlockyardManager(OffloadingManager):
         """Count keys as just used, the first as the last to be evicted."""
         keys = list(keys)
         self._offload.touch(keys)
-        if req_context.kv_hints is not None:
-            self._pins.add(keys, req_context, _now())
+        self._pin(keys, req_context)
 
     # ---- stores ----
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Give chunks to the keys that have none, evicting others; None, and nothing is changed, if that cannot be."""
+        keys = list(keys)
         with self._lock:
-            store = self._offload.prepare_store(list(keys), deadline=_now() + _ms(STORE_DEADLINE_SECONDS))
+            store = self._offload.prepare_store(keys, deadline=_now() + _ms(STORE_DEADLINE_SECONDS))
+            # Those that are here already, whoever stored them.
+            self._pin(keys, req_context)
             if store is None:
                 return None
             stored, evicted = _keys(store.keys), _keys(store.evicted)
@@ -155,8 +164,7 @@ class BlockyardManager(OffloadingManager):
                 self._external.write(stored)
         self._storing.difference_update(keys)
         self._stale_storing.difference_update(keys)
-        if stored and req_context.kv_hints is not None:
-            self._pins.add(stored, req_context, _now())
+        self._pin(stored, req_context)
 
     # ---- loads ----
 
@@ -165,6 +173,7 @@ class BlockyardManager(OffloadingManager):
         keys = list(keys)
         chunks = self._offload.prepare_load(keys)
         self._loading.update(keys)
+        self._pin(keys, req_context)
         return CPULoadStoreSpec(chunks)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -289,6 +298,11 @@ class BlockyardManager(OffloadingManager):
         if self._external is not None:
             self._external.close()
         self._offload.reset()
+
+    def _pin(self, keys: list[OffloadKey], req_context: ReqContext) -> None:
+        if req_context.kv_hints is not None:
+            with self._lock:
+                self._pins.add(keys, req_context, _now())
 
     def _report_both(self, stored: list[bytes], evicted: list[bytes]) -> None:
         self._report(_keys(evicted), removed=True)
