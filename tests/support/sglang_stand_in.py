@@ -10,6 +10,8 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 
 class PoolName(str, Enum):
     KV = "kv"
@@ -117,11 +119,30 @@ class StorageBackendFactory:
         return made(storage_config, {})
 
 
+LINKER = {
+    "mem_cache.hybrid_cache.linker_pool_assembler": (
+        "DevicePoolEntry",
+        "DevicePoolGroup",
+        "resolve_hybrid_device_pool_group",
+    ),
+    "mem_cache.memory_pool": ("MHATokenToKVPool",),
+    "mem_cache.unified_cache.component_type": ("ComponentType",),
+    "mem_cache.unified_cache.unified_cache_linker": ("LayerWiseLoadCounter", "UnifiedCacheLinker"),
+    "utils": ("get_device_module",),
+}
+"""What the linker imports beside them: names alone, enough to look pages up."""
+
+
 def modules() -> dict[str, ModuleType]:
     """The modules by name, for `sys.modules`."""
     names = ["sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.version"]
     names += ["sglang.srt.mem_cache.hicache_storage", "sglang.srt.mem_cache.storage"]
+    names += ["sglang.srt.mem_cache.hybrid_cache", "sglang.srt.mem_cache.unified_cache"]
     made = {name: ModuleType(name) for name in names}
+    for name, parts in LINKER.items():
+        module = made[f"sglang.srt.{name}"] = ModuleType(f"sglang.srt.{name}")
+        for part in parts:
+            setattr(module, part, type(part, (), {}))
     made["sglang.version"].__version__ = "0.5.23"  # type: ignore[attr-defined]
     for name in (
         *("HiCacheStorage", "HiCacheStorageConfig", "HiCacheStorageExtraInfo"),
@@ -129,4 +150,36 @@ def modules() -> dict[str, ModuleType]:
     ):
         setattr(made["sglang.srt.mem_cache.hicache_storage"], name, globals()[name])
     made["sglang.srt.mem_cache.storage"].StorageBackendFactory = StorageBackendFactory  # type: ignore[attr-defined]
+    return made
+
+
+class Group:
+    """A linker's group of pools that asks for the transfers that it is given."""
+
+    def resolve_transfers(self, transfers: list[PoolTransfer], **options: bool) -> list[PoolTransfer]:
+        return transfers
+
+
+class Objects:
+    """An object store that has every object, at once: each a page of `page_bytes`."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self.page = np.zeros(page_bytes, np.uint8)
+
+    def contains(self, keys: list[str], sizes: list[int], until: float) -> list[bool]:
+        return [True] * len(keys)
+
+    def get(self, keys: list[str], sizes: list[int], take: Any) -> list[bool]:
+        for index in range(len(keys)):
+            take(index, self.page)
+        return [True] * len(keys)
+
+
+def linker(page_bytes: int, staging_bytes: int) -> Any:
+    """A linker that can look pages up, over one pool and a store that has all of them; without device pools."""
+    made: Any = object.__new__(importlib.import_module("blockyard.integrations.sglang.linker").BlockyardLinker)
+    made._start()
+    made._group, made._objects, made._sizes = Group(), Objects(page_bytes), {"kv": page_bytes}
+    made._staging_bytes, made._lookup_seconds = staging_bytes, 3600.0
+    made.close = lambda: [pool.shutdown() for pool in (made._readers, made._loads, made._stores)]
     return made

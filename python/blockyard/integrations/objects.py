@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -126,10 +127,13 @@ class ObjectStore:
                 _LOG.exception("%d objects could not be loaded", last - first)
         return loaded
 
-    def contains(self, keys: Sequence[str], sizes: Sequence[int] | None = None) -> list[bool]:
-        """Return which objects can probably be loaded. Without `sizes`, only their first blocks are looked for."""
+    def contains(self, keys: Sequence[str], sizes: Sequence[int] | None = None, until: float = math.inf) -> list[bool]:
+        """Return which objects can probably be loaded. Without `sizes`, only their first blocks are looked for.
+
+        It waits no longer for a server's answer than `until`, a time of the monotonic clock.
+        """
         names = [_name(key, 0) for key in keys] if sizes is None else self._names(keys, sizes)
-        patience = time.monotonic() + self._patience
+        patience = min(until, time.monotonic() + self._patience)
         try:
             found = self._store.contains(names)
             while not found.all() and time.monotonic() < patience:

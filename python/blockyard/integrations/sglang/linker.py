@@ -7,8 +7,10 @@ that they can be restored, and a load is a copy from there, which no store can s
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -123,6 +125,7 @@ class BlockyardLinker(UnifiedCacheLinker):
     def _start(self) -> None:
         self._changed = threading.Lock()
         self._staged: OrderedDict[str, _Pages] = OrderedDict()
+        self._staged_bytes = 0
         self._reading: dict[str, Future[_Pages]] = {}
         self._pending: dict[str, list[tuple[PoolTransfer, NDArray[np.uint8] | None]]] = {}
         self._results: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -139,12 +142,13 @@ class BlockyardLinker(UnifiedCacheLinker):
 
         It waits `lookup_seconds` at most. What comes later is there for the request's next lookup.
         """
+        until = time.monotonic() + self._lookup_seconds
         expanded = self._group.resolve_transfers(transfers)
         keys = next((list(transfer.keys) for transfer in transfers if transfer.name == PoolName.KV), [])
         if not expanded or not keys:
             return []
         others = [transfer for transfer in expanded if transfer.name != PoolName.KV]
-        found = restorable_pages(others, lambda name: self._contains(str(name), keys))
+        found = restorable_pages(others, lambda name: self._contains(str(name), keys, until))
         pages = found.kv_hit_pages
         if not pages:
             return []
@@ -155,7 +159,7 @@ class BlockyardLinker(UnifiedCacheLinker):
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 window, trailing = min(pages, max(1, len(transfer.keys or ()))), True
             wanted += [(str(transfer.name), key) for key in keys[pages - window : pages]]
-        staged = self._stage(rid, wanted)
+        staged = self._stage(rid, wanted, until)
         if trailing:
             # States of windows that end earlier were not read.
             return [pages] if all(page in staged for page in wanted) else []
@@ -163,12 +167,13 @@ class BlockyardLinker(UnifiedCacheLinker):
         whole = [all((name, key) in staged for name in names) for key in keys[:pages]]
         return list(range(1, [*whole, False].index(False) + 1))
 
-    def _contains(self, name: str, keys: Sequence[str]) -> list[bool]:
+    def _contains(self, name: str, keys: Sequence[str], until: float) -> list[bool]:
         if name not in self._sizes:
             return [False] * len(keys)
-        return self._objects.contains([f"{name} {key}" for key in keys], [self._sizes[name]] * len(keys))
+        names, sizes = [f"{name} {key}" for key in keys], [self._sizes[name]] * len(keys)
+        return self._objects.contains(names, sizes, until)
 
-    def _stage(self, rid: str, wanted: list[tuple[str, str]]) -> _Pages:
+    def _stage(self, rid: str, wanted: list[tuple[str, str]], until: float = math.inf) -> _Pages:
         """Read pages into host memory; return those that are there in time, of which this request keeps its own."""
         with self._changed:
             staged = self._staged.get(rid, {})
@@ -185,7 +190,7 @@ class BlockyardLinker(UnifiedCacheLinker):
                     self._reading.pop(next(iter(self._reading))).cancel()
                 reading = self._reading[rid] = self._readers.submit(self._read, missing)
         try:
-            read = reading.result(self._lookup_seconds)
+            read = reading.result(None if until == math.inf else max(0.0, until - time.monotonic()))
         except LateError:
             return {}
         except Exception:  # noqa: BLE001 (what cannot be read is a miss)
@@ -193,13 +198,20 @@ class BlockyardLinker(UnifiedCacheLinker):
             read = {}
         with self._changed:
             self._reading.pop(rid, None)
-            staged = self._staged[rid] = {page: data for page, data in (staged | read).items() if page in set(wanted)}
-            self._staged.move_to_end(rid)
-            total = sum(data.nbytes for pages in self._staged.values() for data in pages.values())
-            while total > self._staging_bytes and len(self._staged) > 1:
-                _, dropped = self._staged.popitem(last=False)
-                total -= sum(data.nbytes for data in dropped.values())
+            both = self._unstage(rid) | read
+            staged = {page: both[page] for page in wanted if page in both}
+            if staged:
+                self._staged[rid] = staged
+                self._staged_bytes += _bytes_of(staged)
+            while self._staged_bytes > self._staging_bytes and len(self._staged) > 1:
+                self._unstage(next(iter(self._staged)))
         return staged
+
+    def _unstage(self, rid: str) -> _Pages:
+        """Take a request's pages out of staging; `_changed` is held."""
+        pages = self._staged.pop(rid, {})
+        self._staged_bytes -= _bytes_of(pages)
+        return pages
 
     def _read(self, wanted: list[tuple[str, str]]) -> _Pages:
         read: _Pages = {}
@@ -216,7 +228,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         if not expanded or rid in self._pending:
             return False
         with self._changed:
-            staged = self._staged.pop(rid, {})
+            staged = self._unstage(rid)
         work: list[tuple[PoolTransfer, NDArray[np.uint8] | None]] = []
         for transfer in expanded:
             pages = [staged.get((str(transfer.name), key)) for key in transfer.keys]
@@ -318,6 +330,7 @@ class BlockyardLinker(UnifiedCacheLinker):
             future.exception()
         with self._changed:
             self._staged.clear()
+            self._staged_bytes = 0
             self._reading.clear()
         while not self._results.empty():
             self._results.get_nowait()
@@ -338,6 +351,10 @@ class BlockyardLinker(UnifiedCacheLinker):
         future = pool.submit(work, *args)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
+
+
+def _bytes_of(pages: _Pages) -> int:
+    return sum(data.nbytes for data in pages.values())
 
 
 def _limits(options: Mapping[str, Any]) -> tuple[int, float]:

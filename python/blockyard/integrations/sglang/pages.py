@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ def restorable_pages(transfers: Sequence[PoolTransfer], contains: Callable[[Any]
         there = contains(transfer.name)
         if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
             window = max(1, len(transfer.keys or ()))
-            good = {pages for pages in range(1, kv_pages + 1) if all(there[max(0, pages - window) : pages])}
+            # The last page before each prefix's end that is missing: it must lie before the window.
+            gaps = accumulate((-1 if found else page for page, found in enumerate(there[:kv_pages])), max)
+            good = {pages for pages, gap in enumerate(gaps, 1) if gap < max(0, pages - window)}
         elif transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
             good = set(range(1, min(kv_pages, leading(there)) + 1))
         else:

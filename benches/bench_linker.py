@@ -1,0 +1,49 @@
+"""What a lookup of SGLang's linker costs a page in the scheduler's thread, over a store that answers at once.
+
+    python benches/bench_linker.py [--pages 1000000]
+
+Prompts of 1,000 pages up to `--pages`, ten times as many each, are looked up: *read* when nothing of them is in host
+memory, *staged* when all is. Prints microseconds a page; the cost of a page does not grow with the prompt. SGLang is
+not needed. With BENCH_JSON=FILE the figures are added to FILE.
+"""
+
+import argparse
+import gc
+import sys
+import time
+from pathlib import Path
+
+from figures import keep
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+import sglang_stand_in
+
+PAGE_BYTES = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pages", type=int, default=1_000_000, help="of the longest prompt")
+    most = parser.parse_args().pages
+    sys.modules.update(sglang_stand_in.modules())
+    figures: dict[str, float] = {}
+    count = 1000
+    while count <= most:
+        linker = sglang_stand_in.linker(PAGE_BYTES, most * PAGE_BYTES)
+        keys = [f"{page:064x}" for page in range(count)]
+        transfers = [sglang_stand_in.PoolTransfer(sglang_stand_in.PoolName.KV, keys=keys)]
+        for what in ("read", "staged"):
+            gc.collect()
+            start = time.perf_counter()
+            found = linker.lookup("one", transfers)
+            figures[f"linker_{what}_{count}_us"] = (time.perf_counter() - start) * 1e6 / count
+            assert len(found) == count
+        linker.close()
+        count *= 10
+    for name, value in figures.items():
+        print(f"{name:32} {value:8.3f}")
+    keep(figures)
+
+
+if __name__ == "__main__":
+    main()
