@@ -14,7 +14,7 @@ import torch
 import vllm_modules
 from servers import serving
 
-from blockyard.errors import InvalidArgumentError, OutOfMemoryError, StoreError
+from blockyard.errors import StoreError
 from blockyard.testing.faults import FailingStore
 
 BLOCK, CHUNKS = 4096, 16
@@ -330,32 +330,3 @@ def test_nothing_is_left_in_shared_memory(engine: Callable[..., Engine]):
     one = engine(world=2)
     assert one.tier._region.is_complete
     assert {path.name for path in Path("/dev/shm").glob("blockyard-*")} <= before
-
-
-def test_an_engine_that_ends_before_all_have_come_leaves_no_file(vllm: SimpleNamespace):
-    from blockyard.integrations.vllm.region import SharedRegion
-
-    region = SharedRegion(f"test-{os.getpid()}-early", 4096, 2, 0)
-    assert region._path.exists()
-    region.close()
-    assert not region._path.exists()
-
-
-def test_the_scheduler_uses_no_memory_that_a_worker_has_not_mapped(vllm: SimpleNamespace):
-    from blockyard.integrations.vllm.region import SharedRegion
-
-    name = f"test-{os.getpid()}-alone"
-    scheduler = SharedRegion(name, 4096, 1, 1)
-    assert not scheduler.is_complete
-    with pytest.raises(InvalidArgumentError, match="place is 1, which another process has"):
-        SharedRegion(name, 4096, 1, 1)
-    with pytest.raises(InvalidArgumentError, match="workers and scheduler have other options"):
-        SharedRegion(name, 8192, 1, 0)
-    worker = SharedRegion(name, 4096, 1, 0)
-    assert scheduler.is_complete
-    worker.mapping.tensor[7] = 9
-    assert scheduler.rows(4)[0][0, 7] == 9
-    with pytest.raises(OutOfMemoryError, match="bytes free, the host tier needs"):
-        SharedRegion(name, 1 << 50, 1, 0)
-    with pytest.raises(InvalidArgumentError, match="place is 2, must be 0 to world_size 1"):
-        SharedRegion(name, 4096, 1, 2)

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import struct
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -21,13 +22,17 @@ __all__ = ["SharedRegion"]
 
 _FOLDER: Final = Path("/dev/shm")  # noqa: S108 (files there are 0600, and never follow links)
 _WORD: Final = np.dtype("<u8")
+_MOST_PLACES: Final = 8 * _WORD.itemsize
+_LOCK: Final = struct.Struct("hhqqi")  # `struct flock` of a 64-bit Linux
 
 
 class SharedRegion:
     """One process's view of host memory that an engine's workers and its scheduler share.
 
     The file in `/dev/shm` has one part for each worker, and a page that says who has mapped it. The last to come
-    removes its name, so the memory goes with the last process, however that ends.
+    removes its name, so the memory goes with the last process, however that ends. Each process holds a lock on its
+    place as long as it has the memory mapped; the lock ends with the process. A file without such locks was left by
+    processes that died: the next to come removes it and makes another.
 
     Args:
         engine_id: of the engine, from vLLM.
@@ -41,7 +46,7 @@ class SharedRegion:
     """
 
     def __init__(self, engine_id: str, part_bytes: int, world_size: int, place: int) -> None:
-        if not 0 <= place <= world_size < 8 * _WORD.itemsize:
+        if not 0 <= place <= world_size < _MOST_PLACES:
             raise InvalidArgumentError(f"place is {place}, must be 0 to world_size {world_size}, at most 63")
         self._part_bytes = part_bytes
         self._stride = -(-max(1, part_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -82,15 +87,18 @@ class SharedRegion:
         return [part.tensor[: self._part_bytes].numpy().reshape(count, -1) for part in self._parts]
 
     def _open(self) -> int:
-        """Open the file by its name, with the lock; it may be removed between both."""
+        """Open the file by its name, with the lock; one that is left over is removed first."""
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            fcntl.flock(file, fcntl.LOCK_EX)
             try:
-                if os.path.samestat(os.fstat(file), self._path.stat()):
-                    return file
-            except FileNotFoundError:
-                pass
+                if _lock_name(self._path, file):
+                    there = os.fstat(file)
+                    if there.st_size == 0 or there.st_uid != os.geteuid() or _is_held(file):
+                        return file
+                    self._path.unlink()
+            except BaseException:
+                os.close(file)
+                raise
             os.close(file)
 
     def _attach(self, file: int, place: int) -> None:
@@ -108,6 +116,7 @@ class SharedRegion:
         present = int(np.frombuffer(os.pread(file, _WORD.itemsize, at), _WORD)[0])
         if present >> place & 1:
             raise InvalidArgumentError(f"place is {place}, which another process has in {self._path}")
+        _hold(file, place)
         present |= 1 << place
         os.pwrite(file, np.array([present], _WORD).tobytes(), at)
         if present == self._all:
@@ -122,8 +131,32 @@ class SharedRegion:
         os.ftruncate(file, size)
 
 
+def _lock_name(path: Path, file: int) -> bool:
+    """Wait for the lock under which a file gets or loses its name. Returns whether this file still has it."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        return os.path.samestat(os.fstat(file), path.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _hold(file: int, place: int) -> None:
+    """Hold a place for as long as the file is open or mapped."""
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
+
+
+def _is_held(file: int) -> bool:
+    """Return whether somebody else who opened the file holds a place."""
+    asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, _MOST_PLACES, 0)
+    return bool(_LOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
+
+
 def _remove(path: Path, inode: int) -> None:
     """Remove the file's name, if it still has it."""
     with suppress(OSError):
-        if path.stat().st_ino == inode:
-            path.unlink()
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(file).st_ino == inode and _lock_name(path, file):
+                path.unlink()
+        finally:
+            os.close(file)
