@@ -1,139 +1,23 @@
 """The external store below `BlockyardSpec`'s host memory, over vLLM's own classes (`VLLM_SOURCE`) or stand-ins."""
 
-import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import vllm_modules
 from servers import serving
+from vllm_sides import KEYS, Engine
 
 from blockyard.errors import StoreError
-from blockyard.testing.faults import FailingStore
-
-BLOCK, CHUNKS = 4096, 16
-KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(24)]
 
 
 @pytest.fixture(params=vllm_modules.KINDS)
 def vllm(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
     with vllm_modules.loaded(request.param) as modules:
         yield modules
-
-
-class Engine:
-    """Scheduler's and workers' side of one engine, and the blocks of its workers."""
-
-    made = 0
-
-    def __init__(
-        self, vllm: SimpleNamespace, root: Path, *, chunks: int = CHUNKS, world: int = 1, **options: Any
-    ) -> None:
-        Engine.made += 1
-        self.vllm = vllm
-        extra = {"host_bytes": world * chunks * BLOCK, "external": f"file://{root}?size=1MiB", **options}
-        config = vllm_modules.config(
-            vllm, extra, block_bytes=BLOCK, world_size=world, engine_id=f"test-{os.getpid()}-{Engine.made}"
-        )
-        self.blocks = [torch.zeros((16, BLOCK), dtype=torch.int8) for _ in range(world)]
-        self.workers = []
-        for rank, blocks in enumerate(self.blocks):
-            config.parallel.__dict__["rank"] = rank
-            spec = vllm.ours.BlockyardSpec(config)
-            base = vllm.base
-            caches = base.CanonicalKVCaches(
-                [base.CanonicalKVCacheTensor(blocks, BLOCK)], [[base.CanonicalKVCacheRef(0, BLOCK)]]
-            )
-            self.workers.append(spec.get_worker(caches))
-        config.parallel.__dict__["rank"] = 0
-        self.manager = vllm.ours.BlockyardSpec(config).get_manager()
-        self.tier = self.manager._external
-        self.store = FailingStore(self.tier._store, deadline=0.2)
-        self.tier._store = self.store
-        self.jobs = 0
-
-    def context(self, name: str = "one", *actions: Any) -> Any:
-        context = self.vllm.base.ReqContext(req_id=name)
-        if actions:
-            context.kv_hints = SimpleNamespace(actions=list(actions))
-        return context
-
-    def end_step(self, *preempted: str) -> None:
-        self.manager.on_schedule_end(self.vllm.base.ScheduleEndContext([], preempted))
-
-    def compute(self, keys: list[bytes], context: Any | None = None) -> None:
-        """Compute blocks, and store them in the host, as vLLM does."""
-        context = context or self.context()
-        prepared = self.manager.prepare_store(keys, context)
-        for block, key in enumerate(prepared.keys_to_store):
-            for rank, blocks in enumerate(self.blocks):
-                blocks[block] = content(key, rank)
-        self.copy("submit_store", list(range(len(prepared.keys_to_store))), prepared.store_spec)
-        self.manager.complete_store(prepared.keys_to_store, context)
-        self.settle()
-
-    def load(self, keys: list[bytes]) -> bool:
-        """Load blocks; returns whether every worker has the right bytes."""
-        chunks = self.manager.prepare_load(keys, self.context())
-        for blocks in self.blocks:
-            blocks.zero_()
-        self.copy("submit_load", list(range(len(keys))), chunks)
-        self.manager.complete_load(keys, self.context())
-        return all(
-            bool((blocks[place] == content(key, rank)).all())
-            for rank, blocks in enumerate(self.blocks)
-            for place, key in enumerate(keys)
-        )
-
-    def copy(self, call: str, blocks: list[int], chunks: Any) -> None:
-        self.jobs += 1
-        device = self.vllm.base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
-        for worker in self.workers:
-            both = (device, chunks) if call == "submit_store" else (chunks, device)
-            assert getattr(worker, call)(self.jobs, *both)
-            worker.wait({self.jobs})
-            assert [result.success for result in worker.get_finished()] == [True]
-
-    def settle(self) -> None:
-        """Wait until nothing is under way."""
-        self.end_step()
-        until = time.monotonic() + 30
-        while self.tier._open:
-            assert time.monotonic() < until
-            time.sleep(0.001)
-
-    def lookups(self, keys: list[bytes], context: Any | None = None) -> list[str]:
-        context = context or self.context()
-        return [self.manager.lookup(key, context).name for key in keys]
-
-    def found(self, keys: list[bytes], name: str = "one") -> int:
-        """Keys from the first that can be loaded in the end, as vLLM asks for them."""
-        until = time.monotonic() + 30
-        context = self.context(name)
-        while True:
-            states = [self.manager.lookup(key, context).name for key in keys]
-            self.end_step()
-            if "RETRY" not in states and "HIT_PENDING" not in states:
-                self.manager.on_request_finished(context)
-                return next((place for place, state in enumerate(states) if state == "MISS"), len(keys))
-            assert time.monotonic() < until, states
-            time.sleep(0.001)
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.shutdown()
-        self.manager.shutdown()
-
-
-def content(key: bytes, rank: int) -> torch.Tensor:
-    random = np.random.default_rng([*key[:4], rank])
-    return torch.from_numpy(random.integers(-128, 128, BLOCK, dtype=np.int8))
 
 
 @pytest.fixture
@@ -234,24 +118,6 @@ def test_what_is_loaded_keeps_its_chunk_and_the_rest_misses(engine: Callable[...
     again.manager.complete_load(KEYS[:4], again.context())
     again.tier._absent.clear()
     assert again.found(KEYS[4:8], "three") == 4
-
-
-def test_a_reset_forgets_the_store_unless_the_weights_are_fixed(engine: Callable[..., Engine]):
-    first = engine()
-    first.compute(KEYS[:4])
-    first.manager.reset_cache()
-    first.manager.on_reset_flushed()
-    assert first.found(KEYS[:4], "two") == 0
-    first.compute(KEYS[:4])
-    first.close()
-    # What was stored after the reset may be of other weights than those that are named.
-    fixed = engine(weights_fixed=True)
-    assert fixed.found(KEYS[:4]) == 4
-    fixed.manager.reset_cache()
-    fixed.manager.on_reset_flushed()
-    assert fixed.lookups(KEYS[:1], fixed.context("two")) == ["RETRY"]
-    fixed.settle()
-    assert fixed.found(KEYS[:4], "three") == 4
 
 
 def test_a_load_that_a_reset_meets_is_no_hit(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch):

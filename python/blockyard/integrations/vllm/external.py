@@ -34,6 +34,10 @@ _ABSENT_SECONDS: Final = 1.0  # how long a key that was not there is not asked f
 _MOST_ABSENT: Final = 1 << 16
 _STAGING_DEADLINE_MS: Final = 60_000
 _CLOSE_SECONDS: Final = 10.0
+_NOT_FORGOTTEN: Final = (
+    "the store has not confirmed that it forgot its chunks after a reset. Give engines whose weights differ from those "
+    "before the reset another revision"
+)
 
 Report = Callable[[list[OffloadKey], list[OffloadKey]], None]
 
@@ -90,6 +94,9 @@ class ExternalTier:
         self._is_sure = isinstance(store, SlabStore)
         self._most_writing = max(1, offload.num_chunks // 2)
         self._epoch = b""
+        self._resets = 0
+        self._may_stage = True  # False while chunks that are given out may still be a transfer's
+        self._has_forgotten = True  # False from a reset until the store has said so: it is not used
         self._state = threading.Lock()  # over all below; taken after `lock`, never before
         self._requests: dict[str, _Request] = {}
         self._wanted: dict[OffloadKey, None] = {}
@@ -138,10 +145,10 @@ class ExternalTier:
                 self._requests.pop(req_id, None)
             keys, self._wanted = list(self._wanted), {}
             self._coming.update(keys)
-            epoch = self._epoch
+            epoch, resets = self._epoch, self._resets
         for first in range(0, len(keys), self._batch):
             part = keys[first : first + self._batch]
-            self._submit(self._loads, partial(self._load, part, epoch))
+            self._submit(self._loads, partial(self._load, part, epoch, resets))
 
     def finish(self, context: ReqContext) -> None:
         """Forget what a request asked for: it has ended."""
@@ -152,7 +159,7 @@ class ExternalTier:
 
     def write(self, keys: list[OffloadKey]) -> None:
         """Start to write chunks that host memory holds; those that are too many at a time are left out."""
-        if not self._region.is_complete:
+        if not self._region.is_complete or not self._has_forgotten:
             return
         with self._state:
             room = max(0, self._most_writing - self._writing)
@@ -165,21 +172,40 @@ class ExternalTier:
             chunks = self._offload.prepare_load(part)
             self._submit(self._stores, partial(self._put, part, chunks, epoch))
 
-    def reset(self, *, keep: bool) -> None:
-        """Forget what is under way, and unless `keep` everything in the store: the weights may be others now."""
+    def reset(self, *, keep: bool, may_stage: bool) -> None:
+        """Drop what is under way, and unless `keep` forget everything in the store: the weights may be others now.
+
+        Args:
+            keep: whether what is stored stays.
+            may_stage: whether chunks that transfers have stay out of use until these have ended. If not, nothing comes
+                to host memory until `allow_staging`.
+        """
         with self._state:
-            # Nothing is found under a random name, neither by this engine nor by a later one.
-            self._epoch = self._epoch if keep else os.urandom(16)
+            self._resets += 1
+            self._may_stage = may_stage
             self._requests.clear()
             self._wanted.clear()
             self._coming.clear()
             self._absent.clear()
+            if not keep:
+                # What is stored from now on may be of weights that have no name: nobody else finds it.
+                self._epoch, self._has_forgotten = os.urandom(16), False
+            epoch = self._epoch
+        if not keep:
+            # Of the writes before it, one that has begun ends first, and the others write nothing.
+            self._submit(self._stores, partial(self._forget, epoch))
+
+    def allow_staging(self) -> None:
+        """Bring chunks to host memory again: the transfers that a reset met have ended."""
+        self._may_stage = True
 
     def close(self) -> None:
         """Let writes end for a while, and close the store; twice does nothing."""
         with self._state:
             running = set(self._open)
         wait(running, _CLOSE_SECONDS)
+        if not self._has_forgotten:
+            _LOG.error("the engine ends: %s", _NOT_FORGOTTEN)
         self._loads.shutdown(wait=False, cancel_futures=True)
         self._stores.shutdown(wait=False, cancel_futures=True)
         self._store.close()
@@ -187,30 +213,39 @@ class ExternalTier:
 
     # ---- in threads ----
 
-    def _load(self, keys: list[OffloadKey], epoch: bytes) -> None:
+    def _forget(self, epoch: bytes) -> None:
+        try:
+            self._store.forget()
+        except Exception:  # noqa: BLE001 (whatever it is, the store has not said that it forgot)
+            _LOG.exception("this engine goes on without its external store: %s", _NOT_FORGOTTEN)
+            return
+        with self._state:
+            self._has_forgotten = epoch == self._epoch
+
+    def _load(self, keys: list[OffloadKey], epoch: bytes, resets: int) -> None:
         staged: set[OffloadKey] = set()
         try:
             entry = self._store.wait(self._store.submit_get(self._digests(keys, epoch)))
             good = [place for place, ok in enumerate(entry.ok) if ok]
-            staged = self._stage([keys[place] for place in good], [entry.rows[place] for place in good], epoch)
+            staged = self._stage([keys[place] for place in good], [entry.rows[place] for place in good], resets)
         finally:
             until = time.monotonic() + _ABSENT_SECONDS
             with self._state:
                 self.counts.loaded += len(staged)
                 self.counts.missed += len(keys) - len(staged)
-                if epoch == self._epoch:
+                if resets == self._resets:
                     self._coming.difference_update(keys)
                     if len(self._absent) > _MOST_ABSENT:
                         self._absent.clear()
                     self._absent.update((key, until) for key in keys if key not in staged)
 
-    def _stage(self, keys: list[OffloadKey], rows: list[NDArray[np.uint8]], epoch: bytes) -> set[OffloadKey]:
+    def _stage(self, keys: list[OffloadKey], rows: list[NDArray[np.uint8]], resets: int) -> set[OffloadKey]:
         """Copy verified chunks to host memory, as many as can have a chunk there; only then they are hits."""
         store = None
         deadline = int(time.monotonic() * 1000) + _STAGING_DEADLINE_MS
         while keys and store is None:
             with self._lock:
-                if epoch != self._epoch:
+                if resets != self._resets:
                     return set()
                 store = self._offload.prepare_store(keys, deadline=deadline)
                 if store is not None:
@@ -236,6 +271,8 @@ class ExternalTier:
     def _put(self, keys: list[OffloadKey], chunks: NDArray[np.int32], epoch: bytes) -> None:
         done, new = 0, np.arange(len(keys))
         try:
+            if epoch != self._epoch:
+                return
             digests = self._digests(keys, epoch)
             new = np.flatnonzero(~self._store.contains(digests))
             if len(new):
@@ -275,7 +312,8 @@ class ExternalTier:
 
     def _is_allowed(self, context: ReqContext) -> bool:
         tiers = getattr(context, "load_tier_filter", None)
-        return self._region.is_complete and (tiers is None or bool(tiers.allows(Medium.STORAGE, None)))
+        is_open = self._region.is_complete and self._may_stage and self._has_forgotten
+        return is_open and (tiers is None or bool(tiers.allows(Medium.STORAGE, None)))
 
 
 def _logged(work: Callable[[], None]) -> None:

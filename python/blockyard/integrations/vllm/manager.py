@@ -38,7 +38,7 @@ STORE_DEADLINE_SECONDS: Final = 60.0
 
 _HIT: Final = LookupResult.HIT
 _RESULTS: Final = {"hit": LookupResult.HIT, "pending": LookupResult.HIT_PENDING, "miss": LookupResult.MISS}
-# vLLM 0.33 says when the transfers that a reset met have ended; 0.32 waits for them before the next step begins.
+# vLLM 0.33 says when the transfers that a reset met have ended. 0.32 orders its own later ones behind them.
 _HAS_FLUSH: Final = hasattr(OffloadingManager, "on_reset_flushed")
 _SAYS_METADATA: Final = "metadata_only" in OffloadingEvent.__dataclass_fields__
 
@@ -78,6 +78,7 @@ class BlockyardManager(OffloadingManager):
         self._reported_external = [0, 0, 0, 0]
         self._weights_fixed = weights_fixed
         self._external: ExternalTier | None = None
+        self._awaits_flush = False
         self._pins = Pins(self._offload)
 
     @property
@@ -137,7 +138,7 @@ class BlockyardManager(OffloadingManager):
     # ---- stores ----
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Give chunks to the keys that have none, evicting others; None, and nothing is changed, if that cannot be."""
+        """Give chunks to the keys that have none, evicting others; None, and no chunk changes, if that cannot be."""
         keys = list(keys)
         with self._lock:
             store = self._offload.prepare_store(keys, deadline=_now() + _ms(STORE_DEADLINE_SECONDS))
@@ -153,6 +154,7 @@ class BlockyardManager(OffloadingManager):
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """End stores: their keys become hits, or, after a failure, misses whose chunks are free."""
         keys = list(keys)
+        self._note_flushed()
         failed = [] if success else [key for key in dict.fromkeys(keys) if key in self._storing]
         with self._lock:
             # The end of a prefix is of no use without its head: the head counts as used last.
@@ -183,6 +185,7 @@ class BlockyardManager(OffloadingManager):
             InvalidArgumentError: a key is not being loaded; nothing is changed.
         """
         known = list(keys)
+        self._note_flushed()
         loading, stale = self._loading, self._stale_loading
         if not stale and not self._flushed_loading:
             counts = [loading.pop(key, 0) for key in known]
@@ -222,13 +225,16 @@ class BlockyardManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget all keys. Chunks of transfers under way are given out again only when those have ended.
 
+        Where vLLM does not say when that is (0.32), vLLM alone gets chunks: its transfers are in order. The external
+        store has none until a later transfer has ended, which all workers begin after those that the reset met.
+
         vLLM resets also when it goes to sleep and when weights change, and does not say which. Unless the weights are
-        known to stay the same, nothing that an external store has now is found again.
+        known to stay the same, the external store forgets all it has, in the background.
         """
         with self._lock:
             self._offload.reset()
             if self._external is not None:
-                self._external.reset(keep=self._weights_fixed)
+                self._external.reset(keep=self._weights_fixed, may_stage=_HAS_FLUSH)
         self._pins.clear()
         self._stale_storing |= self._storing
         self._stale_loading += self._loading
@@ -238,6 +244,7 @@ class BlockyardManager(OffloadingManager):
             self._events.clear()
         if not _HAS_FLUSH:
             self.on_reset_flushed()
+            self._awaits_flush = True
 
     def on_reset_flushed(self) -> None:
         """Take back the chunks of the transfers that the last reset met: they have ended."""
@@ -298,6 +305,13 @@ class BlockyardManager(OffloadingManager):
         if self._external is not None:
             self._external.close()
         self._offload.reset()
+
+    def _note_flushed(self) -> None:
+        """A transfer that began after the last reset has ended."""
+        if self._awaits_flush:
+            self._awaits_flush = False
+            if self._external is not None:
+                self._external.allow_staging()
 
     def _pin(self, keys: list[OffloadKey], req_context: ReqContext) -> None:
         if req_context.kv_hints is not None:

@@ -1,0 +1,133 @@
+"""Both sides of an engine over `BlockyardSpec` with an external store, driven as vLLM drives them."""
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import vllm_modules
+
+from blockyard.testing.faults import FailingStore
+
+BLOCK, CHUNKS = 4096, 16
+KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(24)]
+
+
+class Engine:
+    """Scheduler's and workers' side of one engine, and the blocks of its workers."""
+
+    made = 0
+
+    def __init__(
+        self, vllm: SimpleNamespace, root: Path, *, chunks: int = CHUNKS, world: int = 1, **options: Any
+    ) -> None:
+        Engine.made += 1
+        self.vllm = vllm
+        extra = {"host_bytes": world * chunks * BLOCK, "external": f"file://{root}?size=1MiB", **options}
+        config = vllm_modules.config(
+            vllm, extra, block_bytes=BLOCK, world_size=world, engine_id=f"test-{os.getpid()}-{Engine.made}"
+        )
+        self.blocks = [torch.zeros((16, BLOCK), dtype=torch.int8) for _ in range(world)]
+        self.workers = []
+        for rank, blocks in enumerate(self.blocks):
+            config.parallel.__dict__["rank"] = rank
+            spec = vllm.ours.BlockyardSpec(config)
+            base = vllm.base
+            caches = base.CanonicalKVCaches(
+                [base.CanonicalKVCacheTensor(blocks, BLOCK)], [[base.CanonicalKVCacheRef(0, BLOCK)]]
+            )
+            self.workers.append(spec.get_worker(caches))
+        config.parallel.__dict__["rank"] = 0
+        self.manager = vllm.ours.BlockyardSpec(config).get_manager()
+        self.tier = self.manager._external
+        self.store = FailingStore(self.tier._store, deadline=0.2)
+        self.tier._store = self.store
+        self.jobs = 0
+
+    def context(self, name: str = "one", *actions: Any) -> Any:
+        context = self.vllm.base.ReqContext(req_id=name)
+        if actions:
+            context.kv_hints = SimpleNamespace(actions=list(actions))
+        return context
+
+    def end_step(self, *preempted: str) -> None:
+        self.manager.on_schedule_end(self.vllm.base.ScheduleEndContext([], preempted))
+
+    def compute(self, keys: list[bytes], context: Any | None = None) -> None:
+        """Compute blocks, and store them in the host, as vLLM does; wait until the external store has them."""
+        self.compute_only(keys, context)
+        self.settle()
+
+    def compute_only(self, keys: list[bytes], context: Any | None = None) -> None:
+        """Compute blocks, and store them in the host."""
+        context = context or self.context()
+        prepared = self.manager.prepare_store(keys, context)
+        for block, key in enumerate(prepared.keys_to_store):
+            for rank, blocks in enumerate(self.blocks):
+                blocks[block] = content(key, rank)
+        self.copy("submit_store", list(range(len(prepared.keys_to_store))), prepared.store_spec)
+        self.manager.complete_store(prepared.keys_to_store, context)
+
+    def load(self, keys: list[bytes]) -> bool:
+        """Load blocks; returns whether every worker has the right bytes."""
+        chunks = self.manager.prepare_load(keys, self.context())
+        for blocks in self.blocks:
+            blocks.zero_()
+        self.copy("submit_load", list(range(len(keys))), chunks)
+        self.manager.complete_load(keys, self.context())
+        return all(
+            bool((blocks[place] == content(key, rank)).all())
+            for rank, blocks in enumerate(self.blocks)
+            for place, key in enumerate(keys)
+        )
+
+    def copy(self, call: str, blocks: list[int], chunks: Any) -> None:
+        self.jobs += 1
+        device = self.vllm.base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
+        for worker in self.workers:
+            both = (device, chunks) if call == "submit_store" else (chunks, device)
+            assert getattr(worker, call)(self.jobs, *both)
+            worker.wait({self.jobs})
+            assert [result.success for result in worker.get_finished()] == [True]
+
+    def settle(self) -> None:
+        """Wait until nothing is under way."""
+        self.end_step()
+        self.settle_store()
+
+    def settle_store(self) -> None:
+        """Wait until the external store has answered."""
+        until = time.monotonic() + 30
+        while self.tier._open:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    def lookups(self, keys: list[bytes], context: Any | None = None) -> list[str]:
+        context = context or self.context()
+        return [self.manager.lookup(key, context).name for key in keys]
+
+    def found(self, keys: list[bytes], name: str = "one") -> int:
+        """Keys from the first that can be loaded in the end, as vLLM asks for them."""
+        until = time.monotonic() + 30
+        context = self.context(name)
+        while True:
+            states = [self.manager.lookup(key, context).name for key in keys]
+            self.end_step()
+            if "RETRY" not in states and "HIT_PENDING" not in states:
+                self.manager.on_request_finished(context)
+                return next((place for place, state in enumerate(states) if state == "MISS"), len(keys))
+            assert time.monotonic() < until, states
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()
+        self.manager.shutdown()
+
+
+def content(key: bytes, rank: int) -> torch.Tensor:
+    random = np.random.default_rng([*key[:4], rank])
+    return torch.from_numpy(random.integers(-128, 128, BLOCK, dtype=np.int8))
