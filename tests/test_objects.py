@@ -1,9 +1,13 @@
 """`ObjectStore`: objects of any length over blocks of one width."""
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from stepped_store import Actor, Crash, SteppedStore
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations import objects
@@ -59,3 +63,129 @@ def test_a_root_dir_is_made_for_its_owner_alone_and_any_path_is_one(tmp_path: Pa
     assert (tmp_path / "a folder" / "100%").stat().st_mode & 0o077 == 0
     with pytest.raises(InvalidArgumentError, match="must be exactly one of them"):
         store_url(None, None, 0, "")
+
+
+# ---- processes that share a store ----
+
+PART = 40
+SIZES = [100, 100, 100, 90, 150]
+CONTENTS = [np.random.default_rng(place).integers(0, 256, size, dtype=np.uint8) for place, size in enumerate(SIZES)]
+
+
+class Event(NamedTuple):
+    """What a process did to a key, and when: `content` is what it put or got, None for a miss."""
+
+    verb: str
+    key: str
+    content: int | None
+    begin: int
+    end: int
+    ok: bool
+
+
+class Processes:
+    """Processes that put, get and delete objects of one store; blocks are evicted, and processes crash."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int, *, count: int, trouble: bool) -> None:
+        self.rng, self.trouble = random.Random(seed), trouble
+        self.medium: dict[bytes, Any] = {}
+        self.history: list[Event] = []
+        self.now = 0
+        views = [SteppedStore(self.medium, self.rng, replaces=bool(seed % 2)) for _ in range(count)]
+        opened = iter(views)
+
+        def open_store(url: str, *, bytes_per_block: int, **more: Any) -> SteppedStore:
+            view = next(opened)
+            view.width = bytes_per_block
+            return view
+
+        monkeypatch.setattr(objects, "open_store", open_store)
+        stores = [ObjectStore("stepped://", object_bytes=PART, fields={}) for _ in views]
+        self.actors: list[Actor] = []
+        for view, store in zip(views, stores, strict=True):
+            store._patience = 0.0
+
+            def work(actor: Actor, view: SteppedStore = view, store: ObjectStore = store) -> None:
+                view.step = actor.step
+                for _ in range(8):
+                    self.act(store)
+
+            self.actors.append(Actor(work))
+
+    def act(self, store: ObjectStore) -> None:
+        verb, key, content = self.rng.choice(["put", "put", "get", "get", "get", "delete"]), self.rng.choice("ab"), None
+        wanted, begin, ok = self.rng.choices(range(len(CONTENTS)), [6, 6, 6, 1, 1])[0], self.now, False
+        taken: list[bytes] = []
+        try:
+            if verb == "put":
+                content = wanted
+                (ok,) = store.put([key], [SIZES[wanted]], lambda index: CONTENTS[wanted])
+            elif verb == "get":
+                (ok,) = store.get([key], [SIZES[wanted]], lambda index, data: taken.append(data.tobytes()))
+            else:
+                (ok,) = store.delete([key])
+        except Crash:
+            ok = False
+        if taken:
+            (content,) = [place for place, data in enumerate(CONTENTS) if data.tobytes() == taken[0]]
+        self.history.append(Event(verb, key, content, begin, self.now, ok))
+
+    def run(self) -> None:
+        while running := [actor for actor in self.actors if not actor.ended]:
+            self.now += 1
+            actor = self.rng.choice(running)
+            if self.trouble and self.rng.random() < 0.02:
+                actor.crashes = True
+            if self.trouble and self.medium and self.rng.random() < 0.02:
+                del self.medium[self.rng.choice(sorted(self.medium))]
+            actor.go()
+
+    def replaced(self, put: Event, by: int) -> Iterator[Event]:
+        """What came after a put and had ended at that time: nobody may get the put's bytes then."""
+        for other in self.history:
+            if other.verb != "get" and other.key == put.key and other.ok and put.end < other.begin and other.end < by:
+                yield other
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_a_get_brings_one_puts_bytes_whole_and_none_that_were_replaced(monkeypatch: pytest.MonkeyPatch, seed: int):
+    processes = Processes(monkeypatch, seed, count=1 + seed % 3, trouble=seed % 4 > 0)
+    processes.run()
+    for got in processes.history:
+        if got.verb == "get" and got.content is not None:
+            puts = [one for one in processes.history if (one.verb, one.key, one.content) == ("put", *got[1:3])]
+            assert any(not list(processes.replaced(one, got.begin)) for one in puts if one.begin < got.end), got
+
+
+def test_one_process_alone_gets_what_it_put_last(monkeypatch: pytest.MonkeyPatch):
+    for seed in range(40):
+        processes = Processes(monkeypatch, seed, count=1, trouble=False)
+        processes.run()
+        known: dict[str, int | None] = {}
+        for one in processes.history:
+            assert one.ok or one.verb == "get"
+            if one.verb != "get":
+                known[one.key] = one.content
+            elif one.ok:
+                assert one.content == known[one.key]
+            else:
+                # The length that was asked for is another's, and then the object is gone.
+                known[one.key] = None
+
+
+def test_a_put_of_the_same_bytes_writes_nothing_and_one_of_others_replaces_them(tmp_path: Path):
+    store = ObjectStore(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
+    old, new = np.full(250, 1, np.uint8), np.full(250, 2, np.uint8)
+    for _ in range(2):
+        assert store.put(["a", "b"], [250, 100], [old, old[:100]].__getitem__) == [True, True]
+    assert store.stats().written_blocks == 4
+    assert store.put(["a", "b"], [250, 100], [new, old[:100]].__getitem__) == [True, True]
+    assert store.stats().written_blocks == 7
+    taken: list[bytes] = []
+    assert store.get(["a"], [250], lambda index, data: taken.append(data.tobytes())) == [True]
+    assert taken == [new.tobytes()]
+    assert store.delete(["a"]) == [True]
+    assert store.put(["a"], [250], lambda index: old) == [True]
+    assert store.get(["a"], [250], lambda index, data: taken.append(data.tobytes())) == [True]
+    assert taken[1] == old.tobytes()
+    store.close()

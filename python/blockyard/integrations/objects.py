@@ -1,8 +1,9 @@
 """Objects of any length in a prefix store, for engines that name what they store by text.
 
-An object is cut into blocks of one width, so that objects of several lengths share one store and its cap. Its first
-block begins with its length. An object counts only if all its blocks come back whole and its length is the one asked
-for; else it is a miss, and its first block is deleted, so that the next `contains` is False.
+An object is cut into blocks of one width, so that objects of several lengths share one store and its cap. Each block
+begins with the object's length and the SHA-256 of its bytes. An object counts only if all its blocks come back whole
+and begin alike, and its length is the one asked for; else it is a miss. Its first block is deleted then, so that the
+next `contains` is False. A store keeps the block that it has under a key, so a put deletes blocks of other bytes first.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from blockyard.stores import ExternalStore, StoreStats, open_store
 __all__ = ["ObjectStore", "require_one", "store_url"]
 
 _LOG = logging.getLogger(__name__)
-_DOMAIN: Final = b"blockyard objects 1"
+_DOMAIN: Final = b"blockyard objects 2"
 _LENGTH_BYTES: Final = 8
+_HEADER: Final = _LENGTH_BYTES + hashlib.sha256().digest_size
 _BATCH_BYTES: Final = 64 << 20
 """Bytes that one batch has in the store at a time, so that its memory for blocks in flight is never full."""
 _ASK_SECONDS: Final = 0.05
@@ -72,7 +74,8 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, *, object_bytes: int, fields: Mapping[str, Any]) -> None:
-        self._width = object_bytes + _LENGTH_BYTES
+        self._part_bytes = object_bytes
+        self._width = _HEADER + object_bytes
         # A file store knows its keys.
         self._patience = 0.0 if url.startswith("file:") else _ASK_SECONDS
         text = json.dumps(fields, sort_keys=True, default=str)
@@ -84,7 +87,15 @@ class ObjectStore:
         )
 
     def put(self, keys: Sequence[str], sizes: Sequence[int], read: Callable[[int], NDArray[np.uint8]]) -> list[bool]:
-        """Store objects; return which are stored. `read(i)` gives the bytes of object `i` when they are needed."""
+        """Store objects, in place of others under their keys; return which are stored.
+
+        Of one that is not, nothing or other bytes may be left under its key, but never parts of both.
+
+        Args:
+            keys: of the objects.
+            sizes: their lengths.
+            read: gives the bytes of an object, by its place, when they are needed.
+        """
         stored = [False] * len(keys)
         for first, last, parts in self._batches(sizes):
             try:
@@ -92,15 +103,36 @@ class ObjectStore:
                 row = 0
                 for index in range(first, last):
                     count = self._parts(sizes[index])
-                    _fill(rows[row : row + count].reshape(-1), read(index), sizes[index])
+                    _fill(rows[row : row + count], read(index), sizes[index])
                     row += count
-                names = self._names(keys[first:last], sizes[first:last])
-                ok = self._store.wait(self._store.submit_put(names, rows)).ok
+                done = self._replace(keys[first:last], sizes[first:last], rows)
             except Exception:  # noqa: BLE001 (whatever fails, the engine goes on without it)
                 _LOG.exception("%d objects were not stored", last - first)
                 continue
-            stored[first:last] = [bool(part.all()) for part in self._split(ok, sizes[first:last])]
+            stored[first:last] = done
         return stored
+
+    def _replace(self, keys: Sequence[str], sizes: Sequence[int], rows: NDArray[np.uint8]) -> list[bool]:
+        """Store the blocks of objects, but of those that are there already, and delete what was there first."""
+        names, counts = self._names(keys, sizes), [self._parts(size) for size in sizes]
+        firsts = np.cumsum([0, *counts[:-1]])
+        found = self._store.wait(self._store.submit_get([names[first] for first in firsts]))
+        stored = found.ok & (found.rows[:, :_HEADER] == rows[firsts, :_HEADER]).all(axis=1)
+        if len(names) > len(keys) and stored.any():
+            there = self._store.contains(names)
+            there[firsts] = True
+            stored &= [bool(part.all()) for part in self._split(there, sizes)]
+        left = np.flatnonzero(np.repeat(~stored, counts))
+        if len(left):
+            ok = np.ones(len(names), np.bool_)
+            ok[left] = self._store.wait(self._store.submit_delete([names[place] for place in left])).ok
+            # Under a key that could not be deleted, the old block would stay.
+            gone = np.repeat([bool(part.all()) for part in self._split(ok, sizes)], counts)
+            left = left[gone[left]]
+        if len(left):
+            ok[left] = self._store.wait(self._store.submit_put([names[place] for place in left], rows[left])).ok
+            stored = np.array([bool(part.all()) for part in self._split(ok, sizes)])
+        return [bool(one) for one in stored]
 
     def get(
         self, keys: Sequence[str], sizes: Sequence[int], take: Callable[[int, NDArray[np.uint8]], None]
@@ -114,10 +146,8 @@ class ObjectStore:
                 parts = self._split(found.ok, sizes[first:last])
                 rows = self._split(found.rows, sizes[first:last])
                 for index, (ok, data) in enumerate(zip(parts, rows, strict=True), first):
-                    flat = data.reshape(-1)
-                    length = int.from_bytes(flat[:_LENGTH_BYTES].tobytes(), "little")
-                    if ok.all() and length == sizes[index]:
-                        take(index, flat[_LENGTH_BYTES : _LENGTH_BYTES + length])
+                    if ok.all() and _is_one(data, sizes[index]):
+                        take(index, data[:, _HEADER:].reshape(-1)[: sizes[index]])
                         loaded[index] = True
                 # The store has dropped each block that did not come back; their first one must not say hit any more.
                 halves = [index for index, ok in enumerate(parts, first) if ok[0] and not loaded[index]]
@@ -175,7 +205,7 @@ class ObjectStore:
         self._store.close()
 
     def _parts(self, size: int) -> int:
-        return -(-(size + _LENGTH_BYTES) // self._width)
+        return max(1, -(-size // self._part_bytes))
 
     def _names(self, keys: Sequence[str], sizes: Sequence[int]) -> list[bytes]:
         return [_name(key, part) for key, size in zip(keys, sizes, strict=True) for part in range(self._parts(size))]
@@ -199,13 +229,25 @@ class ObjectStore:
             yield first, len(sizes), parts
 
 
-def _fill(flat: NDArray[np.uint8], data: NDArray[np.uint8], size: int) -> None:
+def _fill(rows: NDArray[np.uint8], data: NDArray[np.uint8], size: int) -> None:
+    """Write an object's blocks, uint8 `[blocks, width]`."""
     if data.nbytes != size:
         raise InvalidArgumentError(f"an object has {data.nbytes} bytes, must have {size}")
-    end = _LENGTH_BYTES + size
-    flat[:_LENGTH_BYTES] = np.frombuffer(size.to_bytes(_LENGTH_BYTES, "little"), np.uint8)
-    flat[_LENGTH_BYTES:end] = data
-    flat[end:] = 0
+    header = size.to_bytes(_LENGTH_BYTES, "little") + hashlib.sha256(np.ascontiguousarray(data).data).digest()
+    rows[:, :_HEADER] = np.frombuffer(header, np.uint8)
+    part_bytes, flat = rows.shape[1] - _HEADER, data.reshape(-1)
+    whole = size // part_bytes
+    rows[:whole, _HEADER:] = flat[: whole * part_bytes].reshape(whole, part_bytes)
+    if whole < len(rows):
+        rest = size - whole * part_bytes
+        rows[whole, _HEADER : _HEADER + rest] = flat[whole * part_bytes :]
+        rows[whole, _HEADER + rest :] = 0
+
+
+def _is_one(rows: NDArray[np.uint8], size: int) -> bool:
+    """Whether blocks are of one object of this length."""
+    length = int.from_bytes(rows[0, :_LENGTH_BYTES].tobytes(), "little")
+    return length == size and bool((rows[1:, :_HEADER] == rows[0, :_HEADER]).all())
 
 
 def _name(key: str, part: int) -> bytes:
