@@ -158,6 +158,28 @@ def test_pinned_chunks_stay_and_are_let_go_in_time(engine: Callable[..., Engine]
     one.manager._offload.check()
 
 
+def test_what_was_looked_up_can_be_loaded_though_chunks_come_meanwhile(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    first = engine()
+    first.compute(KEYS[:8])
+    first.close()
+    again = engine(chunks=4)
+    again.compute(KEYS[8:12])
+    release, wait = threading.Event(), again.store.wait
+    monkeypatch.setattr(again.store, "wait", lambda *arguments: (release.wait(), wait(*arguments))[1])
+    assert set(again.lookups(KEYS[:4], again.context("two"))) == {"RETRY"}
+    again.end_step()
+    assert again.lookups(KEYS[8:11]) == ["HIT"] * 3
+    release.set()
+    again.settle_store()
+    assert again.load(KEYS[8:11])
+    # In the next step they can be evicted.
+    again.end_step()
+    assert again.manager._offload.num_free == 4
+    again.manager._offload.check()
+
+
 def test_events_say_what_comes_from_the_store_and_what_goes_for_it(engine: Callable[..., Engine]):
     first = engine()
     first.compute(KEYS[:8])

@@ -79,6 +79,8 @@ class BlockyardManager(OffloadingManager):
         self._weights_fixed = weights_fixed
         self._external: ExternalTier | None = None
         self._awaits_flush = False
+        # Hits of this step, which vLLM may load yet: the external store's threads must not evict them.
+        self._looked_up: dict[OffloadKey, None] = {}
         self._pins = Pins(self._offload)
 
     @property
@@ -117,11 +119,11 @@ class BlockyardManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a key can be loaded, is being stored, is on its way from an external store, or is not here."""
         found = self._lookup([key])[0]
-        if found == "hit":
+        if self._external is None:
+            return _RESULTS[found]
+        if found == "hit" and (key in self._looked_up or self._keep(key)):
             return _HIT
-        if found == "miss" and self._external is not None:
-            return self._external.lookup(key, req_context)
-        return _RESULTS[found]
+        return _RESULTS["pending"] if found == "pending" else self._external.lookup(key, req_context)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         """Hits are loaded from host memory."""
@@ -216,6 +218,7 @@ class BlockyardManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Let no lookup wait any longer for stores that are overdue, and ask the external store for what was missed."""
+        self._let_go()
         if self._storing or self._external is not None:
             self._offload.expire(_now())
         self._pins.expire(_now())
@@ -232,6 +235,7 @@ class BlockyardManager(OffloadingManager):
         known to stay the same, the external store forgets all it has, in the background.
         """
         with self._lock:
+            self._let_go()
             self._offload.reset()
             if self._external is not None:
                 self._external.reset(keep=self._weights_fixed, may_stage=_HAS_FLUSH)
@@ -305,6 +309,21 @@ class BlockyardManager(OffloadingManager):
         if self._external is not None:
             self._external.close()
         self._offload.reset()
+
+    def _keep(self, key: OffloadKey) -> bool:
+        """Hold a hit until the step ends; False if it has gone meanwhile."""
+        with self._lock:
+            if self._lookup([key])[0] != "hit":
+                return False
+            self._offload.prepare_load([key])
+        self._looked_up[key] = None
+        return True
+
+    def _let_go(self) -> None:
+        """End the holds of this step's hits: what vLLM loads is held by now."""
+        if self._looked_up:
+            self._offload.complete_load(list(self._looked_up)[::-1])
+            self._looked_up.clear()
 
     def _note_flushed(self) -> None:
         """A transfer that began after the last reset has ended."""
