@@ -1,7 +1,7 @@
 """Objects of any length in a prefix store, for engines that name what they store by text.
 
 An object is cut into blocks of one width, so that objects of several lengths share one store and its cap. Each block
-begins with the object's length and the SHA-256 of its bytes. An object counts only if all its blocks come back whole
+begins with the object's length and the XXH3-128 of its bytes. An object counts only if all its blocks come back whole
 and begin alike, and its length is the one asked for; else it is a miss. Its first block is deleted then, so that the
 next `contains` is False. A store keeps the block that it has under a key, so a put deletes blocks of other bytes first.
 """
@@ -21,6 +21,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores import ExternalStore, StoreStats, open_store
 
@@ -29,7 +30,7 @@ __all__ = ["ObjectStore", "require_one", "store_url"]
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = b"blockyard objects 2"
 _LENGTH_BYTES: Final = 8
-_HEADER: Final = _LENGTH_BYTES + hashlib.sha256().digest_size
+_HEADER: Final = _LENGTH_BYTES + 16
 _BATCH_BYTES: Final = 64 << 20
 """Bytes that one batch has in the store at a time, so that its memory for blocks in flight is never full."""
 _ASK_SECONDS: Final = 0.05
@@ -130,7 +131,8 @@ class ObjectStore:
             gone = np.repeat([bool(part.all()) for part in self._split(ok, sizes)], counts)
             left = left[gone[left]]
         if len(left):
-            ok[left] = self._store.wait(self._store.submit_put([names[place] for place in left], rows[left])).ok
+            chosen = rows if len(left) == len(rows) else rows[left]
+            ok[left] = self._store.wait(self._store.submit_put([names[place] for place in left], chosen)).ok
             stored = np.array([bool(part.all()) for part in self._split(ok, sizes)])
         return [bool(one) for one in stored]
 
@@ -233,9 +235,9 @@ def _fill(rows: NDArray[np.uint8], data: NDArray[np.uint8], size: int) -> None:
     """Write an object's blocks, uint8 `[blocks, width]`."""
     if data.nbytes != size:
         raise InvalidArgumentError(f"an object has {data.nbytes} bytes, must have {size}")
-    header = size.to_bytes(_LENGTH_BYTES, "little") + hashlib.sha256(np.ascontiguousarray(data).data).digest()
-    rows[:, :_HEADER] = np.frombuffer(header, np.uint8)
-    part_bytes, flat = rows.shape[1] - _HEADER, data.reshape(-1)
+    part_bytes, flat = rows.shape[1] - _HEADER, np.ascontiguousarray(data).reshape(-1)
+    rows[:, :_LENGTH_BYTES] = np.frombuffer(size.to_bytes(_LENGTH_BYTES, "little"), np.uint8)
+    rows[:, _LENGTH_BYTES:_HEADER] = checksum_rows(flat[None])
     whole = size // part_bytes
     rows[:whole, _HEADER:] = flat[: whole * part_bytes].reshape(whole, part_bytes)
     if whole < len(rows):
