@@ -121,7 +121,8 @@ def test_no_call_waits_for_storage_and_other_steps_go_on(engine: CacheEngine):
     executor.submit(StepDecision(3, []))
     assert sorted(done.ticket for done in finish(executor, 2)) == [2, 3]
     fetch = ("fetch", pairs("external", "device", (0, 5)))
-    executor.submit(StepDecision(4, [fetch, ("copy", pairs("device", "device", (5, 6)))]))
+    copy = ("copy", pairs("device", "device", (5, 6)))
+    executor.submit(StepDecision(4, [fetch, copy], prefetch=True))
     assert not executor.order_compute(4)
     assert executor.poll() == []
     assert executor.num_in_flight == 2
@@ -170,7 +171,7 @@ def test_a_load_that_failed_is_known_to_be_lost_when_compute_is_ordered():
             return launch(stream, partial(int, "no number"), waits)
 
         engine.transfers.streams.launch = fail  # type: ignore[method-assign]
-        executor.submit(StepDecision(1, [("swap_in", pairs("host", "device", (0, 1)))]), prefetch=True)
+        executor.submit(StepDecision(1, [("swap_in", pairs("host", "device", (0, 1)))], prefetch=True))
         assert executor.order_compute(1)
         assert [lost.ids.tolist() for lost in executor.lost(1)] == [[[0, 1]]]
 
@@ -314,7 +315,7 @@ def test_a_move_of_what_is_fetched_waits_and_so_does_what_follows_it(engine: Cac
         ("exchange", pairs("device", "device", (2, 3))),
         ("exchange", pairs("host", "host", (0, 1))),
     ]
-    executor.submit(StepDecision(2, kinds))
+    executor.submit(StepDecision(2, kinds, prefetch=True))
     assert not executor.order_compute(2)
     assert executor.poll() == []
     assert np.array_equal(read(engine, "device"), content(0))
@@ -369,8 +370,8 @@ def test_loads_that_nobody_waits_for_let_others_go_first_and_can_be_given_up():
         engine.write("host", np.arange(BLOCKS), content(1))
         executor = StepExecutor(engine)
         executor.submit(StepDecision(1, [("swap_in", pairs("host", "device", (0, 0)))]))
-        executor.submit(StepDecision(2, [("swap_in", pairs("host", "device", (1, 1)))]), prefetch=True)
-        executor.submit(StepDecision(3, [("swap_in", pairs("host", "device", (2, 2)))]), prefetch=True)
+        executor.submit(StepDecision(2, [("swap_in", pairs("host", "device", (1, 1)))], prefetch=True))
+        executor.submit(StepDecision(3, [("swap_in", pairs("host", "device", (2, 2)))], prefetch=True))
         assert executor.cancel(2)
         assert not executor.cancel(1)
         assert not executor.cancel(2)
@@ -388,7 +389,7 @@ def test_fetches_that_wait_for_room_can_be_given_up(engine: CacheEngine):
     store = FrozenStore()
     executor = StepExecutor(engine, store, max_staging=LAYOUT.bytes_per_block)
     fetch = ("fetch", pairs("external", "device", (0, 5), (1, 6)))
-    executor.submit(StepDecision(1, [fetch, ("copy", pairs("device", "device", (6, 7)))]))
+    executor.submit(StepDecision(1, [fetch, ("copy", pairs("device", "device", (6, 7)))], prefetch=True))
     assert executor.cancel(1)
     assert executor.is_open(1)
     store.frozen = False
@@ -407,7 +408,7 @@ def test_collect_waits_for_a_step_whose_loads_were_read_or_that_has_lost_somethi
     assert executor.is_awaited(2)
     assert [done.ticket for done in executor.collect(2)] == [2]
     assert not executor.is_awaited(2)
-    executor.submit(StepDecision(3, [("swap_in", pairs("host", "device", (0, 1)))]), prefetch=True)
+    executor.submit(StepDecision(3, [("swap_in", pairs("host", "device", (0, 1)))], prefetch=True))
     assert not executor.is_awaited(3)
     executor.order_compute(3)
     assert 3 in [done.ticket for done in executor.collect(3)]

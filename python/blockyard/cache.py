@@ -176,9 +176,17 @@ class KVCache:
     def step(self, *, by_layer: bool = False, prefetch: bool = False) -> CacheStep:
         """End the manager's step and start its transfers.
 
+        The step waits for what it loads, so that its body can compute with it. Loads from the host are waited for on
+        the device. For blocks from the external store the calling thread waits here until the store has answered,
+        which takes as long as the store's deadline at most; sequences whose blocks did not come are in
+        `CacheStep.lost`. With `prefetch=True` the body computes other sequences meanwhile.
+
         Args:
-            by_layer: loads arrive layer by layer; the model waits for each with `CacheStep.wait_for_layer`.
-            prefetch: no compute reads what this step loads before its ticket ends.
+            by_layer: loads from the host arrive layer by layer; the model waits for each with
+                `CacheStep.wait_for_layer`.
+            prefetch: do not wait for loads that the step does not compute with. Until the step's ticket has ended, the
+                manager refuses to append to those sequences, and shows no block tables of them. The step waits if it
+                has appended to one of them already, see `BlockManager.take_decision`.
 
         Returns:
             The step, a context manager: its body computes, its exit takes in what has landed.
@@ -187,9 +195,9 @@ class KVCache:
             MappingError: an executor's error; the ticket is failed as a whole.
         """
         self.give_back()
-        decision = self.manager.take_decision()
+        decision = self.manager.take_decision(prefetch=prefetch)
         try:
-            self.executor.submit(decision, by_layer=by_layer, prefetch=prefetch)
+            self.executor.submit(decision, by_layer=by_layer)
         except BaseException:
             # What landed is not known: nothing counts as landed.
             with contextlib.suppress(UnknownTicketError):
@@ -199,7 +207,7 @@ class KVCache:
         self._open.append(decision)
         if self.prefix_store is not None:
             self.prefix_store.poll()
-        return CacheStep(self, decision)
+        return CacheStep(self, decision, self.manager.lose(decision.ticket, self.executor.lost(decision.ticket)))
 
     def poll(self) -> list[StepEnd]:
         """End the tickets whose transfers have ended since the last call; never waits."""
@@ -310,11 +318,14 @@ class CacheStep:
 
     Attributes:
         decision: the step's transfers.
+        lost: sequences whose bytes are known not to come, uint64 `[n]`: do not compute them. They can only be freed and
+            started again. The `StepEnd` of the step's ticket names them too.
         ended: after the step, what ended by then: this step's ticket or older ones.
     """
 
-    def __init__(self, cache: KVCache, decision: StepDecision) -> None:
+    def __init__(self, cache: KVCache, decision: StepDecision, lost: NDArray[np.uint64]) -> None:
         self.decision = decision
+        self.lost = lost
         self.ended: list[StepEnd] = []
         self._cache = cache
 
@@ -326,8 +337,8 @@ class CacheStep:
         """Take in what has landed, as the end of the `with` statement does.
 
         Returns:
-            The tickets that have ended. It waits for this step's only if it loaded blocks from the host, or is known to
-            have lost some.
+            The tickets that have ended. It waits for this step's only if the step waited for loads, or is known to have
+            lost some.
         """
         self.ended = self._cache._finish(self.decision)  # noqa: SLF001 (one file, one concept)
         return self.ended

@@ -15,7 +15,7 @@ An engine that would rather wait calls `execute`, which returns when all bytes h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final, NamedTuple, Protocol
@@ -119,14 +119,15 @@ class _Step:
 
 
 class StepExecutor(Executor):
-    """Executes decisions beside compute. No call but `wait`, `collect` and `execute` waits for storage.
+    """Executes decisions beside compute. `wait`, `collect` and `execute` wait for storage, and so does `submit` for blocks
+    that a step fetches from the external tier and computes with.
 
     Device reads of a step run after all compute that was queued before `submit`, and its device writes after the
     device reads of the tickets that the decision names in `after`. Within a step the kinds keep their order where they
     touch the same blocks. Compute that is queued after `submit` waits for those reads, for the step's loads from the
     host, its copies and its exchanges. It does not wait for moves: until the ticket ends, what they write is in no
-    table, and a block that is written meanwhile stays where it was. Nor does it wait for blocks that are fetched from
-    the external tier: `order_compute` is for a scheduler that lets a step use what that step fetches.
+    table, and a block that is written meanwhile stays where it was. Nor does it wait for the loads of a decision that
+    is a `prefetch`: the manager refuses to compute with these before the ticket has ended.
 
     The executor polls engine and store; the store's tickets must not be shared with others.
 
@@ -203,14 +204,16 @@ class StepExecutor(Executor):
             self.submit(decision)
         return list(self.wait(decision.ticket).lost)
 
-    def submit(self, decision: StepDecision, *, by_layer: bool = False, prefetch: bool = False) -> None:
+    def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
         """Start to carry out a decision, before the step's compute is queued.
+
+        Unless the decision is a `prefetch`, this waits until the store has answered for each block that it fetches to
+        the device, for as long as the store's deadline allows. `lost` then names the blocks that did not come. The
+        loads of a prefetch go when no other load is under way.
 
         Args:
             decision: transfers, in the order in which they are safe to run.
-            by_layer: loads arrive layer by layer; compute waits for each with `wait_for_layer`.
-            prefetch: nothing that is computed before the ticket ends reads what it loads: these loads go when no other
-                load is under way, and compute does not wait for them.
+            by_layer: loads from the host arrive layer by layer; compute waits for each with `wait_for_layer`.
 
         Raises:
             MappingError: the decision names a transfer that this executor has no tier for, a slot that the store has
@@ -223,9 +226,10 @@ class StepExecutor(Executor):
         if ticket in self._steps or ticket in self._done:
             raise UnknownTicketError(f"decision {ticket} is under way already")
         self._refuse(decision.transfers())
-        behind, parts = self._cut(decision, self.engine.fence(), by_layer=by_layer, prefetch=prefetch)
-        loads = [part for part in parts if part.kind == "swap_in" and not prefetch]
-        step = _Step(decision, parts, read=bool(loads))
+        behind, parts = self._cut(decision, self.engine.fence(), by_layer=by_layer)
+        awaited = [part for part in parts if part.loads_device and not decision.prefetch]
+        loads = [part for part in awaited if part.kind == "swap_in"]
+        step = _Step(decision, parts, read=bool(awaited))
         self._submitting = self._steps[ticket] = step
         refused = None
         try:
@@ -239,6 +243,8 @@ class StepExecutor(Executor):
             refused = error
             self._fail(step, error)
         self._begin_waiting()
+        if len(awaited) > len(loads) and refused is None:
+            self._await_fetches(step)
         self._end_steps()
         self._submitting = None
         if refused is not None:
@@ -292,7 +298,7 @@ class StepExecutor(Executor):
         return not any(part.pending for part in step.parts if part.kind != "spill")
 
     def wait_for_layer(self, ticket: int, layer: int) -> None:
-        """Let compute that is queued from now on wait for one layer of a step's loads from the host.
+        """Let compute that is queued from now on wait for one layer of a step's loads.
 
         Args:
             ticket: of a decision that was submitted `by_layer`.
@@ -308,7 +314,7 @@ class StepExecutor(Executor):
         return ticket in self._steps
 
     def is_awaited(self, ticket: int) -> bool:
-        """Whether a decision has not ended, and compute has read what it loads from the host, or a loss is known.
+        """Whether a decision has not ended, and compute has read what it loads, or a loss is known.
 
         What was computed is known to be right only when such a decision has ended.
         """
@@ -342,7 +348,7 @@ class StepExecutor(Executor):
         while ticket in self._steps:
             self._go_on()
             if ticket in self._steps:
-                self._wait_for_leg(self._steps[ticket])
+                self._wait_for_leg(self._steps[ticket].parts)
         done = self._done.get(ticket)
         if done is None:
             raise UnknownTicketError(f"decision {ticket} is not under way")
@@ -398,14 +404,28 @@ class StepExecutor(Executor):
                 self._done[ticket] = step.done()
                 del self._steps[ticket]
 
-    def _wait_for_leg(self, step: _Step) -> None:
-        """Wait for one leg that is under way, of this step if there is one; `_go_on` takes note of it."""
-        for part in chain(step.parts, self._parts()):
+    def _await_fetches(self, step: _Step) -> None:
+        """Wait for the storage that the step's compute depends on; let compute wait for what follows."""
+        parts = [part for part in step.parts if part.writes_device and part.kind in {"fetch", "copy", "exchange"}]
+        while awaited := [part for part in parts if part.pending]:
+            self._wait_for_leg(awaited)
+            if self._side is not None:
+                self._side.poll()
+            self._take_in()
+            self._begin_waiting()
+        for part in parts:
+            if part.transfer is not None:
+                part.transfer.order_compute()
+        self._take_in()  # on a CPU these have ended, and what failed is known
+
+    def _wait_for_leg(self, parts: Iterable[Part]) -> None:
+        """Wait for one leg that is under way, of these parts if there is one; `_go_on` takes note of it."""
+        for part in chain(parts, self._parts()):
             if part.ended or part.waiting:
                 continue
             self._staging.wait(part)
             return
-        raise InvariantError(f"decision {step.decision.ticket} waits, and nothing is under way")
+        raise InvariantError("parts of a decision wait, and nothing is under way")
 
     def _parts(self) -> Iterator[Part]:
         """Give the parts of all decisions under way, in the order of submission."""
@@ -450,8 +470,8 @@ class StepExecutor(Executor):
                     )
 
     def _cut(
-        self, decision: StepDecision, fence: Event, *, by_layer: bool, prefetch: bool
+        self, decision: StepDecision, fence: Event, *, by_layer: bool
     ) -> tuple[tuple[Part, ...], list[Part]]:
         """Cut a decision into parts; see `cut`."""
         named = [part for ticket in decision.after if ticket in self._steps for part in self._steps[ticket].parts]
-        return cut(decision, named, fence, self._chunk_blocks, by_layer=by_layer, prefetch=prefetch)
+        return cut(decision, named, fence, self._chunk_blocks, by_layer=by_layer)

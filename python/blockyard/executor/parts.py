@@ -84,6 +84,11 @@ class Part:
         return self.pairs.dst == "device"
 
     @property
+    def loads_device(self) -> bool:
+        """Whether it brings blocks from another tier to the device."""
+        return self.writes_device and not self.reads_device
+
+    @property
     def staged(self) -> bool:
         """Whether it holds staged rows."""
         if self.lost is not None:
@@ -100,7 +105,6 @@ def cut(
     chunk_blocks: int,
     *,
     by_layer: bool = False,
-    prefetch: bool = False,
 ) -> tuple[tuple[Part, ...], list[Part]]:
     """Cut a decision into parts, device reads first.
 
@@ -110,7 +114,6 @@ def cut(
         after_compute: the place in compute before which nothing of it begins.
         chunk_blocks: most blocks of one part with the external tier.
         by_layer: its loads arrive layer by layer.
-        prefetch: nobody waits for its loads.
 
     Returns:
         The device reads that its device writes come after; and its parts.
@@ -130,7 +133,7 @@ def cut(
     awaited: set[tuple[str, int]] = set()  # blocks that these will write
     for kind, pairs in transfers:
         if kind == "swap_in":
-            loads.append(Part(kind, pairs, after_compute, behind=behind, by_layer=by_layer, prefetch=prefetch))
+            loads.append(Part(kind, pairs, after_compute, behind=behind, by_layer=by_layer, prefetch=decision.prefetch))
         elif kind == "fetch":
             awaited.update((pairs.dst, block) for block in pairs.ids[:, 1].tolist())
             fetches += [Part(kind, piece, after_compute, behind=behind) for piece in _pieces(pairs, chunk_blocks)]

@@ -87,6 +87,7 @@ class Scheduler:
         self._prefix_caching = manager.prefix.enabled
         self._max_num_seqs = max_num_seqs
         self._preemption_mode = preemption_mode
+        self._overlap_io = overlap_io
         self._defragment = defragment
         self._requests: dict[str, RequestState] = {}
         self._number = 0
@@ -337,7 +338,7 @@ class Scheduler:
                 forks = [rows.fork_count(row) for row in range(decodes, samples)]
                 extra = np.repeat(np.arange(decodes, samples, dtype=np.int32), forks)
         return Step(
-            self.manager.take_decision(),
+            self.manager.take_decision(prefetch=self._overlap_io),
             decodes,
             samples,
             rows.handles[:count].copy(),

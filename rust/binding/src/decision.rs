@@ -109,6 +109,7 @@ impl PyPairs {
 ///     ticket: number to complete or fail.
 ///     transfers: kind and pairs; sorted into the order in which they are safe to run.
 ///     after: tickets to wait for.
+///     prefetch: whether nothing that the step computes reads what it loads.
 /// Raises:
 ///     InvalidArgumentError: a kind has another name.
 #[pyclass(frozen, name = "StepDecision", module = "blockyard._core")]
@@ -118,6 +119,9 @@ pub(crate) struct PyStepDecision {
     ticket: u64,
     after: Vec<u64>,
     transfers: Vec<(Kind, Py<PyPairs>)>,
+    /// Whether nothing that the step computes reads what it loads: compute does not wait for it.
+    #[pyo3(get)]
+    prefetch: bool,
 }
 
 impl PyStepDecision {
@@ -127,6 +131,7 @@ impl PyStepDecision {
             ticket: decision.ticket.0,
             after: decision.after.iter().map(|ticket| ticket.0).collect(),
             transfers: transfers.collect::<PyResult<_>>()?,
+            prefetch: decision.prefetch,
         })
     }
 
@@ -135,7 +140,7 @@ impl PyStepDecision {
         let entries = self.transfers.iter().map(|(kind, pairs)| Ok((*kind, pairs.get().to_core(py)?)));
         let transfers = entries.collect::<PyResult<_>>()?;
         let after = self.after.iter().copied().map(TicketId).collect();
-        Ok(StepDecision { ticket: TicketId(self.ticket), after, transfers })
+        Ok(StepDecision { ticket: TicketId(self.ticket), after, transfers, prefetch: self.prefetch })
     }
 
     /// The decision as `to_bytes` writes it: without empty entries, in the order of kinds and tiers.
@@ -165,11 +170,12 @@ impl PyStepDecision {
 #[pymethods]
 impl PyStepDecision {
     #[new]
-    #[pyo3(signature = (ticket, transfers, *, after = Vec::new()))]
+    #[pyo3(signature = (ticket, transfers, *, after = Vec::new(), prefetch = false))]
     fn new(
         #[pyo3(from_py_with = args::ticket)] ticket: u64,
         #[pyo3(from_py_with = args::transfers)] transfers: Vec<(String, Py<PyPairs>)>,
         #[pyo3(from_py_with = args::after)] after: Vec<u64>,
+        prefetch: bool,
     ) -> PyResult<Self> {
         let named = |(name, pairs): (String, Py<PyPairs>)| match Kind::ALL.into_iter().find(|kind| kind.name() == name)
         {
@@ -178,7 +184,7 @@ impl PyStepDecision {
         };
         let mut transfers = transfers.into_iter().map(named).collect::<PyResult<Vec<_>>>()?;
         transfers.sort_by_key(|(kind, _)| *kind);
-        Ok(Self { ticket, after, transfers })
+        Ok(Self { ticket, after, transfers, prefetch })
     }
 
     /// Tickets whose device reads must end before this step writes to the device, a tuple of ints.

@@ -44,12 +44,14 @@ pub enum Error {
         found: Tier,
     },
     /// A transfer of the sequence's blocks has not finished.
-    #[error("sequence {sequence} is still moving (ticket {ticket})")]
+    #[error("sequence {sequence} is still moving (ticket {ticket}), {blocks} of its blocks have not arrived")]
     InFlight {
         /// The handle.
         sequence: SequenceId,
         /// Ticket to wait for.
         ticket: TicketId,
+        /// Its blocks that are still being filled.
+        blocks: usize,
     },
     /// The sequence has tokens that the present step is yet to write, so its blocks cannot be read in that step.
     #[error("sequence {sequence} has tokens that this step is yet to write, take the step's decision first")]

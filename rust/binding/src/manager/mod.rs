@@ -608,22 +608,27 @@ impl PyBlockManager {
     /// End the step and return its transfers. Carry them out, then `complete` or `fail` the ticket.
     ///
     /// Args:
+    ///     prefetch: let the step compute while its loads arrive. What it loads cannot be computed with before the ticket
+    ///         has ended: until then `append`, `slot_mapping`, `block_table` and `block_tables` refuse it. If a sequence that
+    ///         the step loads was appended to or asked for its block table before this call, the step computes with it: then
+    ///         `decision.prefetch` is False, and the step waits for all its loads.
     ///     deadline: time on the caller's clock, any unit, 0 to 2^64 - 1. Until `submit`, `expire` ends the ticket at
     ///         that time; after `submit`, it reports the ticket as overdue. None: no deadline.
     /// Returns:
     ///     `StepDecision`.
     /// Warns:
     ///     RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest.
-    #[pyo3(signature = (*, deadline = None))]
+    #[pyo3(signature = (*, prefetch = false, deadline = None))]
     fn take_decision(
         &self,
         py: Python<'_>,
+        prefetch: bool,
         #[pyo3(from_py_with = args::deadline)] deadline: Option<u64>,
     ) -> PyResult<PyStepDecision> {
         self.warn_of_tickets(py)?;
         let decision = {
             let mut manager = self.lock();
-            let decision = manager.take_decision();
+            let decision = if prefetch { manager.take_prefetch() } else { manager.take_decision() };
             if let Some(deadline) = deadline {
                 manager.set_deadline(decision.ticket, deadline).map_err(to_py)?;
             }
@@ -681,6 +686,29 @@ impl PyBlockManager {
         handles(py, &hit.map_err(to_py)?)
     }
 
+    /// Mark the sequences whose bytes are known not to land, while the ticket's other transfers run on.
+    ///
+    /// The ticket is ended later, by `fail` with these pairs too.
+    ///
+    /// Args:
+    ///     ticket: `decision.ticket`.
+    ///     lost: the `Pairs` that will not land.
+    /// Returns:
+    ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
+    /// Raises:
+    ///     UnknownTicketError: the ticket was never handed out, or has ended.
+    ///     MappingError: the ticket writes no such block.
+    fn lose<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
+        #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
+    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let lost = lost.iter().map(|pairs| pairs.get().to_core(py)).collect::<PyResult<Vec<_>>>()?;
+        let hit = self.lock().lose(ticket.0, &lost);
+        handles(py, &hit.map_err(to_py)?)
+    }
+
     /// End every ticket and pin whose deadline has passed and that was not submitted.
     ///
     /// Such a ticket ends as if all its transfers had failed. A submitted one that is late keeps its blocks, which are
@@ -704,6 +732,7 @@ impl PyBlockManager {
     ///     Block ids, int32 `[blocks]`; 0 for blocks that fell out of a window.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
+    ///     SequenceStateError: its blocks are being prefetched, see `take_decision`.
     ///     InvalidArgumentError: there is no such group.
     #[pyo3(signature = (sequence, group = 0))]
     fn block_table<'py>(
@@ -712,9 +741,9 @@ impl PyBlockManager {
         #[pyo3(from_py_with = args::sequence)] sequence: Handle,
         #[pyo3(from_py_with = args::group)] group: u32,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let manager = self.lock();
+        let mut manager = self.lock();
         let row = row_in(&manager, sequence.0, group)?;
-        let table = manager.block_table(row).map(<[BlockId]>::to_vec).map_err(to_py)?;
+        let table = manager.read_table(row).map(<[BlockId]>::to_vec).map_err(to_py)?;
         drop(manager);
         ids(py, &table)
     }
@@ -748,7 +777,7 @@ impl PyBlockManager {
             return Ok(out);
         }
         // Under one lock: another thread may append between two.
-        let manager = self.lock();
+        let mut manager = self.lock();
         let rows = rows_in(&manager, &sequences, group)?;
         let width = manager.max_blocks(&rows).map_err(to_py)?;
         let write = |table: &mut [i32]| manager.block_tables(&rows, width, table);
@@ -790,7 +819,7 @@ impl PyBlockManager {
             memory::write(arrays::slots_target(&out, "out"), || self.lock(), write)??;
             return Ok(out);
         }
-        let manager = self.lock();
+        let mut manager = self.lock();
         let len = manager.num_slots(&ranges).map_err(to_py)?;
         let (slots, written) = memory::made(py, [len], |slots: &mut [i64]| manager.slot_mapping(&ranges, slots))?;
         written.map_err(to_py)?;

@@ -32,6 +32,12 @@ impl Kind {
     pub const ALL: [Self; 7] =
         [Self::Spill, Self::SwapOut, Self::SwapIn, Self::Fetch, Self::Copy, Self::Move, Self::Exchange];
 
+    /// Whether it goes towards the device.
+    #[must_use]
+    pub const fn loads(self) -> bool {
+        matches!(self, Self::SwapIn | Self::Fetch)
+    }
+
     /// The kind's name in Python.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -69,6 +75,8 @@ pub struct StepDecision {
     pub after: Vec<TicketId>,
     /// Kinds and pairs in the order in which they are safe to run; no entry is empty.
     pub transfers: Vec<(Kind, Pairs)>,
+    /// Whether nothing that the step computes reads what it loads: the step need not wait for its loads.
+    pub prefetch: bool,
 }
 
 impl StepDecision {
@@ -99,7 +107,7 @@ mod tests {
         let pairs = |src, ids: &[[u32; 2]]| Pairs { src, dst: Tier::External, ids: ids.to_vec() };
         let transfers =
             vec![(Kind::Spill, pairs(Tier::Device, &[[1, 2]])), (Kind::Spill, pairs(Tier::Host, &[[3, 4], [5, 6]]))];
-        let decision = StepDecision { ticket: TicketId(1), after: Vec::new(), transfers };
+        let decision = StepDecision { ticket: TicketId(1), after: Vec::new(), transfers, prefetch: false };
         assert!(decision.of(Kind::Spill).map(|pairs| pairs.src).eq([Tier::Device, Tier::Host]));
         assert_eq!(decision.of(Kind::Copy).count(), 0);
         assert_eq!(decision.len(), 3);

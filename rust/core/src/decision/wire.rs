@@ -7,7 +7,7 @@ use crate::snapshot::envelope::{Contents, Envelope};
 use serde::{Deserialize, Serialize};
 
 /// Version of the payload: any change of what a decision holds needs another.
-pub const DECISION_VERSION: u32 = 1;
+pub const DECISION_VERSION: u32 = 2;
 
 /// Bytes of the longest decision that is written or read.
 pub const MAX_DECISION_BYTES: usize = 1 << 28;
@@ -19,6 +19,7 @@ struct Image {
     ticket: TicketId,
     after: Vec<TicketId>,
     transfers: Vec<(Kind, Pairs)>,
+    prefetch: bool,
 }
 
 impl StepDecision {
@@ -27,8 +28,8 @@ impl StepDecision {
     /// # Errors
     /// What it says cannot be carried out, see [`StepDecision::from_bytes`], or it is too long.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
-        let Self { ticket, after, transfers } = self.clone();
-        let image = Image { ticket, after, transfers };
+        let Self { ticket, after, transfers, prefetch } = self.clone();
+        let image = Image { ticket, after, transfers, prefetch };
         let bytes = image.check().and_then(|()| ENVELOPE.seal(&image)).and_then(|bytes| within(bytes.len(), bytes));
         bytes.map_err(|what| Error::BadDecision { what })
     }
@@ -42,8 +43,8 @@ impl StepDecision {
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let image: Contents<Image> = within(bytes.len(), bytes).and_then(|bytes| ENVELOPE.unseal(bytes));
         let checked = image.and_then(|image| image.check().map(|()| image));
-        let Image { ticket, after, transfers } = checked.map_err(|what| Error::BadDecision { what })?;
-        Ok(Self { ticket, after, transfers })
+        let Image { ticket, after, transfers, prefetch } = checked.map_err(|what| Error::BadDecision { what })?;
+        Ok(Self { ticket, after, transfers, prefetch })
     }
 }
 
@@ -117,15 +118,15 @@ mod tests {
             (Kind::Spill, pairs(Tier::Host, Tier::External, &[[3, 4], [300, 6]])),
             (Kind::Copy, pairs(Tier::Device, Tier::Device, &[[u32::MAX, 0], [u32::MAX, 1]])),
         ];
-        StepDecision { ticket: TicketId(70_000), after: vec![TicketId(3), TicketId(70_000)], transfers }
+        StepDecision { ticket: TicketId(70_000), after: vec![TicketId(3), TicketId(70_000)], transfers, prefetch: true }
     }
 
     /// The refusal of a decision that was sealed without being checked, as a forger would.
     fn refusal(transfers: Vec<(Kind, Pairs)>, after: Vec<TicketId>) -> String {
-        let image = Image { ticket: TicketId(5), after, transfers };
+        let image = Image { ticket: TicketId(5), after, transfers, prefetch: false };
         let read = StepDecision::from_bytes(&ENVELOPE.seal(&image).unwrap()).unwrap_err();
-        let Image { ticket, after, transfers } = image;
-        assert_eq!(StepDecision { ticket, after, transfers }.to_bytes().unwrap_err(), read);
+        let Image { ticket, after, transfers, prefetch } = image;
+        assert_eq!(StepDecision { ticket, after, transfers, prefetch }.to_bytes().unwrap_err(), read);
         read.to_string()
     }
 
@@ -188,10 +189,12 @@ mod tests {
         #[test]
         fn any_payload_that_is_read_is_written_the_same(
             ticket in any::<u64>(),
+            prefetch in any::<bool>(),
             ids in prop::collection::vec(any::<[u32; 2]>(), 1..50),
         ) {
             let swap = (Kind::SwapIn, pairs(Tier::Host, Tier::Device, &ids));
-            let decision = StepDecision { ticket: TicketId(ticket), after: Vec::new(), transfers: vec![swap] };
+            let transfers = vec![swap];
+            let decision = StepDecision { ticket: TicketId(ticket), after: Vec::new(), transfers, prefetch };
             if let Ok(bytes) = decision.to_bytes() {
                 prop_assert_eq!(StepDecision::from_bytes(&bytes), Ok(decision));
             }

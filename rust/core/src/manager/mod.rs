@@ -161,9 +161,18 @@ impl Manager {
     /// Blocks of a sequence, in its present tier.
     ///
     /// # Errors
-    /// The sequence is unknown.
+    /// The sequence is unknown, or on its way to the device and its step did not wait for it.
     pub fn block_table(&self, sequence: SequenceId) -> Result<&[BlockId]> {
-        Ok(&self.sequences.get(sequence)?.table)
+        Ok(&self.sequences.shown(self.view(), sequence)?.table)
+    }
+
+    /// As [`Manager::block_table`], to compute with: if the present step loads the sequence, it waits for it.
+    ///
+    /// # Errors
+    /// As [`Manager::block_table`].
+    pub fn read_table(&mut self, sequence: SequenceId) -> Result<&[BlockId]> {
+        self.sequences.note_reads(&mut self.transfers, std::iter::once(sequence));
+        self.block_table(sequence)
     }
 
     /// Longest table among the sequences, in blocks.

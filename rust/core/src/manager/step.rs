@@ -25,10 +25,20 @@ pub struct Expired {
 impl Manager {
     /// Ends the step: the transfers decided since the last call, under a ticket that holds leases on all their blocks.
     pub fn take_decision(&mut self) -> StepDecision {
+        self.end_step(false)
+    }
+
+    /// As [`Manager::take_decision`]; what the step loads and does not compute with may land after it. Until the ticket
+    /// has ended, those sequences have no block tables.
+    pub fn take_prefetch(&mut self) -> StepDecision {
+        self.end_step(true)
+    }
+
+    fn end_step(&mut self, prefetch: bool) -> StepDecision {
         self.tiers.enforce_quotas();
         self.defrag.decide(&mut Step { tiers: &mut self.tiers, transfers: &mut self.transfers });
         self.sequences.end_step();
-        self.transfers.submit(self.tiers.device())
+        self.transfers.submit(self.tiers.device(), prefetch)
     }
 
     /// Tickets that are neither completed nor failed, first to last. What they hold is not given out.
@@ -77,12 +87,29 @@ impl Manager {
     /// # Errors
     /// The ticket is unknown, or writes no such block.
     pub fn fail(&mut self, ticket: TicketId, lost: &[Pairs]) -> Result<Vec<SequenceId>> {
+        let blocks = self.lost_blocks(ticket, lost)?;
+        self.end_without(ticket, blocks, true)
+    }
+
+    /// Marks the sequences of blocks that are known not to land, while the ticket's other transfers run on; returns them.
+    /// They can only be freed. [`Manager::fail`] with these pairs too is to end the ticket.
+    ///
+    /// # Errors
+    /// As [`Manager::fail`].
+    pub fn lose(&mut self, ticket: TicketId, lost: &[Pairs]) -> Result<Vec<SequenceId>> {
+        let mut blocks = self.lost_blocks(ticket, lost)?;
+        self.transfers.follow_copies(ticket, self.tiers.device(), &mut blocks);
+        self.sequences.lose(&blocks)
+    }
+
+    /// Blocks of a ticket that did not land.
+    fn lost_blocks(&self, ticket: TicketId, lost: &[Pairs]) -> Result<HashSet<TierBlock>> {
         let written: HashSet<TierBlock> = self.transfers.get(ticket)?.written().collect();
         let blocks = || lost.iter().flat_map(|pairs| pairs.ids.iter().map(|&[_, to]| (pairs.dst, BlockId(to))));
         if let Some((tier, block)) = blocks().find(|block| !written.contains(block)) {
             return Err(Error::NotInTicket { ticket, tier, block });
         }
-        self.end_without(ticket, blocks().collect(), true)
+        Ok(blocks().collect())
     }
 
     /// As [`Manager::fail`] with all pairs of the ticket: nothing landed.

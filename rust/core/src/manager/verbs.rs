@@ -346,16 +346,20 @@ impl Manager {
     ///
     /// # Errors
     /// A sequence is unknown, not on the device, still moving or longer than a row; `out` has another size.
-    pub fn block_tables(&self, sequences: &[SequenceId], width: usize, out: &mut [i32]) -> Result<()> {
-        self.sequences.block_tables(self.view(), sequences, width, out)
+    pub fn block_tables(&mut self, sequences: &[SequenceId], width: usize, out: &mut [i32]) -> Result<()> {
+        self.sequences.block_tables(self.view(), sequences, width, out)?;
+        self.sequences.note_reads(&mut self.transfers, sequences.iter().copied());
+        Ok(())
     }
 
     /// Slots of ranges of tokens of sequences on the device, one range after the other.
     ///
     /// # Errors
     /// A sequence is unknown, not on the device, still moving or shorter; `out` has another size.
-    pub fn slot_mapping(&self, ranges: &[(SequenceId, Range<u32>)], out: &mut [i64]) -> Result<()> {
-        self.sequences.slot_mapping(self.view(), ranges, out)
+    pub fn slot_mapping(&mut self, ranges: &[(SequenceId, Range<u32>)], out: &mut [i64]) -> Result<()> {
+        self.sequences.slot_mapping(self.view(), ranges, out)?;
+        self.sequences.note_reads(&mut self.transfers, ranges.iter().map(|(sequence, _)| *sequence));
+        Ok(())
     }
 
     /// Tokens in ranges of sequences on the device.

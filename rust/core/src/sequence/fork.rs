@@ -82,6 +82,7 @@ impl Sequences {
             wanted += self.blocks_behind_prefix(step.view(), member, shared, tokens)?;
         }
         step.tiers.device().require(wanted, true)?;
+        self.note_reads(step.transfers, members.iter().copied());
         let children: Vec<_> =
             members.iter().map(|&member| self.fork_row_prefix(step, member, shared, tokens)).collect();
         self.link_group_tables(&children[..1], &children[1..]);

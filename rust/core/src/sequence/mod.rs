@@ -165,7 +165,24 @@ impl Sequences {
         let row = self.rows.get(sequence)?;
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, Tier::Device)?;
-        refuse_loading(sequence, row, view.transfers)?;
+        refuse_loading(sequence, row, view)?;
+        Ok(row)
+    }
+
+    /// The present step reads these rows: if it loads one of them, it waits for its loads.
+    pub(crate) fn note_reads(&self, transfers: &mut Transfers, mut sequences: impl Iterator<Item = SequenceId>) {
+        let is_loaded = |sequence| self.rows.get(sequence).is_ok_and(|row| is_loaded_now(row, transfers));
+        if transfers.is_loading() && sequences.any(is_loaded) {
+            transfers.note_load_read();
+        }
+    }
+
+    /// A row whose blocks may be shown: not while they come beside compute.
+    pub(crate) fn shown(&self, view: View<'_>, sequence: SequenceId) -> Result<&Row> {
+        let row = self.rows.get(sequence)?;
+        if row.tier == Tier::Device && row.moving && view.transfers.is_prefetch(row.ticket) {
+            return Err(in_flight(sequence, row, view));
+        }
         Ok(row)
     }
 
@@ -308,11 +325,26 @@ pub(crate) fn require_tier(sequence: SequenceId, row: &Row, wanted: Tier) -> Res
 }
 
 /// A load of the present step lands before its tokens are written; one of an earlier step must have landed.
-fn refuse_loading(sequence: SequenceId, row: &Row, transfers: &Transfers) -> Result<()> {
+fn refuse_loading(sequence: SequenceId, row: &Row, view: View<'_>) -> Result<()> {
+    let transfers = view.transfers;
     if row.moving && row.ticket != transfers.open() && transfers.in_flight(row.ticket) {
-        return Err(Error::InFlight { sequence, ticket: row.ticket });
+        return Err(in_flight(sequence, row, view));
     }
     Ok(())
+}
+
+/// The refusal of a row whose transfer has not ended.
+#[cold]
+fn in_flight(sequence: SequenceId, row: &Row, view: View<'_>) -> Error {
+    let pool = view.tiers.pool(row.tier);
+    let blocks = row.table.iter().filter(|&&block| pool.block(block).is_filling()).count();
+    Error::InFlight { sequence, ticket: row.ticket, blocks }
+}
+
+/// Whether the present step loads the row.
+#[inline]
+fn is_loaded_now(row: &Row, transfers: &Transfers) -> bool {
+    row.moving && row.ticket == transfers.open()
 }
 
 /// Writes the slots of tokens from `first` on, block by block.

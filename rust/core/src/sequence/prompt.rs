@@ -469,6 +469,7 @@ impl Sequences {
         if !tail.is_empty() {
             // The step that computes the row waits for its loads; until they have landed it is not moved elsewhere.
             row.ticket = open;
+            step.transfers.note_load_read();
         }
         if !self.groups.is_single() {
             let mut rows = Vec::with_capacity(others.len());

@@ -1,6 +1,6 @@
 //! Moving whole sequences between tiers: swap out and in, spill and fetch. Sequences that share blocks go on sharing.
 
-use super::{Sequences, blocks_for, refuse_lost, require_tier};
+use super::{Sequences, blocks_for, in_flight, refuse_lost, require_tier};
 use crate::block::LeaseKind;
 use crate::decision::Kind;
 use crate::error::{Error, Result};
@@ -157,7 +157,7 @@ impl Sequences {
             return Err(Error::Unwritten { sequence });
         }
         if !view.transfers.is_settled(row.ticket) {
-            return Err(Error::InFlight { sequence, ticket: row.ticket });
+            return Err(in_flight(sequence, row, view));
         }
         let held = blocks_for(u64::from(row.len), self.block_size);
         if view.tiers.pool(route.from).are_private(&row.table[..held]) {
@@ -165,7 +165,7 @@ impl Sequences {
         }
         for &block in &row.table[..held] {
             if view.tiers.pool(route.from).block(block).is_filling() {
-                return Err(Error::InFlight { sequence, ticket: row.ticket });
+                return Err(in_flight(sequence, row, view));
             }
             match self.shareable(view, block, route) {
                 None => sources.push(block),

@@ -40,6 +40,8 @@ pub(crate) struct Transfers {
     fresh: HashSet<TierBlock>,
     /// Whether the open step writes device blocks that an unfinished ticket still reads.
     overlaps: bool,
+    /// Whether what the open step computes reads blocks that it loads.
+    reads_loads: bool,
     submitted: BTreeMap<TicketId, Ticket>,
     /// Pairs decided so far, by kind.
     num_decided: [u64; 7],
@@ -72,6 +74,7 @@ impl Transfers {
             decided: Vec::new(),
             fresh: HashSet::new(),
             overlaps,
+            reads_loads: false,
             submitted: BTreeMap::new(),
             num_decided,
             ended_copies: BTreeMap::new(),
@@ -146,12 +149,34 @@ impl Transfers {
         self.step.publish(pending);
     }
 
-    /// Ends the open step: its transfers, under a ticket that holds leases on all their blocks.
-    pub(crate) fn submit(&mut self, device: &Pool) -> StepDecision {
+    /// Notes that the open step computes with a block that it loads.
+    #[inline]
+    pub(crate) fn note_load_read(&mut self) {
+        self.reads_loads = true;
+    }
+
+    /// Whether the open step loads blocks.
+    #[inline]
+    pub(crate) fn is_loading(&self) -> bool {
+        self.decided.iter().any(|(kind, _)| kind.loads())
+    }
+
+    /// Whether a submitted ticket loads what its step did not compute with, so that the step did not wait for it.
+    pub(crate) fn is_prefetch(&self, ticket: TicketId) -> bool {
+        self.submitted.get(&ticket).is_some_and(Ticket::is_prefetch)
+    }
+
+    /// Ends the open step: its transfers, under a ticket that holds leases on all their blocks. `prefetch` lets loads land
+    /// after the step, if it does not compute with them.
+    pub(crate) fn submit(&mut self, device: &Pool, prefetch: bool) -> StepDecision {
         let (ticket, mut transfers) = (self.open, std::mem::take(&mut self.decided));
         transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
         let mut step = std::mem::take(&mut self.step);
         step.set_copies(copies(&transfers, device));
+        let prefetch = !std::mem::take(&mut self.reads_loads) && prefetch;
+        if prefetch && transfers.iter().any(|(kind, _)| kind.loads()) {
+            step.set_prefetch();
+        }
         self.submitted.insert(ticket, step);
         self.open = TicketId(ticket.0 + 1);
         self.fresh = HashSet::new();
@@ -159,7 +184,7 @@ impl Transfers {
             self.num_decided[*kind as usize] += pairs.ids.len() as u64;
         }
         let after = if std::mem::take(&mut self.overlaps) { self.overlapped() } else { Vec::new() };
-        StepDecision { ticket, after, transfers }
+        StepDecision { ticket, after, transfers, prefetch }
     }
 
     /// Whether the ticket's transfers may still be running.
@@ -376,7 +401,7 @@ mod tests {
         transfers.step_mut().lease(lease);
         copy(&mut transfers, 3, 4);
         transfers.note_overlap(true);
-        let decision = transfers.submit(&device);
+        let decision = transfers.submit(&device, false);
         assert_eq!((decision.ticket, decision.after), (open, vec![open]));
         assert!(transfers.in_flight(open) && !transfers.idle());
         assert_eq!(transfers.copies_since(open, &device), [[version(3), version(4)]]);
@@ -388,9 +413,9 @@ mod tests {
     #[test]
     fn copies_of_an_ended_ticket_are_known_while_an_earlier_one_runs() {
         let (mut transfers, device) = (Transfers::new(), device());
-        let load = transfers.submit(&device).ticket;
+        let load = transfers.submit(&device, false).ticket;
         copy(&mut transfers, 1, 2);
-        let second = transfers.submit(&device).ticket;
+        let second = transfers.submit(&device, false).ticket;
         transfers.close(second, &device).unwrap();
         assert_eq!(transfers.copies_since(load, &device), [[version(1), version(2)]]);
         transfers.close(load, &device).unwrap();
@@ -400,7 +425,7 @@ mod tests {
     #[test]
     fn a_ticket_expires_unless_it_is_submitted_and_then_is_overdue_once() {
         let (mut transfers, device) = (Transfers::new(), device());
-        let tickets = [transfers.submit(&device).ticket, transfers.submit(&device).ticket];
+        let tickets = [transfers.submit(&device, false).ticket, transfers.submit(&device, false).ticket];
         for ticket in tickets {
             transfers.set_deadline(ticket, 5).unwrap();
         }

@@ -90,6 +90,8 @@ struct Rare {
     moves: PendingMoves,
     publishes: Vec<PendingPublish>,
     deadline: Option<Deadline>,
+    /// Loads what its step does not compute with, so that the step does not wait for it.
+    prefetch: bool,
     /// Submitted, and past its deadline: its blocks are quarantined.
     overdue: bool,
 }
@@ -197,6 +199,14 @@ impl Ticket {
 
     pub(super) fn set_overdue(&mut self, overdue: bool) {
         self.rare_mut().overdue = overdue;
+    }
+
+    pub(super) fn is_prefetch(&self) -> bool {
+        self.rare.as_ref().is_some_and(|rare| rare.prefetch)
+    }
+
+    pub(super) fn set_prefetch(&mut self) {
+        self.rare_mut().prefetch = true;
     }
 
     fn rare_mut(&mut self) -> &mut Rare {

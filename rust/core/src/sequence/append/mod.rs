@@ -5,7 +5,7 @@ pub(super) mod pass;
 mod window;
 
 use super::table::Row;
-use super::{Sequences, blocks_for, refuse_loading, refuse_lost, require_tier, write_slots};
+use super::{Sequences, blocks_for, is_loaded_now, refuse_loading, refuse_lost, require_tier, write_slots};
 use crate::block::LeaseKind;
 use crate::decision::Kind;
 use crate::error::{Error, Result, invalid};
@@ -289,7 +289,7 @@ impl Sequences {
         let row = self.rows.at(sequence);
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, Tier::Device)?;
-        refuse_loading(sequence, row, view.transfers)?;
+        refuse_loading(sequence, row, view)?;
         let end = u64::from(row.len) + u64::from(count) + u64::from(lookahead);
         if end > u64::from(u32::MAX) {
             return Err(invalid("length with lookahead", i128::from(end), format!("at most {}", u32::MAX)));
@@ -385,6 +385,9 @@ impl Sequences {
         self.note_begun(sequence, len, count);
         let row = self.rows.at_mut(sequence);
         write_slots(row, len, size, slots);
+        if is_loaded_now(row, step.transfers) {
+            step.transfers.note_load_read();
+        }
         row.len = len + count;
         row.written = open;
         // A step that computes the row waits for its load, and later ones come after that step.
