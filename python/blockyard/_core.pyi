@@ -284,14 +284,20 @@ class StepDecision:
         ticket: number to complete or fail.
         transfers: kind and pairs; sorted into the order in which they are safe to run.
         after: tickets to wait for.
+        prefetch: whether nothing that the step computes reads what it loads.
     Raises:
         InvalidArgumentError: a kind has another name.
     """
 
-    def __new__(cls, ticket: int, transfers: _Each[tuple[str, Pairs]], *, after: _Each[int] = ...) -> StepDecision: ...
+    def __new__(
+        cls, ticket: int, transfers: _Each[tuple[str, Pairs]], *, after: _Each[int] = ..., prefetch: bool = False
+    ) -> StepDecision: ...
     @property
     def ticket(self) -> int:
         """Number to complete or fail."""
+    @property
+    def prefetch(self) -> bool:
+        """Whether nothing that the step computes reads what it loads: compute does not wait for it."""
     @property
     def after(self) -> tuple[int, ...]:
         """Tickets whose device reads must end before this step writes to the device, a tuple of ints."""
@@ -1257,10 +1263,14 @@ class BlockManager:
         Raises:
             OutOfBlocksError, UnknownSequenceError, SequenceStateError, InvalidArgumentError: as `swap_out`.
         """
-    def take_decision(self, *, deadline: int | None = None) -> StepDecision:
+    def take_decision(self, *, prefetch: bool = False, deadline: int | None = None) -> StepDecision:
         """End the step and return its transfers. Carry them out, then `complete` or `fail` the ticket.
 
         Args:
+            prefetch: let the step compute while its loads arrive. What it loads cannot be computed with before the ticket
+                has ended: until then `append`, `slot_mapping`, `block_table` and `block_tables` refuse it. If a sequence that
+                the step loads was appended to or asked for its block table before this call, the step computes with it: then
+                `decision.prefetch` is False, and the step waits for all its loads.
             deadline: time on the caller's clock, any unit, 0 to 2^64 - 1. Until `submit`, `expire` ends the ticket at
                 that time; after `submit`, it reports the ticket as overdue. None: no deadline.
         Returns:
@@ -1286,12 +1296,14 @@ class BlockManager:
         Raises:
             UnknownTicketError: the ticket was never handed out, or has ended.
         """
-    def fail(self, ticket: int, lost: Iterable[Pairs] | None = None) -> NDArray[np.uint64]:
+    def fail(self, ticket: int, lost: Iterable[Pairs] | None = None, *, end: bool = True) -> NDArray[np.uint64]:
         """End a ticket of which some transfers did not land.
 
         Args:
             ticket: `decision.ticket`.
             lost: the `Pairs` that did not land; `[]` completes the ticket; None means that nothing landed.
+            end: False only marks the sequences that lost bytes, while the ticket's other transfers run on. End the ticket
+                later, with these pairs too.
         Returns:
             Sequences that lost bytes, uint64 `[n]`. They can only be freed.
         Raises:
@@ -1319,6 +1331,7 @@ class BlockManager:
             Block ids, int32 `[blocks]`; 0 for blocks that fell out of a window.
         Raises:
             UnknownSequenceError: there is no such sequence.
+            SequenceStateError: its blocks are being prefetched, see `take_decision`.
             InvalidArgumentError: there is no such group.
         """
     def block_tables(

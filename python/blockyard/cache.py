@@ -207,7 +207,8 @@ class KVCache:
         self._open.append(decision)
         if self.prefix_store is not None:
             self.prefix_store.poll()
-        return CacheStep(self, decision, self.manager.lose(decision.ticket, self.executor.lost(decision.ticket)))
+        known = self.executor.lost(decision.ticket)
+        return CacheStep(self, decision, self.manager.fail(decision.ticket, known, end=False))
 
     def poll(self) -> list[StepEnd]:
         """End the tickets whose transfers have ended since the last call; never waits."""

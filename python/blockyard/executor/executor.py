@@ -119,8 +119,10 @@ class _Step:
 
 
 class StepExecutor(Executor):
-    """Executes decisions beside compute. `wait`, `collect` and `execute` wait for storage, and so does `submit` for blocks
-    that a step fetches from the external tier and computes with.
+    """Executes decisions beside compute.
+
+    `wait`, `collect` and `execute` wait for storage, and `submit` for blocks that a step fetches from the external tier
+    and computes with. No other call does.
 
     Device reads of a step run after all compute that was queued before `submit`, and its device writes after the
     device reads of the tickets that the decision names in `after`. Within a step the kinds keep their order where they
@@ -469,9 +471,7 @@ class StepExecutor(Executor):
                         f"{self._side.num_slots}, and the manager's external_blocks may be no more"
                     )
 
-    def _cut(
-        self, decision: StepDecision, fence: Event, *, by_layer: bool
-    ) -> tuple[tuple[Part, ...], list[Part]]:
+    def _cut(self, decision: StepDecision, fence: Event, *, by_layer: bool) -> tuple[tuple[Part, ...], list[Part]]:
         """Cut a decision into parts; see `cut`."""
         named = [part for ticket in decision.after if ticket in self._steps for part in self._steps[ticket].parts]
         return cut(decision, named, fence, self._chunk_blocks, by_layer=by_layer)

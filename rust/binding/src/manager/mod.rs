@@ -664,48 +664,28 @@ impl PyBlockManager {
     /// Args:
     ///     ticket: `decision.ticket`.
     ///     lost: the `Pairs` that did not land; `[]` completes the ticket; None means that nothing landed.
+    ///     end: False only marks the sequences that lost bytes, while the ticket's other transfers run on. End the ticket
+    ///         later, with these pairs too.
     /// Returns:
     ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
     /// Raises:
     ///     UnknownTicketError: the ticket was never handed out, or has ended.
     ///     MappingError: the ticket writes no such block.
-    #[pyo3(signature = (ticket, lost = None))]
+    #[pyo3(signature = (ticket, lost = None, *, end = true))]
     fn fail<'py>(
         &self,
         py: Python<'py>,
         #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
         #[pyo3(from_py_with = args::lost)] lost: Option<Vec<Py<PyPairs>>>,
+        end: bool,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        let hit = match lost {
+        let lost = lost.map(|lost| lost.iter().map(|pairs| pairs.get().to_core(py)).collect::<PyResult<Vec<_>>>());
+        let lost = lost.transpose()?;
+        let hit = match &lost {
+            _ if !end => self.lock().lose(ticket.0, lost.as_deref()),
+            Some(lost) => self.lock().fail(ticket.0, lost),
             None => self.lock().fail_whole(ticket.0),
-            Some(lost) => {
-                let lost = lost.iter().map(|pairs| pairs.get().to_core(py)).collect::<PyResult<Vec<_>>>()?;
-                self.lock().fail(ticket.0, &lost)
-            }
         };
-        handles(py, &hit.map_err(to_py)?)
-    }
-
-    /// Mark the sequences whose bytes are known not to land, while the ticket's other transfers run on.
-    ///
-    /// The ticket is ended later, by `fail` with these pairs too.
-    ///
-    /// Args:
-    ///     ticket: `decision.ticket`.
-    ///     lost: the `Pairs` that will not land.
-    /// Returns:
-    ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
-    /// Raises:
-    ///     UnknownTicketError: the ticket was never handed out, or has ended.
-    ///     MappingError: the ticket writes no such block.
-    fn lose<'py>(
-        &self,
-        py: Python<'py>,
-        #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
-        #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
-    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        let lost = lost.iter().map(|pairs| pairs.get().to_core(py)).collect::<PyResult<Vec<_>>>()?;
-        let hit = self.lock().lose(ticket.0, &lost);
         handles(py, &hit.map_err(to_py)?)
     }
 

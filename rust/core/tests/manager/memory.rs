@@ -28,6 +28,8 @@ pub(crate) struct Transfer {
 impl World {
     /// Hands the step out: what is ordered on the device runs now, the rest when its ticket ends.
     pub(crate) fn step(&mut self, lost: Option<usize>) {
+        // Whether the step may be over before its loads have landed.
+        let prefetch = self.manager.clone().take_prefetch().prefetch;
         let decision = self.manager.take_decision();
         self.trace.decision(&decision);
         let mut mine = Vec::new();
@@ -50,7 +52,7 @@ impl World {
         for ticket in &decision.after {
             self.read_device(*ticket);
         }
-        self.load(decision.ticket);
+        self.load(decision.ticket, prefetch);
         self.move_now(decision.ticket);
         for at in 0..self.tickets[&decision.ticket].len() {
             if self.tickets[&decision.ticket][at].kind == Kind::Copy {
@@ -76,7 +78,7 @@ impl World {
     }
 
     /// Lands the loads that the step waits for: those of what it computes, writes or copies.
-    fn load(&mut self, ticket: TicketId) {
+    fn load(&mut self, ticket: TicketId, prefetch: bool) {
         let tables = self.computed.iter().flat_map(|&(sequence, _)| self.blocks_of(sequence));
         let written = self.pending.iter().map(|&(slot, _)| u32::try_from(slot).unwrap() / BLOCK);
         let copied = self.tickets[&ticket].iter().filter(|t| t.kind == Kind::Copy).map(|t| t.src.1);
@@ -84,6 +86,7 @@ impl World {
         for at in 0..self.tickets[&ticket].len() {
             let transfer = self.tickets[&ticket][at];
             if transfer.kind != Kind::Copy && transfer.dst.0 == Tier::Device && needed.contains(&transfer.dst.1) {
+                assert!(!(prefetch && transfer.kind.loads()), "the step of a prefetch needs {transfer:?}");
                 self.land(ticket, at);
             }
         }
