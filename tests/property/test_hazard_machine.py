@@ -115,8 +115,8 @@ class FreesUnderCopies:
     def __getattr__(self, name: str) -> object:
         return getattr(self.manager, name)
 
-    def take_decision(self) -> StepDecision:
-        decision = self.manager.take_decision()
+    def take_decision(self, *, prefetch: bool = False) -> StepDecision:
+        decision = self.manager.take_decision(prefetch=prefetch)
         self.open.append(decision.ticket)
         return decision
 
@@ -268,8 +268,8 @@ class MovingManager:
         self.manager.free(sequences)
         self.batch = [handle for handle in self.batch if handle not in set(sequences.tolist())]
 
-    def take_decision(self) -> StepDecision:
-        decision = self.manager.take_decision()
+    def take_decision(self, *, prefetch: bool = False) -> StepDecision:
+        decision = self.manager.take_decision(prefetch=prefetch)
         transfers, names, busy = [], {}, set()
         for kind, pairs in decision.transfers():
             for side, tier in enumerate((pairs.src, pairs.dst)):
@@ -289,7 +289,7 @@ class MovingManager:
         if moves:
             transfers.append(("move", Pairs("device", "device", np.array(moves, dtype=np.int64))))
         self.written, self.batch = set(), []
-        return StepDecision(decision.ticket, transfers, after=decision.after)
+        return StepDecision(decision.ticket, transfers, after=decision.after, prefetch=decision.prefetch)
 
     def placed(self, pairs: Pairs) -> Pairs:
         ids = pairs.ids.copy()
@@ -451,13 +451,13 @@ class Defragments:
     def __getattr__(self, name: str) -> object:
         return getattr(self.manager, name)
 
-    def take_decision(self) -> StepDecision:
+    def take_decision(self, *, prefetch: bool = False) -> StepDecision:
         goal = self.random.choice(("max_id", "free_tail", "dense", "empty_pages", ""))
         blocks = self.manager.pool("device").num_blocks
         if goal:
             number = self.random.randrange(1, max(2, blocks // 2)) if goal != "dense" else 0
             self.manager.defrag.run(goal, number, max_moves=self.random.randrange(1, 5))
-        decision = self.manager.take_decision()
+        decision = self.manager.take_decision(prefetch=prefetch)
         self.moved += sum(len(pairs) for pairs in decision.move)
         return decision
 
