@@ -11,7 +11,9 @@ import torch
 from blockyard import KVCache, KVLayout, PrefixCaching
 from blockyard.cache import CacheStep
 from blockyard.errors import OutOfBlocksError, SequenceStateError
+from blockyard.integrations.transformers import Generator
 from blockyard.scheduler import Request, Scheduler
+from blockyard.sim.demo_model import demo_model
 from blockyard.stores import Completion, ExternalStore, open_store
 from blockyard.testing.device import SimulatedStore
 from blockyard.testing.machines.hazard import model_cells
@@ -22,6 +24,15 @@ LAYOUT = KVLayout("kv_first", LAYERS, BLOCK, num_kv_heads=1, head_size=1, dtype=
 SIZE = LAYOUT.bytes_per_block
 STEPS = 60
 LATE = range(11)
+
+
+class PromptStore(SimulatedStore):
+    """Storage that has its answers at the next poll."""
+
+    def poll(self) -> list[int]:
+        while self._step():
+            pass
+        return super().poll()
 
 
 class LateStore(ExternalStore):
@@ -215,7 +226,7 @@ class Served:
 
 
 def slots(late: int, seed: int, *, lose: float = 0.0) -> LateStore:
-    return LateStore(SimulatedStore(24, SIZE, seed=seed), late, lose=lose)
+    return LateStore(PromptStore(24, SIZE, seed=seed), late, lose=lose)
 
 
 @contextlib.contextmanager
@@ -387,3 +398,18 @@ def test_the_scheduler_reads_right_bytes_however_late_the_store_is(late: int, ov
             finished += scheduler.update(step, [draw.position % 50 for draw in step.draws()])
         assert len(finished) == 6
         assert scheduler.stats.resumed_fetch > 0
+
+
+@pytest.mark.parametrize("late", [5])
+def test_a_generator_gives_the_same_tokens_however_late_the_store_is(late: int):
+    model = demo_model()
+    prompts = [[number + 1] * 6 for number in range(3)]
+    options = {"block_size": 4, "host_blocks": 0, "prefix_caching": False, "preemption_mode": "swap"}
+    with Generator(model, device_blocks=200, **options) as generator:
+        wanted = {output.index: output.tokens for output in generator.generate(prompts, max_new_tokens=8)}
+        size = generator.cache.layout.bytes_per_block
+    store = LateStore(PromptStore(100, size, seed=late), late)
+    with Generator(model, device_blocks=6, external=store, **options) as generator:
+        found = {output.index: output.tokens for output in generator.generate(prompts, max_new_tokens=8)}
+        assert generator.scheduler.stats.resumed_fetch > 0
+    assert found == wanted
