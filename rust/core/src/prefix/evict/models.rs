@@ -349,6 +349,70 @@ fn serve(policy: &mut impl Plain, prompts: &[Vec<u32>]) -> (Vec<BlockId>, usize)
     (popped, hits)
 }
 
+/// Running prompts that share blocks, over segments whose rule changes.
+struct Shared {
+    segments: Segments,
+    at: HashMap<u32, BlockId>,
+    /// By tag: how many running prompts use its block, and the tag before it.
+    users: HashMap<u32, usize>,
+    before: HashMap<u32, Option<u32>>,
+    running: Vec<Vec<u32>>,
+    free: Vec<BlockId>,
+}
+
+impl Shared {
+    fn new() -> Self {
+        let segments = Segments::new(BLOCKS, Rule::Once(300), Sample::new(BLOCKS, 1));
+        let free = (0..u32::try_from(BLOCKS).unwrap()).map(BlockId).collect();
+        Self { segments, at: HashMap::new(), users: HashMap::new(), before: HashMap::new(), running: Vec::new(), free }
+    }
+
+    /// Ends the prompt that has run longest.
+    fn release(&mut self) {
+        let prompt = self.running.remove(0);
+        self.segments.begin_chain();
+        for tag in prompt.iter().rev() {
+            let users = self.users.get_mut(tag).unwrap();
+            *users -= 1;
+            if *users == 0 {
+                self.segments.insert(self.at[tag]);
+            } else {
+                self.segments.hold(self.at[tag]);
+            }
+        }
+    }
+
+    /// Starts a prompt; no block may be evicted before one that needs it.
+    fn serve(&mut self, prompt: &[u32]) {
+        let found = prompt.iter().take_while(|tag| self.at.contains_key(tag)).count();
+        for tag in &prompt[..found] {
+            self.segments.remove(self.at[tag], true);
+            *self.users.get_mut(tag).unwrap() += 1;
+        }
+        while self.free.len() + self.segments.rings().len() < prompt.len() - found {
+            self.release();
+        }
+        let mut before = found.checked_sub(1).map(|last| prompt[last]);
+        for &tag in &prompt[found..] {
+            let block = self.free.pop().unwrap_or_else(|| {
+                let block = self.segments.pop().unwrap();
+                let gone = *self.at.iter().find(|&(_, &at)| at == block).unwrap().0;
+                self.at.remove(&gone);
+                let needed = self.at.keys().any(|tag| self.before[tag] == Some(gone));
+                assert!(!needed, "{gone} went before one that needs it");
+                self.segments.evicted(&[gone]);
+                block
+            });
+            self.at.insert(tag, block);
+            self.users.insert(tag, 1);
+            self.before.insert(tag, before);
+            self.segments.publish(block, tag);
+            before = Some(tag);
+        }
+        self.running.push(prompt.to_vec());
+    }
+}
+
 proptest! {
     #[test]
     fn lfu_takes_what_its_model_takes(prompts in prompts()) {
@@ -401,5 +465,19 @@ proptest! {
             }
         }
         prop_assert_eq!(hits, rules.map(pool));
+    }
+
+    #[test]
+    fn no_block_goes_before_one_behind_it_though_rules_change(
+        steps in (prompts(), prop::collection::vec((rules(), 0usize..4), 120)),
+    ) {
+        let mut shared = Shared::new();
+        for (prompt, (rule, running)) in steps.0.iter().zip(steps.1) {
+            shared.segments.set_rule(rule);
+            while shared.running.len() > running {
+                shared.release();
+            }
+            shared.serve(prompt);
+        }
     }
 }

@@ -12,7 +12,8 @@ const PROBATION: u32 = 0;
 const ONCE: u32 = 1;
 const AGAIN: u32 = 2;
 
-/// Bits of a note that say where its block is: its segment, and how often it was used again. The others are its tag's.
+/// Bits of a note: the block's segment (of a block in use, the lowest segment it may go to later), and how often it was used
+/// again. The others are its tag's.
 const SEGMENT: u32 = 3;
 const HIT: u32 = 4;
 const HITS: u32 = 3 * HIT;
@@ -56,6 +57,8 @@ pub(super) struct Segments {
     longest: usize,
     /// Stamp before the first block of the chain that is being released.
     started: u32,
+    /// Stamp of the last block that stayed because of its hits.
+    stayed: u32,
 }
 
 impl Segments {
@@ -73,6 +76,7 @@ impl Segments {
             chains: 0,
             longest: 0,
             started: 0,
+            stayed: 0,
         }
     }
 
@@ -95,20 +99,23 @@ impl Segments {
         self.fresh = if self.rule == Rule::Keep && !is_kept { PROBATION } else { ONCE };
     }
 
-    /// Returns what is known of the block's tag.
+    /// A block of the chain stays in use; returns what is known of its tag.
     #[inline]
     pub(super) fn hold(&mut self, block: BlockId) -> u32 {
         let note = &mut self.notes[block.index()];
-        *note = (*note & !HITS) | (*note & HITS).max(self.floor);
+        // Later it may go to no lower segment than the blocks behind it.
+        self.fresh = self.fresh.max(*note & SEGMENT);
+        *note = (*note & TAG) | (*note & HITS).max(self.floor) | self.fresh;
         *note & TAG
     }
 
-    /// Returns what is known of the block's tag.
+    /// A block of the chain becomes evictable; returns what is known of its tag.
     #[inline]
     pub(super) fn insert(&mut self, block: BlockId) -> u32 {
         let note = &mut self.notes[block.index()];
         let tag = *note & TAG;
         self.floor = self.floor.max(*note & HITS);
+        self.fresh = self.fresh.max(*note & SEGMENT);
         let segment = if self.floor > 0 { AGAIN } else { self.fresh };
         *note = tag | self.floor | segment;
         self.lens[segment as usize] += 1;
@@ -145,18 +152,27 @@ impl Segments {
     pub(super) fn pop(&mut self) -> Option<BlockId> {
         loop {
             let segment = self.first().0;
+            let has_chance = segment == AGAIN && self.next_has_chance();
             let block = self.rings.pop(segment as usize)?;
-            if segment == AGAIN && matches!(self.rule, Rule::Chances(_)) {
+            if has_chance {
                 let note = &mut self.notes[block.index()];
                 if *note & HITS > HIT {
                     *note -= HIT;
                     self.rings.push(AGAIN as usize, block);
+                    self.stayed = self.rings.clock();
                     continue;
                 }
             }
             self.lens[segment as usize] -= 1;
             return Some(block);
         }
+    }
+
+    /// Whether the first block used again may stay if it has hits left: under [`Rule::Chances`], and under any rule if a block
+    /// behind it has stayed, which may need it.
+    fn next_has_chance(&mut self) -> bool {
+        let age = self.rings.age(AGAIN as usize).unwrap_or(0);
+        matches!(self.rule, Rule::Chances(_)) || age >= self.rings.clock().wrapping_sub(self.stayed)
     }
 
     /// Takes out the blocks that go first, or as many as there are.
