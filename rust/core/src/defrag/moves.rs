@@ -228,7 +228,7 @@ impl Defrag {
             // What nobody overwrites keeps what it holds: the move that was to save that is not needed.
             let unwritten = all.rehomes.iter().position(|rehome| rehome.from.0 == to);
             if let Some(rehome) = unwritten.map(|at| all.rehomes.swap_remove(at)) {
-                tiers.attach_cached(rehome.from, rehome.identity, rehome.event);
+                tiers.publish_copy((Tier::Device, rehome.from), rehome.identity, rehome.event);
                 tiers.give_back(rehome.to);
             }
             tiers.give_back(BlockId(to));
@@ -277,7 +277,7 @@ impl Defrag {
     /// Ends the moves of a ticket, whose bytes have landed.
     pub(crate) fn finish(&mut self, sequences: &mut Sequences, tiers: &mut Tiers, all: &PendingMoves) {
         for rehome in &all.rehomes {
-            let is_found = tiers.attach_cached(rehome.to, rehome.identity, rehome.event);
+            let is_found = tiers.publish_copy((Tier::Device, rehome.to), rehome.identity, rehome.event);
             tiers.give_back(rehome.to);
             let count = if is_found { &mut self.stats.done } else { &mut self.stats.cancelled };
             *count += 1;

@@ -78,8 +78,12 @@ impl Pool {
         }
     }
 
-    /// Publishes a block under its key, `depth` blocks into its prompt, unless another block has that key.
+    /// Publishes a block under its key, `depth` blocks into its prompt, unless another block has that key, or the pool has
+    /// shrunk since the block was taken and nothing uses it.
     pub(crate) fn publish(&mut self, block: BlockId, key: Key, depth: u32) -> Published {
+        if self.is_stranded(block) {
+            return Published::Beyond;
+        }
         let Some(cache) = &mut self.cache else { return Published::Before };
         let published = cache.publish(block, self.blocks[block.index()].tag(), key, depth);
         if published == Published::Now {

@@ -58,6 +58,7 @@ impl Pool {
 
     /// Blocks that are referenced or leased, those beyond the end included.
     pub(crate) fn used(&self) -> usize {
+        // Free and evictable blocks are different blocks, none beyond the end: see `check_totals`.
         self.len - self.free.len() - self.evictable() + self.tail.live + self.tail.held
     }
 
@@ -65,6 +66,20 @@ impl Pool {
     #[inline]
     pub(crate) fn is_beyond(&self, block: BlockId) -> bool {
         block.index() >= self.len
+    }
+
+    /// Whether a block is beyond the end and in no table: nothing may find it from now on.
+    #[inline]
+    pub(super) fn is_stranded(&self, block: BlockId) -> bool {
+        self.is_beyond(block) && !self.block(block).is_used()
+    }
+
+    /// Forgets what such a block holds.
+    pub(super) fn drop_stranded(&mut self, block: BlockId) {
+        if self.is_stranded(block) && self.block(block).is_published() {
+            self.retire(block);
+            self.evict_bytes(block);
+        }
     }
 
     /// Blocks of a run that are beyond the end.
@@ -106,12 +121,8 @@ impl Pool {
         self.free.cut(gone.clone());
         self.overlappable.remove_run(gone);
         for index in self.len..former.min(self.blocks.len()) {
-            let (block, number) = (self.blocks[index], BlockId(id(index)));
-            if !block.is_used() && block.is_published() {
-                self.retire(number);
-                self.evict_bytes(number);
-            }
-            let [live, held] = users(block);
+            self.drop_stranded(BlockId(id(index)));
+            let [live, held] = users(self.blocks[index]);
             if live + held > 0 {
                 self.tail.live += live;
                 self.tail.held += held;
@@ -159,10 +170,21 @@ impl Pool {
         }
     }
 
-    /// What does not hold of the blocks beyond the end.
-    pub(crate) fn check_tail(&self) -> Option<String> {
-        let mut counted = Tail::default();
-        for (index, block) in self.blocks.iter().enumerate().skip(self.len) {
+    /// One past the highest block that is in the pool or has ever been taken.
+    pub(crate) fn known(&self) -> usize {
+        self.len.max(self.blocks.len())
+    }
+
+    /// What does not hold of the blocks beyond the end, or of all: the sets have no blocks but those of the pool.
+    pub(crate) fn check_totals(&self) -> Option<String> {
+        let (mut counted, mut sets) = (Tail::default(), [0; 4]);
+        for (index, block) in self.blocks.iter().enumerate() {
+            sets[3] += usize::from(block.is_published());
+            if index < self.len {
+                let sizes = [Membership::Free, Membership::Evictable, Membership::Overlappable];
+                sizes.iter().zip(&mut sets).for_each(|(set, size)| *size += usize::from(block.membership() == *set));
+                continue;
+            }
             let [live, held] = users(*block);
             if live + held > 0 {
                 counted.live += live;
@@ -170,7 +192,14 @@ impl Pool {
                 counted.end = index + 1;
             }
         }
-        (counted != self.tail).then(|| format!("{}: {:?} beyond the end, counted {counted:?}", self.tier, self.tail))
+        sets[0] += self.len.saturating_sub(self.blocks.len());
+        let found = [self.free.len(), self.evictable(), self.overlappable.len(), self.published()];
+        let tier = self.tier;
+        if counted != self.tail {
+            return Some(format!("{tier}: {:?} beyond the end, counted {counted:?}", self.tail));
+        }
+        let what = "free, evictable, overlappable and cached blocks";
+        (sets != found).then(|| format!("{tier}: {found:?} {what}, counted {sets:?}"))
     }
 }
 
@@ -215,7 +244,7 @@ mod tests {
         pool.release_all(&blocks[4..8]);
         assert_eq!((pool.free(), pool.extent()), (1, 9));
         pool.end_lease(blocks[8], LeaseKind::Read);
-        assert_eq!((pool.extent(), pool.tail(), pool.check_tail()), (4, Tail::default(), None));
+        assert_eq!((pool.extent(), pool.tail(), pool.check_totals()), (4, Tail::default(), None));
     }
 
     #[test]
@@ -236,7 +265,7 @@ mod tests {
         assert_eq!(pool.find(&key(9)), Some(blocks[9]), "its user may share it");
         pool.release(blocks[9]);
         assert_eq!((pool.find(&key(9)), pool.take_orphans()), (None, vec![(Tier::Host, blocks[9])]));
-        assert_eq!(pool.check_tail(), None);
+        assert_eq!(pool.check_totals(), None);
     }
 
     #[test]
@@ -252,7 +281,7 @@ mod tests {
         assert_eq!((pool.free(), pool.available(), pool.used()), (191, 192, 9));
         let mut taken = Vec::new();
         assert!(pool.take(192, false, &mut taken));
-        assert_eq!((taken[0], taken[191], pool.check_tail()), (blocks[5], blocks[8], None));
+        assert_eq!((taken[0], taken[191], pool.check_totals()), (blocks[5], blocks[8], None));
     }
 
     #[test]
@@ -265,7 +294,7 @@ mod tests {
             assert_eq!((pool.tail().live, pool.tail().held, pool.overlappable.len()), (2, 4, overlappable));
             pool.end_leases(2..8, kind);
             assert_eq!((pool.tail().live, pool.tail().held, pool.free.len(), pool.free()), (2, 0, 2, 0));
-            assert_eq!(pool.check_tail(), None);
+            assert_eq!(pool.check_totals(), None);
         }
     }
 }

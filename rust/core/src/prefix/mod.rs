@@ -37,6 +37,8 @@ pub(crate) enum Published {
     Before,
     /// Another block has that key; nothing was changed.
     As(BlockId),
+    /// The block is beyond the end of a pool that has shrunk, and nothing uses it; nothing was changed.
+    Beyond,
 }
 
 /// Keys and order of eviction of one tier's blocks.

@@ -568,7 +568,7 @@ impl Sequences {
             let identity = CachedIdentity { key, depth: u32::try_from(at).unwrap_or(u32::MAX), tenant: keys.tenant };
             let publication = || publication(keys, at, block, group, self.block_size);
             match step.tiers.publish((Tier::Device, block), identity, publication) {
-                Published::Now | Published::Before => {}
+                Published::Now | Published::Before | Published::Beyond => {}
                 Published::As(canonical) => {
                     step.tiers.claim((Tier::Device, canonical));
                     row.table.replace(at, canonical);

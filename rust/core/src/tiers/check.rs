@@ -19,7 +19,7 @@ impl Tiers {
         if has_null {
             *refs.entry(NULL_BLOCK).or_default() += 1;
         }
-        for block in (0..).map(BlockId).take(pool.extent()) {
+        for block in (0..).map(BlockId).take(pool.known()) {
             let refs = refs.remove(&block).unwrap_or(0);
             if let Some(what) = pool.check(block, refs, leases.remove(&block).unwrap_or_default()) {
                 return Err(what);
@@ -34,7 +34,7 @@ impl Tiers {
                 }
             }
         }
-        if let Some(what) = pool.check_tail() {
+        if let Some(what) = pool.check_totals() {
             return Err(what);
         }
         let null = pool.block(NULL_BLOCK);

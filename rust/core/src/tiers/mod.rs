@@ -255,7 +255,7 @@ impl Tiers {
         self.outbox.as_deref_mut()
     }
 
-    /// Publishes a block that holds what another was published with; returns whether it did.
+    /// Publishes a block that holds what another was published with; returns whether it did, see [`Pool::publish`].
     pub(crate) fn publish_copy(
         &mut self,
         at: TierBlock,
@@ -435,17 +435,6 @@ impl Tiers {
         self.unlink_orphans(Tier::Device);
         self.pools[0].take_target(to);
         Some(identity)
-    }
-
-    /// Publishes what [`Tiers::detach_cached`] took out of a block in another that was filled with it. Not if another block
-    /// has the key by now, or if the block is beyond the device's end; returns whether it did.
-    pub(crate) fn attach_cached(
-        &mut self,
-        at: BlockId,
-        identity: CachedIdentity,
-        event: Option<PublishedEvent>,
-    ) -> bool {
-        !self.device().is_beyond(at) && self.publish_copy((Tier::Device, at), identity, event)
     }
 }
 
