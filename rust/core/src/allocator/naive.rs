@@ -31,7 +31,7 @@ impl NaiveAllocator {
 
     /// Free blocks that are not cached.
     pub(super) fn idle(&self) -> usize {
-        self.pool.free() - self.pool.evictable()
+        self.pool.uncached()
     }
 
     /// Fails unless each block is in use, as often as it is named, and not the null block.
@@ -66,8 +66,9 @@ impl NaiveAllocator {
 
     /// Takes a reference to each block; the caller has checked that they are in use.
     pub(super) fn add_refs(&mut self, blocks: &[BlockId]) -> Result<()> {
-        if let Some(&block) =
-            blocks.iter().find(|&&block| self.pool.refs(block) as usize > u32::MAX as usize - blocks.len())
+        if let Some(&block) = blocks
+            .iter()
+            .find(|&&block| self.pool.refs(block) as usize > (u32::MAX as usize).saturating_sub(blocks.len()))
         {
             let must = format!("one of fewer than {} references", u32::MAX);
             return Err(Error::InvalidArgument { what: "block", found: block.0.into(), must });

@@ -41,6 +41,11 @@ impl Pool {
         (self.free.len() + self.evictable() + self.overlappable.len()).saturating_sub(self.tail.live)
     }
 
+    /// Free blocks that are not cached: so many can be taken without evicting one, or waiting for a reader.
+    pub(crate) fn uncached(&self) -> usize {
+        self.free.len().saturating_sub(self.tail.live)
+    }
+
     /// What is still in use beyond the pool's end.
     pub(crate) fn tail(&self) -> Tail {
         self.tail

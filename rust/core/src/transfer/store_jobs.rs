@@ -94,7 +94,7 @@ impl StoreJobs {
         let pool = tiers.pool(tier);
         let held: usize = self.loads.values().filter(|load| load.tier == tier).map(|load| load.targets.len()).sum();
         let most = pool.len() / if tier == Tier::Host { 2 } else { 4 };
-        let free = if pool.available() > pool.free() { pool.free() - pool.evictable() } else { pool.free() };
+        let free = if pool.available() > pool.free() { pool.uncached() } else { pool.free() };
         most.saturating_sub(held).min(free.saturating_sub(kept_free))
     }
 
@@ -281,7 +281,7 @@ fn before_eviction(tiers: &mut Tiers, most: usize, reading: usize) -> (Tier, Vec
         let pool = tiers.pool(tier);
         let eighth = pool.len().div_ceil(8);
         let most = most.min(eighth.saturating_sub(reading));
-        if most == 0 || pool.evictable() == 0 || pool.free() - pool.evictable() >= eighth {
+        if most == 0 || pool.evictable() == 0 || pool.uncached() >= eighth {
             continue;
         }
         let candidates = pool.eviction_candidates(most);
