@@ -205,7 +205,7 @@ impl World {
     }
 
     /// Writes a block, under the hands of whatever is yet to read it.
-    fn put(&mut self, at: (Tier, u32), bytes: Bytes) {
+    pub(crate) fn put(&mut self, at: (Tier, u32), bytes: Bytes) {
         for transfer in self.tickets.values_mut().flatten().filter(|t| t.src == at && t.kind != Kind::Copy) {
             transfer.bytes.get_or_insert(GARBAGE);
         }

@@ -1,7 +1,7 @@
 //! What may be done, at random: by the test, and by the fuzzer (`fuzz/fuzz_targets/manager.rs`).
 
-use super::{groups, keep, moves, tables};
-use blockyard_core::{Eviction, Group, Policies, ReuseOrder};
+use super::{groups, keep, moves, store, tables};
+use blockyard_core::{Eviction, Group, Policies, ReuseOrder, StoreWrites};
 use proptest::prelude::*;
 
 /// Blocks of the three tiers, and the policies.
@@ -12,18 +12,21 @@ pub(crate) struct Setup {
     pub(crate) groups: &'static [Group],
     /// Whether host copies are kept as a second level of the prefix cache.
     pub(crate) host_cache: bool,
+    /// When blocks are written to a prefix store, if there is one.
+    pub(crate) store: Option<StoreWrites>,
 }
 
 pub(crate) fn setup() -> impl Strategy<Value = Setup> {
     let reuse = prop::sample::select(&ReuseOrder::ALL[..]);
     let eviction = prop::sample::select(&Eviction::NAMED[..]);
     let blocks = (3usize..24, 0usize..16, 0usize..16);
-    let made = (blocks, reuse, eviction, groups::groups(), any::<bool>());
-    made.prop_map(|((device, host, external), reuse, eviction, groups, host_cache)| Setup {
+    let made = (blocks, reuse, eviction, groups::groups(), any::<bool>(), store::writes());
+    made.prop_map(|((device, host, external), reuse, eviction, groups, host_cache, store)| Setup {
         blocks: [device, host, external],
         policies: Policies { reuse, eviction },
         groups,
         host_cache: host_cache && host > 1 && !groups.contains(&Group::CrossAttention),
+        store: store.filter(|_| groups == [Group::Full]),
     })
 }
 
@@ -56,6 +59,7 @@ pub(crate) enum Op {
     Tables(tables::Op),
     Keep(keep::Op),
     Moves(moves::Op),
+    Store(store::Op),
     Free(usize, usize),
     SwapOut(usize, usize),
     SwapIn(usize, usize),
@@ -94,6 +98,7 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         12 => tables::op().prop_map(Op::Tables),
         7 => keep::op().prop_map(Op::Keep),
         8 => moves::op().prop_map(Op::Moves),
+        8 => store::op().prop_map(Op::Store),
         3 => (pick.clone(), 1usize..3).prop_map(|(s, n)| Op::Free(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapOut(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapIn(s, n)),

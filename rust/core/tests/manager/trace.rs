@@ -14,7 +14,7 @@ const RUNS: usize = 300;
 const OPS: usize = 100;
 
 /// Change it only together with what is meant to be decided differently, or when operations are added to the strategies.
-const EXPECTED: &str = "dc86fb001c3b1d924090b0719a6806ba26860883e93b72e2723cde75faaf7917";
+const EXPECTED: &str = "0a14a59464572d5eeeca4a8ff39950e866534f824b8dc4aab820de6f3b72f432";
 
 /// What a run has decided so far. The standard hash of a value does not depend on the names of its fields.
 #[derive(Default)]
@@ -62,7 +62,7 @@ impl World {
     /// Notes all that can be asked of the manager.
     pub(crate) fn record(&mut self) {
         let mut trace = std::mem::take(&mut self.trace);
-        let (manager, sequences) = (&mut self.manager, self.truth.keys().copied().collect::<Vec<SequenceId>>());
+        let (manager, sequences) = (&self.manager, self.truth.keys().copied().collect::<Vec<SequenceId>>());
         for sequence in sequences {
             let len = manager.num_tokens(sequence).unwrap();
             (sequence, len, manager.tier(sequence).unwrap()).hash(&mut trace);

@@ -1,0 +1,242 @@
+//! Rules for jobs of a prefix store. What a load brings lands when it ends, and a write reads when it ends: whatever else
+//! was done meanwhile, on a device of whatever size.
+
+use super::{BLOCK, Bytes, GARBAGE, World, keep, values};
+use blockyard_core::hash::Chain;
+use blockyard_core::{BlockState, Error, JobId, Prompt, StoreJob, StoreWrites, Tier};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Op {
+    /// Blocks of a prompt that another process has stored, at most so many.
+    Load {
+        tokens: u32,
+        family: u32,
+        most: usize,
+    },
+    /// A load ends, perhaps without one of its blocks.
+    EndLoad(usize, Option<usize>),
+    Write(usize),
+    EndWrite(usize),
+    /// The device shrinks while a prompt is loaded behind its new end, and may grow again; then the prompt is asked for.
+    LoadAndShrink {
+        tokens: u32,
+        family: u32,
+        grown: Option<usize>,
+    },
+    /// Jobs begin on a device without free blocks that gets smaller by a few; some of its blocks are cached, others are
+    /// being read.
+    Crowded {
+        freed: usize,
+        fewer: usize,
+        tokens: u32,
+        family: u32,
+    },
+}
+
+pub(crate) fn op() -> impl Strategy<Value = Op> {
+    let (tokens, family) = (5u32..40, 0u32..3);
+    prop_oneof![
+        4 => (tokens.clone(), family.clone(), 1usize..8)
+            .prop_map(|(tokens, family, most)| Op::Load { tokens, family, most }),
+        3 => (0usize..8, prop::option::weighted(0.3, 0usize..8)).prop_map(|(n, lost)| Op::EndLoad(n, lost)),
+        4 => (1usize..6).prop_map(Op::Write),
+        2 => (0usize..8).prop_map(Op::EndWrite),
+        1 => (tokens.clone(), family.clone(), prop::option::weighted(0.3, 1usize..12))
+            .prop_map(|(tokens, family, grown)| Op::LoadAndShrink { tokens, family, grown }),
+        2 => (0usize..4, 1usize..4, tokens, family)
+            .prop_map(|(freed, fewer, tokens, family)| Op::Crowded { freed, fewer, tokens, family }),
+    ]
+}
+
+/// When a store is written, if there is one.
+pub(crate) fn writes() -> impl Strategy<Value = Option<StoreWrites>> {
+    prop::option::weighted(0.7, prop::sample::select(&StoreWrites::ALL[..]))
+}
+
+/// Jobs under way with the right bytes of their blocks, and what was written.
+#[derive(Default)]
+pub(crate) struct Jobs {
+    loads: Vec<(StoreJob, Vec<Bytes>)>,
+    writes: Vec<(StoreJob, Vec<Bytes>)>,
+    stored: BTreeMap<[u8; 32], Bytes>,
+}
+
+impl Jobs {
+    pub(crate) fn len(&self) -> usize {
+        self.loads.len() + self.writes.len()
+    }
+
+    pub(crate) fn are_writing(&self) -> bool {
+        !self.writes.is_empty()
+    }
+}
+
+/// The ids of a prompt of a family.
+pub(crate) fn family_ids(tokens: u32, family: u32) -> Vec<u32> {
+    (0..tokens).map(|i| family + i / 9).collect()
+}
+
+/// What a prompt's full blocks hold, by their exported keys.
+fn contents(prompt: &Prompt<'_>) -> BTreeMap<[u8; 32], Bytes> {
+    let mut chain = Chain::new(&prompt.spec, BLOCK, 0);
+    let values = values(prompt.tokens);
+    let full = prompt.tokens.chunks_exact(BLOCK as usize).zip(values.chunks_exact(BLOCK as usize));
+    full.map(|(tokens, values)| {
+        chain.block(tokens, &[]).unwrap();
+        (chain.export().0, values.try_into().unwrap())
+    })
+    .collect()
+}
+
+impl World {
+    pub(crate) fn apply_store(&mut self, op: Op) {
+        match op {
+            Op::Load { tokens, family, most } => self.begin_load(&family_ids(tokens, family), most),
+            Op::EndLoad(n, lost) => {
+                if self.jobs.loads.len() > 0 {
+                    self.end_load(n % self.jobs.loads.len(), lost);
+                }
+            }
+            Op::Write(most) => self.begin_write(most),
+            Op::EndWrite(n) => {
+                if self.jobs.are_writing() {
+                    self.end_write(n % self.jobs.writes.len());
+                }
+            }
+            Op::LoadAndShrink { tokens, family, grown } => {
+                self.settle();
+                let free = self.manager.pool(Tier::Device).free_blocks().count();
+                self.allocate(u32::try_from(free / 2).unwrap() * BLOCK);
+                self.step(None);
+                self.begin_load(&family_ids(tokens, family), usize::MAX);
+                let some = self.pick(0, usize::MAX);
+                self.free(&some);
+                let target = |(job, _): &(StoreJob, _)| job.blocks[0].index();
+                if let Some(end) = self.jobs.loads.last().map(target) {
+                    self.resize(end);
+                    self.give_back();
+                    if let Some(grown) = grown {
+                        self.resize(end + grown);
+                        self.give_back();
+                    }
+                }
+                self.end_jobs();
+                self.give_back();
+                self.prompt(tokens, family, u32::MAX);
+            }
+            Op::Crowded { freed, fewer, tokens, family } => {
+                self.settle();
+                let all = self.pick(0, usize::MAX);
+                self.mark(&all);
+                self.free(&all[..freed.min(all.len())]);
+                let pool = self.manager.pool(Tier::Device);
+                let (blocks, free) = (pool.len(), pool.free_blocks().count());
+                self.allocate(u32::try_from(free).unwrap() * BLOCK);
+                self.step(None);
+                self.swap_out(0, 1, Tier::Host);
+                self.step(None);
+                self.resize(blocks - fewer.min(blocks));
+                self.give_back();
+                self.begin_load(&family_ids(tokens, family), usize::MAX);
+                self.begin_write(4);
+            }
+        }
+    }
+
+    fn begin_load(&mut self, ids: &[u32], most: usize) {
+        let prompt = Prompt { tokens: ids, spec: keep::spec(ids), extras: &[], hashed: None };
+        let missing = self.manager.missing_blocks(&prompt, most).unwrap();
+        let job = self.manager.begin_load(&prompt, most).unwrap();
+        assert!(job.keys.len() == job.blocks.len() && missing.starts_with(&job.keys));
+        let pool = self.manager.pool(job.tier);
+        assert!(job.blocks.iter().all(|block| block.index() < pool.len() && pool.refs(*block) == 0));
+        let contents = contents(&prompt);
+        let right: Vec<Bytes> = job.keys.iter().map(|key| contents[&key.0]).collect();
+        for (key, bytes) in job.keys.iter().zip(&right) {
+            assert!(self.jobs.stored.get(&key.0).is_none_or(|stored| stored == bytes), "the store has other bytes");
+        }
+        if job.blocks.is_empty() {
+            assert_eq!(self.manager.end_load(job.job, &[]), Err(Error::UnknownJob { job: job.job }));
+        } else {
+            self.jobs.loads.push((job, right));
+        }
+    }
+
+    fn end_load(&mut self, n: usize, lost: Option<usize>) {
+        let (StoreJob { job, tier, blocks, .. }, right) = self.jobs.loads.swap_remove(n);
+        let landed: Vec<bool> = (0..blocks.len()).map(|i| Some(i) != lost).collect();
+        for ((block, bytes), landed) in blocks.iter().zip(right).zip(&landed) {
+            self.put((tier, block.0), if *landed { bytes } else { GARBAGE });
+        }
+        let found = self.manager.end_load(job, &landed).unwrap();
+        // Nothing is found beyond the end, wherever that was when the load began.
+        let end = self.manager.pool(tier).len();
+        assert!(found <= blocks.iter().zip(&landed).filter(|&(block, landed)| *landed && block.index() < end).count());
+        self.assert_ended(job);
+    }
+
+    fn begin_write(&mut self, most: usize) {
+        let job = self.manager.begin_write(most).unwrap();
+        assert!(job.keys.len() == job.blocks.len() && job.blocks.len() <= most);
+        let memory = &self.memory[job.tier.index()];
+        let held: Vec<Bytes> = job.blocks.iter().map(|block| memory[block.index()]).collect();
+        if !held.is_empty() {
+            self.jobs.writes.push((job, held));
+        }
+    }
+
+    fn end_write(&mut self, n: usize) {
+        let (StoreJob { job, tier, keys, blocks, .. }, held) = self.jobs.writes.swap_remove(n);
+        let read: Vec<Bytes> = blocks.iter().map(|block| self.memory[tier.index()][block.index()]).collect();
+        // If a verb has taken the blocks, what was read is not stored.
+        if self.manager.end_write(job).unwrap() {
+            assert_eq!(read, held, "blocks were written while the store read them");
+            for (key, bytes) in keys.iter().zip(read) {
+                let before = self.jobs.stored.insert(key.0, bytes);
+                assert!(before.is_none_or(|before| before == bytes), "one key, two contents");
+            }
+        }
+        self.assert_ended(job);
+    }
+
+    fn assert_ended(&mut self, job: JobId) {
+        assert_eq!(self.manager.end_write(job), Err(Error::UnknownJob { job }));
+        assert_eq!(self.manager.end_load(job, &[]), Err(Error::UnknownJob { job }));
+    }
+
+    pub(crate) fn end_jobs(&mut self) {
+        while !self.jobs.loads.is_empty() {
+            self.end_load(0, None);
+        }
+        while self.jobs.are_writing() {
+            self.end_write(0);
+        }
+    }
+
+    /// Device blocks that can be had, counted one by one: those that nothing uses, and those that only writes hold, which
+    /// give way. One fewer for each that is in use beyond the end.
+    pub(crate) fn room(&self) -> usize {
+        let device = self.manager.pool(Tier::Device).len();
+        let mut reads = BTreeMap::new();
+        for (job, _) in self.jobs.writes.iter().filter(|(job, _)| job.tier == Tier::Device) {
+            let is_given_up = self.manager.clone().end_write(job.job) == Ok(false);
+            for block in job.blocks.iter().filter(|_| !is_given_up) {
+                *reads.entry(block.index()).or_insert(0u16) += 1;
+            }
+        }
+        let (mut room, mut live) = (0, 0);
+        for (block, state) in self.manager.uses(Tier::Device).into_iter().enumerate() {
+            match state {
+                BlockState::InUse { .. } => live += usize::from(block >= device),
+                _ if block >= device => {}
+                BlockState::Free | BlockState::Cached | BlockState::Overlappable(_) => room += 1,
+                BlockState::Held(leases) => {
+                    room += usize::from(!leases.filling && Some(&leases.reads) == reads.get(&block));
+                }
+            }
+        }
+        room.saturating_sub(live)
+    }
+}
