@@ -11,6 +11,7 @@ forgotten. Where arguments exclude each other, `VARIANTS` has other valid sets.
 from __future__ import annotations
 
 import inspect
+import itertools
 import resource
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hostile_managers import HANDLE, MANAGERS, new_manager, stepping
 from hostile_values import HOSTILE, SIMPLE
 
 import blockyard
@@ -28,42 +30,7 @@ from blockyard.errors import BlockyardError, InvalidArgumentError, UnknownTicket
 
 ROOM_BYTES = 1 << 30
 LONGEST_SECONDS = 5.0
-HANDLE = 1 << 32
 KEY = b"k" * 32
-
-
-def new_manager() -> blockyard.BlockManager:
-    caching = blockyard.PrefixCaching(host=True, eviction="priority")
-    manager = blockyard.BlockManager(
-        block_size=4, device_blocks=16, host_blocks=4, external_blocks=4, watermark=0.0, prefix_caching=caching
-    )
-    manager.allocate(list(range(10)))
-    manager.complete(manager.take_decision().ticket)
-    manager.mark_computed([HANDLE])
-    manager.pins.pin(HANDLE, 100)
-    return manager
-
-
-def store_jobs() -> _core.StoreJobs:
-    """A write of two blocks is job 1, a load of one is job 2."""
-    caching = blockyard.PrefixCaching(host=True)
-    manager = blockyard.BlockManager(block_size=4, device_blocks=16, host_blocks=4, prefix_caching=caching)
-    manager.prefix.store_jobs.start("through")
-    sequence = manager.allocate(list(range(10)))
-    manager.complete(manager.take_decision().ticket)
-    manager.mark_computed(sequence)
-    manager.prefix.store_jobs.begin_write(2)
-    manager.prefix.store_jobs.begin_load(list(range(20, 26)), 1)
-    return manager.prefix.store_jobs
-
-
-def stepping() -> blockyard.BlockManager:
-    """A manager with a ticket under way."""
-    manager = new_manager()
-    manager.allocate(counts=[3])
-    manager.swap_out([HANDLE])
-    manager.take_decision()
-    return manager
 
 
 def allocator(kind: type) -> Callable[[], Any]:
@@ -131,8 +98,7 @@ WORLDS: dict[str, Callable[[], Any]] = {
     "RedisClient": lambda: _core.RedisClient("127.0.0.1", port=1),
     "SlabStore": store,
     "StepDecision": decision,
-    "StoreJob": lambda: store_jobs().begin_write(1),
-    "StoreJobs": store_jobs,
+    "StoreJob": lambda: new_manager().prefix.store_jobs.begin_write(1),
     "StoreStats": _core.StoreStats,
     "V0BlockTable": v0_table,
     "V0CpuGpuBlockAllocator": v0_pair,
@@ -150,6 +116,7 @@ FACETS: dict[str, Callable[[blockyard.BlockManager], Any]] = {
     "Pins": lambda manager: manager.pins,
     "Pool": lambda manager: manager.pool("host"),
     "Prefix": lambda manager: manager.prefix,
+    "StoreJobs": lambda manager: manager.prefix.store_jobs,
 }
 
 CLIENT: dict[str, Any] = dict.fromkeys(("ca", "cert", "key", "password", "username"))
@@ -472,24 +439,28 @@ class Attack:
         self.is_bound = bool(method and owner) and next(iter(inspect.signature(call).parameters), "") == "self"
         self.name = ".".join(part for part in (owner, method) if part)
 
-    def world(self) -> tuple[Any, Any]:
-        """The object that is called, and what its state is part of."""
+        is_managers = self.is_bound and owner in {"BlockManager", *FACETS}
+        self.managers = MANAGERS if is_managers else (new_manager,)
+
+    def world(self, make: Callable[[], Any]) -> tuple[Any, Any]:
+        """The object that is called, and what its state is part of; `make` makes managers."""
         if not self.is_bound:
             return None, None
         if self.owner in FACETS:
-            manager = new_manager()
+            manager = make()
             return FACETS[self.owner](manager), manager
-        if self.name in ("BlockManager.complete", "BlockManager.fail", "BlockManager.submit"):
-            manager = stepping()
+        if self.owner == "BlockManager":
+            is_end = self.method in ("complete", "fail", "submit")
+            manager = stepping() if is_end and make is new_manager else make()
             return manager, manager
         made = WORLDS[self.owner]()
         return made, made
 
     def run(
-        self, variant: dict[str, Any], changed: str = "", value: Any = None
+        self, make: Callable[[], Any], variant: dict[str, Any], changed: str = "", value: Any = None
     ) -> tuple[BaseException | None, Any, Any, Any]:
         """Calls it; with what it raised, the object, its state before, and the value that was valid."""
-        this, whole = self.world()
+        this, whole = self.world(make)
         given = {p.name: valid(self.owner, self.method, p.name, this) for p in self.parameters} | variant
         was = given.get(changed)
         if changed:
@@ -505,21 +476,23 @@ class Attack:
         return None, whole, before, was
 
     def wrongs(self, tell: Callable[[str], None]) -> Iterator[str]:
-        for variant in ({}, *VARIANTS.get(self.name, [])):
-            yield from self.wrongs_of(variant, tell)
+        for make, variant in itertools.product(self.managers, ({}, *VARIANTS.get(self.name, []))):
+            yield from self.wrongs_of(make, variant, tell)
 
-    def wrongs_of(self, variant: dict[str, Any], tell: Callable[[str], None]) -> Iterator[str]:
+    def wrongs_of(self, make: Callable[[], Any], variant: dict[str, Any], tell: Callable[[str], None]) -> Iterator[str]:
         tell(self.name)
-        error, *_ = self.run(variant)
+        error, whole, *_ = self.run(make, variant)
         # A world may have nothing for a valid call to do, but a wrong type is a wrong case here.
         if error is not None and not isinstance(error, (BlockyardError, AssertionError, ValueError)):
             yield f"valid arguments: {error!r}"
+        if hasattr(whole, "check"):
+            whole.check()
         for parameter in self.parameters:
             for value in HOSTILE if self.owner != "OnlineDefragmenter" else SIMPLE:
                 shown = f"{type(value).__name__} {str(value)[:40] if abs_fits(value) else ''}"
                 tell(f"{self.name}({parameter.name}={shown})")
                 began = time.process_time()  # others may have the cores
-                error, this, before, was = self.run(variant, parameter.name, value)
+                error, this, before, was = self.run(make, variant, parameter.name, value)
                 seconds = time.process_time() - began
                 for wrong in judge(self.owner or self.name, parameter.name, value, was, error):
                     yield f"{parameter.name}={shown}: {wrong}"

@@ -95,7 +95,7 @@ impl World {
         match op {
             Op::Load { tokens, family, most } => self.begin_load(&family_ids(tokens, family), most),
             Op::EndLoad(n, lost) => {
-                if self.jobs.loads.len() > 0 {
+                if !self.jobs.loads.is_empty() {
                     self.end_load(n % self.jobs.loads.len(), lost);
                 }
             }
