@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from blockyard import Pairs, StepDecision
 from blockyard.errors import (
@@ -270,3 +272,56 @@ def test_a_load_that_fails_leaves_the_sequence_without_blocks(error: bool):
     manager.executor = inner
     manager.allocate(seq)
     assert len(seq.block_table) == 3
+
+
+class Plain(Sequence):
+    """A sequence of blocks of any size."""
+
+    num_blocks = None  # type: ignore[assignment]
+
+
+# Prompts of two families: those of a family are prefixes of each other.
+PROMPTS = st.builds(lambda first, count: list(range(first, first + count)), st.sampled_from([0, 10]), st.integers(1, 5))
+
+
+@given(
+    sizes=st.tuples(st.integers(2, 4), st.sampled_from([1, 1, 2]), st.integers(0, 3), st.integers(0, 1)),
+    program=st.lists(
+        st.tuples(
+            PROMPTS, st.sampled_from([0, 0, 0, 1]), st.sampled_from([True, True, False]), st.sampled_from([9, 1])
+        ),
+        min_size=12,
+        max_size=16,
+    ),
+)
+def test_what_was_just_said_holds(sizes: tuple[int, int, int, int], program: list[tuple[list[int], int, bool, int]]):
+    """`allocate` accepts what `can_allocate` has said, and `may_append` finds what `can_append` has."""
+    blocks, size, host, moves = sizes
+    manager = BlockManager(blocks, size, kv_cache=torch.zeros(2, 1, blocks, size, 1, 2), host_blocks=host, moves=moves)
+    running: list[Plain] = []
+    for prompt, appended, newer, leaves in program:
+        seq = Plain(prompt)
+        fit = manager.can_allocate(seq)
+        if fit:
+            manager.allocate(seq, int(fit) if newer else None)
+            assert not newer or seq.num_cached_tokens == fit * size
+            seq.num_scheduled_tokens = len(seq) - seq.num_cached_tokens
+            manager.hash_blocks(seq)
+            seq.num_cached_tokens = len(seq)
+            running.append(seq)
+        else:
+            with pytest.raises(OutOfBlocksError):
+                manager.allocate(seq, 0 if newer else None)
+        for seq in running:
+            seq.token_ids.extend([5] * appended)
+            fits = manager.can_append(seq)
+            if fits:
+                manager.may_append(seq)
+            else:
+                with pytest.raises(OutOfBlocksError):
+                    manager.may_append(seq)
+                del seq.token_ids[len(seq) - appended :]
+        for seq in running[:leaves]:
+            manager.deallocate(seq)
+        del running[:leaves]
+        manager.manager.check()

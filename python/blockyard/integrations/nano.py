@@ -181,7 +181,7 @@ class BlockManager:
 
         Args:
             seq: a sequence without blocks.
-            num_cached_blocks: what `can_allocate` has said; older engines do not pass it.
+            num_cached_blocks: what `can_allocate` has just said; older engines do not pass it.
 
         Raises:
             OutOfBlocksError: too few blocks are free.
@@ -190,8 +190,10 @@ class BlockManager:
         """
         tokens = _tokens(seq)
         self._check_new(seq, len(tokens))
-        cached = self._fit(tokens)
-        if num_cached_blocks is not None and cached not in {-1, num_cached_blocks}:
+        if num_cached_blocks is None:
+            self._fit(tokens)
+        elif (cached := self._cached(tokens)) != num_cached_blocks and self.manager.can_allocate(tokens):
+            # Making room on the host a second time could evict what `can_allocate` has counted.
             raise InvalidArgumentError(f"num_cached_blocks is {num_cached_blocks}, {cached} are cached: ask again")
         sequence = self.manager.allocate(tokens)
         handle, hit = int(sequence), sequence.cached_tokens
@@ -359,6 +361,9 @@ class BlockManager:
                 self._offload(blocks - held // self.block_size)
             finally:
                 self.manager.pins.unpin(pin)
+        return self._cached(tokens)
+
+    def _cached(self, tokens: list[int]) -> int:
         return self.manager.prefix.lookup(tokens).tokens // self.block_size
 
     def _short(self, blocks: int) -> int:

@@ -186,10 +186,13 @@ class ReferenceManager:
 
     def can_append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> Fit:
         """Whether `append` has the blocks that it takes."""
-        wanted = self._blocks_to_append(sequences, num_tokens, lookahead)
-        return _fit(wanted, self._state.available("device"), self._state.blocks["device"])
+        new, copies = self._blocks_to_append(sequences, num_tokens, lookahead)
+        # What a sequence has stays beside what it gets.
+        least = new + max((len(self._get(handle).table) for handle in _ints(sequences)), default=0)
+        return _fit(new + copies, self._state.available("device"), self._state.blocks["device"], least)
 
-    def _blocks_to_append(self, sequences: Handles, num_tokens: Counts | None, lookahead: int) -> int:
+    def _blocks_to_append(self, sequences: Handles, num_tokens: Counts | None, lookahead: int) -> tuple[int, int]:
+        """New blocks, and copies of shared ones."""
         handles = _ints(sequences)
         writers: Counter[int] = Counter()
         new = 0
@@ -204,11 +207,11 @@ class ReferenceManager:
             writers.update(shared)
             new += max(0, self._state.count(row.length + count + lookahead) - len(row.table))
         # The last owner of a block writes it in place.
-        return new + sum(min(n, self._state.refs(Block("device", block)) - 1) for block, n in writers.items())
+        return new, sum(min(n, self._state.refs(Block("device", block)) - 1) for block, n in writers.items())
 
     def append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> NDArray[np.int64]:
         """Append tokens to a batch of sequences; returns their slots."""
-        self._state.require("device", self._blocks_to_append(sequences, num_tokens, lookahead))
+        self._state.require("device", sum(self._blocks_to_append(sequences, num_tokens, lookahead)))
         handles = _ints(sequences)
         slots: list[int] = []
         for handle, count in zip(handles, _counts(handles, num_tokens), strict=True):
@@ -268,10 +271,10 @@ class ReferenceManager:
             return self._room(to, lambda: self._sources(handles, self._origin_in(handles, to), to))
         try:
             origin = self._origin_in(handles, to)
-            wanted = self._sources(handles, origin, to)
+            wanted, held = self._sources(handles, origin, to)
         except SequenceStateError as error:
             return self._unmovable(to, error)
-        return self._can_return(handles, origin, wanted, lookahead)
+        return self._can_return(handles, origin, (wanted, held), lookahead)
 
     def swap_in(self, sequences: Handles, to: TierName = "device") -> None:
         """Move sequences towards the device: there, or from the external tier to the host."""
@@ -375,8 +378,9 @@ class ReferenceManager:
 
     # ---- moves ----
 
-    def _admit(self, wanted: int, free: int) -> Fit:
-        fit = _fit(wanted, max(0, free - self._watermark), max(0, self._state.blocks["device"] - self._watermark))
+    def _admit(self, wanted: int, free: int, least: int | None = None) -> Fit:
+        total = max(0, self._state.blocks["device"] - self._watermark)
+        fit = _fit(wanted, max(0, free - self._watermark), total, least)
         if fit and free < self._watermark:
             return Fit(AllocStatus.LATER, fit.blocks, fit.free)
         return fit
@@ -399,9 +403,9 @@ class ReferenceManager:
             raise SequenceStateError(f"sequence {handles[0]} is in the {origin} tier")
         return origin
 
-    def _sources(self, handles: list[int], origin: TierName, to: TierName) -> int:
-        """Check a batch, and count the distinct blocks that it needs moved."""
-        sources: set[int] = set()
+    def _sources(self, handles: list[int], origin: TierName, to: TierName) -> tuple[int, int]:
+        """Check a batch, and count the distinct blocks that it needs moved, and those that it has."""
+        all_held: set[int] = set()
         for handle, row in self._batch(handles):
             self._intact(handle)
             if row.tier != origin:
@@ -414,35 +418,46 @@ class ReferenceManager:
             in_flight = any(ticket <= row.ticket for ticket in (self._state.ticket, *self._state.running))
             if in_flight or any("write" in uses[block] for block in held):
                 raise _BusyError(f"sequence {handle} is still moving")
-            sources.update(block for block in held if self._state.tier_copy(Block(origin, block), to) is None)
-        return len(sources)
+            all_held.update(held)
+        return sum(self._state.tier_copy(Block(origin, block), to) is None for block in all_held), len(all_held)
 
-    def _room(self, to: TierName, count: Callable[[], int]) -> Fit:
+    def _room(self, to: TierName, count: Callable[[], tuple[int, int]]) -> Fit:
         try:
-            wanted = count()
+            wanted, held = count()
         except SequenceStateError as error:
             return self._unmovable(to, error)
-        return _fit(wanted, len(self._state.free_blocks(to)), self._state.blocks[to])
+        return _fit(wanted, len(self._state.free_blocks(to)), self._state.blocks[to], held)
 
     def _unmovable(self, to: TierName, error: SequenceStateError) -> Fit:
         status = AllocStatus.LATER if isinstance(error, _BusyError) else AllocStatus.NEVER
         return Fit(status, 0, len(self._state.free_blocks(to)))
 
-    def _can_return(self, handles: list[int], origin: TierName, wanted: int, lookahead: int) -> Fit:
-        partial: Counter[int] = Counter()
+    def _can_return(self, handles: list[int], origin: TierName, moved: tuple[int, int], lookahead: int) -> Fit:
+        writers: Counter[int] = Counter()
+        users: Counter[int] = Counter()
+        wanted, least = moved
         for handle in handles:
             row = self._state.sequences[handle]
             held = self._state.count(row.length)
-            wanted += self._state.count(row.length + 1 + lookahead) - held
+            new = self._state.count(row.length + 1 + lookahead) - held
+            wanted, least = wanted + new, least + new
+            users.update(row.table[:held])
             if row.length % self.block_size:
-                partial[row.table[held - 1]] += 1
-        # Partly filled blocks are moved for this batch alone; the last owner writes in place.
-        wanted += sum(owners - 1 for owners in partial.values())
-        free = self._state.available("device") if origin == "host" else len(self._state.free_blocks("device"))
-        return self._admit(wanted, free)
+                writers[row.table[held - 1]] += 1
+        for block, count in writers.items():
+            # The last of those that have the block on the device then writes in place.
+            copy = self._state.tier_copy(Block(origin, block), "device")
+            others = users[block] + (0 if copy is None else self._state.refs(copy)) - 1
+            wanted += min(count, others)
+            least += min(count, users[block] - 1)
+        fit = self._admit(wanted, self._state.available("device"), least)
+        free = len(self._state.free_blocks("device"))
+        if fit and origin == "external" and moved[0] > free:
+            return Fit(AllocStatus.LATER, fit.blocks, free)
+        return fit
 
     def _move(self, handles: list[int], origin: TierName, to: TierName) -> None:
-        wanted = self._sources(handles, origin, to)
+        wanted, _ = self._sources(handles, origin, to)
         kind = {"host": "swap_in", "external": "fetch", "device": "swap_out"}[origin] if to != "external" else "spill"
         self._state.require(to, wanted, draining_too=kind == "swap_in")
         targets = self._state.take(to, wanted)
@@ -472,8 +487,10 @@ class ReferenceManager:
             self._state.step.fresh.discard(block)
 
 
-def _fit(wanted: int, free: int, total: int) -> Fit:
-    status = AllocStatus.OK if wanted <= free else AllocStatus.LATER if wanted <= total else AllocStatus.NEVER
+def _fit(wanted: int, free: int, total: int, least: int | None = None) -> Fit:
+    """Whether blocks fit now, or of an empty tier the `least` that there must be."""
+    fits_later = (wanted if least is None else least) <= total
+    status = AllocStatus.OK if wanted <= free else AllocStatus.LATER if fits_later else AllocStatus.NEVER
     return Fit(status, wanted, free)
 
 

@@ -240,9 +240,18 @@ impl Block {
         (self.refs > 0 || self.is_leased()) && self.version() == version
     }
 
-    /// How many more leases of [`LeaseKind::Read`] the block can have.
-    pub(crate) fn lease_room(self) -> usize {
-        usize::from(MAX_LEASES - self.reads)
+    /// How many more leases of a kind the block can have.
+    pub(crate) fn lease_room(self, kind: LeaseKind) -> usize {
+        usize::from(match kind {
+            LeaseKind::Read => MAX_LEASES - self.reads,
+            LeaseKind::OverlappableRead => MAX_LEASES - (self.overlap & !FILLING),
+            LeaseKind::Write => u16::from(!self.is_filling()),
+        })
+    }
+
+    /// Whether nothing but so many leases of [`LeaseKind::Read`] holds the block.
+    pub(crate) fn is_only_read_by(self, reads: usize) -> bool {
+        self.refs == 0 && self.overlap == 0 && usize::from(self.reads) == reads
     }
 
     /// Gives an unused block its first reference.
@@ -278,17 +287,14 @@ impl Block {
         true
     }
 
-    /// Adds a lease; fails with the limit if no more of that kind can be counted.
-    pub(crate) fn add_lease(&mut self, kind: LeaseKind) -> Result<(), u16> {
-        let Leases { reads, overlappable, filling } = self.leases();
+    /// Adds a lease, for which there is room.
+    pub(crate) fn add_lease(&mut self, kind: LeaseKind) {
+        debug_assert!(self.lease_room(kind) > 0, "one lease too many: {self:?}");
         match kind {
-            LeaseKind::Read if reads < MAX_LEASES => self.reads += 1,
-            LeaseKind::OverlappableRead if overlappable < MAX_LEASES => self.overlap += 1,
-            LeaseKind::Write if !filling => self.overlap |= FILLING,
-            LeaseKind::Write => return Err(1),
-            _ => return Err(MAX_LEASES),
+            LeaseKind::Read => self.reads += 1,
+            LeaseKind::OverlappableRead => self.overlap += 1,
+            LeaseKind::Write => self.overlap |= FILLING,
         }
-        Ok(())
     }
 
     /// Ends a lease.
@@ -450,11 +456,11 @@ mod tests {
         block.set_tag(7);
         let published = BlockState::InUse { refs: NonZeroU32::MIN, published: true, leases: Leases::default() };
         assert_eq!((block.state(), block.is_exclusive()), (published, false));
-        block.add_lease(LeaseKind::OverlappableRead).unwrap();
+        block.add_lease(LeaseKind::OverlappableRead);
         assert!(block.drop_ref());
         assert_eq!(block.state().number(), 2);
         assert_eq!(block.membership(), Membership::Overlappable);
-        block.add_lease(LeaseKind::Read).unwrap();
+        block.add_lease(LeaseKind::Read);
         assert_eq!(block.membership(), Membership::Neither);
         block.end_lease(LeaseKind::Read);
         block.end_lease(LeaseKind::OverlappableRead);
@@ -464,9 +470,15 @@ mod tests {
     }
 
     #[test]
-    fn a_second_writer_is_refused() {
+    fn a_block_has_room_for_one_writer_and_for_so_many_readers_of_each_kind() {
         let mut block = Block::default();
-        assert_eq!(block.add_lease(LeaseKind::Write), Ok(()));
-        assert_eq!(block.add_lease(LeaseKind::Write), Err(1));
+        for (kind, most) in
+            [(LeaseKind::Write, 1), (LeaseKind::Read, MAX_LEASES), (LeaseKind::OverlappableRead, MAX_LEASES)]
+        {
+            assert_eq!(block.lease_room(kind), usize::from(most));
+            (0..most).for_each(|_| block.add_lease(kind));
+            assert_eq!(block.lease_room(kind), 0);
+        }
+        assert_eq!(block.leases(), Leases { reads: MAX_LEASES, overlappable: MAX_LEASES, filling: true });
     }
 }

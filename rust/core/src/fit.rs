@@ -20,19 +20,9 @@ pub struct Fit {
     pub status: AllocStatus,
     /// Blocks that the request takes; 0 if its sequences cannot move in their present state.
     pub blocks: usize,
-    /// Blocks that can be given out now, the watermark subtracted where the request must keep it.
+    /// Blocks that can be given out now, the watermark subtracted where the request must keep it. If those are too few, what
+    /// only writes to a prefix store hold counts, too: the verb gives these up.
     pub free: usize,
-}
-
-impl Fit {
-    pub(crate) fn new(blocks: usize, free: usize, total: usize) -> Self {
-        let status = match blocks {
-            _ if blocks <= free => AllocStatus::Ok,
-            _ if blocks <= total => AllocStatus::Later,
-            _ => AllocStatus::Never,
-        };
-        Self { status, blocks, free }
-    }
 }
 
 /// A fraction of the device's blocks, rounded down.

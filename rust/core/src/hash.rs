@@ -157,22 +157,39 @@ impl Chain {
     /// As [`Chain::block`], for tokens that [`refuse_reserved`] has let through.
     #[inline]
     pub(crate) fn checked_block(&mut self, tokens: &[u32], extras: &[Extra<'_>]) -> Result<Key> {
-        if let ([], Ok(tokens)) = (extras, <&[u32; 16]>::try_from(tokens)) {
+        if extras.is_empty() {
+            return Ok(self.plain_block(tokens));
+        }
+        let stream = frames_of_extras(extras)?;
+        Ok(self.absorb_stream(stream, tokens))
+    }
+
+    /// As [`Chain::checked_block`], of a block without extras.
+    #[inline]
+    pub(crate) fn plain_block(&mut self, tokens: &[u32]) -> Key {
+        if let Ok(tokens) = <&[u32; 16]>::try_from(tokens) {
             // Nothing else in this loop, so that it becomes four vector moves.
             let mut frame = [0; 64];
             for (bytes, token) in frame.chunks_exact_mut(4).zip(tokens) {
                 bytes.copy_from_slice(&token.to_le_bytes());
             }
             self.absorb(&frame);
+            Key(self.state)
         } else {
-            let stream = frames(tokens, extras)?;
-            for frame in stream.chunks_exact(64) {
-                if let Ok(frame) = frame.try_into() {
-                    self.absorb(frame);
-                }
+            self.absorb_stream(Vec::with_capacity(tokens.len() * 4 + 64), tokens)
+        }
+    }
+
+    /// Goes on over what comes before a block's tokens, these and their padding.
+    fn absorb_stream(&mut self, mut stream: Vec<u8>, tokens: &[u32]) -> Key {
+        stream.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+        stream.resize(stream.len().next_multiple_of(64), 0xFF);
+        for frame in stream.chunks_exact(64) {
+            if let Ok(frame) = frame.try_into() {
+                self.absorb(frame);
             }
         }
-        Ok(Key(self.state))
+        Key(self.state)
     }
 
     /// Key for other processes: the digest of everything so far.
@@ -214,9 +231,9 @@ pub(crate) fn refuse_reserved(tokens: &[u32]) -> Result<()> {
     Err(Error::InvalidArgument { what: "token id", found: i128::from(RESERVED_TOKEN), must })
 }
 
-/// The bytes of one block: extra frames, tokens, padding.
-fn frames(tokens: &[u32], extras: &[Extra<'_>]) -> Result<Vec<u8>> {
-    let mut stream = Vec::with_capacity(tokens.len() * 4 + 64);
+/// The frames of a block's extras.
+fn frames_of_extras(extras: &[Extra<'_>]) -> Result<Vec<u8>> {
+    let mut stream = Vec::new();
     for extra in extras {
         let length = u32::try_from(extra.bytes.len()).map_err(|_| Error::InvalidArgument {
             what: "length of an extra key",
@@ -229,8 +246,6 @@ fn frames(tokens: &[u32], extras: &[Extra<'_>]) -> Result<Vec<u8>> {
         stream.extend(extra.bytes);
         stream.resize(stream.len().next_multiple_of(4), 0xFF);
     }
-    stream.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
-    stream.resize(stream.len().next_multiple_of(64), 0xFF);
     Ok(stream)
 }
 

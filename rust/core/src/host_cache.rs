@@ -31,7 +31,9 @@ impl View<'_> {
     pub(crate) fn find_on_host(self, keys: &[Key], batch: usize) -> Vec<Found> {
         let (device, host) = (self.tiers.device(), self.tiers.host());
         let find = |key: &Key| {
-            let copy = || host.find(key).filter(|&block| host.block(block).lease_room() >= batch).map(Found::Host);
+            let copy = || {
+                host.find(key).filter(|&block| host.block(block).lease_room(LeaseKind::Read) >= batch).map(Found::Host)
+            };
             device.find(key).map(Found::Device).or_else(copy)
         };
         keys.iter().map_while(find).collect()
@@ -59,7 +61,7 @@ impl View<'_> {
 impl Step<'_> {
     /// Appends to a new table what was found after its first blocks: device blocks, which have been claimed, and host copies,
     /// which are loaded. Returns how many were not being loaded yet.
-    pub(crate) fn load(&mut self, tail: &[Found], keys: &[Key], tenant: u16, table: &mut Vec<BlockId>) -> Result<u64> {
+    pub(crate) fn load(&mut self, tail: &[Found], keys: &[Key], tenant: u16, table: &mut Vec<BlockId>) -> u64 {
         let mut loaded = 0;
         for found in tail {
             let at = table.len();
@@ -72,22 +74,21 @@ impl Step<'_> {
                     } else {
                         self.take(Tier::Device, 1, true, table);
                         let identity = CachedIdentity { key: keys[at], depth: depth(at), tenant };
-                        self.load_block(copy, table[at], identity)?;
+                        self.load_block(copy, table[at], identity);
                         loaded += 1;
                     }
                 }
             }
         }
-        Ok(loaded)
+        loaded
     }
 
-    fn load_block(&mut self, copy: BlockId, target: BlockId, identity: CachedIdentity) -> Result<()> {
+    fn load_block(&mut self, copy: BlockId, target: BlockId, identity: CachedIdentity) {
         let (from, to) = ((Tier::Host, copy), (Tier::Device, target));
-        self.transfer_cached(Kind::SwapIn, from, to, LeaseKind::Read)?;
+        self.transfer_cached(Kind::SwapIn, from, to, LeaseKind::Read);
         self.tiers.link(from, to);
         self.transfers.add_fresh(to);
         self.publish_later(from, to, identity, false);
-        Ok(())
     }
 
     /// Publishes the host copy of a device block that the open step swaps out once it has landed, if that can be found.
@@ -118,7 +119,7 @@ impl Step<'_> {
         self.take(Tier::Host, sources.len(), true, &mut targets);
         for (&source, &target) in sources.iter().zip(&targets) {
             let (from, to) = ((Tier::Device, source), (Tier::Host, target));
-            self.transfer_cached(Kind::SwapOut, from, to, LeaseKind::OverlappableRead)?;
+            self.transfer_cached(Kind::SwapOut, from, to, LeaseKind::OverlappableRead);
             self.tiers.release(to);
             if let Some(key) = self.tiers.device().key(source) {
                 self.publish_later(from, to, CachedIdentity { key, depth: 0, tenant: 0 }, true);
@@ -155,8 +156,8 @@ impl Step<'_> {
 
     /// Forgets what a ticket was to publish and did not bring: the blocks that are lost, and the host copies that were read
     /// in vain.
-    pub(crate) fn cancel_publishes(&mut self, ticket: TicketId, lost: &HashSet<TierBlock>, tried: bool) -> Result<()> {
-        let Some(pending) = self.transfers.get_mut(ticket)?.publishes_mut() else { return Ok(()) };
+    pub(crate) fn cancel_publishes(&mut self, ticket: TicketId, lost: &HashSet<TierBlock>, tried: bool) {
+        let Some(pending) = self.transfers.publishes_mut(ticket) else { return };
         let is_lost = |pending: &PendingPublish| lost.contains(&pending.to);
         let unread = pending.iter().filter(|pending| tried && pending.from.0 == Tier::Host && is_lost(pending));
         let unread: Vec<TierBlock> = unread.map(|pending| pending.from).collect();
@@ -164,7 +165,6 @@ impl Step<'_> {
         for copy in unread {
             self.tiers.lose(copy);
         }
-        Ok(())
     }
 }
 
@@ -238,7 +238,7 @@ mod tests {
                 assert_eq!(manager.fail(decision.ticket, &lost), Ok(vec![loader]));
             } else {
                 manager.set_deadline(decision.ticket, 5).unwrap();
-                assert_eq!(manager.expire(5).unwrap().sequences, [loader]);
+                assert_eq!(manager.expire(5).sequences, [loader]);
             }
             manager.free(&[loader]).unwrap();
             manager.check().unwrap();

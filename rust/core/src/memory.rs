@@ -5,6 +5,7 @@
 //! asks for the sum of all that it is going to take, gives that back, and takes it part by part. What another thread takes
 //! in between is not there for this one.
 
+use crate::error::fault;
 use crate::error::{Error, Result};
 use std::hint::black_box;
 
@@ -16,6 +17,7 @@ const SMALL: usize = 1 << 20;
 /// # Errors
 /// It has not.
 pub fn require(bytes: usize) -> Result<()> {
+    fault::point()?;
     if bytes < SMALL {
         return Ok(());
     }
@@ -50,6 +52,7 @@ pub fn with_room<T>(count: usize) -> Result<Vec<T>> {
 /// The system has no memory for them.
 #[inline]
 pub fn make_room<T>(items: &mut Vec<T>, more: usize) -> Result<()> {
+    fault::point()?;
     let wanted = items.len().saturating_add(more).saturating_mul(size_of::<T>()) as u64;
     items.try_reserve(more).map_err(|_| Error::OutOfMemory { wanted })
 }

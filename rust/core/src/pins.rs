@@ -69,13 +69,12 @@ impl Pins {
         if held + new > limit {
             return Err(Error::TooManyPinned { wanted: new, held, limit });
         }
-        if let Some(&block) = blocks.iter().find(|&&block| tiers.device().block(block).lease_room() == 0) {
-            let limit = u32::from(u16::MAX >> 1);
-            return Err(Error::TooManyLeases { tier: Tier::Device, block, limit });
+        for &block in &blocks {
+            tiers.device().require_leases(block, LeaseKind::Read, 1)?;
         }
         for &block in &blocks {
             // Out of the evictable ones, if it is one of them: a leased block is none.
-            tiers.lease_cached((Tier::Device, block), LeaseKind::Read)?;
+            tiers.lease_cached((Tier::Device, block), LeaseKind::Read);
             *self.counts.entry(block).or_default() += 1;
         }
         let pin = PinId(self.next);
@@ -98,6 +97,11 @@ impl Pins {
     /// Ends a pin.
     pub(crate) fn release(&mut self, tiers: &mut Tiers, pin: PinId) -> Result<()> {
         let Pin { blocks, .. } = self.held.remove(&pin).ok_or(Error::UnknownPin { pin })?;
+        self.end(tiers, pin, blocks);
+        Ok(())
+    }
+
+    fn end(&mut self, tiers: &mut Tiers, pin: PinId, blocks: Vec<BlockId>) {
         self.late.remove(&pin);
         // Backwards, so that the chain is evicted from its end.
         for block in blocks.into_iter().rev() {
@@ -109,20 +113,21 @@ impl Pins {
             }
             tiers.end_lease((Tier::Device, block), LeaseKind::Read);
         }
-        Ok(())
     }
 
     /// Ends the pins whose deadline is `now` or earlier and that are not submitted; blocks of the others are quarantined.
-    pub(crate) fn expire(&mut self, tiers: &mut Tiers, now: u64) -> Result<Vec<PinId>> {
+    pub(crate) fn expire(&mut self, tiers: &mut Tiers, now: u64) -> Vec<PinId> {
         let late = self.held.iter().filter(|(_, pin)| pin.deadline.at <= now);
         let late: Vec<_> = late.map(|(&id, pin)| (id, pin.deadline.submitted)).collect();
         let (overdue, ended): (Vec<_>, Vec<_>) = late.into_iter().partition(|&(_, submitted)| submitted);
         self.late.extend(overdue.into_iter().map(|(id, _)| id));
         let ended: Vec<PinId> = ended.into_iter().map(|(id, _)| id).collect();
         for &pin in &ended {
-            self.release(tiers, pin)?;
+            if let Some(Pin { blocks, .. }) = self.held.remove(&pin) {
+                self.end(tiers, pin, blocks);
+            }
         }
-        Ok(ended)
+        ended
     }
 
     /// Device blocks of pins that are past their deadline.
@@ -163,8 +168,8 @@ mod tests {
         let other = pins.pin(&mut tiers, blocks[..2].to_vec(), 5).unwrap();
         pins.mark_submitted(other).unwrap();
         assert_eq!((pins.len(), pins.num_blocks(), pins.leases().count()), (2, 2, 3));
-        assert_eq!(pins.expire(&mut tiers, 4), Ok(vec![]));
-        assert_eq!(pins.expire(&mut tiers, 5), Ok(vec![one]));
+        assert_eq!(pins.expire(&mut tiers, 4), []);
+        assert_eq!(pins.expire(&mut tiers, 5), [one]);
         assert_eq!(pins.quarantined().collect::<Vec<_>>(), blocks[..2]);
         pins.check().unwrap();
         pins.release(&mut tiers, other).unwrap();

@@ -64,7 +64,7 @@ fn a_loaded_block_is_found_only_once_its_bytes_have_landed() {
         let (sequence, cached) = admit(&mut manager, &asked);
         assert_eq!(cached, 8);
         compute(&mut manager, sequence);
-        assert_eq!(manager.begin_write(100).unwrap().blocks.len(), 1, "what came from the store is not written");
+        assert_eq!(manager.begin_write(100).blocks.len(), 1, "what came from the store is not written");
     }
 }
 
@@ -97,16 +97,16 @@ fn with_write_through_each_computed_block_is_written_once_under_its_exported_key
     let wanted = manager.missing_blocks(&prompt(&asked), 100).unwrap();
     let (sequence, _) = admit(&mut manager, &asked);
     compute(&mut manager, sequence);
-    let job = manager.begin_write(2).unwrap();
+    let job = manager.begin_write(2);
     assert_eq!((job.tier, job.keys.as_slice()), (Tier::Device, &wanted[..2]));
-    let rest = manager.begin_write(2).unwrap();
+    let rest = manager.begin_write(2);
     assert_eq!(rest.keys, wanted[2..]);
     assert_eq!(manager.pool(Tier::Device).free(), 12 - 3, "what is read for the store is not given out");
     manager.check().unwrap();
     manager.end_write(job.job).unwrap();
     manager.end_write(rest.job).unwrap();
     assert_eq!(manager.pool(Tier::Device).free(), 12);
-    assert!(manager.begin_write(2).unwrap().blocks.is_empty());
+    assert!(manager.begin_write(2).blocks.is_empty());
     assert!(manager.reset_prefix_cache());
     manager.check().unwrap();
 }
@@ -116,15 +116,15 @@ fn with_write_back_only_what_is_about_to_be_evicted_is_written() {
     let mut manager = manager(0, StoreWrites::Back);
     let (sequence, _) = admit(&mut manager, &tokens(1, 17));
     compute(&mut manager, sequence);
-    assert!(manager.begin_write(9).unwrap().blocks.is_empty(), "eight blocks are free");
+    assert!(manager.begin_write(9).blocks.is_empty(), "eight blocks are free");
     let mut out = Vec::new();
     manager.allocate(&[28], &mut out).unwrap();
-    let job = manager.begin_write(9).unwrap();
+    let job = manager.begin_write(9);
     assert_eq!(job.blocks.len(), 2, "an eighth of the device");
-    assert!(manager.begin_write(9).unwrap().blocks.is_empty());
+    assert!(manager.begin_write(9).blocks.is_empty());
     manager.end_write(job.job).unwrap();
     assert_eq!(manager.pool(Tier::Device).published(), 2, "what was written back is free");
-    assert!(manager.begin_write(9).unwrap().blocks.is_empty(), "there is room again");
+    assert!(manager.begin_write(9).blocks.is_empty(), "there is room again");
     manager.check().unwrap();
 }
 
@@ -134,7 +134,7 @@ fn with_second_use_a_block_is_written_once_a_second_prompt_has_it() {
     for round in 0..2 {
         let (sequence, cached) = admit(&mut manager, &tokens(1, 9));
         assert_eq!(cached, round * 8);
-        assert_eq!(manager.begin_write(9).unwrap().blocks.len(), round as usize * 2);
+        assert_eq!(manager.begin_write(9).blocks.len(), round as usize * 2);
         compute(&mut manager, sequence);
     }
 }
@@ -144,9 +144,9 @@ fn a_write_gives_way_to_a_verb_that_lacks_its_blocks() {
     let (mut manager, asked) = (manager(0, StoreWrites::Through), tokens(1, 29));
     let (sequence, _) = admit(&mut manager, &asked);
     compute(&mut manager, sequence);
-    let job = manager.begin_write(100).unwrap();
+    let job = manager.begin_write(100);
     assert_eq!(job.blocks.len(), 3, "a quarter of the device");
-    assert!(manager.begin_write(100).unwrap().blocks.is_empty());
+    assert!(manager.begin_write(100).blocks.is_empty());
     let mut out = Vec::new();
     manager.allocate(&[36], &mut out).unwrap();
     manager.check().unwrap();
@@ -160,7 +160,7 @@ fn a_write_gives_way_to_a_verb_that_lacks_its_blocks() {
     let (sequence, _) = admit(&mut manager, &asked);
     compute(&mut manager, sequence);
     let mut written = Vec::new();
-    while let Some(next) = Some(manager.begin_write(100).unwrap()).filter(|next| !next.keys.is_empty()) {
+    while let Some(next) = Some(manager.begin_write(100)).filter(|next| !next.keys.is_empty()) {
         written.extend(next.keys);
         assert_eq!(manager.end_write(next.job), Ok(true));
     }
@@ -182,8 +182,8 @@ fn jobs_name_the_tenants_of_their_blocks() {
         manager.allocate_prompts(&[prompt], &mut out).unwrap();
         compute(&mut manager, out[0].0);
     }
-    assert_eq!(manager.begin_write(2).unwrap().tenants, [1, 1]);
-    assert_eq!(manager.begin_write(2).unwrap().tenants, [0]);
+    assert_eq!(manager.begin_write(2).tenants, [1, 1]);
+    assert_eq!(manager.begin_write(2).tenants, [0]);
 }
 
 /// The bytes of all blocks, and a store: what a key's block holds is known from its tokens alone.
@@ -297,7 +297,7 @@ proptest! {
                 }
                 4 if !model.loads.is_empty() => model.end_load(index.index(model.loads.len()), count as usize % 4),
                 5 => {
-                    let job = model.manager.begin_write(3).unwrap();
+                    let job = model.manager.begin_write(3);
                     if !job.blocks.is_empty() {
                         model.writes.push(job);
                     }

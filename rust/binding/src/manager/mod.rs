@@ -699,7 +699,7 @@ impl PyBlockManager {
     /// Returns:
     ///     `Expired`.
     fn expire(&self, py: Python<'_>, #[pyo3(from_py_with = args::now)] now: u64) -> PyResult<PyExpired> {
-        let expired = self.lock().expire(now).map_err(to_py)?;
+        let expired = self.lock().expire(now);
         PyExpired::from_core(py, &expired)
     }
 

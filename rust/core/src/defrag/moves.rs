@@ -13,7 +13,7 @@ use crate::id::{BlockId, SequenceId, Tier};
 use crate::occupancy::{Occupancy, Tracker};
 use crate::sequence::Sequences;
 use crate::tiers::Tiers;
-use crate::transfer::{PendingMoves, PendingRehome, Step, Ticket, View};
+use crate::transfer::{PendingMoves, PendingRehome, Step, View};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
@@ -219,7 +219,7 @@ impl Defrag {
 
     /// Puts the moves of the present step that still count into its decision.
     pub(crate) fn decide(&mut self, step: &mut Step<'_>) {
-        let Step { tiers, transfers } = step;
+        let Step { tiers, transfers, .. } = step;
         let Some(tracker) = tiers.device().tracker() else { return };
         let mut all = transfers.step_mut().take_moves();
         let counts = |&[from, to]: &[u32; 2]| tracker.moves_to(BlockId(from), BlockId(to));
@@ -250,11 +250,8 @@ impl Defrag {
     }
 
     /// Gives up the moves of a ticket whose targets did not land, and takes these out of `lost`: nobody's bytes were there.
-    pub(crate) fn lose(&mut self, tiers: &mut Tiers, ticket: &mut Ticket, lost: &mut HashSet<TierBlock>) {
-        if ticket.move_pairs().next().is_none() {
-            return;
-        }
-        let (moves, stats) = (ticket.moves_mut(), &mut self.stats);
+    pub(crate) fn lose(&mut self, tiers: &mut Tiers, moves: &mut PendingMoves, lost: &mut HashSet<TierBlock>) {
+        let stats = &mut self.stats;
         moves.rehomes.retain(|rehome| {
             let landed = !lost.remove(&(Tier::Device, rehome.to));
             if !landed {
@@ -369,7 +366,7 @@ pub(crate) fn fragmentation(sequences: &Sequences, tiers: &Tiers, page_blocks: u
 }
 
 /// What does not hold of the moves under way.
-pub(crate) fn check_moves(View { tiers, transfers }: View<'_>) -> std::result::Result<(), String> {
+pub(crate) fn check_moves(View { tiers, transfers, .. }: View<'_>) -> std::result::Result<(), String> {
     let mut targets = HashSet::new();
     for [from, to] in transfers.all().flat_map(|(_, ticket)| ticket.move_pairs()) {
         let (node_refs, writing) = (tiers.device().refs(BlockId(to)), tiers.device().block(BlockId(to)).is_filling());

@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn a_lease_without_a_ticket_is_noticed() {
-        let what = complaint(|manager| manager.tiers.pool_mut(Tier::Host).lease(BlockId(5), LeaseKind::Read).unwrap());
+        let what = complaint(|manager| manager.tiers.pool_mut(Tier::Host).lease(BlockId(5), LeaseKind::Read));
         assert!(
             what.contains(
                 "host block 5: Leases { reads: 1, overlappable: 0, filling: false }, counted Leases { reads: 0"

@@ -243,16 +243,17 @@ impl Manager {
 
     /// What it takes to decide a transfer.
     fn step(&mut self) -> Step<'_> {
-        Step { tiers: &mut self.tiers, transfers: &mut self.transfers }
+        Step { tiers: &mut self.tiers, transfers: &mut self.transfers, jobs: &mut self.jobs }
     }
 
     /// The sequences, and what it takes to decide a transfer.
     fn parts(&mut self) -> (&mut Sequences, Step<'_>) {
-        (&mut self.sequences, Step { tiers: &mut self.tiers, transfers: &mut self.transfers })
+        let Self { tiers, transfers, sequences, jobs, .. } = self;
+        (sequences, Step { tiers, transfers, jobs })
     }
 
     /// What a question needs.
     fn view(&self) -> View<'_> {
-        View { tiers: &self.tiers, transfers: &self.transfers }
+        View { tiers: &self.tiers, transfers: &self.transfers, jobs: &self.jobs }
     }
 }

@@ -6,7 +6,7 @@ use crate::block::{LeaseKind, TierBlock};
 use crate::decision::{Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, PinId, SequenceId, TicketId, Tier};
-use crate::transfer::{Held, HeldRuns, Late, Step};
+use crate::transfer::{Held, HeldRuns, Late, Step, Ticket};
 use std::collections::HashSet;
 
 /// What a moment has put an end to.
@@ -36,7 +36,8 @@ impl Manager {
 
     fn end_step(&mut self, prefetch: bool) -> StepDecision {
         self.tiers.enforce_quotas();
-        self.defrag.decide(&mut Step { tiers: &mut self.tiers, transfers: &mut self.transfers });
+        let Self { tiers, transfers, defrag, jobs, .. } = self;
+        defrag.decide(&mut Step { tiers, transfers, jobs });
         self.sequences.end_step();
         self.transfers.submit(self.tiers.device(), prefetch)
     }
@@ -57,7 +58,13 @@ impl Manager {
     /// # Errors
     /// The ticket was never handed out, or has ended.
     pub fn complete(&mut self, ticket: TicketId) -> Result<()> {
-        let mut ended = self.transfers.close(ticket, self.tiers.device())?;
+        let ended = self.transfers.close(ticket, self.tiers.device())?;
+        self.end(ended);
+        Ok(())
+    }
+
+    /// Ends what hung on a ticket.
+    fn end(&mut self, mut ended: Ticket) {
         let demoted = self.step().publish_landed(ended.publishes());
         // Backwards, so that what these leases were the last to hold is evicted from the ends of its chains.
         for held in ended.held().iter().rev() {
@@ -77,7 +84,6 @@ impl Manager {
         }
         self.step().demote(&demoted);
         self.tiers.enforce_quotas();
-        Ok(())
     }
 
     /// Ends a ticket of which some pairs did not land; returns the sequences that lost bytes, which can only be freed.
@@ -88,7 +94,7 @@ impl Manager {
     /// The ticket is unknown, or writes no such block.
     pub fn fail(&mut self, ticket: TicketId, lost: &[Pairs]) -> Result<Vec<SequenceId>> {
         let blocks = self.lost_blocks(ticket, lost)?;
-        self.end_without(ticket, blocks, true)
+        Ok(self.end_without(ticket, blocks, true))
     }
 
     /// Marks the sequences of blocks that are known not to land, of all blocks if none are named, while the ticket's other
@@ -102,7 +108,7 @@ impl Manager {
             None => self.transfers.get(ticket)?.written().collect(),
         };
         self.transfers.follow_copies(ticket, self.tiers.device(), &mut blocks);
-        self.sequences.lose(&blocks)
+        Ok(self.sequences.lose(&blocks))
     }
 
     /// Blocks of a ticket that did not land.
@@ -121,30 +127,26 @@ impl Manager {
     /// The ticket is unknown.
     pub fn fail_whole(&mut self, ticket: TicketId) -> Result<Vec<SequenceId>> {
         let written = self.transfers.get(ticket)?.written().collect();
-        self.end_without(ticket, written, true)
+        Ok(self.end_without(ticket, written, true))
     }
 
     /// Ends a ticket that did not write some blocks; `tried` says whether it read what they were to hold, in vain.
-    fn end_without(
-        &mut self,
-        ticket: TicketId,
-        mut blocks: HashSet<TierBlock>,
-        tried: bool,
-    ) -> Result<Vec<SequenceId>> {
-        if let Ok(ticket) = self.transfers.get_mut(ticket) {
-            self.defrag.lose(&mut self.tiers, ticket, &mut blocks);
+    fn end_without(&mut self, ticket: TicketId, mut blocks: HashSet<TierBlock>, tried: bool) -> Vec<SequenceId> {
+        if let Some(moves) = self.transfers.moves_mut(ticket) {
+            self.defrag.lose(&mut self.tiers, moves, &mut blocks);
         }
         self.transfers.follow_copies(ticket, self.tiers.device(), &mut blocks);
-        self.step().cancel_publishes(ticket, &blocks, tried)?;
+        self.step().cancel_publishes(ticket, &blocks, tried);
         // In order, so that their events are.
         let mut gone: Vec<TierBlock> = blocks.iter().copied().collect();
         gone.sort_unstable();
         for block in gone {
             self.tiers.lose(block);
         }
-        let sequences = self.sequences.lose(&blocks)?;
-        self.complete(ticket)?;
-        Ok(sequences)
+        let sequences = self.sequences.lose(&blocks);
+        let ended = self.transfers.close_known(ticket, self.tiers.device());
+        self.end(ended);
+        sequences
     }
 
     /// Gives a decision's ticket a deadline: for its submission, and then for its end.
@@ -166,26 +168,22 @@ impl Manager {
     /// Ends every pin and every ticket that is not submitted and whose deadline is `now` or earlier, the latter as if all
     /// of its transfers had failed; what the step was to compute is the caller's to drop. Blocks of submitted ones are
     /// quarantined.
-    ///
-    /// # Errors
-    /// The manager contradicts itself.
-    pub fn expire(&mut self, now: u64) -> Result<Expired> {
-        let pins = self.pins.expire(&mut self.tiers, now)?;
+    pub fn expire(&mut self, now: u64) -> Expired {
+        let pins = self.pins.expire(&mut self.tiers, now);
         let Late { expired: tickets, overdue } = self.transfers.late(now);
         let mut sequences = Vec::new();
         for &ticket in &tickets {
             // Its transfers never ran.
-            let written = self.transfers.get(ticket)?.written().collect();
-            sequences.extend(self.end_without(ticket, written, false)?);
+            let written = self.transfers.written_by(ticket);
+            sequences.extend(self.end_without(ticket, written, false));
         }
         for &ticket in &overdue {
-            let written: HashSet<TierBlock> = self.transfers.get(ticket)?.written().collect();
-            sequences.extend(self.sequences.lose(&written)?);
-            self.transfers.set_overdue(ticket)?;
+            sequences.extend(self.sequences.lose(&self.transfers.written_by(ticket)));
+            self.transfers.set_overdue(ticket);
         }
         sequences.sort_unstable();
         sequences.dedup();
-        Ok(Expired { tickets, pins, overdue, sequences })
+        Expired { tickets, pins, overdue, sequences }
     }
 
     /// Blocks of a tier that transfers past their deadline still hold, by id.

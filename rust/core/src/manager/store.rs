@@ -1,12 +1,12 @@
 //! The verbs of a prefix store: what is to be loaded for a prompt, and what is to be written.
 
 use super::Manager;
-use crate::error::{Error, Result, invalid};
+use crate::error::{Result, invalid};
 use crate::hash::ExportedKey;
 use crate::id::JobId;
-use crate::sequence::{Prompt, Sequences};
+use crate::sequence::Prompt;
 use crate::tiers::StoreWrites;
-use crate::transfer::{Step, StoreJob};
+use crate::transfer::StoreJob;
 
 impl Manager {
     /// Notes from now on which blocks a prefix store is to be given.
@@ -28,7 +28,7 @@ impl Manager {
     /// # Errors
     /// A token has the reserved id.
     pub fn missing_blocks(&self, prompt: &Prompt<'_>, most: usize) -> Result<Vec<ExportedKey>> {
-        let wanted = self.sequences.missing_blocks(self.view(), prompt, most, &self.jobs)?;
+        let wanted = self.sequences.missing_blocks(self.view(), prompt, most)?;
         Ok(wanted.missing.iter().map(|missing| missing.chain.export()).collect())
     }
 
@@ -38,9 +38,9 @@ impl Manager {
     /// # Errors
     /// A token has the reserved id.
     pub fn begin_load(&mut self, prompt: &Prompt<'_>, most: usize) -> Result<StoreJob> {
-        let wanted = self.sequences.missing_blocks(self.view(), prompt, most, &self.jobs)?;
+        let wanted = self.sequences.missing_blocks(self.view(), prompt, most)?;
         let kept_free = self.watermark_blocks();
-        self.jobs.begin_load(&mut self.tiers, wanted, kept_free)
+        Ok(self.jobs.begin_load(&mut self.tiers, wanted, kept_free))
     }
 
     /// Ends a load: prompts find the blocks that have landed, the others go free. Returns how many can be found for it.
@@ -55,10 +55,7 @@ impl Manager {
     }
 
     /// Begins to read blocks for the store, at most so many, all of one tier. A job without blocks has ended.
-    ///
-    /// # Errors
-    /// The manager contradicts itself.
-    pub fn begin_write(&mut self, most: usize) -> Result<StoreJob> {
+    pub fn begin_write(&mut self, most: usize) -> StoreJob {
         self.jobs.begin_write(&mut self.tiers, most)
     }
 
@@ -79,26 +76,5 @@ impl Manager {
     /// There is no prefix caching, or so many tenants have quotas that there is no number left.
     pub fn number_tenant(&mut self, salt: [u8; 32]) -> Result<u16> {
         self.tiers.number_tenant(salt)
-    }
-
-    /// Carries out a verb. If it lacks blocks that are only being read for the prefix store, it gets them.
-    pub(super) fn carry_out<T>(
-        &mut self,
-        mut verb: impl FnMut(&mut Sequences, &mut Step<'_>) -> Result<T>,
-    ) -> Result<T> {
-        loop {
-            let (state, mut step) = self.parts();
-            match verb(state, &mut step) {
-                Err(error) if self.take_from_writes(&error) => {}
-                result => return result,
-            }
-        }
-    }
-
-    /// Whether blocks that an error says are lacking have become free.
-    #[cold]
-    fn take_from_writes(&mut self, error: &Error) -> bool {
-        let Error::OutOfBlocks { tier, wanted, free, .. } = *error else { return false };
-        self.jobs.give_up_writes(&mut self.tiers, tier, wanted.saturating_sub(free))
     }
 }

@@ -38,7 +38,8 @@ impl Manager {
     /// # Errors
     /// The device has too few blocks for the whole batch; a group wants an encoder's tokens.
     pub fn allocate(&mut self, tokens: &[u32], out: &mut Vec<SequenceId>) -> Result<()> {
-        self.carry_out(|state, step| state.allocate(step, tokens, out))
+        let (state, mut step) = self.parts();
+        state.allocate(&mut step, tokens, out)
     }
 
     /// As [`Manager::allocate`], for sequences whose encoders read so many tokens.
@@ -51,7 +52,8 @@ impl Manager {
         encoder_tokens: &[u32],
         out: &mut Vec<SequenceId>,
     ) -> Result<()> {
-        self.carry_out(|state, step| state.allocate_groups(step, tokens, Some(encoder_tokens), out))
+        let (state, mut step) = self.parts();
+        state.allocate_groups(&mut step, tokens, Some(encoder_tokens), out)
     }
 
     /// Whether a new sequence may be admitted, the watermark kept. Of a prompt in chunks what its groups hold at once counts.
@@ -80,15 +82,16 @@ impl Manager {
         chunk: u32,
         out: &mut Vec<(SequenceId, u32)>,
     ) -> Result<()> {
-        self.carry_out(|state, step| state.allocate_chunks(step, prompts, chunk, out))
+        let (state, mut step) = self.parts();
+        state.allocate_chunks(&mut step, prompts, chunk, out)
     }
 
     /// Whether a prompt may be admitted, the watermark kept: all of it, even where [`Manager::allocate_chunks`] takes blocks for
     /// a first chunk only, and `lookahead` slots beyond. It takes new blocks, blocks to load into, and cached ones that nothing
-    /// uses; blocks that other sequences use cost nothing.
+    /// uses or holds; blocks that other sequences, pins or transfers have cost nothing.
     ///
     /// # Errors
-    /// A token has the reserved id.
+    /// A token has the reserved id; `chunk` is 0; a group wants an encoder's tokens.
     pub fn can_admit_prompt(&self, prompt: &Prompt<'_>, chunk: u32, lookahead: u32) -> Result<Fit> {
         self.sequences.can_admit_prompt(self.view(), prompt, chunk, lookahead)
     }
@@ -128,9 +131,8 @@ impl Manager {
         lookahead: u32,
         slots: &mut [i64],
     ) -> Result<()> {
-        self.carry_out(|state, step| {
-            state.append(step, Batch { sequences, counts, lookahead, slots: &mut *slots, tables: None })
-        })
+        let (state, mut step) = self.parts();
+        state.append(&mut step, Batch { sequences, counts, lookahead, slots, tables: None })
     }
 
     /// [`Manager::append`], and brings the rows of a block table up to date that the caller keeps from call to call: row
@@ -144,13 +146,11 @@ impl Manager {
         sequences: &[SequenceId],
         counts: Counts<'_>,
         lookahead: u32,
-        mut tables: TableRows<'_>,
+        tables: TableRows<'_>,
         slots: &mut [i64],
     ) -> Result<()> {
-        self.carry_out(|state, step| {
-            let tables = Some(tables.again());
-            state.append(step, Batch { sequences, counts, lookahead, slots: &mut *slots, tables })
-        })
+        let (state, mut step) = self.parts();
+        state.append(&mut step, Batch { sequences, counts, lookahead, slots, tables: Some(tables) })
     }
 
     /// Appends tokens like [`Manager::append`], or like [`Manager::append_with_tables`] where there are any, and lets the
@@ -164,13 +164,11 @@ impl Manager {
         counts: Counts<'_>,
         lookahead: u32,
         tokens: &[u32],
-        mut tables: Option<TableRows<'_>>,
+        tables: Option<TableRows<'_>>,
         slots: &mut [i64],
     ) -> Result<()> {
-        self.carry_out(|state, step| {
-            let tables = tables.as_mut().map(TableRows::again);
-            state.append_tokens(step, tokens, Batch { sequences, counts, lookahead, slots: &mut *slots, tables })
-        })
+        let (state, mut step) = self.parts();
+        state.append_tokens(&mut step, tokens, Batch { sequences, counts, lookahead, slots, tables })
     }
 
     /// Lets the prefix cache know tokens that were appended without their ids, as a scheduler does that runs a step
@@ -269,7 +267,8 @@ impl Manager {
     /// `shared` is not a multiple of the block size or longer than either sequence; the other is not on the device, still
     /// loading or has lost bytes, or no longer has what is to be shared; the device has too few blocks.
     pub fn fork_prefix(&mut self, sequence: SequenceId, shared: u32, tokens: u32) -> Result<SequenceId> {
-        self.carry_out(|state, step| state.fork_prefix(step, sequence, shared, tokens))
+        let (state, mut step) = self.parts();
+        state.fork_prefix(&mut step, sequence, shared, tokens)
     }
 
     /// Cuts a sequence to its first `tokens` tokens, in whatever tier it is; blocks that hold none of them, those of an
@@ -320,7 +319,8 @@ impl Manager {
     /// A sequence is unknown, named twice, of another tier, moving, written in this step or has lost bytes; `to` has too
     /// few blocks for the whole batch.
     pub fn swap_out(&mut self, sequences: &[SequenceId], to: Tier) -> Result<()> {
-        self.carry_out(|state, step| state.relocate(step, sequences, to, true))
+        let (state, mut step) = self.parts();
+        state.relocate(&mut step, sequences, to, true)
     }
 
     /// Whether [`Manager::swap_in`] can move the sequences. On the device one token with `lookahead` more slots can be
@@ -339,7 +339,8 @@ impl Manager {
     /// # Errors
     /// As [`Manager::swap_out`].
     pub fn swap_in(&mut self, sequences: &[SequenceId], to: Tier) -> Result<()> {
-        self.carry_out(|state, step| state.relocate(step, sequences, to, false))
+        let (state, mut step) = self.parts();
+        state.relocate(&mut step, sequences, to, false)
     }
 
     /// Writes the tables of sequences on the device as rows of `width`, the rest of each row 0.
@@ -451,8 +452,8 @@ impl Manager {
         budget: Budget,
         cached: Cached,
     ) -> Result<Moves> {
-        let Self { tiers, transfers, sequences: state, defrag, .. } = self;
-        defrag.request((state, &mut Step { tiers, transfers }), goals, sequences, budget, cached)
+        let Self { tiers, transfers, sequences: state, defrag, jobs, .. } = self;
+        defrag.request((state, &mut Step { tiers, transfers, jobs }), goals, sequences, budget, cached)
     }
 
     /// How the device's blocks lie; takes time that rises with the pool and the tables.

@@ -327,7 +327,7 @@ mod tests {
         assert_eq!(dirty(&mut pool), [0, 3, 5, 6]);
         assert_eq!(places(&pool), [Live, Live, Live, Live, Live, Live, Fixed, Hole]);
         pool.release(BlockId(5));
-        pool.lease(BlockId(3), LeaseKind::Read).unwrap();
+        pool.lease(BlockId(3), LeaseKind::Read);
         pool.tracker_mut().unwrap().0.end_step();
         assert_eq!(places(&pool), [Live, Live, Live, Fixed, Live, Hole, Fixed, Hole]);
         assert!(dirty(&mut pool).is_empty());
@@ -345,7 +345,7 @@ mod tests {
                 pool.release(BlockId(2));
                 pool.take(1, false, &mut Vec::new());
             },
-            |pool| pool.lease(BlockId(2), LeaseKind::OverlappableRead).unwrap(),
+            |pool| pool.lease(BlockId(2), LeaseKind::OverlappableRead),
         ];
         for end in ends {
             let mut pool = pool();

@@ -4,7 +4,8 @@
 //! none of them. `Pool::moved` keeps this for one block, and `Pool::moved_run` for neighbours that are alike. A block
 //! beyond the end of a pool that has shrunk is in no set, and holds nothing that can be found once it is unused.
 
-use crate::block::{Block, LeaseKind, Leases, MAX_BLOCKS, Membership, TierBlock};
+use crate::block::{Block, LeaseKind, Leases, MAX_BLOCKS, MAX_LEASES, Membership, TierBlock};
+use crate::error::fault;
 use crate::error::{Error, Result};
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
@@ -134,7 +135,8 @@ impl Pool {
 
     /// Fails unless `wanted` blocks can be had.
     pub(crate) fn require(&self, wanted: usize, overlappable_too: bool) -> Result<()> {
-        let free = if overlappable_too { self.available() } else { self.free() };
+        fault::point()?;
+        let free = self.free_with(overlappable_too, 0);
         if wanted <= free {
             return Ok(());
         }
@@ -240,16 +242,18 @@ impl Pool {
         self.moved(id, before);
     }
 
-    /// Takes a lease.
-    ///
-    /// # Errors
-    /// The block has as many leases of that kind as can be counted, or a second writer.
-    pub(crate) fn lease(&mut self, id: BlockId, kind: LeaseKind) -> Result<()> {
-        let before = self.blocks[id.index()];
-        let limit = |limit: u16| Error::TooManyLeases { tier: self.tier, block: id, limit: u32::from(limit) };
-        self.blocks[id.index()].add_lease(kind).map_err(limit)?;
-        self.moved(id, before);
-        Ok(())
+    /// Fails unless a block can have so many more leases of a kind.
+    pub(crate) fn require_leases(&self, id: BlockId, kind: LeaseKind, count: usize) -> Result<()> {
+        fault::point()?;
+        if count <= self.block(id).lease_room(kind) {
+            return Ok(());
+        }
+        Err(Error::TooManyLeases { tier: self.tier, block: id, limit: u32::from(MAX_LEASES) })
+    }
+
+    /// Takes a lease, for which there is room.
+    pub(crate) fn lease(&mut self, id: BlockId, kind: LeaseKind) {
+        self.change(id, |block| block.add_lease(kind));
     }
 
     /// Ends a lease; an unused block goes free with its last lease.
@@ -261,11 +265,10 @@ impl Pool {
     }
 
     /// Takes a reference and a lease, and gives the reference back: a cached block is leased as if it were hit.
-    pub(crate) fn lease_cached(&mut self, block: BlockId, kind: LeaseKind) -> Result<()> {
+    pub(crate) fn lease_cached(&mut self, block: BlockId, kind: LeaseKind) {
         self.claim(block);
-        let leased = self.lease(block, kind);
+        self.lease(block, kind);
         self.release(block);
-        leased
     }
 
     /// Makes room for a block that may never have been taken.
@@ -419,8 +422,8 @@ mod tests {
     fn a_read_lease_keeps_a_released_block_and_an_overlappable_one_gives_it_to_ordered_work() {
         let mut pool = pool(2);
         let blocks = take(&mut pool, 2);
-        pool.lease(blocks[0], LeaseKind::Read).unwrap();
-        pool.lease(blocks[1], LeaseKind::OverlappableRead).unwrap();
+        pool.lease(blocks[0], LeaseKind::Read);
+        pool.lease(blocks[1], LeaseKind::OverlappableRead);
         pool.release(blocks[0]);
         pool.release(blocks[1]);
         assert_eq!((pool.free(), pool.available()), (0, 1));

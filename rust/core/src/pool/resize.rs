@@ -32,13 +32,30 @@ impl Pool {
     /// still referenced beyond the end of a pool that has shrunk.
     #[must_use]
     pub fn free(&self) -> usize {
-        (self.free.len() + self.evictable()).saturating_sub(self.tail.live)
+        self.free_with(false, 0)
     }
 
     /// Free blocks, and overlappable ones: device work that is ordered after their readers may have those.
     #[must_use]
     pub fn available(&self) -> usize {
-        (self.free.len() + self.evictable() + self.overlappable.len()).saturating_sub(self.tail.live)
+        self.free_with(true, 0)
+    }
+
+    /// [`Pool::available`] or [`Pool::free`], once `more` blocks have become free.
+    pub(crate) fn free_with(&self, overlappable_too: bool, more: usize) -> usize {
+        let overlappable = if overlappable_too { self.overlappable.len() } else { 0 };
+        (self.free.len() + self.evictable() + overlappable + more).saturating_sub(self.tail.live)
+    }
+
+    /// Whether a first reference to a block that holds bytes leaves one block fewer to be given out. One that leases hold
+    /// is not to be given out as it is.
+    pub(crate) fn costs(&self, block: BlockId, overlappable_too: bool) -> bool {
+        let now = self.block(block);
+        match now.membership() {
+            _ if self.is_beyond(block) => !now.is_used(),
+            Membership::Overlappable => overlappable_too,
+            membership => membership == Membership::Evictable,
+        }
     }
 
     /// Free blocks that are not cached: so many can be taken without evicting one, or waiting for a reader.
@@ -241,7 +258,7 @@ mod tests {
         assert_eq!((pool.len(), pool.extent(), pool.used(), pool.free()), (4, 10, 10, 0));
         pool.release(blocks[9]);
         assert_eq!((pool.extent(), pool.tail().live), (9, 5));
-        pool.lease(blocks[8], LeaseKind::Read).unwrap();
+        pool.lease(blocks[8], LeaseKind::Read);
         pool.release(blocks[8]);
         assert_eq!((pool.extent(), pool.tail().live, pool.tail().held), (9, 4, 1));
         pool.release(blocks[0]);
@@ -260,7 +277,7 @@ mod tests {
             pool.set_tier_copy(block, Some((Tier::Host, block)));
         }
         pool.release(blocks[6]);
-        pool.lease(blocks[7], LeaseKind::OverlappableRead).unwrap();
+        pool.lease(blocks[7], LeaseKind::OverlappableRead);
         pool.release(blocks[7]);
         pool.resize(5);
         let mut orphans = pool.take_orphans();
@@ -276,7 +293,7 @@ mod tests {
     #[test]
     fn a_pool_that_grows_again_takes_back_what_was_beyond_its_end() {
         let (mut pool, blocks) = pool();
-        pool.lease(blocks[8], LeaseKind::OverlappableRead).unwrap();
+        pool.lease(blocks[8], LeaseKind::OverlappableRead);
         pool.release(blocks[8]);
         pool.release(blocks[5]);
         pool.resize(3);

@@ -6,7 +6,7 @@ use crate::error::{Error, Result, invalid};
 use crate::group::Group;
 use crate::id::{SequenceId, TicketId, Tier};
 use crate::memory;
-use crate::transfer::{Step, View};
+use crate::transfer::{Request, Step, View};
 
 /// Most block table entries that one fork may write.
 const MAX_FORKED: usize = 1 << 30;
@@ -81,7 +81,7 @@ impl Sequences {
         for &member in &members {
             wanted += self.blocks_behind_prefix(step.view(), member, shared, tokens)?;
         }
-        step.tiers.device().require(wanted, true)?;
+        step.view().require(Request::device(wanted), Vec::new)?;
         self.note_reads(step.transfers, members.iter().copied());
         let children: Vec<_> =
             members.iter().map(|&member| self.fork_row_prefix(step, member, shared, tokens)).collect();

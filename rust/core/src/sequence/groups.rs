@@ -7,7 +7,7 @@ use crate::fit::{AllocStatus, Fit};
 use crate::group::{Group, MAX_PASSED, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::memory;
-use crate::transfer::{Step, View};
+use crate::transfer::{Request, Step, View};
 use std::ops::Range;
 
 /// What a new sequence is going to need.
@@ -45,10 +45,8 @@ impl Sequences {
         };
         let wanted = self.groups.all().iter().map(peak).fold(0, usize::saturating_add);
         let passes = |group: &Group| group.skipped(0, chunk.min(tokens), 0, self.block_size) > MAX_PASSED;
-        if self.groups.growing().iter().any(passes) {
-            return Fit { status: AllocStatus::Never, ..self.admit(view, wanted, view.tiers.device().available()) };
-        }
-        self.admit(view, wanted, view.tiers.device().available())
+        let fit = view.fit(Request::device(wanted), self.watermark.blocks(), Vec::new);
+        if self.groups.growing().iter().any(passes) { Fit { status: AllocStatus::Never, ..fit } } else { fit }
     }
 
     /// The rows of all tables of sequences, group by group: themselves where there is one group.

@@ -3,12 +3,12 @@
 //!
 //! Invariant: a row is writable beyond its length only if its last block is exclusive, unread and not moving.
 
+mod admission;
 mod append;
 mod check;
 mod chunk;
 mod fork;
 mod groups;
-mod missing;
 mod owners;
 mod prompt;
 mod relocate;
@@ -28,10 +28,10 @@ pub(crate) use table::{Row, Rows, RowsImage};
 
 use crate::block::TierBlock;
 use crate::error::{Error, Result, invalid};
-use crate::fit::{AllocStatus, Fit, Share};
+use crate::fit::Share;
 use crate::group::{Group, Groups};
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::transfer::{Step, Transfers, View};
+use crate::transfer::{Request, Step, Transfers, View};
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -148,18 +148,6 @@ impl Sequences {
         Ok(slots)
     }
 
-    /// Whether the device has so many blocks of `free`, the watermark kept.
-    fn admit(&self, view: View<'_>, wanted: usize, free: usize) -> Fit {
-        let kept = self.watermark.blocks() + usize::from(self.groups.has_nulls());
-        let fit = Fit::new(
-            wanted,
-            free.saturating_sub(self.watermark.blocks()),
-            view.tiers.device().len().saturating_sub(kept),
-        );
-        let is_short = fit.status == AllocStatus::Ok && free < self.watermark.blocks();
-        if is_short { Fit { status: AllocStatus::Later, ..fit } } else { fit }
-    }
-
     /// A row whose device blocks the present step may read.
     pub(crate) fn readable(&self, view: View<'_>, sequence: SequenceId) -> Result<&Row> {
         let row = self.rows.get(sequence)?;
@@ -205,7 +193,7 @@ impl Sequences {
     }
 
     /// Marks the sequences that have one of the blocks: they can only be freed.
-    pub(crate) fn lose(&mut self, blocks: &HashSet<TierBlock>) -> Result<Vec<SequenceId>> {
+    pub(crate) fn lose(&mut self, blocks: &HashSet<TierBlock>) -> Vec<SequenceId> {
         let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
         let whole =
             |(id, row): (SequenceId, &Row)| row.group_tables.as_deref().map_or(id, |group_tables| group_tables[0]);
@@ -213,13 +201,15 @@ impl Sequences {
         let mut sequences: Vec<_> = rows.map(whole).collect();
         sequences.sort_unstable();
         sequences.dedup();
-        let mut all = Vec::new();
-        for &sequence in self.members(&sequences, &mut all)? {
-            let row = self.rows.at_mut(sequence);
-            row.lost = true;
-            row.writable = 0;
+        for &sequence in &sequences {
+            let group_tables = self.rows.at(sequence).group_tables.clone();
+            for &member in group_tables.as_deref().unwrap_or(&[sequence]) {
+                let row = self.rows.at_mut(member);
+                row.lost = true;
+                row.writable = 0;
+            }
         }
-        Ok(sequences)
+        sequences
     }
 
     pub(crate) fn allocate(&mut self, step: &mut Step<'_>, tokens: &[u32], out: &mut Vec<SequenceId>) -> Result<()> {
@@ -228,7 +218,7 @@ impl Sequences {
         }
         let group = self.groups.get(0);
         let wanted = tokens.iter().map(|&n| self.blocks_at_start(group, n)).sum();
-        step.tiers.device().require(wanted, true)?;
+        step.view().require(Request::device(wanted), Vec::new)?;
         self.require_nulls(step.view(), tokens.iter().map(|&n| group.skipped(0, n, 0, self.block_size)))?;
         self.rows.require(tokens.len())?;
         for &n in tokens {
@@ -258,7 +248,7 @@ impl Sequences {
         let groups = self.groups.all().to_vec();
         let wanted = groups.iter().flat_map(|&group| sequences.clone().map(move |i| (group, i)));
         let wanted = wanted.map(|(group, i)| self.blocks_at_start(group, length(group, i))).sum();
-        step.tiers.device().require(wanted, true)?;
+        step.view().require(Request::device(wanted), Vec::new)?;
         let passed = groups.iter().flat_map(|&group| sequences.clone().map(move |i| (group, i)));
         self.require_nulls(
             step.view(),

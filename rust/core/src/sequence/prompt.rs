@@ -6,7 +6,6 @@ use super::table::{RowKeys, frames_before_extras};
 use super::{Batch, Sequences, blocks_for};
 use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
-use crate::fit::Fit;
 use crate::group::{Group, NULL_BLOCK};
 use crate::hash::{Chain, Extra, Key, KeySpec, has_reserved, refuse_reserved};
 use crate::host_cache::Found;
@@ -190,21 +189,26 @@ pub struct PrefixHit {
 }
 
 /// One prompt's keys, and the table of each group with the blocks found for the first of them.
-struct Match<'a> {
+pub(super) struct Match<'a> {
     keys: Cow<'a, RowKeys>,
     /// Tenant with a quota that the prompt belongs to, 0 for none.
     tenant: u16,
     /// First blocks of the prompt that all groups can serve.
-    hits: usize,
+    pub(super) hits: usize,
     /// The first group's table, and those of the others.
     found: Vec<BlockId>,
     /// What comes after `found`, from the first block on that only the host has.
-    tail: Vec<Found>,
+    pub(super) tail: Vec<Found>,
     others: Vec<Vec<BlockId>>,
 }
 
 impl Match<'_> {
-    fn blocks(&self) -> impl Iterator<Item = &BlockId> {
+    /// Found blocks that the device has not.
+    pub(super) fn num_on_host(&self) -> usize {
+        self.tail.iter().filter(|found| matches!(found, Found::Host(_))).count()
+    }
+
+    pub(super) fn blocks(&self) -> impl Iterator<Item = &BlockId> {
         let tail = self.tail.iter().filter_map(|found| match found {
             Found::Device(block) => Some(block),
             Found::Host(_) => None,
@@ -220,22 +224,6 @@ impl Sequences {
         Ok(PrefixHit { tokens, host_blocks: view.blocks_to_load(found.tail.iter()) })
     }
 
-    pub(crate) fn can_admit_prompt(
-        &self,
-        view: View<'_>,
-        prompt: &Prompt<'_>,
-        chunk: u32,
-        lookahead: u32,
-    ) -> Result<Fit> {
-        let found = [self.find_prefix(view, prompt, 1)?];
-        let loads = view.blocks_to_load(found.iter().flat_map(|found| &found.tail));
-        let missing = self.missing(view, prompt, &found[0], u32::MAX).max(self.missing(view, prompt, &found[0], chunk));
-        let tokens = prompt.tokens.len() as u64;
-        let ahead = blocks_for(tokens + u64::from(lookahead), self.block_size) - blocks_for(tokens, self.block_size);
-        let wanted = missing + ahead * self.groups.growing().len() + loads + Self::idle_blocks(view, &found);
-        Ok(self.admit(view, wanted, view.tiers.device().available()))
-    }
-
     pub(crate) fn allocate_chunks(
         &mut self,
         step: &mut Step<'_>,
@@ -243,10 +231,7 @@ impl Sequences {
         chunk: u32,
         out: &mut Vec<(SequenceId, u32)>,
     ) -> Result<()> {
-        if chunk == 0 || self.groups.cross() {
-            let must = "at least 1, of groups without an encoder".to_owned();
-            return Err(invalid("tokens of a chunk", chunk, must));
-        }
+        self.require_chunks(chunk)?;
         let rows = prompts.len().saturating_mul(self.groups.all().len());
         self.rows.require(rows)?;
         self.rows.require_followed(rows)?;
@@ -254,11 +239,11 @@ impl Sequences {
             .iter()
             .map(|prompt| self.find_prefix(step.view(), prompt, prompts.len()))
             .collect::<Result<Vec<_>>>()?;
-        let idle = Self::idle_blocks(step.view(), &matches);
-        let new: usize =
-            prompts.iter().zip(&matches).map(|(prompt, found)| self.missing(step.view(), prompt, found, chunk)).sum();
-        let loads = step.view().blocks_to_load(matches.iter().flat_map(|found| &found.tail));
-        step.tiers.device().require(new + loads + idle, true)?;
+        let view = step.view();
+        let new =
+            prompts.iter().zip(&matches).map(|(prompt, found)| self.missing(view, prompt, found.hits, chunk)).sum();
+        let request = Self::request_prompts(view, &matches, new);
+        view.require(request, || Self::idle_blocks(view, &matches))?;
         self.require_nulls(
             step.view(),
             prompts.iter().zip(&matches).map(|(prompt, found)| self.passed(step.view(), prompt, found, chunk)),
@@ -270,7 +255,7 @@ impl Sequences {
             matches.iter().flat_map(|found| &found.keys.keys[..found.hits]).for_each(|key| outbox.note_hit(*key));
         }
         for (prompt, found) in prompts.iter().zip(matches) {
-            out.push(self.open_prompt(step, prompt, found, chunk)?);
+            out.push(self.open_prompt(step, prompt, found, chunk));
         }
         Ok(())
     }
@@ -287,7 +272,7 @@ impl Sequences {
         for (i, &sequence) in sequences.iter().enumerate() {
             let (now, later) = rest.split_at(counts.at(i) as usize);
             rest = later;
-            self.extend_keys(sequence, now)?;
+            self.extend_keys(sequence, now);
         }
         Ok(())
     }
@@ -380,19 +365,16 @@ impl Sequences {
         Ok((blocks, found.hits - found.tail.len()))
     }
 
-    /// Found blocks that nothing uses yet.
-    fn idle_blocks(view: View<'_>, matches: &[Match<'_>]) -> usize {
-        let idle = |block: &&BlockId| !view.tiers.device().block(**block).is_used();
-        if let [one] = matches {
-            return one.blocks().filter(idle).count();
+    /// Fails unless prompts can be put in by chunks of so many tokens.
+    pub(super) fn require_chunks(&self, chunk: u32) -> Result<()> {
+        if chunk > 0 && !self.groups.cross() {
+            return Ok(());
         }
-        let mut blocks: Vec<BlockId> = matches.iter().flat_map(Match::blocks).filter(idle).copied().collect();
-        blocks.sort_unstable();
-        blocks.dedup();
-        blocks.len()
+        let must = "at least 1, of groups without an encoder".to_owned();
+        Err(invalid("tokens of a chunk", chunk, must))
     }
 
-    fn find_prefix<'a>(&self, view: View<'_>, prompt: &Prompt<'a>, batch: usize) -> Result<Match<'a>> {
+    pub(super) fn find_prefix<'a>(&self, view: View<'_>, prompt: &Prompt<'a>, batch: usize) -> Result<Match<'a>> {
         // Room for the whole table, which it becomes.
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
@@ -428,16 +410,16 @@ impl Sequences {
         (cached, self.chunk_end(view, cached, length, chunk))
     }
 
-    /// Blocks that a prompt takes beyond those found.
-    fn missing(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match<'_>, chunk: u32) -> usize {
-        let (cached, length) = self.opened(view, prompt, found.hits, chunk);
-        let entries = blocks_for(u64::from(length), self.block_size) - found.hits;
-        let skipped = |group: &Group| group.skipped(cached, length - cached, found.hits, self.block_size);
+    /// Blocks that a prompt takes beyond the first `hits`, which are found.
+    pub(super) fn missing(&self, view: View<'_>, prompt: &Prompt<'_>, hits: usize, chunk: u32) -> usize {
+        let (cached, length) = self.opened(view, prompt, hits, chunk);
+        let entries = blocks_for(u64::from(length), self.block_size) - hits;
+        let skipped = |group: &Group| group.skipped(cached, length - cached, hits, self.block_size);
         self.groups.growing().iter().map(|group| entries - skipped(group)).sum()
     }
 
     /// Null entries that a prompt's tables get at most.
-    fn passed(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match<'_>, chunk: u32) -> usize {
+    pub(super) fn passed(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match<'_>, chunk: u32) -> usize {
         let (_, length) = self.opened(view, prompt, found.hits, chunk);
         let leaving = self.groups.growing().iter().filter(|group| group.leaves_nulls()).count();
         blocks_for(u64::from(length), self.block_size) * leaving
@@ -450,7 +432,7 @@ impl Sequences {
         prompt: &Prompt<'_>,
         found: Match<'_>,
         chunk: u32,
-    ) -> Result<(SequenceId, u32)> {
+    ) -> (SequenceId, u32) {
         let (cached, length) = self.opened(step.view(), prompt, found.hits, chunk);
         let Match { keys, tenant, hits, mut found, tail, others } = found;
         let keys = RowKeys { tenant, ..keys.into_owned() };
@@ -460,7 +442,7 @@ impl Sequences {
         self.stats.tokens += prompt.tokens.len() as u64;
         self.stats.hit_tokens += u64::from(cached);
         let published = u32::try_from(hits - tail.len()).unwrap_or(u32::MAX);
-        self.stats.loaded += step.load(&tail, &keys.keys, keys.tenant, &mut found)?;
+        self.stats.loaded += step.load(&tail, &keys.keys, keys.tenant, &mut found);
         let sequence = self.open_row(step, 0, cached, length, found);
         let open = step.transfers.open();
         self.rows.follow(sequence, keys, prompt.tokens);
@@ -480,24 +462,23 @@ impl Sequences {
             }
             self.link_group_tables(&[sequence], &rows);
         }
-        Ok((sequence, cached))
+        (sequence, cached)
     }
 
     /// Hashes tokens that a row got; a row that also got tokens unknown to the cache is no longer followed.
     #[inline]
-    fn extend_keys(&mut self, sequence: SequenceId, tokens: &[u32]) -> Result<()> {
+    fn extend_keys(&mut self, sequence: SequenceId, tokens: &[u32]) {
         let row = self.rows.at_mut(sequence);
         let (known, before) = (row.known as usize, row.len as usize - tokens.len());
         if known < before {
             row.unfollow();
-            return Ok(());
+            return;
         }
         // What is left of a prompt that is put in by chunks is known already, and nothing is noted of a row that is not
         // followed: its `known` lies behind all tokens.
         for &token in tokens.get(known - before..).unwrap_or_default() {
-            self.rows.push_token(sequence, token)?;
+            self.rows.push_token(sequence, token);
         }
-        Ok(())
     }
 
     pub(crate) fn note_tokens(
@@ -539,7 +520,7 @@ impl Sequences {
                 row.unfollow();
             } else {
                 for &token in now {
-                    self.rows.push_token(sequence, token)?;
+                    self.rows.push_token(sequence, token);
                 }
             }
         }

@@ -1,13 +1,14 @@
 //! Moving whole sequences between tiers: swap out and in, spill and fetch. Sequences that share blocks go on sharing.
 
+use super::append::{copied, end_of};
 use super::{Sequences, blocks_for, in_flight, refuse_lost, require_tier};
-use crate::block::LeaseKind;
+use crate::block::{Block, LeaseKind, MAX_LEASES};
 use crate::decision::Kind;
 use crate::error::{Error, Result};
 use crate::fit::{AllocStatus, Fit};
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::transfer::{Step, View};
+use crate::transfer::{Request, Step, View};
 
 /// From where to where, and what follows from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +35,15 @@ impl Route {
     }
 }
 
+/// What a batch takes of the tier that it moves to.
+struct Plan {
+    request: Request,
+    /// Blocks to be filled.
+    new: usize,
+    /// Blocks there that nothing uses, and that hold the same bytes already.
+    found: Vec<BlockId>,
+}
+
 impl Sequences {
     pub(crate) fn can_swap_out(&mut self, view: View<'_>, sequences: &[SequenceId], to: Tier) -> Result<Fit> {
         let route = self.route(sequences, to, true);
@@ -51,15 +61,19 @@ impl Sequences {
             Ok(route) if to == Tier::Device => route,
             route => return self.room(view, sequences, to, route),
         };
-        let moved = match self.wanted(view, sequences, route) {
-            Ok(wanted) => wanted,
+        let planned = self.plan(view, sequences, route);
+        let appended = planned.and_then(|plan| Ok((self.next_tokens(view, sequences, route, lookahead)?, plan)));
+        let ([appended, least], Plan { request, new, found }) = match appended {
+            Ok(planned) => planned,
             Err(error) => return Self::unmovable(view, to, error),
         };
-        let mut all = Vec::new();
-        let appended = self.next_tokens(self.growing(sequences, &mut all)?, lookahead);
-        let pool = view.tiers.pool(route.to);
-        let free = if route.takes_overlappable { pool.available() } else { pool.free() };
-        Ok(self.admit(view, moved + appended, free))
+        let moved = view.fit(request, 0, || found.clone());
+        // The tokens may have blocks that device work still reads; what is fetched from the external tier may not.
+        let blocks = new + view.cost(to, &found, true) + appended;
+        let all = Request { blocks, least: request.least + least, overlappable: true, ..request };
+        let fit = view.fit(all, self.watermark.blocks(), || found);
+        let is_short = fit.status == AllocStatus::Ok && moved.status != AllocStatus::Ok;
+        Ok(if is_short { Fit { status: AllocStatus::Later, blocks: fit.blocks, free: moved.free } } else { fit })
     }
 
     /// The way of a batch away from the device, or towards it.
@@ -82,45 +96,66 @@ impl Sequences {
 
     /// Whether sequences can move and the tier has room; no watermark is kept.
     fn room(&mut self, view: View<'_>, sequences: &[SequenceId], to: Tier, route: Result<Route>) -> Result<Fit> {
-        match route.and_then(|route| self.wanted(view, sequences, route)) {
-            Ok(wanted) => {
-                let pool = view.tiers.pool(to);
-                let total = pool.len().saturating_sub(usize::from(self.groups.has_nulls()));
-                Ok(Fit::new(wanted, pool.free(), total))
-            }
+        match route.and_then(|route| self.plan(view, sequences, route)) {
+            Ok(Plan { request, found, .. }) => Ok(view.fit(request, 0, || found)),
             Err(error) => Self::unmovable(view, to, error),
         }
     }
 
-    /// Sequences that cannot move as they are: those in flight or unwritten can later, others never.
+    /// Sequences that cannot move as they are: those in flight, unwritten or read too often can later, others never.
     fn unmovable(view: View<'_>, to: Tier, error: Error) -> Result<Fit> {
         let status = match error {
-            Error::InFlight { .. } | Error::Unwritten { .. } => AllocStatus::Later,
+            Error::InFlight { .. } | Error::Unwritten { .. } | Error::TooManyLeases { .. } => AllocStatus::Later,
             Error::Lost { .. } | Error::WrongTier { .. } => AllocStatus::Never,
             error => return Err(error),
         };
         Ok(Fit { status, blocks: 0, free: view.tiers.pool(to).free() })
     }
 
-    /// Blocks beyond those moved that returning rows need for their next tokens: new ones, and a copy of a partly filled
-    /// block for all but one of the rows that share it.
-    fn next_tokens(&self, sequences: &[SequenceId], lookahead: u32) -> usize {
-        let (mut new, mut partial) = (0, Vec::<BlockId>::new());
-        for row in sequences.iter().map(|&sequence| self.rows.at(sequence)) {
+    /// After [`Sequences::plan`]: blocks beyond those moved that returning rows take for their next tokens, new ones and
+    /// copies of shared ones; and how many of these they take of an empty tier.
+    fn next_tokens(
+        &self,
+        view: View<'_>,
+        sequences: &[SequenceId],
+        route: Route,
+        lookahead: u32,
+    ) -> Result<[usize; 2]> {
+        let (mut all, mut new, mut partial) = (Vec::new(), 0, Vec::<BlockId>::new());
+        for row in self.growing(sequences, &mut all)?.iter().map(|&sequence| self.rows.at(sequence)) {
             let held = blocks_for(u64::from(row.len), self.block_size);
-            new += blocks_for(u64::from(row.len) + 1 + u64::from(lookahead), self.block_size) - held;
+            let entries = blocks_for(end_of(row, 1, lookahead)?, self.block_size) - held;
+            new += entries - self.groups.get(row.group).skipped(row.len, 1, held, self.block_size);
             if row.len % self.block_size != 0 {
-                partial.extend(row.table.get(held - 1));
+                partial.extend(row.table.get(held - 1).filter(|&&block| !self.is_null(block)));
             }
         }
-        let written = partial.len();
         partial.sort_unstable();
-        partial.dedup();
-        new + written - partial.len()
+        let (mut copies, mut least) = (0, 0);
+        for writers in partial.chunk_by(|a, b| a == b) {
+            let block = writers[0];
+            let copy = self.shareable(view, block, route).map(|copy| view.tiers.pool(route.to).block(copy));
+            let users = self.users(block);
+            let refs = users + copy.map_or(0, |copy| copy.refs() as usize);
+            let made = copied(writers.len(), refs, copy.is_some_and(Block::is_published));
+            if made > copy.unwrap_or_default().lease_room(LeaseKind::Read) {
+                let limit = u32::from(MAX_LEASES);
+                return Err(Error::TooManyLeases { tier: route.from, block, limit });
+            }
+            copies += made;
+            least += made.min(users - 1);
+        }
+        Ok([new + copies, new + least])
     }
 
-    /// Checks a batch and counts the distinct blocks that it needs in the other tier.
-    fn wanted(&mut self, view: View<'_>, sequences: &[SequenceId], route: Route) -> Result<usize> {
+    /// Rows of the batch of the last [`Sequences::plan`] that have tokens in a block.
+    fn users(&self, block: BlockId) -> usize {
+        let at = |end: bool| self.scratch.partition_point(|&other| other < block || (end && other == block));
+        (at(true) - at(false)).max(1)
+    }
+
+    /// Checks a batch and finds the distinct blocks that it needs in the other tier. Which rows have theirs alone is noted.
+    fn plan(&mut self, view: View<'_>, sequences: &[SequenceId], route: Route) -> Result<Plan> {
         let mut all = Vec::new();
         let sequences = self.members(sequences, &mut all)?;
         self.rows.begin_batch();
@@ -142,13 +177,32 @@ impl Sequences {
             }
         }
         sources.sort_unstable();
-        sources.dedup();
-        let wanted = alone + sources.len();
+        let plan = result.and_then(|()| self.plan_shared(view, &sources, alone, route));
         self.scratch = sources;
-        result.map(|()| wanted)
+        plan
     }
 
-    /// Checks one row and appends the blocks that it needs moved, or returns their number if all are its alone.
+    /// As [`Sequences::plan`], of `alone` blocks that one row has alone, and of others.
+    fn plan_shared(&self, view: View<'_>, sources: &[BlockId], alone: usize, route: Route) -> Result<Plan> {
+        let (from, to) = (view.tiers.pool(route.from), view.tiers.pool(route.to));
+        let (mut new, mut held, mut found) = (alone, alone, Vec::new());
+        for block in sources.chunk_by(|a, b| a == b).map(|rows| rows[0]) {
+            held += 1;
+            match self.shareable(view, block, route) {
+                None => {
+                    from.require_leases(block, route.reads, 1)?;
+                    new += 1;
+                }
+                Some(copy) if !to.block(copy).is_used() => found.push(copy),
+                Some(_) => {}
+            }
+        }
+        let (tier, overlappable) = (route.to, route.takes_overlappable);
+        let request = Request { tier, blocks: new + view.cost(tier, &found, overlappable), least: held, overlappable };
+        Ok(Plan { request, new, found })
+    }
+
+    /// Checks one row and appends its blocks that have tokens, or returns their number if all are its alone.
     fn sources(&self, view: View<'_>, sequence: SequenceId, route: Route, sources: &mut Vec<BlockId>) -> Result<usize> {
         let row = self.rows.at(sequence);
         refuse_lost(sequence, row)?;
@@ -163,16 +217,11 @@ impl Sequences {
         if view.tiers.pool(route.from).are_private(&row.table[..held]) {
             return Ok(held);
         }
-        for &block in &row.table[..held] {
+        for &block in row.table[..held].iter().filter(|&&block| !self.is_null(block)) {
             if view.tiers.pool(route.from).block(block).is_filling() {
                 return Err(in_flight(sequence, row, view));
             }
-            match self.shareable(view, block, route) {
-                None => sources.push(block),
-                // Claiming a cached block leaves one fewer to be taken.
-                Some(copy) if !view.tiers.pool(route.to).block(copy).is_used() => sources.push(block),
-                Some(_) => {}
-            }
+            sources.push(block);
         }
         Ok(0)
     }
@@ -198,13 +247,16 @@ impl Sequences {
         away: bool,
     ) -> Result<()> {
         let route = self.route(sequences, to, away)?;
-        let wanted = self.wanted(step.view(), sequences, route)?;
+        let Plan { request, new, found } = self.plan(step.view(), sequences, route)?;
         let mut all = Vec::new();
         let sequences = self.members(sequences, &mut all)?;
-        step.tiers.pool(route.to).require(wanted, route.takes_overlappable)?;
-        let kept = self.claim_copies(step, sequences, route);
-        let mut targets = Vec::with_capacity(wanted);
-        step.take(route.to, wanted - kept.len(), true, &mut targets);
+        step.view().require(request, || found.clone())?;
+        // Making room does not evict what the rows will share.
+        for &copy in &found {
+            step.tiers.claim((route.to, copy));
+        }
+        let mut targets = Vec::with_capacity(new);
+        step.take(route.to, new, true, &mut targets);
         if !targets.is_empty() {
             step.transfers.pairs(route.kind, route.from, route.to).reserve(targets.len());
         }
@@ -214,11 +266,11 @@ impl Sequences {
             if self.work.private[i] {
                 self.relocate_private(step, sequence, route, &mut rest);
             } else {
-                self.relocate_row(step, sequence, route, &mut rest, &mut partial)?;
+                self.relocate_row(step, sequence, route, &mut rest, &mut partial);
             }
         }
         debug_assert!(rest.next().is_none(), "more blocks were taken than moved");
-        for block in kept {
+        for block in found {
             step.tiers.release((route.to, block));
         }
         for block in partial {
@@ -226,25 +278,6 @@ impl Sequences {
             step.transfers.remove_fresh((route.to, block));
         }
         Ok(())
-    }
-
-    /// Claims the cached blocks that the rows will share, so that making room does not evict them.
-    fn claim_copies(&mut self, step: &mut Step<'_>, sequences: &[SequenceId], route: Route) -> Vec<BlockId> {
-        let mut kept = Vec::new();
-        let shared = sequences.iter().zip(&self.work.private).filter(|&(_, &private)| !private);
-        for (&sequence, _) in shared {
-            let row = self.rows.at(sequence);
-            let held = blocks_for(u64::from(row.len), self.block_size);
-            for &block in &row.table[..held] {
-                if let Some(copy) = self.shareable(step.view(), block, route) {
-                    if !step.tiers.pool(route.to).block(copy).is_used() {
-                        step.tiers.claim((route.to, copy));
-                        kept.push(copy);
-                    }
-                }
-            }
-        }
-        kept
     }
 
     /// Moves one row. Blocks that others share are linked to their copies, so that those find them; a partly filled one
@@ -256,7 +289,7 @@ impl Sequences {
         route: Route,
         targets: &mut std::slice::Iter<'_, BlockId>,
         partial: &mut Vec<BlockId>,
-    ) -> Result<()> {
+    ) {
         let full = (self.rows.at(sequence).len / self.block_size) as usize;
         let mut table = self.take_filled(step, sequence, route.from);
         for (i, block) in table.iter_mut().enumerate() {
@@ -266,7 +299,7 @@ impl Sequences {
                 *block = copy;
             } else if let Some(&target) = targets.next() {
                 let (from, to) = ((route.from, source), (route.to, target));
-                step.transfer(route.kind, from, to, route.reads)?;
+                step.transfer(route.kind, from, to, route.reads);
                 step.publish_copy_later(from, to, i);
                 let held = step.tiers.block(from);
                 if held.refs() > 1 || (i < full && held.is_published()) {
@@ -281,7 +314,6 @@ impl Sequences {
             step.tiers.release((route.from, source));
         }
         self.arrive(step, sequence, route.to, table);
-        Ok(())
     }
 
     /// Moves one row whose blocks nothing else uses.

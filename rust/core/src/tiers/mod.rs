@@ -73,6 +73,11 @@ impl Tiers {
         &mut self.pools[tier.index()]
     }
 
+    /// Blocks of a tier that tables can have.
+    pub(crate) fn usable(&self, tier: Tier) -> usize {
+        self.pool(tier).len().saturating_sub(usize::from(self.null))
+    }
+
     /// The blocks of the device.
     #[inline]
     pub(crate) fn device(&self) -> &Pool {
@@ -133,17 +138,14 @@ impl Tiers {
         }
     }
 
-    /// Takes a lease.
-    ///
-    /// # Errors
-    /// The block has as many leases of that kind as can be counted, or a second writer.
-    pub(crate) fn lease(&mut self, (tier, block): TierBlock, kind: LeaseKind) -> Result<()> {
-        self.pools[tier.index()].lease(block, kind)
+    /// Takes a lease, for which there is room.
+    pub(crate) fn lease(&mut self, (tier, block): TierBlock, kind: LeaseKind) {
+        self.pools[tier.index()].lease(block, kind);
     }
 
     /// Takes a lease on a cached block; see [`Pool::lease_cached`].
-    pub(crate) fn lease_cached(&mut self, (tier, block): TierBlock, kind: LeaseKind) -> Result<()> {
-        self.pools[tier.index()].lease_cached(block, kind)
+    pub(crate) fn lease_cached(&mut self, (tier, block): TierBlock, kind: LeaseKind) {
+        self.pools[tier.index()].lease_cached(block, kind);
     }
 
     /// Ends a lease.

@@ -4,6 +4,7 @@
 //! is not freed, moved or given out again until the transfer that reads or writes it has finished.
 
 mod fill;
+mod request;
 mod runs;
 mod span;
 mod step;
@@ -11,6 +12,7 @@ mod store_jobs;
 mod ticket;
 
 pub use fill::FillMap;
+pub(crate) use request::Request;
 pub use runs::{Run, merge_runs};
 pub use span::Span;
 pub(crate) use step::{Step, View};
@@ -20,6 +22,7 @@ pub(crate) use ticket::{Deadline, Held, HeldRuns, Lease, PendingMoves, PendingPu
 
 use crate::block::{BlockVersion, LeaseKind, TierBlock};
 use crate::decision::{Kind, Pairs, StepDecision};
+use crate::error::fault;
 use crate::error::{Error, Result};
 use crate::id::{BlockId, TicketId, Tier};
 use crate::pool::Pool;
@@ -209,11 +212,13 @@ impl Transfers {
 
     /// A submitted ticket.
     pub(crate) fn get(&self, ticket: TicketId) -> Result<&Ticket> {
+        fault::point()?;
         self.submitted.get(&ticket).ok_or(Error::UnknownTicket { ticket })
     }
 
     /// A submitted ticket, to be changed.
     pub(crate) fn get_mut(&mut self, ticket: TicketId) -> Result<&mut Ticket> {
+        fault::point()?;
         self.submitted.get_mut(&ticket).ok_or(Error::UnknownTicket { ticket })
     }
 
@@ -227,9 +232,25 @@ impl Transfers {
         self.all().flat_map(|(_, ticket)| ticket.leases())
     }
 
+    /// The moves of a submitted ticket, to be changed, if it has some.
+    pub(crate) fn moves_mut(&mut self, ticket: TicketId) -> Option<&mut PendingMoves> {
+        self.submitted.get_mut(&ticket).filter(|ticket| ticket.move_pairs().next().is_some()).map(Ticket::moves_mut)
+    }
+
+    /// Blocks that a ticket is to publish, to be changed; none where there never were any.
+    pub(crate) fn publishes_mut(&mut self, ticket: TicketId) -> Option<&mut Vec<PendingPublish>> {
+        self.submitted.get_mut(&ticket)?.publishes_mut()
+    }
+
     /// Closes a submitted ticket.
     pub(crate) fn close(&mut self, ticket: TicketId, device: &Pool) -> Result<Ticket> {
-        let mut closed = self.submitted.remove(&ticket).ok_or(Error::UnknownTicket { ticket })?;
+        self.get(ticket)?;
+        Ok(self.close_known(ticket, device))
+    }
+
+    /// As [`Transfers::close`], of a ticket that is known.
+    pub(crate) fn close_known(&mut self, ticket: TicketId, device: &Pool) -> Ticket {
+        let mut closed = self.submitted.remove(&ticket).unwrap_or_default();
         let (first, copies) = (self.first(), closed.take_copies());
         if first < ticket && !copies.is_empty() {
             self.ended += copies.len();
@@ -242,7 +263,7 @@ impl Transfers {
         if self.ended > self.ended_limit {
             self.forget_copies(device);
         }
-        Ok(closed)
+        closed
     }
 
     /// Forgets the copies of ended tickets whose bytes are gone, and those of bytes that no unfinished ticket can lose. A
@@ -332,9 +353,15 @@ impl Transfers {
     }
 
     /// Quarantines the blocks of a submitted ticket that is past its deadline.
-    pub(crate) fn set_overdue(&mut self, ticket: TicketId) -> Result<()> {
-        self.get_mut(ticket)?.set_overdue(true);
-        Ok(())
+    pub(crate) fn set_overdue(&mut self, ticket: TicketId) {
+        if let Some(ticket) = self.submitted.get_mut(&ticket) {
+            ticket.set_overdue(true);
+        }
+    }
+
+    /// Blocks that a submitted ticket writes.
+    pub(crate) fn written_by(&self, ticket: TicketId) -> HashSet<TierBlock> {
+        self.submitted.get(&ticket).map(|ticket| ticket.written().collect()).unwrap_or_default()
     }
 
     /// Leases of overdue tickets.
@@ -433,7 +460,7 @@ mod tests {
         assert!(transfers.late(4).expired.is_empty() && transfers.late(4).overdue.is_empty());
         let late = transfers.late(5);
         assert_eq!((late.expired, late.overdue), (vec![tickets[0]], vec![tickets[1]]));
-        transfers.set_overdue(tickets[1]).unwrap();
+        transfers.set_overdue(tickets[1]);
         assert!(transfers.late(9).overdue.is_empty());
         assert!(transfers.set_deadline(TicketId(9), 5).is_err());
     }

@@ -1,56 +1,53 @@
 //! What a verb needs to decide a transfer: the tiers, and the open step.
 
-use super::{Lease, Transfers, merge_runs};
+use super::{Lease, StoreJobs, Transfers, merge_runs};
 use crate::block::{LeaseKind, TierBlock};
 use crate::decision::Kind;
-use crate::error::Result;
 use crate::id::{BlockId, Tier};
 use crate::tiers::Tiers;
 
-/// The tiers and the open step.
+/// The tiers, the open step, and the jobs of a prefix store.
 pub(crate) struct Step<'a> {
     pub(crate) tiers: &'a mut Tiers,
     pub(crate) transfers: &'a mut Transfers,
+    pub(crate) jobs: &'a mut StoreJobs,
 }
 
-/// The tiers and the open step, to be read.
+/// As [`Step`], to be read.
 #[derive(Clone, Copy)]
 pub(crate) struct View<'a> {
     pub(crate) tiers: &'a Tiers,
     pub(crate) transfers: &'a Transfers,
+    pub(crate) jobs: &'a StoreJobs,
 }
 
 impl Step<'_> {
     /// What a question about the step needs.
     #[inline]
     pub(crate) fn view(&self) -> View<'_> {
-        View { tiers: self.tiers, transfers: self.transfers }
+        View { tiers: self.tiers, transfers: self.transfers, jobs: self.jobs }
     }
 
-    /// Takes blocks; see [`Tiers::take`]. Notes whether an unfinished ticket still reads one of them.
+    /// Takes blocks, which [`View::require`] has found; see [`Tiers::take`]. Gives up writes to a prefix store that hold
+    /// some of them. Notes whether an unfinished ticket still reads one of them.
     pub(crate) fn take(&mut self, tier: Tier, count: usize, filling: bool, out: &mut Vec<BlockId>) {
+        if self.jobs.are_writing() {
+            self.jobs.give_up_writes(self.tiers, tier, count);
+        }
         let overlapped = self.tiers.take(tier, count, filling, out);
         self.transfers.note_overlap(overlapped);
     }
 
     /// Decides to fill a block, which was taken for that, from another that is in use.
-    pub(crate) fn transfer(&mut self, kind: Kind, from: TierBlock, to: TierBlock, reads: LeaseKind) -> Result<()> {
-        self.tiers.lease(from, reads)?;
+    pub(crate) fn transfer(&mut self, kind: Kind, from: TierBlock, to: TierBlock, reads: LeaseKind) {
+        self.tiers.lease(from, reads);
         self.add(kind, from, to, reads);
-        Ok(())
     }
 
     /// As [`Step::transfer`], from a cached block: the transfer counts as a hit for the order of eviction.
-    pub(crate) fn transfer_cached(
-        &mut self,
-        kind: Kind,
-        from: TierBlock,
-        to: TierBlock,
-        reads: LeaseKind,
-    ) -> Result<()> {
-        self.tiers.lease_cached(from, reads)?;
+    pub(crate) fn transfer_cached(&mut self, kind: Kind, from: TierBlock, to: TierBlock, reads: LeaseKind) {
+        self.tiers.lease_cached(from, reads);
         self.add(kind, from, to, reads);
-        Ok(())
     }
 
     fn add(&mut self, kind: Kind, from: TierBlock, to: TierBlock, reads: LeaseKind) {
@@ -87,13 +84,13 @@ mod tests {
     #[test]
     fn a_transfer_leases_both_blocks_until_its_ticket_ends() {
         let mut tiers = Tiers::new([4; 3], 1, false, false, Policies::default()).unwrap();
-        let mut transfers = Transfers::new();
-        let mut step = Step { tiers: &mut tiers, transfers: &mut transfers };
+        let (mut transfers, mut jobs) = (Transfers::new(), StoreJobs::default());
+        let mut step = Step { tiers: &mut tiers, transfers: &mut transfers, jobs: &mut jobs };
         let (mut sources, mut targets) = (Vec::new(), Vec::new());
         step.take(Tier::Device, 3, false, &mut sources);
         step.take(Tier::Host, 3, true, &mut targets);
         let (from, to) = ((Tier::Device, sources[0]), (Tier::Host, targets[0]));
-        step.transfer(Kind::SwapOut, from, to, LeaseKind::Read).unwrap();
+        step.transfer(Kind::SwapOut, from, to, LeaseKind::Read);
         let [source, target] = [(Tier::Device, &sources[1..]), (Tier::Host, &targets[1..])];
         step.transfer_private(Kind::SwapOut, source, target, LeaseKind::Read);
         assert_eq!((transfers.num_pairs(), transfers.leases().count()), (3, 6));

@@ -11,9 +11,10 @@ use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
 use crate::hash::{Chain, ExportedKey, Key};
 use crate::id::{BlockId, JobId, Tier};
+use crate::pool::Pool;
 use crate::prefix::CachedIdentity;
 use crate::tiers::{Outbox, StoreWrites, Tiers};
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// A load or a write: which block of `tier` has, or is to have, the bytes of which key.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -99,11 +100,11 @@ impl StoreJobs {
     }
 
     /// Begins to load missing blocks, as many as there is room for.
-    pub(crate) fn begin_load(&mut self, tiers: &mut Tiers, wanted: Wanted, kept_free: usize) -> Result<StoreJob> {
+    pub(crate) fn begin_load(&mut self, tiers: &mut Tiers, wanted: Wanted, kept_free: usize) -> StoreJob {
         let Wanted { on_host: mut kept, mut missing, awaited } = wanted;
-        kept.retain(|&block| !missing.is_empty() && tiers.host().block(block).lease_room() > 0);
+        kept.retain(|&block| !missing.is_empty() && tiers.host().block(block).lease_room(LeaseKind::Read) > 0);
         for &block in &kept {
-            tiers.lease_cached((Tier::Host, block), LeaseKind::Read)?;
+            tiers.lease_cached((Tier::Host, block), LeaseKind::Read);
         }
         let on_host = if tiers.keeps_host_copies() { self.room(tiers, Tier::Host, 0) } else { 0 };
         let (tier, room) = match on_host {
@@ -125,7 +126,7 @@ impl StoreJobs {
         } else {
             self.loads.insert(job, load);
         }
-        Ok(StoreJob { job, tier, keys, blocks, tenants, awaited })
+        StoreJob { job, tier, keys, blocks, tenants, awaited }
     }
 
     /// Ends a load; `landed` says which blocks have their bytes: prompts find them from now on.
@@ -155,7 +156,7 @@ impl StoreJobs {
 
     /// Begins to write blocks that are to be stored, at most so many; none if nothing is. Writes hold at most a quarter of the
     /// device's blocks.
-    pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize) -> Result<StoreJob> {
+    pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize) -> StoreJob {
         let reading: usize = self.writes.values().map(|(_, blocks)| blocks.len()).sum();
         let most = most.min(tiers.device().len().div_ceil(4).saturating_sub(reading));
         let (tier, found) = match tiers.outbox().map(Outbox::writes) {
@@ -166,8 +167,10 @@ impl StoreJobs {
         let (mut keys, mut blocks, mut tenants) = (Vec::new(), Vec::with_capacity(found.len()), Vec::new());
         for (key, block) in found {
             let exported = tiers.outbox().and_then(|outbox| outbox.export(&key));
-            if let Some((exported, tenant)) = exported.filter(|_| tiers.block((tier, block)).lease_room() > 0) {
-                tiers.lease_cached((tier, block), LeaseKind::Read)?;
+            if let Some((exported, tenant)) =
+                exported.filter(|_| tiers.block((tier, block)).lease_room(LeaseKind::Read) > 0)
+            {
+                tiers.lease_cached((tier, block), LeaseKind::Read);
                 keys.push(exported);
                 tenants.push(tenant);
                 blocks.push(block);
@@ -177,19 +180,34 @@ impl StoreJobs {
         if !blocks.is_empty() {
             self.writes.insert(job, (tier, blocks.clone()));
         }
-        Ok(StoreJob { job, tier, keys, blocks, tenants, awaited: 0 })
+        StoreJob { job, tier, keys, blocks, tenants, awaited: 0 }
     }
 
-    /// Gives writes of a tier up if they hold the `short` blocks that somebody lacks; returns whether they did. The
-    /// store was not given their blocks.
-    pub(crate) fn give_up_writes(&mut self, tiers: &mut Tiers, tier: Tier, short: usize) -> bool {
-        let mine = |(job, (of, blocks)): (&JobId, &(Tier, Vec<BlockId>))| (*of == tier).then(|| (*job, blocks.clone()));
-        let writes: Vec<_> = self.writes.iter().filter_map(mine).collect();
-        let held = |&block: &BlockId| tiers.pool(tier).refs(block) == 0;
-        if short == 0 || writes.iter().flat_map(|(_, blocks)| blocks).filter(|block| held(block)).count() < short {
-            return false;
-        }
-        for (job, blocks) in writes {
+    /// Whether blocks are being read for the store.
+    #[inline]
+    pub(crate) fn are_writing(&self) -> bool {
+        !self.writes.is_empty()
+    }
+
+    /// Blocks of a tier that would be free without the writes, `kept` excepted, which rise.
+    pub(crate) fn num_held(&self, pool: &Pool, kept: &[BlockId]) -> usize {
+        let mut reads: HashMap<BlockId, usize> = HashMap::new();
+        let writes = self.writes.values().filter(|(tier, _)| *tier == pool.tier());
+        writes.flat_map(|(_, blocks)| blocks).for_each(|&block| *reads.entry(block).or_default() += 1);
+        let is_held = |(block, reads): &(&BlockId, &usize)| {
+            !pool.is_beyond(**block)
+                && pool.block(**block).is_only_read_by(**reads)
+                && kept.binary_search(block).is_err()
+        };
+        reads.iter().filter(is_held).count()
+    }
+
+    /// Gives up writes of a tier, the last one first, until it has `wanted` blocks to give out. The store was not given
+    /// their blocks.
+    pub(crate) fn give_up_writes(&mut self, tiers: &mut Tiers, tier: Tier, wanted: usize) {
+        while tiers.pool(tier).available() < wanted {
+            let last = self.writes.iter().rev().find(|(_, (of, _))| *of == tier).map(|(job, _)| *job);
+            let Some((job, (_, blocks))) = last.and_then(|job| self.writes.remove_entry(&job)) else { return };
             let keys: Vec<Key> = blocks.iter().filter_map(|&block| tiers.pool(tier).key(block)).collect();
             end_leases(tiers, tier, &blocks, LeaseKind::Read);
             if let Some(outbox) = tiers.outbox_mut() {
@@ -197,10 +215,8 @@ impl StoreJobs {
                     outbox.unclaim(key);
                 }
             }
-            self.writes.remove(&job);
             self.given_up.insert(job);
         }
-        true
     }
 
     /// Ends a write: its blocks have been read. Those that were to be evicted next are free from now on, else they would be

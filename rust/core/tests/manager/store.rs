@@ -68,6 +68,12 @@ impl Jobs {
         self.loads.len() + self.writes.len()
     }
 
+    /// The loads and the writes.
+    pub(crate) fn under_way(self) -> (Vec<StoreJob>, Vec<StoreJob>) {
+        let jobs = |jobs: Vec<(StoreJob, Vec<Bytes>)>| jobs.into_iter().map(|(job, _)| job).collect();
+        (jobs(self.loads), jobs(self.writes))
+    }
+
     pub(crate) fn are_writing(&self) -> bool {
         !self.writes.is_empty()
     }
@@ -178,7 +184,7 @@ impl World {
     }
 
     fn begin_write(&mut self, most: usize) {
-        let job = self.manager.begin_write(most).unwrap();
+        let job = self.manager.begin_write(most);
         assert!(job.keys.len() == job.blocks.len() && job.blocks.len() <= most);
         let memory = &self.memory[job.tier.index()];
         let held: Vec<Bytes> = job.blocks.iter().map(|block| memory[block.index()]).collect();

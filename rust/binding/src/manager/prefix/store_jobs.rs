@@ -175,7 +175,7 @@ impl PyStoreJobs {
         py: Python<'_>,
         #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32,
     ) -> PyResult<PyStoreJob> {
-        let job = self.0.lock().begin_write(max_blocks as usize).map_err(to_py)?;
+        let job = self.0.lock().begin_write(max_blocks as usize);
         PyStoreJob::new(py, &job)
     }
 

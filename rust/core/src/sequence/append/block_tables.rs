@@ -51,11 +51,6 @@ impl<'a> TableRows<'a> {
         Self { rows, width }
     }
 
-    /// The same rows, for another try.
-    pub(crate) fn again(&mut self) -> TableRows<'_> {
-        TableRows { rows: &mut *self.rows, width: self.width }
-    }
-
     /// Fails unless there are so many rows.
     pub(in crate::sequence) fn require_rows(&self, wanted: usize) -> Result<()> {
         let rows = self.rows.len().checked_div(self.width).unwrap_or(usize::MAX);

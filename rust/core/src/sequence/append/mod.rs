@@ -12,7 +12,7 @@ use crate::error::{Error, Result, invalid};
 use crate::fit::Fit;
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::transfer::{Step, View};
+use crate::transfer::{Request, Step, View};
 use pass::{Batch, Passed, Slow, Work, fits, next_block, next_blocks, pass};
 use std::ops::Range;
 
@@ -59,19 +59,34 @@ impl Sequences {
         counts: Counts<'_>,
         lookahead: u32,
     ) -> Result<usize> {
+        Ok(self.request_append(view, sequences, counts, lookahead)?.blocks)
+    }
+
+    /// What an append takes of the device. At least the blocks that one of the sequences has must stay beside the new ones,
+    /// unless its window may leave them.
+    fn request_append(
+        &mut self,
+        view: View<'_>,
+        sequences: &[SequenceId],
+        counts: Counts<'_>,
+        lookahead: u32,
+    ) -> Result<Request> {
         counts.total(sequences.len())?;
         let (mut members, mut spread) = (Vec::new(), Vec::new());
         let (sequences, counts) = (self.growing(sequences, &mut members)?, self.spread(counts, &mut spread));
         self.rows.begin_batch();
-        let (mut new, mut shared) = (0, std::mem::take(&mut self.scratch));
+        let (mut new, mut held, mut shared) = (0, 0, std::mem::take(&mut self.scratch));
         shared.clear();
         let mut result = Ok(());
         for (i, &sequence) in sequences.iter().enumerate() {
             let count = counts.at(i);
             match self.rows.next_in_batch(sequence) {
-                Ok(row) if fits(row.len, count, lookahead, row.writable) => {}
+                Ok(row) if fits(row.len, count, lookahead, row.writable) => held = held.max(row.table.len()),
                 Ok(_) => match self.need(view, sequence, count, lookahead, &mut shared) {
-                    Ok(need) => new += need.blocks,
+                    Ok(need) => {
+                        new += need.blocks;
+                        held = held.max(self.rows.at(sequence).table.len());
+                    }
                     Err(error) => result = Err(error),
                 },
                 Err(error) => result = Err(error),
@@ -82,7 +97,8 @@ impl Sequences {
         }
         let copies = result.and_then(|()| if shared.is_empty() { Ok(0) } else { copies(view, &mut shared) });
         self.scratch = shared;
-        Ok(new + copies?)
+        let held = if self.groups.has_nulls() { 0 } else { held };
+        Ok(Request { least: new + held, ..Request::device(new + copies?) })
     }
 
     pub(crate) fn can_append(
@@ -92,9 +108,8 @@ impl Sequences {
         counts: Counts<'_>,
         lookahead: u32,
     ) -> Result<Fit> {
-        let wanted = self.blocks_to_append(view, sequences, counts, lookahead)?;
-        let pool = &view.tiers.device();
-        Ok(Fit::new(wanted, pool.available(), pool.len() - usize::from(self.groups.has_nulls())))
+        let request = self.request_append(view, sequences, counts, lookahead)?;
+        Ok(view.fit(request, 0, Vec::new))
     }
 
     pub(crate) fn require_append(
@@ -104,8 +119,8 @@ impl Sequences {
         counts: Counts<'_>,
         lookahead: u32,
     ) -> Result<()> {
-        let wanted = self.blocks_to_append(view, sequences, counts, lookahead)?;
-        view.tiers.device().require(wanted, true)
+        let request = self.request_append(view, sequences, counts, lookahead)?;
+        view.require(request, Vec::new)
     }
 
     pub(crate) fn append(&mut self, step: &mut Step<'_>, batch: Batch<'_>) -> Result<()> {
@@ -155,7 +170,7 @@ impl Sequences {
         blocks.clear();
         let result = self.slow_needs(step.view(), batch, work, &mut blocks).and_then(|new| {
             let copies = if blocks.is_empty() { 0 } else { copies(step.view(), &mut blocks)? };
-            step.tiers.device().require(new + copies, true)?;
+            step.view().require(Request::device(new + copies), Vec::new)?;
             if self.groups.has_nulls() {
                 for &Slow { index, .. } in &work.slow {
                     let sequence = batch.sequences[index];
@@ -169,7 +184,8 @@ impl Sequences {
                     }
                 }
             }
-            self.append_checked(step, batch, work, new, &mut blocks)
+            self.append_checked(step, batch, work, new, &mut blocks);
+            Ok(())
         });
         self.scratch = blocks;
         result
@@ -214,7 +230,7 @@ impl Sequences {
         work: &Work,
         new: usize,
         blocks: &mut Vec<BlockId>,
-    ) -> Result<()> {
+    ) {
         let (open, size) = (step.transfers.open(), self.block_size);
         if blocks.is_empty() {
             step.take(Tier::Device, new, false, blocks);
@@ -226,7 +242,7 @@ impl Sequences {
                         self.note_new_blocks(batch.sequences[index], 1);
                     }
                 }
-                return Ok(());
+                return;
             }
         } else {
             blocks.clear();
@@ -244,7 +260,7 @@ impl Sequences {
                     *slot = i64::from(block.0) * i64::from(size);
                     self.note_begun(sequence, 0, 1);
                 }
-                (slots, _) => self.grow(step, sequence, count, batch.lookahead, slots, &mut fresh)?,
+                (slots, _) => self.grow(step, sequence, count, batch.lookahead, slots, &mut fresh),
             }
             self.note_new_blocks(sequence, self.rows.at(sequence).table.len() - before);
             if let Some(tables) = &mut batch.tables {
@@ -252,7 +268,6 @@ impl Sequences {
                 row.table.sync(&mut row.synced, tables.row(index));
             }
         }
-        Ok(())
     }
 
     /// Notes whose a row's last blocks are.
@@ -290,10 +305,7 @@ impl Sequences {
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, Tier::Device)?;
         refuse_loading(sequence, row, view)?;
-        let end = u64::from(row.len) + u64::from(count) + u64::from(lookahead);
-        if end > u64::from(u32::MAX) {
-            return Err(invalid("length with lookahead", i128::from(end), format!("at most {}", u32::MAX)));
-        }
+        let end = end_of(row, count, lookahead)?;
         let (passed, unwritten) = (self.passed_over(sequence, count), row.written == view.transfers.open());
         for i in self.written_blocks(row, count, lookahead) {
             if !view.tiers.device().block(row.table[i]).is_exclusive() {
@@ -348,7 +360,7 @@ impl Sequences {
         lookahead: u32,
         slots: &mut [i64],
         fresh: &mut std::slice::Iter<'_, BlockId>,
-    ) -> Result<()> {
+    ) {
         let row = self.rows.at(sequence);
         let (len, blocks) = (row.len, row.table.len());
         for i in self.written_blocks(row, count, lookahead) {
@@ -359,7 +371,7 @@ impl Sequences {
             if step.tiers.device().block(block).is_exclusive() {
                 write_in_place(step, block);
             } else {
-                self.copy_on_write(step, sequence, i, block, i < blocks_for(len.into(), self.block_size))?;
+                self.copy_on_write(step, sequence, i, block, i < blocks_for(len.into(), self.block_size));
             }
         }
         let end = u64::from(len) + u64::from(count) + u64::from(lookahead);
@@ -408,18 +420,10 @@ impl Sequences {
                 row.slot_base = (i64::from(block.0) - i64::from(index)) * i64::from(size);
             }
         }
-        Ok(())
     }
 
     /// Gives a row a block of its own in place of a shared one, by a copy of this step if it has tokens there.
-    fn copy_on_write(
-        &mut self,
-        step: &mut Step<'_>,
-        sequence: SequenceId,
-        index: usize,
-        shared: BlockId,
-        used: bool,
-    ) -> Result<()> {
+    fn copy_on_write(&mut self, step: &mut Step<'_>, sequence: SequenceId, index: usize, shared: BlockId, used: bool) {
         let mut fresh = Vec::with_capacity(1);
         step.take(Tier::Device, 1, used, &mut fresh);
         let own = fresh[0];
@@ -427,10 +431,10 @@ impl Sequences {
             step.tiers.release((Tier::Device, shared));
             self.rows.at_mut(sequence).table.replace(index, own);
             self.owners.note(sequence.row(), index, &[own]);
-            return Ok(());
+            return;
         }
         let (from, to) = ((Tier::Device, shared), (Tier::Device, own));
-        step.transfer(Kind::Copy, from, to, LeaseKind::Read)?;
+        step.transfer(Kind::Copy, from, to, LeaseKind::Read);
         step.tiers.release((Tier::Device, shared));
         let open = step.transfers.open();
         let row = self.rows.at_mut(sequence);
@@ -438,7 +442,6 @@ impl Sequences {
         self.owners.note(sequence.row(), index, &[own]);
         row.moving &= row.ticket == open;
         row.ticket = open;
-        Ok(())
     }
 }
 
@@ -464,21 +467,29 @@ fn write_in_place(step: &mut Step<'_>, block: BlockId) {
     }
 }
 
+/// Slots that a row has with so many more tokens, and lookahead.
+pub(super) fn end_of(row: &Row, count: u32, lookahead: u32) -> Result<u64> {
+    let end = u64::from(row.len) + u64::from(count) + u64::from(lookahead);
+    if end > u64::from(u32::MAX) {
+        return Err(invalid("length with lookahead", i128::from(end), format!("at most {}", u32::MAX)));
+    }
+    Ok(end)
+}
+
+/// Of so many writers of a block, those that get a copy. The last owner writes in place, unless the cache has the block too.
+pub(super) fn copied(writers: usize, refs: usize, published: bool) -> usize {
+    writers.min(refs.saturating_sub(usize::from(!published)))
+}
+
 /// Copies that a batch needs which writes the shared blocks so often: the last owner left writes in place.
 fn copies(view: View<'_>, shared: &mut [BlockId]) -> Result<usize> {
     shared.sort_unstable();
     let mut copies = 0;
     for writers in shared.chunk_by(|a, b| a == b) {
         let block = writers[0];
-        // The last owner writes in place, unless the cache has the block too.
-        let others =
-            view.tiers.device().refs(block) as usize - usize::from(!view.tiers.device().block(block).is_published());
-        let wanted = writers.len().min(others);
-        let room = view.tiers.device().block(block).lease_room();
-        if wanted > room {
-            let limit = u32::try_from(room).unwrap_or(u32::MAX);
-            return Err(Error::TooManyLeases { tier: Tier::Device, block, limit });
-        }
+        let device = view.tiers.device();
+        let wanted = copied(writers.len(), device.refs(block) as usize, device.block(block).is_published());
+        device.require_leases(block, LeaseKind::Read, wanted)?;
         copies += wanted;
     }
     Ok(copies)

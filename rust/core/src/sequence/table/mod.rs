@@ -1,6 +1,7 @@
 //! Block tables: which blocks hold a sequence's tokens. One row a sequence; rows are reused, and a handle carries the
 //! row's generation, so that a stale one is recognised.
 
+use crate::error::fault;
 use crate::error::{Error, Result};
 use crate::hash::{Chain, Key};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
@@ -335,6 +336,7 @@ impl Rows {
     }
 
     pub(crate) fn get(&self, sequence: SequenceId) -> Result<&Row> {
+        fault::point()?;
         match self.entries.get(sequence.row() as usize) {
             Some(row) if row.generation == sequence.generation() && row.generation & 1 == 1 => Ok(row),
             _ => Err(Error::UnknownSequence { sequence }),
@@ -342,6 +344,7 @@ impl Rows {
     }
 
     pub(crate) fn get_mut(&mut self, sequence: SequenceId) -> Result<&mut Row> {
+        fault::point()?;
         match self.entries.get_mut(sequence.row() as usize) {
             Some(row) if row.generation == sequence.generation() && row.generation & 1 == 1 => Ok(row),
             _ => Err(Error::UnknownSequence { sequence }),

@@ -86,25 +86,26 @@ impl Rows {
 
     /// Notes the id of the first token of a followed row that has none.
     #[inline]
-    pub(crate) fn push_token(&mut self, sequence: SequenceId, token: u32) -> Result<()> {
+    pub(crate) fn push_token(&mut self, sequence: SequenceId, token: u32) {
         let index = sequence.row() as usize;
         let (row, span) = (&mut self.entries[index], self.recent.span());
         let at = row.known as usize % span;
         self.recent.ids[index * span + at] = token;
         row.known += 1;
-        if at + 1 == span / BLOCKS || at + 1 == span { self.hash_block(index) } else { Ok(()) }
+        if at + 1 == span / BLOCKS || at + 1 == span {
+            self.hash_block(index);
+        }
     }
 
     /// Hashes the block that has just been filled.
     #[inline(never)]
-    fn hash_block(&mut self, index: usize) -> Result<()> {
+    fn hash_block(&mut self, index: usize) {
         let row = &mut self.entries[index];
-        let Some(keys) = &mut row.keys else { return Ok(()) };
+        let Some(keys) = &mut row.keys else { return };
         let before = keys.chain;
         let tokens = self.recent.block(index, keys.keys.len());
-        keys.keys.push(keys.chain.checked_block(tokens, &[])?);
+        keys.keys.push(keys.chain.plain_block(tokens));
         keys.before_last = Some(before);
-        Ok(())
     }
 
     /// Token ids behind the last full block, of a followed row.

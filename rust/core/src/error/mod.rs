@@ -1,5 +1,8 @@
 //! What can go wrong. Every failed call changes nothing, and every error carries its numbers.
 
+#[doc(hidden)]
+pub mod fault;
+
 use crate::id::{BlockId, JobId, PinId, SequenceId, TicketId, Tier};
 
 /// Result of a call.

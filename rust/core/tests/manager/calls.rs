@@ -1,0 +1,360 @@
+//! Every public verb on a copy of the manager, in whatever state chance has led to: what was asked right before holds, and a
+//! call of which one step fails changes nothing.
+
+use super::{BLOCK, Op, Setup, World, cases, keep, op, setup, store::family_ids};
+use blockyard_core::defrag::{Budget, Goal};
+use blockyard_core::{
+    AllocStatus, Cached, Counts, Demand, Error, Fit, Group, Manager, Prompt, SequenceId, StoreJob, TableRows, Tier,
+};
+use proptest::prelude::*;
+
+#[derive(Debug, Clone, Copy)]
+enum Verb {
+    Allocate,
+    AllocateEncoded,
+    Prompt,
+    Prompts,
+    Append,
+    AppendTables,
+    AppendTokens,
+    Note,
+    Mark,
+    MarkTo,
+    Fork,
+    ForkPrefix,
+    Truncate,
+    Free,
+    Priority,
+    Swap(Tier),
+    Complete,
+    Fail,
+    Deadline,
+    Pin,
+    PinPrompt,
+    Unpin,
+    Offload,
+    Quota,
+    Resize,
+    Defragment,
+    Load,
+    EndLoad,
+    EndWrite,
+    Tenant,
+}
+
+const VERBS: [Verb; 32] = [
+    Verb::Allocate,
+    Verb::AllocateEncoded,
+    Verb::Prompt,
+    Verb::Prompts,
+    Verb::Append,
+    Verb::AppendTables,
+    Verb::AppendTokens,
+    Verb::Note,
+    Verb::Mark,
+    Verb::MarkTo,
+    Verb::Fork,
+    Verb::ForkPrefix,
+    Verb::Truncate,
+    Verb::Free,
+    Verb::Priority,
+    Verb::Swap(Tier::Device),
+    Verb::Swap(Tier::Host),
+    Verb::Swap(Tier::External),
+    Verb::Complete,
+    Verb::Fail,
+    Verb::Deadline,
+    Verb::Pin,
+    Verb::PinPrompt,
+    Verb::Unpin,
+    Verb::Offload,
+    Verb::Quota,
+    Verb::Resize,
+    Verb::Defragment,
+    Verb::Load,
+    Verb::EndLoad,
+    Verb::EndWrite,
+    Verb::Tenant,
+];
+
+/// One call: the numbers are whatever the verb makes of them.
+#[derive(Debug, Clone, Copy)]
+struct Call {
+    verb: Verb,
+    first: usize,
+    count: usize,
+    tokens: u32,
+    more: u32,
+}
+
+fn calls() -> impl Strategy<Value = Vec<Call>> {
+    let call = (prop::sample::select(&VERBS[..]), 0usize..64, 0usize..5, 0u32..20, 0u32..4);
+    let call = call.prop_map(|(verb, first, count, tokens, more)| Call { verb, first, count, tokens, more });
+    prop::collection::vec(call, 12)
+}
+
+fn prompt(ids: &[u32]) -> Prompt<'_> {
+    Prompt { tokens: ids, spec: keep::spec(ids), extras: &[], hashed: None }
+}
+
+/// The sequences that a call names, and whether a move of them leads away from the device.
+struct Named {
+    sequences: Vec<SequenceId>,
+    leads_away: bool,
+}
+
+/// A manager, and what a call on it may name.
+struct State {
+    manager: Manager,
+    all: Vec<SequenceId>,
+    loads: Vec<StoreJob>,
+    writes: Vec<StoreJob>,
+}
+
+impl State {
+    /// Runs a program.
+    fn new(setup: Setup, ops: Vec<Op>) -> Self {
+        let mut world = World::new(setup);
+        for op in ops {
+            world.apply(op);
+            world.manager.check().unwrap();
+        }
+        let (loads, writes) = world.jobs.under_way();
+        Self { all: world.truth.keys().copied().collect(), manager: world.manager, loads, writes }
+    }
+
+    /// The sequences that a call names: some of all, most of one tier. One of 16 calls names an unknown one, or one twice.
+    fn named(&self, call: Call) -> Named {
+        let sequences = self.sequences(call);
+        let from = sequences.first().and_then(|&sequence| self.manager.tier(sequence).ok());
+        Named { leads_away: from.is_none_or(|from| matches!(call.verb, Verb::Swap(to) if from < to)), sequences }
+    }
+
+    fn sequences(&self, call: Call) -> Vec<SequenceId> {
+        let tier = |sequence: &SequenceId| self.manager.tier(*sequence).unwrap();
+        let mixed = call.first % 8 == 0;
+        let Some(&first) = self.all.get(call.first % self.all.len().max(1)) else { return vec![] };
+        let alike = self.all.iter().cycle().skip(call.first % self.all.len());
+        let mut named: Vec<_> =
+            alike.take(self.all.len()).filter(|s| mixed || tier(s) == tier(&first)).copied().collect();
+        named.truncate(call.count);
+        match call.first {
+            61 => named.extend(named.first().copied()),
+            62 => named.push(SequenceId::new(9999, 1)),
+            _ => {}
+        }
+        named
+    }
+
+    fn has_window(&self) -> bool {
+        self.manager.groups().iter().any(|group| matches!(group, Group::SlidingWindow { .. }))
+    }
+
+    /// What is said of a call right before, where there is a question for it.
+    fn ask(&self, manager: &mut Manager, call: Call) -> Option<Result<Fit, Error>> {
+        let (Call { verb, tokens, more, .. }, Named { sequences: named, leads_away }) = (call, self.named(call));
+        Some(match verb {
+            Verb::Allocate => Ok(manager.can_admit(&Demand { tokens, ..Demand::default() })),
+            Verb::AllocateEncoded => {
+                Ok(manager.can_admit(&Demand { tokens, encoder_tokens: more, ..Demand::default() }))
+            }
+            Verb::Prompt => manager.can_admit_prompt(&prompt(&family_ids(tokens, more)), u32::MAX, 0),
+            Verb::Append => manager.can_append(&named, Counts::All(tokens), more),
+            Verb::Swap(to) if leads_away && to != Tier::Device => manager.can_swap_out(&named, to),
+            Verb::Swap(to) => manager.can_swap_in(&named, to, more),
+            _ => return None,
+        })
+    }
+
+    /// Does it. A return to the device is followed by the tokens that it is asked with.
+    fn answer(&self, manager: &mut Manager, call: Call) -> Result<(), Error> {
+        let named = self.named(call);
+        self.run(manager, call, &named)?;
+        let named = named.sequences;
+        if !matches!(call.verb, Verb::Swap(Tier::Device)) {
+            return Ok(());
+        }
+        let mut slots = vec![0; named.len() * manager.growing_groups()];
+        manager.append(&named, Counts::All(1), call.more, &mut slots)
+    }
+
+    fn run(&self, manager: &mut Manager, call: Call, named: &Named) -> Result<(), Error> {
+        let (Call { verb, first, count, tokens, more }, Named { sequences: named, leads_away }) = (call, named);
+        let (one, mut out) = (named.first().copied().unwrap_or(SequenceId::new(9999, 1)), Vec::new());
+        let slots = &mut vec![0; named.len() * tokens as usize * manager.growing_groups()];
+        let ticket = manager.open_tickets().nth(first % manager.num_open_tickets().max(1));
+        let encoded = manager.growing_groups() < manager.groups().len();
+        match verb {
+            Verb::Allocate if !encoded => manager.allocate(&[tokens], &mut out),
+            Verb::Allocate => manager.allocate_encoded(&[tokens], &[0], &mut out),
+            Verb::AllocateEncoded if encoded => manager.allocate_encoded(&[tokens], &[more], &mut out),
+            Verb::AllocateEncoded => manager.allocate(&[tokens], &mut out),
+            Verb::Prompt => manager.allocate_prompts(&[prompt(&family_ids(tokens, more))], &mut Vec::new()),
+            Verb::Prompts => {
+                let all = [family_ids(tokens, more), family_ids(tokens / 2, more), family_ids(tokens, 1)];
+                manager.allocate_chunks(&all.each_ref().map(|ids| prompt(ids)), 1 + more * 3, &mut Vec::new())
+            }
+            Verb::Append => manager.append(named, Counts::All(tokens), more, slots),
+            Verb::AppendTables => {
+                let tables = &mut vec![0; named.len() * manager.growing_groups() * 64];
+                manager.append_with_tables(named, Counts::All(tokens), more, TableRows::new(tables, 64), slots)
+            }
+            Verb::AppendTokens => {
+                let ids = vec![more; named.len() * tokens as usize];
+                manager.append_tokens(named, Counts::All(tokens), more, &ids, None, slots)
+            }
+            Verb::Note => manager.note_tokens(named, Counts::All(more), &vec![7; named.len() * more as usize]),
+            Verb::Mark => manager.mark_computed(named),
+            Verb::MarkTo => manager.mark_computed_to(named, Some(&vec![tokens; named.len()])),
+            Verb::Fork => manager.fork(one, more, &mut out),
+            Verb::ForkPrefix => manager.fork_prefix(one, more * BLOCK, tokens).map(drop),
+            Verb::Truncate => manager.truncate(one, tokens),
+            Verb::Free => manager.free(named),
+            Verb::Priority => manager.set_priority(named, 3),
+            Verb::Swap(to) if *leads_away && to != Tier::Device => manager.swap_out(named, to),
+            Verb::Swap(to) => manager.swap_in(named, to),
+            Verb::Complete => ticket.map_or(Ok(()), |ticket| manager.complete(ticket)),
+            Verb::Fail => ticket.map_or(Ok(()), |ticket| manager.fail_whole(ticket).map(drop)),
+            Verb::Deadline => ticket.map_or(Ok(()), |ticket| {
+                manager.set_deadline(ticket, 5)?;
+                let _ = manager.expire(5);
+                Ok(())
+            }),
+            Verb::Pin => manager.pin(one, 9).map(drop),
+            Verb::PinPrompt => manager.pin_prompt(&prompt(&family_ids(tokens, more)), 9).map(drop),
+            Verb::Unpin => manager.unpin(blockyard_core::PinId(first as u64)),
+            Verb::Offload => manager.offload_cached(count).map(drop),
+            Verb::Quota => manager.set_quota([more as u8; 32], Some(count)),
+            Verb::Resize => manager.resize_device(tokens as usize * 2).map(drop),
+            Verb::Defragment => {
+                manager.defragment(&[Goal::Dense(more).into()], None, Budget::UNLIMITED, Cached::Exchange).map(drop)
+            }
+            Verb::Load => manager.begin_load(&prompt(&family_ids(tokens, more)), count).map(drop),
+            Verb::EndLoad => self
+                .loads
+                .first()
+                .map_or(Ok(()), |job| manager.end_load(job.job, &vec![more > 0; job.blocks.len()]).map(drop)),
+            Verb::EndWrite => self.writes.first().map_or(Ok(()), |job| manager.end_write(job.job).map(drop)),
+            Verb::Tenant => manager.number_tenant([more as u8; 32]).map(drop),
+        }
+    }
+
+    /// The manager once all has ended and left but what a call names; without such, nothing is cached.
+    fn emptied(&self, call: Call) -> Manager {
+        let (mut manager, named) = (self.manager.clone(), self.sequences(call));
+        let _ = manager.take_decision();
+        for ticket in manager.open_tickets().collect::<Vec<_>>() {
+            manager.complete(ticket).unwrap();
+        }
+        end_jobs(&mut manager, &self.loads, &self.writes);
+        (0..99).for_each(|pin| drop(manager.unpin(blockyard_core::PinId(pin))));
+        let is_named = matches!(call.verb, Verb::Append | Verb::Swap(_));
+        let others: Vec<_> = self.all.iter().filter(|s| !(is_named && named.contains(s))).copied().collect();
+        manager.free(&others).unwrap();
+        assert!(is_named || !manager.is_caching() || manager.reset_prefix_cache());
+        manager
+    }
+}
+
+fn end_jobs(manager: &mut Manager, loads: &[StoreJob], writes: &[StoreJob]) {
+    for job in loads {
+        manager.end_load(job.job, &vec![false; job.blocks.len()]).unwrap();
+    }
+    for job in writes {
+        manager.end_write(job.job).unwrap();
+    }
+}
+
+/// All that a manager holds, but what a call leaves to the next one without a meaning.
+fn dump(manager: &Manager) -> String {
+    let text = format!("{manager:?}");
+    let (mut kept, mut rest) = (String::with_capacity(text.len()), text.as_str());
+    let names = [" stamp: ", " epoch: ", " scratch: ", " work: "];
+    while let Some((at, name)) = names.iter().filter_map(|name| Some((rest.find(name)?, name))).min() {
+        kept.push_str(&rest[..at]);
+        rest = &rest[at + name.len()..];
+        let mut depth = 0;
+        let ends = |c: char| {
+            depth += i32::from("[{(".contains(c)) - i32::from("]})".contains(c));
+            depth < 0 || (depth == 0 && c == ',')
+        };
+        rest = &rest[rest.find(ends).unwrap_or(0)..];
+    }
+    kept + rest
+}
+
+/// Where two dumps differ.
+fn difference(before: &str, after: &str) -> Option<String> {
+    let at = before.bytes().zip(after.bytes()).position(|(a, b)| a != b).unwrap_or(before.len().min(after.len()));
+    let part = |text: &str| text.chars().skip(at.saturating_sub(60)).take(120).collect::<String>();
+    (before != after).then(|| format!("{} became {}", part(before), part(after)))
+}
+
+/// What was asked right before a call, and what comes of it.
+fn agrees(state: &State, call: Call) {
+    let (mut manager, before) = (state.manager.clone(), dump(&state.manager));
+    let Some(asked) = state.ask(&mut manager, call) else { return };
+    assert_eq!(difference(&before, &dump(&manager)), None, "{call:?}: a question has changed something");
+    let result = state.answer(&mut manager, call);
+    manager.check().unwrap();
+    let fit = match asked {
+        Ok(fit) => fit,
+        Err(error) => return assert_eq!(Err(error), result, "{call:?}"),
+    };
+    assert_eq!(fit.status == AllocStatus::Ok, result.is_ok(), "{call:?}: {fit:?}, {result:?}");
+    let alone = state.answer(&mut state.emptied(call), call);
+    match fit.status {
+        AllocStatus::Never => assert!(alone.is_err(), "{call:?}: {fit:?}"),
+        // Of sequences that cannot move yet the blocks are not counted, what an append's own hold may go, and a window may
+        // have needed less of what was cached.
+        AllocStatus::Later if fit.blocks > 0 && !matches!(call.verb, Verb::Append) && !state.has_window() => {
+            assert_eq!(alone, Ok(()), "{call:?}: {fit:?}");
+        }
+        _ => {}
+    }
+}
+
+/// Lets each step of a call that may fail do so, one after the other.
+#[cfg(debug_assertions)]
+fn fails_whole(state: &State, call: Call) {
+    let (named, before) = (state.named(call), dump(&state.manager));
+    let changed = |manager: &Manager, result: &Result<(), Error>| {
+        result.as_ref().err().and_then(|_| difference(&before, &dump(manager)))
+    };
+    for n in 1.. {
+        let mut manager = state.manager.clone();
+        let _ = blockyard_core::error::fault::arm(n);
+        let result = state.run(&mut manager, call, &named);
+        if blockyard_core::error::fault::arm(0) {
+            // There are not so many steps: this is the call itself.
+            assert_eq!(changed(&manager, &result), None, "{call:?}: {result:?}");
+            return manager.check().unwrap();
+        }
+        manager.check().unwrap();
+        assert_eq!(changed(&manager, &result), None, "{call:?}: step {n} has failed after a change");
+    }
+}
+
+fn ops() -> impl Strategy<Value = Vec<Op>> {
+    prop::collection::vec(op(), 1..60)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
+    #[test]
+    fn a_call_does_what_was_said_of_it(setup in setup(), ops in ops(), calls in calls()) {
+        let state = State::new(setup, ops);
+        for call in calls {
+            agrees(&state, call);
+        }
+    }
+
+    #[cfg(debug_assertions)]
+    #[test]
+    fn a_call_that_fails_at_any_step_changes_nothing(setup in setup(), ops in ops(), calls in calls()) {
+        let state = State::new(setup, ops);
+        for call in calls {
+            fails_whole(&state, call);
+        }
+    }
+}
