@@ -249,9 +249,10 @@ impl Block {
         })
     }
 
-    /// Whether nothing but so many leases of [`LeaseKind::Read`] holds the block.
-    pub(crate) fn is_only_read_by(self, reads: usize) -> bool {
-        self.refs == 0 && self.overlap == 0 && usize::from(self.reads) == reads
+    /// Whether the block could be given out but for `reads` leases of [`LeaseKind::Read`].
+    pub(crate) fn is_only_read_by(self, reads: usize, overlappable_too: bool) -> bool {
+        let overlaps = self.overlap != 0 && (!overlappable_too || self.is_filling());
+        self.refs == 0 && !overlaps && usize::from(self.reads) == reads
     }
 
     /// Gives an unused block its first reference.

@@ -69,6 +69,6 @@ impl View<'_> {
         }
         let mut kept = found();
         kept.sort_unstable();
-        pool.free_with(request.overlappable, self.jobs.num_held(pool, &kept))
+        pool.free_with(request.overlappable, self.jobs.num_held(pool, request.overlappable, &kept))
     }
 }

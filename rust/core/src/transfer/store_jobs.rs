@@ -189,14 +189,14 @@ impl StoreJobs {
         !self.writes.is_empty()
     }
 
-    /// Blocks of a tier that would be free without the writes, `kept` excepted, which rise.
-    pub(crate) fn num_held(&self, pool: &Pool, kept: &[BlockId]) -> usize {
+    /// Blocks of a tier that could be given out without the writes, `kept` excepted, which rise.
+    pub(crate) fn num_held(&self, pool: &Pool, overlappable_too: bool, kept: &[BlockId]) -> usize {
         let mut reads: HashMap<BlockId, usize> = HashMap::new();
         let writes = self.writes.values().filter(|(tier, _)| *tier == pool.tier());
         writes.flat_map(|(_, blocks)| blocks).for_each(|&block| *reads.entry(block).or_default() += 1);
         let is_held = |(block, reads): &(&BlockId, &usize)| {
             !pool.is_beyond(**block)
-                && pool.block(**block).is_only_read_by(**reads)
+                && pool.block(**block).is_only_read_by(**reads, overlappable_too)
                 && kept.binary_search(block).is_err()
         };
         reads.iter().filter(is_held).count()
