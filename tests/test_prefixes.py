@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from blockyard import KVCache
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.executor.prefix_store import LOAD_SECONDS
+from blockyard.executor.store_stats import LOAD_SECONDS
 from blockyard.scheduler import Request, Scheduler
 from blockyard.stores import ExternalStore
 from blockyard.testing.faults import UnrulyStore

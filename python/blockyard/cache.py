@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from blockyard._core import BlockManager, CacheGroup, ManagerStats, PrefixCaching, ResizeProgress, StepDecision
 from blockyard.engine.elastic.cache import ElasticCache, Resized
 from blockyard.engine.engine import CacheEngine
-from blockyard.errors import InvalidArgumentError, UnknownTicketError
-from blockyard.executor.executor import StepDone, StepExecutor
+from blockyard.errors import InvalidArgumentError
+from blockyard.executor.executor import StepExecutor
 from blockyard.executor.prefix_store import PrefixStore
+from blockyard.executor.tickets import StepEnd, Tickets
 from blockyard.layout import GroupedLayout, KVLayout
 from blockyard.stores.base import ExternalStore, open_store, parse_size
 
@@ -26,20 +25,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["CacheStep", "KVCache", "StepEnd"]
-
-
-class StepEnd(NamedTuple):
-    """A ticket that has ended.
-
-    Attributes:
-        ticket: its number.
-        lost: sequences that lost bytes, uint64 `[n]`; they can only be freed and started again.
-        errors: what went wrong in its transfers.
-    """
-
-    ticket: int
-    lost: NDArray[np.uint64]
-    errors: tuple[Exception, ...]
 
 
 class KVCache:
@@ -133,14 +118,14 @@ class KVCache:
         if prefix_store is not None and prefix_caching is True:
             prefix_caching = PrefixCaching(host=host > 0)
         self.layout = layout
-        self._open: list[StepDecision] = []
-        with contextlib.ExitStack() as undo:
+        self._closers: list[Callable[[], object]] = []  # each does nothing the second time
+        try:
             self.elastic: ElasticCache | None = None
             if max_device_blocks is not None and device_blocks is not None:
                 self.elastic = ElasticCache(
                     layout, num_blocks=device_blocks, max_blocks=max_device_blocks, device=device
                 )
-                undo.callback(self.elastic.close)
+                self._closers.append(self.elastic.close)
                 tensors = self.elastic.tensors
             self.engine = CacheEngine(
                 layout,
@@ -149,10 +134,10 @@ class KVCache:
                 device=device if tensors is None else None,
                 tensors=tensors,
             )
-            undo.callback(self.engine.close)
+            self._closers.append(self.engine.close)
             self.store = _store(external, size, _namespace(namespace, layout))
             if self.store is not None:
-                undo.callback(self.store.close)
+                self._closers.append(self.store.close)
             self.executor = StepExecutor(self.engine, self.store, max_staging=staging)
             self.manager = BlockManager(
                 block_size=_block_size(layout),
@@ -164,14 +149,17 @@ class KVCache:
                 groups=groups,
                 prefix_caching=prefix_caching,
             )
+            self._tickets = Tickets(self.manager, self.executor)
             self.prefix_store: PrefixStore | None = None
             if prefix_store is not None:
                 self.prefix_store = self._connect(prefix_store, namespace, prefix_writes, prefix_deadline, staging)
-                undo.callback(self.prefix_store.close)
-            self._closing = undo.pop_all()
+                self._closers.append(self.prefix_store.close)
+        except BaseException:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
-        return f"KVCache({self.manager!r}, {len(self._open)} steps open)"
+        return f"KVCache({self.manager!r}, {len(self._tickets)} steps open)"
 
     def step(self, *, by_layer: bool = False, prefetch: bool = False) -> CacheStep:
         """End the manager's step and start its transfers.
@@ -192,31 +180,33 @@ class KVCache:
             The step, a context manager: its body computes, its exit takes in what has landed.
 
         Raises:
-            MappingError: an executor's error; the ticket is failed as a whole.
+            MappingError: an executor's error. The ticket has failed as a whole: the next `poll`, `drain` or end of a step
+                names the sequences that lost bytes. So it is after any other exception.
         """
         self.give_back()
-        decision = self.manager.take_decision(prefetch=prefetch)
+        decision = self._tickets.take(prefetch=prefetch)
         try:
             self.executor.submit(decision, by_layer=by_layer)
-        except BaseException:
-            # What landed is not known: nothing counts as landed.
-            with contextlib.suppress(UnknownTicketError):
-                self.executor.wait(decision.ticket)
-            self.manager.fail(decision.ticket)
+        except BaseException as error:
+            self._tickets.fail(decision, error)
             raise
-        self._open.append(decision)
         if self.prefix_store is not None:
             self.prefix_store.poll()
         known = self.executor.lost(decision.ticket)
         return CacheStep(self, decision, self.manager.fail(decision.ticket, known, end=False))
 
     def poll(self) -> list[StepEnd]:
-        """End the tickets whose transfers have ended since the last call; never waits."""
-        return [self._end(done) for done in self.executor.poll()]
+        """End the tickets whose transfers have ended since the last call; never waits.
+
+        An exception, `KeyboardInterrupt` included, loses no `StepEnd`: what a call could not report, the next does.
+        """
+        self._tickets.end(self.executor.poll())
+        return self._tickets.report()
 
     def drain(self) -> list[StepEnd]:
         """Wait for all transfers that were started, and end their tickets."""
-        return [self._end(self.executor.wait(decision.ticket)) for decision in tuple(self._open)]
+        self._tickets.wait()
+        return self._tickets.report()
 
     def resize(self, blocks: int) -> ResizeProgress:
         """Give the device another number of blocks while sequences run.
@@ -273,8 +263,13 @@ class KVCache:
         return found
 
     def close(self) -> None:
-        """Wait for transfers, close engine and store, and give all memory back. Twice does nothing."""
-        self._closing.close()
+        """Wait for transfers, close engine and store, and give all memory back. Twice does nothing.
+
+        After an exception it can be called again.
+        """
+        with contextlib.ExitStack() as stack:
+            for close in self._closers:
+                stack.callback(close)
 
     def __enter__(self) -> Self:
         return self
@@ -300,16 +295,6 @@ class KVCache:
         except BaseException:
             store.close()
             raise
-
-    def _end(self, done: StepDone) -> StepEnd:
-        """End a ticket whose transfers have ended."""
-        self._open = [decision for decision in self._open if decision.ticket != done.ticket]
-        lost = self.manager.fail(done.ticket, done.lost)
-        return StepEnd(done.ticket, lost, tuple(done.errors))
-
-    def _finish(self, decision: StepDecision) -> list[StepEnd]:
-        """Take in what has landed; wait for this step if what was computed depends on its transfers."""
-        return [self._end(done) for done in self.executor.collect(decision.ticket)]
 
 
 class CacheStep:
@@ -341,7 +326,9 @@ class CacheStep:
             The tickets that have ended. It waits for this step's only if the step waited for loads, or is known to have
             lost some.
         """
-        self.ended = self._cache._finish(self.decision)  # noqa: SLF001 (one file, one concept)
+        tickets = self._cache._tickets  # noqa: SLF001 (one file, one concept)
+        tickets.end(self._cache.executor.collect(self.decision.ticket))
+        self.ended = tickets.report()
         return self.ended
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What the copy engine and stores share: threads, and the folder of what `blockyard calibrate` found.
+"""What the copy engine and stores share: threads, results that no interrupt loses, and where calibration is kept.
 
 Threads end before the interpreter does, and a fork gets an error.
 
@@ -15,15 +15,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from blockyard.errors import ForkedError, StoreError
 
-__all__ = ["CallPool", "Process", "cache_folder", "start_worker"]
+__all__ = ["CallPool", "Process", "cache_folder", "keep", "start_worker"]
 
 _PARTING_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do
+T = TypeVar("T")
 _running: dict[threading.Thread, Callable[[], None]] = {}  # each with what makes it end
 
 
@@ -53,6 +55,18 @@ class Process:
             raise ForkedError(
                 f"{self._what} was made by process {self._pid}, this is its fork {os.getpid()}: make one here"
             )
+
+
+def keep(into: list[T], call: Callable[..., T], *arguments: object) -> T:
+    """Call, and append what the call returns to a list.
+
+    C code does both, so no `KeyboardInterrupt` comes between them if the call is C code, too.
+
+    Returns:
+        What the call has returned.
+    """
+    into.extend(starmap(call, (arguments,)))
+    return into[-1]
 
 
 def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -> threading.Thread:

@@ -312,8 +312,8 @@ class StepExecutor(Executor):
                 part.transfer.order_compute(layer)
 
     def is_open(self, ticket: int) -> bool:
-        """Whether a decision was submitted and has not ended."""
-        return ticket in self._steps
+        """Whether a decision was submitted and has not been reported."""
+        return ticket in self._steps or ticket in self._done
 
     def is_awaited(self, ticket: int) -> bool:
         """Whether a decision has not ended, and compute has read what it loads, or a loss is known.

@@ -19,9 +19,9 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -31,72 +31,25 @@ from torch import Tensor
 from blockyard._core import BlockManager, HashedPrompt, StoreJob
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
-from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.errors import BlockyardError, InvalidArgumentError, UnknownTicketError
 from blockyard.executor.staging import Buffers
-from blockyard.executor.store_quotas import StoreQuotas
+from blockyard.executor.store_quotas import StoreQuotas, entries_of
 from blockyard.executor.store_side import StoreSide
+from blockyard.executor.store_stats import LOAD_SECONDS, PrefixStoreStats
 from blockyard.executor.store_worker import StoreTask, StoreWorker
 from blockyard.stores.base import ExternalStore
+from blockyard.workers import keep
 
 if TYPE_CHECKING:
     from blockyard.executor.store_side import Answer
 
 __all__ = ["LOAD_SECONDS", "Prefetch", "PrefixStore", "PrefixStoreStats"]
 
-LOAD_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""Upper ends of the ranges that `PrefixStoreStats.load_seconds` counts prefetches in; the last range has no end."""
 WRITTEN_AT_ONCE: Final = 16 << 20  # bytes of one batch of writes
 ABSENT_SECONDS: Final = 0.5  # how long a key that was not there is not asked for again
 FAILED_SECONDS: Final = 10.0  # how long a key whose block was damaged or did not come is not
 PAUSES: Final = (0.5, 8.0)  # least and most seconds without reads after one that passed its deadline
 MOST_FAILED: Final = 1 << 16  # keys that are known to be of no use
-
-
-@dataclass
-class PrefixStoreStats:
-    """Counters since the store was connected.
-
-    Attributes:
-        prefetches: prompts that lacked blocks when they were prefetched.
-        hit_blocks: blocks that were loaded, and then could be found.
-        hit_bytes: their bytes.
-        misses: blocks or prompts that did not get a block from the store, by reason: `"absent"`, `"timeout"`,
-            `"no_room"`, `"unavailable"`, `"failed_before"`, `"copy_failed"` and the store's own reasons.
-        written_blocks: blocks that the store has taken, or had.
-        written_bytes: their bytes.
-        unwritten_blocks: blocks that it has not. Those that a call of the manager took first, and those beyond a quota,
-            count here too.
-        deleted_blocks: blocks that were deleted for their tenants' quotas.
-        load_seconds: prefetches by how long they took, see `LOAD_SECONDS`.
-    """
-
-    prefetches: int = 0
-    hit_blocks: int = 0
-    hit_bytes: int = 0
-    misses: Counter[str] = field(default_factory=Counter)
-    written_blocks: int = 0
-    written_bytes: int = 0
-    unwritten_blocks: int = 0
-    deleted_blocks: int = 0
-    load_seconds: list[int] = field(default_factory=lambda: [0] * (len(LOAD_SECONDS) + 1))
-
-    def as_dict(self) -> dict[str, int]:
-        """Return all counters by name, for metrics; the ranges of `load_seconds` are cumulative."""
-        counters = {
-            "prefix_store_prefetches": self.prefetches,
-            "prefix_store_hit_blocks": self.hit_blocks,
-            "prefix_store_hit_bytes": self.hit_bytes,
-            "prefix_store_written_blocks": self.written_blocks,
-            "prefix_store_written_bytes": self.written_bytes,
-            "prefix_store_unwritten_blocks": self.unwritten_blocks,
-            "prefix_store_deleted_blocks": self.deleted_blocks,
-        }
-        counters |= {f"prefix_store_misses_{reason}": count for reason, count in sorted(self.misses.items())}
-        total = 0
-        for end, count in zip((*LOAD_SECONDS, "inf"), self.load_seconds, strict=True):
-            total += count
-            counters[f"prefix_store_load_seconds_le_{end}"] = total
-        return counters
 
 
 class Prefetch:
@@ -157,8 +110,8 @@ class _Write:
     task: StoreTask | None = None
 
     def entries(self) -> list[tuple[int, bytes]]:
-        """The tenant and key of each block that has a tenant; see `_entries`."""
-        return _entries(self.job, np.ones(len(self.job), np.bool_))
+        """The tenant and key of each block that has a tenant; see `entries_of`."""
+        return entries_of(self.job, np.ones(len(self.job), np.bool_))
 
 
 class PrefixStore:
@@ -205,16 +158,19 @@ class PrefixStore:
         self._max_blocks = max_staging // size
         self._write_blocks = max(1, min(self._max_blocks, WRITTEN_AT_ONCE // size))
         self._writes = writes
-        self._changed = threading.Event()
+        self._news = threading.Lock()  # free once tasks have ended; no interrupt leaves it in the way, as an Event's
         self._buffers, self._buffers_lock = Buffers(engine.memory.staging, max_staging), threading.Lock()
-        self._worker = StoreWorker(side, self._changed.set)
+        self._worker = StoreWorker(side, self._notify)
         self._open: list[Prefetch] = []
         self._abandoned: list[StoreTask] = []  # reads past their deadline: their rows are the store's until they end
         self._writing: list[_Write] = []
+        self._load_jobs: list[StoreJob] = []  # the manager's jobs that have not ended
+        self._write_jobs: list[StoreJob] = []
         self._deleting: list[StoreTask] = []
         self._quotas, self._tenants = StoreQuotas(size), dict[bytes | None, int]()
         self._failed: dict[bytes, float] = {}
         self._retry_at, self._pause = 0.0, PAUSES[0]
+        self._torn = False  # a call changes the fields above; if it is set when one begins, the last was interrupted
 
     def __repr__(self) -> str:
         return f"PrefixStore({self.store!r}, {len(self._open)} prefetches, {len(self._writing)} writes under way)"
@@ -242,20 +198,25 @@ class PrefixStore:
         """
         prefix = self._manager.prefix
         hashed = prompt if isinstance(prompt, HashedPrompt) else prefix.hash(prompt, salt=salt, lora_id=lora_id)
+        self._mend()
         fetch = Prefetch(self, hashed, self._missing(hashed))
         if not len(fetch.keys):
             fetch.state = "done"
             return fetch
+        self._torn = True
         self.stats.prefetches += 1
         seconds = self._deadline + len(fetch.keys) * self._size / 200e6
         fetch._until = fetch.began + seconds  # noqa: SLF001 (one file, one concept)
         self._open.append(fetch)
         self._advance(fetch)
+        self._torn = False
         return fetch
 
     def poll(self) -> None:
         """Go on with what can go on, in both directions; never waits."""
-        self._changed.clear()
+        self._mend()
+        self._torn = True
+        self._news.acquire(blocking=False)
         if self._open or self._writing:
             self._engine.poll()
         for task in self._abandoned:
@@ -264,6 +225,7 @@ class PrefixStore:
         for fetch in tuple(self._open):
             self._advance(fetch)
         self._write()
+        self._torn = False
 
     def wait(self, timeout: float | None = None, *, until: Callable[[], bool] | None = None) -> bool:
         """Wait until all blocks that are to be written are in the store, or have been refused.
@@ -286,7 +248,7 @@ class PrefixStore:
             for write in self._writing:
                 if write.task is None:
                     self._engine.transfers.wait(write.transfer)
-            self._changed.wait(0.001)
+            self._news.acquire(timeout=0.001)
 
     def forget(self) -> bool:
         """Forget all that is cached, in the manager and in the store, for instance after the weights changed.
@@ -299,6 +261,7 @@ class PrefixStore:
         Raises:
             StoreError: the store could not forget its keys.
         """
+        self._mend()
         if self._open or self._writing or self._deleting or not self._manager.prefix.reset():
             return False
         self.store.forget()
@@ -338,15 +301,48 @@ class PrefixStore:
     def close(self, timeout: float = 5.0) -> bool:
         """Write what is left, and let go of the store; waits at most `timeout` seconds for it. False if it hung."""
         self.wait(timeout)
-        for fetch in tuple(self._open):
-            self._finish(fetch, "closed")
-        in_time = self._worker.close(timeout)
-        for write in self._writing:
-            if write.task is None:
-                self._engine.transfers.wait(write.transfer)
-                self._manager.prefix.store_jobs.end_write(write.job.job)
-        self._writing.clear()
-        return self.store.close(timeout) if in_time else False
+        self._give_up_all("closed")
+        self._writes = "never"
+        return self.store.close(timeout) if self._worker.close(timeout) else False
+
+    # ---- after an exception ----
+
+    def _mend(self) -> None:
+        """After an interrupt, give up what is under way: how far it came is not known."""
+        if self._torn:
+            self._give_up_all("interrupted")
+            self._torn = False
+
+    def _give_up_all(self, why: str) -> None:
+        """Let prompts go on without the store, and forget writes that the store has not got; can be called again."""
+        if self._load_jobs or self._write_jobs:
+            self._engine.transfers.synchronize()  # nothing reads or writes their blocks from now on
+        jobs = self._manager.prefix.store_jobs
+        while self._load_jobs:
+            with suppress(UnknownTicketError):  # it has ended
+                jobs.end_load(self._load_jobs[-1].job, [False] * len(self._load_jobs[-1]))
+            del self._load_jobs[-1]
+        while self._write_jobs:
+            with suppress(UnknownTicketError):
+                jobs.end_write(self._write_jobs[-1].job)
+            del self._write_jobs[-1]
+        while self._open:
+            fetch = self._open[-1]
+            if fetch._task is not None:  # noqa: SLF001
+                self._abandoned.append(fetch._task)  # noqa: SLF001
+            fetch.job = fetch._transfer = fetch._task = None  # noqa: SLF001
+            fetch.state = "done"
+            del self._open[-1]
+            self.stats.misses[why] += 1
+        self.stats.unwritten_blocks += sum(len(write.job) for write in self._writing if write.task is None)
+        self._writing = [write for write in self._writing if write.task is not None]
+        tasks = [write.task for write in self._writing if write.task is not None]
+        for task in (*tasks, *self._abandoned, *self._deleting):
+            self._worker.submit(task)  # it takes none twice
+
+    def _notify(self) -> None:
+        with suppress(RuntimeError):  # it is free
+            self._news.release()
 
     # ---- from the store ----
 
@@ -417,8 +413,9 @@ class PrefixStore:
         if not count:
             self._finish(fetch)
             return
-        job = self._manager.prefix.store_jobs.begin_load(fetch.prompt, count)
+        job = keep(self._load_jobs, self._manager.prefix.store_jobs.begin_load, fetch.prompt, count)
         if not len(job):
+            self._load_jobs.remove(job)
             self._finish(fetch, "no_room" if len(self._missing(fetch.prompt)) else "")
             return
         fetch.job, fetch.state = job, "copying"
@@ -441,10 +438,11 @@ class PrefixStore:
     def _give_back(self, task: StoreTask | None) -> None:
         """Let the rows of a read be used again, once neither store nor engine has them."""
         if task is not None and task.ended and task.taken is not None:
+            rows, task.taken = task.taken, None  # first: nobody gives them back twice
             if task.answer is not None and task.answer.are_rows_free:
                 with self._buffers_lock:
-                    self._buffers.give_back(task.taken)
-            task.taken = task.answer = None
+                    self._buffers.give_back(rows)
+            task.answer = None
 
     def _note_failed(self, task: StoreTask, index: int, answer: Answer) -> None:
         reason = answer.reasons[index] if index < len(answer.reasons) else "error"
@@ -467,7 +465,8 @@ class PrefixStore:
         job = fetch.job
         assert job is not None  # noqa: S101 (for the type checker)
         found = self._manager.prefix.store_jobs.end_load(job.job, fetch.landed & has_landed)
-        self._delete(self._quotas.use(_entries(job, fetch.landed & has_landed)))
+        self._load_jobs.remove(job)
+        self._delete(self._quotas.use(entries_of(job, fetch.landed & has_landed)))
         self._give_back(fetch._task)  # noqa: SLF001
         fetch.job = fetch._transfer = fetch._task = None  # noqa: SLF001
         if not has_landed:
@@ -499,6 +498,7 @@ class PrefixStore:
             if fetch._transfer is not None:  # noqa: SLF001
                 self._engine.transfers.wait(fetch._transfer)  # noqa: SLF001
             self._manager.prefix.store_jobs.end_load(fetch.job.job, [False] * len(fetch.job))
+            self._load_jobs.remove(fetch.job)
         self._give_back(fetch._task)  # noqa: SLF001
         fetch.job = fetch._transfer = fetch._task = None  # noqa: SLF001
         fetch.state = "done"
@@ -508,9 +508,7 @@ class PrefixStore:
     # ---- to the store ----
 
     def _write(self) -> None:
-        for write in self._writing:
-            self._advance_write(write)
-        self._writing = [write for write in self._writing if not (write.task and write.task.ended)]
+        self._writing = [write for write in self._writing if not self._advance_write(write)]
         self._deleting = [task for task in self._deleting if not task.ended]
         if self._writes == "never":
             return
@@ -518,27 +516,38 @@ class PrefixStore:
             room = self._max_blocks - sum(write.num_bytes for write in self._writing) // self._size
             if room < 1:
                 return
-            job = self._manager.prefix.store_jobs.begin_write(min(room, self._write_blocks))
+            job = keep(self._write_jobs, self._manager.prefix.store_jobs.begin_write, min(room, self._write_blocks))
             if not len(job):
+                self._write_jobs.remove(job)
                 return
             try:
                 fence = self._engine.fence()
                 transfer = self._engine.submit_read(job.tier, job.blocks, after_compute=fence, on_full="refuse")
             except BlockyardError:
-                self._manager.prefix.store_jobs.end_write(job.job)
+                self._end_write(job)
                 self.stats.unwritten_blocks += len(job)
                 return
             self._writing.append(_Write(job, transfer, len(job) * self._size))
             self._advance_write(self._writing[-1])
 
-    def _advance_write(self, write: _Write) -> None:
-        if write.task is None and write.transfer.done:
-            is_whole = self._manager.prefix.store_jobs.end_write(write.job.job)
+    def _end_write(self, job: StoreJob) -> bool:
+        is_whole = self._manager.prefix.store_jobs.end_write(job.job)
+        self._write_jobs.remove(job)
+        return is_whole
+
+    def _advance_write(self, write: _Write) -> bool:
+        """Take a write as far as it goes. Returns whether it has ended."""
+        if write.task is None:
+            if not write.transfer.done:
+                return False
+            is_whole = self._end_write(write.job)
             rows, write.transfer.rows = write.transfer.rows, None
             is_whole = is_whole and rows is not None and write.transfer.error is None
             write.task = self._put_task(write, rows if is_whole else None)
         task = write.task
-        if task is not None and task.ended and task.answer is not None:
+        if not task.ended:
+            return False
+        if task.answer is not None:
             ok, task.answer = task.answer.ok, None
             written = int(ok.sum())
             self.stats.written_blocks += written
@@ -550,6 +559,7 @@ class PrefixStore:
             if self._failed:
                 for key in task.keys:
                     self._failed.pop(key.tobytes(), None)
+        return True
 
     def _put_task(self, write: _Write, rows: NDArray[np.uint8] | None) -> StoreTask:
         """Give the store the blocks that were read, but none beyond their tenants' quotas."""
@@ -574,14 +584,6 @@ class PrefixStore:
             self.stats.deleted_blocks += len(keys)
             self._deleting.append(task)
             self._worker.submit(task)
-
-
-def _entries(job: StoreJob, chosen: NDArray[np.bool_]) -> list[tuple[int, bytes]]:
-    """The tenant and key of each chosen block that has a tenant, last to first: the end of a chain is to go first."""
-    chosen = chosen & (job.tenants > 0)
-    return [
-        (tenant, key.tobytes()) for tenant, key in zip(job.tenants[chosen][::-1], job.keys[chosen][::-1], strict=True)
-    ]
 
 
 def _rows_of(

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-__all__ = ["StoreQuotas"]
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from blockyard._core import StoreJob
+
+__all__ = ["StoreQuotas", "entries_of"]
 
 
 class StoreQuotas:
@@ -62,3 +69,11 @@ class StoreQuotas:
             gone.append(next(iter(keys)))
             del keys[gone[-1]]
         return gone
+
+
+def entries_of(job: StoreJob, chosen: NDArray[np.bool_]) -> list[tuple[int, bytes]]:
+    """The tenant and key of each chosen block that has a tenant, last to first: the end of a chain is to go first."""
+    chosen = chosen & (job.tenants > 0)
+    return [
+        (tenant, key.tobytes()) for tenant, key in zip(job.tenants[chosen][::-1], job.keys[chosen][::-1], strict=True)
+    ]

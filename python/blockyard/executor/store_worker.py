@@ -37,6 +37,7 @@ class StoreTask:
         answer: of a get: entries for its first blocks, as many as were asked for. Of a put: an entry for each block,
             also for those that the store had.
         ended: the store has answered.
+        begun: the worker's thread has it.
     """
 
     keys: NDArray[np.uint8]
@@ -45,6 +46,7 @@ class StoreTask:
     taken: Tensor | None = None
     answer: Answer | None = None
     ended: bool = False
+    begun: bool = False
     batch: Batch | None = None
     is_new: NDArray[np.bool_] | None = None
 
@@ -61,17 +63,22 @@ class StoreWorker:
         self._side = side
         self._notify = notify
         self._process = Process("a prefix store")
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._tasks: deque[StoreTask] = deque()
+        self._under_way: list[StoreTask] = []  # of the worker's thread
         self._is_closed = False
+        self._is_torn = False  # an exception has ended a turn of the worker's thread
         self._thread = start_worker("blockyard-prefix-store", self._run, self._stop)
 
     def submit(self, task: StoreTask) -> None:
-        """Take a task in; never waits for the store."""
+        """Take a task in; never waits for the store. Does nothing for one that it has."""
         self._process.check()
-        with self._changed:
+        with self._lock:
+            if task.begun or task.ended:
+                return
             if self._is_closed:
-                task.answer, task.ended = self._miss(task, "closed"), True
+                self._end(task, self._miss(task, "closed"))
                 return
             self._tasks.append(task)
             self._changed.notify()
@@ -84,39 +91,61 @@ class StoreWorker:
         return not self._thread.is_alive()
 
     def _stop(self) -> None:
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._changed.notify()
 
     def _run(self) -> None:
-        under_way: list[StoreTask] = []
-        while True:
-            with self._changed:
-                while not (self._tasks or under_way or self._is_closed):
-                    self._changed.wait()
-                if not self._tasks and not self._is_closed:
-                    self._changed.wait(_POLL_SECONDS)
-                if self._is_closed:
-                    left = [*under_way, *self._tasks]
-                    self._tasks.clear()
-                    break
-                tasks = list(self._tasks)
-                self._tasks.clear()
-            for task in tasks:
-                self._begin(task)
-            under_way += [task for task in tasks if not task.ended]
-            self._side.poll()
-            for task in under_way:
-                self._take_in(task)
-            ended = [task for task in (*under_way, *tasks) if task.ended]
-            under_way = [task for task in under_way if not task.ended]
-            if ended:
-                self._notify()
-        for task in left:
-            self._end(task, self._miss(task, "closed"))
+        goes_on = True
+        while goes_on:
+            try:
+                if self._is_torn:
+                    self._give_up("error")
+                    self._is_torn = False
+                elif not self._turn():
+                    self._give_up("closed")
+                    goes_on = False
+            except Exception:  # noqa: BLE001, PERF203 (want of memory, say: what it has is a miss, and it goes on)
+                self._is_torn = True
+
+    def _turn(self) -> bool:
+        """Wait for tasks, begin them, and take in what has ended. Returns False once the worker is to end."""
+        with self._lock:
+            while not (self._tasks or self._under_way or self._is_closed):
+                self._changed.wait()
+            if not self._tasks and not self._is_closed:
+                self._changed.wait(_POLL_SECONDS)
+            if self._is_closed:
+                return False
+            tasks = [task for task in self._tasks if not task.begun]
+            self._under_way += tasks
+            self._tasks.clear()
+        for task in tasks:
+            self._begin(task)
+        self._side.poll()
+        for task in self._under_way:
+            self._take_in(task)
+        ended = len(self._under_way)
+        self._under_way = [task for task in self._under_way if not task.ended]
+        if len(self._under_way) < ended:
+            self._notify()
+        return True
+
+    def _give_up(self, why: str) -> None:
+        """End all tasks as misses."""
+        with self._lock:
+            self._under_way += self._tasks
+            self._tasks.clear()
+        for task in self._under_way:
+            if not task.ended:
+                self._end(task, self._miss(task, why))
+        self._under_way.clear()
         self._notify()
 
     def _begin(self, task: StoreTask) -> None:
+        if task.begun:  # it was handed over twice
+            return
+        task.begun = True
         try:
             if task.rows is None and task.take is None:
                 task.batch = self._side.delete(task.keys)

@@ -1,0 +1,107 @@
+"""The tickets of decisions, from the manager to their ends; an exception at any place loses none.
+
+Each call changes its lists before, or together with, what the lists stand for. So a call that was interrupted can be
+made again, and what it could not report is reported then.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import BlockManager, StepDecision
+from blockyard.errors import BlockyardError, UnknownTicketError
+from blockyard.executor.executor import StepDone, StepExecutor
+from blockyard.executor.parts import written
+from blockyard.workers import keep
+
+__all__ = ["StepEnd", "Tickets"]
+
+
+class StepEnd(NamedTuple):
+    """A ticket that has ended.
+
+    Attributes:
+        ticket: its number.
+        lost: sequences that lost bytes, uint64 `[n]`; they can only be freed and started again.
+        errors: what went wrong in its transfers.
+    """
+
+    ticket: int
+    lost: NDArray[np.uint64]
+    errors: tuple[Exception, ...]
+
+
+class Tickets:
+    """Takes decisions from a manager, and ends their tickets when an executor has carried them out.
+
+    Args:
+        manager: whose decisions nobody else takes.
+        executor: what they are submitted to.
+    """
+
+    def __init__(self, manager: BlockManager, executor: StepExecutor) -> None:
+        self._manager = manager
+        self._executor = executor
+        self._open: list[StepDecision] = []  # the manager holds their tickets
+        self._done: dict[int, StepDone] = {}  # their transfers have ended; their tickets are next
+        self._ended: list[tuple[int, NDArray[np.uint64], tuple[Exception, ...]]] = []  # not reported
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def take(self, *, prefetch: bool) -> StepDecision:
+        """End the manager's step; see `BlockManager.take_decision`."""
+        return keep(self._open, partial(self._manager.take_decision, prefetch=prefetch))
+
+    def fail(self, decision: StepDecision, error: BaseException) -> None:
+        """End a decision that the executor has refused: what landed is not known, so nothing counts as landed."""
+        with suppress(UnknownTicketError):
+            self._executor.wait(decision.ticket)
+        self._end(_lost(decision, error))
+
+    def end(self, reported: list[StepDone]) -> None:
+        """End what the executor has reported."""
+        for done in reported:
+            self._done[done.ticket] = done
+        for decision in self._open:
+            ticket = decision.ticket
+            if ticket not in self._done and not self._executor.is_open(ticket):
+                why = "a call was interrupted, and whether the blocks landed is not known"
+                self._done[ticket] = _lost(decision, BlockyardError(why))
+        for done in tuple(self._done.values()):
+            self._end(done)
+
+    def wait(self) -> None:
+        """Wait for all, and end them."""
+        for decision in self._open:
+            with suppress(UnknownTicketError):
+                self._done[decision.ticket] = self._executor.wait(decision.ticket)
+        self.end([])
+
+    def report(self) -> list[StepEnd]:
+        """Give what has ended since the last call."""
+        ended = [StepEnd(*end) for end in self._ended]
+        self._ended = []
+        return ended
+
+    def _end(self, done: StepDone) -> None:
+        """End a ticket; ending it again does nothing."""
+        ticket = done.ticket
+        if all(ticket != ended for ended, _, _ in self._ended):
+            # C code runs this as a whole: no interrupt comes between the manager's answer and the list.
+            ends = zip((ticket,), map(self._manager.fail, (ticket,), (done.lost,)), (done.errors,), strict=True)
+            with suppress(UnknownTicketError):  # the caller has ended it
+                self._ended.extend(ends)
+        self._open = [decision for decision in self._open if decision.ticket != ticket]
+        self._done.pop(ticket, None)
+
+
+def _lost(decision: StepDecision, error: BaseException) -> StepDone:
+    """What is reported of a decision of which nothing landed."""
+    lost = tuple(written(kind, pairs) for kind, pairs in decision.transfers())
+    return StepDone(decision.ticket, lost, (error,) if isinstance(error, Exception) else ())
