@@ -180,7 +180,7 @@ class KVCache:
             The step, a context manager: its body computes, its exit takes in what has landed.
 
         Raises:
-            MappingError: an executor's error. The ticket has failed as a whole: the next `poll`, `drain` or end of a step
+            MappingError: an executor's error. The ticket has failed as a whole: the next `poll`, `drain` or step end
                 names the sequences that lost bytes. So it is after any other exception.
         """
         self.give_back()
