@@ -1,18 +1,22 @@
-"""An interrupt at any place of any call strands no step, leaks no staging, and lets no wrong byte through."""
+"""An exception at any place strands no step, hides no loss, leaks no staging, and lets no wrong byte through."""
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from interrupts import Interrupt
+from cache_program import BLOCKS as CACHE_BLOCKS
+from cache_program import WIDTH, Program, open_files, own_threads
+from interrupts import Interrupt, sweep
+from memory_stores import KeyedStore, MemoryStore
 
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
@@ -23,7 +27,19 @@ from blockyard.testing.device import SimulatedStore
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 BLOCKS = 8
-FILES = ("executor/executor.py", "executor/staging.py", "executor/store_side.py", "engine/transfers.py")
+EXECUTOR = ("executor/executor.py", "executor/staging.py", "executor/store_side.py", "engine/transfers.py")
+CACHE = (
+    "blockyard/cache.py",
+    "executor/executor.py",
+    "executor/parts.py",
+    "executor/prefix_store.py",
+    "executor/staging.py",
+    "executor/store_quotas.py",
+    "executor/store_side.py",
+    "executor/store_worker.py",
+    "executor/tickets.py",
+)
+STORES = ("stores/batches.py", "stores/threaded.py", "stores/value.py", "blockyard/workers.py")
 TIERS = ("device", "host", "external")
 
 
@@ -117,19 +133,61 @@ def rig(folder: Path, *, polls: bool) -> Iterator[Rig]:
         yield Rig(engine, store, polls=polls)
 
 
+def every(*many: object) -> list[object]:
+    """So many places, and in the slow run all of them."""
+    return [*many, pytest.param(1 << 30, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("most", every(60))
 @pytest.mark.parametrize("polls", [False, True])
-def test_an_interrupt_at_any_place_ends_every_step_once(tmp_path: Path, polls: bool):
-    every = 1 if settings().max_examples >= 1000 else 29
-    place = 0
-    while True:
-        interrupt = Interrupt(place, FILES)
-        with rig(tmp_path, polls=polls) as made:
+def test_an_interrupt_at_any_place_ends_every_step_once(tmp_path: Path, polls: bool, most: int):
+    def run(interrupt: Interrupt) -> None:
+        with rig(tmp_path, polls=polls) as made, interrupt.installed():
             made.run(interrupt)
             made.check()
-        if not interrupt.where:
-            break
-        place += every
-    assert place > 500
+
+    places, raised = sweep(EXECUTOR, run, KeyboardInterrupt, most=most, seed=len(str(tmp_path)))
+    assert places > 150
+    assert raised > min(places, most) // 2
+
+
+@pytest.mark.parametrize("most", every(10))
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize(("stores", "files"), [("memory", CACHE), ("file", CACHE), ("memory", STORES)])
+def test_an_exception_at_any_place_of_a_cache_loses_nothing(
+    tmp_path: Path, stores: str, files: tuple[str, ...], error: type[BaseException], most: int
+):
+    numbers = count()
+
+    def run(interrupt: Interrupt) -> None:
+        folder, before = tmp_path / str(next(numbers)), own_threads()
+        with interrupt.installed():
+            if stores == "file":
+                folder.mkdir()
+                external = open_store(
+                    f"file://{folder}/swap", bytes_per_block=WIDTH, num_slots=CACHE_BLOCKS["external"]
+                )
+                prefix: ExternalStore | str = f"file://{folder}/prefixes?size=1MiB"
+            else:
+                external, prefix = MemoryStore(bytes_per_block=WIDTH), KeyedStore(bytes_per_block=WIDTH)
+                external.num_slots = CACHE_BLOCKS["external"]
+            program = Program(interrupt, external, prefix)
+            try:
+                program.run()
+            finally:
+                program.close()
+        assert program.hits == 5 or interrupt.where
+        until = time.monotonic() + 10.0
+        while own_threads() - before:
+            assert time.monotonic() < until, own_threads() - before
+            time.sleep(0.001)
+
+    gc.collect()
+    opened = open_files()
+    places, raised = sweep(files, run, error, most=most, seed=most)
+    assert raised > min(places, most) // 2
+    gc.collect()
+    assert open_files() <= opened, "a descriptor is left"
 
 
 class SlowStore(SimulatedStore):
@@ -195,6 +253,6 @@ def test_an_interrupt_inside_the_store_ends_every_step_once(call: str, after: bo
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS) as engine:
         store = InterruptedStore(call, after=after)
         made = Rig(engine, store, polls=polls)
-        made.run(Interrupt(1 << 40, ()))
+        made.run(Interrupt(()))
         made.check()
         assert store.call == ""

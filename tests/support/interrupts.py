@@ -1,4 +1,9 @@
-"""Raises `KeyboardInterrupt` where a real one may come: wherever the interpreter looks for signals."""
+"""Raises an exception at any place of chosen files: where CPython looks for signals, and before each line.
+
+A *place* is an instruction. `KeyboardInterrupt` comes in the main thread, wherever CPython looks for signals and at the
+beginning of each line that can raise. Any other exception comes at the beginning of those lines, in every thread. Lines
+that only load, store and return what there is cannot raise, and neither can the instructions that leave a `with` block.
+"""
 
 from __future__ import annotations
 
@@ -6,58 +11,154 @@ import dis
 import functools
 import itertools
 import sys
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from random import Random
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 LOOKS = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
 """Instructions after which CPython looks for signals."""
 LOOKS |= {"CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_METHOD", "JUMP_ABSOLUTE"}  # the names in 3.10
+QUIET = {"LOAD_FAST", "LOAD_CONST", "LOAD_ATTR", "STORE_FAST", "STORE_ATTR", "RETURN_VALUE", "RETURN_CONST", "NOP"}
+"""Instructions that cannot raise here: those of attributes run no code of ours."""
+QUIET |= {"LOAD_FAST_BORROW", "LOAD_SMALL_INT", "CACHE", "RESUME", "POP_BLOCK", "POP_TOP", "LOAD_GLOBAL"}
+QUIET |= {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"}
+HANDLERS = {"PUSH_EXC_INFO", "WITH_EXCEPT_START", "DUP_TOP", "COPY", "RERAISE", "POP_EXCEPT", "END_FOR"}
+"""First instructions of lines that CPython makes for exceptions and the ends of loops."""
+
+
+class Place(NamedTuple):
+    """An instruction, in the main thread or another one."""
+
+    code: CodeType
+    offset: int
+    in_main: bool
+
+    def __str__(self) -> str:
+        line = next((line for start, end, line in self.code.co_lines() if start <= self.offset < end), None)
+        return f"{self.code.co_filename.rpartition('/')[2]}:{line} {self.code.co_name}+{self.offset}"
 
 
 @functools.cache
-def _places(code: CodeType) -> frozenset[int]:
-    """Offsets of the instructions before which an interrupt may come."""
+def _places(code: CodeType, *, signals: bool) -> frozenset[int]:
+    """Offsets of the instructions before which an exception may come."""
     instructions = list(dis.get_instructions(code))
-    return frozenset(after.offset for before, after in itertools.pairwise(instructions) if before.opname in LOOKS)
+    found = set()
+    starts = [index for index, at in enumerate(instructions) if at.starts_line]
+    for first, last in itertools.zip_longest(starts, starts[1:]):
+        line = instructions[first:last]
+        leaves_with = len(line) > 3 and all(at.opname == "LOAD_CONST" and at.argval is None for at in line[:3])
+        if not (leaves_with or line[0].opname in HANDLERS or all(at.opname in QUIET for at in line)):
+            found.add(line[0].offset)
+    if signals:
+        handlers = getattr(dis, "_parse_exception_table", lambda code: [])(code)
+        covers = lambda at: {entry.target for entry in handlers if entry.start <= at.offset < entry.end}  # noqa: E731
+        found |= {
+            after.offset
+            for before, after in itertools.pairwise(instructions)
+            # A signal that comes as a block is left is handled by that block.
+            if before.opname in LOOKS and after.opname != "POP_BLOCK" and covers(before) == covers(after)
+        }
+    return frozenset(found)
 
 
 class Interrupt:
-    """Counts places, and interrupts at one.
+    """Counts the places that a program goes through, and raises at one.
 
     Args:
-        place: the number of the place, from 0; never if it is not reached.
         files: ends of the names of the files whose code is interrupted.
+        error: what is raised.
+        place: where; nowhere if None.
+        count: how often the place was passed by then, from 1.
     """
 
-    def __init__(self, place: int, files: tuple[str, ...]) -> None:
-        self.place = place
-        self.files = files
-        self.seen = 0
+    def __init__(
+        self,
+        files: tuple[str, ...],
+        error: type[BaseException] = KeyboardInterrupt,
+        place: Place | None = None,
+        count: int = 1,
+    ) -> None:
+        self.files, self.error, self.place, self.count = files, error, place, count
+        self.seen: Counter[Place] = Counter()
         self.where = ""
+        self._armed = False
+        self._signals = issubclass(error, KeyboardInterrupt)
 
     @contextmanager
-    def armed(self) -> Iterator[None]:
-        """Interrupt code that runs inside."""
+    def installed(self) -> Iterator[None]:
+        """Watch this thread and those that start inside."""
         before = sys.gettrace()
+        if not self._signals:
+            threading.settrace(self._enter)
         sys.settrace(self._enter)
         try:
             yield
         finally:
             sys.settrace(before)
+            threading.settrace(before)  # type: ignore[arg-type]
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Let code of the main thread that runs inside be interrupted; other threads always are."""
+        self._armed = True
+        try:
+            yield
+        finally:
+            self._armed = False
 
     def _enter(self, frame: FrameType, _event: str, _value: object) -> Any:
-        if self.where or not frame.f_code.co_filename.endswith(self.files):
+        code = frame.f_code
+        if self.where or (self.place is not None and self.place.code is not code):
+            return None
+        if not code.co_filename.endswith(self.files):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
         return self._step
 
     def _step(self, frame: FrameType, event: str, _value: object) -> Any:
-        if event == "opcode" and not self.where and frame.f_lasti in _places(frame.f_code):
-            self.seen += 1
-            if self.seen > self.place:
-                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
-                raise KeyboardInterrupt
+        if event != "opcode" or self.where or frame.f_lasti not in _places(frame.f_code, signals=self._signals):
+            return self._step
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and not self._armed:
+            return self._step
+        place = Place(frame.f_code, frame.f_lasti, in_main)
+        self.seen[place] += 1
+        if place == self.place and self.seen[place] == self.count:
+            self.where = f"{self.error.__name__} at {place}, {self.count}"
+            raise self.error
         return self._step
+
+
+def sweep(
+    files: tuple[str, ...], run: Callable[[Interrupt], None], error: type[BaseException], *, most: int, seed: int
+) -> tuple[int, int]:
+    """Run a program with one exception at each place that it goes through, at any of the times that it does.
+
+    Args:
+        files: as for `Interrupt`.
+        run: the program.
+        error: what is raised.
+        most: places that are chosen, at random.
+        seed: of the choice.
+
+    Returns:
+        Places, and exceptions that were raised.
+    """
+    survey = Interrupt(files, error)
+    run(survey)
+    random = Random(seed)
+    places = sorted(survey.seen, key=str)
+    raised = 0
+    for place in random.sample(places, min(most, len(places))):
+        interrupt = Interrupt(files, error, place, random.randint(1, survey.seen[place]))
+        try:
+            run(interrupt)
+        except BaseException as failure:
+            raise AssertionError(f"after {interrupt.where or 'nothing'}: {failure!r}") from failure
+        raised += bool(interrupt.where)
+    return len(places), raised

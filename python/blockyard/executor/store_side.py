@@ -11,6 +11,7 @@ import operator
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
@@ -90,6 +91,7 @@ class StoreSide:
         self._open: dict[int, Batch] = {}
         self._answers: list[tuple[Batch, object]] = []
         self._repeated: set[int] = set()
+        self._strays = 0  # calls that were interrupted, and whose ticket is not known
         self._polling = False  # if it is set when `poll` begins, the last call was interrupted
 
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> Batch:
@@ -132,9 +134,14 @@ class StoreSide:
             return np.zeros(len(keys), np.bool_)
         return found if found.dtype == np.bool_ and found.shape == (len(keys),) else np.zeros(len(keys), np.bool_)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the store has a batch."""
+        return bool(self._open or self._strays)
+
     def poll(self) -> None:
         """Give the batches that have ended their answers; never waits."""
-        if not self._open:
+        if not self.is_busy:
             return
         interrupted, self._polling = self._polling, True
         # What the store reported to a call that was interrupted is not known: every batch is asked for.
@@ -142,6 +149,9 @@ class StoreSide:
             batch = self._open.get(ticket)
             if batch is not None:
                 self._collect(batch, 0.0)
+            elif self._strays:
+                self._strays -= 1
+                self._let_go(ticket)
         self._take_in()
         self._polling = False
 
@@ -153,19 +163,23 @@ class StoreSide:
             self._take_in()
 
     def _submit(self, batch: Batch, call: Callable[[], object]) -> Batch:
+        self._strays += 1
         try:
             batch.ticket = operator.index(call())  # type: ignore[arg-type]
         except Exception as error:
+            self._strays -= 1
             raise self._refusal(batch, error) from error
         other = self._open.get(batch.ticket)
         if other is not None or batch.ticket in self._repeated:
             # Whose blocks the store will hand over is not known, now and under this number for good.
             twice = StoreError(f"the store has issued ticket {batch.ticket} twice")
+            self._strays -= 1
             self._repeated.add(batch.ticket)
             if other is not None:
                 self._answers.append((other, twice))
             raise self._refusal(batch, twice)
         self._open[batch.ticket] = batch
+        self._strays -= 1
         return batch
 
     def _reported(self) -> list[int]:
@@ -186,6 +200,12 @@ class StoreSide:
             )
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
             self._answers.append((batch, error))
+            self._let_go(batch.ticket)
+
+    def _let_go(self, ticket: int) -> None:
+        """Have the store let go of an answer that nobody takes."""
+        with suppress(Exception):
+            self._store.wait(ticket, 0.0)
 
     def _take_in(self) -> None:
         """Give batches the answers that the store gave."""

@@ -96,50 +96,47 @@ class StoreWorker:
             self._changed.notify()
 
     def _run(self) -> None:
-        goes_on = True
-        while goes_on:
+        while True:
             try:
                 if self._is_torn:
-                    self._give_up("error")
+                    # How far these came is not known. Others have their batches, or have not begun.
+                    self._give_up("error", [task for task in self._under_way if task.begun and task.batch is None])
                     self._is_torn = False
                 elif not self._turn():
-                    self._give_up("closed")
-                    goes_on = False
-            except Exception:  # noqa: BLE001, PERF203 (want of memory, say: what it has is a miss, and it goes on)
+                    with self._lock:
+                        left = [*self._under_way, *self._tasks]
+                    self._give_up("closed", left)
+                    return
+            except Exception:  # noqa: BLE001, PERF203 (want of memory, say: it goes on)
                 self._is_torn = True
 
     def _turn(self) -> bool:
         """Wait for tasks, begin them, and take in what has ended. Returns False once the worker is to end."""
         with self._lock:
-            while not (self._tasks or self._under_way or self._is_closed):
+            while not (self._tasks or self._under_way or self._side.is_busy or self._is_closed):
                 self._changed.wait()
             if not self._tasks and not self._is_closed:
                 self._changed.wait(_POLL_SECONDS)
             if self._is_closed:
                 return False
-            tasks = [task for task in self._tasks if not task.begun]
-            self._under_way += tasks
+            self._under_way += self._tasks
             self._tasks.clear()
-        for task in tasks:
+        for task in self._under_way:
             self._begin(task)
         self._side.poll()
         for task in self._under_way:
             self._take_in(task)
-        ended = len(self._under_way)
-        self._under_way = [task for task in self._under_way if not task.ended]
-        if len(self._under_way) < ended:
+        under_way = [task for task in self._under_way if not task.ended]
+        if len(under_way) < len(self._under_way):
             self._notify()
+        self._under_way = under_way
         return True
 
-    def _give_up(self, why: str) -> None:
-        """End all tasks as misses."""
-        with self._lock:
-            self._under_way += self._tasks
-            self._tasks.clear()
-        for task in self._under_way:
+    def _give_up(self, why: str, tasks: list[StoreTask]) -> None:
+        """End tasks as misses."""
+        for task in tasks:
             if not task.ended:
                 self._end(task, self._miss(task, why))
-        self._under_way.clear()
         self._notify()
 
     def _begin(self, task: StoreTask) -> None:

@@ -75,9 +75,10 @@ class BatchStore(ExternalStore):
 
     def __init__(self) -> None:
         self._process = Process("a store")
-        lock = threading.RLock()
-        self._changed = threading.Condition(lock)
-        self._work = threading.Condition(lock)  # idle threads wait for it
+        # It is entered itself: an interrupt within `Condition.__enter__` would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._work = threading.Condition(self._lock)  # idle threads wait for it
         self._idle = 0
         self._buffers = Buffers()
         self._open: dict[int, Batch] = {}  # not collected
@@ -113,7 +114,7 @@ class BatchStore(ExternalStore):
     def event_fd(self) -> int:
         """Return a file descriptor that is readable while tickets have ended; see `ExternalStore.event_fd`."""
         self._process.check()
-        with self._changed:
+        with self._lock:
             if self._event is None:
                 self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                 weakref.finalize(self, os.close, self._event)
@@ -124,7 +125,7 @@ class BatchStore(ExternalStore):
     def poll(self) -> list[int]:
         """Return the tickets that ended since the last call; see `ExternalStore.poll`."""
         self._process.check()
-        with self._changed:
+        with self._lock:
             now = time.monotonic()
             for batch in self._open.values():
                 if not batch.ended and batch.deadline < now:
@@ -140,7 +141,7 @@ class BatchStore(ExternalStore):
     def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
         """Collect a ticket; see `ExternalStore.wait`. Blocks of a read are copied into `out`; rows of misses stay."""
         self._process.check()
-        with self._changed:
+        with self._lock:
             batch = self._open.get(ticket)
             if batch is not None:
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
@@ -170,7 +171,7 @@ class BatchStore(ExternalStore):
     def stats(self) -> StoreStats:
         """Return the counters since the store was opened."""
         self._process.check()
-        with self._changed:
+        with self._lock:
             return StoreStats(
                 written_blocks=self._blocks[True],
                 written_bytes=self._blocks[True] * self.bytes_per_block,
@@ -189,8 +190,8 @@ class BatchStore(ExternalStore):
         if not self._process.is_current:
             return True
         self._stop()
-        with self._changed:
-            in_time = self._changed.wait_for(lambda: not self._num_threads, max(0.0, timeout))
+        with self._lock:
+            in_time = self._changed.wait_for(lambda: self._num_threads <= 0, max(0.0, timeout))
             for batch in self._open.values():
                 self._give_up(batch, "closed")
         self._buffers.clear()
@@ -204,7 +205,7 @@ class BatchStore(ExternalStore):
         spread: list[int] | None = None,
         lent: NDArray[np.uint8] | None = None,
     ) -> int:
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise StoreError("the store is closed")
             now = time.monotonic()
@@ -213,7 +214,6 @@ class BatchStore(ExternalStore):
             room = max(0, self.memory - self._pending) // self.bytes_per_block if moves_bytes else len(names)
             taken = list(names[: 0 if refused == "unavailable" else room])
             num_bytes = len(taken) * self.bytes_per_block if moves_bytes else 0
-            self._pending += num_bytes
             self._tickets += 1
             batch = Batch(
                 ticket=self._tickets,
@@ -221,27 +221,42 @@ class BatchStore(ExternalStore):
                 names=taken,
                 rows=None if rows is None else rows[: len(taken)],
                 reasons=[refused] * len(names),
-                num_bytes=num_bytes,
-                deadline=now + self.deadline + self._pending / _SLOWEST,
+                num_bytes=0,
+                deadline=now + self.deadline + (self._pending + num_bytes) / _SLOWEST,
                 age=self._age,
                 spread=spread,
                 lent=lent,
             )
-            self._open[batch.ticket] = batch
-            self._misses.update(batch.reasons[len(taken) :])
-            self._prepare(batch, names)
-            for earlier in {id(last): last for name in taken if (last := self._last.get(name))}.values():
-                earlier.followers.append(batch)
-                batch.before += 1
-            self._last.update(dict.fromkeys(taken, batch))
-            if not taken:
-                self._end(batch, [])
-            elif not batch.before:
-                self._make_ready(batch)
-            return batch.ticket
+            try:
+                self._pending += num_bytes
+                batch.num_bytes = num_bytes
+                self._open[batch.ticket] = batch
+                self._misses.update(batch.reasons[len(taken) :])
+                self._prepare(batch, names)
+                self._put_behind(batch)
+                if not taken:
+                    self._end(batch, [])
+                elif not batch.before:
+                    self._make_ready(batch)
+                return batch.ticket
+            except BaseException as error:
+                self._open.pop(batch.ticket, None)
+                self._recover(batch, error)
+                raise
+
+    def _put_behind(self, batch: Batch) -> None:
+        """Let a batch wait for the earlier ones of its slots and keys; the lock is held."""
+        for earlier in {id(last): last for name in batch.names if (last := self._last.get(name))}.values():
+            earlier.followers.append(batch)
+            batch.before += 1
+        self._last.update(dict.fromkeys(batch.names, batch))
 
     def _make_ready(self, batch: Batch) -> None:
         self._ready.append(batch)
+        self._call_thread()
+
+    def _call_thread(self) -> None:
+        """See that a thread takes what is ready; the lock is held."""
         if len(self._ready) <= self._idle:
             self._work.notify()
             return
@@ -250,12 +265,14 @@ class BatchStore(ExternalStore):
             self._num_threads += 1
             try:
                 start_worker("blockyard-store", self._serve, self._stop)
-            except RuntimeError as error:  # no thread can be started: another one takes it, or its deadline passes
+            except BaseException as error:
                 self._num_threads -= 1
-                self._note(error)
+                if not isinstance(error, RuntimeError):
+                    raise
+                self._note(error)  # no thread can be started: another one takes it, or its deadline passes
 
     def _stop(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._work.notify_all()
             self._ready = deque(batch for batch in self._ready if batch.ticket)
@@ -265,41 +282,58 @@ class BatchStore(ExternalStore):
 
     def _serve(self) -> None:
         """Carry out batches until none has come for a while."""
+        batch = None
         while True:
-            with self._changed:
-                if not self._ready and not self._closed:
-                    self._idle += 1
-                    self._work.wait_for(lambda: self._ready or self._closed, _IDLE_SECONDS)
-                    self._idle -= 1
-                if not self._ready:
-                    self._num_threads -= 1
-                    self._changed.notify_all()
-                    return
-                batch = self._ready.popleft()
-                batch.running = True
-            rows, reasons, error = None, ["error"] * len(batch.names), None
-            began = time.monotonic()
             try:
-                rows, reasons = self._carry_out(batch)
-            except BaseException as caught:  # noqa: BLE001 (whatever a plug-in raises is a miss)
-                error = caught
-            with self._changed:
-                batch.running = False
-                self._late.discard(batch)
-                if error is not None:
-                    self._note(error)
-                else:
-                    self._errors_in_a_row = 0
-                if not batch.ticket:
-                    self._end_lookup(answered=time.monotonic() - began < _DEAR)
-                elif batch.ended:
-                    self._release(batch)
-                else:
-                    batch.rows = rows
-                    self._end(batch, reasons)
-                if error is not None and time.monotonic() - began >= _DEAR:
-                    self._go_down()
-            del batch, rows, error  # a thread that waits for the lock must not keep them
+                batch = self._next()
+                if batch is None:
+                    return
+                self._run(batch)
+                batch = None  # a thread that waits must not keep its rows
+            except BaseException as error:  # noqa: BLE001, PERF203 (want of memory, say: the batch is a miss)
+                with self._lock:
+                    self._recover(batch, error)
+
+    def _next(self) -> Batch | None:
+        """Wait for a batch; none after a while: then the thread counts no more."""
+        with self._lock:
+            if not self._ready and not self._closed:
+                self._idle += 1
+                try:
+                    self._work.wait_for(lambda: self._ready or self._closed, _IDLE_SECONDS)
+                finally:
+                    self._idle -= 1
+            if not self._ready:
+                self._changed.notify_all()
+                self._num_threads -= 1
+                return None
+            batch = self._ready.popleft()
+            batch.running = True
+            return batch
+
+    def _run(self, batch: Batch) -> None:
+        rows, reasons, error = None, ["error"] * len(batch.names), None
+        began = time.monotonic()
+        try:
+            rows, reasons = self._carry_out(batch)
+        except BaseException as caught:  # noqa: BLE001 (whatever a plug-in raises is a miss)
+            error = caught
+        with self._lock:
+            batch.running = False
+            self._late.discard(batch)
+            if error is not None:
+                self._note(error)
+            else:
+                self._errors_in_a_row = 0
+            if not batch.ticket:
+                self._end_lookup(answered=time.monotonic() - began < _DEAR)
+            elif batch.ended:
+                self._release(batch)
+            else:
+                batch.rows = rows
+                self._end(batch, reasons)
+            if error is not None and time.monotonic() - began >= _DEAR:
+                self._go_down()
 
     # ---- with the lock held ----
 
@@ -352,7 +386,33 @@ class BatchStore(ExternalStore):
 
     def _release(self, batch: Batch) -> None:
         self._pending -= batch.num_bytes
-        batch.num_bytes, batch.rows = 0, None
+        batch.num_bytes = 0
+        batch.rows = None
+
+    def _recover(self, batch: Batch | None, error: BaseException) -> None:
+        """After an exception amid the changes for a batch: it is a miss, and the others are put in order again."""
+        if batch is not None:
+            batch.running = False
+            self._late.discard(batch)
+            if not batch.ticket:
+                self._looking = False
+            elif not batch.ended:
+                batch.reasons = ["error"] * len(batch.reasons)
+                batch.ended = True
+            self._release(batch)
+        self._note(error)
+        self._last = {}
+        self._ready = deque(batch for batch in self._ready if not batch.ticket)
+        for other in self._open.values():
+            other.before, other.followers = 0, []
+        for other in self._open.values():
+            if not other.ended:
+                self._put_behind(other)
+                if not other.before and not other.running:
+                    self._make_ready(other)
+        self._changed.notify_all()
+        if self._event is not None:
+            os.eventfd_write(self._event, 1)
 
     def _note(self, error: BaseException) -> None:
         self._errors += 1

@@ -228,7 +228,7 @@ class GuardedSlab(RemoteStore):
     def forget(self) -> None:
         """Forget every key at once; see `ExternalStore.forget`."""
         self._keys_of([])
-        with self._changed:
+        with self._lock:
             self._age += 1
             self._known.clear()
             while any(batch.running and batch.age < self._age for batch in (*self._open.values(), *self._late)):
@@ -242,7 +242,7 @@ class GuardedSlab(RemoteStore):
         """Do nothing: `close` closes the slabs, also when a call hangs."""
 
     def _share_epoch(self, *, is_due: bool = False) -> tuple[int, bytes]:  # noqa: ARG002 (nobody else has the slabs open)
-        with self._changed:
+        with self._lock:
             return self._age, b""
 
     def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:

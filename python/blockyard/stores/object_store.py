@@ -313,7 +313,7 @@ class ObjectStore(RemoteStore):
         except Exception as error:
             if not done.any():
                 raise
-            with self._changed:
+            with self._lock:
                 self._note(error)
 
     def _public(self, error: Exception) -> StoreError:

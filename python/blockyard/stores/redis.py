@@ -270,7 +270,7 @@ class RedisStore(RemoteStore):
         """Return the names that could not be put into the list so far."""
         if not self._unlisted:
             return []
-        with self._changed:
+        with self._lock:
             names, self._unlisted = self._unlisted, []
         return names
 
@@ -278,7 +278,7 @@ class RedisStore(RemoteStore):
         """Note that nodes of a cluster do not answer, and names to be put into the list later."""
         if why is None and not unlisted:
             return
-        with self._changed:
+        with self._lock:
             if why is not None:
                 self._note(self._public(StoreError(why)))
             self._unlisted = [*self._unlisted, *unlisted][-self.num_slots :]

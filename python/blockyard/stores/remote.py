@@ -116,7 +116,7 @@ class RemoteStore(ThreadedStore):
                 part = names[start : start + _REMOVED_AT_ONCE]
                 self.delete(np.frombuffer(b"".join(part), np.uint8).reshape(-1, 32))
         except Exception as error:  # noqa: BLE001 (Redis has given them a time to live)
-            with self._changed:
+            with self._lock:
                 self._note(self._public(error))
 
     def _remember(self, keys: NDArray[np.uint8]) -> None:

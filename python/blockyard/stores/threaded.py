@@ -212,7 +212,7 @@ class ThreadedStore(BatchStore):
         again after a second, if it is asked for.
         """
         names = self._keys_of(keys)
-        with self._changed:
+        with self._lock:
             now = time.monotonic()
             if self._closed or self._refuses(now):
                 return np.zeros(len(names), np.bool_)
@@ -226,7 +226,7 @@ class ThreadedStore(BatchStore):
     def forget(self) -> None:
         """Forget every key at once; see `ExternalStore.forget`. Other processes that run notice within a second."""
         self._keys_of([])
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise StoreError("the store is closed")
             self._age += 1
@@ -285,7 +285,7 @@ class ThreadedStore(BatchStore):
         landed: dict[Name, bytes] = {
             slot: digest.tobytes() for slot, digest, reason in zip(slots, digests, reasons, strict=True) if not reason
         }
-        with self._changed:
+        with self._lock:
             if not batch.ended:
                 batch.digests.update(landed)
         return None, reasons
@@ -315,7 +315,7 @@ class ThreadedStore(BatchStore):
         return None, reasons
 
     def _get(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], list[str]]:
-        with self._changed:
+        with self._lock:
             there = [index for index, key in enumerate(keys) if self._known.get(key) != _FAILED]
         reasons = ["absent"] * len(keys)
         if not there:
@@ -330,7 +330,7 @@ class ThreadedStore(BatchStore):
             try:
                 self.delete(np.unique(names[bad], axis=0))
             except Exception as error:  # noqa: BLE001 (it is a miss either way)
-                with self._changed:
+                with self._lock:
                     self._note(error)
         return _spread_out(rows, there, len(keys)), reasons
 
@@ -347,7 +347,7 @@ class ThreadedStore(BatchStore):
                 except Exception as error:  # noqa: BLE001, PERF203 (whatever a codec raises)
                     reasons[index] = "codec"
                     lengths.append(0)
-                    with self._changed:
+                    with self._lock:
                         self._note(error)
             self._buffers.give(rows)
         seal_values(values, self.namespace, keys, lengths=lengths, mac_key=self._mac_key)
@@ -390,7 +390,7 @@ class ThreadedStore(BatchStore):
                 self._codec.decode_into(value[HEADER : HEADER + value_length(value)], row)
             except Exception as error:  # noqa: BLE001 (whatever a codec raises)
                 reasons[index] = "codec"
-                with self._changed:
+                with self._lock:
                     self._note(error)
         self._buffers.give(values)
         return rows, reasons, sums
@@ -413,19 +413,19 @@ class ThreadedStore(BatchStore):
     def _delete(self, names: NDArray[np.uint8]) -> set[Name]:
         """Delete values. Returns the keys that a put may still bring back."""
         self.delete(names)
-        with self._changed:
+        with self._lock:
             return {name for other in self._late for name in other.names}
 
     def _look_up(self) -> list[str]:
         """Look up the keys that `contains` was asked for; or any name, to see whether the storage answers."""
-        with self._changed:
+        with self._lock:
             keys, self._wanted = list(self._wanted), {}
         if not keys:
             self.has(np.frombuffer(os.urandom(32), np.uint8)[None])
             return []
         age, epoch = self._share_epoch()
         found = _answer("has", self.has(self._names_of(keys, epoch)), len(keys))
-        with self._changed:
+        with self._lock:
             until = time.monotonic() + _ABSENT_SECONDS
             for key, good in zip(keys, found, strict=True):
                 if age == self._age and key not in self._last and self._known.get(key) not in {_THERE, _FAILED}:
@@ -443,13 +443,13 @@ class ThreadedStore(BatchStore):
         Returns:
             How often `forget` was called, and the epoch.
         """
-        with self._changed:
+        with self._lock:
             if not is_due and time.monotonic() < self._epoch_until:
                 return self._age, self._epoch
         with self._one_sharer:  # or an older epoch could be written over a newer one
             name = self._digest_of(b"BLKYEPOCH1")
             stored = self._read_epoch(name)
-            with self._changed:
+            with self._lock:
                 if stored is None:  # nothing newer can be learnt, and nothing is guessed
                     if is_due or not self._epoch:
                         raise StoreError("the row that says since when blocks count cannot be read")
@@ -462,7 +462,7 @@ class ThreadedStore(BatchStore):
                 age, epoch = self._age, self._epoch
             if epoch != stored:
                 self._write_epoch(name, epoch)
-            with self._changed:
+            with self._lock:
                 self._epoch_until = time.monotonic() + _EPOCH_SECONDS
             return age, epoch
 
