@@ -288,7 +288,7 @@ class BatchStore(ExternalStore):
                 batch = self._next()
                 if batch is None:
                     return
-                self._run(batch)
+                self._serve_one(batch)
                 batch = None  # a thread that waits must not keep its rows
             except BaseException as error:  # noqa: BLE001, PERF203 (want of memory, say: the batch is a miss)
                 with self._lock:
@@ -311,7 +311,7 @@ class BatchStore(ExternalStore):
             batch.running = True
             return batch
 
-    def _run(self, batch: Batch) -> None:
+    def _serve_one(self, batch: Batch) -> None:
         rows, reasons, error = None, ["error"] * len(batch.names), None
         began = time.monotonic()
         try:
