@@ -68,12 +68,13 @@ class Tickets:
         """End what the executor has reported."""
         for done in reported:
             self._done[done.ticket] = done
-        for decision in self._open:
-            ticket = decision.ticket
-            if ticket not in self._done and not self._executor.is_open(ticket):
-                why = "a call was interrupted, and whether the blocks landed is not known"
-                self._done[ticket] = _lost(decision, BlockyardError(why))
-        for done in tuple(self._done.values()):
+        if len(self._open) > len(self._done):
+            for decision in self._open:
+                ticket = decision.ticket
+                if ticket not in self._done and not self._executor.is_open(ticket):
+                    why = "a call was interrupted, and whether the blocks landed is not known"
+                    self._done[ticket] = _lost(decision, BlockyardError(why))
+        for done in list(self._done.values()):
             self._end(done)
 
     def wait(self) -> None:
@@ -92,11 +93,13 @@ class Tickets:
     def _end(self, done: StepDone) -> None:
         """End a ticket; ending it again does nothing."""
         ticket = done.ticket
-        if all(ticket != ended for ended, _, _ in self._ended):
+        if ticket not in [end[0] for end in self._ended]:
             # C code runs this as a whole: no interrupt comes between the manager's answer and the list.
-            ends = zip((ticket,), map(self._manager.fail, (ticket,), (done.lost,)), (done.errors,), strict=True)
-            with suppress(UnknownTicketError):  # the caller has ended it
+            ends = zip((ticket,), map(self._manager.fail, (ticket,), (done.lost,)), (done.errors,))  # noqa: B905
+            try:
                 self._ended.extend(ends)
+            except UnknownTicketError:  # noqa: SIM105 (a step's own cost)
+                pass  # the caller has ended it
         self._open = [decision for decision in self._open if decision.ticket != ticket]
         self._done.pop(ticket, None)
 
