@@ -24,7 +24,7 @@ LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_s
 WIDTH = LAYOUT.bytes_per_block
 BLOCKS = {"device": 16, "host": 8, "external": 8}
 TENANT = b"tenant"
-PATIENCE = 4.0
+PATIENCE = 10.0
 
 T = TypeVar("T")
 
