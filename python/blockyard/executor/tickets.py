@@ -47,6 +47,7 @@ class Tickets:
     def __init__(self, manager: BlockManager, executor: StepExecutor) -> None:
         self._manager = manager
         self._executor = executor
+        self._prefetch = partial(manager.take_decision, prefetch=True)
         self._open: list[StepDecision] = []  # the manager holds their tickets
         self._done: dict[int, StepDone] = {}  # their transfers have ended; their tickets are next
         self._ended: list[tuple[int, NDArray[np.uint64], tuple[Exception, ...]]] = []  # not reported
@@ -56,7 +57,7 @@ class Tickets:
 
     def take(self, *, prefetch: bool) -> StepDecision:
         """End the manager's step; see `BlockManager.take_decision`."""
-        return keep(self._open, partial(self._manager.take_decision, prefetch=prefetch))
+        return keep(self._open, self._prefetch if prefetch else self._manager.take_decision)
 
     def fail(self, decision: StepDecision, error: BaseException) -> None:
         """End a decision that the executor has refused: what landed is not known, so nothing counts as landed."""
@@ -86,6 +87,8 @@ class Tickets:
 
     def report(self) -> list[StepEnd]:
         """Give what has ended since the last call."""
+        if not self._ended:
+            return []
         ended = [StepEnd(*end) for end in self._ended]
         self._ended = []
         return ended
@@ -93,7 +96,7 @@ class Tickets:
     def _end(self, done: StepDone) -> None:
         """End a ticket; ending it again does nothing."""
         ticket = done.ticket
-        if ticket not in [end[0] for end in self._ended]:
+        if not self._ended or ticket not in [end[0] for end in self._ended]:
             # C code runs this as a whole: no interrupt comes between the manager's answer and the list.
             ends = zip((ticket,), map(self._manager.fail, (ticket,), (done.lost,)), (done.errors,))  # noqa: B905
             try:  # noqa: SIM105 (a `with` costs a step more)
