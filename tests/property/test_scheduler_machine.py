@@ -1,23 +1,33 @@
 """The reference scheduler over simulated memory at random, and the proof that the machine sees it go wrong."""
 
-from collections.abc import Sequence
+import random
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import noticing
 import numpy as np
 import pytest
 from hypothesis import settings
+from interrupts import Interrupt
 from numpy.typing import NDArray
 
-from blockyard import BlockManager, Pairs
+import blockyard.scheduler
+from blockyard import BlockManager, CacheGroup, Pairs
+from blockyard._core import HashedPrompt
 from blockyard.errors import OutOfBlocksError
 from blockyard.scheduler import PREEMPTION_MODES, DefragPolicy, Finished, PreemptionMode, Request, Scheduler, Step
-from blockyard.scheduler.request import RequestState
+from blockyard.scheduler.request import Fetch, Parked, RequestState
 from blockyard.scheduler.rows import DONE
 from blockyard.testing import Config, SimulatedMemory
 from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine
 
 STEP_COUNT = 40
+FILES = tuple(str(path) for path in Path(blockyard.scheduler.__file__).parent.glob("*.py"))
+T = TypeVar("T")
 
 assert_noticed = partial(noticing.assert_noticed, step_count=STEP_COUNT, max_examples=500)
 
@@ -76,7 +86,154 @@ def test_a_device_that_shrinks_and_grows_ends_only_what_cannot_fit_it(
     run_state_machine_as_test(machine, settings=budget)
 
 
+def windowed(config: Config) -> BlockManager:
+    """A window of 1 to 9 tokens, and no prefix cache: what a sibling may share depends on what its window has kept."""
+    window = 1 + (5 * config.device_blocks + config.block_size) % 9
+    return BlockManager(**config.arguments(), groups=[CacheGroup.sliding_window(window)])
+
+
+@pytest.mark.parametrize("tokens", [40, 5], ids=["whole", "chunks"])
+@pytest.mark.parametrize("mode", PREEMPTION_MODES)
+def test_every_token_is_right_in_a_window(mode: PreemptionMode, tokens: int, steps: int):
+    def factory(manager: BlockManager, _: Config) -> Scheduler:
+        return Scheduler(manager, preemption_mode=mode, max_num_seqs=6, max_num_batched_tokens=tokens)
+
+    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // 2)
+    budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
+    run_state_machine_as_test(scheduler_machine(factory, manager=windowed), settings=budget)
+
+
+class StoreClientError(Exception):
+    """What a fetch raises."""
+
+
+class Interrupted:
+    """A scheduler whose calls raise now and then, at any place, and are made again.
+
+    Its fetches raise, too, and a signal comes wherever the interpreter looks for one.
+    """
+
+    def __init__(self, config: Config, make: Callable[..., Scheduler], **options: object) -> None:
+        self.random = random.Random(str(config))
+        self.scheduler = make(prefetch=self.prefetch, **options)
+
+    def prefetch(self, _prompt: HashedPrompt) -> Fetch:
+        self.fail()
+        return Fetched(self)
+
+    def fail(self) -> None:
+        if self.random.random() < 0.1:
+            raise StoreClientError
+
+    def again(self, call: Callable[[], T]) -> T:
+        place = self.random.randrange(500) if self.random.random() < 0.1 else sys.maxsize
+        while True:
+            interrupt = Interrupt(place, FILES)
+            try:
+                with interrupt.armed() if place < sys.maxsize else nullcontext():
+                    return call()
+            except (KeyboardInterrupt, StoreClientError):
+                place = sys.maxsize
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.scheduler.num_unfinished
+
+    def add(self, request: Request) -> None:
+        self.again(lambda: self.scheduler.add(request))
+
+    def abort(self, request_id: str) -> None:
+        self.again(lambda: self.scheduler.abort(request_id))
+
+    def schedule(self) -> Step:
+        return self.again(self.scheduler.schedule)
+
+    def settle(self, step: Step, lost: Sequence[Pairs] = ()) -> Step:
+        return self.again(lambda: self.scheduler.settle(step, lost))
+
+    def update(self, step: Step, sampled: Sequence[int]) -> list[Finished]:
+        return self.again(lambda: self.scheduler.update(step, sampled))
+
+
+class Fetched:
+    """What loads a prompt: it is done at the second look, and any look may raise."""
+
+    def __init__(self, owner: Interrupted) -> None:
+        self.owner = owner
+        self.looks = 0
+
+    @property
+    def done(self) -> bool:
+        self.owner.fail()
+        self.looks += 1
+        return self.looks > 1
+
+
+MANAGERS = {"plain": None, "cached": caching, "window": windowed}
+
+
+@pytest.mark.parametrize("kind", MANAGERS)
+@pytest.mark.parametrize("mode", PREEMPTION_MODES)
+def test_every_token_is_right_whatever_raises(mode: PreemptionMode, kind: str, steps: int):
+    def factory(manager: BlockManager, config: Config) -> Interrupted:
+        return Interrupted(config, partial(Scheduler, manager), preemption_mode=mode, max_num_batched_tokens=20)
+
+    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // 3)
+    budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
+    run_state_machine_as_test(scheduler_machine(factory, manager=MANAGERS[kind]), settings=budget)
+
+
 # ---- schedulers with a bug ----
+
+
+class SharesWhatTheWindowGaveBack(Scheduler):
+    def _make_empty(self) -> None:
+        super()._make_empty()
+        self._admission._still_has = lambda handle, tokens: True  # type: ignore[method-assign]
+
+
+def test_a_sequence_that_shares_what_a_window_gave_back_is_noticed():
+    def factory(manager: BlockManager, _: Config) -> Scheduler:
+        return SharesWhatTheWindowGaveBack(manager, preemption_mode="recompute", max_num_batched_tokens=20)
+
+    assert_noticed(scheduler_machine(factory, manager=windowed))
+
+
+class ForgetsInterrupts(Scheduler):
+    """Goes on with the state as it is after an exception in the middle of a call."""
+
+    _interrupted = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
+
+
+class AsksFetchesWithinTheStep(ForgetsInterrupts):
+    """Asks whether a prompt is loaded once the running sequences have got their tokens."""
+
+    def _make_empty(self) -> None:
+        super()._make_empty()
+        admission, waiting = self._admission, self._waiting
+
+        def head() -> Parked | None:
+            while (first := waiting.head()) is not None and first.fetch is not None and not first.fetch.done:
+                admission._aside.append(waiting.pop())
+            return first
+
+        admission._head = head  # type: ignore[method-assign]
+
+
+class LosesWhatEnded(Scheduler):
+    """Forgets what an interrupted `update` has ended and not reported."""
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        self._refused.clear()
+
+
+@pytest.mark.parametrize("buggy", [ForgetsInterrupts, AsksFetchesWithinTheStep, LosesWhatEnded])
+def test_a_scheduler_that_takes_an_exception_wrongly_is_noticed(buggy: type[Scheduler]):
+    def factory(manager: BlockManager, config: Config) -> Interrupted:
+        return Interrupted(config, partial(buggy, manager), preemption_mode="swap", max_num_batched_tokens=20)
+
+    assert_noticed(scheduler_machine(factory, manager=caching))
 
 
 class ForgetsLosses(Scheduler):
@@ -101,7 +258,10 @@ class MixesUpRequestsOfOneName(Scheduler):
             if index < state.request.n:
                 state.seats |= owner.seats
                 self._rows.owners[int(step.seats[row])] = (state, index)
-        return super().update(step, sampled)
+        try:
+            return super().update(step, sampled)
+        except KeyError as error:
+            raise AssertionError(f"request {error} ended twice") from error
 
 
 class NeverBringsBack(Scheduler):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import BlockManager, HashedPrompt
+from blockyard._core import HashedPrompt
+from blockyard.scheduler.opened import Opened, numbers
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Parked, RequestState
 from blockyard.scheduler.rows import LENGTH, Rows
@@ -24,7 +26,7 @@ class Admission:
     """Starts waiting sequences, in order, while blocks, seats and tokens allow.
 
     Args:
-        manager: gives the blocks, the watermark kept.
+        opened: opens the sequences in the manager, the watermark kept.
         rows: where they run.
         draft: of the step that they start in.
         waiting: the queue.
@@ -34,21 +36,24 @@ class Admission:
 
     def __init__(
         self,
-        manager: BlockManager,
+        opened: Opened,
         rows: Rows,
         draft: Draft,
         waiting: RankedQueue,
         stats: SchedulerStats,
         prefetch: Callable[[HashedPrompt], Fetch] | None = None,
     ) -> None:
-        self._manager = manager
+        self._opened = opened
+        self._manager = opened.manager
         self._rows = rows
         self._draft = draft
         self._waiting = waiting
         self._stats = stats
-        self._prefix_caching = manager.prefix.enabled
+        self._prefix_caching = opened.manager.prefix.enabled
+        (self._group,) = opened.manager.pool().groups
         self._prefetch = prefetch
-        self._loading: list[Parked] = []  # taken out of the queue, until the end of `admit`
+        self._loading: list[Parked] = []  # whose prompts are being loaded, as `load_ahead` found
+        self._aside: list[Parked] = []  # those of them taken out of the queue, until the end of `admit`
 
     @property
     def num_loading(self) -> int:
@@ -58,12 +63,17 @@ class Admission:
         return sum(not (parked.fetch is None or parked.fetch.done) for parked in self._waiting.first(LOADED_AHEAD))
 
     def load_ahead(self) -> None:
-        """Start to load the prompts near the head of the queue."""
+        """Start to load the prompts near the head of the queue, and see which are loaded.
+
+        All calls of the user's objects are made here, before a step changes anything: they may raise.
+        """
         if self._prefetch is None:
             return
         for parked in self._waiting.first(LOADED_AHEAD):
             if parked.fetch is None:
                 parked.fetch = self._prefetch(self._hashed(parked))
+                self._loading.append(parked)
+        self._loading = [p for p in self._loading if p.place == "waiting" and not (p.fetch is None or p.fetch.done)]
 
     def admit(self) -> None:
         """Start what fits into this step."""
@@ -75,9 +85,9 @@ class Admission:
             if not batch:
                 break
             self._start(batch, siblings)
-        for parked in self._loading:
+        for parked in self._aside:
             self._waiting.push(parked)
-        self._loading.clear()
+        self._aside.clear()
 
     def _pick(self) -> tuple[list[Parked], tuple[int, int] | None]:
         """Take the first waiting sequences that fit and can be admitted by one call to the manager.
@@ -121,8 +131,8 @@ class Admission:
 
     def _head(self) -> Parked | None:
         """Give the first whose prompt is not being loaded; those before it are set aside."""
-        while (head := self._waiting.head()) is not None and head.fetch is not None and not head.fetch.done:
-            self._loading.append(self._waiting.pop())
+        while (head := self._waiting.head()) is not None and head in self._loading:
+            self._aside.append(self._waiting.pop())
         return head
 
     def _blocks_owed(self) -> int:
@@ -151,9 +161,19 @@ class Admission:
             differ = np.flatnonzero(text[:longest] != tokens[:longest])
             common = int(differ[0]) if len(differ) else longest
             common -= common % self._manager.block_size
-            if common > best:
+            if common > best and self._still_has(int(rows.handles[row]), common):
                 best, handle = common, int(rows.handles[row])
         return (handle, best) if best else None
+
+    def _still_has(self, handle: int, tokens: int) -> bool:
+        """Whether a running sequence still has all that the token behind its first `tokens` needs of these."""
+        if self._group.kind == "full_attention":
+            return True
+        if self._group.window is None:
+            return False  # its recurrent state is already that of a later token
+        size = self._manager.block_size
+        first = max(0, tokens + 1 - self._group.window) // size
+        return bool(self._manager.block_table(handle)[first : tokens // size].all())
 
     def _start(self, batch: list[Parked], share: tuple[int, int] | None) -> None:
         """Admit sequences; all but the last get all of their tokens into this step."""
@@ -164,11 +184,13 @@ class Admission:
         if share is not None:
             parent, begun[0] = share
             count = min(len(prompts[0]), begun[0] + left)
-            handles = np.array([manager.fork(parent, shared_tokens=begun[0], num_tokens=count)], np.uint64)
+            call = partial(manager.fork, parent, shared_tokens=begun[0], num_tokens=count)
+            handles = numbers(self._opened.open(call))
         elif self._prefix_caching:
             handles, begun = self._allocate(batch)
         else:
-            handles = manager.allocate(counts=[min(len(tokens), left) for tokens in prompts])
+            counts = [min(len(tokens), left) for tokens in prompts]
+            handles = self._opened.open(partial(manager.allocate, counts=counts))
         states = [parked.state for parked in batch]
         rows.make_room(max([state.limit for state in states]), max([state.request.max_tokens for state in states]))
         each = zip(batch, prompts, handles.tolist(), begun, strict=True)
@@ -184,13 +206,15 @@ class Admission:
         """Open sequences with what of their prompts is cached; give their handles, and how many tokens that is."""
         # What is hashed has its salt and adapter.
         requests = [parked.state.request if parked.hashed is None else None for parked in batch]
-        found = self._manager.allocate(
+        call = partial(
+            self._manager.allocate,
             *[parked.tokens[0] if parked.hashed is None else parked.hashed for parked in batch],
             salt=[request.salt if request else None for request in requests],
             lora_id=[request.lora_id if request else 0 for request in requests],
             chunk_tokens=self._draft.left,
         )
+        found = self._opened.open(call)
         sequences = found if isinstance(found, tuple) else (found,)
         begun = [sequence.cached_tokens for sequence in sequences]
         self._stats.cached_tokens += sum(begun)
-        return np.array(list(map(int, sequences)), np.uint64), begun
+        return numbers(found), begun

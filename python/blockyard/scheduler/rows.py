@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import InvariantError
-from blockyard.scheduler.request import RequestState
+from blockyard.scheduler.request import NO_TOKEN, RequestState
 from blockyard.scheduler.step import Owner
 
 __all__ = ["BASE", "DONE", "HANDLE", "LENGTH", "LIMIT", "SEAT", "Rows", "Seated"]
@@ -58,7 +58,7 @@ class Rows:
         handles: the field `HANDLE` as uint64 `[capacity]`.
         last: last token of each row, uint32 `[capacity]`.
         block_tables: int32 `[capacity, max_blocks]`, C-contiguous; kept from step to step.
-        tokens: those generated, by seat, uint32 `[capacity, max_generated]`.
+        tokens: those generated, by seat, uint32 `[capacity, max_generated]`, and `NO_TOKEN` behind them.
         flat: the same, `[capacity * max_generated]`.
         owners: by seat.
         forks: by seat, sequences that will fork off its prompt.
@@ -90,7 +90,7 @@ class Rows:
             longest = max(generated, 2 * had, FIRST_LENGTH)
             # An odd number of cache lines, so that the rows' entries do not fall into a few sets of the cache.
             longest = (-(-longest // CACHE_LINE) | 1) * CACHE_LINE
-            tokens = np.zeros((capacity, longest), np.uint32)
+            tokens = np.full((capacity, longest), NO_TOKEN, np.uint32)
             tokens[:, :had] = self.tokens
             self.tokens, self.flat = tokens, tokens.reshape(-1)
             self.fields[BASE] += self.fields[SEAT] * (longest - had)
@@ -124,6 +124,15 @@ class Rows:
             return text
         base = int(self.fields[BASE, row])
         return np.concatenate((prompt[first:], self.flat[base + max(first, len(prompt)) : base + end]))
+
+    def leave(self, state: RequestState) -> None:
+        """Give the sequences of a request that have seats their tokens for a place. Right even while rows move."""
+        for index, seat in enumerate(state.places):
+            if isinstance(seat, int):
+                generated = self.tokens[seat, : state.request.max_tokens]
+                ends = np.flatnonzero(generated == NO_TOKEN)
+                generated = generated[: ends[0]] if len(ends) else generated
+                state.places[index] = np.concatenate((state.prompt, generated))
 
     def find(self, seats: Iterable[int]) -> NDArray[np.int64]:
         """Give the rows of some seats, rising."""
@@ -198,8 +207,10 @@ class Rows:
                 self.forks[seat] = forks
             start = len(state.prompt)
             base = seat * longest - start
+            self.tokens[seat, : state.request.max_tokens] = NO_TOKEN
             if length > start:
                 self.flat[base + start : base + length] = tokens[start:]
+            state.places[sequence] = seat
             priority, arrival, number = state.rank
             columns.append(COLUMN.pack(handle, length, state.limit, seat, base, done, priority, arrival, number))
         found = np.frombuffer(b"".join(columns), np.int64).reshape(len(columns), NUMBER + 1)

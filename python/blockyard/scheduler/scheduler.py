@@ -15,20 +15,24 @@ in arrays (`rows.py`), and objects are touched only when a sequence starts, ends
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import starmap
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from blockyard._core import AllocStatus, BlockManager, HashedPrompt, Pairs
-from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, UnknownTicketError
 from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.defrag_policy import DefragPolicy
+from blockyard.scheduler.opened import Opened
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import NO_TOKEN, Fetch, Finished, Parked, Request, RequestState
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Rows
-from blockyard.scheduler.step import NO_ROWS, Draft, SchedulerStats, Step
+from blockyard.scheduler.step import NO_ROWS, Draft, SchedulerStats, Step, count_step, sampled_tokens
 from blockyard.scheduler.stop_tokens import StopTokens
 from blockyard.scheduler.swapping import Swapping
 
@@ -44,6 +48,10 @@ class Scheduler:
 
     One step is in flight at a time: `schedule`, `settle` (or `finish`), `update`. Requests may be added and aborted in
     between.
+
+    If a call raises, `KeyboardInterrupt` and errors of `prefetch` included, make it again, or go on with `schedule`. An
+    `add` or `abort` that raised has not happened. A `settle` or `finish` that raised must be made again. Where the
+    exception came in the middle of a change, all requests start again from their tokens.
 
     Args:
         manager: has one cache group; nothing else may admit sequences of this engine.
@@ -86,22 +94,32 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._prefix_caching = manager.prefix.enabled
         self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._preemption_mode = preemption_mode
         self._overlap_io = overlap_io
         self._defragment = defragment
+        self._prefetch = prefetch
         self._requests: dict[str, RequestState] = {}
         self._number = 0
-        self._rows = Rows(max_num_seqs, manager.block_size)
-        self._draft = Draft(max_num_batched_tokens, max_num_seqs)
+        self._opened = Opened(manager)
+        self._interrupted = False  # in the middle of a change, by an exception
+        self._reported: list[RequestState] = []  # by the last `update`
+        self._last_ended = 0  # ticket
+        self._device = manager.pool()
+        self._make_empty()
+
+    def _make_empty(self) -> None:
+        """Make queues, rows and counts of no requests."""
+        self._rows = Rows(self._max_num_seqs, self.manager.block_size)
+        self._draft = Draft(self._max_num_batched_tokens, self._max_num_seqs)
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue("waiting")
-        parts = (manager, self._rows, self._draft, self._waiting, self.stats)
-        self._admission = Admission(*parts, prefetch)
-        self._swapping = Swapping(*parts, overlap_io=overlap_io)
+        parts = (self._opened, self._rows, self._draft, self._waiting, self.stats)
+        self._admission = Admission(*parts, self._prefetch)
+        self._swapping = Swapping(*parts, overlap_io=self._overlap_io)
         self._leaving: list[RequestState] = []  # whose rows go once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
-        self._device = manager.pool()
         self._capacity = self._device_capacity()
 
     @property
@@ -143,12 +161,17 @@ class Scheduler:
         lack = self._lack_of_room(state)
         if lack is not None:
             raise lack
-        self._stop_tokens.add(request.stop_token_ids)
-        # What is taken in now may not fit a device that shrinks to what it was at the last step.
-        self._capacity = max(self._capacity, self._device_capacity())
-        self._number += 1
-        self._requests[request.request_id] = state
-        self._waiting.push(Parked(state, [0], [state.prompt], forks=request.n - 1))
+        try:
+            self._stop_tokens.add(state.stops)
+            # What is taken in now may not fit a device that shrinks to what it was at the last step.
+            self._capacity = max(self._capacity, self._device_capacity())
+            self._number += 1
+            self._requests[request.request_id] = state
+            self._waiting.push(Parked(state, [0], [state.prompt], forks=request.n - 1))
+        except BaseException:
+            self._interrupted = True
+            self._requests.pop(request.request_id, None)
+            raise
 
     def abort(self, request_id: str) -> None:
         """Forget a request; its id can be used again at once.
@@ -161,10 +184,16 @@ class Scheduler:
         state = self._requests.get(request_id)
         if state is None:
             raise InvalidArgumentError(f"request {request_id!r} is not in the scheduler")
-        if state in self._refused:
-            self._refused.remove(state)
-        self._release(state)
-        self._close(state)
+        try:
+            if not self._interrupted:
+                if state in self._refused:
+                    self._refused.remove(state)
+                self._release(state)
+            self._close(state)
+        except BaseException:
+            self._interrupted = True
+            self._requests[request_id] = state
+            raise
 
     # ---- a step ----
 
@@ -174,19 +203,26 @@ class Scheduler:
         A step that was never given to `update` is given up: its sequences start again from their tokens.
         """
         self.give_up()
-        self._refuse_what_no_longer_fits()
-        self._swapping.board()
         if self._waiting:
             self._admission.load_ahead()
-        preempted = self._append_to_running()
-        if not preempted:
+        self._opened.hand_over()
+        try:
+            step = self._decide()
+            return step  # noqa: RET504 (an interrupt after the call is caught, too)
+        except BaseException:
+            self._interrupted = True
+            self._opened.fail_decision()
+            raise
+
+    def _decide(self) -> Step:
+        if not self._append_to_running():
             if self._swapping.swapped:
                 self._swapping.resume()
             if self._waiting and not self._swapping.swapped:
                 self._admission.admit()
         if self._defragment is not None:
             self._defragment.plan(self.manager)
-        self._count()
+        count_step(self.stats, self.manager, self._draft.tokens, is_away=bool(self._swapping))
         step = self._in_flight = self._take_step()
         self._swapping.begin(step.decision.ticket)
         return step
@@ -208,6 +244,8 @@ class Scheduler:
     def finish(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:
         """End a ticket whose transfers have run; what it fetched runs in the next step.
 
+        Ending the last ticket once more does nothing, so that a call that was interrupted can be made again.
+
         Args:
             ticket: of a step's decision.
             lost: pairs of it that did not land.
@@ -215,13 +253,21 @@ class Scheduler:
         Returns:
             Ids of the requests that lost bytes: they start again from their tokens.
         """
+        ended: list[NDArray[np.uint64] | None] = []  # filled by the call itself, as in `Opened`
         names: list[str] = []
-        if lost:
-            names = self._start_again(self.manager.fail(ticket, lost))
-        else:
-            self.manager.complete(ticket)
-        self._swapping.end(ticket)
-        return names
+        try:
+            ended[:] = starmap(self.manager.fail, ((ticket, lost),)) if lost else map(self.manager.complete, (ticket,))
+            if ended[0] is not None and not self._interrupted:
+                names = self._start_again(ended[0])
+            self._swapping.end(ticket)
+            self._last_ended = ticket
+            return names
+        except BaseException as error:
+            if isinstance(error, UnknownTicketError) and ticket == self._last_ended:
+                return names
+            if ended:
+                self._interrupted, self._last_ended = True, ticket
+            raise
 
     def update(self, step: Step, sampled: ArrayLike) -> list[Finished]:
         """Take in a step's tokens.
@@ -237,9 +283,24 @@ class Scheduler:
         Raises:
             InvalidArgumentError: the tokens do not match the step, or it is not in flight; nothing was changed.
         """
-        tokens = self._check_sampled(step, sampled)
-        finished, self._refused = self._refused, []
-        if step.rows:
+        if step.rows and (self._in_flight is None or step.decision.ticket != self._in_flight.decision.ticket):
+            raise InvalidArgumentError(f"the step of ticket {step.decision.ticket} is not in flight")
+        tokens = sampled_tokens(step, sampled)
+        self._reported = []
+        try:
+            finished = self._take_in(step, tokens)
+            return finished  # noqa: RET504 (an interrupt after the call is caught, too)
+        except BaseException:
+            self._interrupted = True
+            self._in_flight = step
+            self._requests |= {state.request.request_id: state for state in self._reported}
+            raise
+
+    def _take_in(self, step: Step, tokens: NDArray[np.uint32]) -> list[Finished]:
+        ended_states: list[RequestState] = []
+        if self._interrupted:
+            self._start_over()
+        elif step.rows:
             if self._prefix_caching:
                 self._publish(step)
             ended = self._extend(step, tokens[: step.samples])
@@ -247,12 +308,14 @@ class Scheduler:
                 ended = self._fork(step, tokens[step.samples :], ended)
             gone = ended.nonzero()[0]
             if len(gone):
-                finished += self._end(gone)
+                ended_states = self._end(gone)
             self._in_flight = None
         self._drop_leaving()
-        for state in finished:
+        self._reported = self._refused + ended_states
+        self._refused = []
+        for state in self._reported:
             self._close(state)
-        return [state.finished() for state in finished]
+        return [state.finished() for state in self._reported]
 
     # ---- putting a step together ----
 
@@ -307,9 +370,7 @@ class Scheduler:
         self._recompute(gone)
 
     def _swaps(self, sequences: int) -> bool:
-        if self._preemption_mode == "auto":
-            return sequences > 1
-        return self._preemption_mode == "swap"
+        return sequences > 1 if self._preemption_mode == "auto" else self._preemption_mode == "swap"
 
     def _recompute(self, gone: NDArray[np.int64]) -> None:
         """Drop rows with their blocks; sequences of live requests wait to be computed again from their tokens."""
@@ -321,7 +382,7 @@ class Scheduler:
         self._remove(gone)
 
     def _remove(self, gone: NDArray[np.int64]) -> None:
-        self.manager.free(self._rows.handles[gone])
+        self._opened.free(self._rows.handles[gone])
         self._rows.remove(gone)
 
     def _take_step(self) -> Step:
@@ -338,7 +399,11 @@ class Scheduler:
                 forks = [rows.fork_count(row) for row in range(decodes, samples)]
                 extra = np.repeat(np.arange(decodes, samples, dtype=np.int32), forks)
         return Step(
+<<<<<<< HEAD
             self.manager.take_decision(prefetch=self._overlap_io),
+=======
+            self._opened.take_decision(),
+>>>>>>> 23356e6 (Scheduler: an exception at any line loses nothing; no sharing of blocks that a window gave back)
             decodes,
             samples,
             rows.handles[:count].copy(),
@@ -353,26 +418,6 @@ class Scheduler:
         )
 
     # ---- taking its tokens in ----
-
-    def _check_sampled(self, step: Step, sampled: ArrayLike) -> NDArray[np.uint32]:
-        tokens = np.asarray(sampled)
-        if step.rows and (self._in_flight is None or step.decision.ticket != self._in_flight.decision.ticket):
-            raise InvalidArgumentError(f"the step of ticket {step.decision.ticket} is not in flight")
-        if tokens.shape != (step.num_draws,):
-            raise InvalidArgumentError(
-                f"sampled tokens have shape {list(tokens.shape)}, do not match the step's {step.num_draws} draws"
-            )
-        if tokens.dtype == np.uint32 or not len(tokens):
-            return tokens.astype(np.uint32, copy=False)
-        if tokens.dtype.kind not in "iu":
-            raise InvalidArgumentError(f"sampled tokens are {tokens.dtype}, must be integers")
-        wide = tokens.astype(np.int64, copy=False)
-        # Seen as unsigned, a negative id is the largest of all.
-        if np.maximum.reduce(wide.view(np.uint64)) >= NO_TOKEN:
-            raise InvalidArgumentError(
-                f"sampled tokens go from {wide.min()} to {wide.max()}, must be from 0 to {NO_TOKEN - 1}"
-            )
-        return wide.astype(np.uint32)
 
     def _publish(self, step: Step) -> None:
         """Let prompts find the blocks that the step has filled."""
@@ -391,6 +436,9 @@ class Scheduler:
         """Add a token to each sampled row; say which rows end with it, bool `[samples]`."""
         rows, samples = self._rows, step.samples
         length = rows.fields[LENGTH, :samples]
+        if step.void is not None:
+            tokens = np.where(step.void[:samples], np.uint32(NO_TOKEN), tokens)
+        # All tokens of the step are the requests' from here on, at once, whatever line is interrupted.
         rows.flat[rows.fields[BASE, :samples] + length] = tokens
         rows.last[:samples] = tokens
         length += 1
@@ -398,7 +446,7 @@ class Scheduler:
         ended: NDArray[np.bool_] = length >= rows.fields[LIMIT, :samples]
         if self._stop_tokens:
             for row in self._stop_tokens.among(tokens).tolist():
-                ended[row] |= int(tokens[row]) in rows.owner(row)[0].request.stop_token_ids
+                ended[row] |= int(tokens[row]) in rows.owner(row)[0].stops
         if step.void is not None:
             void = step.void[:samples]
             ended &= ~void
@@ -417,12 +465,12 @@ class Scheduler:
                 continue
             del rows.forks[int(rows.fields[SEAT, row])]
             prompt = rows.text(row)[:-1]
-            children = self.manager.fork(int(rows.handles[row]), count).tolist()
+            children = self._opened.open(partial(self.manager.fork, int(rows.handles[row]), count)).tolist()
             texts = [np.append(prompt, token) for token in drawn]
             each = enumerate(zip(children, texts, strict=True), index + 1)
             new = rows.insert([(state, i, text, handle, 0, 0) for i, (handle, text) in each])
             self.manager.block_tables(rows.handles[new], out=rows.block_tables[new])
-            ends = [len(prompt) + 1 >= state.limit or token in state.request.stop_token_ids for token in drawn.tolist()]
+            ends = [len(prompt) + 1 >= state.limit or token in state.stops for token in drawn.tolist()]
             ended = np.concatenate((ended, np.array(ends, np.bool_)))
         return ended
 
@@ -434,7 +482,6 @@ class Scheduler:
         for seat, base, length in each:
             state, index = rows.owner_at(seat)
             state.outputs[index] = rows.flat[base + len(state.prompt) : base + length].copy()
-            state.left -= 1
             if state.alive and not state.left:
                 done.append(state)
         self._remove(gone)
@@ -447,12 +494,32 @@ class Scheduler:
 
         For a step whose transfers or computation failed.
         """
+        if self._interrupted:
+            self._start_over()
+        self._interrupted = True  # if anything below raises
         step, self._in_flight = self._in_flight, None
         for row in range(step.rows if step is not None else 0):
-            state = self._rows.owner(row)[0]
-            state.lost = True
-            self._leaving.append(state)
+            self._leaving.append(self._rows.owner(row)[0])
+            self._leaving[-1].lost = True
         self._drop_leaving()
+        self._refuse_what_no_longer_fits()
+        self._swapping.board()
+        self._interrupted = False
+
+    def _start_over(self) -> None:
+        """After an exception, free all sequences; requests start again from their tokens. Can be interrupted, too."""
+        self._opened.free_all()
+        for state in self._requests.values():
+            self._rows.leave(state)
+        self._make_empty()
+        for state in self._requests.values():
+            self._stop_tokens.add(state.stops)
+            for parked in state.start_over():
+                self._waiting.push(parked)
+            if not state.alive:
+                self._refused.append(state)
+        self._capacity = sys.maxsize  # which fit the device is asked again
+        self._interrupted = False
 
     def _drop_leaving(self) -> None:
         """Free the rows of requests that are gone; start those again that lost bytes. Not while a step is in flight."""
@@ -496,7 +563,8 @@ class Scheduler:
 
     def _close(self, state: RequestState) -> None:
         state.alive = False
-        self._stop_tokens.remove(state.request.stop_token_ids)
+        if not self._interrupted:
+            self._stop_tokens.remove(state.stops)
         del self._requests[state.request.request_id]
 
     # ---- a device that shrinks ----
@@ -525,27 +593,8 @@ class Scheduler:
             return
         for state in self._requests.values():
             if state.error is None and (lack := self._lack_of_room(state)) is not None:
-                self._keep_outputs(state)
+                self._rows.leave(state)
                 state.error = lack
                 self._release(state)
                 self._refused.append(state)
                 self.stats.refused += 1
-
-    def _keep_outputs(self, state: RequestState) -> None:
-        """Note what the sequences of a request that have not ended have generated so far."""
-        for parked in state.parked:
-            for index, tokens in zip(parked.indices, parked.tokens, strict=True):
-                state.outputs[index] = tokens[len(state.prompt) :]
-        for row in self._rows.find(state.seats).tolist():
-            state.outputs[self._rows.owner(row)[1]] = self._rows.text(row)[len(state.prompt) :]
-
-    def _count(self) -> None:
-        stats, manager = self.stats, self.manager
-        stats.steps += 1
-        stats.tokens += self._draft.tokens
-        stats.peak_device_blocks = max(stats.peak_device_blocks, self._device.num_blocks - self._device.num_free)
-        if self._swapping:
-            host = manager.pool("host").num_blocks - manager.pool("host").num_free
-            external = manager.pool("external").num_blocks - manager.pool("external").num_free
-            stats.peak_host_blocks = max(stats.peak_host_blocks, host)
-            stats.peak_external_blocks = max(stats.peak_external_blocks, external)

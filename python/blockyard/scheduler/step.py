@@ -9,12 +9,13 @@ from operator import add
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from blockyard._core import StepDecision
-from blockyard.scheduler.request import RequestState
+from blockyard._core import BlockManager, StepDecision
+from blockyard.errors import InvalidArgumentError
+from blockyard.scheduler.request import NO_TOKEN, RequestState
 
-__all__ = ["NO_ROWS", "Draft", "Draw", "Owner", "SchedulerStats", "Step"]
+__all__ = ["NO_ROWS", "Draft", "Draw", "Owner", "SchedulerStats", "Step", "count_step", "sampled_tokens"]
 
 NO_ROWS = np.zeros(0, np.int32)
 
@@ -213,3 +214,39 @@ class Draft:
         found = found.copy()
         found[decodes:] = list(accumulate(self.counts, initial=decodes))
         return found
+
+
+def sampled_tokens(step: Step, sampled: ArrayLike) -> NDArray[np.uint32]:
+    """Give the tokens that `update` takes as uint32.
+
+    Raises:
+        InvalidArgumentError: they are not one token id for each draw.
+    """
+    tokens = np.asarray(sampled)
+    if tokens.shape != (step.num_draws,):
+        raise InvalidArgumentError(
+            f"sampled tokens have shape {list(tokens.shape)}, do not match the step's {step.num_draws} draws"
+        )
+    if tokens.dtype == np.uint32 or not len(tokens):
+        return tokens.astype(np.uint32, copy=False)
+    if tokens.dtype.kind not in "iu":
+        raise InvalidArgumentError(f"sampled tokens are {tokens.dtype}, must be integers")
+    wide = tokens.astype(np.int64, copy=False)
+    # Seen as unsigned, a negative id is the largest of all.
+    if np.maximum.reduce(wide.view(np.uint64)) >= NO_TOKEN:
+        raise InvalidArgumentError(
+            f"sampled tokens go from {wide.min()} to {wide.max()}, must be from 0 to {NO_TOKEN - 1}"
+        )
+    return wide.astype(np.uint32)
+
+
+def count_step(stats: SchedulerStats, manager: BlockManager, tokens: int, *, is_away: bool) -> None:
+    """Count a step of so many tokens; is_away: whether a sequence is on the host or in the external tier."""
+    stats.steps += 1
+    stats.tokens += tokens
+    device = manager.pool()
+    stats.peak_device_blocks = max(stats.peak_device_blocks, device.num_blocks - device.num_free)
+    if is_away:
+        host, external = manager.pool("host"), manager.pool("external")
+        stats.peak_host_blocks = max(stats.peak_host_blocks, host.num_blocks - host.num_free)
+        stats.peak_external_blocks = max(stats.peak_external_blocks, external.num_blocks - external.num_free)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.errors import InvalidArgumentError
-
 __all__ = ["StopTokens"]
-
-LARGEST = 1 << 24
 
 
 class StopTokens:
@@ -29,22 +24,13 @@ class StopTokens:
     def __bool__(self) -> bool:
         return bool(self._sets)
 
-    def add(self, tokens: Iterable[int]) -> None:
-        """Count a request's tokens.
-
-        Raises:
-            InvalidArgumentError: a token is out of range; nothing was changed.
-        """
-        wanted = frozenset(tokens)
+    def add(self, wanted: frozenset[int]) -> None:
+        """Count a request's tokens."""
         if wanted in self._requests:
             self._requests[wanted] += 1
             return
         if not wanted:
             return
-        if min(wanted) < 0 or max(wanted) >= LARGEST:
-            raise InvalidArgumentError(
-                f"stop_token_ids go from {min(wanted)} to {max(wanted)}, must be from 0 to {LARGEST - 1}"
-            )
         missing = max(wanted) + 2 - len(self._stops)
         if missing > 0:
             self._stops = np.concatenate((self._stops, np.zeros(missing, np.bool_)))
@@ -52,9 +38,8 @@ class StopTokens:
         self._sets.update(wanted)
         self._stops[list(wanted)] = True
 
-    def remove(self, tokens: Iterable[int]) -> None:
+    def remove(self, gone: frozenset[int]) -> None:
         """Count them off."""
-        gone = frozenset(tokens)
         if not gone:
             return
         left = self._requests[gone] - 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus, BlockManager
+from blockyard._core import AllocStatus
+from blockyard.scheduler.opened import Opened
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Parked, RequestState
 from blockyard.scheduler.rows import Rows, Seated
@@ -18,7 +19,7 @@ class Swapping:
     """Sequences whose blocks are on the host or in the external tier, and those on their way back.
 
     Args:
-        manager: moves the blocks.
+        opened: the sequences in the manager, which moves their blocks.
         rows: where the sequences run.
         draft: of the step that they come back in.
         waiting: queue of those that lose their blocks.
@@ -31,7 +32,7 @@ class Swapping:
 
     def __init__(
         self,
-        manager: BlockManager,
+        opened: Opened,
         rows: Rows,
         draft: Draft,
         waiting: RankedQueue,
@@ -40,13 +41,14 @@ class Swapping:
         overlap_io: bool,
     ) -> None:
         self.swapped = RankedQueue("swapped")
-        self._manager = manager
+        self._opened = opened
+        self._manager = opened.manager
         self._rows = rows
         self._draft = draft
         self._waiting = waiting
         self._stats = stats
         self._overlap_io = overlap_io
-        self._prefix_caching = manager.prefix.enabled
+        self._prefix_caching = opened.manager.prefix.enabled
         self._away: dict[Parked, None] = {}  # in order, so that the same requests give the same run
         self._fetching: list[Parked] = []  # by the step being put together
         self._loading: dict[int, list[Parked]] = {}  # by a ticket
@@ -104,7 +106,7 @@ class Swapping:
             self._rows.seats_left += len(parked.indices)
             parked.state.parked.remove(parked)
         del self._away[parked]
-        self._manager.free(parked.handles)
+        self._opened.free(parked.handles)
 
     def resume(self) -> None:
         """Bring swapped requests back, in order, while they fit with a token more for each sequence."""

@@ -50,25 +50,31 @@ def draw_token(kv: Sequence[int], index: int) -> int:
     return state % VOCABULARY
 
 
-def reference_tokens(request: Request) -> tuple[tuple[int, ...], ...]:
-    """Return what each sequence of a request generates if memory is endless and nothing is ever moved."""
+def reference_tokens(request: Request, window: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """Return what each sequence of a request generates if memory is endless and nothing is ever moved.
+
+    Args:
+        request: the request.
+        window: tokens that the model sees, the last ones; None for all.
+    """
     outputs = []
     for index in range(request.n):
         tokens = list(request.prompt)
         while len(tokens) < len(request.prompt) + request.max_tokens:
-            tokens.append(draw_token(tokens, index))
+            tokens.append(draw_token(tokens[-window:] if window else tokens, index))
             if tokens[-1] in request.stop_token_ids:
                 break
         outputs.append(tuple(tokens[len(request.prompt) :]))
     return tuple(outputs)
 
 
-def draw_tokens(step: Step, memory: SimulatedMemory) -> list[int]:
+def draw_tokens(step: Step, memory: SimulatedMemory, window: int | None = None) -> list[int]:
     """Compute a step as a model does: write its tokens, read each row through its block table, and draw.
 
     Args:
         step: what `settle` returned.
         memory: after the step's transfers.
+        window: tokens that the model sees, the last ones; None for all.
 
     Returns:
         What `update` wants, a token for each of the step's draws; 0 for rows that are void.
@@ -82,7 +88,8 @@ def draw_tokens(step: Step, memory: SimulatedMemory) -> list[int]:
     for row in range(step.rows):
         if step.void is None or not step.void[row]:
             new = step.token_ids[first[row] : first[row + 1]].tolist()
-            texts[row] = read_back(memory, row, step.block_tables[row], ends[row], new)
+            text = read_back(memory, row, step.block_tables[row], ends[row], new)
+            texts[row] = text[-window:] if window else text
     return [draw_token(texts[draw.row], draw.sequence) if draw.row in texts else 0 for draw in step.draws()]
 
 
@@ -127,6 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.manager = type(self).make_manager(config)
         self.scheduler = type(self).make_scheduler(self.manager, config)
         self.memory = type(self).make_memory(config)
+        self.window = self.manager.pool().groups[0].window
         for request in first:
             self.add(request)
 
@@ -202,6 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         refuse_open(self.manager)
         for tier in TIERS:
             free, blocks = self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks
+            blocks -= blocks > 0 and self.window is not None  # the null block
             if free != blocks or self.manager.stats().sequences:
                 raise AssertionError(
                     f"{free} of {blocks} {tier} blocks are free, {self.manager.stats().sequences} sequences"
@@ -250,14 +259,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def compute(self, step: Step) -> list[int]:
         """Write the step's tokens, read each sequence through its table, and draw."""
-        return draw_tokens(step, self.memory)
+        return draw_tokens(step, self.memory, self.window)
 
     def finish(self, finished: Finished) -> None:
         """A finished request must be live, and have drawn what endless memory gives."""
         name = finished.request.request_id
         if self.live.get(name) is not finished.request:
             raise AssertionError(f"{finished.request} finished and is not live")
-        expected = reference_tokens(finished.request)
+        expected = reference_tokens(finished.request, self.window)
         found = tuple(tuple(int(token) for token in tokens) for tokens in finished.outputs)
         if found != expected:
             raise AssertionError(f"{finished.request}: drew {found}, in endless memory {expected}")
@@ -325,7 +334,7 @@ class ResizingSchedulerMachine(SchedulerMachine):
         most = request.n * least_blocks(request, self.manager.block_size)
         if not finished.error.wanted > finished.error.free or most <= self.room:
             raise AssertionError(f"{request} was refused: {finished.error}; there was room for {self.room} blocks")
-        whole = reference_tokens(request)
+        whole = reference_tokens(request, self.window)
         if not all(tokens == right[: len(tokens)] for tokens, right in zip(finished.outputs, whole, strict=True)):
             raise AssertionError(f"{request}: drew {finished.outputs}, in endless memory {whole}")
 

@@ -1,0 +1,75 @@
+"""What a scheduler has opened in its manager, known after an exception at any line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import starmap
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import BlockManager, Sequence, StepDecision
+from blockyard.errors import UnknownSequenceError
+
+__all__ = ["Opened", "numbers"]
+
+
+class Opened:
+    """Sequences and decisions that a scheduler has taken from its manager.
+
+    A signal may be handled as soon as a call returns, before its result is assigned. So each such call runs inside the
+    assignment of a list slice: either it has not run, or the list has its result.
+
+    Args:
+        manager: of the scheduler.
+    """
+
+    def __init__(self, manager: BlockManager) -> None:
+        self.manager = manager
+        self._handles: set[int] = set()
+        self._latest: list[Any] = []
+        self._taken: list[StepDecision] = []
+
+    def open(self, call: Callable[[], object]) -> Any:
+        """Open sequences by a call of the manager, and give what it returns."""
+        self._latest[:] = starmap(call, ((),))
+        self._handles.update(numbers(self._latest[0]).tolist())
+        return self._latest[0]
+
+    def free(self, handles: NDArray[np.uint64]) -> None:
+        """Free sequences."""
+        self.manager.free(handles)
+        self._handles.difference_update(handles.tolist())
+
+    def free_all(self) -> None:
+        """Free every sequence. If interrupted, it can be called again."""
+        for found in self._latest:
+            self._handles.update(numbers(found).tolist())
+        for handle in sorted(self._handles):
+            with suppress(UnknownSequenceError):
+                self.manager.free([handle])
+        self._handles.clear()
+        self._latest.clear()
+
+    def take_decision(self) -> StepDecision:
+        """End the manager's step."""
+        self._taken[:] = starmap(self.manager.take_decision, ((),))
+        return self._taken[0]
+
+    def hand_over(self) -> None:
+        """Note that the caller has the last decision, and ends its ticket."""
+        self._taken.clear()
+
+    def fail_decision(self) -> None:
+        """End the ticket of a decision that no caller has got: nothing of it will run."""
+        for decision in self._taken:
+            self.manager.fail(decision.ticket)
+
+
+def numbers(found: NDArray[np.uint64] | Sequence | tuple[Sequence, ...]) -> NDArray[np.uint64]:
+    """Give the handles that the manager has returned as an array."""
+    if isinstance(found, np.ndarray):
+        return found
+    return np.array([int(handle) for handle in (found if isinstance(found, tuple) else (found,))], np.uint64)
