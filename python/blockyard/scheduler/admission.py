@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import HashedPrompt
-from blockyard.scheduler.opened import Opened, numbers
+from blockyard.scheduler.opened import Opened, handles_of
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Parked, RequestState
 from blockyard.scheduler.rows import LENGTH, Rows
@@ -185,7 +185,7 @@ class Admission:
             parent, begun[0] = share
             count = min(len(prompts[0]), begun[0] + left)
             call = partial(manager.fork, parent, shared_tokens=begun[0], num_tokens=count)
-            handles = numbers(self._opened.open(call))
+            handles = np.array(handles_of(self._opened.open(call)), np.uint64)
         elif self._prefix_caching:
             handles, begun = self._allocate(batch)
         else:
@@ -217,4 +217,4 @@ class Admission:
         sequences = found if isinstance(found, tuple) else (found,)
         begun = [sequence.cached_tokens for sequence in sequences]
         self._stats.cached_tokens += sum(begun)
-        return numbers(found), begun
+        return np.array(handles_of(found), np.uint64), begun

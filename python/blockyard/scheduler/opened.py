@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from blockyard._core import BlockManager, Sequence, StepDecision
 from blockyard.errors import UnknownSequenceError
 
-__all__ = ["Opened", "numbers"]
+__all__ = ["Opened", "handles_of"]
 
 
 class Opened:
@@ -35,7 +35,7 @@ class Opened:
     def open(self, call: Callable[[], object]) -> Any:
         """Open sequences by a call of the manager, and give what it returns."""
         self._latest[:] = starmap(call, ((),))
-        self._handles.update(numbers(self._latest[0]).tolist())
+        self._handles.update(handles_of(self._latest[0]))
         return self._latest[0]
 
     def free(self, handles: NDArray[np.uint64]) -> None:
@@ -46,7 +46,7 @@ class Opened:
     def free_all(self) -> None:
         """Free every sequence. If interrupted, it can be called again."""
         for found in self._latest:
-            self._handles.update(numbers(found).tolist())
+            self._handles.update(handles_of(found))
         for handle in sorted(self._handles):
             with suppress(UnknownSequenceError):
                 self.manager.free([handle])
@@ -68,8 +68,8 @@ class Opened:
             self.manager.fail(decision.ticket)
 
 
-def numbers(found: NDArray[np.uint64] | Sequence | tuple[Sequence, ...]) -> NDArray[np.uint64]:
-    """Give the handles that the manager has returned as an array."""
+def handles_of(found: NDArray[np.uint64] | Sequence | tuple[Sequence, ...]) -> list[int]:
+    """Give the handles that the manager has returned."""
     if isinstance(found, np.ndarray):
-        return found
-    return np.array([int(handle) for handle in (found if isinstance(found, tuple) else (found,))], np.uint64)
+        return [int(handle) for handle in found.tolist()]
+    return list(map(int, found)) if isinstance(found, tuple) else [int(found)]
