@@ -13,6 +13,7 @@
 #   make docs                      docs/api.md and the stub's docstrings, from the code
 #   make fuzz [FUZZ_SECONDS=180]   random operations, forged snapshots and slabs, grown by libFuzzer; the
 #       targets share the time
+#   make mutants-python [N=200 SEED=0]  how many of N faults planted in the Python sources their tests catch
 #   make bench [BENCH_JSON=FILE]   the benchmarks; FILE gets one flat JSON object
 #       make bench-engines: vLLM's tokens a second with and without ours, in the environment of test-engines
 #   make wheel                     wheel and source archive in dist/
@@ -51,7 +52,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 .DEFAULT_GOAL := test
-.PHONY: setup dev demo test test-all test-asan test-engines test-sglang test-lmcache test-gpu bench-gpu test-rust test-python fuzz lint fmt docs bench bench-engines wheel pins clean distclean
+.PHONY: setup dev demo test test-all test-asan test-engines test-sglang test-lmcache test-gpu bench-gpu test-rust test-python fuzz lint fmt docs mutants-python bench bench-engines wheel pins clean distclean
 
 # ---- set-up ----
 
@@ -156,6 +157,9 @@ fuzz: $(CARGO_FUZZ)/bin/cargo-fuzz
 	    RUSTC_BOOTSTRAP=1 $< run --fuzz-dir rust/core/fuzz --sanitizer none $$target -- -max_len=256 -len_control=0 \
 	        -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZ_TARGETS)))) -print_final_stats=1 || exit 1; \
 	done
+
+mutants-python: dev
+	$(BIN)/python buildsystem/mutants/python.py $(if $(N),$(N) $(or $(SEED),0))
 
 lint: dev
 	cargo fmt --all --check

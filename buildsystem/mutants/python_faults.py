@@ -1,0 +1,378 @@
+"""Faults for `python.py`: mistakes that people make, one at a time, and the tests that are to catch each.
+
+A fault is the original text, which stands exactly once in its file, and what it is changed to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A fault: its file below `python/blockyard`, the original and the faulty text, the test files that catch it."""
+
+    file: str
+    original: str
+    faulty: str
+    tests: tuple[str, ...]
+
+
+SCHEDULER = (
+    "test_scheduler.py",
+    "test_scheduler_prefix.py",
+    "test_scheduler_resize.py",
+    "property/test_scheduler_machine.py",
+    "test_scheduler_interrupts.py",
+)
+EXECUTOR = ("test_executor.py", "test_executors.py", "test_engine_stores.py")
+STAGING = ("test_staging.py", "test_store_side.py", *EXECUTOR)
+SIDE = ("test_store_side.py", "test_executor.py", "test_interrupts.py")
+PREFIXES = ("test_prefix_store.py", "test_prefixes.py", "property/test_kept_prefixes_machine.py")
+NANO = ("test_nano.py", "test_nano_cache.py", "test_nano_engine.py")
+
+# File, tests, and pairs of original and faulty text.
+_FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
+    (
+        "scheduler/scheduler.py",
+        SCHEDULER,
+        [
+            (
+                "self._waiting.push(Parked(state, [0], [state.prompt], forks=request.n - 1))",
+                "self._waiting.push(Parked(state, [0], [state.prompt], forks=request.n))",
+            ),
+            ("if wanted + kept <= total and self.manager", "if wanted + kept <= total or self.manager"),
+            ("        self._opened.free(self._rows.handles[gone])\n", ""),
+            ("        self._stop_tokens.add(state.stops)\n            # What", "        # What"),
+            ("            length -= void\n", ""),
+            ("        due[step.decodes :] = True  # a chunk", "        due[: step.decodes] = True  # a chunk"),
+            (
+                "                self._preempt(self._rows.worst())\n                preempted = True",
+                "                self._preempt(self._rows.worst())\n                preempted = False",
+            ),
+            ("forks=rows.fork_count(row)))", "forks=0))"),
+            (
+                "            if state.seats:\n                state.lost = True",
+                "            if not state.seats:\n                state.lost = True",
+            ),
+            (
+                "ended: NDArray[np.bool_] = length >= rows.fields[LIMIT, :samples]",
+                "ended: NDArray[np.bool_] = length > rows.fields[LIMIT, :samples]",
+            ),
+            ("            at += count\n            state, index", "            state, index"),
+            ("            rows.fields[DONE, decodes:count] = draft.ends\n", ""),
+            ("            self._opened.fail_decision()\n", ""),
+            ("        self._capacity = sys.maxsize  # which fit", "        self._capacity = 0  # which fit"),
+            ("        if self._capacity >= before:", "        if self._capacity <= before:"),
+        ],
+    ),
+    (
+        "scheduler/admission.py",
+        SCHEDULER,
+        [
+            (
+                "        first = max(0, tokens + 1 - self._group.window) // size",
+                "        first = max(0, tokens + size - self._group.window) // size",
+            ),
+            (
+                "            if 1 + head.forks > self._rows.seats_left:",
+                "            if head.forks > self._rows.seats_left:",
+            ),
+            ("            self._rows.seats_left -= 1 + head.forks\n", "            self._rows.seats_left -= 1\n"),
+            ("        for parked in self._aside:\n            self._waiting.push(parked)\n", ""),
+            (
+                "            longest = min(len(text), len(tokens) - 1)",
+                "            longest = min(len(text), len(tokens))",
+            ),
+            ("            common -= common % self._manager.block_size\n", ""),
+            ("        manager.block_tables(handles, out=rows.block_tables[first : rows.count])\n", ""),
+            ("prefix.hash(parked.tokens[0], salt=request.salt,", "prefix.hash(parked.tokens[0], salt=None,"),
+        ],
+    ),
+    (
+        "scheduler/swapping.py",
+        SCHEDULER,
+        [
+            ("        rows.remove(gone)\n", ""),
+            (
+                "            self._landed += self._loading.pop(ticket, ())",
+                "            self._landed = self._loading.pop(ticket, [])",
+            ),
+            (
+                "            if mixed or len(parked.indices) > self._rows.seats_left:",
+                "            if mixed and len(parked.indices) > self._rows.seats_left:",
+            ),
+            ("        draft.token_ids[new] = [tokens[-1] for", "        draft.token_ids[new] = [tokens[0] for"),
+            ("            self._rows.seats_left -= len(parked.indices)\n", ""),
+            ("        del self._away[parked]\n        self._opened", "        self._opened"),
+        ],
+    ),
+    (
+        "scheduler/rows.py",
+        SCHEDULER,
+        [
+            ("            self.fields[BASE] += self.fields[SEAT] * (longest - had)\n", ""),
+            (
+                "            self.seats_left += sum(self.forks.pop(seat, 0) for seat in seats)",
+                "            self.seats_left += sum(self.forks.get(seat, 0) for seat in seats)",
+            ),
+            ("        self.block_tables[to] = self.block_tables[rows]\n", ""),
+            ("            self.tokens[seat, : state.request.max_tokens] = NO_TOKEN\n", ""),
+            ("            rows = rows[values == values.max()]", "            rows = rows[values == values.min()]"),
+        ],
+    ),
+    (
+        "scheduler/ranked_queue.py",
+        SCHEDULER,
+        [
+            (
+                "        self._take(parked)\n        return parked",
+                '        parked.place = "running"\n        return parked',
+            )
+        ],
+    ),
+    (
+        "scheduler/step.py",
+        SCHEDULER,
+        [
+            (
+                "            array[at + count : self.tokens + count] = array[at : self.tokens].copy()",
+                "            array[at + count : self.tokens + count] = array[at : self.tokens][::-1].copy()",
+            ),
+            ("            counts[-1] -= total - self.left", "            counts[0] -= total - self.left"),
+        ],
+    ),
+    (
+        "scheduler/stop_tokens.py",
+        SCHEDULER,
+        [("                self._stops[token] = False\n", "                self._stops[token] = True\n")],
+    ),
+    (
+        "scheduler/opened.py",
+        ("test_scheduler_interrupts.py",),
+        [("        for found in self._latest:\n            self._handles.update(handles_of(found))\n", "")],
+    ),
+    (
+        "executor/parts.py",
+        EXECUTOR,
+        [
+            ('        return self.pairs.src == "device"', '        return self.pairs.dst == "device"'),
+            (
+                "    behind = tuple(part for part in (*named, *own) if part.reads_device)",
+                "    behind = tuple(part for part in own if part.reads_device)",
+            ),
+            ("            if not awaited.isdisjoint(touched):", "            if awaited.isdisjoint(touched):"),
+            (
+                "    return behind, [*reads, *loads, *within, *fetches]",
+                "    return behind, [*loads, *reads, *within, *fetches]",
+            ),
+            (
+                '    if kind != "exchange":\n        return pairs\n',
+                '    if kind == "exchange":\n        return pairs\n',
+            ),
+        ],
+    ),
+    (
+        "executor/staging.py",
+        STAGING,
+        [
+            ("        capacity = 1 << (count - 1).bit_length()", "        capacity = 1 << count.bit_length() - 1"),
+            (
+                "        full = staged and staged + num_bytes > self._max_bytes",
+                "        full = staged + num_bytes > self._max_bytes",
+            ),
+            (
+                "                part.batch = self._store().read(_column(part.pairs, 0), out)",
+                "                part.batch = self._store().read(_column(part.pairs, 1), out)",
+            ),
+            (
+                "self.end(part, [_some(part.pairs, ~batch.answer.ok)], batch.answer.error)",
+                "self.end(part, [_some(part.pairs, batch.answer.ok)], batch.answer.error)",
+            ),
+            ("self.end(part, [part.missed] if part.missed else [], None)", "self.end(part, [], None)"),
+            (
+                "            if batch is not None and batch.answer is not None and batch.answer.are_rows_free:",
+                "            if batch is not None:",
+            ),
+            ("            rows = rows[answer.ok]\n", ""),
+            (
+                "part.batch = self._store().write(_column(part.pairs, 1), rows)",
+                "part.batch = self._store().write(_column(part.pairs, 0), rows)",
+            ),
+        ],
+    ),
+    (
+        "executor/executor.py",
+        (*EXECUTOR, "test_interrupts.py", "test_staging.py"),
+        [
+            (
+                "        if ticket in self._steps or ticket in self._done:\n            raise",
+                "        if ticket in self._steps and ticket in self._done:\n            raise",
+            ),
+            (
+                "                room = room and not self._staging.full(part, self.staged_bytes)",
+                "                room = not self._staging.full(part, self.staged_bytes)",
+            ),
+            (
+                "            if all(part.ended for part in step.parts):",
+                "            if any(part.ended for part in step.parts):",
+            ),
+            ("        del self._done[ticket]\n", ""),
+            (
+                "len(ids) and not 0 <= ids.min() <= ids.max() < self._side.num_slots:",
+                "len(ids) and not 0 <= ids.min() <= ids.max() <= self._side.num_slots:",
+            ),
+            ("        step.failed = error\n", ""),
+            (
+                'part.kind in {"copy", "exchange"} and part.writes_device',
+                'part.kind in {"move", "exchange"} and part.writes_device',
+            ),
+        ],
+    ),
+    (
+        "executor/store_side.py",
+        SIDE,
+        [
+            ("            self._repeated.add(batch.ticket)\n", ""),
+            ("            self._open.pop(batch.ticket, None)\n", ""),
+            ("                and answer.ok.shape == (batch.count,)\n", ""),
+            ("                return Answer(answer.ok.copy(), rows,", "                return Answer(answer.ok, rows,"),
+            (
+                "        return found if found.dtype == np.bool_ and found.shape",
+                "        return found if found.dtype == np.bool_ or found.shape",
+            ),
+        ],
+    ),
+    (
+        "executor/store_quotas.py",
+        PREFIXES,
+        [
+            ("                keys.pop(key, None)\n", ""),
+            ("        return self._most.get(tenant) != 0", "        return self._most.get(tenant) is not None"),
+            (
+                "        while most is not None and len(keys) > most:",
+                "        while most is not None and len(keys) >= most:",
+            ),
+        ],
+    ),
+    (
+        "executor/prefix_store.py",
+        PREFIXES,
+        [
+            ("        count = len(ok) if ok.all() else int(ok.argmin())", "        count = int(ok.sum())"),
+            ("        seconds = ABSENT_SECONDS if reason", "        seconds = FAILED_SECONDS if reason"),
+            ("        fetch.tokens += found * self._manager.block_size", "        fetch.tokens += found"),
+            ("            written = int(ok.sum())", "            written = len(ok)"),
+        ],
+    ),
+    (
+        "cache.py",
+        ("test_cache.py", "test_prefixes.py", "test_elastic.py"),
+        [
+            ("            self.elastic.resize(blocks)\n", "            pass\n"),
+            (
+                "        return None if extent >= self.elastic.num_blocks else",
+                "        return None if extent < self.elastic.num_blocks else",
+            ),
+            ("        if not 1 <= blocks <= most:", "        if not 1 <= blocks < most:"),
+            (
+                "    return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()",
+                "    return sha256(name).digest()",
+            ),
+            ("    return found // size", "    return -(-found // size)"),
+            (
+                "        if self.elastic is not None and blocks > self.elastic.num_blocks:",
+                "        if self.elastic is not None and blocks < self.elastic.num_blocks:",
+            ),
+        ],
+    ),
+    (
+        "integrations/nano.py",
+        NANO,
+        [
+            (
+                "        if entry.tokens <= tokens <= entry.slots:\n",
+                "        if entry.tokens <= tokens < entry.slots:\n",
+            ),
+            ("        return entry.tokens if tokens > entry.tokens else entry.computed", "        return entry.tokens"),
+            ("            if wanted <= self.manager.pool().num_free:\n                self._offload(wanted)\n", ""),
+            ("            entry.named = tokens\n", ""),
+            ("        seq.num_cached_tokens = hit\n", "        seq.num_cached_tokens = 0\n"),
+            ("            del self._running[id(seq)]\n", ""),
+            (
+                "        for entry in self._running.values():\n            self._show(entry)\n        return",
+                "        return",
+            ),
+            (
+                "        computed = seq.num_cached_tokens\n        if computed == entry.computed:",
+                "        computed = seq.num_cached_tokens\n        if computed != entry.computed:",
+            ),
+            ("                self.manager.pins.unpin(pin)\n", "                pass\n"),
+        ],
+    ),
+    (
+        "integrations/objects.py",
+        ("test_objects.py",),
+        [
+            ("        return -(-(size + _LENGTH_BYTES) // self._width)", "        return -(-size // self._width)"),
+            ("                    row += count\n", ""),
+            (
+                "            if parts and (parts + count) * self._width > _BATCH_BYTES:",
+                "            if (parts + count) * self._width > _BATCH_BYTES:",
+            ),
+            ("    if data.nbytes != size:", "    if data.nbytes < size:"),
+            (
+                "                    if ok.all() and length == sizes[index]:",
+                "                    if ok.any() and length == sizes[index]:",
+            ),
+        ],
+    ),
+    (
+        "integrations/router_events.py",
+        ("test_router_events.py",),
+        [
+            ("            self._number += 1\n", ""),
+            (
+                "        if not known.media:\n            del self._known[place]",
+                "        if known.media:\n            del self._known[place]",
+            ),
+            ("salt and place == 0 else ()", "salt and place else ()"),
+            ("if entry[0] >= first]", "if entry[0] > first]"),
+            ("        if batch.dropped:\n            self._forget_all()\n", "        if batch.dropped:\n"),
+        ],
+    ),
+    (
+        "integrations/sampling.py",
+        ("test_sampling.py",),
+        [
+            (
+                "    key = np.array([seed, sequence_index], dtype=np.uint64)",
+                "    key = np.array([seed, position], dtype=np.uint64)",
+            ),
+            (
+                "        threshold = np.partition(scores, -top_k)[-top_k]",
+                "        threshold = np.partition(scores, top_k)[top_k]",
+            ),
+            ("        before = np.cumsum(weights) - weights", "        before = np.cumsum(weights)"),
+        ],
+    ),
+    (
+        "integrations/transformers/generator.py",
+        ("test_generator.py",),
+        [
+            ("        self._tickets.remove(done.ticket)\n", ""),
+            ("        self.scheduler.finish(done.ticket, done.lost)", "        self.scheduler.finish(done.ticket)"),
+            (
+                "        self.scheduler.abort(request_id)\n        del self._params[request_id]",
+                "        self.scheduler.abort(request_id)",
+            ),
+        ],
+    ),
+]
+
+
+def all_faults() -> Iterator[Fault]:
+    """Give every fault."""
+    for file, tests, pairs in _FAULTS:
+        for original, faulty in pairs:
+            yield Fault(file, original, faulty, tests)
