@@ -206,6 +206,20 @@ def test_a_swapped_group_whose_return_needs_every_block_comes_back():
     assert engine.scheduler.stats.preempted_swap == 1
 
 
+def test_a_request_that_comes_back_goes_before_the_chunk_of_a_prompt():
+    engine = Engine(8, 12, preemption_mode="swap", max_num_batched_tokens=3)
+    requests = [engine.add("b", 6, 11, priority=1)]
+    engine.step()
+    for request in (("a", 2, 8), ("c", 14, 2)):
+        requests.append(engine.add(*request))
+        engine.step()
+        engine.step()
+    while engine.scheduler.stats.resumed_swap == 0:
+        ran = engine.step()
+    assert ran == ["b:0", "c"]
+    engine.run(*requests)
+
+
 # ---- aborts ----
 
 
