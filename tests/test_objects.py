@@ -56,6 +56,18 @@ def test_objects_of_many_lengths_come_back_whatever_the_batch_holds(
     store.close()
 
 
+def test_an_object_that_has_lost_one_of_its_blocks_is_a_miss(tmp_path: Path):
+    store = ObjectStore(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
+    data = np.arange(250, dtype=np.uint8)
+    assert store.put(["a"], [250], lambda index: data) == [True]
+    names = store._names(["a"], [250])
+    assert store._store.wait(store._store.submit_delete(names[1:2])).ok.all()
+    taken: list[bytes] = []
+    assert store.get(["a"], [250], lambda index, found: taken.append(found.tobytes())) == [False]
+    assert not taken
+    store.close()
+
+
 def test_a_root_dir_is_made_for_its_owner_alone_and_any_path_is_one(tmp_path: Path):
     url = store_url(str(tmp_path / "a folder" / "100%"), None, "1MiB", "rank")
     ObjectStore(url, object_bytes=100, fields={}).close()
