@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import starmap
 from typing import Any
 
@@ -24,10 +25,12 @@ class Opened:
 
     Args:
         manager: of the scheduler.
+        overlap_io: whether a step may compute while its loads arrive.
     """
 
-    def __init__(self, manager: BlockManager) -> None:
+    def __init__(self, manager: BlockManager, *, overlap_io: bool) -> None:
         self.manager = manager
+        self._take = partial(manager.take_decision, prefetch=overlap_io)
         self._handles: set[int] = set()
         self._latest: list[Any] = []
         self._taken: list[StepDecision] = []
@@ -55,7 +58,7 @@ class Opened:
 
     def take_decision(self) -> StepDecision:
         """End the manager's step."""
-        self._taken[:] = starmap(self.manager.take_decision, ((),))
+        self._taken[:] = starmap(self._take, ((),))
         return self._taken[0]
 
     def hand_over(self) -> None:

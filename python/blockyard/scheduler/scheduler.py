@@ -101,7 +101,7 @@ class Scheduler:
         self._prefetch = prefetch
         self._requests: dict[str, RequestState] = {}
         self._number = 0
-        self._opened = Opened(manager)
+        self._opened = Opened(manager, overlap_io=overlap_io)
         self._interrupted = False  # in the middle of a change, by an exception
         self._reported: list[RequestState] = []  # by the last `update`
         self._last_ended = 0  # ticket
@@ -399,11 +399,7 @@ class Scheduler:
                 forks = [rows.fork_count(row) for row in range(decodes, samples)]
                 extra = np.repeat(np.arange(decodes, samples, dtype=np.int32), forks)
         return Step(
-<<<<<<< HEAD
-            self.manager.take_decision(prefetch=self._overlap_io),
-=======
             self._opened.take_decision(),
->>>>>>> 23356e6 (Scheduler: an exception at any line loses nothing; no sharing of blocks that a window gave back)
             decodes,
             samples,
             rows.handles[:count].copy(),
