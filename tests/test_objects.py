@@ -27,7 +27,7 @@ def test_an_object_of_another_length_is_a_miss(tmp_path: Path):
         assert store.put(["a"], [250], lambda index: data) == [True]
     assert store.get(["a"], [250], lambda index, found: taken.append(found.tobytes())) == [True]
     assert taken == [data.tobytes()]
-    assert store.put(["b"], [251], lambda index: data) == [False]
+    assert [store.put(["b"], [size], lambda index: data) for size in (249, 251)] == [[False], [False]]
     assert store.delete(["a"]) == [True]
     assert store.contains(["a"]) == [False]
     store.close()

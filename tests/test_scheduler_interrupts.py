@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -284,4 +285,26 @@ def test_a_recomputed_sequence_shares_nothing_that_a_window_gave_back():
         assert rig.steps < 50
         rig.step()
     assert rig.scheduler.stats.preempted_recompute > 0
+    rig.check_end()
+
+
+def test_a_request_is_refused_although_the_refusal_was_interrupted(monkeypatch: pytest.MonkeyPatch):
+    rig = Rig(device=12)
+    rig.add(Request("large", list(range(20)), 18))
+    rig.manager.defrag.resize(8)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.scheduler, "_release", lambda _state: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            rig.scheduler.schedule()
+    assert rig.live
+    rig.add(Request("huge", list(range(20)), 10))
+    rig.step()
+    assert list(rig.live) == ["huge"]
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.scheduler, "_lack_of_room", lambda _state: signal.raise_signal(signal.SIGINT))
+        rig.manager.defrag.resize(6)
+        with pytest.raises(KeyboardInterrupt):
+            rig.scheduler.schedule()
+    rig.step()
+    assert not rig.live
     rig.check_end()

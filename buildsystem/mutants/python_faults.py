@@ -323,7 +323,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ("    if data.nbytes != size:", "    if data.nbytes < size:"),
             (
                 "                    if ok.all() and _is_one(data, sizes[index]):",
-                "                    if ok.any() and _is_one(data, sizes[index]):",
+                "                    if ok.all() or _is_one(data, sizes[index]):",
             ),
         ],
     ),
