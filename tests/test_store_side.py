@@ -240,3 +240,16 @@ def test_rows_for_fetched_blocks_are_used_again_when_the_engine_has_written_them
             assert np.array_equal(engine.read("device", np.array([4, 5])), engine.read("device", np.array([0, 1])))
         assert len(seen) == 4
         assert set(seen[2:]) == set(seen[:2]), "two buffers, one for each part, and no more"
+
+
+def test_a_ticket_that_was_issued_twice_is_refused_for_good():
+    side = store_side.StoreSide(Odd(lend_write=lambda slots, rows: 9), SIZE)
+    slots, rows = np.zeros(1, np.int64), np.zeros((1, SIZE), np.uint8)
+    first = side.write(slots, rows)
+    with pytest.raises(StoreError, match="ticket 9 twice"):
+        side.write(slots, rows)
+    side.poll()
+    assert first.answer is not None
+    assert not first.answer.ok.any()
+    with pytest.raises(StoreError, match="ticket 9 twice"):
+        side.write(slots, rows)

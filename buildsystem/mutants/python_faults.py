@@ -320,7 +320,6 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            if parts and (parts + count) * self._width > _BATCH_BYTES:",
                 "            if (parts + count) * self._width > _BATCH_BYTES:",
             ),
-            ("    if data.nbytes != size:", "    if data.nbytes < size:"),
             (
                 "                    if ok.all() and _is_one(data, sizes[index]):",
                 "                    if ok.all() or _is_one(data, sizes[index]):",
