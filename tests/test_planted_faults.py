@@ -1,0 +1,28 @@
+"""The list of planted faults fits the sources."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "buildsystem" / "mutants"))
+from python_faults import Fault, all_faults  # noqa: E402 (a folder of scripts)
+
+FAULTS = list(all_faults())
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.file}-{fault.original.strip()[:40]}")
+def test_a_fault_changes_one_place_of_its_file_and_names_tests(fault: Fault):
+    text = (ROOT / "python" / "blockyard" / fault.file).read_text(encoding="utf-8")
+    assert text.count(fault.original) == 1
+    assert fault.faulty != fault.original
+    ast.parse(text.replace(fault.original, fault.faulty))
+    assert all((ROOT / "tests" / test).is_file() for test in fault.tests)
+
+
+def test_no_fault_is_listed_twice_and_each_part_has_some():
+    assert len({fault[:3] for fault in FAULTS}) == len(FAULTS) >= 60
+    parts = {fault.file.split("/")[0] for fault in FAULTS}
+    assert parts == {"scheduler", "executor", "cache.py", "integrations"}
