@@ -40,7 +40,7 @@ ENVIRONMENT = {
     "PROPTEST_DISABLE_FAILURE_PERSISTENCE": "true",
 }
 # Most mutants end with the unit tests, which build and run fastest; all tests run over the others. With random cases.
-STAGES = (("--lib", 32), ("--tests", 128))
+STAGES = (("--lib", 32), ("--tests", 64))
 MISSED = "MissedMutant"
 # A mutant may allocate or write without end.
 LIMITS = {resource.RLIMIT_AS: 8 << 30, resource.RLIMIT_FSIZE: 2 << 30}
@@ -140,7 +140,7 @@ def test_mutants(tool: str, stage: tuple[str, int], mutants: Iterable[Mutant], o
             tool,
             *("--in-place", "--iterate", "--output", str(WORK)),
             *(f"--cargo-arg={argument}" for argument in (tests, *CARGO_ARGUMENTS)),
-            *("--timeout-multiplier", "4", "--minimum-test-timeout", "60"),
+            *("--timeout-multiplier", "4", "--minimum-test-timeout", "40"),
             variables={"PROPTEST_CASES": str(cases)},
         )
     finally:

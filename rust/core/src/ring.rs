@@ -365,6 +365,15 @@ mod tests {
     }
 
     #[test]
+    fn nothing_is_swept_while_every_entry_counts() {
+        let mut rings = Rings::new(5000, 2);
+        for i in 0..5000 {
+            rings.push((i % 3 == 0).into(), BlockId(i));
+        }
+        assert!(rings.each.iter().all(|ring| ring.swept.iter().next().is_none()));
+    }
+
+    #[test]
     fn rings_stay_small_however_often_blocks_come_and_go() {
         let mut rings = Rings::new(5000, 2);
         let mut most = 0;

@@ -207,8 +207,10 @@ fn apply(allocator: &mut dyn BlockAllocator, model: &mut Model, op: &Op) {
             let wanted = allocator.cost(&keys.iter().map(|&n| key(n)).collect::<Vec<_>>()) + plain;
             let fits = allocator.lookups().is_some() || keys.len() + plain <= allocator.pool().free();
             let fits = fits && wanted <= allocator.pool().free();
+            let unknown: HashSet<u32> = keys.iter().copied().filter(|&n| allocator.holder(&key(n)).is_none()).collect();
+            let hits = if allocator.lookups().is_some() { keys.len() - unknown.len() } else { 0 };
             let keys: Vec<Keyed> = keys.iter().map(|&n| keyed(n)).collect();
-            assert_eq!(allocator.allocate_keyed(&keys, *plain, &mut model.held).is_ok(), fits);
+            assert_eq!(allocator.allocate_keyed(&keys, *plain, &mut model.held).ok(), fits.then_some(hits));
             if !fits {
                 assert_eq!(model.held.len(), first);
             }
@@ -264,6 +266,7 @@ fn agree(allocator: &dyn BlockAllocator, model: &Model) {
     assert_eq!(allocator.pool().free(), BLOCKS - refs.len());
     let found: Vec<BlockId> = (0..20).filter_map(|n| allocator.holder(&key(n))).collect();
     assert_eq!(found.iter().collect::<HashSet<_>>().len(), found.len(), "two keys, one block");
+    assert_eq!(found.len(), allocator.pool().published(), "every published block is found by its key");
 }
 
 proptest! {

@@ -229,6 +229,9 @@ impl World {
     fn check(&self) {
         self.observer.check().expect("the observer holds");
         assert_eq!(self.observer.resolve(0), 0);
+        let ids: Vec<u32> = self.observer.backward().collect();
+        let forward: Vec<u32> = ids.iter().map(|&id| self.observer.resolve(id)).collect();
+        assert_eq!(forward, (0..24).collect::<Vec<u32>>(), "backward inverts forward");
         for (id, content) in (0u32..).zip(&self.content) {
             let block = self.observer.resolve(id);
             assert_eq!(self.observer.refs(BlockId(block)), self.refs[id as usize]);

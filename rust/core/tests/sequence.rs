@@ -1,6 +1,6 @@
 //! Truncated sequences among others that share their blocks.
 
-use blockyard_core::{Config, KeySpec, Manager, Prompt, Tier};
+use blockyard_core::{Config, Error, KeySpec, Manager, Prompt, Tier};
 
 #[test]
 fn a_truncated_fork_is_swapped_in_with_its_origin_and_shares_its_blocks() {
@@ -29,4 +29,16 @@ fn a_truncated_fork_is_swapped_in_with_its_origin_and_shares_its_blocks() {
             assert_eq!(cut, &manager.block_table(origin).unwrap()[..cut.len()]);
         }
     }
+}
+
+#[test]
+fn forks_with_too_many_block_table_entries_are_refused_by_number_and_not_for_memory() {
+    let config = Config { block_size: 1, blocks: [1 << 16, 0, 0], watermark: 0.0, prefix_caching: false };
+    let mut manager = Manager::new(config).unwrap();
+    let mut opened = Vec::new();
+    manager.allocate(&[1 << 16], &mut opened).unwrap();
+    let result = manager.fork(opened[0], 1 << 20, &mut opened);
+    assert!(matches!(result, Err(Error::InvalidArgument { what: "number of forks", found: 0x10_0000, .. })));
+    assert_eq!(opened.len(), 1);
+    manager.check().unwrap();
 }

@@ -23,6 +23,40 @@ pub enum Occupancy {
 mod tests {
     use super::*;
     use crate::id::BlockId;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_map_answers_as_a_plain_list(runs in prop::collection::vec((0usize..3, 1u32..20, any::<bool>()), 1..40)) {
+            let total: u32 = runs.iter().map(|&(_, len, _)| len).sum();
+            let (mut places, mut model) = (BlockMap::new(total as usize), Vec::new());
+            for (place, len, at_once) in runs {
+                let place = [Occupancy::Hole, Occupancy::Live, Occupancy::Fixed][place];
+                let start = u32::try_from(model.len()).unwrap();
+                model.resize(model.len() + len as usize, place);
+                match at_once {
+                    true => places.set_run(start..start + len, place),
+                    false => (start..start + len).for_each(|block| places.set(BlockId(block), place)),
+                }
+            }
+            let with = |wanted: fn(Occupancy) -> bool| {
+                (0..).zip(&model).filter(move |&(_, &place)| wanted(place)).map(|(block, _)| block).collect::<Vec<u32>>()
+            };
+            let (live, not_fixed) = (with(|place| place == Occupancy::Live), with(|place| place != Occupancy::Fixed));
+            let densest = live.len().checked_sub(1).map(|last| not_fixed[last]);
+            prop_assert!((0..total).all(|block| places.get(BlockId(block)) == model[block as usize]));
+            prop_assert_eq!(places.densest(), densest.map(BlockId));
+            prop_assert_eq!(places.highest(), with(|place| place != Occupancy::Hole).last().copied().map(BlockId));
+            prop_assert_eq!(places.gap(), live.last().map_or(0, |top| top - densest.unwrap().min(*top)));
+            prop_assert!(places.live_runs().windows(2).all(|pair| pair[0].end < pair[1].start));
+            prop_assert_eq!(places.live_runs().into_iter().flatten().collect::<Vec<_>>(), live);
+        }
+    }
+
+    #[test]
+    fn a_map_takes_three_bits_a_block_and_little_more() {
+        assert!([64, 4096, 1 << 20].iter().all(|&blocks| (blocks * 3 / 8..blocks).contains(&BlockMap::bytes(blocks))));
+    }
 
     #[test]
     fn the_densest_arrangement_goes_around_fixed_blocks() {

@@ -213,3 +213,68 @@ impl Evictor for Adaptive {
         Box::new(self.clone())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const COUNT: usize = RULES.len();
+
+    proptest! {
+        #[test]
+        fn scores_sum_the_chains_that_differ_and_fade_only_after_such(
+            choices in prop::collection::vec(prop::collection::vec(prop::array::uniform5(0u8..6), 0..4), 1..30),
+        ) {
+            let mut scores = Scores::default();
+            let (mut hits, mut spread) = ([0.0; COUNT], [[0.0; COUNT]; COUNT]);
+            for chains in choices {
+                let differing: Vec<_> = chains.iter().filter(|chain| chain.iter().any(|&n| n != chain[0])).collect();
+                for chain in &differing {
+                    for (i, mine) in chain.iter().copied().map(f64::from).enumerate() {
+                        hits[i] += mine;
+                        for (j, other) in chain.iter().copied().map(f64::from).enumerate() {
+                            spread[i][j] += (mine - other).powi(2);
+                        }
+                    }
+                }
+                chains.iter().for_each(|chain| scores.add(chain.map(usize::from)));
+                // Each fading rounds down.
+                let found = scores.hits.iter().chain(scores.spread.iter().flatten()).map(|&n| f64::from(u32::try_from(n).unwrap()) / 256.0);
+                for (found, exact) in found.zip(hits.iter().chain(spread.iter().flatten())) {
+                    prop_assert!((-1e-9..0.05).contains(&(exact - found)), "{found} is not {exact}");
+                }
+                scores.fade();
+                if !differing.is_empty() {
+                    hits.iter_mut().chain(spread.iter_mut().flatten()).for_each(|n| *n *= 232.0 / 256.0);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn one_chain_may_be_chance_and_two_convince_but_for_keep_it_takes_four() {
+        for rule in 1..COUNT {
+            let mut scores = Scores::default();
+            let mut hits = [0; COUNT];
+            hits[rule] = 8;
+            for _ in 1..if RULES[rule] == Rule::Keep { 4 } else { 2 } {
+                scores.add(hits);
+                assert_eq!(scores.best(0), 0);
+            }
+            scores.add(hits);
+            assert_eq!((scores.best(0), scores.best(rule)), (rule, rule));
+        }
+    }
+
+    #[test]
+    fn of_two_better_rules_the_one_with_more_hits_is_chosen() {
+        for (first, second) in [(1, 2), (2, 1), (4, 1), (1, 4)] {
+            let mut scores = Scores::default();
+            let mut hits = [0; COUNT];
+            (hits[first], hits[second]) = (9, 8);
+            (0..3).for_each(|_| scores.add(hits));
+            assert_eq!(scores.best(0), first);
+        }
+    }
+}
