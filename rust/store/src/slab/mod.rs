@@ -328,3 +328,26 @@ fn failed(action: &'static str, path: &Path) -> impl FnOnce(Errno) -> Error {
     let path = path.to_owned();
     move |errno| Error::Io { action, path, source: errno.into() }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn what_the_system_refuses_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let geometry = Geometry { payload_bytes: PAGE, slots: 1 };
+        let directory = folder.path().to_owned();
+        let options = SlabOptions { directory, geometry, namespace: [7; 32], direct: DirectMode::Off };
+        let mut slab = SlabFile::create(&options).unwrap();
+        // A socket has neither offsets nor a disk.
+        let (socket, _other) = UnixStream::pair().unwrap();
+        slab.file = File::from(OwnedFd::from(socket));
+        let (mut page, whole) = ([0; PAGE], [1; PAGE]);
+        assert!(slab.read_at(&mut page, 0).is_err() && slab.write_at(&whole, 0).is_err());
+        assert!(slab.read_vectored_at(&mut [IoSliceMut::new(&mut page)], 0).is_err());
+        assert!(slab.write_vectored_at(&[IoSlice::new(&whole)], 0).is_err());
+        assert!(slab.sync().is_err());
+    }
+}
