@@ -266,6 +266,17 @@ mod tests {
 
     proptest! {
         #[test]
+        fn the_reserved_token_is_refused_with_its_first_place(tokens in prop::collection::vec(u32::MAX - 9..=u32::MAX, 0..20)) {
+            let place = tokens.iter().position(|&token| token == u32::MAX);
+            let refused = place.map(|at| format!("below it, at {at}"));
+            let said = refuse_reserved(&tokens).err().map(|error| match error {
+                Error::InvalidArgument { what: "token id", found: 0xFFFF_FFFF, must } => must,
+                other => other.to_string(),
+            });
+            prop_assert_eq!(said, refused);
+        }
+
+        #[test]
         fn the_exported_key_is_the_plain_sha256_of_the_stream(
             blocks in prop::collection::vec(prop::collection::vec(0u32..u32::MAX, 1..40), 0..6),
             salt in any::<[u8; 32]>(), lora_id in any::<u64>(), image in prop::collection::vec(any::<u8>(), 0..70),
