@@ -1,6 +1,6 @@
-//! Truncated sequences among others that share their blocks.
+//! Sequences at their limits, and truncated ones among others that share their blocks.
 
-use blockyard_core::{Config, Error, KeySpec, Manager, Prompt, Tier};
+use blockyard_core::{AllocStatus, Config, Demand, Error, Group, KeySpec, Manager, Policies, Prompt, Tier};
 
 #[test]
 fn a_truncated_fork_is_swapped_in_with_its_origin_and_shares_its_blocks() {
@@ -41,4 +41,18 @@ fn forks_with_too_many_block_table_entries_are_refused_by_number_and_not_for_mem
     assert!(matches!(result, Err(Error::InvalidArgument { what: "number of forks", found: 0x10_0000, .. })));
     assert_eq!(opened.len(), 1);
     manager.check().unwrap();
+}
+
+#[test]
+fn a_state_passes_over_as_many_blocks_as_admission_allows() {
+    let fits = |tokens| {
+        let config = Config { block_size: 1, blocks: [8, 0, 0], watermark: 0.0, prefix_caching: false };
+        let states = [Group::Recurrent];
+        let mut manager = Manager::with_groups(config, Policies::default(), &states).unwrap();
+        let fits = manager.can_admit(&Demand { tokens, ..Demand::default() }).status == AllocStatus::Ok;
+        assert_eq!(manager.allocate(&[tokens], &mut Vec::new()).is_ok(), fits, "{tokens} tokens");
+        fits
+    };
+    let most = 1 << 24;
+    assert_eq!([most + 1, most + 2, 2 * most].map(fits), [true, false, false]);
 }

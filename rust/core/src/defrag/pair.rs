@@ -153,6 +153,29 @@ mod tests {
 
     proptest! {
         #[test]
+        fn a_fit_is_the_shortest_that_holds_all_or_else_the_longest(
+            lengths in prop::collection::vec(1u32..150, 1..20),
+            all_wanted in prop::collection::vec(1u32..150, 1..20),
+        ) {
+            let holes: Vec<_> = (0..).zip(&lengths).map(|(i, &length)| i * 200..i * 200 + length).collect();
+            let (mut free, mut left) = (FreeRuns::default(), lengths);
+            free.fill(&holes);
+            for wanted in all_wanted {
+                let fit = left.iter().copied().filter(|&length| length >= wanted).min();
+                let Some(run) = free.take(wanted) else {
+                    prop_assert!(left.is_empty());
+                    break;
+                };
+                prop_assert!(holes.contains(&run));
+                let length = run.end - run.start;
+                // Any long run will do where the shortest fit is long and little is wanted.
+                let any_long = wanted <= LONG && fit.is_none_or(|fit| fit >= LONG) && length >= LONG;
+                prop_assert!(any_long || Some(length) == fit.or(left.iter().copied().max()));
+                left.remove(left.iter().position(|&n| n == length).unwrap());
+            }
+        }
+
+        #[test]
         fn each_source_gets_a_hole_of_its_own(
             gaps in prop::collection::vec((1u32..4, 1u32..5), 1..20),
             sources in prop::collection::btree_set(1000u32..1060, 0..30),
