@@ -77,6 +77,30 @@ proptest! {
     }
 }
 
+proptest! {
+    #[test]
+    fn a_quota_that_nobody_reaches_changes_nothing(eviction in policies(), blocks in 8usize..40, prompts in prompts()) {
+        let mut managers = [(); 2].map(|()| manager(blocks, eviction));
+        managers[1].set_quota([0; 32], None).unwrap();
+        let mut live = Vec::new();
+        for (tokens, priority, left) in prompts {
+            while live.len() > left {
+                let sequence = live.remove(0);
+                managers.iter_mut().for_each(|manager| manager.free(&[sequence]).unwrap());
+            }
+            let [plain, limited] = managers.each_mut().map(|manager| {
+                let sequence = open(manager, &tokens)?;
+                manager.set_priority(&[sequence], priority).unwrap();
+                Some((sequence, manager.block_table(sequence).unwrap().to_vec()))
+            });
+            prop_assert_eq!(&plain, &limited);
+            live.extend(plain.map(|(sequence, _)| sequence));
+            let [plain, limited] = managers.each_ref().map(|manager| manager.pool(Tier::Device).evictable_blocks());
+            prop_assert_eq!(plain, limited);
+        }
+    }
+}
+
 /// Most recently used first.
 #[derive(Debug, Clone, Default)]
 struct Mru(Vec<BlockId>);
