@@ -86,7 +86,9 @@ proptest! {
         for (tokens, priority, left) in prompts {
             while live.len() > left {
                 let sequence = live.remove(0);
-                managers.iter_mut().for_each(|manager| manager.free(&[sequence]).unwrap());
+                for manager in &mut managers {
+                    manager.free(&[sequence]).unwrap();
+                }
             }
             let [plain, limited] = managers.each_mut().map(|manager| {
                 let sequence = open(manager, &tokens)?;

@@ -34,9 +34,10 @@ mod tests {
                 let place = [Occupancy::Hole, Occupancy::Live, Occupancy::Fixed][place];
                 let start = u32::try_from(model.len()).unwrap();
                 model.resize(model.len() + len as usize, place);
-                match at_once {
-                    true => places.set_run(start..start + len, place),
-                    false => (start..start + len).for_each(|block| places.set(BlockId(block), place)),
+                if at_once {
+                    places.set_run(start..start + len, place);
+                } else {
+                    (start..start + len).for_each(|block| places.set(BlockId(block), place));
                 }
             }
             let with = |wanted: fn(Occupancy) -> bool| {
