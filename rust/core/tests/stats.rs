@@ -1,5 +1,4 @@
 //! The figures that a manager reports, counted again from outside.
-#![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_core::{Config, KeySpec, Manager, PrefixStats, Prompt, Tier};
 use proptest::prelude::*;

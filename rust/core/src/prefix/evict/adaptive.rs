@@ -238,7 +238,9 @@ mod tests {
                         }
                     }
                 }
-                chains.iter().for_each(|chain| scores.add(chain.map(usize::from)));
+                for chain in &chains {
+                    scores.add(chain.map(usize::from));
+                }
                 // Each fading rounds down.
                 let found = scores.hits.iter().chain(scores.spread.iter().flatten()).map(|&n| f64::from(u32::try_from(n).unwrap()) / 256.0);
                 for (found, exact) in found.zip(hits.iter().chain(spread.iter().flatten())) {
