@@ -1,0 +1,31 @@
+"""Random programs over whole caches, with every byte that compute reads compared with a plain model."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+from random_cache_programs import failure, random_program, shrink
+
+LENGTH = 300
+PARTS = 10  # a test may take ten minutes
+
+
+@pytest.fixture(scope="module")
+def programs() -> int:
+    """How many to run: as many as have BLOCKYARD_OPERATIONS lines, or 1,000,000 under a thorough profile, or few."""
+    thorough = settings().max_examples >= 1000
+    return int(os.environ.get("BLOCKYARD_OPERATIONS") or (1_000_000 if thorough else 24_000)) // LENGTH
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_whatever_features_work_together_no_byte_is_wrong_and_no_block_is_lost(programs: int, part: int):
+    for seed in range(part, programs, PARTS):
+        program = random_program(seed, LENGTH)
+        error = failure(program)
+        if error is not None:
+            small = shrink(program)
+            raise AssertionError(f"the program of seed {seed} fails, and so does\n{small}") from (
+                failure(small) or error
+            )

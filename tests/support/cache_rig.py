@@ -1,0 +1,305 @@
+"""A `KVCache` over simulated parts: streams, stores and a clock that one random generator drives, and no thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from unittest import mock
+
+import numpy as np
+import torch
+from late_store import LateStore
+from numpy.typing import NDArray
+
+from blockyard import CacheGroup, KVCache, KVLayout, PrefixCaching
+from blockyard import cache as cache_module
+from blockyard._core import StoreJob
+from blockyard.engine.elastic.cache import ElasticCache
+from blockyard.engine.engine import CacheEngine
+from blockyard.executor import prefix_store, store_side, store_worker
+from blockyard.executor.executor import StepExecutor
+from blockyard.executor.store_side import StoreSide
+from blockyard.executor.store_worker import StoreWorker
+from blockyard.testing.device import SimulatedStreams
+from blockyard.testing.machines.hazard import GarbageMemory
+
+LAYERS = 2
+MASK = (1 << 55) - 1
+MANY = 40_000  # host blocks, more than a block can have leases
+GROUPS = {
+    "full": (CacheGroup.full_attention(),),
+    "window": (CacheGroup.sliding_window(5),),
+    "state": (CacheGroup.recurrent(),),
+    "full window": (CacheGroup.full_attention(), CacheGroup.sliding_window(6)),
+    "full state": (CacheGroup.full_attention(), CacheGroup.recurrent()),
+    "all": (CacheGroup.sliding_window(3), CacheGroup.recurrent(), CacheGroup.full_attention()),
+}
+
+Cells = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and options of the caches of one program."""
+
+    block_size: int = 2
+    device: int = 16
+    most: int = 16
+    host: int = 8
+    external: int = 8
+    prefix: str = "host"  # "", "device" or "host"
+    store: str = ""  # which blocks go to a prefix store; "" for none
+    jobs: str = ""  # as `store`; the machine itself is the prefix store then
+    groups: str = "full"
+    caches: int = 1
+    eviction: str = "lru"
+    reuse: str = "lowest"
+    staging: int = 64  # blocks
+    chunk: int = 4  # blocks
+    fail: float = 0.0  # share of the copies that fail
+    faulty_stores: bool = False
+    interrupts: float = 0.0
+    scheduler: bool = False
+    max_pinned: float = 0.5
+
+    @property
+    def slides(self) -> bool:
+        """Whether blocks fall out of tables."""
+        return self.groups != "full"
+
+
+def random_config(random: Random) -> Config:
+    """Draw sizes that are seldom enough for all."""
+    device = random.choice((8, 10, 12, 16, 24))
+    groups = random.choice(("full", "full", "full", "full", *GROUPS))
+    prefix = random.choice(("", "device", "device", "host", "host"))
+    stored = prefix and groups == "full" and random.random() < 0.6
+    writes = random.choice(("through", "through", "back", "second_use", "never")) if stored else ""
+    itself = random.random() < 0.4
+    return Config(
+        block_size=random.randint(1, 4),
+        device=device,
+        most=device + random.choice((0, 0, 8)),
+        host=random.choice((0, random.randint(2, 8), random.randint(8, 24), 24)) if random.random() < 0.99 else MANY,
+        external=random.choice((0, random.randint(2, 8), random.randint(8, 24), 24)),
+        prefix=prefix,
+        store="" if itself else writes,
+        jobs=writes if itself else "",
+        groups=groups,
+        caches=random.choice((1, 1, 2)) if writes and not itself else 1,
+        eviction=random.choice(("lru", "adaptive", "priority")),
+        reuse=random.choice(("lowest", "lowest", "fifo", "lru")),
+        staging=random.choice((2, 6, 64)),
+        chunk=random.choice((1, 2, 64)),
+        fail=random.choice((0.0, 0.0, 0.0, 0.02)),
+        faulty_stores=random.random() < 0.5,
+        interrupts=random.choice((0.0, 0.0, 0.1, 0.4)),
+        max_pinned=random.choice((0.5, 0.9)),
+        scheduler=random.random() < 0.2,
+    )
+
+
+class Clock:
+    """Time that passes when the program says so, and a little at each question."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def monotonic(self) -> float:
+        self.seconds += 1e-5
+        return self.seconds
+
+
+class NoWait:
+    """A condition that nobody waits for."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        pass
+
+    def notify(self) -> None:
+        pass
+
+
+class SteppedWorker(StoreWorker):
+    """The thread of a prefix store, one turn at a time."""
+
+    def __init__(self, side: StoreSide, notify: Callable[[], None]) -> None:
+        with mock.patch.object(store_worker, "start_worker"):
+            super().__init__(side, notify)
+        self._changed = NoWait()  # type: ignore[assignment]
+
+    def run(self) -> None:
+        """Do what the thread would do once it is awake."""
+        if self._tasks or self._under_way or self._side.is_busy:
+            self._turn()
+
+    def close(self, timeout: float) -> bool:
+        self._stop()
+        self._run()
+        return True
+
+
+class Awaited:
+    """The lock that the engine's thread waits for: meanwhile the store's thread runs, and time passes."""
+
+    def __init__(self, clock: Clock, run: Callable[[], None]) -> None:
+        self._clock, self._run = clock, run
+
+    def acquire(self, blocking: bool = True, timeout: float = 0.0) -> bool:
+        if blocking:
+            self._clock.seconds += timeout
+            self._run()
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class Tracked:
+    """A sequence, as the program knows it.
+
+    Attributes:
+        tokens: its token ids; negative where the manager is not to know them.
+        values: what a model writes for each: it depends on all tokens up to it, the salt and the weights.
+        written: tokens whose keys and values have been computed.
+        noted: tokens whose ids the manager knows, at the start.
+        rest: tokens of its prompt that have no slots yet.
+    """
+
+    handle: int
+    salt: bytes | None
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+    written: int = 0
+    noted: int = 0
+    rest: list[int] = field(default_factory=list)
+    drafts: int = 0
+    lost: bool = False
+
+    def add(self, tokens: list[int]) -> None:
+        value = self.values[-1] if self.values else self.seed
+        for token in tokens:
+            value = (value * 1_000_003 + token * 7_919 + 12_345) & MASK
+            self.values.append(value)
+        self.tokens += tokens
+
+    def cut(self, length: int) -> None:
+        del self.tokens[length:], self.values[length:]
+        self.written, self.noted = min(self.written, length), min(self.noted, length)
+
+    def child(self, handle: int, length: int | None = None) -> Tracked:
+        made = Tracked(handle, self.salt, self.seed, list(self.tokens), list(self.values), self.written, self.noted)
+        if length is not None:
+            made.cut(length)
+        return made
+
+
+class Rig:
+    """One cache with its parts, and the sequences on it."""
+
+    def __init__(self, config: Config, random: Random, clock: Clock, medium: dict[bytes, NDArray[np.uint8]]) -> None:
+        self.config = config
+        self.layout = KVLayout("kv_first", LAYERS, config.block_size, num_kv_heads=1, head_size=1, dtype="int64")
+        size = self.layout.bytes_per_block
+        self.streams = SimulatedStreams(0, fail=config.fail)
+        self.streams._random = random
+        self.store = LateStore(config.external, size, random) if config.external else None
+        self.kept = LateStore(32, size, random, medium) if config.store else None
+        memory = GarbageMemory(2 * LAYERS * config.most * 8 * config.block_size, 8)
+        caching: bool | PrefixCaching = False
+        if config.prefix:
+            caching = PrefixCaching(
+                eviction=config.eviction,
+                host=config.prefix == "host" and config.host > 0,
+                max_events=50_000,
+                max_pinned=config.max_pinned,
+            )
+        with (
+            mock.patch.object(cache_module, "CacheEngine", partial(CacheEngine, streams=self.streams)),
+            mock.patch.object(cache_module, "ElasticCache", partial(ElasticCache, memory=memory)),
+            mock.patch.object(cache_module, "StepExecutor", partial(StepExecutor, chunk_bytes=config.chunk * size)),
+        ):
+            self.cache = KVCache(
+                self.layout,
+                device_blocks=config.device,
+                max_device_blocks=config.most,
+                host_blocks=config.host,
+                external=self.store,
+                prefix_caching=caching,
+                prefix_store=self.kept,
+                prefix_writes=config.store or "never",
+                groups=GROUPS[config.groups],
+                watermark=0.0,
+                reuse_order=config.reuse,
+                namespace=b"a model",
+                max_staging=config.staging * size,
+            )
+        self.manager = self.cache.manager
+        if config.jobs:
+            self.manager.prefix.store_jobs.start(config.jobs)
+        self.prefixes = self.cache.prefix_store
+        if self.prefixes is not None:
+            self.prefixes._news = Awaited(clock, self.work)  # type: ignore[assignment]
+        self.cells = [tensor.view(torch.int64).numpy().reshape(2, -1) for tensor in self.cache.engine.tensors]
+        self.groups = [(number, group.kind, group.window) for number, group in enumerate(GROUPS[config.groups])]
+        self.sequences: list[Tracked] = []
+        self.freed: list[int] = []
+        self.pins: list[tuple[int, NDArray[np.int64], Cells]] = []
+        self.fetches: list[prefix_store.Prefetch] = []
+        self.loads: list[StoreJob] = []
+        self.writes: list[StoreJob] = []
+        self.open: set[int] = set()
+        self.ended: set[int] = set()
+        self.named: set[int] = set()  # sequences that a step has named as lost, and no ticket's end yet
+        self.cached: dict[tuple[str, int], bytes] = {}  # keys of all blocks that can be found
+        self.disturbed = config.fail > 0 or config.staging < 64  # whether sequences may be lost
+
+    def work(self) -> None:
+        """Let the thread of the prefix store go round once."""
+        if self.prefixes is not None:
+            self.prefixes._worker.run()  # type: ignore[attr-defined]
+
+    def stores(self) -> list[LateStore]:
+        return [store for store in (self.store, self.kept) if store is not None]
+
+    def follow(self) -> None:
+        """Take the events of what can be found."""
+        events = self.manager.prefix.take_events()
+        assert not events.dropped
+        for kind, tier, block, key in zip(events.kinds, events.tiers, events.blocks, events.keys, strict=True):
+            place = (events.TIERS[tier], int(block))
+            if events.KINDS[kind] == "stored":
+                assert place not in self.cached, f"{place} is stored twice"
+                self.cached[place] = key.tobytes()
+            elif events.KINDS[kind] == "removed":
+                assert self.cached.pop(place) == key.tobytes(), f"{place} is removed under another key"
+            else:
+                self.cached = {at: key for at, key in self.cached.items() if at[0] != place[0]}
+
+    def rows(self, tier: str, blocks: NDArray[np.int64]) -> Cells:
+        """Keys and values of blocks, int64 `[blocks, layers, 2, block_size]`."""
+        if tier != "external":
+            rows = self.cache.engine.read(tier, blocks)  # type: ignore[arg-type]
+        else:
+            found = [self.store.slot(int(block)) for block in blocks] if self.store else []
+            rows = np.stack([np.zeros(self.layout.bytes_per_block, np.uint8) if row is None else row for row in found])
+        return rows.view(np.int64).reshape(len(blocks), LAYERS, 2, -1)
+
+    def free_blocks(self, tier: str) -> int:
+        return self.manager.pool(tier).num_free  # type: ignore[arg-type]
+
+
+@contextmanager
+def simulated(clock: Clock) -> Iterator[None]:
+    """Let prefix stores have no thread, and everything that has deadlines this clock."""
+    with (
+        mock.patch.object(prefix_store, "StoreWorker", SteppedWorker),
+        mock.patch.object(prefix_store, "time", clock),
+        mock.patch.object(store_side, "time", clock),
+    ):
+        yield

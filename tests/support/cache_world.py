@@ -1,0 +1,376 @@
+"""Caches beside a plain model: steps whose every byte is compared, what must hold of them, and how they end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from random import Random
+from types import FrameType
+from typing import Any, TypeVar
+
+import numpy as np
+from cache_compute import Compute, cells_of
+from cache_rig import LAYERS, Cells, Clock, Config, Rig, Tracked, simulated
+from interrupts import _places as places
+
+from blockyard._core import StoreJob
+from blockyard.cache import CacheStep, StepEnd
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
+from blockyard.events import export_keys
+
+T = TypeVar("T")
+
+FILES = (
+    "blockyard/cache.py",
+    "executor/executor.py",
+    "executor/staging.py",
+    "executor/store_side.py",
+    "executor/prefix_store.py",
+    "executor/store_quotas.py",
+    "engine/transfers.py",
+    "scheduler/admission.py",
+    "scheduler/ranked_queue.py",
+    "scheduler/request.py",
+    "scheduler/rows.py",
+    "scheduler/scheduler.py",
+    "scheduler/step.py",
+    "scheduler/stop_tokens.py",
+    "scheduler/swapping.py",
+)
+TIERS = ("device", "host", "external")
+CACHED = 1  # in `Pool.uses`
+
+
+class Interrupted(Exception):  # noqa: N818
+    """A call was interrupted on purpose."""
+
+
+class Interrupt:
+    """Raises an error at a place of `FILES`, if as many places are passed.
+
+    Attributes:
+        where: the place, once it was reached.
+    """
+
+    def __init__(self, place: int, error: type[BaseException]) -> None:
+        self.where = ""
+        self._left, self._error = place, error
+        self._places = partial(places, signals=error is KeyboardInterrupt)
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: FrameType, _event: str, _value: object) -> Any:
+        if self.where or not frame.f_code.co_filename.endswith(FILES):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, _value: object) -> Any:
+        if event == "opcode" and not self.where and frame.f_lasti in self._places(frame.f_code):
+            self._left -= 1
+            if self._left < 0:
+                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                raise self._error
+        return self._step
+
+
+class World:
+    """Caches beside a plain model.
+
+    Args:
+        config: of the caches.
+        without: operations that are left out, for instance while a defect is open; `"raise"` for bodies that raise.
+    """
+
+    def __init__(self, config: Config, without: Iterable[str] = ()) -> None:
+        self.config = config
+        self.without = frozenset(without)
+        self.random = Random(0)
+        self.clock = Clock()
+        self.medium: dict[bytes, Any] = {}
+        self.contents: dict[bytes, list[int]] = {}  # by key
+        self.weights = 1
+        self.unknown = 0
+        self.now = 0
+        self.interrupt: Interrupt | None = None
+        self.error: type[BaseException] = KeyboardInterrupt
+        self.counts = {"hits": 0, "cells": 0, "lost": 0, "steps": 0, "interrupts": 0, "loads": 0}
+        with simulated(self.clock):
+            self.rigs = [self._open() for _ in range(config.caches)]
+
+    def _open(self) -> Rig:
+        return Rig(self.config, self.random, self.clock, self.medium)
+
+    def risky(self, rig: Rig, call: Callable[[], T]) -> T:
+        """Make a call that may be interrupted. Raises Interrupted."""
+        interrupt, self.interrupt = self.interrupt, None
+        if interrupt is None:
+            return call()
+        rig.disturbed = True
+        try:
+            with interrupt.armed():
+                return call()
+        except self.error as error:
+            if not interrupt.where:
+                raise
+            self.counts["interrupts"] += 1
+            raise Interrupted(interrupt.where) from error
+
+    def attempt(self, rig: Rig, call: Callable[[], T]) -> T | None:
+        """Make a call of the manager that may be refused; then nothing may have changed."""
+        before = self.digest(rig)
+        try:
+            return call()
+        except (OutOfBlocksError, SequenceStateError, InvalidArgumentError) as error:
+            after = self.digest(rig)
+            assert before == after, f"a refused call changed something: {error}\n{before}\n{after}"
+            self.refused = error
+            return None
+
+    def digest(self, rig: Rig) -> Any:
+        stats = rig.manager.stats().as_dict()
+        free = [rig.free_blocks(tier) for tier in TIERS]
+        uses = rig.manager.pool("device").uses().tobytes()
+        return stats, free, uses
+
+    def check_refusal(self, rig: Rig, prompt: list[int], salt: bytes | None, chunk: int | None) -> None:
+        """A prompt is refused only if it does not fit: hits that are in use or leased take no free block."""
+        if self.config.slides or chunk:
+            return
+        rig.follow()
+        size, hit = self.config.block_size, rig.manager.prefix.lookup(prompt, salt=salt)
+        places = {key: block for (tier, block), key in rig.cached.items() if tier == "device"}
+        keys = export_keys(prompt, block_size=size, salt=salt)[: hit.tokens // size]
+        hits = [places[key] for key in keys if key in places]
+        uses = rig.manager.pool("device").uses()
+        wanted = -(-len(prompt) // size) - sum(uses[block] != CACHED for block in hits)
+        free = rig.free_blocks("device")
+        assert wanted > free, f"a prompt that takes {wanted} of {free} free blocks is refused: {self.refused}"
+
+    def seed_of(self, salt: bytes | None) -> int:
+        return (self.weights * 1_000 + (0 if salt is None else 1 + len(salt))) * 65_537
+
+    def free(self, rig: Rig, batch: list[Tracked]) -> None:
+        rig.manager.free([sequence.handle for sequence in batch])
+        rig.sequences = [sequence for sequence in rig.sequences if sequence not in batch]
+        rig.freed += [sequence.handle for sequence in batch]
+
+    def tables(self, rig: Rig) -> list[list[int]]:
+        found = []
+        for sequence in rig.sequences:
+            with suppress(SequenceStateError):  # it is on its way
+                found += [rig.manager.block_table(sequence.handle, group).tolist() for group, _, _ in rig.groups]
+        return found
+
+    def mark(self, rig: Rig, sequence: Tracked) -> None:
+        with suppress(SequenceStateError):
+            rig.manager.mark_computed(sequence.handle, sequence.written)
+            if self.config.prefix and not self.config.slides:
+                self.note_contents(sequence, min(sequence.written, sequence.noted))
+
+    def note_contents(self, sequence: Tracked, length: int) -> None:
+        """Note what blocks of the first tokens of a sequence hold, by their keys."""
+        size = self.config.block_size
+        for at, key in enumerate(export_keys(sequence.tokens[:length], block_size=size, salt=sequence.salt)):
+            self.contents[key] = sequence.values[at * size : (at + 1) * size]
+
+    def model(self, tokens: list[int], salt: bytes | None) -> Tracked:
+        """What a prompt would have if it were computed."""
+        made = Tracked(0, salt, self.seed_of(salt))
+        made.add(tokens)
+        return made
+
+    def note_pin(self, rig: Rig, pin: int, places: Sequence[int], values: list[int]) -> None:
+        """Note what the blocks of a pin hold: those at some places of a sequence."""
+        blocks, size = rig.manager.pins.blocks(pin).astype(np.int64), self.config.block_size
+        assert len(blocks) == len(places)
+        slots = (blocks[:, None] * size + np.arange(size)).reshape(-1)
+        at = (np.array(places, np.int64)[:, None] * size + np.arange(size)).reshape(-1)
+        # The last block may hold more than a sequence that was truncated has of it.
+        known = at < len(values)
+        rig.pins.append((pin, slots[known], np.array(values, np.int64)[at[known]]))
+
+    def unpin(self, rig: Rig) -> None:
+        while rig.pins:
+            rig.manager.pins.unpin(rig.pins.pop()[0])
+
+    def end_load(self, rig: Rig, job: StoreJob, lost: int = 1) -> None:
+        """Let the blocks land that were ever computed, but for some."""
+        landed = [key.tobytes() in self.contents and (lost + at) % 8 > 0 for at, key in enumerate(job.keys)]
+        for key, block, has_landed in zip(job.keys, job.blocks, landed, strict=True):
+            if has_landed:
+                values = np.array(self.contents[key.tobytes()], np.int64)
+                row = np.stack([cells_of(values, layer) for layer in range(LAYERS)]).reshape(1, -1).view(np.uint8)
+                rig.cache.engine.write(job.tier, np.array([block]), row)
+        rig.manager.prefix.store_jobs.end_load(job.job, landed)
+
+    def end_write(self, rig: Rig, job: StoreJob) -> None:
+        """What was read is right if the manager says so."""
+        rows = rig.rows(job.tier, job.blocks)
+        if rig.manager.prefix.store_jobs.end_write(job.job):
+            known = [key.tobytes() in self.contents for key in job.keys]
+            values = [value for key in job.keys for value in self.contents.get(key.tobytes(), ())]
+            self.compare(rows[known], values, f"{job.tier} blocks {job.blocks.tolist()} that are written")
+
+    def step(
+        self, rig: Rig, *, by_layer: bool = False, prefetch: bool = False, raises: bool = False, marks: bool = False
+    ) -> None:
+        self.counts["steps"] += 1
+        try:
+            step = self.risky(rig, lambda: rig.cache.step(by_layer=by_layer, prefetch=prefetch))
+        except Interrupted:
+            self.give_up_unwritten(rig)
+            return
+        assert step.decision.ticket not in rig.ended, "a ticket ended before its step"
+        rig.open.add(step.decision.ticket)
+        if raises:
+            with suppress(ZeroDivisionError), step:
+                raise ZeroDivisionError
+            self.give_up_unwritten(rig)
+            return
+        self.note_lost(rig, step)
+        compute = Compute(rig, step, self.counts)
+        compute.launch(by_layer=by_layer)
+        rig.streams.fence().synchronize()
+        try:
+            ended = self.risky(rig, step.finish)
+        except Interrupted:
+            ended = step.finish()
+        self.note_lost(rig, step)
+        self.take(rig, ended)
+        compute.check()
+        if marks:
+            for sequence in rig.sequences:
+                self.mark(rig, sequence)
+
+    def give_up_unwritten(self, rig: Rig) -> None:
+        """What a step was to write that did not run is computed by the next one; not behind a window."""
+        if self.config.slides:
+            self.free(rig, [sequence for sequence in rig.sequences if sequence.written < len(sequence.tokens)])
+
+    def note_lost(self, rig: Rig, step: CacheStep) -> None:
+        """Sequences whose losses a step knows: some of its own, some of steps whose tickets have not ended."""
+        named = {int(handle) for handle in step.lost}
+        rig.named |= named
+        for sequence in rig.sequences:
+            sequence.lost = sequence.lost or sequence.handle in named
+
+    def take(self, rig: Rig, ended: list[StepEnd]) -> None:
+        for end in ended:
+            assert end.ticket not in rig.ended, f"ticket {end.ticket} ends twice"
+            rig.ended.add(end.ticket)
+            rig.open.discard(end.ticket)
+            lost = {int(handle) for handle in end.lost}
+            rig.named -= lost
+            if lost:
+                harmless = all(store.harmless for store in rig.stores())
+                assert rig.disturbed or not harmless, f"ticket {end.ticket} lost {lost}, and nothing has failed"
+                self.counts["lost"] += len(lost)
+            for sequence in rig.sequences:
+                sequence.lost = sequence.lost or sequence.handle in lost
+
+    def drain(self, rig: Rig) -> None:
+        """End the step and all tickets; then each sequence is whole, or was named."""
+        self.step(rig)
+        for store in rig.stores():
+            store.release()
+        self.take(rig, rig.cache.drain())
+        self.take(rig, rig.cache.poll())
+        rig.named.difference_update(rig.freed)
+        assert not rig.named, f"a step has named {rig.named} as lost, and no ticket's end has"
+        assert not rig.open, f"tickets {rig.open} never end"
+        for sequence in rig.sequences:
+            self.check_loss(rig, sequence)
+        if not self.config.slides:
+            self.check_cached(rig)
+
+    def check_loss(self, rig: Rig, sequence: Tracked) -> None:
+        try:
+            rig.manager.fork(sequence.handle, 0)
+        except SequenceStateError as error:
+            assert sequence.lost, f"sequence {sequence.handle} is lost, and nobody has named it: {error}"
+        else:
+            assert not sequence.lost, f"sequence {sequence.handle} was named as lost, and goes on"
+            self.read_back(rig, sequence)
+
+    def read_back(self, rig: Rig, sequence: Tracked) -> None:
+        """What a sequence has in any tier must be its keys and values."""
+        if self.config.slides or not sequence.written:
+            return
+        tier, size = rig.manager.tier(sequence.handle), self.config.block_size
+        table = rig.manager.block_table(sequence.handle).astype(np.int64)[: -(-sequence.written // size)]
+        self.compare(rig.rows(tier, table), sequence.values[: sequence.written], f"{tier} blocks {table.tolist()}")
+
+    def check_cached(self, rig: Rig) -> None:
+        """All that can be found has the bytes that its key says."""
+        rig.follow()
+        for tier in ("device", "host"):
+            places = [(block, key) for (at, block), key in rig.cached.items() if at == tier and key in self.contents]
+            if places:
+                values = [value for _, key in places for value in self.contents[key]]
+                blocks = np.array([block for block, _ in places], np.int64)
+                self.compare(rig.rows(tier, blocks), values, f"cached {tier} blocks {blocks.tolist()}")
+
+    def compare(self, rows: Cells, values: list[int], what: str) -> None:
+        for layer in range(LAYERS):
+            found = rows[:, layer].transpose(1, 0, 2).reshape(2, -1)[:, : len(values)]
+            assert np.array_equal(found, cells_of(np.array(values, np.int64), layer)), f"{what} have other bytes"
+
+    def settle(self, rig: Rig) -> None:
+        """Free everything; all blocks of all tiers can be given out then."""
+        self.interrupt = None
+        self.drain(rig)
+        self.free(rig, rig.sequences[:])
+        while rig.loads:
+            self.end_load(rig, rig.loads.pop())
+        while rig.writes:
+            self.end_write(rig, rig.writes.pop())
+        self.unpin(rig)
+        if rig.prefixes is not None:
+            prefixes = rig.prefixes
+            assert prefixes.wait(60.0), f"{prefixes} never ends its writes"
+            assert prefixes.wait(60.0, until=lambda: not prefixes.num_open), f"{prefixes} never ends its prefetches"
+            prefixes.poll()
+            assert all(fetch.done for fetch in rig.fetches), "a prefetch is not done"
+        self.drain(rig)
+        manager = rig.manager
+        leased = manager.stats().leased_blocks
+        assert not any(leased.values()), f"leases are left behind: {leased}"
+        null = int(self.config.slides)
+        free = {tier: manager.pool(tier).num_free for tier in TIERS}
+        there = {tier: manager.pool(tier).num_blocks for tier in TIERS}
+        wanted = {tier: max(0, blocks - null) for tier, blocks in there.items()}
+        assert free == wanted, f"blocks are left behind: {free} of {wanted} are free"
+        progress = manager.defrag.progress()
+        assert progress.extent == there["device"], f"the pool never shrinks: {progress}"
+        if rig.cache.elastic is not None:
+            rig.cache.give_back()
+        executor = rig.cache.executor
+        assert (executor.num_in_flight, executor.staged_bytes) == (0, 0), executor
+        if rig.prefixes is not None and len(self.rigs) == 1:
+            assert rig.prefixes.forget(), "forget refuses, and nothing is in use"
+            self.weights += 1
+
+    def finish(self) -> None:
+        """End the program."""
+        with simulated(self.clock):
+            for rig in self.rigs:
+                self.settle(rig)
+                rig.manager.check()
+                rig.cache.close()
+
+    def close(self) -> None:
+        """Let go of everything, whatever state it is in."""
+        with simulated(self.clock):
+            for rig in self.rigs:
+                with suppress(BaseException):
+                    rig.cache.close()

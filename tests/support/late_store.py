@@ -1,0 +1,239 @@
+"""A store in memory whose answers are late, out of order, wrong or missing, as a random generator says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import StoreError, UnknownTicketError
+from blockyard.stores import Completion, ExternalStore, StoreStats
+
+Rows = NDArray[np.uint8]
+MOODS = ("good", "late", "fails", "loses", "hangs", "refuses")
+OLDEST_KEPT = 64
+GARBAGE = 0xEE
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    ticket: int
+    kind: str
+    names: list[Any]
+    due: int
+    rows: Rows | None = None  # of the caller
+    copy: Rows | None = None  # what the rows were when they were lent
+    ok: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    reason: str = ""
+    ended: bool = False
+    reported: bool = False
+
+
+class LateStore(ExternalStore):
+    """Slots that die with it, and keys in a medium that outlives it.
+
+    Args:
+        slots: it has.
+        size: bytes of a block.
+        random: decides what is left open.
+        medium: blocks under keys.
+
+    Attributes:
+        mood: how it behaves from now on.
+    """
+
+    def __init__(self, slots: int, size: int, random: Random, medium: dict[bytes, Rows] | None = None) -> None:
+        self.mood = "good"
+        self.harmless = True  # whether every batch so far was carried out
+        self._slots, self._size, self._random = slots, size, random
+        self._medium: dict[Any, Rows] = {} if medium is None else medium
+        self._swap: dict[Any, Rows] = {}
+        self._open: dict[int, _Batch] = {}
+        self._given_up: list[_Batch] = []
+        self._tickets = self._polls = 0
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self._size
+
+    def slot(self, slot: int) -> Rows | None:
+        """What a slot has once everything under way has landed."""
+        return self._swap.get(slot)
+
+    def submit_write(self, slots: NDArray[np.int64], rows: Rows) -> int:
+        return self._submit("write", slots.tolist(), rows.copy())
+
+    def submit_read(self, slots: NDArray[np.int64]) -> int:
+        return self._submit("read", slots.tolist(), np.empty((len(slots), self._size), np.uint8))
+
+    def submit_put(self, keys: Any, rows: Rows) -> int:
+        return self.lend_put(keys, rows.copy())
+
+    def submit_get(self, keys: Any) -> int:
+        return self.lend_get(keys, np.empty((len(keys), self._size), np.uint8))
+
+    def submit_delete(self, keys: Any) -> int:
+        return self._submit("delete", _names(keys), None)
+
+    def lend_write(self, slots: NDArray[np.int64], rows: Rows) -> int:
+        return self._submit("write", slots.tolist(), rows)
+
+    def lend_read(self, slots: NDArray[np.int64], rows: Rows) -> int:
+        return self._submit("read", slots.tolist(), rows)
+
+    def lend_put(self, keys: Any, rows: Rows) -> int:
+        return self._submit("put", _names(keys), rows)
+
+    def lend_get(self, keys: Any, rows: Rows) -> int:
+        return self._submit("get", _names(keys), rows)
+
+    def contains(self, keys: Any) -> NDArray[np.bool_]:
+        return np.array([name in self._medium for name in _names(keys)], np.bool_)
+
+    def forget(self) -> None:
+        if self.mood == "refuses":
+            raise StoreError("the storage does not answer")
+        for batch in self._open.values():
+            if batch.kind == "put" and not batch.ended:
+                self._end(batch, "forgotten")
+        self._medium.clear()
+
+    def poll(self) -> list[int]:
+        self._polls += 1
+        for batch in self._given_up:
+            # A thread that hung goes on, in rows that are still its own.
+            if batch.rows is not None:
+                batch.rows[:] = GARBAGE
+        self._given_up.clear()
+        for batch in list(self._open.values()):
+            if batch.due <= self._polls:
+                self._run(batch)
+        found = [batch for batch in self._open.values() if batch.ended and not batch.reported]
+        for batch in found:
+            batch.reported = True
+        return [batch.ticket for batch in found]
+
+    def wait(self, ticket: int, timeout: float | None = None, out: Rows | None = None) -> Completion:
+        batch = self._open.pop(ticket, None)
+        if batch is None:
+            raise UnknownTicketError(f"ticket {ticket} was never issued or has been collected")
+        if not batch.ended and timeout != 0.0 and batch.reason != "hangs":
+            self._run(batch)
+        if not batch.ended:
+            self._end(batch, "timeout")
+            if batch.kind in {"read", "get"}:
+                self._given_up.append(batch)
+        is_read = batch.kind in {"read", "get"}
+        rows = np.zeros((0, self._size), np.uint8)
+        if is_read and batch.rows is not None:
+            rows = batch.rows
+            if out is not None and out is not rows:
+                out[batch.ok] = rows[batch.ok]
+                rows = out
+        reasons = ["" if ok else batch.reason or "absent" for ok in batch.ok]
+        return Completion(ticket, batch.ok, rows, reasons)
+
+    def stats(self) -> StoreStats:
+        return StoreStats(stored_blocks=len(self._medium))
+
+    def close(self, timeout: float = 5.0) -> bool:
+        for batch in self._open.values():
+            if not batch.ended:
+                self._end(batch, "closed")
+        return True
+
+    def release(self) -> None:
+        """Behave from now on, and let what hangs go on."""
+        self.mood = "good"
+        for batch in self._open.values():
+            batch.due = min(batch.due, self._polls + 1)
+            batch.reason = "" if batch.reason == "hangs" else batch.reason
+
+    def _submit(self, kind: str, names: list[Any], rows: Rows | None) -> int:
+        if self.mood == "refuses":
+            self.harmless = False
+            raise StoreError("the storage does not answer")
+        self._tickets += 1
+        late = 0 if self.mood == "good" else self._random.randrange(11)
+        batch = _Batch(self._tickets, kind, names, self._polls + 1 + late, rows)
+        if kind in {"write", "put"} and rows is not None:
+            batch.copy = rows.copy()
+        if self.mood == "hangs":
+            batch.due, batch.reason, self.harmless = 1 << 60, "hangs", False
+        if self.mood == "fails" and self._random.random() < 0.5:
+            batch.reason, self.harmless = "error", False
+        if self.mood == "loses" and self._random.random() < 0.5:
+            batch.reason, self.harmless = "loses", False
+        self._open[batch.ticket] = batch
+        return batch.ticket
+
+    def _run(self, batch: _Batch) -> None:
+        """Carry a batch out, after those of its slots or keys that came before."""
+        if batch.ended:
+            return
+        names = set(batch.names)
+        for other in [other for other in self._open.values() if other.ticket < batch.ticket]:
+            if not names.isdisjoint(other.names):
+                self._run(other)
+        if batch.reason == "error":
+            self._end(batch, "error")
+            return
+        blocks = self._swap if batch.kind in {"write", "read"} else self._medium
+        batch.ok = np.ones(len(batch.names), np.bool_)
+        if batch.kind == "delete":
+            for name in batch.names:
+                blocks.pop(name, None)
+        elif batch.kind in {"read", "get"}:
+            self._read(batch, blocks)
+        else:
+            self._write(batch, blocks)
+            batch.rows = None
+        batch.ended = True
+
+    def _write(self, batch: _Batch, blocks: dict[Any, Rows]) -> None:
+        assert batch.copy is not None
+        assert batch.rows is not None
+        assert np.array_equal(batch.copy, batch.rows), "rows that were lent to the store have changed"
+        if batch.reason == "loses":
+            self._write_lossy(batch, blocks)
+            return
+        blocks.update(zip(batch.names, batch.copy, strict=True))
+        while len(self._medium) > OLDEST_KEPT:
+            del self._medium[next(iter(self._medium))]
+
+    def _write_lossy(self, batch: _Batch, blocks: dict[Any, Rows]) -> None:
+        """Take some blocks, and say so of each that is swap space; of a key's the store may lose one silently."""
+        assert batch.copy is not None
+        for at, (name, row) in enumerate(zip(batch.names, batch.copy, strict=True)):
+            if self._random.random() < 0.5:
+                blocks[name] = row
+            else:
+                blocks.pop(name, None)
+                batch.ok[at] = batch.kind == "put"
+
+    def _read(self, batch: _Batch, blocks: dict[Any, Rows]) -> None:
+        assert batch.rows is not None
+        for at, name in enumerate(batch.names):
+            row = blocks.get(name)
+            lost = batch.reason == "loses" and self._random.random() < 0.5
+            batch.ok[at] = row is not None and not lost
+            if batch.ok[at]:
+                batch.rows[at] = row
+            else:
+                batch.rows[at] = GARBAGE
+
+    def _end(self, batch: _Batch, reason: str) -> None:
+        self.harmless = False
+        batch.ok = np.zeros(len(batch.names), np.bool_)
+        batch.reason, batch.ended = reason, True
+
+
+def _names(keys: Any) -> list[bytes]:
+    return [bytes(key) for key in keys]
