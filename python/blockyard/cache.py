@@ -194,8 +194,7 @@ class KVCache:
             raise
         if self.prefix_store is not None:
             self.prefix_store.poll()
-        known = self.executor.lost(decision.ticket)
-        return CacheStep(self, decision, self.manager.fail(decision.ticket, known, end=False))
+        return CacheStep(self, decision, self._tickets.known_lost())
 
     def poll(self) -> list[StepEnd]:
         """End the tickets whose transfers have ended since the last call; never waits.
@@ -302,7 +301,8 @@ class KVCache:
 class CacheStep:
     """One step of a `KVCache`: its transfers run while the body of the `with` statement computes.
 
-    If the body raises, the transfers run on and a later `KVCache.poll` ends their ticket.
+    If the body raises, the transfers run on and a later `KVCache.poll` ends their ticket. The manager takes the tokens
+    that the body was to write for written, as it does if `KVCache.step` raises: free those sequences and start again.
 
     Attributes:
         decision: the step's transfers.
@@ -330,6 +330,7 @@ class CacheStep:
         """
         tickets = self._cache._tickets  # noqa: SLF001 (one file, one concept)
         tickets.end(self._cache.executor.collect(self.decision.ticket))
+        self.lost = tickets.known_lost()
         self.ended = tickets.report()
         return self.ended
 

@@ -253,9 +253,8 @@ class World:
                 self.mark(rig, sequence)
 
     def give_up_unwritten(self, rig: Rig) -> None:
-        """What a step was to write that did not run is computed by the next one; not behind a window."""
-        if self.config.slides:
-            self.free(rig, [sequence for sequence in rig.sequences if sequence.written < len(sequence.tokens)])
+        """Free what a step that did not run was to write: the manager takes its tokens for written."""
+        self.free(rig, [sequence for sequence in rig.sequences if sequence.written < len(sequence.tokens)])
 
     def note_lost(self, rig: Rig, step: CacheStep) -> None:
         """Sequences whose losses a step knows: some of its own, some of steps whose tickets have not ended."""

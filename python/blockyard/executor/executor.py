@@ -228,6 +228,9 @@ class StepExecutor(Executor):
         if ticket in self._steps or ticket in self._done:
             raise UnknownTicketError(f"decision {ticket} is under way already")
         self._refuse(decision.transfers())
+        for part in self._parts():
+            if part.by_layer and part.transfer is not None:
+                part.transfer.order_compute()  # nobody waits for their layers any more
         behind, parts = self._cut(decision, self.engine.fence(), by_layer=by_layer)
         awaited = [part for part in parts if part.loads_device and not decision.prefetch]
         loads = [part for part in awaited if part.kind == "swap_in"]

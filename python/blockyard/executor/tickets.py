@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ from blockyard.executor.parts import written
 from blockyard.workers import keep
 
 __all__ = ["StepEnd", "Tickets"]
+
+_NONE: Final = np.zeros(0, np.uint64)
 
 
 class StepEnd(NamedTuple):
@@ -57,6 +59,8 @@ class Tickets:
 
     def take(self, *, prefetch: bool) -> StepDecision:
         """End the manager's step; see `BlockManager.take_decision`."""
+        if self._open:
+            self._end_abandoned()
         return keep(self._open, self._prefetch if prefetch else self._manager.take_decision)
 
     def fail(self, decision: StepDecision, error: BaseException) -> None:
@@ -70,11 +74,7 @@ class Tickets:
         for done in reported:
             self._done[done.ticket] = done
         if len(self._open) > len(self._done):
-            for decision in self._open:
-                ticket = decision.ticket
-                if ticket not in self._done and not self._executor.is_open(ticket):
-                    why = "a call was interrupted, and whether the blocks landed is not known"
-                    self._done[ticket] = _lost(decision, BlockyardError(why))
+            self._end_abandoned()
         for done in list(self._done.values()):
             self._end(done)
 
@@ -85,6 +85,14 @@ class Tickets:
                 self._done[decision.ticket] = self._executor.wait(decision.ticket)
         self.end([])
 
+    def known_lost(self) -> NDArray[np.uint64]:
+        """Return the sequences that are known to have lost bytes and have not been reported, uint64 `[n]`."""
+        found = [lost for _, lost, _ in self._ended]
+        for decision in self._open:
+            if pairs := self._executor.lost(decision.ticket):
+                found.append(self._manager.fail(decision.ticket, pairs, end=False))
+        return np.unique(np.concatenate(found)) if found else _NONE
+
     def report(self) -> list[StepEnd]:
         """Give what has ended since the last call."""
         if not self._ended:
@@ -92,6 +100,14 @@ class Tickets:
         ended = [StepEnd(*end) for end in self._ended]
         self._ended = []
         return ended
+
+    def _end_abandoned(self) -> None:
+        """End decisions that an interrupted call has not given to the executor, before a step computes on them."""
+        for decision in list(self._open):
+            ticket = decision.ticket
+            if ticket not in self._done and not self._executor.is_open(ticket):
+                why = "a call was interrupted, and whether the blocks landed is not known"
+                self._end(_lost(decision, BlockyardError(why)))
 
     def _end(self, done: StepDone) -> None:
         """End a ticket; ending it again does nothing."""
