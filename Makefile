@@ -170,7 +170,7 @@ mutants: $(CARGO_MUTANTS)/bin/cargo-mutants
 	$(PYTHON) buildsystem/mutants/run.py $(CURDIR)/$< $(N) $(SEED)
 
 mutants-python: dev
-	$(BIN)/python buildsystem/mutants/python.py $(if $(N),$(N) $(or $(SEED),0))
+	PYTHONPATH=buildsystem $(BIN)/python -m mutants.python $(if $(N),$(N) $(or $(SEED),0))
 
 lint: dev
 	cargo fmt --all --check

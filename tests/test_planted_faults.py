@@ -1,14 +1,13 @@
 """The list of planted faults fits the sources."""
 
 import ast
-import sys
 from pathlib import Path
 
 import pytest
 
+from mutants.python_faults import Fault, all_faults
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "buildsystem" / "mutants"))
-from python_faults import Fault, all_faults  # noqa: E402 (a folder of scripts)
 
 FAULTS = list(all_faults())
 

@@ -1,6 +1,6 @@
 """Plants faults in the Python sources, one at a time, and counts how many the tests catch.
 
-python buildsystem/mutants/python.py [N SEED]
+PYTHONPATH=buildsystem python -m mutants.python [N SEED]
 
 `python_faults.py` lists the faults. N of them are sampled by SEED, all by default. Each is planted in a copy of
 `python/`; the tests that are to catch it run over the copy until one fails.
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from python_faults import Fault, all_faults
+from mutants.python_faults import Fault, all_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 900

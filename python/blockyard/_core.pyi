@@ -1267,10 +1267,10 @@ class BlockManager:
         """End the step and return its transfers. Carry them out, then `complete` or `fail` the ticket.
 
         Args:
-            prefetch: let the step compute while its loads arrive. What it loads cannot be computed with before the ticket
-                has ended: until then `append`, `slot_mapping`, `block_table` and `block_tables` refuse it. If a sequence that
-                the step loads was appended to or asked for its block table before this call, the step computes with it: then
-                `decision.prefetch` is False, and the step waits for all its loads.
+            prefetch: let the step compute while its loads arrive. Until the ticket has ended, `append`, `slot_mapping`,
+                `block_table` and `block_tables` refuse what it loads. If a sequence that it loads was appended to, or
+                asked for its block table, before this call, the step computes with it: then `decision.prefetch` is
+                False, and the step waits for all its loads.
             deadline: time on the caller's clock, any unit, 0 to 2^64 - 1. Until `submit`, `expire` ends the ticket at
                 that time; after `submit`, it reports the ticket as overdue. None: no deadline.
         Returns:
@@ -1302,8 +1302,8 @@ class BlockManager:
         Args:
             ticket: `decision.ticket`.
             lost: the `Pairs` that did not land; `[]` completes the ticket; None means that nothing landed.
-            end: False only marks the sequences that lost bytes, while the ticket's other transfers run on. End the ticket
-                later, with these pairs too.
+            end: False only marks the sequences that lost bytes, while the ticket's other transfers run on. End the
+                ticket later, with these pairs too.
         Returns:
             Sequences that lost bytes, uint64 `[n]`. They can only be freed.
         Raises:

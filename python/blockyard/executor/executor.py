@@ -228,9 +228,7 @@ class StepExecutor(Executor):
         if ticket in self._steps or ticket in self._done:
             raise UnknownTicketError(f"decision {ticket} is under way already")
         self._refuse(decision.transfers())
-        for part in self._parts():
-            if part.by_layer and part.transfer is not None:
-                part.transfer.order_compute()  # nobody waits for their layers any more
+        self._order_layers()
         behind, parts = self._cut(decision, self.engine.fence(), by_layer=by_layer)
         awaited = [part for part in parts if part.loads_device and not decision.prefetch]
         loads = [part for part in awaited if part.kind == "swap_in"]
@@ -254,6 +252,12 @@ class StepExecutor(Executor):
         self._submitting = None
         if refused is not None:
             raise refused
+
+    def _order_layers(self) -> None:
+        """Let compute wait for loads whose layers nobody waits for any more, as the body of their step raised."""
+        for part in self._parts():
+            if part.by_layer and part.transfer is not None:
+                part.transfer.order_compute()
 
     def cancel(self, ticket: int) -> bool:
         """Give up what has not begun of a decision: fetches that wait for room, and loads that nobody waits for yet.

@@ -88,9 +88,9 @@ class Tickets:
     def known_lost(self) -> NDArray[np.uint64]:
         """Return the sequences that are known to have lost bytes and have not been reported, uint64 `[n]`."""
         found = [lost for _, lost, _ in self._ended]
-        for decision in self._open:
-            if pairs := self._executor.lost(decision.ticket):
-                found.append(self._manager.fail(decision.ticket, pairs, end=False))
+        for ticket in [decision.ticket for decision in self._open]:
+            pairs = self._executor.lost(ticket)
+            found += [self._manager.fail(ticket, pairs, end=False)] if pairs else []
         return np.unique(np.concatenate(found)) if found else _NONE
 
     def report(self) -> list[StepEnd]:
