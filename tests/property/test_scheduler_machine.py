@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import blockyard.scheduler
 from blockyard import BlockManager, CacheGroup, Pairs
 from blockyard._core import HashedPrompt
-from blockyard.errors import OutOfBlocksError
+from blockyard.errors import BlockyardError, OutOfBlocksError
 from blockyard.scheduler import PREEMPTION_MODES, DefragPolicy, Finished, PreemptionMode, Request, Scheduler, Step
 from blockyard.scheduler.request import Fetch, Parked, RequestState
 from blockyard.scheduler.rows import DONE
@@ -26,6 +26,8 @@ from blockyard.testing import Config, SimulatedMemory
 from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine
 
 STEP_COUNT = 40
+CALM_CALLS = 12
+"""Calls without an interrupt after each. Else the requests could start again, and load their prompts, in every step."""
 FILES = tuple(str(path) for path in Path(blockyard.scheduler.__file__).parent.glob("*.py"))
 T = TypeVar("T")
 
@@ -115,6 +117,7 @@ class Interrupted:
 
     def __init__(self, config: Config, make: Callable[..., Scheduler], **options: object) -> None:
         self.random = random.Random(str(config))
+        self.calls = self.calm_until = self.looks = 0
         self.scheduler = make(prefetch=self.prefetch, **options)
 
     def prefetch(self, _prompt: HashedPrompt) -> Fetch:
@@ -126,14 +129,23 @@ class Interrupted:
             raise StoreClientError
 
     def again(self, call: Callable[[], T]) -> T:
-        place = self.random.randrange(500) if self.random.random() < 0.1 else sys.maxsize
+        self.calls += 1
+        is_calm = self.calls < self.calm_until or self.random.random() < 0.9
+        place = sys.maxsize if is_calm else self.random.randrange(500)
         while True:
             interrupt = Interrupt(place, FILES)
             try:
                 with interrupt.armed() if place < sys.maxsize else nullcontext():
                     return call()
-            except (KeyboardInterrupt, StoreClientError):
+            except KeyboardInterrupt:
                 place = sys.maxsize
+                self.calm_until = self.calls + CALM_CALLS
+            except StoreClientError:
+                place = sys.maxsize
+            except BlockyardError:
+                raise
+            except (LookupError, TypeError, ValueError) as error:
+                raise AssertionError(f"an exception has left a broken state: {error!r}") from error
 
     @property
     def num_unfinished(self) -> int:
@@ -156,17 +168,19 @@ class Interrupted:
 
 
 class Fetched:
-    """What loads a prompt: it is done at the second look, and any look may raise."""
+    """What loads a prompt. Any look may raise, and every third one finds that it is not done.
+
+    So no step in which nothing is done follows another, even if each step brings a new request.
+    """
 
     def __init__(self, owner: Interrupted) -> None:
         self.owner = owner
-        self.looks = 0
 
     @property
     def done(self) -> bool:
         self.owner.fail()
-        self.looks += 1
-        return self.looks > 1
+        self.owner.looks += 1
+        return self.owner.looks % 3 != 0
 
 
 MANAGERS = {"plain": None, "cached": caching, "window": windowed}
