@@ -356,6 +356,7 @@ class World:
         executor = rig.cache.executor
         assert (executor.num_in_flight, executor.staged_bytes) == (0, 0), executor
         if rig.prefixes is not None and len(self.rigs) == 1:
+            assert rig.prefixes.wait(60.0), f"{rig.prefixes} never ends its deletions"
             assert rig.prefixes.forget(), "forget refuses, and nothing is in use"
             self.weights += 1
 
