@@ -134,9 +134,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.manager = type(self).make_manager(config)
         self.scheduler = type(self).make_scheduler(self.manager, config)
         self.memory = type(self).make_memory(config)
-        self.window = self.manager.pool().groups[0].window
         for request in first:
             self.add(request)
+
+    @property
+    def window(self) -> int | None:
+        """The window of the manager's sequences, if it has one."""
+        window: int | None = self.manager.pool().groups[0].window
+        return window
 
     @rule(request=requests())
     def add(self, request: Request) -> None:
