@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
-from interrupts import Interrupt
+from interrupts import CountedInterrupt
 
 import blockyard.scheduler
 from blockyard import BlockManager, CacheGroup, Pairs
@@ -90,7 +90,7 @@ class Rig:
         self.window = window
         self.scheduler = Scheduler(self.manager, **options)
         self.overlap = bool(options.get("overlap_io"))
-        self.interrupt: LineInterrupt | Interrupt = LineInterrupt(sys.maxsize)
+        self.interrupt: LineInterrupt | CountedInterrupt = LineInterrupt(sys.maxsize)
         self.live: dict[str, Request] = {}
         self.late: list[tuple[int, list[Pairs]]] = []
         self.steps = 0
@@ -235,7 +235,7 @@ def test_an_interrupt_after_any_call_loses_nothing(name: str):
     place = 0
     while True:
         rig = RIGS[name]()
-        rig.interrupt = Interrupt(place, FILES)
+        rig.interrupt = CountedInterrupt(place, FILES)
         try:
             rig.run()
         except BaseException as error:

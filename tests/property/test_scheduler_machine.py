@@ -12,7 +12,7 @@ import noticing
 import numpy as np
 import pytest
 from hypothesis import settings
-from interrupts import Interrupt
+from interrupts import CountedInterrupt
 from numpy.typing import NDArray
 
 import blockyard.scheduler
@@ -133,7 +133,7 @@ class Interrupted:
         is_calm = self.calls < self.calm_until or self.random.random() < 0.9
         place = sys.maxsize if is_calm else self.random.randrange(500)
         while True:
-            interrupt = Interrupt(place, FILES)
+            interrupt = CountedInterrupt(place, FILES)
             try:
                 with interrupt.armed() if place < sys.maxsize else nullcontext():
                     return call()

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from cache_rig import MANY, Rig, Tracked, simulated
-from cache_world import Interrupt, Interrupted, World
+from cache_world import FILES, Interrupted, World
+from interrupts import CountedInterrupt
 from late_store import MOODS
 
 from blockyard.errors import (
@@ -53,7 +54,7 @@ class Machine(World):
         self.interrupt = None
         if op.interrupt >= 0:
             self.error = MemoryError if op.seed & 1 else KeyboardInterrupt
-            self.interrupt = Interrupt(op.interrupt, self.error)
+            self.interrupt = CountedInterrupt(op.interrupt, FILES, self.error)
         if op.name not in self.without:
             with simulated(self.clock), suppress(Interrupted):
                 getattr(self, "do_" + op.name)(rig, op)

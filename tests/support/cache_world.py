@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from random import Random
-from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
 from cache_compute import Compute, cells_of
 from cache_rig import LAYERS, Cells, Clock, Config, Rig, Tracked, simulated
-from interrupts import _places as places
+from interrupts import CountedInterrupt
 
 from blockyard._core import StoreJob
 from blockyard.cache import CacheStep, StepEnd
@@ -47,42 +44,6 @@ class Interrupted(Exception):  # noqa: N818
     """A call was interrupted on purpose."""
 
 
-class Interrupt:
-    """Raises an error at a place of `FILES`, if as many places are passed.
-
-    Attributes:
-        where: the place, once it was reached.
-    """
-
-    def __init__(self, place: int, error: type[BaseException]) -> None:
-        self.where = ""
-        self._left, self._error = place, error
-        self._places = partial(places, signals=error is KeyboardInterrupt)
-
-    @contextmanager
-    def armed(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self._enter)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-
-    def _enter(self, frame: FrameType, _event: str, _value: object) -> Any:
-        if self.where or not frame.f_code.co_filename.endswith(FILES):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._step
-
-    def _step(self, frame: FrameType, event: str, _value: object) -> Any:
-        if event == "opcode" and not self.where and frame.f_lasti in self._places(frame.f_code):
-            self._left -= 1
-            if self._left < 0:
-                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
-                raise self._error
-        return self._step
-
-
 class World:
     """Caches beside a plain model.
 
@@ -101,7 +62,7 @@ class World:
         self.weights = 1
         self.unknown = 0
         self.now = 0
-        self.interrupt: Interrupt | None = None
+        self.interrupt: CountedInterrupt | None = None
         self.error: type[BaseException] = KeyboardInterrupt
         self.counts = {"hits": 0, "cells": 0, "lost": 0, "steps": 0, "interrupts": 0, "loads": 0}
         with simulated(self.clock):

@@ -65,6 +65,48 @@ def _places(code: CodeType, *, signals: bool) -> frozenset[int]:
     return frozenset(found)
 
 
+class CountedInterrupt:
+    """Raises in this thread once so many places were passed.
+
+    Args:
+        place: how many; never if there are fewer.
+        files: ends of the names of the files whose code is interrupted.
+        error: what is raised.
+
+    Attributes:
+        where: the place, once it was reached.
+    """
+
+    def __init__(self, place: int, files: tuple[str, ...], error: type[BaseException] = KeyboardInterrupt) -> None:
+        self.where = ""
+        self._left, self._files, self._error = place, files, error
+        self._places = functools.partial(_places, signals=issubclass(error, KeyboardInterrupt))
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Interrupt code that runs inside."""
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: FrameType, _event: str, _value: object) -> Any:
+        if self.where or not frame.f_code.co_filename.endswith(self._files):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, _value: object) -> Any:
+        if event == "opcode" and not self.where and frame.f_lasti in self._places(frame.f_code):
+            self._left -= 1
+            if self._left < 0:
+                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                raise self._error
+        return self._step
+
+
 class Interrupt:
     """Counts the places that a program goes through, and raises at one.
 

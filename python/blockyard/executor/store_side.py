@@ -65,7 +65,7 @@ class Batch:
     count: int
     out: NDArray[np.uint8] | None = None
     ticket: int = -1
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=lambda: time.monotonic())  # noqa: PLW0108 (tests replace the clock)
     answer: Answer | None = None
 
 
