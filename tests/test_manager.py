@@ -325,9 +325,13 @@ def test_a_fit_has_the_numbers_that_decide_it():
     ]
     assert repr(fits[1]) == "Fit(NEVER, blocks=9, free=8)"
     handle = manager.allocate(8 * BLOCK)
-    later = manager.can_append(handle, 3 * BLOCK)
-    assert (bool(later), later.status, later.blocks, later.free) == (False, AllocStatus.LATER, 3, 2)
+    never = manager.can_append(handle, 3 * BLOCK)
+    assert (bool(never), never.status, never.blocks, never.free) == (False, AllocStatus.NEVER, 3, 2)
     assert manager.can_append(handle, 2 * BLOCK)
+    other = manager.allocate(BLOCK)
+    later = manager.can_append(handle, 2 * BLOCK)
+    assert (bool(later), later.status, later.blocks, later.free) == (False, AllocStatus.LATER, 2, 1)
+    manager.free(other)
 
 
 def test_a_ticket_of_which_nothing_landed_fails_without_pairs():
