@@ -435,6 +435,27 @@ impl World {
 
 /// A case that chance found: who shares a state with a freed sequence reads it.
 #[test]
+fn a_sequence_behind_its_window_does_not_go_to_a_tier_without_blocks() {
+    let mut world = World::new(Setup {
+        blocks: [13, 7, 0],
+        policies: blockyard_core::Policies::default(),
+        groups: &[Group::SlidingWindow { window: 1 }],
+        host_cache: false,
+        store: None,
+    });
+    world.apply(Op::Prompt { tokens: 6, family: 0, chunk: u32::MAX });
+    world.apply(Op::Step(None));
+    world.apply(Op::Tables(tables::Op::Truncate(0, 2)));
+    for tier in [Tier::External, Tier::Host] {
+        world.swap_out(0, 1, tier);
+        let sequence = world.pick(0, 1)[0];
+        let wanted = if tier == Tier::Host { Tier::Host } else { Tier::Device };
+        assert_eq!(world.manager.tier(sequence), Ok(wanted));
+    }
+    world.manager.check().unwrap();
+}
+
+#[test]
 fn a_state_that_is_shared_is_written_though_its_writer_is_freed() {
     let mut world = World::new(Setup {
         blocks: [17, 0, 0],

@@ -217,7 +217,9 @@ impl Sequences {
         if view.tiers.pool(route.from).are_private(&row.table[..held]) {
             return Ok(held);
         }
-        for &block in row.table[..held].iter().filter(|&&block| !self.is_null(block)) {
+        // A tier without blocks has no null block either, and takes none.
+        let to = view.tiers.pool(route.to);
+        for &block in row.table[..held].iter().filter(|&&block| !self.is_null(block) || !to.block(block).is_used()) {
             if view.tiers.pool(route.from).block(block).is_filling() {
                 return Err(in_flight(sequence, row, view));
             }
