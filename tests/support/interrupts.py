@@ -66,10 +66,10 @@ def _places(code: CodeType, *, signals: bool) -> frozenset[int]:
 
 
 class CountedInterrupt:
-    """Raises in this thread once so many places were passed.
+    """Raises in this thread at the place of a given number.
 
     Args:
-        place: how many; never if there are fewer.
+        place: the number, from 0; nothing is raised if it is not reached.
         files: ends of the names of the files whose code is interrupted.
         error: what is raised.
 

@@ -241,7 +241,7 @@ def sampled_tokens(step: Step, sampled: ArrayLike) -> NDArray[np.uint32]:
 
 
 def count_step(stats: SchedulerStats, manager: BlockManager, tokens: int, *, is_away: bool) -> None:
-    """Count a step of so many tokens; is_away: whether a sequence is on the host or in the external tier."""
+    """Count a step that computes `tokens`; is_away: whether a sequence is on the host or in the external tier."""
     stats.steps += 1
     stats.tokens += tokens
     device = manager.pool()

@@ -242,7 +242,7 @@ impl Pool {
         self.moved(id, before);
     }
 
-    /// Fails unless a block can have so many more leases of a kind.
+    /// Fails unless a block has room for this many more leases of a kind.
     pub(crate) fn require_leases(&self, id: BlockId, kind: LeaseKind, count: usize) -> Result<()> {
         fault::point()?;
         if count <= self.block(id).lease_room(kind) {

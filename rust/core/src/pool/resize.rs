@@ -58,7 +58,7 @@ impl Pool {
         }
     }
 
-    /// Free blocks that are not cached: so many can be taken without evicting one, or waiting for a reader.
+    /// Free blocks that are not cached: taking them evicts nothing and waits for no reader.
     pub(crate) fn uncached(&self) -> usize {
         self.free.len().saturating_sub(self.tail.live)
     }

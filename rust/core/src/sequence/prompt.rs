@@ -365,7 +365,7 @@ impl Sequences {
         Ok((blocks, found.hits - found.tail.len()))
     }
 
-    /// Fails unless prompts can be put in by chunks of so many tokens.
+    /// Fails unless prompts can be computed in chunks of this size.
     pub(super) fn require_chunks(&self, chunk: u32) -> Result<()> {
         if chunk > 0 && !self.groups.cross() {
             return Ok(());

@@ -326,7 +326,7 @@ fn fails_whole(state: &State, call: Call) {
         let _ = blockyard_core::error::fault::arm(n);
         let result = state.run(&mut manager, call, &named);
         if blockyard_core::error::fault::arm(0) {
-            // There are not so many steps: this is the call itself.
+            // The call has fewer steps: this is its own result.
             assert_eq!(changed(&manager, &result), None, "{call:?}: {result:?}");
             return manager.check().unwrap();
         }

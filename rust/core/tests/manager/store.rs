@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Op {
-    /// Blocks of a prompt that another process has stored, at most so many.
+    /// Up to `most` blocks of a prompt that another process has stored.
     Load {
         tokens: u32,
         family: u32,

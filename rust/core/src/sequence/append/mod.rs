@@ -467,7 +467,7 @@ fn write_in_place(step: &mut Step<'_>, block: BlockId) {
     }
 }
 
-/// Slots that a row has with so many more tokens, and lookahead.
+/// Length of a row after `count` more tokens and lookahead.
 pub(super) fn end_of(row: &Row, count: u32, lookahead: u32) -> Result<u64> {
     let end = u64::from(row.len) + u64::from(count) + u64::from(lookahead);
     if end > u64::from(u32::MAX) {
@@ -476,7 +476,7 @@ pub(super) fn end_of(row: &Row, count: u32, lookahead: u32) -> Result<u64> {
     Ok(end)
 }
 
-/// Of so many writers of a block, those that get a copy. The last owner writes in place, unless the cache has the block too.
+/// How many writers of a block get a copy. The last owner writes in place, unless the block is cached.
 pub(super) fn copied(writers: usize, refs: usize, published: bool) -> usize {
     writers.min(refs.saturating_sub(usize::from(!published)))
 }
