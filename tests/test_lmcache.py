@@ -1,6 +1,7 @@
 """`BlockyardConnector` by itself: what each operation says, and its end. Its bytes: `test_engine_stores.py`."""
 
 import importlib.metadata
+import os
 import select
 import sys
 from collections.abc import Iterator
@@ -103,3 +104,24 @@ def test_without_lmcache_the_import_says_what_it_needs(monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(ImportError, match=r"blockyard.integrations.lmcache needs LMCache 0.5.6"):
         importlib.import_module("blockyard.integrations.lmcache")
+
+
+def test_after_close_nothing_is_read_and_each_operation_has_its_completion(lmcache: Any, tmp_path: Path):
+    connector = lmcache.BlockyardConnector(root_dir=str(tmp_path), kv_dtype="float16", part="4KiB", size="16MiB")
+    descriptor = connector.event_fd()
+    tickets = {
+        connector.submit_batch_set([f"key {number}"], [memoryview(bytes(100_000))]): number for number in range(50)
+    }
+    connector.close()
+    ours, theirs = os.pipe()
+    if ours != descriptor:
+        os.dup2(ours, descriptor)
+    os.write(theirs, b"the bytes of another pipe")
+    done = connector.drain_completions()
+    assert os.read(descriptor, 100) == b"the bytes of another pipe"
+    for number in {ours, theirs, descriptor}:
+        os.close(number)
+    assert {ticket for ticket, *_ in done} == set(tickets)
+    assert len(done) == len(tickets)
+    assert all(ok == all(found) and len(found) == 1 for _, ok, _, found in done)
+    assert connector.drain_completions() == []

@@ -1,10 +1,12 @@
 """A prefix store in a file: restarts, other processes, damage, and the commands that look at it."""
 
+import fcntl
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,20 @@ def test_blocks_of_a_killed_process_come_back_in_the_next(tmp_path: Path, io: st
         read = store.wait(store.submit_get(keys_of(5)))
         assert read.reasons == ("", "", "", "", "absent")
         assert np.array_equal(read.rows[:4], rows_of(4))
+
+
+def test_a_lock_that_goes_soon_is_waited_for(tmp_path: Path):
+    """Requests to io_uring of a killed process hold its lock until they have ended."""
+    with store_at(tmp_path) as store:
+        put(store, 3)
+        path = store.path
+    with path.open("rb+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        timer = threading.Timer(0.3, fcntl.flock, (other, fcntl.LOCK_UN))
+        timer.start()
+        with store_at(tmp_path) as store:
+            assert store.wait(store.submit_get(keys_of(3))).ok.all()
+        timer.join()
 
 
 def test_swap_space_and_a_prefix_store_share_a_directory(tmp_path: Path):

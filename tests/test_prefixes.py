@@ -19,6 +19,7 @@ from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.executor.store_stats import LOAD_SECONDS
 from blockyard.scheduler import Request, Scheduler
 from blockyard.stores import ExternalStore
+from blockyard.stores.base import Keys
 from blockyard.testing.faults import UnrulyStore
 
 Medium = dict[bytes, NDArray[np.uint8]]
@@ -137,6 +138,52 @@ def test_a_store_that_says_hit_for_ever_is_asked_once():
         # One call more may be the store's own, to read its epoch.
         assert store.asked <= 2
         assert cache.prefixes.stats.misses["failed_before"] == 49
+
+
+@pytest.mark.parametrize(("host", "busy"), [(0, 0), (0, 16), (0, 28), (8, 16), (8, 26), (16, 20)])
+def test_a_prompt_longer_than_what_is_free_gets_its_beginning_and_blames_nobody(host: int, busy: int):
+    medium, count = Medium(), 40
+    with checked(keyed(medium), device=64) as cache:
+        cache.serve(tokens(1, 4 * count + 1))
+        cache.serve(tokens(2, 17))
+        assert cache.prefixes.wait(60)
+    with checked(keyed(medium), device=32, host=host) as cache:
+        held = cache.manager.allocate(tokens(9, 4 * busy)) if busy else None
+        fetch = cache.fetch(tokens(1, 4 * count + 1))
+        stats = cache.prefixes.stats
+        found = cache.manager.prefix.lookup(fetch.prompt).tokens // 4
+        assert stats.hit_blocks == found, "each block is loaded once, and the first ones stay"
+        assert (32 - busy) // 2 <= found <= 32 - busy + host
+        assert stats.misses == {"no_room": 1}
+        assert cache.fetch(tokens(2, 17)).tokens == 16
+        if held is not None:
+            cache.manager.free(held)
+
+
+@pytest.mark.parametrize("where", ["put", "contains"])
+def test_close_takes_no_longer_than_said(where: str):
+    goes = threading.Event()
+
+    class Hanging(KeyedStore):
+        hangs = False
+
+        def contains(self, keys: Keys) -> NDArray[np.bool_]:
+            if self.hangs and where == "contains":
+                goes.wait(60)
+            return super().contains(keys)
+
+    store = Hanging(bytes_per_block=WIDTH)
+    with contextlib.ExitStack() as closing:
+        closing.callback(goes.set)
+        cache = closing.enter_context(checked(store))
+        cache.serve(tokens(1, 17))
+        assert cache.prefixes.wait(60)
+        store.hangs = True
+        store.before = lambda name: goes.wait(60) if name == where else None
+        cache.serve(tokens(2, 17))
+        began = time.monotonic()
+        assert not cache.prefixes.close(1.0)
+        assert time.monotonic() - began < 1.8
 
 
 @pytest.fixture

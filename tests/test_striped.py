@@ -53,6 +53,27 @@ def prefix_store(folder: Path) -> ExternalStore:
     return open_store(url(folder), bytes_per_block=WIDTH, num_slots=60, use="prefix")
 
 
+def test_the_descriptor_tells_of_every_batch_that_ends(tmp_path: Path):
+    """Also of those whose keys are all on a disk that could not be opened: these end at once."""
+    (tmp_path / "1").write_text("no folder")
+    with prefix_store(tmp_path) as store:
+        names = keys(30)
+        for at in range(0, 30, 2):
+            before = store.submit_get(names[at : at + 1]) if at % 4 else None
+            descriptor = store.event_fd()
+            tickets = {store.submit_get(names[at + 1 : at + 2])} | ({before} if before is not None else set())
+            while tickets:
+                assert select.select([descriptor], [], [], 20)[0], tickets
+                ended = store.poll()
+                assert set(ended) <= tickets
+                for ticket in ended:
+                    assert store.wait(ticket).reasons in {("io",), ("absent",)}
+                    tickets.remove(ticket)
+            assert not select.select([descriptor], [], [], 0)[0]
+        store.wait(store.submit_get(names))
+        assert store.poll() == [], "a ticket that has been collected is not reported"
+
+
 def test_slots_and_bytes_are_spread_over_the_disks(tmp_path: Path):
     with open_store(url(tmp_path) + "?size=3MiB", bytes_per_block=WIDTH) as store:
         assert store.num_slots % 3 == 0

@@ -12,7 +12,7 @@ from blockyard.errors import InvalidArgumentError
 def test_a_damaged_value_is_a_miss_is_deleted_and_can_be_put_again(place: int):
     with KeyedStore() as store:
         put(store, 2)
-        damaged = next(name for name, value in store.blocks.items() if value[64] == 1 and value.nbytes > 144)
+        damaged = next(name for name, value in store.blocks.items() if value[64] == 1 and value.nbytes > 192)
         store.blocks[damaged][place] ^= 4
         assert [bool(reason) for reason in get(store, 2)] == [True, False]
         assert damaged not in store.blocks

@@ -1,6 +1,7 @@
 """`BlockyardTier`, over vLLM's own abstract class (`VLLM_SOURCE`) or a stand-in of it."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import vllm_modules
+from memory_stores import KeyedStore
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, StoreFullError
+from blockyard.stores import register
 from blockyard.testing.faults import corrupt_slots
 
 CHUNKS, SHAPE = 8, (4, 1000)
@@ -117,6 +120,36 @@ def test_a_damaged_chunk_is_a_failure_once_and_then_a_miss(vllm: SimpleNamespace
         assert np.array_equal(tier.memory[chunk], before[source])
     assert tier.lookups(KEYS[:4]) == " ".join("HIT" if key in good else "MISS" for key in KEYS[:4])
     assert tier.store(KEYS[:3], [1, 2, 3]).success
+    assert tier.load(KEYS[:3], [4, 5, 6]).success
+    tier.tier.shutdown()
+
+
+def test_chunks_that_do_not_come_for_a_reason_that_passes_stay_and_are_misses_for_a_while(
+    vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    medium: dict[bytes, NDArray[np.uint8]] = {}
+
+    @register("troubled-tier")
+    class Troubled(KeyedStore):
+        def __init__(self, url: str, **options: Any) -> None:
+            super().__init__(medium, **options)
+
+    def refuse(called: str) -> None:
+        if called == "get":
+            raise ConnectionRefusedError("connection refused")
+
+    tier = Tier(vllm, tmp_path, root_dir=None, url="troubled-tier://")
+    assert tier.store(KEYS[:3], [1, 2, 3]).success
+    before = dict(medium)
+    tier.tier._store.before = refuse
+    assert not tier.load(KEYS[:3], [4, 5, 6]).success
+    assert tier.lookups(KEYS[:3]) == "MISS MISS MISS", "an engine would ask again in each step"
+    tier.tier._store.before = lambda called: None
+    assert medium == before
+    until = time.monotonic() + 60
+    while tier.lookups(KEYS[:3]) != "HIT HIT HIT":
+        assert time.monotonic() < until
+        time.sleep(0.01)
     assert tier.load(KEYS[:3], [4, 5, 6]).success
     tier.tier.shutdown()
 

@@ -1762,7 +1762,7 @@ class RedisClient:
         varies: bool = False,
         head_bytes: int = 0,
         first: _Each[_Each[bytes]] | None = None,
-    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8], str | None]:
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8], list[Any], str | None]:
         """Read values into rows. A value of another length leaves its row as it is; with `varies` a shorter one is
         taken, and zeros follow it.
 
@@ -1771,10 +1771,10 @@ class RedisClient:
             out: uint8 `[n, width]`, C-contiguous.
             varies: whether values may be shorter than rows.
             head_bytes: first bytes of each value that do not go into `out`, 0 to 4096.
-            first: as for `put`; nobody sees the answers.
+            first: as for `put`.
         Returns:
-            Whether there was a value, bool `[n]`, the first bytes of each, uint8 `[n, head_bytes]`, zeros for none, and
-            None or why nodes of a cluster do not answer.
+            Whether there was a value, bool `[n]`, the first bytes of each, uint8 `[n, head_bytes]`, zeros for none, the
+            answers to `first`, and None or why nodes of a cluster do not answer.
         Raises:
             StoreError: the server does not answer, or no node of the cluster, or one refuses.
         """
@@ -1782,7 +1782,7 @@ class RedisClient:
         """Run commands in one round trip; in a cluster in one to each node.
 
         Args:
-            commands: words of bytes each, at least one; in a cluster, the second is the key.
+            commands: words of bytes each, at least one. In a cluster, the second is the key, or the fourth of `EVAL`.
         Returns:
             An answer each: an int, bytes, None or a list; or the StoreError with which the server refused. None also
             where the node of a cluster does not answer.
@@ -1880,6 +1880,7 @@ class SlabStore:
         deadline: float = 10.0,
         namespace: bytes = ...,
         use: str = "swap",
+        revision: str = "",
     ) -> SlabStore: ...
     @property
     def num_slots(self) -> int:
@@ -1935,7 +1936,7 @@ class SlabStore:
         """Start to delete keys. Returns a ticket. See `ExternalStore.submit_delete`."""
     def contains(self, keys: NDArray[np.uint8] | _Each[bytes]) -> NDArray[np.bool_]:
         """Whether each key has a block, bool `[n]`; nothing is read. See `ExternalStore.contains`."""
-    def forget(self) -> None:
+    def forget(self, revision: str | None = None) -> None:
         """Forget every key, now and for later processes; waits for the disk. See `ExternalStore.forget`."""
     def event_fd(self) -> int:
         """File descriptor, readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`."""

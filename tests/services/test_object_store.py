@@ -1,6 +1,9 @@
 """The object store over SeaweedFS and obstore's own memory and directory: both suites, damage, a server that stops."""
 
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +20,7 @@ from blockyard.errors import StoreError, StoreFullError, StoreURLError
 from blockyard.events import export_keys
 from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.object_store import ObjectStore, read_url
-from blockyard.stores.value import HEADER
+from blockyard.stores.value import HEADER, is_damage
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
 from blockyard.workers import CallPool
 
@@ -86,7 +89,7 @@ def put(store: ExternalStore, count: int, width: int = WIDTH) -> None:
 
 
 def names_of(store: ObjectStore, count: int) -> list[str]:
-    return [FOLDER + name.tobytes().hex() for name in store._names_of(keys_of(count), store._epoch)]
+    return [FOLDER + name.tobytes().hex() for name in store._names_of(keys_of(count), store._epochs.confirm().token)]
 
 
 def damaged(random: np.random.Generator, value: bytes, foreign: bytes, other: bytes) -> bytes:
@@ -105,7 +108,8 @@ def test_no_damaged_value_is_a_hit():
         put(other, count, width)
         assert isinstance(other, ObjectStore)
         medium = other._client
-        foreign = [other._folder + name.tobytes().hex() for name in other._names_of(keys, other._epoch)]
+        names = other._names_of(keys, other._epochs.confirm().token)
+        foreign = [other._folder + name.tobytes().hex() for name in names]
         foreign = [bytes(obstore.get(medium, name).bytes()) for name in foreign]
     tried = hits = 0
     with opened(url, bytes_per_block=width) as store:
@@ -164,21 +168,91 @@ def test_an_object_that_fails_costs_no_other_one(monkeypatch: pytest.MonkeyPatch
         assert isinstance(store, ObjectStore)
         put(store, 1)
         store._calls = CallPool(1)  # one after the other
-        bad = names_of(store, 6)[3]
+        bad: set[str] = set()
 
         def failing(client: Any, path: str, *arguments: Any, real: Any, **options: Any) -> Any:
-            if path == bad:
+            if path in bad:
                 raise OSError("the disk of this object is broken")
             return real(client, path, *arguments, **options)
 
         monkeypatch.setattr(obstore, "put", partial(failing, real=obstore.put))
         monkeypatch.setattr(obstore, "get", partial(failing, real=obstore.get))
-        done = store.wait(store.submit_put(keys_of(6), rows_of(6)))
-        assert done.ok.tolist() == [True] * 3 + [False] * 3, "the first error ends the batch"
+        for at in (0, 3, 5):
+            bad = {names_of(store, 6)[at]}
+            wanted = [at != place for place in range(6)]
+            done = store.wait(store.submit_put(keys_of(6), rows_of(6)))
+            assert done.ok.tolist() == wanted
+            bad = set()
+            put(store, 6)
+            bad = {names_of(store, 6)[at]}
+            read = store.wait(store.submit_get(keys_of(6)))
+            assert read.reasons == tuple("" if good else "error" for good in wanted)
+            assert np.array_equal(read.rows[wanted], rows_of(6)[wanted])
+            assert "the disk of this object is broken" in store.stats().last_error
+            bad = set()
+            put(store, 6)  # a failed read hides its key until then
+
+
+def test_a_server_that_fails_everything_is_not_asked_for_a_whole_batch(monkeypatch: pytest.MonkeyPatch):
+    with opened("memory://all-fail") as store:
+        put(store, 1)
+        asked = 0
+
+        def failing(*arguments: Any, **options: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            raise OSError("503 slow down")
+
+        monkeypatch.setattr(obstore, "get", failing)
+        assert set(store.wait(store.submit_get(keys_of(100))).reasons) == {"error"}
+        assert asked < 30
+
+
+@pytest.mark.parametrize("left", [5000, 0, 9 << 20])
+def test_a_large_block_that_was_cut_short_is_dropped_and_stored_again(tmp_path: Path, left: int):
+    width = 17 << 20
+    with opened(f"local://{tmp_path}", bytes_per_block=width) as store:
+        put(store, 3, width)
+        os.truncate(tmp_path / names_of(store, 3)[0], left)
+    with opened(f"local://{tmp_path}", bytes_per_block=width) as store:
+        # A put of a block that is there in part stores it.
+        put(store, 1, width)
+        assert store.wait(store.submit_get(keys_of(3))).ok.all()
+        os.truncate(tmp_path / names_of(store, 3)[0], left)
         read = store.wait(store.submit_get(keys_of(3)))
-        assert np.array_equal(read.rows, rows_of(3))
-        assert "the disk of this object is broken" in store.stats().last_error
-        assert store.wait(store.submit_put(keys_of(6)[3:4], rows_of(1))).reasons == ("error",)
+        assert read.ok.tolist() == [False, True, True]
+        assert is_damage(read.reasons[0])
+        assert store.wait(store.submit_get(keys_of(1))).reasons == ("absent",)
+        put(store, 1, width)
+        assert store.wait(store.submit_get(keys_of(3))).ok.all()
+
+
+def test_a_fork_of_a_process_that_used_an_object_store_is_told_so():
+    script = """
+import os, numpy as np
+from blockyard.errors import ForkedError
+from blockyard.stores import open_store
+
+def use():
+    with open_store("memory://forked?size=1MiB", bytes_per_block=4096, use="prefix") as store:
+        assert store.wait(store.submit_put([bytes(32)], np.ones((1, 4096), np.uint8))).ok.all()
+
+def forked(work):
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except ForkedError as error:
+            os._exit(3 if "obstore" in str(error) else 1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+assert forked(use) == 0, "the parent has not used one yet"
+use()
+assert forked(use) == 3
+use()
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
 
 def test_a_block_that_is_there_is_not_sent_again(place: str):

@@ -47,7 +47,7 @@ class KeyedStore(MemoryStore):
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
         stored = super().put(keys, rows)
-        names = [name for name, row in self.blocks.items() if row.nbytes > 144]
+        names = [name for name, row in self.blocks.items() if row.nbytes > 192]
         for name in names[: max(0, len(names) - self.num_slots)]:
             del self.blocks[name]
         return stored

@@ -61,13 +61,13 @@ class SteppedStore:
             self.step()
             if self.replaces or names[place] not in self.medium:
                 self.medium[names[place]] = rows[place].copy()
-        return SimpleNamespace(ok=np.ones(len(names), np.bool_), rows=None)
+        return SimpleNamespace(ok=np.ones(len(names), np.bool_), rows=None, reasons=("",) * len(names))
 
     def submit_delete(self, names: Sequence[bytes]) -> Any:
         for place in self._each(len(names)):
             self.step()
             self.medium.pop(names[place], None)
-        return SimpleNamespace(ok=np.ones(len(names), np.bool_), rows=None)
+        return SimpleNamespace(ok=np.ones(len(names), np.bool_), rows=None, reasons=("",) * len(names))
 
     def submit_get(self, names: Sequence[bytes]) -> Any:
         found: dict[int, Any] = {}
@@ -77,7 +77,8 @@ class SteppedStore:
         rows = np.zeros((len(names), self.width), np.uint8)
         for place, row in found.items():
             rows[place] = 0 if row is None else row
-        return SimpleNamespace(ok=np.array([found[place] is not None for place in range(len(names))]), rows=rows)
+        ok = np.array([found[place] is not None for place in range(len(names))])
+        return SimpleNamespace(ok=ok, rows=rows, reasons=tuple("" if good else "absent" for good in ok))
 
     def contains(self, names: Sequence[bytes]) -> NDArray[np.bool_]:
         self.step()

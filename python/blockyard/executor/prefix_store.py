@@ -38,6 +38,7 @@ from blockyard.executor.store_side import StoreSide
 from blockyard.executor.store_stats import LOAD_SECONDS, PrefixStoreStats
 from blockyard.executor.store_worker import StoreTask, StoreWorker
 from blockyard.stores.base import ExternalStore
+from blockyard.stores.value import is_damage
 from blockyard.workers import keep
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ __all__ = ["LOAD_SECONDS", "Prefetch", "PrefixStore", "PrefixStoreStats"]
 
 WRITTEN_AT_ONCE: Final = 16 << 20  # bytes of one batch of writes
 ABSENT_SECONDS: Final = 0.5  # how long a key that was not there is not asked for again
-FAILED_SECONDS: Final = 10.0  # how long a key whose block was damaged or did not come is not
+FAILED_SECONDS: Final = 2.0  # how long a key whose block did not come is not
+CLOSING_PART: Final = 0.7  # of the time of `close` in which blocks are still written
 PAUSES: Final = (0.5, 8.0)  # least and most seconds without reads after one that passed its deadline
 MOST_FAILED: Final = 1 << 16  # keys that are known to be of no use
 
@@ -66,6 +68,7 @@ class Prefetch:
         "_transfer",
         "_until",
         "began",
+        "brought",
         "is_behind",
         "job",
         "keys",
@@ -85,6 +88,7 @@ class Prefetch:
         self.began = time.monotonic()
         self.keys = keys
         self.landed = np.zeros(0, np.bool_)
+        self.brought: set[bytes] = set()  # keys of blocks that were loaded
         self.job: StoreJob | None = None
         self.is_behind = False  # another prefetch reads the same blocks
         self.state = "waiting"
@@ -250,10 +254,13 @@ class PrefixStore:
                     self._engine.transfers.wait(write.transfer)
             self._news.acquire(timeout=0.001)
 
-    def forget(self) -> bool:
-        """Forget all that is cached, in the manager and in the store, for instance after the weights changed.
+    def forget(self, revision: str | None = None) -> bool:
+        """Forget all that is cached, in the manager and in the store, for instance because the weights change.
 
         Waits for the store.
+
+        Args:
+            revision: names the new weights, see `ExternalStore.forget`.
 
         Returns:
             False, and nothing is forgotten, while a block is in use or on its way.
@@ -264,7 +271,7 @@ class PrefixStore:
         self._mend()
         if self._open or self._writing or self._deleting or not self._manager.prefix.reset():
             return False
-        self.store.forget()
+        self.store.forget(revision)
         self._failed.clear()
         self._quotas.clear()
         return True
@@ -300,10 +307,12 @@ class PrefixStore:
 
     def close(self, timeout: float = 5.0) -> bool:
         """Write what is left, and let go of the store; waits at most `timeout` seconds for it. False if it hung."""
-        self.wait(timeout)
+        until = time.monotonic() + timeout
+        self.wait(timeout * CLOSING_PART)
         self._give_up_all("closed")
         self._writes = "never"
-        return self.store.close(timeout) if self._worker.close(timeout) else False
+        in_time = self._worker.close(max(0.0, until - time.monotonic()))
+        return self.store.close(max(0.0, until - time.monotonic())) if in_time else False
 
     # ---- after an exception ----
 
@@ -447,7 +456,7 @@ class PrefixStore:
     def _note_failed(self, task: StoreTask, index: int, answer: Answer) -> None:
         reason = answer.reasons[index] if index < len(answer.reasons) else "error"
         self.stats.misses[reason or "error"] += 1
-        seconds = ABSENT_SECONDS if reason == "absent" else FAILED_SECONDS
+        seconds = ABSENT_SECONDS if reason == "absent" or is_damage(reason) else FAILED_SECONDS  # damage is deleted
         self._fail(task.keys[index].tobytes(), seconds)
 
     def _fail(self, key: bytes, seconds: float) -> None:
@@ -475,10 +484,13 @@ class PrefixStore:
         self.stats.hit_blocks += found
         self.stats.hit_bytes += found * self._size
         fetch.tokens += found * self._manager.block_size
+        fetch.brought.update(key.tobytes() for key in job.keys[fetch.landed])
         fetch.keys = self._missing(fetch.prompt)
         fetch.state = "waiting"
         if not len(fetch.keys):
             self._finish(fetch)
+        elif fetch.keys[0].tobytes() in fetch.brought:  # it has been evicted since, for this prompt or another
+            self._finish(fetch, "no_room")
 
     def _give_up(self, fetch: Prefetch) -> None:
         """The deadline has passed: go on without the store, and leave it alone for a while."""

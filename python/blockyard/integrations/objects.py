@@ -2,8 +2,9 @@
 
 An object is cut into blocks of one width, so that objects of several lengths share one store and its cap. Each block
 begins with the object's length and the XXH3-128 of its bytes. An object counts only if all its blocks come back whole
-and begin alike, and its length is the one asked for; else it is a miss. Its first block is deleted then, so that the
-next `contains` is False. A store keeps the block that it has under a key, so a put deletes blocks of other bytes first.
+and begin alike, and its length is the one asked for; else it is a miss. If damage is the reason, its first block is
+deleted. For any other reason it stays, and only this process takes the object for absent, for two seconds. A store
+keeps the block that it has under a key, so a put deletes blocks of other bytes first.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import hashlib
 import json
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -24,8 +26,9 @@ from numpy.typing import NDArray
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores import ExternalStore, StoreStats, open_store
+from blockyard.stores.value import is_damage
 
-__all__ = ["ObjectStore", "require_one", "store_url"]
+__all__ = ["MissedKeys", "ObjectStore", "require_one", "store_url"]
 
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = b"blockyard objects 2"
@@ -35,6 +38,36 @@ _BATCH_BYTES: Final = 64 << 20
 """Bytes that one batch has in the store at a time, so that its memory for blocks in flight is never full."""
 _ASK_SECONDS: Final = 0.05
 """How long `contains` waits for a server's answer about keys that this process meets for the first time."""
+
+_MISSED_SECONDS: Final = 2.0
+_MOST_MISSED: Final = 1 << 16
+
+
+class MissedKeys:
+    """Keys whose blocks did not come: misses for two seconds, or an engine would ask for one again and again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until: dict[bytes, float] = {}
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Note keys whose blocks did not come."""
+        with self._lock:
+            for key in keys:
+                self._until.pop(key, None)
+                self._until[key] = time.monotonic() + _MISSED_SECONDS
+            while len(self._until) > _MOST_MISSED:
+                del self._until[next(iter(self._until))]
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Forget keys, which have been stored."""
+        with self._lock:
+            for key in keys:
+                self._until.pop(key, None)
+
+    def __contains__(self, key: bytes) -> bool:
+        with self._lock:
+            return self._until.get(key, 0.0) > time.monotonic()
 
 
 def require_one(root_dir: str | None, url: str | None) -> None:
@@ -79,6 +112,7 @@ class ObjectStore:
         self._width = _HEADER + object_bytes
         # A file store knows its keys.
         self._patience = 0.0 if url.startswith("file:") else _ASK_SECONDS
+        self._missed = MissedKeys()
         text = json.dumps(fields, sort_keys=True, default=str)
         self._store: ExternalStore = open_store(
             url,
@@ -111,6 +145,7 @@ class ObjectStore:
                 _LOG.exception("%d objects were not stored", last - first)
                 continue
             stored[first:last] = done
+            self._missed.drop(_name(keys[index], 0) for index in range(first, last) if stored[index])
         return stored
 
     def _replace(self, keys: Sequence[str], sizes: Sequence[int], rows: NDArray[np.uint8]) -> list[bool]:
@@ -123,7 +158,9 @@ class ObjectStore:
             there = self._store.contains(names)
             there[firsts] = True
             stored &= [bool(part.all()) for part in self._split(there, sizes)]
-        left = np.flatnonzero(np.repeat(~stored, counts))
+        # What a block holds that did not come now is not known: it stays.
+        is_known = [not reason or reason == "absent" or is_damage(reason) for reason in found.reasons]
+        left = np.flatnonzero(np.repeat(~stored & is_known, counts))
         if len(left):
             ok = np.ones(len(names), np.bool_)
             ok[left] = self._store.wait(self._store.submit_delete([names[place] for place in left])).ok
@@ -133,7 +170,7 @@ class ObjectStore:
         if len(left):
             chosen = rows if len(left) == len(rows) else rows[left]
             ok[left] = self._store.wait(self._store.submit_put([names[place] for place in left], chosen)).ok
-            stored = np.array([bool(part.all()) for part in self._split(ok, sizes)])
+            stored = np.array([bool(part.all()) for part in self._split(ok, sizes)]) & is_known
         return [bool(one) for one in stored]
 
     def get(
@@ -147,16 +184,19 @@ class ObjectStore:
                 found = self._store.wait(self._store.submit_get(names))
                 parts = self._split(found.ok, sizes[first:last])
                 rows = self._split(found.rows, sizes[first:last])
+                damaged = self._split(np.array([is_damage(reason) for reason in found.reasons]), sizes[first:last])
+                bad: list[bytes] = []
                 for index, (ok, data) in enumerate(zip(parts, rows, strict=True), first):
                     if ok.all() and _is_one(data, sizes[index]):
                         take(index, data[:, _HEADER:].reshape(-1)[: sizes[index]])
                         loaded[index] = True
-                # The store has dropped each block that did not come back; their first one must not say hit any more.
-                halves = [index for index, ok in enumerate(parts, first) if ok[0] and not loaded[index]]
-                if halves:
-                    self._store.wait(self._store.submit_delete([_name(keys[index], 0) for index in halves]))
+                    elif ok[0] and (damaged[index - first].any() or (ok.all() and _length(data) == sizes[index])):
+                        bad.append(_name(keys[index], 0))  # a part is damaged, or of another object
+                if bad:
+                    self._store.wait(self._store.submit_delete(bad))
             except Exception:  # noqa: BLE001 (a load that failed is a miss)
                 _LOG.exception("%d objects could not be loaded", last - first)
+            self._missed.add(_name(keys[index], 0) for index in range(first, last) if not loaded[index])
         return loaded
 
     def contains(self, keys: Sequence[str], sizes: Sequence[int] | None = None, until: float = math.inf) -> list[bool]:
@@ -174,11 +214,8 @@ class ObjectStore:
         except Exception:  # noqa: BLE001 (what cannot be asked for is a miss)
             _LOG.exception("a lookup of %d objects failed", len(keys))
             return [False] * len(keys)
-        return (
-            [bool(there) for there in found]
-            if sizes is None
-            else [bool(part.all()) for part in self._split(found, sizes)]
-        )
+        whole = found if sizes is None else [part.all() for part in self._split(found, sizes)]
+        return [bool(there) and _name(key, 0) not in self._missed for key, there in zip(keys, whole, strict=True)]
 
     def delete(self, keys: Sequence[str]) -> list[bool]:
         """Delete objects, known by their first blocks; return which are deleted. The rest is evicted in time."""
@@ -248,8 +285,12 @@ def _fill(rows: NDArray[np.uint8], data: NDArray[np.uint8], size: int) -> None:
 
 def _is_one(rows: NDArray[np.uint8], size: int) -> bool:
     """Whether blocks are of one object of this length."""
-    length = int.from_bytes(rows[0, :_LENGTH_BYTES].tobytes(), "little")
-    return length == size and bool((rows[1:, :_HEADER] == rows[0, :_HEADER]).all())
+    return _length(rows) == size and bool((rows[1:, :_HEADER] == rows[0, :_HEADER]).all())
+
+
+def _length(rows: NDArray[np.uint8]) -> int:
+    """The length of an object, which its first block names."""
+    return int.from_bytes(rows[0, :_LENGTH_BYTES].tobytes(), "little")
 
 
 def _name(key: str, part: int) -> bytes:

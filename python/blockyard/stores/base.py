@@ -130,8 +130,8 @@ class ExternalStore(ABC):
     def submit_get(self, keys: Keys) -> int:  # noqa: ARG002 (a store with keys has its own)
         """Start to read blocks by key.
 
-        A key without a block is a miss, `"absent"`. A key whose block is damaged, or does not come before the deadline,
-        is absent from then on.
+        A key without a block is a miss, `"absent"`. A damaged block is deleted. A key whose block does not come for a
+        reason that passes may be absent in this process for a few seconds.
 
         Args:
             keys: as for `submit_put`; repeats are allowed.
@@ -210,13 +210,37 @@ class ExternalStore(ABC):
         """
         raise keyless()
 
-    def forget(self) -> None:
-        """Forget every key at once, also those that are being written; later processes do not find them either.
+    def forget(self, revision: str | None = None) -> None:  # noqa: ARG002 (a store with keys has its own)
+        """Forget every key at once, in all processes, also those that are being written.
 
-        It takes the same time however many there are, and waits for the storage.
+        Nothing that was put before is found again. Other processes that have the store open find and store nothing from
+        then on, `"forgotten"`, until each has called `forget` too: only it knows which weights it computes with.
+        Processes whose weights change together find each other's blocks again by the name of their revision.
+
+        It takes the same time however many keys there are, and waits for the storage.
+
+        Args:
+            revision: names the weights that this process computes with from now on, such as `"step-1800"`; `""` for
+                those that the namespace names. The first process that names a revision forgets; the next ones join it.
+                None: the weights have the name they had. If they do change, name them, or processes that compute with
+                others may find their blocks.
 
         Raises:
-            StoreError: the storage failed: later processes may find the keys again. Or the store has no keys.
+            StoreError: the storage did not confirm it. This process finds and stores nothing until a call succeeds.
+                Or the store has no keys.
+
+        Example:
+            >>> import numpy as np
+            >>> from blockyard.stores import open_store
+            >>> url, options = "memory://a?size=1MiB", dict(bytes_per_block=4096, use="prefix")
+            >>> with open_store(url, **options) as one, open_store(url, **options) as two:
+            ...     one.forget("step-1800")
+            ...     stored = one.wait(one.submit_put([bytes(32)], np.ones((1, 4096), np.uint8)))
+            ...     before = two.wait(two.submit_get([bytes(32)])).reasons
+            ...     two.forget("step-1800")
+            ...     after = two.wait(two.submit_get([bytes(32)])).ok
+            >>> before, after.tolist()
+            (('forgotten',), [True])
         """
         raise keyless()
 
@@ -244,13 +268,15 @@ class ExternalStore(ABC):
             ticket: from a call `submit_*`.
             timeout: seconds; it can only shorten the ticket's own deadline, which grows with the bytes under way.
             out: rows for the blocks of a read, uint8 `[n, bytes_per_block]`, C-contiguous; those of misses may be left
-                as they are. The result's rows are then these, which saves fresh memory. A plug-in may ignore it.
+                as they are. The result's rows are then these, which saves fresh memory. A plug-in may ignore it. For a
+                ticket of `lend_read` or `lend_get` they must be the rows that it was given.
 
         Returns:
             One entry a slot or key, in the order of the batch; what was not done in time is a miss, `"timeout"`.
 
         Raises:
             UnknownTicketError: the ticket was never issued or has been collected.
+            InvalidArgumentError: `out` is wrong; the ticket can still be collected.
             OutOfMemoryError: there is no memory for the result; the ticket can still be collected.
         """
 
@@ -329,6 +355,7 @@ def open_store(
     use: Use = "swap",
     codec: "Codec | None" = None,
     mac_key: "MacKey | None" = None,
+    revision: str = "",
 ) -> ExternalStore:
     """Open the external store that a URL names.
 
@@ -345,6 +372,8 @@ def open_store(
         codec: encodes blocks before they are stored: compresses, encrypts or quantises them.
         mac_key: 32 bytes, or the path of a file with them, for storage that is not trusted: a value that was not
             written with this key is a miss. Never part of a URL or a message.
+        revision: names the weights that compute the blocks of a prefix store, if they are not those that the namespace
+            names; see `ExternalStore.forget`.
 
     Raises:
         StoreURLError: the URL is malformed; the message shows the part that is wrong.
@@ -372,7 +401,9 @@ def open_store(
         raise InvalidArgumentError(f"namespace has {len(namespace)} bytes, must have 32")
     scheme = _scheme(url)
     options: dict[str, Any] = {
-        name: value for name, value in (("codec", codec), ("mac_key", mac_key)) if value is not None
+        name: value
+        for name, value in (("codec", codec), ("mac_key", mac_key), ("revision", revision or None))
+        if value is not None
     }
     if scheme in _registered:
         store = _registered[scheme](url, bytes_per_block=bytes_per_block, namespace=namespace, **options)

@@ -10,7 +10,7 @@ import traceback
 import weakref
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -24,13 +24,16 @@ from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketErro
 from blockyard.stores.base import ExternalStore
 from blockyard.workers import Process, start_worker
 
-__all__ = ["Batch", "BatchStore", "Kind", "Name", "check_out", "of"]
+__all__ = ["Batch", "BatchStore", "Kind", "KnownKeys", "Name", "check_out", "of"]
 
 _SLOWEST: Final = 16e6  # bytes a second that a deadline allows for
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
 _IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do: starting one costs as much as a small batch
 _PAUSES: Final = (0.5, 8.0)  # least and most seconds between probes of storage that does not answer
 _KEPT_BYTES: Final = 256 << 20  # of memory that is used again
+ABSENT_SECONDS: Final = 1.0  # how long a key that was not there is not looked up again
+FAILED_SECONDS: Final = 2.0  # how long a key is not read whose block did not come for a reason that passes
+_THERE: Final = inf  # in place of the time until which a key is known to be absent
 
 Kind: TypeAlias = Literal["write", "read", "put", "get", "delete", "forget", "has"]
 Name: TypeAlias = int | bytes  # a slot or a key
@@ -47,10 +50,10 @@ class Batch:
     reasons: list[str]
     num_bytes: int
     deadline: float
-    age: int  # calls of `forget` before it
+    age: int  # of the store when it was submitted
     expected: list[dict[Name, bytes]] = field(default_factory=list)  # of a read: what each slot's last write has left
     spread: list[int] | None = None  # of a put with repeats: entry of each key of the caller
-    lent: NDArray[np.uint8] | None = None  # of a get: rows of the caller to read into
+    lent: NDArray[np.uint8] | None = None  # of a read: rows of the caller to read into
     digests: dict[Name, bytes] = field(default_factory=dict)  # of a write: blocks that landed
     before: int = 0  # earlier batches of its slots that have not ended
     followers: list["Batch"] = field(default_factory=list)
@@ -86,7 +89,6 @@ class BatchStore(ExternalStore):
         self._last: dict[Name, Batch] = {}  # batch of each slot and key, until it has ended
         self._late: set[Batch] = set()  # puts that were given up and still run
         self._tickets = self._num_threads = self._pending = 0
-        self._age = 0  # calls of `forget`
         self._misses: Counter[str] = Counter()
         self._blocks = {True: 0, False: 0}  # written, read
         self._errors, self._errors_in_a_row, self._last_error = 0, 0, ""
@@ -94,6 +96,11 @@ class BatchStore(ExternalStore):
         self._event: int | None = None
         self._looking = False  # a lookup is under way
         self._is_down, self._retry_at, self._pause = False, 0.0, _PAUSES[0]
+
+    @property
+    @abstractmethod
+    def _age(self) -> int:
+        """Grows when what was submitted before is void; the lock is held."""
 
     @abstractmethod
     def _carry_out(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
@@ -145,7 +152,7 @@ class BatchStore(ExternalStore):
             batch = self._open.get(ticket)
             if batch is not None:
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
-                check_out(out, shape)
+                check_out(out, shape, batch.lent)
                 result = np.zeros(shape, np.uint8) if out is None or not batch.is_read else out
                 now = time.monotonic()
                 left = batch.deadline - now if timeout is None else min(timeout, batch.deadline - now)
@@ -461,12 +468,14 @@ def _is_same(rows: NDArray[np.uint8], others: NDArray[np.uint8]) -> bool:
     return rows.shape == others.shape and rows.ctypes.data == others.ctypes.data
 
 
-def check_out(out: object, shape: tuple[int, int]) -> None:
-    """Refuse what is no place for a batch's rows."""
+def check_out(out: object, shape: tuple[int, int], lent: NDArray[np.uint8] | None = None) -> None:
+    """Refuse what is no place for a batch's rows: with `lent`, anything but these rows."""
     if out is None or not shape[0]:
         return
     if not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.shape != shape or not out.flags.c_contiguous:
         raise InvalidArgumentError(f"out is {of(out)}, must be uint8 {list(shape)}, C-contiguous")
+    if lent is not None and not _is_same(out, lent):
+        raise InvalidArgumentError("out is other memory than the rows that this read was given, must be these rows")
 
 
 class Buffers:
@@ -507,3 +516,56 @@ class Buffers:
         """Let go of all."""
         with self._lock:
             self._free.clear()
+
+
+class KnownKeys:
+    """Which keys have a block, as far as this process knows, and which not to ask for now. The caller holds a lock.
+
+    A read that failed hides its key for two seconds, so that one key cannot keep a thread busy; then it is read again.
+    A deletion that was not confirmed hides its key until it is put again.
+    """
+
+    def __init__(self) -> None:
+        # `_THERE`, or until when a key is absent. It is negative for those that are not even read until then.
+        self._until: dict[bytes, float] = {}
+
+    def clear(self) -> None:
+        """Know nothing."""
+        self._until.clear()
+
+    def is_there(self, key: bytes) -> bool:
+        """Return whether a key is known to have a block."""
+        return self._until.get(key) == _THERE
+
+    def is_hidden(self, key: bytes) -> bool:
+        """Return whether a key is not to be read now."""
+        return self._until.get(key, 0.0) < -time.monotonic()
+
+    def is_due(self, key: bytes) -> bool:
+        """Return whether the storage is to be asked for a key."""
+        return abs(self._until.get(key, 0.0)) < time.monotonic()
+
+    def note(self, key: bytes, *, is_there: bool) -> None:
+        """Take note of what the storage said."""
+        self._set(key, _THERE if is_there else time.monotonic() + ABSENT_SECONDS)
+
+    def note_failed(self, key: bytes) -> None:
+        """Take note that a key's block did not come or go for a reason that passes."""
+        self._set(key, -(time.monotonic() + FAILED_SECONDS))
+
+    def note_deleted(self, keys: Iterable[bytes]) -> None:
+        """Take note that keys are being deleted."""
+        self._until.update(dict.fromkeys(keys, -_THERE))
+
+    def trim(self, most: int) -> None:
+        """Forget what was learned first, down to so many keys."""
+        while len(self._until) > most:
+            del self._until[next(iter(self._until))]
+
+    def count_there(self) -> int:
+        """Return how many keys are known to have a block."""
+        return list(self._until.values()).count(_THERE)
+
+    def _set(self, key: bytes, until: float) -> None:
+        self._until.pop(key, None)
+        self._until[key] = until

@@ -51,6 +51,7 @@ from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
 from blockyard.stores.base import Completion, ExternalStore, StoreURL, Use, parse_size
 from blockyard.stores.codec import Codec, MacKey
+from blockyard.stores.epochs import EPOCH_BYTES, Epoch, Record
 from blockyard.stores.remote import RemoteStore
 from blockyard.stores.striped import StripedStore
 from blockyard.workers import cache_folder
@@ -121,6 +122,7 @@ def open_file(
     use: Use = "swap",
     codec: Codec | None = None,
     mac_key: MacKey | None = None,
+    revision: str = "",
 ) -> ExternalStore:
     """Open the file store; `blockyard.stores.open_store` does, for URLs with the scheme `file`.
 
@@ -132,6 +134,8 @@ def open_file(
         use: `"swap"` or `"prefix"`.
         codec: encodes the blocks.
         mac_key: 32 bytes, or the path of a file with them, that authenticate the blocks.
+        revision: names the weights that compute the blocks, see `open_store`. Under another one than the file's, all is
+            forgotten.
 
     Raises:
         StoreURLError: the URL is malformed; the message shows the part that is wrong.
@@ -143,20 +147,28 @@ def open_file(
     if found.size is None and num_slots is None:
         parts.reject(parts.path, "needs ?size=, for example ?size=2GiB")
     if codec is None and mac_key is None:
-        return _open_slabs(found, bytes_per_block=bytes_per_block, num_slots=num_slots, namespace=namespace, use=use)
+        return _open_slabs(
+            found,
+            bytes_per_block=bytes_per_block,
+            num_slots=num_slots,
+            namespace=namespace,
+            use=use,
+            revision=revision,
+        )
     return GuardedSlab(
         found,
         bytes_per_block=bytes_per_block,
         num_slots=num_slots,
         namespace=namespace,
         use=use,
+        revision=revision,
         codec=codec,
         mac_key=mac_key,
     )
 
 
 def _open_slabs(
-    found: FileURL, *, bytes_per_block: int, num_slots: int | None, namespace: bytes, use: Use
+    found: FileURL, *, bytes_per_block: int, num_slots: int | None, namespace: bytes, use: Use, revision: str
 ) -> ExternalStore:
     count = len(found.directories)
 
@@ -174,6 +186,7 @@ def _open_slabs(
                 deadline=found.deadline,
                 namespace=namespace,
                 use=use,
+                revision=revision,
             )
         except InvalidArgumentError as error:
             found.parts.reject(directory, f"cannot be opened so: {error}")
@@ -192,11 +205,16 @@ class GuardedSlab(RemoteStore):
 
     _reuses_rows = True
 
-    def __init__(self, found: FileURL, *, num_slots: int | None, use: Use, **options: Any) -> None:
+    def __init__(self, found: FileURL, *, num_slots: int | None, use: Use, revision: str, **options: Any) -> None:
         super().__init__(found.parts, num_slots=num_slots or 1, use=use, secrets=[], **options)
         self.threads, self.memory, self.deadline = found.threads, found.memory, found.deadline
         self._slab = _open_slabs(
-            found, bytes_per_block=self._width, num_slots=num_slots, namespace=self.namespace, use=use
+            found,
+            bytes_per_block=self._width,
+            num_slots=num_slots,
+            namespace=self.namespace,
+            use=use,
+            revision=revision,
         )
         self.num_slots = self._slab.num_slots
 
@@ -225,15 +243,16 @@ class GuardedSlab(RemoteStore):
         in_time = super().close(timeout)
         return self._slab.close(max(0.0, until - time.monotonic())) and in_time
 
-    def forget(self) -> None:
+    def forget(self, revision: str | None = None) -> None:
         """Forget every key at once; see `ExternalStore.forget`."""
         self._keys_of([])
         with self._lock:
-            self._age += 1
             self._known.clear()
+            self._epochs.stop("")
             while any(batch.running and batch.age < self._age for batch in (*self._open.values(), *self._late)):
                 self._changed.wait(0.01)  # or an earlier put could still land after the slab has forgotten
-        self._slab.forget()
+        self._slab.forget(revision)
+        self._epochs.begin()
 
     def _ask(self) -> None:
         self._slab.stats()
@@ -241,9 +260,9 @@ class GuardedSlab(RemoteStore):
     def _disconnect(self) -> None:
         """Do nothing: `close` closes the slabs, also when a call hangs."""
 
-    def _share_epoch(self, *, is_due: bool = False) -> tuple[int, bytes]:  # noqa: ARG002 (nobody else has the slabs open)
-        with self._lock:
-            return self._age, b""
+    def _read_record(self) -> Record:
+        """Return the epoch that always counts: nobody else has the slabs open, and they know what was forgotten."""
+        return Record(b"", Epoch.read(bytes(EPOCH_BYTES)))
 
     def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
         names = b"".join(slot.to_bytes(8, "little") + self._seed[-24:] for slot in slots)

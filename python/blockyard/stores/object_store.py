@@ -28,11 +28,14 @@ Objects are named `PREFIX/blockyard/`, 16 digits of the namespace, `/` and 64 di
 in parts and read in ranges of 8 MiB. `local` writes a file and renames it; `memory` lives in this process, for tests.
 """
 
+import fcntl
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -40,11 +43,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
-from blockyard.errors import StoreError, StoreFullError
+from blockyard.errors import ForkedError, StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, StoreURL, Use
+from blockyard.stores.epochs import Epoch, Record
 from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
 from blockyard.stores.value import HEADER
-from blockyard.workers import CallPool
+from blockyard.workers import CallPool, Process
 
 __all__ = ["ObjectStore", "open_object_store"]
 
@@ -53,10 +57,12 @@ _RANGE: Final = 8 << 20
 _SUMMED_ALONE: Final = 256 << 10  # smaller blocks of a batch are still in the core's cache when it ends
 _SLOWEST: Final = 16e6  # bytes a second that a request's time allows for
 _BATCHES: Final = 4  # that work at once
+_ERRORS: Final = 4  # more calls of a batch than have succeeded may fail before it is given up
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 _SECRET: Final = re.compile(r"secret|token|password|credential|sas|signature$|access_key|account_key|private|^key$")
 _SECRET_NAME: Final = re.compile(r"^(AWS|AZURE|GOOGLE)_.*(SECRET|TOKEN|PASSWORD|KEY)")
 _in_memory: dict[str, Any] = {}  # obstore's stores of `memory` URLs
+_process: Process | None = None  # that has obstore's threads
 
 
 class ObjectURL(NamedTuple):
@@ -128,6 +134,7 @@ def open_object_store(
         StoreURLError: the URL is malformed; the message shows the part that is wrong, but no credential.
         StoreFullError: `size` holds too few blocks.
         StoreError: the server does not answer, refuses the credentials or has no such bucket, or obstore is missing.
+        ForkedError: this is a fork of a process that has used an object store.
     """
     found = read_url(url)
     fit = None if found.size is None else found.size // (HEADER + bytes_per_block)
@@ -156,34 +163,34 @@ class ObjectStore(RemoteStore):
         self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep them
         environment = os.environ.items()
         self._secrets = [value for name, value in environment if _SECRET_NAME.search(name) and len(value) > 3]
+        self._lock_path = Path(found.parts.path) / "blockyard.lock" if found.scheme == "local" else None
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Store values; blocks under keys only where there is none."""
         self._remember(keys)
         is_block = self._is_block(rows)
-        stored = np.zeros(len(rows), np.bool_)
-
-        def send(index: int) -> None:
-            self._put_one(self._path(keys[index]), self._stored(rows[index]), is_block)
-            stored[index] = True
-
-        self._each_of(stored, len(rows), send)
-        return stored
+        failed = self._each_of(
+            len(rows), lambda index: self._put_one(self._path(keys[index]), self._stored(rows[index]), is_block)
+        )
+        return np.array([index not in failed for index in range(len(rows))], np.bool_)
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Read values; one of another length is left to the check of its header."""
-        width = out.shape[1]
+        return np.array([not why for why in self._get_values(keys, out)], np.bool_)
+
+    def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
+        width, count = values.shape[1], len(names)
         step = _RANGE if width >= _LARGE and self._codec is None else width
-        pieces = [(index, start) for start in range(0, width, step) for index in range(len(keys))]
-        found = np.zeros((len(keys), -(-width // step)), np.bool_)
+        missed = [[""] * -(-width // step) for _ in range(count)]
 
         def read(number: int) -> None:
-            index, start = pieces[number]
+            piece, index = divmod(number, count)
+            start = piece * step
             end = min(start + step, width)
-            found[index, start // step] = self._read_piece(self._path(keys[index]), out[index], start, end)
+            missed[index][piece] = self._read_piece(self._path(names[index]), values[index], start, end)
 
-        self._each_of(found, len(pieces), read)
-        return np.asarray(found.all(axis=1))
+        failed = {number % count for number in self._each_of(count * -(-width // step), read)}
+        return ["error" if index in failed else max(pieces) for index, pieces in enumerate(missed)]
 
     def _fetch(
         self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
@@ -203,8 +210,9 @@ class ObjectStore(RemoteStore):
                 if is_large:
                     sums[index] = checksum_rows(row[None], self._mac_key, header[None])[0]
 
-        self._each_of(found, len(keys), read)
-        return self._checked(out, headers, found, keys, sums if is_large else None)
+        failed = self._each_of(len(keys), read)
+        missed = ["error" if index in failed else "" if good else "absent" for index, good in enumerate(found)]
+        return self._checked(out, headers, missed, keys, sums if is_large else None)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""
@@ -242,6 +250,63 @@ class ObjectStore(RemoteStore):
         self._calls.each(len(keys), look)
         return there
 
+    def replace(
+        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
+    ) -> NDArray[np.uint8] | None:
+        """Store a row on the condition that nothing else has been stored; see `ThreadedStore.replace`."""
+        path = self._path(key)
+        with self._alone():
+            try:
+                answer = self._ob.get(self._client, path)
+                there, meta = answer.bytes(), answer.meta
+            except FileNotFoundError:
+                there, meta = None, {}
+            except Exception as error:  # noqa: BLE001 (whatever the client raises)
+                raise self._public(error) from None
+            if (None if there is None else bytes(there)) == (None if old is None else old.tobytes()):
+                self._put_on_condition(path, new.data, meta)
+        return self._read_row(key)
+
+    def _put_on_condition(self, path: str, value: memoryview, meta: Mapping[str, Any]) -> None:
+        """Replace the object that `meta` describes, or create it; nothing is done if it has changed."""
+        exceptions = import_module("obstore.exceptions")
+        mode: Any = {name: meta[name] for name in ("e_tag", "version") if meta.get(name)} or "create"
+        if self._lock_path is not None:
+            mode = "overwrite"
+        try:
+            self._ob.put(self._client, path, value, mode=mode, use_multipart=False)
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            return
+        except (NotImplementedError, exceptions.NotSupportedError):
+            if meta:
+                raise StoreError("the server has no conditional writes (If-Match), which forget needs") from None
+            self._ob.put(self._client, path, value, use_multipart=False)
+        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+            raise self._public(error) from None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes away from a shared directory, which knows no conditional writes."""
+        if self._lock_path is None:
+            yield
+            return
+        with self._lock_path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _fetch_under(
+        self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
+    ) -> tuple[Record, NDArray[np.uint8], list[str]]:
+        names = self._names_of(keys, epoch.token)
+        found: list[Any] = [None, None]
+
+        def read(part: int) -> None:
+            found[part] = self._fetch(names, keys, out) if part else self._read_record()
+
+        self._calls.each(2, read)
+        rows, reasons, _ = found[1]
+        return found[0], rows, reasons
+
     def _ask(self) -> None:
         try:
             self._ob.get(self._client, self._folder + "0" * 64)
@@ -258,9 +323,7 @@ class ObjectStore(RemoteStore):
     def _put_one(self, path: str, value: memoryview, is_block: bool) -> None:  # noqa: FBT001
         try:
             if is_block and len(value) >= _LARGE:
-                try:  # parts cannot be sent on a condition
-                    self._ob.head(self._client, path)
-                except FileNotFoundError:
+                if self._size_of(path) != len(value):  # parts cannot be sent on a condition
                     self._ob.put(self._client, path, value, use_multipart=True, chunk_size=_RANGE, max_concurrency=4)
             elif is_block and self._can_create:
                 self._create(path, value)
@@ -279,22 +342,23 @@ class ObjectStore(RemoteStore):
             self._can_create = False  # a server without conditions: equal keys stand for equal bytes anyway
             self._ob.put(self._client, path, value, use_multipart=False)
 
-    def _read_piece(self, path: str, row: NDArray[np.uint8], start: int, end: int) -> bool:
-        """Read bytes of a value into their place. Returns whether the value is there."""
+    def _read_piece(self, path: str, row: NDArray[np.uint8], start: int, end: int) -> str:
+        """Read bytes of a value into their place. Returns why they did not come."""
         if end - start == len(row):
             value = self._read_whole(path, len(row))
             if value is not None and self._takes(row, len(value)):
                 row[: len(value)] = value
-            return value is not None
+            return "absent" if value is None else ""
         try:
             data = self._ob.get_range(self._client, path, start=start, end=end)
         except FileNotFoundError:
-            return False
+            return "absent"
         except Exception as error:  # noqa: BLE001 (whatever the client raises)
-            raise self._public(error) from None
-        if len(data) == end - start:
-            row[start:end] = np.frombuffer(data, np.uint8)
-        return True
+            return self._why_refused(path, len(row), error)
+        if len(data) < end - start:
+            return "length"
+        row[start:end] = np.frombuffer(data, np.uint8)
+        return ""
 
     def _read_whole(self, path: str, most: int) -> NDArray[np.uint8] | None:
         """Return a value, no byte of one that is longer than `most`, and None if there is none."""
@@ -306,15 +370,52 @@ class ObjectStore(RemoteStore):
         except Exception as error:  # noqa: BLE001 (whatever the client raises)
             raise self._public(error) from None
 
-    def _each_of(self, done: NDArray[np.bool_], total: int, call: Callable[[int], None]) -> None:
-        """Do all calls; an error is only noted if some are done: a server that fails one object has others."""
+    def _size_of(self, path: str) -> int | None:
+        """Return how long a value is, None if there is none; raises what the client raises."""
         try:
-            self._calls.each(total, call)
-        except Exception as error:
-            if not done.any():
-                raise
+            return int(self._ob.head(self._client, path)["size"])
+        except FileNotFoundError:
+            return None
+
+    def _why_refused(self, path: str, width: int, error: Exception) -> str:
+        """Return why a range was refused: the value was cut short, or is gone.
+
+        Raises:
+            StoreError: it is whole.
+        """
+        try:
+            size = self._size_of(path)
+        except Exception:  # noqa: BLE001 (whatever the client raises)
+            size = width
+        if size == width:
+            raise self._public(error) from None
+        return "absent" if size is None else "length"
+
+    def _each_of(self, total: int, call: Callable[[int], None]) -> set[int]:
+        """Do all calls, and return which failed: a server that fails one object has others.
+
+        Raises:
+            StoreError: the server failed all that it was asked for. It is asked for no more once errors prevail.
+        """
+        failed, errors, done = set(range(total)), list[Exception](), list[int]()
+
+        def try_one(index: int) -> None:
+            if len(errors) > len(done) + _ERRORS:
+                return
+            try:
+                call(index)
+            except Exception as error:  # noqa: BLE001 (noted below)
+                errors.append(error)
+            else:
+                done.append(index)
+
+        self._calls.each(total, try_one)
+        if errors and not done:
+            raise errors[0]
+        if errors:
             with self._lock:
-                self._note(error)
+                self._note(errors[0])
+        return failed.difference(done)
 
     def _public(self, error: Exception) -> StoreError:
         text = str(super()._public(error)).partition("\n")[0]
@@ -323,6 +424,13 @@ class ObjectStore(RemoteStore):
 
 def _connect(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
     """Return the module obstore and a store of its."""
+    global _process  # noqa: PLW0603 (obstore has threads for the whole process)
+    _process = _process or Process("the first object store")
+    if not _process.is_current:
+        raise ForkedError(
+            f"{found.parts.url!r}: obstore's threads are in the process that this is a fork of, and calls would hang: "
+            "open object stores in processes that are spawned, or for the first time after the fork"
+        )
     try:
         obstore, stores = import_module("obstore"), import_module("obstore.store")
     except ImportError as error:

@@ -32,7 +32,6 @@ Percent signs decode user and password, which no message shows. The client is th
 All keys begin with `blockyard:` and 16 digits of the namespace. Decision 0023 has the format and the choice of client.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -43,6 +42,7 @@ from numpy.typing import NDArray
 from blockyard._core import RedisClient
 from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, StoreURL, Use
+from blockyard.stores.epochs import Epoch, Record
 from blockyard.stores.remote import SIZE, RemoteStore, batched, count, positive, seconds
 from blockyard.stores.value import HEADER
 
@@ -52,6 +52,21 @@ _KEYS: Final = 512  # of one round trip
 _BYTES: Final = 1 << 20
 _CONNECT_SECONDS: Final = 2.0
 _SWAP_TTL: Final = 86_400.0
+_REPLACE: Final = b"""
+local there = redis.call('GET', KEYS[1])
+if (there or '') ~= ARGV[1] then return there end
+redis.call('SET', KEYS[1], ARGV[2])
+return ARGV[2]
+"""
+_USE: Final = b"""
+local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
+local use = (tonumber(last) or 0) + 1
+for i = 2, #ARGV do
+  if ARGV[1] == 'XX' then redis.call('ZADD', KEYS[1], 'XX', use, ARGV[i])
+  else redis.call('ZADD', KEYS[1], use, ARGV[i]) end
+end
+return #ARGV
+"""
 _NODES_LOST: Final = 3  # of a cluster, that a batch may notice one after the other before its deadline
 
 
@@ -163,7 +178,7 @@ class RedisStore(RemoteStore):
         ttl = found.ttl if found.ttl is not None else _SWAP_TTL if use == "swap" else 0.0
         self._ttl = round(ttl * 1000) or None
         self._prefix = f"blockyard:{self.namespace[:8].hex()}:".encode()
-        self._order = self._prefix + b"order"  # sorted set: names of blocks by time of their last use
+        self._order = self._prefix + b"order"  # sorted set: names of blocks by the number of their last use
         self._unlisted: list[bytes] = []  # names to be put into the list when its node is back
         timeout = self.deadline / _NODES_LOST if found.client["cluster"] else self.deadline
         timeouts: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT_SECONDS)}
@@ -201,33 +216,86 @@ class RedisStore(RemoteStore):
         """Read values; one of another length is left to the check of its header."""
         return self._get_parts(keys, out, is_block=self._is_block(out))[0]
 
-    def _get_epoch(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
-        found, _, is_lost = self._get_parts(keys, out, is_block=False)
-        return None if is_lost else found
+    def replace(
+        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
+    ) -> NDArray[np.uint8] | None:
+        """Store a row if what is there is `old`; see `ThreadedStore.replace`."""
+        name, before = self._prefix + key.tobytes(), b"" if old is None else old.tobytes()
+        (answer,) = self._accepted([[b"EVAL", _REPLACE, b"1", name, before, new.tobytes()]])
+        if answer is None:
+            return None
+        return np.frombuffer(answer, np.uint8)
+
+    def _read_row(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        _, _, answers, why = self._call(
+            self._client.get, key[None][:0], np.zeros((0, 1), np.uint8), first=[[b"GET", self._prefix + key.tobytes()]]
+        )
+        return self._row_of(answers[0], why)
+
+    def _row_of(self, answer: object, why: str | None) -> NDArray[np.uint8] | None:
+        """Return the epoch's record as it was read; its absence counts only if its node has answered."""
+        if isinstance(answer, bytes):
+            return np.frombuffer(answer, np.uint8)
+        if isinstance(answer, StoreError):
+            raise self._public(answer)
+        if why is not None:
+            self._note_lost(why)
+            raise self._public(StoreError(f"the record of the epoch cannot be read: {why}"))
+        return None
 
     def _get_parts(
-        self, keys: NDArray[np.uint8], out: NDArray[np.uint8], *, is_block: bool, head_bytes: int = 0
-    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8], bool]:
-        """Return whether there is each value, the first bytes of each, and whether a node did not answer."""
-        is_lost = False
+        self,
+        keys: NDArray[np.uint8],
+        out: NDArray[np.uint8],
+        *,
+        is_block: bool,
+        head_bytes: int = 0,
+        more: Sequence[list[bytes]] = (),
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8], bool, list[tuple[Any, str | None]]]:
+        """Read values, and run more commands in the first trip.
+
+        Returns:
+            Whether there is each value, the first bytes of each, whether a node did not answer, and the answer to
+            each of the other commands, with the reason if a node gave none.
+        """
+        is_lost, answered = False, list[tuple[Any, str | None]]()
         found, heads = np.zeros(len(keys), np.bool_), np.zeros((len(keys), head_bytes), np.uint8)
         for part in batched(out, _KEYS, _BYTES):
             names = [key.tobytes() for key in keys[part]] if is_block else []
             first = [self._used(names, b"XX")] if is_block else []  # a full server refuses it
-            found[part], heads[part], why = self._call(
-                self._client.get, keys[part], out[part], varies=self._varies(out), head_bytes=head_bytes, first=first
+            asked = [*more, *first] if part.start == 0 else first
+            found[part], heads[part], answers, why = self._call(
+                self._client.get, keys[part], out[part], varies=self._varies(out), head_bytes=head_bytes, first=asked
             )
+            answered += [(answer, why) for answer in answers[: len(asked) - len(first)]]
             self._note_lost(why)
             is_lost = is_lost or why is not None
-        return found, heads, is_lost
+        return found, heads, is_lost, answered
+
+    def _fetch_under(
+        self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
+    ) -> tuple[Record, NDArray[np.uint8], list[str]]:
+        if out is None or self._codec is not None:
+            return super()._fetch_under(epoch, keys, out)
+        asked = [b"GET", self._prefix + self._record_key.tobytes()]
+        names = self._names_of(keys, epoch.token)
+        found, heads, is_lost, ((answer, why),) = self._get_parts(
+            names, out, is_block=True, head_bytes=HEADER, more=[asked]
+        )
+        rows, reasons, _ = self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
+        return self._record(self._row_of(answer, why)), rows, reasons
 
     def _fetch(
         self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
         if out is None or self._codec is not None:
             return super()._fetch(names, keys)
-        found, heads, _ = self._get_parts(names, out, is_block=True, head_bytes=HEADER)
-        return self._checked(out, heads, found, keys)
+        found, heads, is_lost, _ = self._get_parts(names, out, is_block=True, head_bytes=HEADER)
+        return self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
+
+    def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
+        found, _, is_lost, _ = self._get_parts(names, values, is_block=self._is_block(values))
+        return _missed(found, is_lost=is_lost)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""
@@ -283,11 +351,9 @@ class RedisStore(RemoteStore):
                 self._note(self._public(StoreError(why)))
             self._unlisted = [*self._unlisted, *unlisted][-self.num_slots :]
 
-    def _used(self, names: list[bytes], *options: bytes) -> list[bytes]:
-        """Return the command that notes a use of blocks."""
-        now = repr(time.time()).encode()
-        members = [word for name in names for word in (now, name)]
-        return [b"ZADD", self._order, *options, *members]
+    def _used(self, names: list[bytes], option: bytes = b"") -> list[bytes]:
+        """Return the command that notes a use of blocks: the server counts, as clocks of processes differ."""
+        return [b"EVAL", _USE, b"1", self._order, option, *names]
 
     def _run(self, commands: list[list[bytes]]) -> list[Any]:
         """Run commands. Returns an answer each, or the error with which the server refused."""
@@ -307,3 +373,8 @@ class RedisStore(RemoteStore):
             return call(*arguments, **options)
         except StoreError as error:
             raise self._public(error) from None
+
+
+def _missed(found: NDArray[np.bool_], *, is_lost: bool) -> list[str]:
+    """Return why each value did not come; if a node did not answer, nobody knows which are absent."""
+    return ["" if good else "error" if is_lost else "absent" for good in found]

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from blockyard._core import checksum_rows
 from blockyard.errors import StoreError
 from blockyard.stores.base import Keys, StoreURL, Use, keyless, parse_size
-from blockyard.stores.batches import check_out
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.value import check_parts
 from blockyard.workers import start_worker
@@ -86,28 +85,25 @@ class RemoteStore(ThreadedStore):
             self._disconnect()
         return in_time
 
-    def lend_get(self, keys: Keys, rows: NDArray[np.uint8]) -> int:
-        """Start to read blocks by key straight into `rows`; see `ExternalStore.lend_get`."""
-        names = self._keys_of(keys)
-        check_out(rows, (len(names), self.bytes_per_block))
-        return self._submit("get", names, lent=rows)
-
     def _checked(
         self,
         rows: NDArray[np.uint8],
         headers: NDArray[np.uint8],
-        found: NDArray[np.bool_],
+        missed: list[str],
         keys: list[bytes],
         sums: NDArray[np.uint8] | None = None,
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        """Check values whose headers and blocks are apart. Returns what `_fetch` does; `sums` may be known already."""
+        """Check values whose headers and blocks are apart. Returns what `_fetch` does.
+
+        `missed` says why each did not come. `sums` may be known already.
+        """
         claimed = headers[:, :16].copy()
         if sums is None:
             zeroed = headers.copy()
             zeroed[:, :16] = 0
             sums = checksum_rows(rows, self._mac_key, zeroed)
         checked = check_parts(headers, sums, self.namespace, keys, self.bytes_per_block)
-        return rows, [reason if good else "absent" for reason, good in zip(checked, found, strict=True)], claimed
+        return rows, [why or reason for why, reason in zip(missed, checked, strict=True)], claimed
 
     def _remove_slots(self) -> None:
         names, self._names = list(self._names), set()

@@ -4,10 +4,13 @@ Slot `s` of `n` disks is slot `s // n` of disk `s % n`, and a key is on the disk
 or hangs loses its own blocks and nothing else. Rows are copied once, as those of a batch are spread.
 """
 
+import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +19,7 @@ from numpy.typing import NDArray
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import InvalidArgumentError, MappingError, OutOfMemoryError, StoreError, UnknownTicketError
 from blockyard.stores.base import ExternalStore, Keys, keyless
-from blockyard.stores.batches import of
+from blockyard.stores.batches import check_out, of
 
 __all__ = ["StripedStore"]
 
@@ -38,6 +41,7 @@ class _Share:
 class _Batch:
     count: int
     is_read: bool
+    lent: Rows | None = None  # of a read: rows of the caller
     shares: list[_Share] = field(default_factory=list)
     open: int = 0
 
@@ -61,6 +65,8 @@ class StripedStore(ExternalStore):
         self._next = 1
         self._failed = 0  # blocks of disks that could not be opened
         self._events: select.epoll | None = None
+        self._at_once = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable while `_ended` has something
+        weakref.finalize(self, os.close, self._at_once)
 
     @property
     def num_slots(self) -> int:
@@ -85,12 +91,12 @@ class StripedStore(ExternalStore):
 
     def submit_read(self, slots: Ids) -> int:
         """Start to read blocks, each from its disk. See `ExternalStore`."""
-        self._check_slots(slots)
-        return self._submit(
-            slots % len(self._parts),
-            lambda part, places: part.submit_read(slots[places] // len(self._parts)),
-            is_read=True,
-        )
+        return self._read(slots)
+
+    def lend_read(self, slots: Ids, rows: Rows) -> int:
+        """Start to read blocks for `rows`, each from its disk. See `ExternalStore`."""
+        check_out(rows, (len(slots), self.bytes_per_block))
+        return self._read(slots, rows)
 
     def submit_put(self, keys: Keys, rows: Rows) -> int:
         """Start to store blocks under their keys. See `ExternalStore`."""
@@ -100,8 +106,12 @@ class StripedStore(ExternalStore):
 
     def submit_get(self, keys: Keys) -> int:
         """Start to read blocks by key. See `ExternalStore`."""
-        found = self._check_keys(keys)
-        return self._submit(self._disks(found), lambda part, places: part.submit_get(found[places]), is_read=True)
+        return self._get(keys)
+
+    def lend_get(self, keys: Keys, rows: Rows) -> int:
+        """Start to read blocks by key for `rows`. See `ExternalStore`."""
+        check_out(rows, (len(keys), self.bytes_per_block))
+        return self._get(keys, rows)
 
     def submit_delete(self, keys: Keys) -> int:
         """Start to delete keys. See `ExternalStore`."""
@@ -117,13 +127,13 @@ class StripedStore(ExternalStore):
                 answer[places] = part.contains(found[places])
         return answer
 
-    def forget(self) -> None:
+    def forget(self, revision: str | None = None) -> None:
         """Forget every key, on all disks that answer. See `ExternalStore`."""
         self._check_keys([])
         errors = [] if None not in self._parts else ["a disk could not be opened"]
         for part in self._open:
             try:
-                part.forget()
+                part.forget(revision)
             except StoreError as error:  # noqa: PERF203 (the others forget all the same)
                 errors.append(str(error))
         if errors:
@@ -134,6 +144,7 @@ class StripedStore(ExternalStore):
         with self._lock:
             if self._events is None:
                 events = select.epoll()
+                events.register(self._at_once, select.EPOLLIN)
                 for part in self._open:
                     events.register(part.event_fd(), select.EPOLLIN)
                 self._events = events
@@ -143,7 +154,9 @@ class StripedStore(ExternalStore):
         """Return tickets whose blocks have ended on every disk. See `ExternalStore`."""
         reported = [(at, ticket) for at, part in enumerate(self._open) for ticket in part.poll()]
         with self._lock:
-            ended, self._ended = self._ended, []
+            ended, self._ended = [ticket for ticket in self._ended if ticket in self._batches], []
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._at_once)
             for name in reported:
                 batch = self._batches.get(self._owner.get(name, 0))
                 if batch is not None:
@@ -167,6 +180,7 @@ class StripedStore(ExternalStore):
             ) from None
         if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
             raise InvalidArgumentError(f"out is {of(rows)}, must be uint8 {list(shape)}")
+        check_out(out, shape, batch.lent)
         until = None if timeout is None else time.monotonic() + timeout
         ok = np.zeros(batch.count, dtype=np.bool_)
         reasons = ["io"] * batch.count
@@ -216,8 +230,29 @@ class StripedStore(ExternalStore):
     def __repr__(self) -> str:
         return f"StripedStore({self._parts})"
 
-    def _submit(self, disks: Ids, submit: Callable[[ExternalStore, Ids], int], *, is_read: bool = False) -> int:
-        batch = _Batch(len(disks), is_read)
+    def _read(self, slots: Ids, lent: Rows | None = None) -> int:
+        self._check_slots(slots)
+
+        def submit(part: ExternalStore, places: Ids) -> int:
+            return part.submit_read(slots[places] // len(self._parts))
+
+        return self._submit(slots % len(self._parts), submit, is_read=True, lent=lent)
+
+    def _get(self, keys: Keys, lent: Rows | None = None) -> int:
+        found = self._check_keys(keys)
+        return self._submit(
+            self._disks(found), lambda part, places: part.submit_get(found[places]), is_read=True, lent=lent
+        )
+
+    def _submit(
+        self,
+        disks: Ids,
+        submit: Callable[[ExternalStore, Ids], int],
+        *,
+        is_read: bool = False,
+        lent: Rows | None = None,
+    ) -> int:
+        batch = _Batch(len(disks), is_read, lent)
         # Held meanwhile, so that a poll knows whose the tickets are.
         with self._lock:
             ticket, self._next = self._next, self._next + 1
@@ -232,6 +267,7 @@ class StripedStore(ExternalStore):
             self._batches[ticket] = batch
             if not batch.open:
                 self._ended.append(ticket)
+                os.eventfd_write(self._at_once, 1)
         return ticket
 
     def _shares(self, disks: Ids) -> list[tuple[ExternalStore | None, Ids]]:

@@ -2,11 +2,9 @@
 
 import hashlib
 import os
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from math import inf
 from typing import Final
 
 import numpy as np
@@ -15,17 +13,16 @@ from numpy.typing import NDArray
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError, MappingError, StoreError
 from blockyard.stores.base import Keys, keyless
-from blockyard.stores.batches import Batch, BatchStore, Name, of
+from blockyard.stores.batches import Batch, BatchStore, KnownKeys, Name, check_out, of
 from blockyard.stores.codec import Codec, MacKey, read_mac_key
-from blockyard.stores.value import HEADER, check_values, seal_values, value_length
+from blockyard.stores.epochs import EPOCH_BYTES, Epoch, ForgottenError, Record, SharedEpoch
+from blockyard.stores.value import HEADER, check_values, is_damage, seal_values, value_length
 
 __all__ = ["ThreadedStore"]
 
-_EPOCH_SECONDS: Final = 1.0  # how long another process's `forget` may go unnoticed
-_ABSENT_SECONDS: Final = 1.0  # how long a key that was not there is not looked up again
+_EPOCH_SECONDS: Final = 1.0  # how long puts and lookups go on under an epoch that another process may have ended
 _MOST_WANTED: Final = 1 << 16  # keys that wait to be looked up
-_THERE: Final = inf  # of a key, in place of the time until which it is known to be absent
-_FAILED: Final = -1.0  # absent until it is put again
+_LEAST_KNOWN: Final = 1024  # keys that are remembered however few slots there are
 
 
 class ThreadedStore(BatchStore):
@@ -41,8 +38,8 @@ class ThreadedStore(BatchStore):
     The functions see names of 32 bytes, never the caller's keys. A slot's name is the SHA-256 of the namespace, 16
     random bytes of this store and the slot. So two stores never share slots, not even two processes over one server;
     blocks in slots are of no use after `close`. The name of a key's block is the same in every process. What is stored
-    for it has a header (`blockyard.stores.value`), so rows are wider then; one row more, of 144 bytes, says since when
-    blocks count. `forget` replaces it; other processes notice within a second.
+    for it has a header (`blockyard.stores.value`), so rows are wider then. One row more, of 192 bytes, is the record of
+    the epoch under which blocks count (`blockyard.stores.epochs`); `forget` replaces it.
 
     With a codec or a MAC key the blocks of slots have the header too.
 
@@ -55,6 +52,7 @@ class ThreadedStore(BatchStore):
         namespace: digest of all that decides the bytes.
         codec: encodes the blocks.
         mac_key: 32 bytes; values are then authenticated, not only checksummed.
+        revision: as for `open_store`.
 
     Attributes:
         num_slots: slots, numbered from 0; the subclass sets it.
@@ -98,6 +96,7 @@ class ThreadedStore(BatchStore):
         namespace: bytes,
         codec: Codec | None = None,
         mac_key: MacKey | None = None,
+        revision: str = "",
     ) -> None:
         if bytes_per_block < 1:
             raise InvalidArgumentError(f"bytes_per_block is {bytes_per_block}, must be at least 1")
@@ -111,10 +110,10 @@ class ThreadedStore(BatchStore):
         self._width = HEADER + (bytes_per_block if codec is None else codec.bound(bytes_per_block))
         self._seed = self.namespace + os.urandom(16)
         self._digests: dict[Name, dict[Name, bytes]] = {}  # of the last write of each slot
-        self._known: dict[bytes, float] = {}  # keys: `_THERE`, `_FAILED`, or until when they are absent
+        self._known = KnownKeys()
         self._wanted: dict[bytes, None] = {}  # keys to look up
-        self._epoch, self._epoch_until = b"", 0.0
-        self._one_sharer = threading.Lock()
+        self._record_key = np.frombuffer(self._digest_of(b"BLKYEPOCH2"), np.uint8)
+        self._epochs = SharedEpoch(self._read_record, self._replace_record, revision)
 
     @abstractmethod
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -198,6 +197,18 @@ class ThreadedStore(BatchStore):
         """Start to read blocks by key; see `ExternalStore.submit_get`."""
         return self._submit("get", self._keys_of(keys))
 
+    def lend_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
+        """Start to read blocks for `rows`; see `ExternalStore.lend_read`."""
+        self._check(slots)
+        check_out(rows, (len(slots), self.bytes_per_block))
+        return self._submit("read", slots.tolist(), lent=rows)
+
+    def lend_get(self, keys: Keys, rows: NDArray[np.uint8]) -> int:
+        """Start to read blocks by key straight into `rows`, if the store can; see `ExternalStore.lend_get`."""
+        names = self._keys_of(keys)
+        check_out(rows, (len(names), self.bytes_per_block))
+        return self._submit("get", names, lent=rows)
+
     def submit_delete(self, keys: Keys) -> int:
         """Start to delete keys; see `ExternalStore.submit_delete`."""
         names = self._keys_of(keys)
@@ -216,26 +227,28 @@ class ThreadedStore(BatchStore):
             now = time.monotonic()
             if self._closed or self._refuses(now):
                 return np.zeros(len(names), np.bool_)
-            found = [self._known.get(name, 0.0) for name in names]
-            wanted = [name for name, until in zip(names, found, strict=True) if 0 <= until < now]
+            wanted = [name for name in names if self._known.is_due(name)]
             self._wanted.update(dict.fromkeys(wanted[: max(0, _MOST_WANTED - len(self._wanted))]))
             if self._wanted:
                 self._look()
-            return np.array([until == _THERE for until in found], np.bool_)
+            return np.array([self._known.is_there(name) for name in names], np.bool_)
 
-    def forget(self) -> None:
-        """Forget every key at once; see `ExternalStore.forget`. Other processes that run notice within a second."""
+    @property
+    def _age(self) -> int:
+        return self._epochs.age
+
+    def forget(self, revision: str | None = None) -> None:
+        """Forget every key at once; see `ExternalStore.forget`."""
         self._keys_of([])
         with self._lock:
             if self._closed:
                 raise StoreError("the store is closed")
-            self._age += 1
             self._known.clear()
-            self._epoch = _next_epoch(self._epoch)
-        done = self.wait(self._submit("forget", [self._digest_of(b"BLKYEPOCH1")]))
+            self._epochs.stop(revision)
+        done = self.wait(self._submit("forget", [self._record_key.tobytes()]))
         if not done.ok.all():
             why = f"{done.reasons[0]}; {self._last_error}" if done.reasons[0] == "error" else done.reasons[0]
-            raise StoreError(f"the keys are forgotten here, but later processes may find them: {why}")
+            raise StoreError(f"forget was not confirmed, nothing is found or stored until it is called again: {why}")
 
     def _check(self, slots: NDArray[np.int64]) -> None:
         self._process.check()
@@ -262,16 +275,25 @@ class ThreadedStore(BatchStore):
             return self._write(batch) if batch.kind == "write" else self._read(batch)
         if batch.kind == "has":
             return None, self._look_up()
-        age, epoch = self._share_epoch(is_due=batch.kind == "forget")
-        if batch.age < age:
-            return None, ["lost"] * len(batch.names)
+        if batch.kind == "forget":
+            self._epochs.begin()
+            return None, [""]
+        try:
+            return self._carry_out_under_epoch(batch)
+        except ForgottenError:
+            return None, ["forgotten"] * len(batch.names)
+
+    def _carry_out_under_epoch(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
         keys = [name for name in batch.names if isinstance(name, bytes)]
-        names = self._names_of(keys, epoch)
+        if batch.kind == "get":  # which brings the record with it, unless it is the first
+            return self._get(batch, keys, self._epochs.known() or self._epochs.confirm())
+        epoch = self._epochs.confirm(seconds=_EPOCH_SECONDS)
+        if batch.age < self._epochs.age:  # it has the epoch of its submission
+            return None, ["forgotten"] * len(keys)
+        names = self._names_of(keys, epoch.token)
         if batch.kind == "put":
             return self._put(batch, keys, names)
-        if batch.kind == "get":
-            return self._get(batch, keys, names)
-        late = self._delete(names) if batch.kind == "delete" else set()
+        late = self._delete(names)
         return None, ["lost" if key in late else "" for key in keys]
 
     def _write(self, batch: Batch) -> tuple[None, list[str]]:
@@ -302,7 +324,7 @@ class ThreadedStore(BatchStore):
             rows, found, sums = self._fetch(names, [name.tobytes() for name in names])
         else:
             rows = self._buffers.take(len(there), self.bytes_per_block)
-            found = ["" if good else "absent" for good in _answer("get", self.get(names, rows), len(there))]
+            found = self._get_values(names, rows)
             sums = checksum_rows(rows)
         for index, reason, digest in zip(there, found, sums, strict=True):
             reasons[index] = reason or ("" if digest.tobytes() == digests[index] else "payload_checksum")
@@ -314,24 +336,30 @@ class ThreadedStore(BatchStore):
         self._put_good(names, values, reasons)
         return None, reasons
 
-    def _get(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], list[str]]:
+    def _get(self, batch: Batch, keys: list[bytes], epoch: Epoch) -> tuple[NDArray[np.uint8] | None, list[str]]:
         with self._lock:
-            there = [index for index, key in enumerate(keys) if self._known.get(key) != _FAILED]
+            there = [index for index, key in enumerate(keys) if not self._known.is_hidden(key)]
         reasons = ["absent"] * len(keys)
         if not there:
             return np.zeros((0, self.bytes_per_block), np.uint8), reasons
         out = batch.lent if len(there) == len(batch.reasons) else None
-        names = names[there]
-        rows, found, _ = self._fetch(names, [keys[index] for index in there], out)
+        wanted = [keys[index] for index in there]
+        stored, rows, found = self._fetch_under(epoch, wanted, out)
+        if not self._epochs.counts(epoch, stored):
+            # Lost and replaced for the same weights, or forgotten.
+            self._epochs.confirm()
+            return None, ["absent"] * len(keys)
         for index, reason in zip(there, found, strict=True):
             reasons[index] = reason
-        bad = [index for index, reason in enumerate(found) if reason not in {"", "absent"}]
+        bad = [key for key, reason in zip(wanted, found, strict=True) if is_damage(reason)]
         if bad:
             try:
-                self.delete(np.unique(names[bad], axis=0))
+                self.delete(np.unique(self._names_of(bad, epoch.token), axis=0))
             except Exception as error:  # noqa: BLE001 (it is a miss either way)
                 with self._lock:
                     self._note(error)
+        if batch.age < self._epochs.stopped_at:
+            return None, ["forgotten"] * len(keys)
         return _spread_out(rows, there, len(keys)), reasons
 
     # ---- values: blocks with a header ----
@@ -376,10 +404,10 @@ class ThreadedStore(BatchStore):
         """
         values = self._buffers.take(len(keys), self._width)
         values[:, :HEADER] = 0
-        found = _answer("get", self.get(names, values), len(keys))
+        missed = self._get_values(names, values)
         sums, varies = values[:, :16].copy(), self._codec is not None
         checked = check_values(values, self.namespace, keys, varies=varies, mac_key=self._mac_key)
-        reasons = [reason if good else "absent" for reason, good in zip(checked, found, strict=True)]
+        reasons = [why or reason for why, reason in zip(missed, checked, strict=True)]
         if self._codec is None:
             return values[:, HEADER:], reasons, sums
         rows = self._buffers.take(len(keys), self.bytes_per_block)
@@ -394,6 +422,10 @@ class ThreadedStore(BatchStore):
                     self._note(error)
         self._buffers.give(values)
         return rows, reasons, sums
+
+    def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
+        """Read values by `get`. Returns why each did not come; a store that knows more than "absent" overrides it."""
+        return ["" if good else "absent" for good in _answer("get", self.get(names, values), len(names))]
 
     def _varies(self, rows: NDArray[np.uint8]) -> bool:
         """Return whether a row or rows hold what a codec returned, followed by zeros."""
@@ -423,74 +455,87 @@ class ThreadedStore(BatchStore):
         if not keys:
             self.has(np.frombuffer(os.urandom(32), np.uint8)[None])
             return []
-        age, epoch = self._share_epoch()
-        found = _answer("has", self.has(self._names_of(keys, epoch)), len(keys))
+        try:
+            epoch = self._epochs.confirm(seconds=_EPOCH_SECONDS)
+        except ForgottenError:
+            return []
+        age = self._age
+        found = _answer("has", self.has(self._names_of(keys, epoch.token)), len(keys))
         with self._lock:
-            until = time.monotonic() + _ABSENT_SECONDS
             for key, good in zip(keys, found, strict=True):
-                if age == self._age and key not in self._last and self._known.get(key) not in {_THERE, _FAILED}:
-                    self._learn(key, _THERE if good else until)
+                if age == self._age and key not in self._last and self._known.is_due(key):
+                    self._known.note(key, is_there=good)
+            self._known.trim(max(self.num_slots, _LEAST_KNOWN))
         return []
 
-    # ---- since when blocks count ----
+    # ---- the epoch ----
 
-    def _share_epoch(self, *, is_due: bool = False) -> tuple[int, bytes]:
-        """Take the newest epoch, ours or the storage's, and see that it is the storage's.
+    def replace(
+        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
+    ) -> NDArray[np.uint8] | None:
+        """Store a row if what is there is `old`, in one step that no other process comes between.
+
+        `forget` calls it. The default keeps the threads of this store apart and nothing else: a plug-in whose blocks
+        several processes share at the same time overrides it. Runs in a worker thread; may block or raise.
 
         Args:
-            is_due: ask the storage at once, not only if it was asked too long ago.
+            key: uint8 `[32]`.
+            old: what must be there, uint8 `[192]`; None for nothing.
+            new: uint8 `[192]`.
 
         Returns:
-            How often `forget` was called, and the epoch.
+            What is there then.
+
+        Raises:
+            StoreError: the storage cannot do it in one step.
         """
-        with self._lock:
-            if not is_due and time.monotonic() < self._epoch_until:
-                return self._age, self._epoch
-        with self._one_sharer:  # or an older epoch could be written over a newer one
-            name = self._digest_of(b"BLKYEPOCH1")
-            stored = self._read_epoch(name)
-            with self._lock:
-                if stored is None:  # nothing newer can be learnt, and nothing is guessed
-                    if is_due or not self._epoch:
-                        raise StoreError("the row that says since when blocks count cannot be read")
-                    stored = self._epoch
-                if stored > self._epoch:
-                    if self._epoch:
-                        self._known.clear()
-                    self._epoch = stored
-                self._epoch = self._epoch or _next_epoch(b"")
-                age, epoch = self._age, self._epoch
-            if epoch != stored:
-                self._write_epoch(name, epoch)
-            with self._lock:
-                self._epoch_until = time.monotonic() + _EPOCH_SECONDS
-            return age, epoch
+        there = self._read_row(key)
+        if (None if there is None else there.tobytes()) != (None if old is None else old.tobytes()):
+            return there
+        if not _answer("put", self.put(key[None], new[None]), 1)[0]:
+            raise StoreError("put refused the epoch's record")
+        return new
 
-    def _get_epoch(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
-        """Read the row as `get` does. A store whose parts fail alone returns None if the row's part does not answer."""
-        return self.get(keys, out)
+    def _read_row(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        """Return the row of the epoch's record as it is stored, None if there is none."""
+        row = np.zeros((1, HEADER + EPOCH_BYTES), np.uint8)
+        return row[0] if _answer("get", self.get(key[None], row), 1)[0] else None
 
-    def _read_epoch(self, name: bytes) -> bytes | None:
-        row = np.zeros((1, HEADER + 16), np.uint8)
-        found = self._get_epoch(np.frombuffer(name, np.uint8)[None], row)
-        if found is None:
-            return None
-        good = _answer("get", found, 1)[0] and not check_values(row, self.namespace, [name], mac_key=self._mac_key)[0]
-        return row[0, HEADER:].tobytes() if good else b""
+    def _read_record(self) -> Record:
+        return self._record(self._read_row(self._record_key))
 
-    def _write_epoch(self, name: bytes, epoch: bytes) -> None:
-        row = np.zeros((1, HEADER + 16), np.uint8)
-        row[0, HEADER:] = np.frombuffer(epoch, np.uint8)
-        seal_values(row, self.namespace, [name], mac_key=self._mac_key)
-        if not _answer("put", self.put(np.frombuffer(name, np.uint8)[None], row), 1)[0]:
-            raise StoreError("put refused the row that says since when blocks count")
+    def _record(self, row: NDArray[np.uint8] | None) -> Record:
+        """Check a row that should be the epoch's record."""
+        if row is None:
+            return Record(None, None)
+        name = self._record_key.tobytes()
+        is_whole = (
+            row.shape == (HEADER + EPOCH_BYTES,)
+            and not check_values(row[None].copy(), self.namespace, [name], mac_key=self._mac_key)[0]
+        )
+        return Record(row.tobytes(), Epoch.read(row[HEADER:].tobytes()) if is_whole else None)
+
+    def _replace_record(self, stored: Record, epoch: Epoch) -> Record:
+        row = np.zeros((1, HEADER + EPOCH_BYTES), np.uint8)
+        row[0, HEADER:] = np.frombuffer(epoch.record(), np.uint8)
+        seal_values(row, self.namespace, [self._record_key.tobytes()], mac_key=self._mac_key)
+        old = None if stored.raw is None else np.frombuffer(stored.raw, np.uint8)
+        return self._record(self.replace(self._record_key, old, row[0]))
+
+    def _fetch_under(
+        self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
+    ) -> tuple[Record, NDArray[np.uint8], list[str]]:
+        """Read the record, and blocks under an epoch. A store that can do both at once overrides it."""
+        stored = self._read_record()
+        rows, reasons, _ = self._fetch(self._names_of(keys, epoch.token), keys, out)
+        return stored, rows, reasons
 
     def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
         names = b"".join(hashlib.sha256(self._seed + slot.to_bytes(8, "little")).digest() for slot in slots)
         return np.frombuffer(names, np.uint8).reshape(-1, 32)
 
     def _names_of(self, keys: list[bytes], epoch: bytes) -> NDArray[np.uint8]:
-        names = b"".join(self._digest_of(b"BLKYBLOCK1", epoch + key) for key in keys)
+        names = b"".join(self._digest_of(b"BLKYBLOCK2", epoch + key) for key in keys)
         return np.frombuffer(names, np.uint8).reshape(-1, 32)
 
     def _digest_of(self, domain: bytes, rest: bytes = b"") -> bytes:
@@ -504,29 +549,26 @@ class ThreadedStore(BatchStore):
         elif batch.kind == "write":
             self._digests.update(dict.fromkeys(names, batch.digests))
         elif batch.kind == "delete":
-            self._known.update((name, _FAILED) for name in names if isinstance(name, bytes))
+            self._known.note_deleted(name for name in names if isinstance(name, bytes))
 
     def _conclude(self, batch: Batch) -> None:
         """Note which keys are there; a later batch of a key knows better."""
-        if batch.kind not in {"put", "get"} or batch.age < self._age:
+        if batch.kind not in {"put", "get", "delete"} or batch.age < self._age:
             return
-        absent = time.monotonic() + _ABSENT_SECONDS
         for name, reason in zip(batch.names, batch.reasons, strict=False):
             if not isinstance(name, bytes) or self._last.get(name) is not batch or reason in {"closed", "unavailable"}:
                 continue
-            if reason == "absent" and self._known.get(name) != _FAILED:
-                self._learn(name, absent)
-            elif reason != "absent":
-                self._learn(name, _FAILED if reason else _THERE)
-
-    def _learn(self, key: bytes, what: float) -> None:
-        self._known.pop(key, None)
-        self._known[key] = what
-        while len(self._known) > max(self.num_slots, 1024):
-            del self._known[next(iter(self._known))]
+            if not reason:
+                self._known.note(name, is_there=batch.kind != "delete")
+            elif batch.kind != "delete":
+                if reason != "absent" and not is_damage(reason):
+                    self._known.note_failed(name)
+                elif not self._known.is_hidden(name):  # what is damaged has been deleted
+                    self._known.note(name, is_there=False)
+        self._known.trim(max(self.num_slots, _LEAST_KNOWN))
 
     def _count_stored(self) -> int:
-        return list(self._known.values()).count(_THERE)
+        return self._known.count_there()
 
 
 def _guarded(namespace: bytes, codec: Codec | None, mac_key: bytes | None) -> bytes:
@@ -553,8 +595,3 @@ def _answer(name: str, found: object, count: int) -> list[bool]:
     if array.dtype != np.bool_ or array.shape != (count,):
         raise TypeError(f"{name} returned {of(array)}, must return bool [{count}]")
     return [bool(good) for good in array]
-
-
-def _next_epoch(epoch: bytes) -> bytes:
-    """Return an epoch greater than `epoch`, and than those that other processes began before now."""
-    return max(time.time_ns(), int.from_bytes(epoch[:8], "big") + 1).to_bytes(8, "big") + os.urandom(8)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 
-__all__ = ["HEADER", "check_parts", "check_values", "seal_values", "value_length"]
+__all__ = ["HEADER", "check_parts", "check_values", "is_damage", "seal_values", "value_length"]
 
 HEADER: Final = 128
 _START: Final = b"BLKYVALU" + (1).to_bytes(4, "little") + bytes(4)
@@ -34,6 +34,15 @@ _FIELDS: Final = (
     (slice(96, 104), "length"),
     (slice(104, 128), "header_checksum"),
 )
+_DAMAGE: Final = {"payload_checksum", "slot", "generation", "truncated"} | {reason for _, reason in _FIELDS}
+
+
+def is_damage(reason: str) -> bool:
+    """Return whether a miss says that what is stored is damaged; only then may a block be deleted.
+
+    All other reasons can pass: the storage did not answer in time, refused or was full. The block may be whole.
+    """
+    return reason in _DAMAGE
 
 
 def seal_values(

@@ -278,9 +278,9 @@ class FailingStore(ExternalStore):
         found = self._inner.contains(keys)
         return np.ones_like(found) if self.fault == "lose" else found
 
-    def forget(self) -> None:
+    def forget(self, revision: str | None = None) -> None:
         """Forget every key."""
-        self._inner.forget()
+        self._inner.forget(revision)
 
     def poll(self) -> list[int]:
         """Return tickets that finished; those that hang when their time is over."""

@@ -41,7 +41,7 @@ impl Client {
     /// Reads values, each into a head and a row, as many as names. A value of another length leaves both as they are,
     /// unless it is shorter and `varies` is set: then zeros follow it in its row. `first` is as for `put`.
     ///
-    /// Returns whether there was a value. Those of a node of a cluster that does not answer are as if absent, while other
+    /// Returns the answers to these, and whether there was each value. Those of a node of a cluster that does not answer are as if absent, while other
     /// nodes live; the reason is returned too.
     ///
     /// # Errors
@@ -53,7 +53,7 @@ impl Client {
         self.with(|connection| connection.get(first, names, rows, varies))
     }
 
-    /// Runs commands and returns what the server answers. In a cluster, the second word of each is its key.
+    /// Runs commands and returns what the server answers. In a cluster, the second word of each is its key, or the fourth of an `EVAL`.
     ///
     /// # Errors
     /// The server cannot be reached, or is silent for too long. A refused command is an [`Answer::Refused`].

@@ -19,8 +19,8 @@ pub type Command = Vec<Vec<u8>>;
 /// Answers to commands, whether each value was taken, and why some nodes of a cluster did not answer.
 pub type Put = (Vec<Answer>, Vec<bool>, Option<String>);
 
-/// Whether there was each value, and why some nodes of a cluster did not answer.
-pub type Got = (Vec<bool>, Option<String>);
+/// Answers to commands, whether there was each value, and why some nodes of a cluster did not answer.
+pub type Got = (Vec<Answer>, Vec<bool>, Option<String>);
 
 /// Where connections are made to.
 pub(crate) enum Server {
@@ -109,16 +109,16 @@ impl Connection {
                     cmd("GET").arg(name).write_packed_command(&mut packed);
                 }
                 connection.send_packed_command(&packed)?;
-                receive(connection, first.len())?;
+                let answers = receive(connection, first.len())?;
                 let found = rows.iter_mut().map(|row| Ok(place(connection.recv_response()?, row, varies)?));
-                Ok((found.collect::<Result<_>>()?, None))
+                Ok((answers, found.collect::<Result<_>>()?, None))
             }
             Self::Cluster(nodes) => {
                 let make = |index: usize| (Slot::for_key(&names[index]), cmd("GET").arg(&names[index]).take());
-                let (values, why) = nodes.run(first.len() + names.len(), after(first, make))?;
-                let pairs = values.into_iter().skip(first.len()).zip(rows);
+                let (mut answers, why) = nodes.run(first.len() + names.len(), after(first, make))?;
+                let pairs = answers.split_off(first.len()).into_iter().zip(rows);
                 let found = pairs.map(|(value, row)| value.map_or(Ok(false), |value| place(value, row, varies)));
-                Ok((found.collect::<RedisResult<_>>()?, why))
+                Ok((answers.into_iter().map(known).collect(), found.collect::<RedisResult<_>>()?, why))
             }
         }
     }
@@ -150,9 +150,10 @@ fn receive(connection: &mut redis::Connection, count: usize) -> Result<Vec<Answe
     (0..count).map(|_| Ok(answer(connection.recv_response()?))).collect()
 }
 
-/// A command and the slot of its key, the second word.
+/// A command and the slot of its key: the second word, or what follows a script and its number of keys.
 fn keyed(words: &Command) -> (Slot, Cmd) {
-    (Slot::for_key(words.get(1).unwrap_or(&Vec::new())), command(words))
+    let place = if words.first().is_some_and(|name| name == b"EVAL") { 3 } else { 1 };
+    (Slot::for_key(words.get(place).unwrap_or(&Vec::new())), command(words))
 }
 
 /// A maker of commands that follow others.

@@ -130,7 +130,7 @@ fn commands_run_before_the_values_in_one_round_trip() {
     assert!(matches!(&answers[..], [Answer::Int(7), Answer::Refused(_)]), "{answers:?}");
     assert_eq!(stored, [true; 2]);
     let mut row = [0; 4];
-    assert_eq!(client.get(&first[..1], &names(1), &mut [whole(&mut row)], false).unwrap().0, [true]);
+    assert_eq!(client.get(&first[..1], &names(1), &mut [whole(&mut row)], false).unwrap().1, [true]);
     assert_eq!(row, [9; 4]);
     let verbs: Vec<Vec<u8>> = log.lock().unwrap().iter().map(|words| words[0].clone()).collect();
     assert_eq!(verbs, [&b"ZCARD"[..], b"BAD", b"SET", b"SET", b"ZCARD", b"GET"]);

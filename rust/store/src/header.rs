@@ -164,14 +164,16 @@ pub(crate) struct Superblock {
     pub(crate) payload_bytes: u64,
     /// The first generation that counts; blocks of earlier ones are forgotten.
     pub(crate) floor: u64,
+    /// Which weights computed the blocks from there on, see [`crate::StoreOptions::revision`].
+    pub(crate) revision: [u8; 32],
 }
 
 impl Superblock {
     /// The superblock of a slab of this process.
-    pub(crate) fn new(namespace: [u8; 32], geometry: Geometry, floor: u64) -> Self {
+    pub(crate) fn new(namespace: [u8; 32], geometry: Geometry, floor: u64, revision: [u8; 32]) -> Self {
         let Geometry { slots, payload_bytes } = geometry;
         let (pid, stride) = (std::process::id(), geometry.stride() as u64);
-        Self { namespace, pid, slots: slots.into(), stride, payload_bytes: payload_bytes as u64, floor }
+        Self { namespace, pid, slots: slots.into(), stride, payload_bytes: payload_bytes as u64, floor, revision }
     }
 
     /// The superblock as a page that can be written.
@@ -189,6 +191,7 @@ impl Superblock {
         for value in [u64::from(self.pid), self.slots, self.stride, self.payload_bytes, self.floor] {
             out.put(&value.to_le_bytes());
         }
+        out.put(&self.revision);
         out.seal();
     }
 
@@ -201,7 +204,8 @@ impl Superblock {
         let namespace = fields.take();
         let mut next = || u64::from_le_bytes(fields.take());
         let (pid, slots, stride, payload_bytes, floor) = (next(), next(), next(), next(), next());
-        Ok(Self { namespace, pid: u32::try_from(pid).unwrap_or(0), slots, stride, payload_bytes, floor })
+        let revision = fields.take();
+        Ok(Self { namespace, pid: u32::try_from(pid).unwrap_or(0), slots, stride, payload_bytes, floor, revision })
     }
 }
 
@@ -333,7 +337,15 @@ mod tests {
     #[test]
     fn a_superblock_comes_back_and_is_not_taken_for_a_slot() {
         let mut page = [0; PAGE];
-        let block = Superblock { namespace: [4; 32], pid: 1, slots: 2, stride: 8192, payload_bytes: 4096, floor: 9 };
+        let block = Superblock {
+            namespace: [4; 32],
+            pid: 1,
+            slots: 2,
+            stride: 8192,
+            payload_bytes: 4096,
+            floor: 9,
+            revision: [6; 32],
+        };
         block.encode(&mut page);
         assert_eq!(Header::decode(&page), Err(Miss::Magic));
         assert_eq!(Superblock::decode(&page), Ok(block));

@@ -33,5 +33,5 @@ pub use header::{Expected, Header, checksum, checksum_of_two, keyed_checksum};
 pub use miss::Miss;
 pub use queue::Stats;
 pub use slab::{DirectMode, SlabFile, SlabOptions};
-pub use store::{Completion, Io, SlabReport, SlabStore, StoreOptions};
+pub use store::{Completion, Io, SlabReport, SlabStore, StoreOptions, revision_name};
 pub use ticket::Progress;

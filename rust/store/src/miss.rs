@@ -38,11 +38,13 @@ pub enum Miss {
     QueueFull,
     /// The store was closed first.
     Closed,
+    /// The device has not confirmed yet that everything was forgotten.
+    Forgotten,
 }
 
 impl Miss {
     /// All reasons, in the order of the type.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::Empty,
         Self::Lost,
         Self::Absent,
@@ -60,6 +62,7 @@ impl Miss {
         Self::Timeout,
         Self::QueueFull,
         Self::Closed,
+        Self::Forgotten,
     ];
 
     /// The reason's name in counters, messages and Python.
@@ -83,6 +86,7 @@ impl Miss {
             Self::Timeout => "timeout",
             Self::QueueFull => "queue_full",
             Self::Closed => "closed",
+            Self::Forgotten => "forgotten",
         }
     }
 

@@ -31,7 +31,7 @@ fn power_cuts(cuts: u64) -> (usize, usize) {
                 let n = random.below(16);
                 match random.below(8) {
                     0 => {
-                        store.forget().unwrap();
+                        store.forget(None).unwrap();
                         epoch += 1;
                     }
                     1 => drop(store.submit_delete(&[key(n)]).unwrap()),
@@ -61,7 +61,7 @@ fn power_cuts(cuts: u64) -> (usize, usize) {
             }
             if random.below(8) == 0 {
                 assert_no_slot_leaked(&store, epoch);
-                store.forget().unwrap();
+                store.forget(None).unwrap();
                 epoch += 1;
             }
             assert!(store.close(LONG));

@@ -89,7 +89,7 @@ fn damaged_reads(wanted: usize, seed: u64) -> (usize, usize, usize) {
     let written = open(&fresh);
     put(&written, &ids, 0);
     let old = fresh.killed().bytes();
-    written.forget().unwrap();
+    written.forget(None).unwrap();
     put(&written, &ids, 1);
     let (image, other) = (fresh.killed(), other.bytes());
     drop(written);

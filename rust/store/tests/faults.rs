@@ -50,6 +50,7 @@ impl Faulty {
         let options = StoreOptions {
             geometry,
             namespace,
+            revision: [0; 32],
             threads: 4,
             memory_bytes: 1 << 22,
             patience: PATIENCE,

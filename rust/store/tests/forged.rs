@@ -53,6 +53,7 @@ fn options() -> StoreOptions {
     StoreOptions {
         geometry,
         namespace: [7; 32],
+        revision: [0; 32],
         threads: 2,
         memory_bytes: 1 << 20,
         patience: Duration::from_secs(60),

@@ -7,7 +7,7 @@ mod disk;
 #[path = "common/keyed.rs"]
 mod keyed;
 
-use blockyard_store::{Error, Geometry, Miss, Progress, SlabStore, StoreOptions};
+use blockyard_store::{Error, Geometry, Miss, Progress, SlabStore, StoreOptions, revision_name};
 use disk::Disk;
 use keyed::{
     LONG, PAYLOAD, SLOTS, assert_no_slot_leaked, collect, contains, delete, disk, get, key, open, options, put, row,
@@ -262,7 +262,7 @@ fn forgetting_drops_every_key_with_writes_in_flight_and_lasts() {
         let store = open(&disk);
         put(&store, &[1, 2, 3], 0);
         let in_flight = submit_put(&store, &[4, 5], 0).unwrap();
-        store.forget().unwrap();
+        store.forget(None).unwrap();
         collect(&store, in_flight);
         assert_eq!(contains(&store, &[1, 2, 3, 4, 5]), [false; 5]);
         assert_eq!(store.stats().unwrap().stored_blocks, 0);
@@ -280,9 +280,47 @@ fn forgetting_that_the_disk_refuses_is_an_error_and_holds_for_this_life() {
     let store = open(&disk);
     put(&store, &[1], 0);
     disk.fail(Some((1, 5)));
-    assert!(matches!(store.forget(), Err(Error::Io { .. })));
+    assert!(matches!(store.forget(None), Err(Error::Io { .. })));
     disk.fail(None);
     assert_eq!(get(&store, &[1]), [ABSENT]);
+}
+
+#[test]
+fn the_blocks_of_a_revision_are_found_under_that_revision_alone() {
+    let disk = disk();
+    let (base, new) = (revision_name(""), revision_name("step-1800"));
+    let opened = |revision| SlabStore::open_keyed(disk.device(), StoreOptions { revision, ..options() }).unwrap();
+    let store = opened(base);
+    put(&store, &[1], 0);
+    store.forget(Some(new)).unwrap();
+    assert_eq!(get(&store, &[1]), [ABSENT]);
+    put(&store, &[1], 1);
+    store.forget(Some(new)).unwrap();
+    assert_eq!(get(&store, &[1]), [Ok(row(1, 1))], "nothing is forgotten under the same revision");
+    drop(store);
+    assert_eq!(get(&opened(new), &[1]), [Ok(row(1, 1))]);
+    let store = opened(base);
+    assert_eq!(get(&store, &[1]), [ABSENT]);
+    put(&store, &[1], 2);
+    drop(store);
+    assert_eq!(get(&opened(new), &[1]), [ABSENT]);
+}
+
+#[test]
+fn forgetting_ends_in_time_though_the_disk_hangs_and_takes_no_puts_until_the_disk_knows() {
+    let disk = disk();
+    let store = SlabStore::open_keyed(disk.device(), StoreOptions { patience: Duration::from_secs(1), ..options() });
+    let store = store.unwrap();
+    put(&store, &[1], 0);
+    disk.frozen(|| {
+        assert!(matches!(store.forget(None), Err(Error::Io { .. })));
+        assert_eq!(contains(&store, &[1]), [false]);
+        let refused = submit_put(&store, &[2], 0).unwrap();
+        assert_eq!(collect(&store, refused), [Err(Miss::Forgotten)]);
+    });
+    store.forget(None).unwrap();
+    put(&store, &[2], 0);
+    assert_eq!(get(&store, &[1, 2]), [ABSENT, Ok(row(2, 0))]);
 }
 
 #[test]
@@ -370,7 +408,7 @@ fn each_use_refuses_the_calls_of_the_other() {
     drop(store);
     let store = SlabStore::open(disk.device(), options()).unwrap();
     assert!(matches!(store.submit_get(&[key(1)]), Err(Error::NotKeyed)));
-    assert!(matches!(store.forget(), Err(Error::NotKeyed)));
+    assert!(matches!(store.forget(None), Err(Error::NotKeyed)));
 }
 
 #[test]
@@ -482,7 +520,7 @@ impl Pair {
                 delete_surely(&self.store, n);
             }
             Step::Forget => {
-                self.store.forget().unwrap();
+                self.store.forget(None).unwrap();
                 self.model.clear();
                 self.epoch += 1;
             }

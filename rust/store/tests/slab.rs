@@ -105,6 +105,7 @@ fn buffered_and_direct_slabs_hold_the_same() {
             StoreOptions {
                 geometry: options(folder.path()).geometry,
                 namespace: [7; 32],
+                revision: [0; 32],
                 threads: 2,
                 memory_bytes: 1 << 20,
                 patience: Duration::from_secs(20),
@@ -127,6 +128,7 @@ fn keyed(options: &SlabOptions) -> SlabStore {
     let store = StoreOptions {
         geometry: options.geometry,
         namespace: options.namespace,
+        revision: [0; 32],
         threads: 2,
         memory_bytes: 1 << 20,
         patience: Duration::from_secs(20),
@@ -247,7 +249,7 @@ fn a_check_names_what_is_damaged_and_a_repair_wipes_it() {
     assert_eq!((report.wiped, report.empty, blocks), (2, 0, vec![([7; 32], 1), ([8; 32], 1)]));
     let report = SlabReport::check(folder.path(), false).unwrap();
     assert_eq!((report.wiped, report.empty, report.damaged.len()), (0, 2, 0));
-    keyed(&options).forget().unwrap();
+    keyed(&options).forget(None).unwrap();
     let report = SlabReport::check(folder.path(), false).unwrap();
     assert_eq!((report.empty, report.forgotten, report.blocks.len()), (2, 2, 0));
     bytes[0] ^= 1;

@@ -76,6 +76,7 @@ class BlockyardConnector:
         self._ids = itertools.count(1)
         self._changed = threading.Lock()
         self._done: list[tuple[int, bool, str, list[bool]]] = []
+        self._waiting: dict[int, int] = {}  # ids that have not begun, and how many keys each has
         self._closed = False
         # What waits for storage never queues before lookups, nor stores before loads.
         self._lookups = ThreadPoolExecutor(1, "blockyard-lmcache-lookup")
@@ -122,13 +123,17 @@ class BlockyardConnector:
         A lookup, load or deletion succeeds with any number of keys, a store only with all: so LMCache reads it.
         """
         with self._changed:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._event)
+            if not self._closed:  # else its number may be another file's
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._event)
             done, self._done = self._done, []
         return done
 
     def close(self) -> None:
-        """Give up what has not begun, wait for what has, and close the store; twice does nothing."""
+        """Give up what has not begun, wait for what has, and close the store; twice does nothing.
+
+        What is given up has failed; `drain_completions` says so.
+        """
         with self._changed:
             if self._closed:
                 return
@@ -136,7 +141,12 @@ class BlockyardConnector:
         for pool in (self._lookups, self._loads, self._stores):
             pool.shutdown(cancel_futures=True)
         self._objects.close()
-        os.close(self._event)
+        with self._changed:
+            self._done += [
+                (ticket, False, "the connector is closed", [False] * count) for ticket, count in self._waiting.items()
+            ]
+            self._waiting.clear()
+            os.close(self._event)
 
     def _submit(
         self, pool: ThreadPoolExecutor, work: Callable[[], list[bool]], count: int, *, is_put: bool = False
@@ -145,11 +155,14 @@ class BlockyardConnector:
             if self._closed:
                 raise StoreError("the connector is closed")
             ticket = next(self._ids)
+            self._waiting[ticket] = count
             pool.submit(self._run, ticket, work, count, is_put)
         return ticket
 
     def _run(self, ticket: int, work: Callable[[], list[bool]], count: int, is_put: bool) -> None:  # noqa: FBT001
         error = ""
+        with self._changed:
+            del self._waiting[ticket]
         try:
             found = work()
         except Exception as caught:  # noqa: BLE001 (LMCache waits for a completion)
@@ -159,7 +172,7 @@ class BlockyardConnector:
             error = error or f"{found.count(False)} of {count} objects were not stored"
         with self._changed:
             self._done.append((ticket, not error, error, found))
-            os.eventfd_write(self._event, 1)
+            os.eventfd_write(self._event, 1)  # `close` waits for this
 
 
 def _rows(keys: Sequence[str], views: Sequence[memoryview]) -> list[NDArray[np.uint8]]:

@@ -19,7 +19,9 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.objects import MissedKeys
 from blockyard.stores import open_store
+from blockyard.stores.value import is_damage
 
 __all__ = ["BlockyardTier", "namespace"]
 
@@ -38,8 +40,9 @@ class _Outcome(NamedTuple):
 class BlockyardTier(SecondaryTierManager):
     """Chunks that vLLM's host memory has evicted, in a Blockyard store. vLLM names it in `secondary_tiers`.
 
-    A chunk is checked when it is read. One that is damaged or late is a failed load and a miss from then on; the engine
-    computes it again. Chunks are found only by engines of the same model, dtype, layout and `revision`.
+    A chunk is checked when it is read. One that is damaged is deleted. One that does not come for a reason that passes
+    is a failed load and a miss for two seconds. The engine computes both again. Chunks are found only by engines of the
+    same model, dtype, layout and `revision`.
 
     Args:
         offloading_spec: from vLLM.
@@ -93,6 +96,7 @@ class BlockyardTier(SecondaryTierManager):
         self._changed = threading.Lock()
         self._open: set[Future[None]] = set()
         self._storing: Counter[OffloadKey] = Counter()
+        self._missed = MissedKeys()
         self._results: list[JobResult] = []
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -104,7 +108,9 @@ class BlockyardTier(SecondaryTierManager):
         with self._changed:
             if key in self._storing:
                 return LookupResult.RETRY
-        return LookupResult.HIT if self._store.contains([_digest(key)])[0] else LookupResult.MISS
+        digest = _digest(key)
+        is_there = digest not in self._missed and self._store.contains([digest])[0]
+        return LookupResult.HIT if is_there else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Start to copy chunks of the host to the store; keys that it has already cost no write."""
@@ -180,7 +186,9 @@ class BlockyardTier(SecondaryTierManager):
         done: list[OffloadKey] = []
         for part in self._parts(len(keys)):
             rows = self._rows[chunks[part]]
-            entry = self._store.wait(self._store.submit_put(_digests(keys[part]), rows))
+            digests = _digests(keys[part])
+            entry = self._store.wait(self._store.submit_put(digests, rows))
+            self._missed.drop(digest for digest, ok in zip(digests, entry.ok, strict=True) if ok)
             done += [key for key, ok in zip(keys[part], entry.ok, strict=True) if ok]
         return _Outcome(done, len(done) * self._rows.shape[1])
 
@@ -188,19 +196,21 @@ class BlockyardTier(SecondaryTierManager):
         done: list[OffloadKey] = []
         for part in self._parts(len(keys)):
             digests = _digests(keys[part])
+            bad: list[bytes] = []
             try:
                 entry = self._store.wait(self._store.submit_get(digests))
                 ok = entry.ok
+                bad = [digest for digest, reason in zip(digests, entry.reasons, strict=True) if is_damage(reason)]
                 self._rows[chunks[part][ok]] = entry.rows[ok]
             except Exception:  # noqa: BLE001 (a load that failed is a miss)
                 _LOG.exception("a load failed")
                 ok = np.zeros(len(digests), np.bool_)
             done += [key for key, good in zip(keys[part], ok, strict=True) if good]
-            lost = [digest for digest, good in zip(digests, ok, strict=True) if not good]
-            if lost:
-                # Never a hit again that cannot be loaded: the engine would ask for it for ever.
-                _LOG.warning("%d chunks could not be loaded and are dropped", len(lost))
-                self._store.wait(self._store.submit_delete(lost))
+            if not ok.all():
+                _LOG.warning("%d chunks could not be loaded, %d are damaged", len(ok) - int(ok.sum()), len(bad))
+                self._missed.add(digest for digest, good in zip(digests, ok, strict=True) if not good)
+            if bad:
+                self._store.wait(self._store.submit_delete(bad))
         return _Outcome(done, len(done) * self._rows.shape[1])
 
     def _parts(self, count: int) -> Iterable[slice]:

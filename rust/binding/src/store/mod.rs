@@ -14,7 +14,7 @@ use crate::convert::arrays::Ticket;
 use crate::convert::memory::{self, LentRows};
 use blockyard_store::{
     BlockDevice, Completion, DirectMode, Error, Geometry, Io, Miss, Progress, SlabFile, SlabOptions, SlabStore,
-    StoreOptions, checksum, checksum_of_two, keyed_checksum,
+    StoreOptions, checksum, checksum_of_two, keyed_checksum, revision_name,
 };
 use numpy::{Ix2, PyArray, PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
@@ -111,7 +111,7 @@ pub(crate) struct PySlabStore {
 impl PySlabStore {
     #[new]
     #[pyo3(signature = (directory, *, bytes_per_block, size=None, num_slots=None, threads=4, io="threads",
-                        direct="auto", memory=1_073_741_824, deadline=10.0, namespace=[0; 32], r#use="swap"))]
+                        direct="auto", memory=1_073_741_824, deadline=10.0, namespace=[0; 32], r#use="swap", revision=""))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, one an option of the URL")]
     fn new(
         py: Python<'_>,
@@ -126,6 +126,7 @@ impl PySlabStore {
         #[pyo3(from_py_with = args::deadline)] deadline: f64,
         #[pyo3(from_py_with = args::namespace)] namespace: [u8; 32],
         r#use: &str,
+        revision: &str,
     ) -> PyResult<Self> {
         let is_keyed = match r#use {
             "swap" => false,
@@ -143,7 +144,8 @@ impl PySlabStore {
         let patience = seconds("deadline", deadline)?;
         py.detach(|| {
             let geometry = Geometry::fit(bytes_per_block, size, num_slots)?;
-            let options = StoreOptions { geometry, namespace, threads, memory_bytes: memory, patience, io };
+            let revision = revision_name(revision);
+            let options = StoreOptions { geometry, namespace, revision, threads, memory_bytes: memory, patience, io };
             options.check()?;
             let file = SlabOptions { directory, geometry, namespace, direct };
             let slab = if is_keyed { SlabFile::open_kept(&file)? } else { SlabFile::create(&file)? };
@@ -297,8 +299,9 @@ impl PySlabStore {
     }
 
     /// Forget every key, now and for later processes; waits for the disk. See `ExternalStore.forget`.
-    fn forget(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.store.forget()).map_err(|error| to_py(&error))
+    #[pyo3(signature = (revision=None))]
+    fn forget(&self, py: Python<'_>, revision: Option<&str>) -> PyResult<()> {
+        py.detach(|| self.store.forget(revision.map(revision_name))).map_err(|error| to_py(&error))
     }
 
     /// File descriptor, readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`.
@@ -323,6 +326,10 @@ impl PySlabStore {
     ) -> PyResult<PyCompletion> {
         let ticket = ticket.0.0;
         let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
+        let lent = self.lent().get(&ticket).map(|lent| lent.rows.clone_ref(py));
+        if let (Some(lent), Some(out)) = (lent, out) {
+            check_same(lent.bind(py), out)?;
+        }
         self.wait_until(py, ticket, timeout.and_then(|timeout| Instant::now().checked_add(timeout)))?;
         let (is_read, len) = self.store.expects(ticket).map_err(|error| to_py(&error))?;
         // Memory first: without it the ticket can still be collected.
@@ -425,6 +432,14 @@ impl PySlabStore {
             }
             py.check_signals()?;
         }
+    }
+}
+
+/// Refuses other memory than the rows that a read was given.
+fn check_same(lent: &Bound<'_, PyArray<u8, Ix2>>, out: &Bound<'_, PyAny>) -> PyResult<()> {
+    match out.cast::<PyArray<u8, Ix2>>() {
+        Ok(out) if out.data() == lent.data() && out.dims() == lent.dims() => Ok(()),
+        _ => Err(invalid("out is other memory than the rows that this read was given, must be these rows".into())),
     }
 }
 

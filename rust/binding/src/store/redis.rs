@@ -16,8 +16,8 @@ type Commands<'py> = Vec<Vec<Bound<'py, PyBytes>>>;
 /// Whether each value was stored, answers to commands, and why nodes did not answer.
 type Stored<'py> = (Bound<'py, PyArray1<bool>>, Bound<'py, PyList>, Option<String>);
 
-/// Whether each value was there, its first bytes, and why nodes did not answer.
-type Found<'py> = (Bound<'py, PyArray1<bool>>, Bound<'py, PyArray2<u8>>, Option<String>);
+/// Whether each value was there, its first bytes, answers to other commands, and why nodes did not answer.
+type Found<'py> = (Bound<'py, PyArray1<bool>>, Bound<'py, PyArray2<u8>>, Bound<'py, PyList>, Option<String>);
 
 /// Most bytes of each value that `get` returns apart.
 const MOST_HEAD_BYTES: usize = 4096;
@@ -132,10 +132,10 @@ impl PyRedisClient {
     ///     out: uint8 `[n, width]`, C-contiguous.
     ///     varies: whether values may be shorter than rows.
     ///     head_bytes: first bytes of each value that do not go into `out`, 0 to 4096.
-    ///     first: as for `put`; nobody sees the answers.
+    ///     first: as for `put`.
     /// Returns:
-    ///     Whether there was a value, bool `[n]`, the first bytes of each, uint8 `[n, head_bytes]`, zeros for none, and
-    ///     None or why nodes of a cluster do not answer.
+    ///     Whether there was a value, bool `[n]`, the first bytes of each, uint8 `[n, head_bytes]`, zeros for none, the
+    ///     answers to `first`, and None or why nodes of a cluster do not answer.
     /// Raises:
     ///     StoreError: the server does not answer, or no node of the cluster, or one refuses.
     #[pyo3(signature = (keys, out, *, varies=false, head_bytes=0, first=None))]
@@ -165,15 +165,15 @@ impl PyRedisClient {
             let mut rows: Vec<_> = (0..count).map(head).zip(bytes.chunks_exact_mut(width)).collect();
             self.client.get(&first, &names, &mut rows, varies)
         })?;
-        let (py, (found, why)) = (out.py(), found.map_err(|error| to_py(&error))?);
+        let (py, (answers, found, why)) = (out.py(), found.map_err(|error| to_py(&error))?);
         let heads = memory::filled(py, [count, head_bytes], &heads, |&byte| byte)?;
-        Ok((memory::array(py, &found, |found| *found)?, heads, why))
+        Ok((memory::array(py, &found, |found| *found)?, heads, list_of(py, answers)?, why))
     }
 
     /// Run commands in one round trip; in a cluster in one to each node.
     ///
     /// Args:
-    ///     commands: words of bytes each, at least one; in a cluster, the second is the key.
+    ///     commands: words of bytes each, at least one. In a cluster, the second is the key, or the fourth of `EVAL`.
     /// Returns:
     ///     An answer each: an int, bytes, None or a list; or the StoreError with which the server refused. None also
     ///     where the node of a cluster does not answer.

@@ -70,10 +70,9 @@ impl Sequences {
         }
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
         for (at, key) in keys.keys[..limit].iter().enumerate() {
-            if view.tiers.device().find(key).is_some() {
-                continue;
-            }
-            if let Some(block) = view.tiers.host().find(key) {
+            if let Some(block) = view.tiers.device().find(key) {
+                wanted.on_device.push((*key, block));
+            } else if let Some(block) = view.tiers.host().find(key) {
                 on_host.push(block);
             } else if view.jobs.is_loading(key) {
                 wanted.awaited += 1;

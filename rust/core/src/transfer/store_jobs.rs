@@ -46,6 +46,8 @@ pub(crate) struct Missing {
 /// What the tiers have and have not of a prompt's full blocks, up to so many missing ones.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Wanted {
+    /// Blocks that the device has.
+    pub(crate) on_device: Vec<(Key, BlockId)>,
     /// Host copies that come before missing blocks; the device has no such block.
     pub(crate) on_host: Vec<BlockId>,
     pub(crate) missing: Vec<Missing>,
@@ -59,6 +61,8 @@ struct Load {
     targets: Vec<(BlockId, Missing)>,
     /// Host copies that stay until the load has ended: without them what it brings would be of no use.
     kept: Vec<BlockId>,
+    /// Blocks of its prompt that the device had. They are not to be evicted before what it brings.
+    on_device: Vec<(Key, BlockId)>,
 }
 
 /// The jobs under way.
@@ -101,11 +105,13 @@ impl StoreJobs {
 
     /// Begins to load missing blocks, as many as there is room for.
     pub(crate) fn begin_load(&mut self, tiers: &mut Tiers, wanted: Wanted, kept_free: usize) -> StoreJob {
-        let Wanted { on_host: mut kept, mut missing, awaited } = wanted;
+        let Wanted { on_device, on_host: mut kept, mut missing, awaited } = wanted;
         kept.retain(|&block| !missing.is_empty() && tiers.host().block(block).lease_room(LeaseKind::Read) > 0);
         for &block in &kept {
             tiers.lease_cached((Tier::Host, block), LeaseKind::Read);
         }
+        // A prompt longer than what is free must not evict its own beginning.
+        let spared = lease_unused(tiers, &on_device);
         let on_host = if tiers.keeps_host_copies() { self.room(tiers, Tier::Host, 0) } else { 0 };
         let (tier, room) = match on_host {
             0 => (Tier::Device, self.room(tiers, Tier::Device, kept_free)),
@@ -117,10 +123,11 @@ impl StoreJobs {
         for &block in &blocks {
             tiers.release((tier, block));
         }
+        end_leases(tiers, Tier::Device, &spared, LeaseKind::Read);
         self.loading.extend(missing.iter().map(|missing| missing.chain.key()));
         let keys = missing.iter().map(|missing| missing.chain.export()).collect();
         let tenants = missing.iter().map(|missing| missing.tenant).collect();
-        let load = Load { tier, targets: blocks.iter().copied().zip(missing).collect(), kept };
+        let load = Load { tier, targets: blocks.iter().copied().zip(missing).collect(), kept, on_device };
         if load.targets.is_empty() {
             end_leases(tiers, Tier::Host, &load.kept, LeaseKind::Read);
         } else {
@@ -136,7 +143,7 @@ impl StoreJobs {
             let must = format!("{}, the blocks of job {job}", load.targets.len());
             return Err(invalid("number of results", landed.len() as i128, must));
         }
-        let Some(Load { tier, targets, kept }) = self.loads.remove(&job) else { return Ok(0) };
+        let Some(Load { tier, targets, kept, on_device }) = self.loads.remove(&job) else { return Ok(0) };
         let mut published = 0;
         for (&(block, missing), &landed) in targets.iter().zip(landed) {
             let Missing { chain, parent, depth, tenant, lora_id } = missing;
@@ -151,6 +158,8 @@ impl StoreJobs {
         let blocks: Vec<BlockId> = targets.iter().map(|(block, _)| *block).collect();
         end_leases(tiers, tier, &blocks, LeaseKind::Write);
         end_leases(tiers, Tier::Host, &kept, LeaseKind::Read);
+        let used = lease_unused(tiers, &on_device);
+        end_leases(tiers, Tier::Device, &used, LeaseKind::Read);
         Ok(published)
     }
 
@@ -263,6 +272,19 @@ impl StoreJobs {
         }
         tiers.outbox().map_or(Ok(()), Outbox::check)
     }
+}
+
+/// Leases blocks that the device still has under their keys and that no table has.
+fn lease_unused(tiers: &mut Tiers, blocks: &[(Key, BlockId)]) -> Vec<BlockId> {
+    let mut leased = Vec::with_capacity(blocks.len());
+    for &(key, block) in blocks {
+        let is_there = tiers.device().find(&key) == Some(block) && tiers.device().refs(block) == 0;
+        if is_there && tiers.device().block(block).lease_room(LeaseKind::Read) > 0 {
+            tiers.lease_cached((Tier::Device, block), LeaseKind::Read);
+            leased.push(block);
+        }
+    }
+    leased
 }
 
 fn end_leases(tiers: &mut Tiers, tier: Tier, blocks: &[BlockId], kind: LeaseKind) {

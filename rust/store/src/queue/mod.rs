@@ -121,6 +121,8 @@ pub(crate) struct Queue {
     running: usize,
     /// Jobs that have ended.
     answers: u64,
+    /// Set while the device does not know yet what was forgotten: the floor that it must get. Puts are refused.
+    forgetting: Option<u64>,
     /// Set while the device hangs: until then batches are refused. See [`Queue::is_hung`].
     hung_until: Option<Instant>,
 }
@@ -160,6 +162,7 @@ impl Queue {
             most_running: threads * depth,
             running: 0,
             answers: 0,
+            forgetting: None,
             hung_until: None,
         }
     }
@@ -196,7 +199,13 @@ impl Queue {
     pub(crate) fn forget(&mut self) -> u64 {
         let floor = self.take_generation();
         self.index.forget(floor);
+        self.forgetting = Some(floor);
         floor
+    }
+
+    /// Takes puts again once the device has the newest floor.
+    pub(crate) fn has_forgotten(&mut self, floor: u64) {
+        self.forgetting = self.forgetting.filter(|&newest| newest > floor);
     }
 
     /// The blocks that have landed, for a later life. `None` in swap space, and with suspects: only the headers tell then.

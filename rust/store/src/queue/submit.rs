@@ -75,11 +75,12 @@ impl Queue {
     /// confirmed; others evict what was not used for longest, or are refused without a buffer: `QueueFull`.
     pub(crate) fn submit_puts(&mut self, keys: &[Key], buffers: Vec<Option<Buffer>>, now: Instant) -> Result<u64> {
         self.check_open()?;
-        if self.is_hung(now) {
+        let hung = self.is_hung(now).then_some(Miss::Timeout);
+        if let Some(miss) = hung.or_else(|| self.forgetting.map(|_| Miss::Forgotten)) {
             for buffer in buffers.into_iter().flatten() {
                 self.release(Some(buffer));
             }
-            return Ok(self.open_ticket(false, keys.len(), 0, Miss::Timeout, now));
+            return Ok(self.open_ticket(false, keys.len(), 0, miss, now));
         }
         let ticket = self.open_ticket(false, keys.len(), keys.len(), Miss::QueueFull, now);
         // What the batch names is not what it evicts.

@@ -12,10 +12,14 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
+use std::thread;
+use std::time::{Duration, Instant};
 
 pub(super) const NAME: &str = "blockyard-prefix.slab";
 const CHECKPOINT: &str = "blockyard-prefix.checkpoint";
 const UNFINISHED: &str = "blockyard-prefix.checkpoint.new";
+const LOCK_WAIT: Duration = Duration::from_secs(1);
+const LOCK_PAUSE: Duration = Duration::from_millis(2);
 
 /// Never followed if they are links, never inherited, never waited for if they are pipes.
 pub(super) const CAREFULLY: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
@@ -76,8 +80,10 @@ impl SlabFile {
     }
 }
 
-/// Opens a slab whose name stays as it is, and locks it.
+/// Opens a slab whose name stays as it is, and locks it. It waits a second for the lock: requests to `io_uring` of a
+/// process that was killed hold it until they have ended, and could still write.
 fn open_locked(directory: &OwnedFd, path: &Path, flags: OFlags) -> Result<File> {
+    let until = Instant::now() + LOCK_WAIT;
     loop {
         let file = match fs::openat(directory, NAME, flags | CAREFULLY, PRIVATE) {
             Err(Errno::LOOP) => return Err(Error::SymbolicLink { path: path.to_owned() }),
@@ -89,6 +95,10 @@ fn open_locked(directory: &OwnedFd, path: &Path, flags: OFlags) -> Result<File> 
         }
         match rustix::io::retry_on_intr(|| fs::flock(&file, FlockOperation::NonBlockingLockExclusive)) {
             Ok(()) => {}
+            Err(Errno::WOULDBLOCK) if Instant::now() < until => {
+                thread::sleep(LOCK_PAUSE);
+                continue;
+            }
             Err(Errno::WOULDBLOCK) => return Err(Error::InUse { path: path.to_owned() }),
             Err(errno) => {
                 if stat.st_size == 0 {

@@ -170,7 +170,7 @@ impl SlabFile {
 
     /// Writes a superblock and reads it back.
     fn prove_by_writing(&self, options: &SlabOptions) -> io::Result<()> {
-        let page = Superblock::new(options.namespace, options.geometry, 0).page();
+        let page = Superblock::new(options.namespace, options.geometry, 0, [0; 32]).page();
         write_whole(self, page.as_slice(), 0)?;
         let mut back = Buffer::new(PAGE);
         read_whole(self, back.as_mut_slice(), 0)?;

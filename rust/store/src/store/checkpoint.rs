@@ -92,7 +92,15 @@ mod tests {
     fn options() -> StoreOptions {
         let geometry = Geometry { payload_bytes: 100, slots: 8 };
         let patience = Duration::from_secs(1);
-        StoreOptions { geometry, namespace: [3; 32], threads: 2, memory_bytes: 1 << 20, patience, io: Io::Threads }
+        StoreOptions {
+            geometry,
+            namespace: [3; 32],
+            revision: [0; 32],
+            threads: 2,
+            memory_bytes: 1 << 20,
+            patience,
+            io: Io::Threads,
+        }
     }
 
     fn landed() -> Landed {

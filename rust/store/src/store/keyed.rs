@@ -6,7 +6,7 @@ use crate::device::BlockDevice;
 use crate::error::{Error, Result};
 use crate::index::Key;
 use crate::queue::Queue;
-use crate::sync::{Arc, MutexGuard, PoisonError};
+use crate::sync::{Arc, MutexGuard};
 use std::io;
 use std::time::Instant;
 
@@ -120,17 +120,27 @@ impl SlabStore {
     /// Forgets every key, in this life at once and for later ones when it returns. Takes the same time for any number of
     /// keys, and waits for the device. Blocks that are being written are forgotten too.
     ///
+    /// With a revision, blocks count from now on that its weights compute; nothing is forgotten if they are those of the
+    /// store already.
+    ///
     /// # Errors
-    /// `Io` if the superblock cannot be written: then a later life may find the keys again. `NotKeyed`, `Closed`, `Forked`.
-    pub fn forget(&self) -> Result<()> {
+    /// `Io` if the superblock cannot be written in time: then a later life may find the keys again. `NotKeyed`, `Closed`,
+    /// `Forked`.
+    pub fn forget(&self, revision: Option<[u8; 32]>) -> Result<()> {
         self.check_keyed()?;
-        let _order = self.superblock.lock().unwrap_or_else(PoisonError::into_inner);
-        let (device, floor) = {
+        let raise = || {
             let mut state = self.shared.lock();
             let device = Arc::clone(state.device.as_ref().ok_or(Error::Closed)?);
-            (device, state.queue.forget())
+            Ok((device, state.queue.forget()))
         };
-        self.options.write_superblock(&*device, floor).map_err(failed("write the superblock of"))
+        let options = self.options.clone();
+        let shared = Arc::clone(&self.shared);
+        let write = move |device: &dyn BlockDevice, floor, revision| {
+            options.write_superblock(device, floor, revision)?;
+            shared.lock().queue.has_forgotten(floor);
+            Ok(())
+        };
+        self.floor.raise(revision, self.options.patience, raise, write)
     }
 
     fn submit_keys(&self, submit: impl FnOnce(&mut Queue, Instant) -> Result<u64>) -> Result<u64> {
@@ -173,6 +183,6 @@ impl<'a> Row<'a> {
     }
 }
 
-fn failed(action: &'static str) -> impl FnOnce(io::Error) -> Error {
+pub(super) fn failed(action: &'static str) -> impl FnOnce(io::Error) -> Error {
     move |source| Error::Io { action, path: STORE.into(), source }
 }

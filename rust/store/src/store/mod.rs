@@ -1,6 +1,5 @@
 //! The store: a queue, a device and the threads between them. Threads touch the caller's memory only where it was lent
-//! ([`LentRow`]). No call waits for the device longer than its timeout, but for opening a keyed store and
-//! [`SlabStore::forget`].
+//! ([`LentRow`]). No call waits for the device longer than its timeout, but for opening a keyed store.
 //!
 //! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` and `listening` wake
 //! threads, `done` wakes callers. A thread whose calls or requests hang in the kernel keeps their buffers and its share of
@@ -22,6 +21,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 mod checkpoint;
+mod floor;
 mod inspect;
 mod keyed;
 mod recover;
@@ -30,9 +30,11 @@ mod ring_worker;
 mod schedules;
 mod worker;
 
+use floor::Floor;
 use ring_worker::{DEPTH, Request, RingWorker};
 use worker::Worker;
 
+pub use floor::revision_name;
 pub use inspect::SlabReport;
 
 /// How long a store that is dropped without being closed waits for its threads.
@@ -72,6 +74,8 @@ pub struct StoreOptions {
     pub geometry: Geometry,
     /// Digest of everything that decides the bytes; a block of another namespace is a miss.
     pub namespace: [u8; 32],
+    /// Name of the weights that compute the blocks, see [`revision_name`]; blocks under keys of others are forgotten.
+    pub revision: [u8; 32],
     /// Threads that read and write, 2 to 16.
     pub threads: usize,
     /// Most bytes of blocks in flight and of results not yet collected, headers included.
@@ -119,8 +123,7 @@ pub struct SlabStore {
     owner: u32,
     /// Whether blocks are addressed by key.
     keyed: bool,
-    /// Held while the superblock is written.
-    superblock: Mutex<()>,
+    floor: Arc<Floor>,
     /// Why `io_uring` does not run.
     refused: Option<String>,
 }
@@ -198,8 +201,8 @@ impl SlabStore {
     fn start(device: Arc<dyn BlockDevice>, options: StoreOptions, queue: Queue, keyed: bool) -> Result<Self> {
         let state = State { queue, device: None, threads: 0, event: None, listening: Vec::new() };
         let shared = Arc::new(Shared { state: Mutex::new(state), work: Condvar::new(), done: Condvar::new() });
-        let mut store =
-            Self { options, shared, owner: std::process::id(), keyed, superblock: Mutex::new(()), refused: None };
+        let (floor, owner) = (Arc::new(Floor::new(options.revision)), std::process::id());
+        let mut store = Self { options, shared, owner, keyed, floor, refused: None };
         let rings = store.rings(&*device);
         store.shared.lock().device = Some(device);
         for ring in rings {

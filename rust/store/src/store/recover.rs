@@ -20,10 +20,13 @@ const FAR: u64 = 1 << 63;
 impl StoreOptions {
     /// What a slab holds under this namespace. Writes its superblock if it has none, or that of another geometry.
     ///
-    /// Without a superblock nobody knows what was forgotten, so then every block is.
+    /// Without a superblock nobody knows what was forgotten, so then every block is; as it is under another revision.
     pub(super) fn recover(&self, device: &dyn BlockDevice) -> io::Result<Landed> {
         let checkpoint = device.take_checkpoint(self.longest_checkpoint());
-        let before = read_superblock(device)?.filter(|page| page.payload_bytes == self.geometry.payload_bytes as u64);
+        let is_of_ours = |page: &Superblock| {
+            page.payload_bytes == self.geometry.payload_bytes as u64 && page.revision == self.revision
+        };
+        let before = read_superblock(device)?.filter(is_of_ours);
         let hint = before.and_then(|page| self.read_checkpoint(&checkpoint?, page.floor));
         let headers = if hint.is_none() { self.read_headers(device) } else { Vec::new() };
         let newest = headers.iter().map(|(_, header)| header.generation).max().unwrap_or(0);
@@ -31,7 +34,7 @@ impl StoreOptions {
         let next = first_generation().max(known);
         let floor = before.map_or(next, |page| page.floor.clamp(1, FAR));
         if before.is_none_or(|page| page.slots != u64::from(self.geometry.slots)) {
-            self.write_superblock(device, floor)?;
+            self.write_superblock(device, floor, self.revision)?;
         }
         let (blocks, older) =
             hint.map_or_else(|| self.newest_of_each_key(&headers, floor), |landed| (landed.blocks, landed.older));
@@ -39,8 +42,8 @@ impl StoreOptions {
     }
 
     /// Writes the superblock; returns when it would outlive a loss of power.
-    pub(super) fn write_superblock(&self, device: &dyn BlockDevice, floor: u64) -> io::Result<()> {
-        let page = Superblock::new(self.namespace, self.geometry, floor).page();
+    pub(super) fn write_superblock(&self, device: &dyn BlockDevice, floor: u64, revision: [u8; 32]) -> io::Result<()> {
+        let page = Superblock::new(self.namespace, self.geometry, floor, revision).page();
         write_whole(device, page.as_slice(), 0)?;
         device.sync()
     }

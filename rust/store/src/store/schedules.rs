@@ -40,6 +40,7 @@ fn store() -> Arc<SlabStore> {
     let options = StoreOptions {
         geometry,
         namespace: [0; 32],
+        revision: [0; 32],
         threads: 2,
         memory_bytes: 1 << 20,
         patience: LONG,
@@ -84,6 +85,7 @@ fn keyed() -> Arc<SlabStore> {
     let options = StoreOptions {
         geometry,
         namespace: [0; 32],
+        revision: [0; 32],
         threads: 2,
         memory_bytes: 1 << 20,
         patience: LONG,

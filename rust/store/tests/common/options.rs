@@ -13,6 +13,7 @@ pub(crate) fn options() -> StoreOptions {
     StoreOptions {
         geometry: Geometry { payload_bytes: PAYLOAD, slots: SLOTS },
         namespace: [7; 32],
+        revision: [0; 32],
         threads: 2,
         memory_bytes: 1 << 20,
         patience: Duration::from_secs(20),

@@ -1,0 +1,240 @@
+"""`Epoch`: under which weights the blocks of a shared prefix store count. The rules that its processes keep.
+
+A store has one *record* for all its processes: the epoch that counts now. It changes by one step at the store alone,
+"replace the record if it is still the one that I read". No clock takes part.
+
+- A process reads and writes under the epoch that it opened with, began, or joined by name. `forget` begins one, or
+  joins the one that counts if that has the revision's name.
+- The names of blocks are derived from the token, so what was put under another epoch is never found.
+- Each batch of reads checks the record. Once it has other weights, the process finds and stores nothing until it calls
+  `forget`.
+- A record that was lost is replaced by a new token for the same weights. Processes of these weights go on with it.
+
+The steps `opened`, `begun` and `continued` are those of the model in `rust/store/tests/epochs.rs`.
+"""
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from blockyard.errors import StoreError
+
+__all__ = ["EPOCH_BYTES", "Epoch", "ForgottenError", "Record", "SharedEpoch"]
+
+EPOCH_BYTES: Final = 64
+_OF_NAMESPACE: Final = bytes(32)  # the name of the weights that the namespace names
+_FIRST: Final = bytes(16)  # weights that nobody has forgotten yet
+_TRIES: Final = 100  # of a replacement that other processes come before
+
+_log = logging.getLogger("blockyard.stores")
+
+
+class Epoch(NamedTuple):
+    """An epoch of a store.
+
+    Attributes:
+        token: 16 random bytes, from which the names of blocks are derived.
+        weights: 16 random bytes that each `forget` draws anew; zeros before the first.
+        name: SHA-256 of the revision that the weights have; zeros for the revision that the namespace names.
+    """
+
+    token: bytes
+    weights: bytes
+    name: bytes
+
+    @classmethod
+    def read(cls, record: bytes) -> "Epoch":
+        """Read an epoch from its record, `EPOCH_BYTES` long."""
+        return cls(record[:16], record[16:32], record[32:])
+
+    def record(self) -> bytes:
+        """Return the epoch's record."""
+        return b"".join(self)
+
+    @classmethod
+    def opened(cls, name: bytes, stored: "Epoch | None") -> "Epoch | None":
+        """Return the epoch of a process that opens a store with the weights of this name.
+
+        Returns:
+            The stored one; None if that has weights of another name; a first one if nothing is stored.
+        """
+        if stored is None:
+            return cls(os.urandom(16), _FIRST, name)
+        return stored if stored.name == name else None
+
+    @classmethod
+    def begun(cls, name: bytes, stored: "Epoch | None", *, joins: bool) -> "Epoch":
+        """Return the epoch of a process that forgets what it knew.
+
+        Args:
+            name: of the process's weights from now on.
+            stored: the epoch that counts.
+            joins: other processes may have begun the epoch of this name.
+        """
+        if joins and stored is not None and stored.name == name:
+            return stored
+        return cls(os.urandom(16), os.urandom(16), name)
+
+    def continued(self, stored: "Epoch | None") -> "Epoch | None":
+        """Return the epoch under which a process of this epoch goes on.
+
+        Returns:
+            The stored one if it has the same weights; None if it has others; a new token for the same weights if the
+            record is lost.
+        """
+        if stored is None:
+            return Epoch(os.urandom(16), self.weights, self.name)
+        return stored if stored[1:] == self[1:] else None
+
+
+class Record(NamedTuple):
+    """What a storage has where the epoch's record should be.
+
+    Attributes:
+        raw: its bytes, None if there are none.
+        epoch: None if the bytes are none or damaged.
+    """
+
+    raw: bytes | None
+    epoch: Epoch | None
+
+
+class ForgottenError(StoreError):
+    """The blocks of this process's epoch do not count any more, or it has none."""
+
+
+class SharedEpoch:
+    """The epoch of this process at one store. Any thread may use it.
+
+    Args:
+        read: reads the record.
+        replace: stores a record in place of the one given, if that is still there, in one step at the storage. Returns
+                what is there then.
+        revision: names the process's weights, see `open_store`.
+    """
+
+    def __init__(
+        self, read: Callable[[], Record], replace: Callable[[Record, Epoch], Record], revision: str = ""
+    ) -> None:
+        self._read, self._replace = read, replace
+        self._one_at_a_time = threading.Lock()  # calls of the storage
+        self._lock = threading.Lock()  # of what follows; held for no call
+        self._name = _name_of(revision)
+        self._mine: Epoch | None = None
+        self._joins = False  # whether the epoch to begin may be one that others began
+        self._is_due = False  # an epoch is to be begun
+        self._is_behind = False
+        self._age = 0
+        self._stopped_at = 0  # the age after the last `stop`
+        self._confirmed_at = 0.0
+
+    @property
+    def age(self) -> int:
+        """Grows whenever a put that was submitted before must not land any more."""
+        return self._age
+
+    @property
+    def stopped_at(self) -> int:
+        """The age from which on reads count that were submitted."""
+        return self._stopped_at
+
+    def stop(self, revision: str | None) -> None:
+        """Find nothing until `begin` has begun an epoch; see `ExternalStore.forget`."""
+        with self._lock:
+            self._age += 1
+            self._stopped_at = self._age
+            self._mine, self._is_due, self._is_behind = None, True, False
+            self._joins = revision is not None
+            if revision is not None:
+                self._name = _name_of(revision)
+
+    def begin(self) -> None:
+        """Begin the epoch that the last `stop` asked for, unless that is done.
+
+        Raises:
+            StoreError: the storage did not confirm it.
+        """
+        with self._one_at_a_time:
+            for _ in range(_TRIES):
+                with self._lock:
+                    if not self._is_due:
+                        return
+                    age, name, joins = self._age, self._name, self._joins
+                stored = self._read()
+                epoch = Epoch.begun(name, stored.epoch, joins=joins)
+                if epoch != stored.epoch and self._replace(stored, epoch).epoch != epoch:
+                    continue
+                with self._lock:
+                    if self._age == age:
+                        self._age += 1  # puts that were submitted meanwhile are void
+                        self._mine, self._is_due, self._confirmed_at = epoch, False, 0.0
+        raise StoreError(f"other processes replaced the epoch's record {_TRIES} times")
+
+    def known(self) -> Epoch | None:
+        """Return the epoch if it has been confirmed once and counted then."""
+        with self._lock:
+            return None if self._is_behind else self._mine
+
+    def confirm(self, *, seconds: float = 0.0) -> Epoch:
+        """Return the epoch under which this process reads and writes.
+
+        Args:
+            seconds: how old what is known of the record may be.
+
+        Raises:
+            ForgottenError: there is none.
+            StoreError: the record cannot be read.
+        """
+        with self._lock:
+            if self._mine is not None and not self._is_behind and time.monotonic() < self._confirmed_at + seconds:
+                return self._mine
+        with self._one_at_a_time:
+            for _ in range(_TRIES):
+                with self._lock:
+                    if self._is_due:
+                        raise ForgottenError("forget has not been confirmed by the store")
+                    age, mine, name = self._age, self._mine, self._name
+                asked_at = time.monotonic()
+                stored = self._read()
+                epoch = Epoch.opened(name, stored.epoch) if mine is None else mine.continued(stored.epoch)
+                if epoch is not None and epoch != stored.epoch and self._replace(stored, epoch).epoch != epoch:
+                    continue
+                self._take(age, epoch, asked_at)
+                if epoch is None:
+                    raise ForgottenError("another process has forgotten these blocks")
+                return epoch
+        raise StoreError(f"other processes replaced the epoch's record {_TRIES} times")
+
+    def counts(self, epoch: Epoch, stored: Record) -> bool:
+        """Return whether blocks count that were read under an epoch, by the record that was read with them."""
+        if stored.epoch is None:
+            return False  # the next call of `confirm` replaces it
+        if stored.epoch.token == epoch.token:
+            return True
+        with self._lock:
+            self._confirmed_at = 0.0
+        return False
+
+    def _take(self, age: int, epoch: Epoch | None, asked_at: float) -> None:
+        with self._lock:
+            if age != self._age:
+                return
+            if epoch is None:
+                if not self._is_behind:
+                    _log.warning(
+                        "another process has forgotten the blocks of this store: nothing is found or stored until "
+                        "forget is called here too"
+                    )
+                self._is_behind = True
+                return
+            # A put that was submitted before the store was opened may be older than the last `forget`.
+            self._age += self._mine is None and epoch.weights != _FIRST
+            self._mine, self._is_behind, self._confirmed_at = epoch, False, asked_at
+
+
+def _name_of(revision: str) -> bytes:
+    return hashlib.sha256(b"BLKYWEIGHTS1" + revision.encode()).digest() if revision else _OF_NAMESPACE

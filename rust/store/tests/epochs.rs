@@ -1,0 +1,405 @@
+//! The protocol by which processes share a store's epoch, searched exhaustively.
+//!
+//! The steps are those of `python/blockyard/stores/epochs.py` and `threaded.py`:
+//!
+//! | step here | there |
+//! |---|---|
+//! | `Submit` | `submit_put`: the put has the epoch of its submission |
+//! | `Land` | `_carry_out_under_epoch` of a put, with what is known or after `SharedEpoch.confirm` |
+//! | `Read`, `Take` | `_get`: blocks under the known epoch, then `SharedEpoch.counts` of the record |
+//! | `Stop` | `SharedEpoch.stop`, the first half of `forget` |
+//! | `Begin` | `SharedEpoch.begin`; its fault is a request or an answer that is lost |
+//! | `Crash` | the process is killed; another one opens the store with the namespace's weights |
+//! | `Lose` | the storage loses the record |
+//!
+//! A read of the record and the replacement that depends on it are one step: the storage refuses a replacement whose read
+//! is out of date. The protocol of the first release, with epochs by the processes' clocks, is a variant that must fail.
+
+use stateright::{Checker, Model, Property};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Weights that nobody has forgotten yet.
+const FIRST: u8 = 0;
+/// A time on a clock of the old protocol that is ahead.
+const AHEAD: u8 = 5;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Epoch {
+    token: u8,
+    /// In the old protocol, the time at which it began.
+    weights: u8,
+    /// 0 for the revision of the namespace, 1 for the one that `forget` names.
+    name: u8,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Value {
+    key: u8,
+    /// The name of the weights that computed it.
+    weights: u8,
+    /// Epochs that had been begun by then.
+    born: u8,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Put {
+    value: Value,
+    is_void: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Get {
+    epoch: Epoch,
+    found: Value,
+    /// Epochs that had been begun when it was submitted.
+    since: u8,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Process {
+    /// Of the weights that it has loaded.
+    name: u8,
+    mine: Option<Epoch>,
+    is_due: bool,
+    joins: bool,
+    is_behind: bool,
+    put: Option<Put>,
+    get: Option<Get>,
+    forgets: u8,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct World {
+    record: Option<Epoch>,
+    blocks: BTreeSet<(u8, Value)>,
+    processes: Vec<Process>,
+    begun: u8,
+    faults: u8,
+    /// What was found that must not be.
+    wrong: Option<&'static str>,
+    has_hit: bool,
+    has_shared_hit: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Fault {
+    None,
+    RequestLost,
+    AnswerLost,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Step {
+    Submit { who: usize, key: u8 },
+    Land { who: usize, asks: bool },
+    Read { who: usize, key: u8 },
+    Take { who: usize },
+    Stop { who: usize, names: bool },
+    Begin { who: usize, fault: Fault },
+    Crash { who: usize },
+    Lose,
+}
+
+/// What is searched.
+#[derive(Clone, Copy, Debug)]
+struct Bounds {
+    processes: usize,
+    keys: u8,
+    /// Calls of `forget` by each process.
+    forgets: u8,
+    /// Lost requests and answers, crashes and lost records in all.
+    faults: u8,
+    /// Whether the record may be lost; a `forget` may be lost with it.
+    record_is_lost: bool,
+    by_clocks: bool,
+}
+
+const BOUNDS: Bounds = Bounds { processes: 2, keys: 1, forgets: 1, faults: 1, record_is_lost: false, by_clocks: false };
+
+impl World {
+    fn fresh(&self, weights: u8, name: u8) -> Epoch {
+        Epoch { token: self.fresh_number(), weights, name }
+    }
+
+    /// A number that no token and no weights have.
+    fn fresh_number(&self) -> u8 {
+        let epochs = self.record.iter().chain(self.processes.iter().filter_map(|process| process.mine.as_ref()));
+        let gets = self.processes.iter().filter_map(|process| process.get.as_ref()).map(|get| &get.epoch);
+        let used = epochs.chain(gets).flat_map(|epoch| [epoch.token, epoch.weights]);
+        used.chain(self.blocks.iter().map(|block| block.0)).max().unwrap_or(FIRST) + 1
+    }
+
+    /// `Epoch.opened`, `Epoch.continued` and the rest of `SharedEpoch.confirm`; None for a `ForgottenError`.
+    fn confirm(&mut self, who: usize) -> Option<Epoch> {
+        let process = &self.processes[who];
+        if process.is_due {
+            return None;
+        }
+        let epoch = match (process.mine, self.record) {
+            (None, None) => Some(self.fresh(FIRST, process.name)),
+            (None, Some(stored)) => (stored.name == process.name).then_some(stored),
+            (Some(mine), None) => Some(self.fresh(mine.weights, mine.name)),
+            (Some(mine), Some(stored)) => {
+                ((stored.weights, stored.name) == (mine.weights, mine.name)).then_some(stored)
+            }
+        };
+        let process = &mut self.processes[who];
+        process.is_behind = epoch.is_none();
+        if let Some(epoch) = epoch {
+            self.record = Some(epoch);
+            if process.mine.is_none() && epoch.weights != FIRST {
+                process.void_put();
+            }
+            process.mine = Some(epoch);
+        }
+        epoch
+    }
+
+    /// `SharedEpoch.begin`, without what may be lost on the way.
+    fn begun(&self, who: usize) -> Epoch {
+        let Process { name, joins, .. } = self.processes[who];
+        let fresh = self.fresh(self.fresh_number() + 1, name);
+        self.record.filter(|stored| joins && stored.name == name).unwrap_or(fresh)
+    }
+
+    /// The old `_share_epoch`: the greatest time wins.
+    fn share_by_clocks(&mut self, who: usize) -> Epoch {
+        let now = if who == 0 { AHEAD } else { 1 };
+        let fresh = self.fresh(now, 0);
+        let mine = self.processes[who].mine.max_by_time(self.record).unwrap_or(fresh);
+        self.record = Some(mine);
+        self.processes[who].mine = Some(mine);
+        mine
+    }
+
+    fn known(&mut self, who: usize, asks: bool, bounds: Bounds) -> Option<Epoch> {
+        let process = &self.processes[who];
+        match process.mine.filter(|_| !asks && !process.is_behind && !process.is_due) {
+            Some(mine) => Some(mine),
+            None if bounds.by_clocks => Some(self.share_by_clocks(who)),
+            None => self.confirm(who),
+        }
+    }
+
+    fn take(&mut self, who: usize, bounds: Bounds) {
+        let Some(Get { epoch, found, since }) = self.processes[who].get.take() else { return };
+        let counts = bounds.by_clocks || self.record.is_some_and(|stored| stored.token == epoch.token);
+        if !counts {
+            self.confirm(who);
+            return;
+        }
+        self.has_hit = true;
+        self.has_shared_hit |= found.weights == 1;
+        if found.weights != self.processes[who].name {
+            self.wrong = Some("a block of other weights");
+        } else if found.born < since && !bounds.record_is_lost {
+            self.wrong = Some("a block that was computed before a forget");
+        }
+    }
+
+    /// Numbers tokens and weights in the order in which the world has them, and orders processes that are alike.
+    fn normalized(mut self, by_clocks: bool) -> Self {
+        if !by_clocks {
+            self.processes.sort();
+        }
+        let mut numbers = BTreeMap::from([(FIRST, FIRST)]);
+        let mut number = |old: &mut u8| {
+            let next = u8::try_from(numbers.len()).expect("few numbers");
+            *old = *numbers.entry(*old).or_insert(next);
+        };
+        let processes = self.processes.iter_mut();
+        let mine =
+            processes.flat_map(|process| process.mine.iter_mut().chain(process.get.as_mut().map(|get| &mut get.epoch)));
+        for epoch in self.record.iter_mut().chain(mine) {
+            number(&mut epoch.token);
+            if !by_clocks {
+                number(&mut epoch.weights);
+            }
+        }
+        // Nobody can find a block under a token that nobody has.
+        let known = |(token, value): &(u8, Value)| numbers.get(token).map(|&token| (token, *value));
+        self.blocks = self.blocks.iter().filter_map(known).collect();
+        self
+    }
+}
+
+impl Process {
+    fn void_put(&mut self) {
+        if let Some(put) = &mut self.put {
+            put.is_void = true;
+        }
+    }
+}
+
+trait ByTime {
+    fn max_by_time(self, other: Self) -> Self;
+}
+
+impl ByTime for Option<Epoch> {
+    fn max_by_time(self, other: Self) -> Self {
+        if self.map(|epoch| epoch.weights) >= other.map(|epoch| epoch.weights) { self } else { other }
+    }
+}
+
+impl Model for Bounds {
+    type State = World;
+    type Action = Step;
+
+    fn init_states(&self) -> Vec<World> {
+        vec![World { processes: vec![Process::default(); self.processes], ..World::default() }]
+    }
+
+    fn actions(&self, world: &World, steps: &mut Vec<Step>) {
+        if world.wrong.is_some() {
+            return;
+        }
+        let may_fail = world.faults < self.faults;
+        // Reads change nothing that others see: one at a time is enough.
+        let reads = world.processes.iter().any(|process| process.get.is_some());
+        for (who, process) in world.processes.iter().enumerate() {
+            for key in 0..self.keys {
+                if process.put.is_none() {
+                    steps.push(Step::Submit { who, key });
+                }
+                if !reads {
+                    steps.push(Step::Read { who, key });
+                }
+            }
+            if process.put.is_some() {
+                steps.extend([Step::Land { who, asks: false }, Step::Land { who, asks: true }]);
+            }
+            if process.get.is_some() {
+                steps.push(Step::Take { who });
+            }
+            if process.forgets < self.forgets {
+                steps.extend([Step::Stop { who, names: false }, Step::Stop { who, names: true }]);
+            }
+            if process.is_due {
+                steps.push(Step::Begin { who, fault: Fault::None });
+                if may_fail && !self.by_clocks {
+                    steps.push(Step::Begin { who, fault: Fault::RequestLost });
+                    steps.push(Step::Begin { who, fault: Fault::AnswerLost });
+                }
+            }
+            if may_fail {
+                steps.push(Step::Crash { who });
+            }
+        }
+        if may_fail && self.record_is_lost && world.record.is_some() {
+            steps.push(Step::Lose);
+        }
+    }
+
+    fn next_state(&self, last: &World, step: Step) -> Option<World> {
+        let mut world = last.clone();
+        match step {
+            Step::Submit { who, key } => {
+                let value = Value { key, weights: world.processes[who].name, born: world.begun };
+                world.processes[who].put = Some(Put { value, is_void: false });
+            }
+            Step::Land { who, asks } => {
+                let epoch = world.known(who, asks, *self);
+                if let (Some(put), Some(epoch)) = (world.processes[who].put.take(), epoch)
+                    && !put.is_void
+                {
+                    world.blocks.insert((epoch.token, put.value));
+                }
+            }
+            Step::Read { who, key } => {
+                let since = world.begun;
+                let epoch = world.known(who, false, *self);
+                if let Some(epoch) = epoch {
+                    // The oldest is the worst.
+                    let found = world.blocks.iter().filter(|(token, value)| *token == epoch.token && value.key == key);
+                    let wrong = |value: &&Value| (value.weights == world.processes[who].name, value.born);
+                    let found = found.map(|block| &block.1).min_by_key(wrong).copied();
+                    world.processes[who].get = found.map(|found| Get { epoch, found, since });
+                }
+            }
+            Step::Take { who } => world.take(who, *self),
+            Step::Stop { who, names } => {
+                let fresh_time =
+                    world.processes[who].mine.map_or(if who == 0 { AHEAD } else { 1 }, |mine| mine.weights + 1);
+                let fresh = world.fresh(fresh_time, 0);
+                let process = &mut world.processes[who];
+                process.forgets += 1;
+                process.void_put();
+                process.get = None;
+                (process.is_due, process.is_behind, process.joins) = (true, false, names);
+                process.mine = self.by_clocks.then_some(fresh);
+                process.name = if names { 1 } else { process.name };
+            }
+            Step::Begin { who, fault } => {
+                world.faults += u8::from(fault != Fault::None);
+                let epoch = if self.by_clocks { world.share_by_clocks(who) } else { world.begun(who) };
+                let has_begun = self.by_clocks || Some(epoch) != world.record;
+                if fault != Fault::RequestLost {
+                    world.record = Some(epoch);
+                }
+                if fault == Fault::None {
+                    world.begun += u8::from(has_begun);
+                    let process = &mut world.processes[who];
+                    process.void_put();
+                    (process.mine, process.is_due) = (Some(epoch), false);
+                }
+            }
+            Step::Crash { who } => {
+                world.faults += 1;
+                world.processes[who] = Process { forgets: world.processes[who].forgets, ..Process::default() };
+            }
+            Step::Lose => {
+                world.faults += 1;
+                world.record = None;
+            }
+        }
+        let world = world.normalized(self.by_clocks);
+        (world != *last).then_some(world)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        vec![
+            Property::always("no wrong hit", |_, world: &World| world.wrong.is_none()),
+            Property::sometimes("a hit", |_, world: &World| world.has_hit),
+            Property::sometimes("a hit under the revision that forget named", |_, world: &World| world.has_shared_hit),
+        ]
+    }
+}
+
+/// Searches everything; returns the number of states.
+fn search(bounds: Bounds) -> usize {
+    let checker =
+        bounds.checker().threads(std::thread::available_parallelism().map_or(1, Into::into)).spawn_bfs().join();
+    println!("{bounds:?}: {} states, {} steps deep", checker.unique_state_count(), checker.max_depth());
+    checker.assert_properties();
+    checker.unique_state_count()
+}
+
+#[test]
+fn no_order_of_steps_of_two_processes_finds_a_wrong_block() {
+    assert!(search(BOUNDS) > 10_000);
+}
+
+#[test]
+fn no_order_finds_a_block_of_other_weights_where_the_record_may_be_lost() {
+    assert!(search(Bounds { record_is_lost: true, ..BOUNDS }) > 10_000);
+}
+
+#[test]
+#[ignore = "takes minutes: `make test-all`"]
+fn no_order_of_steps_of_three_processes_finds_a_wrong_block() {
+    assert!(search(Bounds { processes: 3, keys: 2, ..BOUNDS }) > 1_000_000);
+}
+
+#[test]
+#[ignore = "takes minutes: `make test-all`"]
+fn no_order_finds_a_wrong_block_where_each_process_forgets_twice() {
+    assert!(search(Bounds { forgets: 2, faults: 2, ..BOUNDS }) > 100_000);
+}
+
+#[test]
+fn epochs_by_clocks_are_found_wrong() {
+    let checker = Bounds { by_clocks: true, ..BOUNDS }.checker().spawn_bfs().join();
+    let path = checker.discovery("no wrong hit").expect("the old protocol must fail");
+    let wrong = path.last_state().wrong;
+    println!("{wrong:?}: {:?}", path.into_actions());
+}

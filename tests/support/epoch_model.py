@@ -1,0 +1,316 @@
+"""Every order of steps of processes that share a store's epoch, searched breadth first. The steps are the client's.
+
+A state has what the storage has and, for each process, the fields of its `SharedEpoch`, the puts that it has submitted
+and the read that it has begun. A step restores those fields, calls the client's own method over a storage in memory,
+and takes the fields out again. Between two calls of the storage any step of another process may come; a read and the
+replacement that depends on it are one step, as the storage refuses a replacement whose read is out of date.
+
+Random bytes are numbered by the order in which a state has them, so equal states are found again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from blockyard.errors import StoreError
+from blockyard.stores import epochs
+from blockyard.stores.epochs import Epoch, ForgottenError, Record, SharedEpoch
+
+REVISION = "new"  # the revision that `forget` names; its number as weights is 1, that of the namespace's weights 0
+
+
+class Value(NamedTuple):
+    """A block in the storage, or a put on its way there.
+
+    Attributes:
+        key: which block.
+        weights: what computed it.
+        born: how many epochs had been begun when it was computed.
+    """
+
+    key: int
+    weights: int
+    born: int
+
+
+class Put(NamedTuple):
+    value: Value
+    age: int  # calls of `forget` by its process before it
+
+
+class Get(NamedTuple):
+    key: int
+    epoch: Epoch
+    found: Value | None
+    since: int  # epochs that had been begun when it was submitted
+    age: int
+
+
+class Process(NamedTuple):
+    fields: tuple[Any, ...]  # of its `SharedEpoch`
+    weights: int = 0
+    put: Put | None = None
+    get: Get | None = None
+    calls: int = 0  # of `forget`
+
+
+class State(NamedTuple):
+    record: bytes | None
+    blocks: frozenset[tuple[bytes, Value]]
+    processes: tuple[Process, ...]
+    begun: int = 0
+    faults: int = 0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What is searched.
+
+    Attributes:
+        processes: how many share the store.
+        keys: how many different blocks they put and get.
+        forgets: calls of `forget` by each.
+        faults: lost answers, failed calls, crashes and lost records in all.
+        record_is_lost: whether the record may be lost; a `forget` may be lost with it then.
+    """
+
+    processes: int = 3
+    keys: int = 1
+    forgets: int = 1
+    faults: int = 1
+    record_is_lost: bool = False
+
+
+class WrongHitError(AssertionError):
+    """A process has found a block that it must not find."""
+
+
+class Storage:
+    """The record, for one step of one process."""
+
+    def __init__(self, record: bytes | None, fault: str = "") -> None:
+        self.record = record
+        self.fault = fault
+
+    def read(self) -> Record:
+        self._fail("read")
+        return Record(self.record, None if self.record is None else Epoch.read(self.record))
+
+    def replace(self, stored: Record, epoch: Epoch) -> Record:
+        self._fail("replace")
+        if self.record == stored.raw:
+            self.record = epoch.record()
+        self._fail("answer")
+        return self.read()
+
+    def _fail(self, at: str) -> None:
+        if self.fault == at:
+            raise StoreError("the answer is lost")
+
+
+class Model:
+    """The steps.
+
+    Args:
+        bounds: what is searched.
+        make: makes the client's part over a storage's `read` and `replace`; `SharedEpoch` or another protocol.
+        fields: names of the part's fields.
+    """
+
+    def __init__(
+        self,
+        bounds: Bounds,
+        make: Callable[[Any, Any], Any] = SharedEpoch,
+        fields: tuple[str, ...] = ("_name", "_mine", "_joins", "_is_due", "_is_behind", "_stopped_at", "_age"),
+    ) -> None:
+        self.bounds, self.make, self.fields = bounds, make, fields
+        self.hits = 0
+        self._part = make(None, None)
+        self._fresh = self._take(self._part)
+
+    def start(self) -> State:
+        return State(None, frozenset(), (Process(self._fresh),) * self.bounds.processes)
+
+    def steps(self, state: State) -> Iterator[tuple[str, State]]:
+        """Give every step that can follow, with its name."""
+        more_faults = state.faults < self.bounds.faults
+        if more_faults and self.bounds.record_is_lost and state.record is not None:
+            yield "the record is lost", state._replace(record=None, faults=state.faults + 1)
+        for who, process in enumerate(state.processes):
+            for what, after, world in self._steps_of(state, process, more_faults=more_faults):
+                processes = (*state.processes[:who], after, *state.processes[who + 1 :])
+                yield f"{who} {what}", world._replace(processes=processes)
+
+    def _steps_of(self, state: State, process: Process, *, more_faults: bool) -> Iterator[tuple[str, Process, State]]:
+        if process.put is None:
+            for key in range(self.bounds.keys):
+                put = Put(Value(key, process.weights, state.begun), process.fields[-1])
+                yield f"submits a put of {key}", process._replace(put=put), state
+        else:
+            yield from self._carry_out(state, process)
+        if process.get is None and not any(other.get for other in state.processes):  # reads change nothing for others
+            for key in range(self.bounds.keys):
+                yield from self._begin_get(state, process, key)
+        elif process.get is not None:
+            yield self._end_get(state, process)
+        if process.calls < self.bounds.forgets:
+            for revision in (None, REVISION):
+                yield from self._forget(state, process, revision, more_faults=more_faults)
+        elif self._is_due(process):
+            yield from self._begin_again(state, process, more_faults=more_faults)
+        if more_faults and process != Process(self._fresh, calls=process.calls):
+            after = Process(self._fresh, calls=process.calls)  # it loads the namespace's weights again
+            yield "crashes", after, state._replace(faults=state.faults + 1)
+
+    def _carry_out(self, state: State, process: Process) -> Iterator[tuple[str, Process, State]]:
+        """Carry a put out: under what the process knows, however old, or what it asks for."""
+        put, done = process.put, process._replace(put=None)
+        assert put is not None
+        for asks in (False, True):
+            part, storage = self._open(state, process)
+            epoch = part.known()
+            with suppress(ForgottenError):
+                if epoch is None or asks:
+                    epoch = part.confirm()
+            after = done._replace(fields=self._take(part))
+            world = state._replace(record=storage.record)
+            if epoch is None or put.age < part.age:
+                yield "drops its put", after, world
+            else:
+                yield "puts", after, world._replace(blocks=state.blocks | {(epoch.token, put.value)})
+
+    def _begin_get(self, state: State, process: Process, key: int) -> Iterator[tuple[str, Process, State]]:
+        part, storage = self._open(state, process)
+        epoch = part.known()
+        with suppress(ForgottenError):
+            if epoch is None:
+                epoch = part.confirm()
+        after, world = process._replace(fields=self._take(part)), state._replace(record=storage.record)
+        if epoch is None:
+            if after != process:
+                yield f"finds no {key}: forgotten", after, world
+            return
+        found = {value for token, value in state.blocks if token == epoch.token and value.key == key}
+        for value in found or {None}:
+            yield f"reads {key}", after._replace(get=Get(key, epoch, value, state.begun, process.fields[-2])), world
+
+    def _end_get(self, state: State, process: Process) -> tuple[str, Process, State]:
+        get = process.get
+        assert get is not None
+        part, storage = self._open(state, process)
+        counts = part.counts(get.epoch, storage.read()) and part.stopped_at == get.age
+        with suppress(ForgottenError):
+            if not counts:
+                part.confirm()
+        after, world = process._replace(fields=self._take(part), get=None), state._replace(record=storage.record)
+        if counts and get.found is not None:
+            self.hits += 1
+            self._check(get, process)
+        return f"takes {get.key}", after, world
+
+    def _check(self, get: Get, process: Process) -> None:
+        assert get.found is not None
+        if get.found.weights != process.weights:
+            raise WrongHitError(f"weights {process.weights} found a block of weights {get.found.weights}")
+        if not self.bounds.record_is_lost and get.found.born < get.since:
+            raise WrongHitError("found a block that was computed before a forget")
+
+    def _forget(
+        self, state: State, process: Process, revision: str | None, *, more_faults: bool
+    ) -> Iterator[tuple[str, Process, State]]:
+        part, _ = self._open(state, process)
+        part.stop(revision)
+        weights = process.weights if revision is None else 1
+        stopped = process._replace(fields=self._take(part), weights=weights, calls=process.calls + 1)
+        yield f"calls forget({revision})", stopped, state
+        yield from self._begin_again(state, stopped, more_faults=more_faults, what=f"has forgotten, {revision}")
+
+    def _begin_again(
+        self, state: State, process: Process, *, more_faults: bool, what: str = "forgets"
+    ) -> Iterator[tuple[str, Process, State]]:
+        for fault in ("", "replace", "answer") if more_faults else ("",):
+            part, storage = self._open(state, process, fault)
+            with suppress(StoreError):
+                part.begin()
+            has_begun = storage.record != state.record
+            begun = state.begun + (has_begun and not fault)
+            world = state._replace(record=storage.record, begun=begun, faults=state.faults + bool(fault))
+            yield f"{what} {fault}".rstrip(), process._replace(fields=self._take(part)), world
+
+    def _is_due(self, process: Process) -> bool:
+        return bool(dict(zip(self.fields, process.fields, strict=True)).get("_is_due"))
+
+    def _open(self, state: State, process: Process, fault: str = "") -> tuple[Any, Storage]:
+        storage = Storage(state.record, fault)
+        part = self._part
+        part._read, part._replace, part._confirmed_at = storage.read, storage.replace, 0.0
+        for name, value in zip(self.fields, process.fields, strict=True):
+            setattr(part, name, value)
+        return part, storage
+
+    def _take(self, part: Any) -> tuple[Any, ...]:
+        return tuple(getattr(part, name) for name in self.fields)
+
+
+def numbered(state: State, names: dict[bytes, bytes] | None = None) -> State:
+    """Give a state's random bytes numbers, by the order in which the state has them."""
+    names = {bytes(16): bytes(16)} if names is None else names
+    of = lambda drawn: names.setdefault(drawn, len(names).to_bytes(16, "big"))  # noqa: E731
+
+    def epoch(old: Epoch) -> Epoch:
+        return Epoch(of(old.token), of(old.weights), old.name)
+
+    def process(old: Process) -> Process:
+        fields = tuple(epoch(field) if isinstance(field, Epoch) else field for field in old.fields)
+        return old._replace(fields=fields, get=old.get and old.get._replace(epoch=epoch(old.get.epoch)))
+
+    record = state.record and epoch(Epoch.read(state.record)).record()
+    processes = tuple(process(old) for old in state.processes)
+    # Blocks under tokens that nobody has can never be found.
+    blocks = frozenset((names[token], value) for token, value in state.blocks if token in names)
+    return state._replace(record=record, processes=processes, blocks=blocks)
+
+
+def search(model: Model, most: int) -> int:
+    """Search all states, at most so many.
+
+    Returns:
+        How many there are.
+
+    Raises:
+        WrongHitError: with the steps that lead there.
+    """
+    counter = itertools.count(1)
+    drawn = lambda size: (1 << 100 | next(counter)).to_bytes(size, "big")  # noqa: E731
+    real, epochs.os = epochs.os, type("os", (), {"urandom": staticmethod(drawn)})  # type: ignore[assignment]
+    try:
+        start = numbered(model.start())
+        came_from: dict[State, tuple[State, str] | None] = {start: None}
+        todo = deque([start])
+        while todo:
+            state = todo.popleft()
+            try:
+                for what, after in model.steps(state):
+                    found = numbered(after)
+                    if found not in came_from:
+                        came_from[found] = (state, what)
+                        todo.append(found)
+            except WrongHitError as error:
+                raise WrongHitError(f"{error}, after: {'; '.join(_steps_to(state, came_from))}") from None
+            assert len(came_from) <= most, f"more than {most} states"
+        return len(came_from)
+    finally:
+        epochs.os = real
+
+
+def _steps_to(state: State, came_from: dict[State, tuple[State, str] | None]) -> list[str]:
+    steps = []
+    while (before := came_from[state]) is not None:
+        state, what = before
+        steps.append(what)
+    return steps[::-1]
