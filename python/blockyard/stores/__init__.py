@@ -3,7 +3,16 @@
 `ThreadedStore` makes a store of two functions, `put` and `get`; `register` gives it a URL scheme.
 """
 
-from blockyard.stores.base import Completion, ExternalStore, StoreStats, StoreURL, open_store, parse_size, register
+from blockyard.stores.base import (
+    Completion,
+    ExternalStore,
+    Owners,
+    StoreStats,
+    StoreURL,
+    open_store,
+    parse_size,
+    register,
+)
 from blockyard.stores.codec import Codec
 from blockyard.stores.namespace import store_namespace
 from blockyard.stores.threaded import ThreadedStore
@@ -12,6 +21,7 @@ __all__ = [
     "Codec",
     "Completion",
     "ExternalStore",
+    "Owners",
     "StoreStats",
     "StoreURL",
     "ThreadedStore",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from blockyard.stores.codec import Codec, MacKey
 
-__all__ = ["Completion", "ExternalStore", "StoreStats", "StoreURL", "open_store", "parse_size", "register"]
+__all__ = ["Completion", "ExternalStore", "Owners", "StoreStats", "StoreURL", "open_store", "parse_size", "register"]
 
 ENTRY_POINTS = "blockyard.stores"
 MOST_BYTES = 1 << 62
@@ -55,6 +55,18 @@ Maker = TypeVar("Maker", bound=Callable[..., "ExternalStore"])
 _registered: dict[str, Callable[..., "ExternalStore"]] = {}
 
 
+class Owners(NamedTuple):
+    """Whose blocks are, for the quotas of a store.
+
+    Attributes:
+        tenants: the tenant of each block, uint8 `[n, 32]`: SHA-256 of its salt, zeros for prompts without a salt.
+        parents: the key of the block before each in its prompt, uint8 `[n, 32]`; zeros for the first.
+    """
+
+    tenants: NDArray[np.uint8]
+    parents: NDArray[np.uint8]
+
+
 class ExternalStore(ABC):
     """Storage for blocks: swap space that is addressed by slot, or a prefix store that is addressed by key.
 
@@ -64,7 +76,12 @@ class ExternalStore(ABC):
 
     A prefix store keeps blocks until it needs their room, evicts what was not used for longest, and finds its blocks
     again when it is opened under the same namespace. A store that has no keys raises `StoreError` at those methods.
+
+    Attributes:
+        keeps_quotas: whether `set_quota` works. If not, nothing passes `owners` to the store.
     """
+
+    keeps_quotas: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -109,7 +126,12 @@ class ExternalStore(ABC):
             StoreError: the store is closed.
         """
 
-    def submit_put(self, keys: Keys, rows: NDArray[np.uint8]) -> int:  # noqa: ARG002 (a store with keys has its own)
+    def submit_put(
+        self,
+        keys: Keys,  # noqa: ARG002 (a store with keys has its own)
+        rows: NDArray[np.uint8],  # noqa: ARG002
+        owners: Owners | None = None,  # noqa: ARG002
+    ) -> int:
         """Start to store blocks under their keys; the bytes are copied before this returns.
 
         A key that is there already keeps its block, since equal keys stand for equal bytes. Other keys may be evicted.
@@ -117,6 +139,8 @@ class ExternalStore(ABC):
         Args:
             keys: uint8 `[n, 32]` or 32 bytes each, as `blockyard.events.export_keys` gives them.
             rows: the blocks, uint8 `[n, bytes_per_block]`, on the CPU.
+            owners: whose the blocks are, for a store that `keeps_quotas`; None for blocks that count towards no quota.
+                A block beyond its tenant's quota is a miss, `"refused"`.
 
         Returns:
             A ticket for `wait`. A block whose entry is `ok` outlives the process, however that ends.
@@ -179,9 +203,9 @@ class ExternalStore(ABC):
         """
         return self.submit_read(slots)
 
-    def lend_put(self, keys: Keys, rows: NDArray[np.uint8]) -> int:
+    def lend_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
         """Start to store blocks under their keys as `submit_put` does, with rows as for `lend_write`."""
-        return self.submit_put(keys, rows)
+        return self.submit_put(keys, rows) if owners is None else self.submit_put(keys, rows, owners)
 
     def lend_get(self, keys: Keys, rows: NDArray[np.uint8]) -> int:  # noqa: ARG002 (as `wait` gets them)
         """Start to read blocks by key as `submit_get` does, with rows as for `lend_read`."""
@@ -243,6 +267,34 @@ class ExternalStore(ABC):
             (('forgotten',), [True])
         """
         raise keyless()
+
+    def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:  # noqa: ARG002 (a store with quotas has its own)
+        """Limit the blocks of one tenant. Waits for the storage.
+
+        The storage counts, in one step with each put, whoever makes it. Beyond its quota a tenant's own blocks are
+        dropped: first those that no stored block follows in a prompt, and of these the least recently used. So the
+        beginning of a prompt that is longer than its quota stays. Blocks that were put before the tenant had a quota
+        may not count.
+
+        Args:
+            tenant: 32 bytes, see `Owners`.
+            num_blocks: most blocks; None for no limit.
+
+        Raises:
+            StoreError: the storage did not confirm it, or the store keeps no quotas.
+        """
+        raise quotaless()
+
+    def quota(self, tenant: bytes) -> tuple[int, int] | None:  # noqa: ARG002 (a store with quotas has its own)
+        """Return the blocks that count towards a tenant's quota, and the quota; None without one. Waits for the storage.
+
+        Args:
+            tenant: 32 bytes, see `Owners`.
+
+        Raises:
+            StoreError: the storage does not answer, or the store keeps no quotas.
+        """
+        raise quotaless()
 
     def event_fd(self) -> int:
         """Return a file descriptor that is readable while tickets have ended since the last `poll`.
@@ -307,6 +359,11 @@ class ExternalStore(ABC):
 def keyless() -> StoreError:
     """Return the error of a store without keys."""
     return StoreError("the store is swap space only and has no keys")
+
+
+def quotaless() -> StoreError:
+    """Return the error of a store without quotas."""
+    return StoreError("this store cannot keep quotas: a file:// store of one directory or a redis:// server can")
 
 
 class Opener(Protocol):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
-from blockyard.stores.base import ExternalStore
+from blockyard.stores.base import ExternalStore, Owners
 from blockyard.workers import Process, start_worker
 
 __all__ = ["Batch", "BatchStore", "Kind", "KnownKeys", "Name", "check_out", "of"]
@@ -54,6 +54,7 @@ class Batch:
     expected: list[dict[Name, bytes]] = field(default_factory=list)  # of a read: what each slot's last write has left
     spread: list[int] | None = None  # of a put with repeats: entry of each key of the caller
     lent: NDArray[np.uint8] | None = None  # of a read: rows of the caller to read into
+    owners: Owners | None = None  # of a put, an entry for each name
     digests: dict[Name, bytes] = field(default_factory=dict)  # of a write: blocks that landed
     before: int = 0  # earlier batches of its slots that have not ended
     followers: list["Batch"] = field(default_factory=list)
@@ -211,6 +212,7 @@ class BatchStore(ExternalStore):
         rows: NDArray[np.uint8] | None = None,
         spread: list[int] | None = None,
         lent: NDArray[np.uint8] | None = None,
+        owners: Owners | None = None,
     ) -> int:
         with self._lock:
             if self._closed:
@@ -233,6 +235,7 @@ class BatchStore(ExternalStore):
                 age=self._age,
                 spread=spread,
                 lent=lent,
+                owners=owners,
             )
             try:
                 self._pending += num_bytes

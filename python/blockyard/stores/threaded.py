@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError, MappingError, StoreError
-from blockyard.stores.base import Keys, keyless
+from blockyard.stores.base import Keys, Owners, keyless
 from blockyard.stores.batches import Batch, BatchStore, KnownKeys, Name, check_out, of
 from blockyard.stores.codec import Codec, MacKey, read_mac_key
 from blockyard.stores.epochs import EPOCH_BYTES, Epoch, ForgottenError, Record, SharedEpoch
@@ -176,7 +176,7 @@ class ThreadedStore(BatchStore):
         self._check(slots)
         return self._submit("read", slots.tolist())
 
-    def submit_put(self, keys: Keys, rows: NDArray[np.uint8]) -> int:
+    def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
         """Start to store blocks under their keys; see `ExternalStore.submit_put`."""
         names = self._keys_of(keys)
         shape = (len(names), self.bytes_per_block)
@@ -184,6 +184,7 @@ class ThreadedStore(BatchStore):
             raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
         single = {name: index for index, name in enumerate(dict.fromkeys(names))}
         spread = [single[name] for name in names] if len(single) < len(names) else None
+        owners = None if owners is None or not self.keeps_quotas else _checked_owners(owners, names, single)
         header = 0 if self._codec else HEADER
         values = self._buffers.take(len(single), header + self.bytes_per_block)
         if spread is None:
@@ -191,7 +192,7 @@ class ThreadedStore(BatchStore):
         else:
             for index, row in zip(spread, rows, strict=True):
                 values[index, header:] = row
-        return self._submit("put", list(single), values, spread)
+        return self._submit("put", list(single), values, spread, owners=owners)
 
     def submit_get(self, keys: Keys) -> int:
         """Start to read blocks by key; see `ExternalStore.submit_get`."""
@@ -292,7 +293,7 @@ class ThreadedStore(BatchStore):
             return None, ["forgotten"] * len(keys)
         names = self._names_of(keys, epoch.token)
         if batch.kind == "put":
-            return self._put(batch, keys, names)
+            return self._put(batch, keys, names, epoch)
         late = self._delete(names)
         return None, ["lost" if key in late else "" for key in keys]
 
@@ -330,10 +331,12 @@ class ThreadedStore(BatchStore):
             reasons[index] = reason or ("" if digest.tobytes() == digests[index] else "payload_checksum")
         return _spread_out(rows, there, len(slots)), reasons
 
-    def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8]) -> tuple[None, list[str]]:
+    def _put(
+        self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8], epoch: Epoch
+    ) -> tuple[None, list[str]]:
         assert batch.rows is not None  # noqa: S101 (for the type checker)
         values, reasons = self._seal(batch.rows, keys)
-        self._put_good(names, values, reasons)
+        self._put_good(names, values, reasons, batch.owners, epoch)
         return None, reasons
 
     def _get(self, batch: Batch, keys: list[bytes], epoch: Epoch) -> tuple[NDArray[np.uint8] | None, list[str]]:
@@ -381,16 +384,37 @@ class ThreadedStore(BatchStore):
         seal_values(values, self.namespace, keys, lengths=lengths, mac_key=self._mac_key)
         return values, reasons
 
-    def _put_good(self, names: NDArray[np.uint8], rows: NDArray[np.uint8], reasons: list[str]) -> None:
+    def _put_good(
+        self,
+        names: NDArray[np.uint8],
+        rows: NDArray[np.uint8],
+        reasons: list[str],
+        owners: Owners | None = None,
+        epoch: Epoch | None = None,
+    ) -> None:
         """Put the rows that have no reason yet not to be, and set the reasons of those that are refused."""
         good = [index for index, reason in enumerate(reasons) if not reason]
         if not good:
             return
         chosen = (names, rows) if len(good) == len(rows) else (names[good], rows[good])
-        for index, stored in zip(good, _answer("put", self.put(*chosen), len(good)), strict=True):
+        if owners is None or epoch is None:
+            found = self.put(*chosen)
+        else:
+            found = self._put_owned(*chosen, Owners(owners.tenants[good], owners.parents[good]), epoch)
+        for index, stored in zip(good, _answer("put", found, len(good)), strict=True):
             reasons[index] = "" if stored else "refused"
         if self._reuses_rows and not any(reasons):
             self._buffers.give(rows)
+
+    def _put_owned(
+        self,
+        names: NDArray[np.uint8],
+        rows: NDArray[np.uint8],
+        owners: Owners,  # noqa: ARG002 (a store with quotas has its own)
+        epoch: Epoch,  # noqa: ARG002
+    ) -> NDArray[np.bool_]:
+        """Put blocks that have tenants; `put` for a store without quotas."""
+        return self.put(names, rows)
 
     def _fetch(
         self,
@@ -588,6 +612,18 @@ def _spread_out(rows: NDArray[np.uint8], where: list[int], count: int) -> NDArra
     for index, row in zip(where, rows, strict=True):
         out[index] = row
     return out
+
+
+def _checked_owners(owners: Owners, names: list[bytes], single: dict[bytes, int]) -> Owners:
+    """Return the owners of each different name."""
+    for field, found in zip(("tenants", "parents"), owners, strict=True):
+        shape = (len(names), 32)
+        if not isinstance(found, np.ndarray) or found.dtype != np.uint8 or found.shape != shape:
+            raise InvalidArgumentError(f"owners.{field} is {of(found)}, must be uint8 {list(shape)}")
+    if len(single) == len(names):
+        return Owners(owners.tenants.copy(), owners.parents.copy())
+    first = [names.index(name) for name in single]
+    return Owners(owners.tenants[first], owners.parents[first])
 
 
 def _answer(name: str, found: object, count: int) -> list[bool]:
