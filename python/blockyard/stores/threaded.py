@@ -622,7 +622,8 @@ def _checked_owners(owners: Owners, names: list[bytes], single: dict[bytes, int]
             raise InvalidArgumentError(f"owners.{field} is {of(found)}, must be uint8 {list(shape)}")
     if len(single) == len(names):
         return Owners(owners.tenants.copy(), owners.parents.copy())
-    first = [names.index(name) for name in single]
+    places = {name: index for index, name in reversed(list(enumerate(names)))}
+    first = [places[name] for name in single]
     return Owners(owners.tenants[first], owners.parents[first])
 
 
