@@ -165,11 +165,10 @@ def test_processes_share_blocks_and_forget_together(server: Server, client: "red
         put(first, 3)
         read = second.wait(second.submit_get(keys_of(3)))
         assert np.array_equal(read.rows, rows_of(3))
-        first.forget()
-        until = time.monotonic() + 20
-        while second.wait(second.submit_get(keys_of(3))).ok.any():
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        first.forget("step-2")
+        assert second.wait(second.submit_get(keys_of(3))).reasons == ("forgotten",) * 3
+        assert second.wait(second.submit_put(keys_of(1), rows_of(1))).reasons == ("forgotten",)
+        second.forget("step-2")
         put(second, 1)
         assert first.wait(first.submit_get(keys_of(1))).ok.all()
 

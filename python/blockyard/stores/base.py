@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -81,7 +81,7 @@ class ExternalStore(ABC):
         keeps_quotas: whether `set_quota` works. If not, nothing passes `owners` to the store.
     """
 
-    keeps_quotas: ClassVar[bool] = False
+    keeps_quotas: bool = False
 
     @property
     @abstractmethod
@@ -286,7 +286,9 @@ class ExternalStore(ABC):
         raise quotaless()
 
     def quota(self, tenant: bytes) -> tuple[int, int] | None:  # noqa: ARG002 (a store with quotas has its own)
-        """Return the blocks that count towards a tenant's quota, and the quota; None without one. Waits for the storage.
+        """Return the blocks that count towards a tenant's quota, and the quota; None without one.
+
+        Waits for the storage.
 
         Args:
             tenant: 32 bytes, see `Owners`.
@@ -359,6 +361,18 @@ class ExternalStore(ABC):
 def keyless() -> StoreError:
     """Return the error of a store without keys."""
     return StoreError("the store is swap space only and has no keys")
+
+
+def check_quota(tenant: object, num_blocks: int | None = None) -> None:
+    """Refuse what is no tenant or no number of blocks.
+
+    Raises:
+        InvalidArgumentError: one of them is wrong.
+    """
+    if not isinstance(tenant, bytes) or len(tenant) != 32:
+        raise InvalidArgumentError(f"tenant is {tenant!r:.100}, must be 32 bytes")
+    if num_blocks is not None and not 0 <= num_blocks < 1 << 32:
+        raise InvalidArgumentError(f"num_blocks is {num_blocks}, must be 0 to 2**32 - 1, or None")
 
 
 def quotaless() -> StoreError:

@@ -18,21 +18,24 @@
 Percent signs decode user and password, which no message shows. The client is the crate `redis`, in `blockyard._core`.
 
 - Swap space: keys of this store alone, which are deleted when it is closed, or after `ttl`.
-- Prefix store: shared by every process with this namespace. A full one drops what was not used for longest. The
-  server's own `maxmemory` may drop more; give it a policy `allkeys-*`. A value is checked whole before it is a hit;
-  a damaged one is deleted.
-- Cluster: name any of its nodes. Blocks are spread over all of them; a batch is a round trip to each. Blocks of a node
-  that fails are misses, and are not stored, until it or another serves their slots. The first batch to notice waits
-  for a third of `deadline`. Give the servers `cluster-require-full-coverage no`: else all refuse once one is lost.
-  - The list of blocks by last use is one key, on one node. While that one is lost, nothing is evicted, and `size` may
-    be exceeded. If the list is lost for good, blocks that it had go by `ttl` or by the servers' policy.
-  - While the node is lost that says whether another process called `forget`, that goes unnoticed. A process that opens
-    the store then has only misses.
+- Prefix store: shared by every process with this namespace. A full one drops the least recently used blocks: the server
+  counts, in one step with each put (`blockyard.stores.redis_lists`). A value is checked whole before it is a hit; a
+  damaged one is deleted.
+- Quotas of tenants are kept by a server, not by a cluster.
+- Give the server's `maxmemory` room for `size` and some 300 bytes a block: what the server drops by itself may be one of
+  the lists that keep the bounds.
+- Cluster: name any of its nodes. Blocks are spread over 64 segments on all nodes, each with its part of `size`; a batch
+  is a round trip to each node. Blocks of a node that fails are misses, and are not stored, until it or another serves
+  their slots. The first batch to notice waits for a third of `deadline`. Give the servers
+  `cluster-require-full-coverage no`: else all refuse once one is lost.
+  - While the node is lost that says whether another process called `forget`, there are only misses.
 
-All keys begin with `blockyard:` and 16 digits of the namespace. Decision 0023 has the format and the choice of client.
+All keys of a prefix store begin with `blockyard:` and 16 digits of the namespace, in a cluster `blockyard:{` and the
+digits. Decision 0023 has the format and the choice of client.
 """
 
-from collections.abc import Callable, Sequence
+from binascii import crc_hqx
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -41,10 +44,12 @@ from numpy.typing import NDArray
 
 from blockyard._core import RedisClient
 from blockyard.errors import StoreError, StoreFullError
-from blockyard.stores.base import ExternalStore, StoreURL, Use
+from blockyard.stores.base import ExternalStore, Owners, StoreURL, Use, check_quota, quotaless
 from blockyard.stores.epochs import Epoch, Record
+from blockyard.stores.redis_lists import SEGMENTS, Lists
 from blockyard.stores.remote import SIZE, RemoteStore, batched, count, positive, seconds
 from blockyard.stores.value import HEADER
+from blockyard.workers import start_worker
 
 __all__ = ["RedisStore", "open_redis"]
 
@@ -52,20 +57,15 @@ _KEYS: Final = 512  # of one round trip
 _BYTES: Final = 1 << 20
 _CONNECT_SECONDS: Final = 2.0
 _SWAP_TTL: Final = 86_400.0
+_SLOTS: Final = 16_384  # of a cluster
+_SWEEP_SECONDS: Final = 60  # how long a process that stopped keeps others from sweeping
+_SCANNED: Final = 1000  # names of one step of a sweep
+_MOST_IN_SLOT: Final = 1 << 22
 _REPLACE: Final = b"""
 local there = redis.call('GET', KEYS[1])
 if (there or '') ~= ARGV[1] then return there end
 redis.call('SET', KEYS[1], ARGV[2])
 return ARGV[2]
-"""
-_USE: Final = b"""
-local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
-local use = (tonumber(last) or 0) + 1
-for i = 2, #ARGV do
-  if ARGV[1] == 'XX' then redis.call('ZADD', KEYS[1], 'XX', use, ARGV[i])
-  else redis.call('ZADD', KEYS[1], use, ARGV[i]) end
-end
-return #ARGV
 """
 _NODES_LOST: Final = 3  # of a cluster, that a batch may notice one after the other before its deadline
 
@@ -159,8 +159,11 @@ def open_redis(
         found.parts.reject(found.parts.host or found.parts.path, "needs ?size=, for example ?size=2GiB")
     if fit is not None and fit < (num_slots or 1):
         raise StoreFullError(f"{found.parts.url!r}: size holds {fit} blocks, must hold at least {num_slots or 1}")
+    blocks = num_slots or fit or 1
+    if found.client["cluster"] and use == "prefix" and blocks < SEGMENTS:
+        raise StoreFullError(f"{found.parts.url!r}: there is room for {blocks} blocks, a cluster needs {SEGMENTS}")
     store = RedisStore(
-        found, bytes_per_block=bytes_per_block, num_slots=num_slots or fit or 1, namespace=namespace, use=use, **options
+        found, bytes_per_block=bytes_per_block, num_slots=blocks, namespace=namespace, use=use, **options
     )
     store.ping()
     return store
@@ -177,44 +180,122 @@ class RedisStore(RemoteStore):
         self.threads, self.memory, self.deadline = found.threads, found.memory, found.deadline
         ttl = found.ttl if found.ttl is not None else _SWAP_TTL if use == "swap" else 0.0
         self._ttl = round(ttl * 1000) or None
-        self._prefix = f"blockyard:{self.namespace[:8].hex()}:".encode()
-        self._order = self._prefix + b"order"  # sorted set: names of blocks by the number of their last use
-        self._unlisted: list[bytes] = []  # names to be put into the list when its node is back
+        digits = self.namespace[:8].hex().encode()
+        self._prefix = b"blockyard:%b%b:" % (b"swap:" if use == "swap" else b"", digits)
+        self._lists = self._new_lists(digits, is_cluster=found.client["cluster"]) if use == "prefix" else []
+        self.keeps_quotas = len(self._lists) == 1
+        self._tenants: dict[bytes, bytes] = {}  # names of tenants with blocks here
+        self._quotas: dict[bytes, int | None] = {}  # by name, as this process has set them
+        self._to_sweep: set[int] = set()  # segments that may have blocks in no list
+        self._is_sweeping = False
         timeout = self.deadline / _NODES_LOST if found.client["cluster"] else self.deadline
         timeouts: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT_SECONDS)}
         try:
-            self._client = RedisClient(prefix=self._prefix, **found.client, **timeouts)
+            self._client = RedisClient(**found.client, **timeouts)
         except StoreError as error:
             raise self._public(error) from None
 
+    def _new_lists(self, digits: bytes, *, is_cluster: bool) -> list[Lists]:
+        if not is_cluster:
+            return [Lists(self._prefix, self.num_slots, has_quotas=True)]
+        each, more = divmod(self.num_slots, SEGMENTS)
+        names = [b"blockyard:{%b.%02x}:" % (digits, number) for number in range(SEGMENTS)]
+        return [Lists(name, each + (number < more), has_quotas=False) for number, name in enumerate(names)]
+
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Store values. Of blocks under keys, drop those that are too many."""
+        """Store values. Blocks under keys are listed, and those that are too many dropped, in the same step."""
+        if self._lists:
+            return self._put_listed(keys, rows, None)
         self._remember(keys)
-        is_block = self._is_block(rows)
-        ttl = self._ttl if is_block or self._use == "swap" else None
-        stored, kept = np.zeros(len(keys), np.bool_), 0
+        stored = np.zeros(len(keys), np.bool_)
         for part in batched(rows, _KEYS, _BYTES):
-            lengths = [len(self._stored(row)) for row in rows[part]] if self._varies(rows) else None
-            # Before the values: else those of a process that is killed in between would stay for ever.
-            unlisted = self._take_unlisted() if is_block else []
-            names = [*unlisted, *(key.tobytes() for key in keys[part])] if is_block else []
-            first = [self._used(names), [b"ZCARD", self._order]] if is_block else []
-            try:
-                stored[part], answers, why = self._call(
-                    self._client.put, keys[part], rows[part], ttl_ms=ttl, lengths=lengths, first=first
-                )
-            except StoreError:
-                self._note_lost(None, unlisted)
-                raise
-            kept = answers[1] if is_block else 0
-            self._note_lost(why, names if is_block and answers[0] is None else [])
-        if isinstance(kept, int) and kept > self.num_slots:
-            self._trim(kept)
+            names = [self._prefix + key.tobytes() for key in keys[part]]
+            stored[part], _, why = self._call(
+                self._client.put, names, rows[part], ttl_ms=self._ttl, lengths=self._lengths(rows[part])
+            )
+            self._note_lost(why)
         return stored
+
+    def _put_owned(
+        self, names: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners, epoch: Epoch
+    ) -> NDArray[np.bool_]:
+        if not self.keeps_quotas:
+            return self.put(names, rows)
+        there = {b"": b"", bytes(32): b""}
+        parents = dict.fromkeys(key.tobytes() for key in owners.parents)
+        missing = [key for key in parents if key not in there]
+        there |= zip(missing, (name.tobytes() for name in self._names_of(missing, epoch.token)), strict=True)
+        whose = [
+            self._tenant(tenant.tobytes()) + there[parent.tobytes()]
+            for tenant, parent in zip(owners.tenants, owners.parents, strict=True)
+        ]
+        return self._put_listed(names, rows, whose)
+
+    def _put_listed(
+        self, keys: NDArray[np.uint8], rows: NDArray[np.uint8], owners: list[bytes] | None
+    ) -> NDArray[np.bool_]:
+        stored, segments = np.zeros(len(keys), np.bool_), self._segments(keys)
+        is_spread = len(self._lists) > 1
+        places = np.argsort(segments, kind="stable") if is_spread else np.arange(len(keys))
+        for part in batched(rows, _KEYS, _BYTES):
+            chosen = places[part]
+            values = rows[chosen] if is_spread else rows[part]
+            numbers, sizes = np.unique(segments[chosen], return_counts=True)
+            ends = np.cumsum(sizes).tolist()
+            groups = [
+                (int(number), chosen[end - size : end]) for number, size, end in zip(numbers, sizes, ends, strict=True)
+            ]
+            found, answers, why = self._call(
+                self._client.put,
+                self._full_names(keys[chosen], segments[chosen]),
+                values,
+                ttl_ms=self._ttl,
+                lengths=self._lengths(values),
+                sizes=sizes.tolist(),
+                last=[self._settle(number, keys[group], owners, group) for number, group in groups],
+            )
+            stored[chosen] = found
+            for (number, group), answer in zip(groups, answers, strict=True):
+                if isinstance(answer, StoreError):
+                    self._note_lost(str(answer))
+                elif answer is not None:
+                    stored[group[answer[2:]]] = False
+                    self._repair(number, is_swept=not answer[0], has_quotas=bool(answer[1]))
+            self._note_lost(why)
+        return stored
+
+    def _settle(
+        self, number: int, keys: NDArray[np.uint8], owners: list[bytes] | None, group: NDArray[np.int64]
+    ) -> list[bytes]:
+        whose = None if owners is None else [owners[place] for place in group.tolist()]
+        return self._lists[number].settle([key.tobytes() for key in keys], whose)
+
+    def _lengths(self, rows: NDArray[np.uint8]) -> list[int] | None:
+        return [len(self._stored(row)) for row in rows] if self._varies(rows) else None
+
+    def _segments(self, keys: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """Return the number of each block's segment."""
+        return keys[:, 0].astype(np.int64) % max(1, len(self._lists))
+
+    def _full_names(self, keys: NDArray[np.uint8], segments: NDArray[np.int64]) -> list[bytes]:
+        """Return the names of values at the server."""
+        if not self._lists:
+            return [self._prefix + key.tobytes() for key in keys]
+        return [self._lists[number].prefix + key.tobytes() for key, number in zip(keys, segments.tolist(), strict=True)]
+
+    def _by_segment(
+        self, keys: NDArray[np.uint8], make: Callable[[Lists, list[bytes]], list[bytes]]
+    ) -> list[list[bytes]]:
+        """Return a command for the blocks of each segment."""
+        segments = self._segments(keys)
+        return [
+            make(self._lists[number], [key.tobytes() for key in keys[segments == number]])
+            for number in np.unique(segments).tolist()
+        ]
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Read values; one of another length is left to the check of its header."""
-        return self._get_parts(keys, out, is_block=self._is_block(out))[0]
+        return self._get_parts(keys, out)[0]
 
     def replace(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
@@ -227,13 +308,11 @@ class RedisStore(RemoteStore):
         return np.frombuffer(answer, np.uint8)
 
     def _read_row(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        _, _, answers, why = self._call(
-            self._client.get, key[None][:0], np.zeros((0, 1), np.uint8), first=[[b"GET", self._prefix + key.tobytes()]]
-        )
-        return self._row_of(answers[0], why)
+        (answer,), why = self._run([[b"GET", self._prefix + key.tobytes()]])
+        return self._row_of(answer, why)
 
     def _row_of(self, answer: object, why: str | None) -> NDArray[np.uint8] | None:
-        """Return the epoch's record as it was read; its absence counts only if its node has answered."""
+        """Return the epoch's record as it was read. Its absence counts only if its node has answered."""
         if isinstance(answer, bytes):
             return np.frombuffer(answer, np.uint8)
         if isinstance(answer, StoreError):
@@ -248,7 +327,6 @@ class RedisStore(RemoteStore):
         keys: NDArray[np.uint8],
         out: NDArray[np.uint8],
         *,
-        is_block: bool,
         head_bytes: int = 0,
         more: Sequence[list[bytes]] = (),
     ) -> tuple[NDArray[np.bool_], NDArray[np.uint8], bool, list[tuple[Any, str | None]]]:
@@ -261,11 +339,12 @@ class RedisStore(RemoteStore):
         is_lost, answered = False, list[tuple[Any, str | None]]()
         found, heads = np.zeros(len(keys), np.bool_), np.zeros((len(keys), head_bytes), np.uint8)
         for part in batched(out, _KEYS, _BYTES):
-            names = [key.tobytes() for key in keys[part]] if is_block else []
-            first = [self._used(names, b"XX")] if is_block else []  # a full server refuses it
+            # A full server refuses to note the use.
+            first = self._by_segment(keys[part], Lists.touch) if self._lists else []
             asked = [*more, *first] if part.start == 0 else first
+            names = self._full_names(keys[part], self._segments(keys[part]))
             found[part], heads[part], answers, why = self._call(
-                self._client.get, keys[part], out[part], varies=self._varies(out), head_bytes=head_bytes, first=asked
+                self._client.get, names, out[part], varies=self._varies(out), head_bytes=head_bytes, first=asked
             )
             answered += [(answer, why) for answer in answers[: len(asked) - len(first)]]
             self._note_lost(why)
@@ -279,9 +358,7 @@ class RedisStore(RemoteStore):
             return super()._fetch_under(epoch, keys, out)
         asked = [b"GET", self._prefix + self._record_key.tobytes()]
         names = self._names_of(keys, epoch.token)
-        found, heads, is_lost, ((answer, why),) = self._get_parts(
-            names, out, is_block=True, head_bytes=HEADER, more=[asked]
-        )
+        found, heads, is_lost, ((answer, why),) = self._get_parts(names, out, head_bytes=HEADER, more=[asked])
         rows, reasons, _ = self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
         return self._record(self._row_of(answer, why)), rows, reasons
 
@@ -290,21 +367,24 @@ class RedisStore(RemoteStore):
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
         if out is None or self._codec is not None:
             return super()._fetch(names, keys)
-        found, heads, is_lost, _ = self._get_parts(names, out, is_block=True, head_bytes=HEADER)
+        found, heads, is_lost, _ = self._get_parts(names, out, head_bytes=HEADER)
         return self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
 
     def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
-        found, _, is_lost, _ = self._get_parts(names, values, is_block=self._is_block(values))
+        found, _, is_lost, _ = self._get_parts(names, values)
         return _missed(found, is_lost=is_lost)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""
         is_lost = False
         for part in batched(keys, _KEYS, _BYTES):
-            names = [key.tobytes() for key in keys[part]]
-            order = [[b"ZREM", self._order, *names]] if self._use == "prefix" else []
-            answers = self._accepted([*order, *([b"UNLINK", self._prefix + name] for name in names)])
-            is_lost = is_lost or None in answers[len(order) :]
+            if self._lists:
+                commands = self._by_segment(keys[part], Lists.drop)
+            else:
+                commands = [[b"UNLINK", self._prefix + key.tobytes()] for key in keys[part]]
+            answers, why = self._run(commands)
+            self._refuse_errors(answers)
+            is_lost = is_lost or why is not None
         if is_lost:
             raise StoreError("a node of the cluster does not answer, its values may stay")
 
@@ -312,9 +392,105 @@ class RedisStore(RemoteStore):
         """Return whether each key has a value."""
         found: list[bool] = []
         for part in batched(keys, _KEYS, _BYTES):
-            answers = self._accepted([[b"EXISTS", self._prefix + key.tobytes()] for key in keys[part]])
-            found += [answer == 1 for answer in answers]
+            names = self._full_names(keys[part], self._segments(keys[part]))
+            found += [answer == 1 for answer in self._accepted([[b"EXISTS", name] for name in names])]
         return np.array(found, np.bool_)
+
+    # ---- quotas ----
+
+    def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
+        """Limit the blocks of one tenant, in all processes; see `ExternalStore.set_quota`."""
+        check_quota(tenant, num_blocks)
+        self._require_quotas()
+        name = self._tenant(tenant)
+        self._enforce(name, num_blocks)
+        with self._lock:
+            self._quotas[name] = num_blocks
+
+    def quota(self, tenant: bytes) -> tuple[int, int] | None:
+        """Return what a tenant keeps here, by whichever process, and its quota; see `ExternalStore.quota`."""
+        check_quota(tenant)
+        self._require_quotas()
+        held, most = self._accepted(self._lists[0].quota(self._tenant(tenant)))
+        return None if most is None else (int(held or 0), int(most))
+
+    def _require_quotas(self) -> None:
+        self._keys_of([])
+        if not self.keeps_quotas:
+            raise quotaless()
+        with self._lock:
+            if self._closed:
+                raise StoreError("the store is closed")
+
+    def _enforce(self, name: bytes, num_blocks: int | None) -> None:
+        while self._accepted([self._lists[0].set_quota(name, num_blocks)])[0]:
+            pass
+
+    def _tenant(self, tenant: bytes) -> bytes:
+        """Return the name by which the server knows a tenant: it does not tell the salt."""
+        name = self._tenants.get(tenant)
+        if name is None:
+            name = self._tenants[tenant] = self._digest_of(b"BLKYTENANT1", tenant)[:16]
+            if len(self._tenants) > self.num_slots:
+                del self._tenants[next(iter(self._tenants))]
+        return name
+
+    # ---- what the server has lost ----
+
+    def _repair(self, number: int, *, is_swept: bool, has_quotas: bool) -> None:
+        """Have a thread look for blocks that no list has, and set quotas again that the server has lost."""
+        is_lost = not has_quotas and any(quota is not None for quota in self._quotas.values())
+        if is_swept and not is_lost:
+            return
+        with self._lock:
+            if not is_swept:
+                self._to_sweep.add(number)
+            if self._is_sweeping or self._closed:
+                return
+            self._is_sweeping = True
+        start_worker("blockyard-sweep", self._sweep, lambda: None)
+
+    def _sweep(self) -> None:
+        try:
+            with self._lock:
+                quotas, segments, self._to_sweep = dict(self._quotas), self._to_sweep, set()
+            for name, quota in quotas.items():
+                self._enforce(name, quota)
+            for number in segments:
+                self._sweep_segment(self._lists[number])
+        except Exception as error:  # noqa: BLE001 (a later put asks for it again)
+            with self._lock:
+                self._note(error)
+        finally:
+            with self._lock:
+                self._is_sweeping = False
+
+    def _sweep_segment(self, lists: Lists) -> None:
+        if self._accepted([lists.begin_sweep(_SWEEP_SECONDS)])[0] is None:
+            return
+        length = len(lists.prefix) + 32
+        record = self._prefix + self._record_key.tobytes()
+        for found in self._scan(lists.prefix):
+            names = [name[-32:] for name in found if len(name) == length and name != record]
+            for start in range(0, len(names), _SCANNED):
+                self._accepted([lists.go_on_sweeping(_SWEEP_SECONDS), lists.adopt(names[start : start + _SCANNED])])
+            if self._closed:
+                return
+        self._accepted([lists.end_sweep()])
+
+    def _scan(self, prefix: bytes) -> Iterator[list[bytes]]:
+        """Go through the names that begin with a prefix."""
+        tag = prefix.partition(b"{")[2].partition(b"}")[0]
+        if tag:
+            slot = crc_hqx(tag, 0) % _SLOTS
+            yield self._accepted([[b"CLUSTER", b"GETKEYSINSLOT", b"%d" % slot, b"%d" % _MOST_IN_SLOT]])[0] or []
+            return
+        cursor = b"0"
+        while True:
+            cursor, names = self._accepted([[b"SCAN", cursor, b"MATCH", prefix + b"*", b"COUNT", b"%d" % _SCANNED]])[0]
+            yield names
+            if cursor == b"0":
+                return
 
     def _ask(self) -> None:
         self._accepted([[b"EXISTS", self._prefix]])
@@ -322,51 +498,27 @@ class RedisStore(RemoteStore):
     def _disconnect(self) -> None:
         self._client.close()
 
-    def _trim(self, count: int) -> None:
-        """Drop what was not used for longest of so many blocks, until they fit."""
-        while count > self.num_slots:
-            most = b"%d" % min(count - self.num_slots, _KEYS)
-            (dropped,) = self._run([[b"ZPOPMIN", self._order, most]])
-            if not isinstance(dropped, list) or not dropped:
-                return
-            names = dropped[::2]  # each is followed by its time
-            answers = self._run([[b"UNLINK", self._prefix + name] for name in names])
-            self._note_lost(None, [name for name, answer in zip(names, answers, strict=True) if answer is None])
-            count -= len(names)
-
-    def _take_unlisted(self) -> list[bytes]:
-        """Return the names that could not be put into the list so far."""
-        if not self._unlisted:
-            return []
-        with self._lock:
-            names, self._unlisted = self._unlisted, []
-        return names
-
-    def _note_lost(self, why: str | None, unlisted: Sequence[bytes] = ()) -> None:
-        """Note that nodes of a cluster do not answer, and names to be put into the list later."""
-        if why is None and not unlisted:
-            return
-        with self._lock:
-            if why is not None:
+    def _note_lost(self, why: str | None) -> None:
+        """Note why nodes of a cluster do not answer, or why blocks were refused."""
+        if why is not None:
+            with self._lock:
                 self._note(self._public(StoreError(why)))
-            self._unlisted = [*self._unlisted, *unlisted][-self.num_slots :]
 
-    def _used(self, names: list[bytes], option: bytes = b"") -> list[bytes]:
-        """Return the command that notes a use of blocks: the server counts, as clocks of processes differ."""
-        return [b"EVAL", _USE, b"1", self._order, option, *names]
-
-    def _run(self, commands: list[list[bytes]]) -> list[Any]:
-        """Run commands. Returns an answer each, or the error with which the server refused."""
-        answers: list[Any] = self._call(self._client.run, commands)
-        return answers
+    def _run(self, commands: list[list[bytes]]) -> tuple[list[Any], str | None]:
+        """Run commands. Returns the answers, which may be refusals, and why nodes of a cluster do not answer."""
+        ran: tuple[list[Any], str | None] = self._call(self._client.run, commands)
+        return ran
 
     def _accepted(self, commands: list[list[bytes]]) -> list[Any]:
         """Run commands, none of which may be refused."""
-        answers = self._run(commands)
+        answers, _ = self._run(commands)
+        self._refuse_errors(answers)
+        return answers
+
+    def _refuse_errors(self, answers: list[Any]) -> None:
         for answer in answers:
             if isinstance(answer, StoreError):
                 raise self._public(answer)
-        return answers
 
     def _call(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
