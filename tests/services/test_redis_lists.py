@@ -34,7 +34,7 @@ class ListsMachine(RuleBasedStateMachine):
     client: "redis.Redis"
 
     @initialize(capacity=st.integers(1, 30), has_quotas=st.booleans())
-    def start(self, capacity: int, has_quotas: bool):  # noqa: FBT001
+    def start(self, capacity: int, has_quotas: bool):
         self.client.flushall()
         self.has_quotas = has_quotas
         self.lists = Lists(PREFIX, capacity, has_quotas=has_quotas)
@@ -58,12 +58,12 @@ class ListsMachine(RuleBasedStateMachine):
         assert swept or not was_empty, "a list that was empty may have been lost"
 
     @rule(tenant=TENANT, path=PATH, first=st.integers(0, DEPTH - 1), owned=st.booleans())
-    def put_a_chain(self, tenant: bytes, path: tuple[int, ...], first: int, owned: bool):  # noqa: FBT001
+    def put_a_chain(self, tenant: bytes, path: tuple[int, ...], first: int, owned: bool):
         first = min(first, len(path) - 1)
         self.put([(tenant, path[: length + 1]) for length in range(first, len(path))], owned=owned)
 
     @rule(blocks=BLOCKS, owned=st.booleans())
-    def put_any(self, blocks: list[tuple[bytes, tuple[int, ...]]], owned: bool):  # noqa: FBT001
+    def put_any(self, blocks: list[tuple[bytes, tuple[int, ...]]], owned: bool):
         self.put(blocks, owned=owned)
 
     @rule(blocks=BLOCKS)
@@ -105,7 +105,7 @@ class ListsMachine(RuleBasedStateMachine):
             return
         model, client = self.model, self.client
         assert client.zrange(PREFIX + b"order", 0, -1) == model.order()
-        stored = {name[-32:] for name in client.keys() if len(name) == len(PREFIX) + 32}
+        stored = {name[-32:] for name in client.scan_iter() if len(name) == len(PREFIX) + 32}
         assert stored == set(model.uses)
         assert len(stored) <= model.capacity
         owners = {name: (owner[:16], owner[16:]) for name, owner in client.hgetall(PREFIX + b"owners").items()}

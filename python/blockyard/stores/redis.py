@@ -22,8 +22,8 @@ Percent signs decode user and password, which no message shows. The client is th
   counts, in one step with each put (`blockyard.stores.redis_lists`). A value is checked whole before it is a hit; a
   damaged one is deleted.
 - Quotas of tenants are kept by a server, not by a cluster.
-- Give the server's `maxmemory` room for `size` and some 300 bytes a block: what the server drops by itself may be one of
-  the lists that keep the bounds.
+- Give the server's `maxmemory` room for `size` and some 300 bytes a block: what the server drops by itself may be a list
+  that keeps a bound.
 - Cluster: name any of its nodes. Blocks are spread over 64 segments on all nodes, each with its part of `size`; a batch
   is a round trip to each node. Blocks of a node that fails are misses, and are not stored, until it or another serves
   their slots. The first batch to notice waits for a third of `deadline`. Give the servers
@@ -453,17 +453,25 @@ class RedisStore(RemoteStore):
     def _sweep(self) -> None:
         try:
             with self._lock:
-                quotas, segments, self._to_sweep = dict(self._quotas), self._to_sweep, set()
+                quotas = dict(self._quotas)
             for name, quota in quotas.items():
                 self._enforce(name, quota)
-            for number in segments:
-                self._sweep_segment(self._lists[number])
+            while self._sweep_one():
+                pass
         except Exception as error:  # noqa: BLE001 (a later put asks for it again)
             with self._lock:
                 self._note(error)
-        finally:
-            with self._lock:
                 self._is_sweeping = False
+
+    def _sweep_one(self) -> bool:
+        """Sweep a segment. Returns False, and the thread counts no more, when none is left."""
+        with self._lock:
+            self._is_sweeping = bool(self._to_sweep) and not self._closed
+            if not self._is_sweeping:
+                return False
+            number = self._to_sweep.pop()
+        self._sweep_segment(self._lists[number])
+        return True
 
     def _sweep_segment(self, lists: Lists) -> None:
         if self._accepted([lists.begin_sweep(_SWEEP_SECONDS)])[0] is None:
