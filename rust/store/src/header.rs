@@ -43,6 +43,9 @@ pub fn keyed_checksum(key: &[u8; 32], bytes: &[u8]) -> [u8; 16] {
 /// One page of the format: magic, version, fields, checksum.
 type Page = [u8; PAGE];
 
+/// Full key of a block.
+pub(crate) type Key = [u8; 32];
+
 /// Whom a block of a keyed store counts for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Owner {

@@ -5,12 +5,10 @@
 //! - a slot is live if its generation is at least `floor`; so raising the floor forgets every key in O(1);
 //! - the reuse order links every slot once.
 
+pub(crate) use crate::header::Key;
 use crate::header::Owner;
 use crate::quotas::{Ledger, Quotas, Verdict};
 use std::collections::HashMap;
-
-/// Full key of a block.
-pub(crate) type Key = [u8; 32];
 
 /// No slot, at the ends of the reuse order.
 const NONE: u32 = u32::MAX;

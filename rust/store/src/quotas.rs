@@ -1,4 +1,4 @@
-//! Which tenant each block counts for, and what goes when one is beyond its quota. [`crate::index::Index`] owns this.
+//! Which tenant each block counts for, and what goes when one is beyond its quota. The index owns this.
 //!
 //! A tenant's *leaves* go first: blocks that no stored block of the tenant names as its parent. Of the leaves the least
 //! recently used goes. So a prompt that is longer than its quota keeps its beginning.
@@ -8,8 +8,7 @@
 //! - a tenant has an entry while it has a block, and the entry has ranks while there is a quota;
 //! - no tenant has more blocks than its quota, except between [`Quotas::limit`] and the removals that must follow.
 
-use crate::header::Owner;
-use crate::index::Key;
+use crate::header::{Key, Owner};
 use std::collections::{BTreeSet, HashMap};
 
 /// No tenant.

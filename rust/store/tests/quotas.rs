@@ -5,7 +5,6 @@
 #[expect(dead_code, reason = "shared with other tests")]
 mod disk;
 #[path = "common/keyed.rs"]
-#[expect(dead_code, reason = "shared with other tests")]
 mod keyed;
 
 use blockyard_store::{Error, Geometry, Miss, Owner, SlabStore, StoreOptions};

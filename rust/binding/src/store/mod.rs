@@ -520,8 +520,10 @@ fn owners_of(value: &Bound<'_, PyAny>, count: usize) -> PyResult<Vec<Owner>> {
         if (shape[0], shape[1]) == (count, 32) { Ok(bytes) } else { Err(refused()) }
     };
     let (tenants, parents) = (rows("owners.tenants", &tenants)?, rows("owners.parents", &parents)?);
-    let pairs = tenants.as_chunks::<32>().0.iter().zip(parents.as_chunks::<32>().0);
-    Ok(pairs.map(|(&tenant, &parent)| Owner { tenant, parent }).collect())
+    let owner = |(tenant, parent): (&[u8], &[u8])| {
+        Some(Owner { tenant: tenant.try_into().ok()?, parent: parent.try_into().ok()? })
+    };
+    Ok(tenants.chunks_exact(32).zip(parents.chunks_exact(32)).filter_map(owner).collect())
 }
 
 /// The error for an argument that is not the array it must be; says what it is.
