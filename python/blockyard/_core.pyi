@@ -1882,6 +1882,8 @@ class SlabStore:
         use: str = "swap",
         revision: str = "",
     ) -> SlabStore: ...
+
+    keeps_quotas: ClassVar[bool]
     @property
     def num_slots(self) -> int:
         """Blocks that the store can hold; in swap space its slots, numbered from 0."""
@@ -1914,7 +1916,12 @@ class SlabStore:
         """
     def submit_read(self, slots: NDArray[np.int64]) -> int:
         """Start to read blocks: `slots` int64 `[n]`. Returns a ticket. See `ExternalStore.submit_read`."""
-    def submit_put(self, keys: NDArray[np.uint8] | _Each[bytes], rows: NDArray[np.uint8]) -> int:
+    def submit_put(
+        self,
+        keys: NDArray[np.uint8] | _Each[bytes],
+        rows: NDArray[np.uint8],
+        owners: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None,
+    ) -> int:
         """Start to store blocks under their keys: `keys` uint8 `[n, 32]` or 32 bytes each, `rows` uint8
         `[n, bytes_per_block]`. The bytes are copied before this returns a ticket. See `ExternalStore.submit_put`.
         """
@@ -1928,7 +1935,12 @@ class SlabStore:
         """Start to read blocks straight into `rows` if these are whole pages, else when the ticket is collected.
         See `ExternalStore.lend_read`.
         """
-    def lend_put(self, keys: NDArray[np.uint8] | _Each[bytes], rows: NDArray[np.uint8]) -> int:
+    def lend_put(
+        self,
+        keys: NDArray[np.uint8] | _Each[bytes],
+        rows: NDArray[np.uint8],
+        owners: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None,
+    ) -> int:
         """Start to store blocks straight from `rows`, else as `submit_put`. See `ExternalStore.lend_write`."""
     def lend_get(self, keys: NDArray[np.uint8] | _Each[bytes], rows: NDArray[np.uint8]) -> int:
         """Start to read blocks by key straight into `rows`, else as `submit_get`. See `ExternalStore.lend_read`."""
@@ -1938,6 +1950,12 @@ class SlabStore:
         """Whether each key has a block, bool `[n]`; nothing is read. See `ExternalStore.contains`."""
     def forget(self, revision: str | None = None) -> None:
         """Forget every key, now and for later processes; waits for the disk. See `ExternalStore.forget`."""
+    def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
+        """Limit the blocks of one tenant and drop those beyond; waits for the disk. The quota ends with this store. Its
+        blocks count in later ones too. See `ExternalStore.set_quota`.
+        """
+    def quota(self, tenant: bytes) -> tuple[int, int] | None:
+        """Blocks that count for a tenant, and its quota; None without a quota. See `ExternalStore.quota`."""
     def event_fd(self) -> int:
         """File descriptor, readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`."""
     def poll(self) -> list[int]:

@@ -98,7 +98,12 @@ class StripedStore(ExternalStore):
         check_out(rows, (len(slots), self.bytes_per_block))
         return self._read(slots, rows)
 
-    def submit_put(self, keys: Keys, rows: Rows, owners: Owners | None = None) -> int:  # noqa: ARG002 (no quotas)
+    def submit_put(
+        self,
+        keys: Keys,
+        rows: Rows,
+        owners: Owners | None = None,  # noqa: ARG002 (no quota spans the disks)
+    ) -> int:
         """Start to store blocks under their keys. See `ExternalStore`."""
         found = self._check_keys(keys)
         self._check_rows(rows, len(found))

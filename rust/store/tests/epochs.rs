@@ -204,7 +204,7 @@ impl World {
         }
         let mut numbers = BTreeMap::from([(FIRST, FIRST)]);
         let mut number = |old: &mut u8| {
-            let next = u8::try_from(numbers.len()).expect("few numbers");
+            let next = u8::try_from(numbers.len()).unwrap_or(u8::MAX);
             *old = *numbers.entry(*old).or_insert(next);
         };
         let processes = self.processes.iter_mut();
