@@ -366,42 +366,6 @@ def test_a_scheduler_loads_prompts_near_the_head_and_admits_others_meanwhile(
     cache.close()
 
 
-@pytest.mark.parametrize("host", [40, 0])
-def test_a_tenant_loses_its_own_least_recently_used_blocks_beyond_its_quota(tmp_path: Path, host: int):
-    url, mine, other = f"file://{tmp_path}/kv?size=1MiB", b"tenant a", b"tenant b"
-    with checked(url, device=40, host=host) as cache:
-        assert cache.prefixes.quota(mine) is None
-        cache.prefixes.set_quota(mine, 3 * WIDTH + 5)
-        for stream, salt in ((9, other), (1, mine), (2, mine)):
-            cache.serve(tokens(stream, 9), salt)
-            assert cache.prefixes.wait(60)
-        assert cache.prefixes.quota(mine) == (3 * WIDTH, 3 * WIDTH)
-        assert (cache.prefixes.stats.written_blocks, cache.prefixes.stats.deleted_blocks) == (6, 1)
-        cache.serve(tokens(3, 33), mine)
-        assert cache.prefixes.wait(60)
-        assert cache.prefixes.stats.unwritten_blocks == 5, "eight blocks are too many for a quota of three"
-        cache.serve(tokens(1, 9), mine)
-    with checked(url, device=40, host=host) as cache:
-        cache.prefixes.set_quota(mine, 2 * WIDTH)
-        found = [cache.fetch(tokens(stream, 33), mine).tokens for stream in (1, 2, 3)]
-        assert found == [0, 0, 12], "the end of a chain goes before its beginning"
-        assert cache.fetch(tokens(9, 9), other).tokens == 8
-        assert cache.prefixes.wait(60)
-        assert cache.prefixes.quota(mine) == (2 * WIDTH, 2 * WIDTH), "what is loaded counts"
-    with checked(url, device=40, host=host) as cache:
-        assert cache.fetch(tokens(3, 33), mine).tokens == 8
-        cache.prefixes.set_quota(mine, 0)
-        cache.serve(tokens(4, 9), mine)
-        assert cache.prefixes.wait(60)
-        assert cache.prefixes.stats.written_blocks == 0
-        cache.prefixes.set_quota(mine, None)
-        cache.serve(tokens(5, 9), mine)
-        assert cache.prefixes.wait(60)
-        assert cache.prefixes.quota(mine) == (2 * WIDTH, None)
-        with pytest.raises(InvalidArgumentError, match="num_bytes is -1, must be at least 0"):
-            cache.prefixes.set_quota(mine, -1)
-
-
 def test_blocks_that_are_read_for_the_store_are_there_for_a_prompt_that_needs_them(monkeypatch: pytest.MonkeyPatch):
     medium: Medium = {}
     with checked(keyed(medium), device=16, host=0) as cache:
