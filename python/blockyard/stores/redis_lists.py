@@ -91,7 +91,8 @@ end
 _OWNING: Final = """
 local function own(name, score, tenant, parent)
   local quota = tonumber(redis.call('HGET', quotas, tenant))
-  if not quota then return end
+  -- A block before it in the batch may have taken its place.
+  if not quota or not redis.call('ZSCORE', order, name) then return end
   if parent ~= '' and not redis.call('ZSCORE', order, parent) then score = 0 end
   if redis.call('HSETNX', owners, name, tenant .. parent) == 1 then
     redis.call('HINCRBY', held, tenant, 1)
