@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import select
+import time
+from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import engine_drivers
+import numpy as np
 import pytest
 import torch
+from cache_program import open_files, own_threads
+from engine_drivers import FaultyStore
 from interrupts import Interrupt, sweep
 
+from blockyard.integrations import objects
 from blockyard.integrations.nano import BlockManager
+from blockyard.stores import register
 
 SIZE, BLOCKS = 4, 8
 ERRORS = [KeyboardInterrupt, MemoryError]
+PATIENCE = 10.0
 T = TypeVar("T")
+
+register("faulty")(FaultyStore)
 
 
 def every(*many: object) -> list[object]:
@@ -183,3 +195,93 @@ def test_an_exception_at_any_place_of_a_nano_block_manager_loses_no_block(error:
             NanoEngine(interrupt).run()
 
     assert swept(("integrations/nano.py",), run, error, most) > 60
+
+
+# ---- engines that keep objects in a prefix store ----
+
+
+def settled(check: Callable[[], object], what: str) -> None:
+    until = time.monotonic() + PATIENCE
+    while not check():
+        assert time.monotonic() < until, what
+        time.sleep(0.001)
+
+
+class LMCacheEngine(Caller):
+    """Operations of each kind; each that was begun ends once, and loads bring the right bytes or none."""
+
+    keys = ("a", "b", "c")
+
+    def __init__(self, interrupt: Interrupt, module: Any) -> None:
+        super().__init__(interrupt)
+        FaultyStore.media.clear()
+        self.connector = module.BlockyardConnector(url="faulty://lmcache", kv_dtype="float16", part="4KiB")
+        random = np.random.default_rng(0)
+        self.data = [random.integers(0, 256, 9000, dtype=np.uint8) for _ in self.keys]
+        self.begun: list[int] = []
+        self.ended: Counter[int] = Counter()
+        self.found: dict[int, list[bool]] = {}
+
+    def run(self) -> None:
+        submit = self.connector
+        self.wait(self.begin(submit.submit_batch_set, self.keys, [memoryview(row) for row in self.data]))
+        self.load()
+        self.wait(self.begin(submit.submit_batch_delete, ["a"]))
+        self.wait(self.begin(submit.submit_batch_exists, self.keys))
+        whole = []
+        for _ in range(3):
+            stored = self.wait(self.begin(submit.submit_batch_set, self.keys, [memoryview(row) for row in self.data]))
+            whole.append(all(stored + self.load()))
+        assert any(whole[1:]), "what was not stored or found before is not now"
+        store = submit._objects._store
+        settled(lambda: not (store.stats().pending_bytes or store._open), "the store keeps memory for a batch")
+        last = [self.begin(submit.submit_batch_exists, self.keys) for _ in range(4)]
+        self.call(submit.close)
+        submit.close()
+        self.drain()
+        assert set(self.ended) >= {*self.begun, *last}
+        assert len(self.ended) <= len(self.begun) + 1, "only one call was interrupted after it had begun"
+
+    def begin(self, submit: Callable[..., int], *arguments: object) -> int:
+        self.begun.append(self.call(submit, *arguments))
+        return self.begun[-1]
+
+    def wait(self, ticket: int) -> list[bool]:
+        while ticket not in self.ended:
+            assert select.select([self.connector.event_fd()], [], [], PATIENCE)[0], "nothing ended"
+            self.drain()
+        return self.found[ticket]
+
+    def drain(self) -> None:
+        for ticket, ok, error, found in self.call(self.connector.drain_completions):
+            self.ended[ticket] += 1
+            self.found[ticket] = found
+            assert ok != bool(error)
+            assert self.ended[ticket] == 1, "an operation has ended twice"
+
+    def load(self) -> list[bool]:
+        rows = np.full((len(self.keys), 9000), 7, np.uint8)
+        found = self.wait(self.begin(self.connector.submit_batch_get, self.keys, [memoryview(row) for row in rows]))
+        for ok, row, data in zip(found, rows, self.data, strict=True):
+            assert not ok or np.array_equal(row, data), "a wrong byte"
+        return found
+
+
+@pytest.mark.parametrize("most", every(25))
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_exception_at_any_place_of_lmcaches_connector_ends_every_operation_once(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], most: int
+):
+    monkeypatch.setattr(objects, "_MISSED_SECONDS", 0.0)
+    monkeypatch.setattr(FaultyStore, "fault", "")
+
+    def run(interrupt: Interrupt) -> None:
+        before = own_threads()
+        with interrupt.installed():
+            LMCacheEngine(interrupt, module).run()
+        settled(lambda: not own_threads() - before, "a thread is left")
+
+    with engine_drivers.lmcache() as module:
+        opened = open_files()
+        assert swept(("lmcache/connector.py", "integrations/objects.py"), run, error, most) > 60
+        assert open_files() <= opened, "a descriptor is left"
