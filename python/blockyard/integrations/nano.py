@@ -13,13 +13,21 @@ pass that to `allocate(seq, n)`, and call `hash_blocks(seq)` after each step. No
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 from blockyard import _core
 from blockyard.engine.engine import CacheEngine
-from blockyard.errors import InvalidArgumentError, LayoutError, SequenceStateError, UnknownSequenceError
+from blockyard.errors import (
+    InvalidArgumentError,
+    LayoutError,
+    SequenceStateError,
+    UnknownSequenceError,
+    UnknownTicketError,
+)
 from blockyard.layout.kv import KVLayout
+from blockyard.workers import keep
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,6 +97,9 @@ class BlockManager:
     are computed are shared; two that were computed twice become one, so block tables may change at any call here: the
     lists are written in place, and to be read when a step is run.
 
+    Any call may raise, or be interrupted: make it again, or `deallocate` its sequence. Sequences that lost blocks then,
+    and those whose moves fail, have no room for another token: engines preempt them, and compute them again.
+
     Args:
         num_blocks: blocks of the KV tensor.
         block_size: token slots in a block.
@@ -110,6 +121,12 @@ class BlockManager:
         self.executor: Carrier | None = None
         self.moves = 0
         self._running: dict[int, _Running] = {}
+        self._lost: set[int] = set()  # sequences that can only be deallocated
+        # What a call has taken from the manager; if it is torn, it raised before it gave all of that back.
+        self._torn = False
+        self._decisions: list[_core.StepDecision] = []
+        self._opened: list[_core.Sequence] = []
+        self._pins: list[tuple[int, int]] = []
         self.manager = self._make_manager(0)
         if kv_cache is not None:
             self.attach(kv_cache, host_blocks=host_blocks, moves=moves)
@@ -174,7 +191,10 @@ class BlockManager:
 
         With host blocks, what the sequence is about to evict is copied to the host here.
         """
-        return Fit(self._fit(_tokens(seq)))
+        self._begin()
+        fit = Fit(self._fit(_tokens(seq)))
+        self._torn = False
+        return fit
 
     def allocate(self, seq: NanoSequence, num_cached_blocks: int | None = None) -> None:
         """Give a sequence blocks for all its tokens: writes its `block_table` and `num_cached_tokens`.
@@ -189,22 +209,28 @@ class BlockManager:
             SequenceStateError: a cached block could not be brought back from the host.
         """
         tokens = _tokens(seq)
+        self._begin()
         self._check_new(seq, len(tokens))
         if num_cached_blocks is None:
             self._fit(tokens)
         elif (cached := self._cached(tokens)) != num_cached_blocks and self.manager.can_allocate(tokens):
             # Making room on the host a second time could evict what `can_allocate` has counted.
             raise InvalidArgumentError(f"num_cached_blocks is {num_cached_blocks}, {cached} are cached: ask again")
-        sequence = self.manager.allocate(tokens)
+        sequence = keep(self._opened, self.manager.allocate, tokens)
         handle, hit = int(sequence), sequence.cached_tokens
         try:
             self._land([handle])
+            entry = _Running(seq, handle, len(tokens), len(tokens), hit, 0, hit + self.block_size)
+            self._show(entry)
+            seq.num_cached_tokens = hit
+            self._running[id(seq)] = entry
+            del self._opened[:]
         except BaseException:
-            self.manager.free([handle])
+            self._running.pop(id(seq), None)
+            seq.block_table.clear()
+            self._mend()
             raise
-        entry = self._running[id(seq)] = _Running(seq, handle, len(tokens), len(tokens), hit, 0, hit + self.block_size)
-        self._show(entry)
-        seq.num_cached_tokens = hit
+        self._torn = False
 
     def deallocate(self, seq: NanoSequence) -> None:
         """Take a sequence's blocks back: empties its `block_table`, and sets `num_cached_tokens` to 0.
@@ -214,26 +240,36 @@ class BlockManager:
         Raises:
             UnknownSequenceError: its blocks are not from here.
         """
-        entry = self._entry(seq) if seq.block_table or id(seq) in self._running else None
+        self._begin()
+        entry = self._running.get(id(seq))
+        if entry is None and seq.block_table:
+            raise _unknown(seq)
         if entry is not None:
-            self._publish(entry, self._certain(entry, len(seq)))
+            if entry.handle not in self._lost:
+                self._publish(entry, self._certain(entry, len(seq)))
             self.manager.free([entry.handle])
-            del self._running[id(seq)]
-        seq.block_table.clear()
+            self._forget(entry)
         seq.num_cached_tokens = 0
         if entry is not None and self.moves:
-            self.defragment(max_moves=self.moves)
+            self._defragment("dense", 0, self.moves)
+        self._torn = False
 
     # ---- tokens ----
 
     def can_append(self, seq: NanoSequence) -> bool:
         """Say whether there are blocks for the tokens that a sequence got since the last call.
 
+        There are none for a sequence that has lost blocks: deallocate it, and compute it again.
+
         Raises:
             UnknownSequenceError: it has no blocks from here.
             InvalidArgumentError: it has fewer tokens than it had.
         """
+        if self._torn:
+            self._mend()
         entry, tokens = self._entry(seq), len(seq)
+        if entry.handle in self._lost:
+            return False
         if entry.tokens <= tokens <= entry.slots:
             return True
         return self._wanted(entry, tokens) <= self.manager.pool().num_free
@@ -244,19 +280,25 @@ class BlockManager:
         Raises:
             OutOfBlocksError: too few blocks are free.
             UnknownSequenceError: it has no blocks from here.
+            SequenceStateError: it has lost blocks: deallocate it, and compute it again.
             InvalidArgumentError: it has fewer tokens than it had.
         """
-        entry, tokens = self._entry(seq), len(seq)
+        if self._torn:
+            self._mend()
+        entry, tokens = self._whole(seq), len(seq)
         certain = self._certain(entry, tokens)
         if not entry.tokens <= tokens <= entry.slots:
+            self._torn = True
             wanted = self._wanted(entry, tokens)
             if wanted <= self.manager.pool().num_free:
                 self._offload(wanted)
             self._tell(entry, tokens)
             self._show(entry)
+            self._torn = False
         entry.tokens = tokens
         if certain > entry.computed:
             self._publish(entry, certain)
+            self._torn = False
 
     def hash_blocks(self, seq: ScheduledSequence) -> None:
         """Let others find the blocks that this step has filled.
@@ -265,9 +307,12 @@ class BlockManager:
 
         Raises:
             UnknownSequenceError: it has no blocks from here.
+            SequenceStateError: it has lost blocks: deallocate it, and compute it again.
             InvalidArgumentError: more tokens would be computed than the sequence has.
         """
-        entry = self._entry(seq)
+        if self._torn:
+            self._mend()
+        entry = self._whole(seq)
         computed = seq.num_cached_tokens
         if computed == entry.computed:
             computed += seq.num_scheduled_tokens
@@ -275,6 +320,7 @@ class BlockManager:
             raise InvalidArgumentError(f"{computed} tokens are computed, the sequence has blocks for {entry.tokens}")
         if computed > entry.computed:
             self._publish(entry, computed)
+            self._torn = False
 
     def defragment(self, goal: Goal = "dense", number: int = 0, *, max_moves: int = 512) -> int:
         """Move blocks of the KV tensor towards a goal, and rewrite the block tables of the sequences that have them.
@@ -296,6 +342,67 @@ class BlockManager:
         """
         if self.executor is None:
             raise SequenceStateError("blocks are to be moved, and no KV tensor is attached")
+        self._begin()
+        moved = self._defragment(goal, number, max_moves)
+        self._torn = False
+        return moved
+
+    # ---- after an exception ----
+
+    def _begin(self) -> None:
+        """Begin a call that takes from the manager, after the last one has ended or is mended."""
+        if self._torn:
+            self._mend()
+        self._torn = True
+
+    def _mend(self) -> None:
+        """Give back what a call that raised had taken, and have every sequence as the manager has it."""
+        self._end_decisions(None)  # what landed is not known
+        self._land(())  # what was decided before blocks change hands
+        for pin, _ in self._pins:
+            with suppress(UnknownTicketError):
+                self.manager.pins.unpin(pin)
+        self._pins.clear()
+        handles = {entry.handle for entry in self._running.values()}
+        for sequence in self._opened:
+            if int(sequence) not in handles:
+                with suppress(UnknownSequenceError):
+                    self.manager.free([int(sequence)])
+        self._opened.clear()
+        for entry in list(self._running.values()):
+            self._restore(entry)
+        self._torn = False
+
+    def _restore(self, entry: _Running) -> None:
+        """Have a sequence as the manager has it."""
+        try:
+            self._show(entry)
+            entry.named = self.manager.num_tokens(entry.handle)
+            self.manager.block_tables([entry.handle])
+        except UnknownSequenceError:  # it was being deallocated
+            self._forget(entry)
+        except SequenceStateError:
+            self._lost.add(entry.handle)
+
+    def _end_decisions(self, lost: list[_core.Pairs] | None) -> set[int]:
+        """End what was decided; give the sequences that have lost blocks."""
+        gone: set[int] = set()
+        for decision in self._decisions:
+            with suppress(UnknownTicketError):
+                gone.update(self.manager.fail(decision.ticket, lost).tolist())
+        self._lost |= gone
+        self._decisions.clear()
+        return gone
+
+    def _forget(self, entry: _Running) -> None:
+        """Forget a sequence that the manager has freed."""
+        self._lost.discard(entry.handle)
+        entry.sequence.block_table.clear()
+        self._running.pop(id(entry.sequence), None)
+
+    # ---- below the surface ----
+
+    def _defragment(self, goal: Goal, number: int, max_moves: int) -> int:
         # What the step before wrote counts as being filled; here it is queued, and moves come after it.
         self._land(())
         self._land(())
@@ -306,8 +413,6 @@ class BlockManager:
         for entry in self._running.values():
             self._show(entry)
         return self.stats.moved_blocks - before
-
-    # ---- below the surface ----
 
     def _make_manager(self, host_blocks: int) -> _core.BlockManager:
         # Pins last for one call and hold a prompt's cached blocks: never all blocks.
@@ -332,7 +437,13 @@ class BlockManager:
     def _entry(self, seq: NanoSequence) -> _Running:
         entry = self._running.get(id(seq))
         if entry is None:
-            raise UnknownSequenceError(f"a sequence of {len(seq)} tokens has no blocks from here")
+            raise _unknown(seq)
+        return entry
+
+    def _whole(self, seq: NanoSequence) -> _Running:
+        entry = self._entry(seq)
+        if entry.handle in self._lost:
+            raise SequenceStateError(f"a sequence of {len(seq)} tokens has lost blocks: it can only be deallocated")
         return entry
 
     def _blocks(self, tokens: int) -> int:
@@ -356,11 +467,12 @@ class BlockManager:
         blocks = self._blocks(len(tokens))
         if self._short(blocks):
             # Its own cached blocks stay where they are.
-            pin, held = self.manager.pins.pin_prompt(tokens, 0)
+            pin, held = keep(self._pins, self.manager.pins.pin_prompt, tokens, 0)
             try:
                 self._offload(blocks - held // self.block_size)
             finally:
                 self.manager.pins.unpin(pin)
+                self._pins.clear()
         return self._cached(tokens)
 
     def _cached(self, tokens: list[int]) -> int:
@@ -383,18 +495,17 @@ class BlockManager:
         Raises:
             SequenceStateError: one of these sequences has lost blocks; it can only be freed.
         """
-        decision = self.manager.take_decision()
-        if not len(decision):
-            self.manager.complete(decision.ticket)
-            return
-        if self.executor is None:
-            raise SequenceStateError(f"{len(decision)} blocks are to be moved, and no KV tensor is attached")
+        decision = keep(self._decisions, self.manager.take_decision)
+        lost: list[_core.Pairs] | None = None
         try:
-            lost = self.executor.execute(decision)
-        except BaseException:
-            self.manager.fail(decision.ticket)
-            raise
-        gone = set(self.manager.fail(decision.ticket, lost).tolist()).intersection(handles)
+            if not len(decision):
+                lost = []
+            elif self.executor is None:
+                raise SequenceStateError(f"{len(decision)} blocks are to be moved, and no KV tensor is attached")
+            else:
+                lost = self.executor.execute(decision)
+        finally:
+            gone = self._end_decisions(lost).intersection(handles)
         if gone:
             raise SequenceStateError(f"{sum(map(len, lost))} of {len(decision)} blocks did not reach the device")
 
@@ -402,11 +513,12 @@ class BlockManager:
         """Note that the first tokens of a sequence are computed."""
         entry.computed = max(entry.computed, computed)
         if entry.computed >= entry.full:
-            entry.full = (entry.computed // self.block_size + 1) * self.block_size
+            self._torn = True
             self._tell(entry, entry.computed)
             self._land(())
             self.manager.mark_computed([entry.handle], [entry.computed])
             self._show(entry)
+            entry.full = (entry.computed // self.block_size + 1) * self.block_size
 
     def _tell(self, entry: _Running, tokens: int) -> None:
         """Append the tokens up to these."""
@@ -423,3 +535,7 @@ class BlockManager:
 
 def _tokens(seq: NanoSequence) -> list[int]:
     return seq.token_ids[: len(seq)]
+
+
+def _unknown(seq: NanoSequence) -> UnknownSequenceError:
+    return UnknownSequenceError(f"a sequence of {len(seq)} tokens has no blocks from here")

@@ -16,6 +16,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -25,10 +26,11 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError
-from blockyard.stores import ExternalStore, StoreStats, open_store
+from blockyard.stores import Completion, ExternalStore, StoreStats, open_store
 from blockyard.stores.value import is_damage
+from blockyard.workers import keep
 
-__all__ = ["MissedKeys", "ObjectStore", "require_one", "store_url"]
+__all__ = ["MissedKeys", "ObjectStore", "collect", "require_one", "store_url"]
 
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = b"blockyard objects 2"
@@ -68,6 +70,18 @@ class MissedKeys:
     def __contains__(self, key: bytes) -> bool:
         with self._lock:
             return self._until.get(key, 0.0) > time.monotonic()
+
+
+def collect(store: ExternalStore, submit: Callable[..., int], *arguments: object) -> Completion:
+    """Submit a batch to a store and wait for its answer. If either raises, the store gives the batch up."""
+    tickets: list[int] = []
+    try:
+        return store.wait(keep(tickets, submit, *arguments))
+    except BaseException:
+        for ticket in tickets:
+            with suppress(Exception):  # it has been collected
+                store.wait(ticket, 0.0)
+        raise
 
 
 def require_one(root_dir: str | None, url: str | None) -> None:
@@ -152,7 +166,7 @@ class ObjectStore:
         """Store the blocks of objects, but of those that are there already, and delete what was there first."""
         names, counts = self._names(keys, sizes), [self._parts(size) for size in sizes]
         firsts = np.cumsum([0, *counts[:-1]])
-        found = self._store.wait(self._store.submit_get([names[first] for first in firsts]))
+        found = collect(self._store, self._store.submit_get, [names[first] for first in firsts])
         stored = found.ok & (found.rows[:, :_HEADER] == rows[firsts, :_HEADER]).all(axis=1)
         if len(names) > len(keys) and stored.any():
             there = self._store.contains(names)
@@ -163,13 +177,13 @@ class ObjectStore:
         left = np.flatnonzero(np.repeat(~stored & is_known, counts))
         if len(left):
             ok = np.ones(len(names), np.bool_)
-            ok[left] = self._store.wait(self._store.submit_delete([names[place] for place in left])).ok
+            ok[left] = collect(self._store, self._store.submit_delete, [names[place] for place in left]).ok
             # Under a key that could not be deleted, the old block would stay.
             gone = np.repeat([bool(part.all()) for part in self._split(ok, sizes)], counts)
             left = left[gone[left]]
         if len(left):
             chosen = rows if len(left) == len(rows) else rows[left]
-            ok[left] = self._store.wait(self._store.submit_put([names[place] for place in left], chosen)).ok
+            ok[left] = collect(self._store, self._store.submit_put, [names[place] for place in left], chosen).ok
             stored = np.array([bool(part.all()) for part in self._split(ok, sizes)]) & is_known
         return [bool(one) for one in stored]
 
@@ -181,7 +195,7 @@ class ObjectStore:
         for first, last, _ in self._batches(sizes):
             names = self._names(keys[first:last], sizes[first:last])
             try:
-                found = self._store.wait(self._store.submit_get(names))
+                found = collect(self._store, self._store.submit_get, names)
                 parts = self._split(found.ok, sizes[first:last])
                 rows = self._split(found.rows, sizes[first:last])
                 damaged = self._split(np.array([is_damage(reason) for reason in found.reasons]), sizes[first:last])
@@ -193,7 +207,7 @@ class ObjectStore:
                     elif ok[0] and (damaged[index - first].any() or (ok.all() and _length(data) == sizes[index])):
                         bad.append(_name(keys[index], 0))  # a part is damaged, or of another object
                 if bad:
-                    self._store.wait(self._store.submit_delete(bad))
+                    collect(self._store, self._store.submit_delete, bad)
             except Exception:  # noqa: BLE001 (a load that failed is a miss)
                 _LOG.exception("%d objects could not be loaded", last - first)
             self._missed.add(_name(keys[index], 0) for index in range(first, last) if not loaded[index])
@@ -220,7 +234,7 @@ class ObjectStore:
     def delete(self, keys: Sequence[str]) -> list[bool]:
         """Delete objects, known by their first blocks; return which are deleted. The rest is evicted in time."""
         try:
-            done = self._store.wait(self._store.submit_delete([_name(key, 0) for key in keys]))
+            done = collect(self._store, self._store.submit_delete, [_name(key, 0) for key in keys])
             return [bool(ok) for ok in done.ok]
         except Exception:  # noqa: BLE001 (the caller counts it)
             _LOG.exception("%d objects were not deleted", len(keys))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 
 import numpy as np
@@ -22,6 +25,23 @@ __all__ = ["BlockyardConnector"]
 
 _LOG = logging.getLogger(__name__)
 _LOADERS = 4
+_Completion = tuple[int, bool, str, list[bool]]
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    ticket: int
+    work: Callable[[], list[bool]]
+    count: int
+    is_put: bool
+    found: list[bool] = field(default_factory=list)
+    error: str = "the operation was given up"
+
+    def completion(self) -> _Completion:
+        found, error = self.found or [False] * self.count, self.error
+        if self.is_put and not all(found):
+            error = error or f"{found.count(False)} of {self.count} objects were not stored"
+        return self.ticket, not error, error, found
 
 
 class BlockyardConnector:
@@ -72,11 +92,12 @@ class BlockyardConnector:
                 "revision": revision,
             },
         )
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # A file closes its descriptor once, however often it is closed.
+        self._event = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
         self._ids = itertools.count(1)
-        self._changed = threading.Lock()
-        self._done: list[tuple[int, bool, str, list[bool]]] = []
-        self._waiting: dict[int, int] = {}  # ids that have not begun, and how many keys each has
+        self._changed = threading.RLock()  # an operation that ends at once ends within `_submit`
+        self._open: dict[int, _Operation] = {}  # those whose completions were not drained
+        self._done: list[_Completion] = []
         self._closed = False
         # What waits for storage never queues before lookups, nor stores before loads.
         self._lookups = ThreadPoolExecutor(1, "blockyard-lmcache-lookup")
@@ -85,7 +106,7 @@ class BlockyardConnector:
 
     def event_fd(self) -> int:
         """Return the file descriptor that is readable while there are completions to drain."""
-        return self._event
+        return self._event.fileno()
 
     def submit_batch_get(self, keys: Sequence[str], memoryviews: Sequence[memoryview]) -> int:
         """Start to load objects, each into its memory, which is written only by a whole object; return an id."""
@@ -117,16 +138,21 @@ class BlockyardConnector:
         names = list(keys)
         return self._submit(self._stores, lambda: self._objects.delete(names), len(names))
 
-    def drain_completions(self) -> list[tuple[int, bool, str, list[bool]]]:
+    def drain_completions(self) -> list[_Completion]:
         """Return what has ended since the last call: id, whether it succeeded, an error, and which keys did.
 
-        A lookup, load or deletion succeeds with any number of keys, a store only with all: so LMCache reads it.
+        A lookup, load or deletion succeeds with any number of keys, a store only with all: so LMCache reads it. One
+        thread at a time calls this.
         """
         with self._changed:
-            if not self._closed:  # else its number may be another file's
+            count = len(self._done)
+            done = list({completion[0]: completion for completion in self._done}.values())
+            for completion in done:
+                self._open.pop(completion[0], None)
+            if not self._event.closed:
                 with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._event)
-            done, self._done = self._done, []
+                    os.eventfd_read(self._event.fileno())
+        del self._done[:count]  # last: what this call does not return, the next one does
         return done
 
     def close(self) -> None:
@@ -135,18 +161,14 @@ class BlockyardConnector:
         What is given up has failed; `drain_completions` says so.
         """
         with self._changed:
-            if self._closed:
-                return
             self._closed = True
         for pool in (self._lookups, self._loads, self._stores):
             pool.shutdown(cancel_futures=True)
         self._objects.close()
+        for operation in list(self._open.values()):
+            self._end(operation)
         with self._changed:
-            self._done += [
-                (ticket, False, "the connector is closed", [False] * count) for ticket, count in self._waiting.items()
-            ]
-            self._waiting.clear()
-            os.close(self._event)
+            self._event.close()
 
     def _submit(
         self, pool: ThreadPoolExecutor, work: Callable[[], list[bool]], count: int, *, is_put: bool = False
@@ -154,25 +176,37 @@ class BlockyardConnector:
         with self._changed:
             if self._closed:
                 raise StoreError("the connector is closed")
-            ticket = next(self._ids)
-            self._waiting[ticket] = count
-            pool.submit(self._run, ticket, work, count, is_put)
-        return ticket
+            operation = _Operation(next(self._ids), work, count, is_put)
+            self._open[operation.ticket] = operation
+            try:
+                future = pool.submit(self._run, operation)
+                # Whatever raises in the thread, at any place, the operation ends. So it does when it is cancelled.
+                future.add_done_callback(partial(self._end, operation))
+            except BaseException:
+                self._open.pop(operation.ticket, None)  # it waits for the lock, and will not begin
+                raise
+        return operation.ticket
 
-    def _run(self, ticket: int, work: Callable[[], list[bool]], count: int, is_put: bool) -> None:  # noqa: FBT001
-        error = ""
+    def _run(self, operation: _Operation) -> None:
         with self._changed:
-            del self._waiting[ticket]
+            if operation.ticket not in self._open:
+                return
         try:
-            found = work()
+            operation.found = operation.work()
+            operation.error = ""
         except Exception as caught:  # noqa: BLE001 (LMCache waits for a completion)
-            _LOG.exception("operation %d failed", ticket)
-            found, error = [False] * count, repr(caught)
-        if is_put and not all(found):
-            error = error or f"{found.count(False)} of {count} objects were not stored"
+            operation.error = repr(caught)
+            _LOG.exception("operation %d failed", operation.ticket)
+        finally:
+            self._end(operation)
+
+    def _end(self, operation: _Operation, _future: Future[None] | None = None) -> None:
+        """Complete an operation, unless that is done. It may be noted twice until it is drained."""
         with self._changed:
-            self._done.append((ticket, not error, error, found))
-            os.eventfd_write(self._event, 1)  # `close` waits for this
+            if operation.ticket in self._open and not self._event.closed:
+                self._done.append(operation.completion())
+                os.eventfd_write(self._event.fileno(), 1)
+                self._open.pop(operation.ticket, None)
 
 
 def _rows(keys: Sequence[str], views: Sequence[memoryview]) -> list[NDArray[np.uint8]]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 
 from blockyard._core import SlabStore
+from blockyard.integrations.objects import collect
 from blockyard.integrations.vllm.hints import read_hints
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager
@@ -225,7 +226,7 @@ class ExternalTier:
     def _load(self, keys: list[OffloadKey], epoch: bytes, resets: int) -> None:
         staged: set[OffloadKey] = set()
         try:
-            entry = self._store.wait(self._store.submit_get(self._digests(keys, epoch)))
+            entry = collect(self._store, self._store.submit_get, self._digests(keys, epoch))
             good = [place for place, ok in enumerate(entry.ok) if ok]
             staged = self._stage([keys[place] for place in good], [entry.rows[place] for place in good], resets)
         finally:
@@ -278,7 +279,7 @@ class ExternalTier:
             if len(new):
                 rows = [part[chunks[new]] for part in self._parts]
                 block = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
-                entry = self._store.wait(self._store.submit_put([digests[place] for place in new], block))
+                entry = collect(self._store, self._store.submit_put, [digests[place] for place in new], block)
                 done = int(np.count_nonzero(entry.ok))
         finally:
             self._offload.complete_load(keys)

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.objects import MissedKeys
+from blockyard.integrations.objects import MissedKeys, collect
 from blockyard.stores import open_store
 from blockyard.stores.value import is_damage
 
@@ -187,7 +187,7 @@ class BlockyardTier(SecondaryTierManager):
         for part in self._parts(len(keys)):
             rows = self._rows[chunks[part]]
             digests = _digests(keys[part])
-            entry = self._store.wait(self._store.submit_put(digests, rows))
+            entry = collect(self._store, self._store.submit_put, digests, rows)
             self._missed.drop(digest for digest, ok in zip(digests, entry.ok, strict=True) if ok)
             done += [key for key, ok in zip(keys[part], entry.ok, strict=True) if ok]
         return _Outcome(done, len(done) * self._rows.shape[1])
@@ -198,7 +198,7 @@ class BlockyardTier(SecondaryTierManager):
             digests = _digests(keys[part])
             bad: list[bytes] = []
             try:
-                entry = self._store.wait(self._store.submit_get(digests))
+                entry = collect(self._store, self._store.submit_get, digests)
                 ok = entry.ok
                 bad = [digest for digest, reason in zip(digests, entry.reasons, strict=True) if is_damage(reason)]
                 self._rows[chunks[part][ok]] = entry.rows[ok]
@@ -210,7 +210,7 @@ class BlockyardTier(SecondaryTierManager):
                 _LOG.warning("%d chunks could not be loaded, %d are damaged", len(ok) - int(ok.sum()), len(bad))
                 self._missed.add(digest for digest, good in zip(digests, ok, strict=True) if not good)
             if bad:
-                self._store.wait(self._store.submit_delete(bad))
+                collect(self._store, self._store.submit_delete, bad)
         return _Outcome(done, len(done) * self._rows.shape[1])
 
     def _parts(self, count: int) -> Iterable[slice]:
