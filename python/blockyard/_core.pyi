@@ -559,7 +559,7 @@ class StoreJob:
         """The blocks, int64 `[n]`."""
     @property
     def tenants(self) -> NDArray[np.int64]:
-        """Number of each block's tenant, int64 `[n]`; 0 for one without a number, see `tenant`."""
+        """Each block's tenant, uint8 `[n, 32]`: SHA-256 of its salt, zeros for prompts without a salt."""
     @property
     def awaited(self) -> int:
         """Of a load: blocks of its prompt that other loads are bringing."""
@@ -1707,7 +1707,6 @@ class RedisClient:
         username, password: None for none.
         db: number of the database.
         ca, cert, key: PEM files for `"tls"`: authorities of the server's certificate; our own.
-        prefix: what names of values begin with.
         connect_timeout: most seconds that connecting takes.
         timeout: most seconds that the server may be silent.
     Raises:
@@ -1740,17 +1739,21 @@ class RedisClient:
         lengths: _Each[int] | None = None,
         first: _Each[_Each[bytes]] | None = None,
     ) -> tuple[NDArray[np.bool_], list[Any], str | None]:
-        """Store values.
+        """Store values, all of them or in groups.
+
+        The values of a group and its command are one transaction at the server: the command runs last, and nobody sees a
+        part. In a cluster, all keys of a group must be in the slot of its first name.
 
         Args:
-            keys: uint8 `[n, 32]` or 32 bytes each.
+            names: bytes each.
             rows: uint8 `[n, width]`.
             ttl_ms: milliseconds after which the server drops them.
             lengths: bytes of each row that count.
-            first: commands, as for `run`, that run before in the same round trip.
+            sizes: values of each group, in their order; they add up to n. None for no groups.
+            last: the command of each group, words of bytes.
         Returns:
-            Whether the server took each, bool `[n]`, the answers to `first`, and None or why nodes of a cluster do not
-            answer.
+            Whether the server took each value, bool `[n]`, the answers to `last`, and None or why nodes of a cluster do
+            not answer.
         Raises:
             StoreError: the server does not answer, or no node of the cluster.
         """
@@ -1767,11 +1770,11 @@ class RedisClient:
         taken, and zeros follow it.
 
         Args:
-            keys: uint8 `[n, 32]` or 32 bytes each.
+            names: bytes each.
             out: uint8 `[n, width]`, C-contiguous.
             varies: whether values may be shorter than rows.
             head_bytes: first bytes of each value that do not go into `out`, 0 to 4096.
-            first: as for `put`.
+            first: commands, as for `run`, that run before in the same round trip.
         Returns:
             Whether there was a value, bool `[n]`, the first bytes of each, uint8 `[n, head_bytes]`, zeros for none, the
             answers to `first`, and None or why nodes of a cluster do not answer.
@@ -1782,10 +1785,11 @@ class RedisClient:
         """Run commands in one round trip; in a cluster in one to each node.
 
         Args:
-            commands: words of bytes each, at least one. In a cluster, the second is the key, or the fourth of `EVAL`.
+            commands: words of bytes each, at least one. In a cluster, the second is the key, or the fourth of
+                `EVAL`; the third of `CLUSTER` is the slot.
         Returns:
             An answer each: an int, bytes, None or a list; or the StoreError with which the server refused. None also
-            where the node of a cluster does not answer.
+            where the node of a cluster does not answer. Then None, or why nodes do not answer.
         Raises:
             StoreError: the server does not answer, or no node of the cluster.
         """

@@ -14,7 +14,7 @@ from servers import Server, serving, serving_cluster
 
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
 from blockyard.stores import ExternalStore, Owners, open_store
-from blockyard.stores.redis_lists import SEGMENTS
+from blockyard.stores.redis.lists import SEGMENTS
 
 WIDTH = 500
 TENANT = hashlib.sha256(b"a tenant").digest()

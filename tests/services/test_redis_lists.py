@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from listed_blocks import ListedBlocks
 from servers import Server, serving
 
-from blockyard.stores.redis_lists import Lists
+from blockyard.stores.redis.lists import Lists
 
 PREFIX = b"blockyard:0011223344556677:"
 TENANTS = [bytes([number]) * 16 for number in range(3)]

@@ -121,7 +121,8 @@ FACETS: dict[str, Callable[[blockyard.BlockManager], Any]] = {
 
 CLIENT: dict[str, Any] = dict.fromkeys(("ca", "cert", "key", "password", "username"))
 CLIENT |= {"cluster": False, "varies": False, "head_bytes": 1, "transport": "tcp", "host": "127.0.0.1", "port": 1}
-CLIENT |= {"connect_timeout": 0.1, "ttl_ms": 10, "lengths": [512], "prefix": b"", "db": 0, "commands": [[b"PING"]]}
+CLIENT |= {"connect_timeout": 0.1, "ttl_ms": 10, "lengths": [512], "db": 0, "commands": [[b"PING"]]}
+CLIENT |= {"names": [b"name"], "sizes": [1]}
 # A valid value for a parameter of that name; where a callable wants another, under `Class.method.parameter`.
 # A function of no argument is called for each call, one of an argument gets the object whose method it is.
 VALID: dict[str, Any] = {
@@ -336,7 +337,7 @@ VALID: dict[str, Any] = {
     "Pairs.ids": PAIR,
     "Pairs.src": "device",
     "PrefixCachingAllocator.eviction": "released",
-    **{f"RedisClient.{name}": value for name, value in (CLIENT | {"first": CLIENT["commands"]}).items()},
+    **{f"RedisClient.{name}": value for name, value in (CLIENT | dict.fromkeys(("first", "last"), CLIENT["commands"])).items()},
     **dict.fromkeys(("RedisClient.out", "RedisClient.rows"), lambda: np.zeros((1, 512), np.uint8)),
     "SlabStore.lend_read.slots": lambda: np.array([1]),
     "SlabStore.lend_write.slots": lambda: np.array([1]),

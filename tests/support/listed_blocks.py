@@ -1,4 +1,4 @@
-"""A plain model of what a Redis store lists: `blockyard.stores.redis_lists` in sets and sorts, without a server."""
+"""A plain model of what a Redis store lists: `blockyard.stores.redis.lists` in sets and sorts, without a server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ListedBlocks:
         """Put a batch of blocks. Returns which were not kept."""
         self._use(names)
         for name, (tenant, parent) in zip(names, owners or (), strict=False):
-            if tenant in self.quotas:
+            if tenant in self.quotas and name in self.uses:  # one before it in the batch may have taken its place
                 self._own(name, tenant, parent)
         self._drop_beyond()
         return [index for index, name in enumerate(names) if name not in self.uses]

@@ -19,7 +19,7 @@ from shared_blocks import Plan
 
 from blockyard.stores import object_store, redis, threaded, value
 from blockyard.stores.epochs import Epoch
-from blockyard.stores.redis_lists import Lists
+from blockyard.stores.redis.lists import Lists
 
 __all__ = ["plant"]
 

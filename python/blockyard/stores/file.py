@@ -49,11 +49,12 @@ from numpy.typing import NDArray
 
 from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
-from blockyard.stores.base import Completion, ExternalStore, Owners, StoreURL, Use, parse_size
+from blockyard.stores.base import Completion, ExternalStore, Owners, Use
 from blockyard.stores.codec import Codec, MacKey
 from blockyard.stores.epochs import EPOCH_BYTES, Epoch, Record
 from blockyard.stores.remote import RemoteStore
 from blockyard.stores.striped import StripedStore
+from blockyard.stores.url import StoreURL, parse_size
 from blockyard.workers import cache_folder
 
 __all__ = ["SlabStore", "open_file"]

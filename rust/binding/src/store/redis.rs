@@ -87,8 +87,8 @@ impl PyRedisClient {
 
     /// Store values, all of them or in groups.
     ///
-    /// The values of a group and its command are one transaction at the server: the command runs last, and nobody sees a
-    /// part. In a cluster, all keys of a group must be in the slot of its first name.
+    /// The values of a group and its command are one transaction at the server: the command runs last, and nobody
+    /// sees a part. In a cluster, all keys of a group must be in the slot of its first name.
     ///
     /// Args:
     ///     names: bytes each.

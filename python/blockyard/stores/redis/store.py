@@ -1,53 +1,19 @@
-"""The Redis store: blocks on a Redis or Valkey server, for one process or shared by machines.
-
-    redis://[[user]:password@]host[:port]?size=2GiB&ttl=3600&db=0&threads=4&memory=1GiB&deadline=2
-    rediss://host?size=2GiB&ca=/etc/ca.pem&cert=/etc/cert.pem&key=/etc/key.pem
-    unix:///run/redis.sock?size=2GiB
-    redis+cluster://host:6379?size=2GiB        rediss+cluster://host?size=2GiB&ca=/etc/ca.pem
-
-| option | meaning | default |
-|---|---|---|
-| `size` | most bytes of blocks and headers under this namespace | what `num_slots` need |
-| `ttl` | seconds after which the server drops a block that was not put again; 0 for never | 0; swap 86400 |
-| `db` | number of the database; a cluster has one | 0 |
-| `threads` | connections that work at once, 1 to 64 | 4 |
-| `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
-| `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 2 |
-| `ca`, `cert`, `key` | PEM files for `rediss`: authorities of the server's certificate; our own | the system's; none |
-
-Percent signs decode user and password, which no message shows. The client is the crate `redis`, in `blockyard._core`.
-
-- Swap space: keys of this store alone, which are deleted when it is closed, or after `ttl`.
-- Prefix store: shared by every process with this namespace. A full one drops the least recently used blocks: the server
-  counts, in one step with each put (`blockyard.stores.redis_lists`). A value is checked whole before it is a hit; a
-  damaged one is deleted.
-- Quotas of tenants are kept by a server, not by a cluster.
-- Give the server's `maxmemory` room for `size` and some 300 bytes a block: what the server drops by itself may be a list
-  that keeps a bound.
-- Cluster: name any of its nodes. Blocks are spread over 64 segments on all nodes, each with its part of `size`; a batch
-  is a round trip to each node. Blocks of a node that fails are misses, and are not stored, until it or another serves
-  their slots. The first batch to notice waits for a third of `deadline`. Give the servers
-  `cluster-require-full-coverage no`: else all refuse once one is lost.
-  - While the node is lost that says whether another process called `forget`, there are only misses.
-
-All keys of a prefix store begin with `blockyard:` and 16 digits of the namespace, in a cluster `blockyard:{` and the
-digits. Decision 0023 has the format and the choice of client.
-"""
+"""`RedisStore`: blocks on a Redis or Valkey server or cluster; `blockyard.stores.redis` describes it."""
 
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
-from urllib.parse import unquote, urlsplit
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import RedisClient
 from blockyard.errors import StoreError, StoreFullError
-from blockyard.stores.base import ExternalStore, Owners, StoreURL, Use, check_quota, quotaless
+from blockyard.stores.base import ExternalStore, Owners, Use, check_quota, quotaless
 from blockyard.stores.epochs import Epoch, Record
-from blockyard.stores.redis_lists import SEGMENTS, Lists
-from blockyard.stores.remote import SIZE, RemoteStore, batched, count, positive, seconds
+from blockyard.stores.redis.lists import SEGMENTS, Lists
+from blockyard.stores.redis.url import RedisURL, read_url
+from blockyard.stores.remote import RemoteStore, batched
 from blockyard.stores.value import HEADER
 from blockyard.workers import start_worker
 
@@ -68,65 +34,6 @@ redis.call('SET', KEYS[1], ARGV[2])
 return ARGV[2]
 """
 _NODES_LOST: Final = 3  # of a cluster, that a batch may notice one after the other before its deadline
-
-
-class RedisURL(NamedTuple):
-    """What a URL of the Redis store says."""
-
-    parts: StoreURL
-    client: dict[str, Any]  # options of `RedisClient`
-    size: int | None
-    ttl: float | None
-    threads: int
-    memory: int
-    deadline: float
-
-    def __repr__(self) -> str:
-        return f"RedisURL({self.parts.url!r})"
-
-
-def read_url(url: str) -> RedisURL:
-    """Read a URL with the scheme `redis`, `rediss` or `unix`; nothing is opened.
-
-    Raises:
-        StoreURLError: the URL is malformed; the message shows the part that is wrong, but no password.
-    """
-    parts = StoreURL.parse(url)
-    split = urlsplit(url)
-    transport, _, cluster = split.scheme.partition("+")
-    client: dict[str, Any] = {
-        "cluster": bool(cluster),
-        "username": unquote(split.username) if split.username else None,
-        "password": unquote(split.password) if split.password else None,
-        "db": 0 if cluster else parts.take("db", count(0, 1 << 31), 0, "0 or more"),
-    }
-    if transport == "unix":
-        if split.hostname or not parts.path.startswith("/"):
-            parts.reject(split.hostname or parts.path, "must be the absolute path of a socket: unix:///run/redis.sock")
-        client |= {"transport": "unix", "host": parts.path}
-    else:
-        if not split.hostname:
-            parts.reject(parts.host, "must name a host: redis://host:6379")
-        if parts.path not in {"", "/"}:
-            parts.reject(parts.path, "is not part of the URL; write ?db=1 for a database")
-        try:
-            client |= {"host": split.hostname, "port": split.port or 6379}
-        except ValueError:
-            parts.reject(parts.host, "has a port that is none")
-    if transport == "rediss":
-        files = {name: parts.take(name, str, None, "a path") for name in ("ca", "cert", "key")}
-        client |= {"transport": "tls", **files}
-    found = RedisURL(
-        parts,
-        client,
-        size=parts.take("size", positive, 0, SIZE) or None,
-        ttl=parts.take("ttl", seconds(0, 1e9), None, "0 to 1e9 seconds"),
-        threads=parts.take("threads", count(1, 64), 4, "1 to 64"),
-        memory=parts.take("memory", positive, 1 << 30, SIZE),
-        deadline=parts.take("deadline", seconds(0.05, 86_400), 2.0, "0.05 to 86400 seconds"),
-    )
-    parts.finish("size, ttl, db, threads, memory, deadline and, for rediss, ca, cert, key")
-    return found
 
 
 def open_redis(
