@@ -117,8 +117,8 @@ class _Write:
 class PrefixStore:
     """Loads blocks from a prefix store before their prompts are admitted, and writes blocks to it.
 
-    Only `wait`, `close`, `forget`, `set_quota` and `quota` wait. All calls come from one thread at a time, that of the engine. The manager must not
-    have cached anything yet.
+    Only `wait`, `close`, `forget`, `set_quota` and `quota` wait. All calls come from one thread at a time, that of the
+    engine. The manager must not have cached anything yet.
 
     Args:
         manager: of the blocks, with prefix caching, one cache group and no window.
