@@ -558,8 +558,11 @@ class StoreJob:
     def blocks(self) -> NDArray[np.int64]:
         """The blocks, int64 `[n]`."""
     @property
-    def tenants(self) -> NDArray[np.int64]:
+    def tenants(self) -> NDArray[np.uint8]:
         """Each block's tenant, uint8 `[n, 32]`: SHA-256 of its salt, zeros for prompts without a salt."""
+    @property
+    def parents(self) -> NDArray[np.uint8]:
+        """Key of the block before each in its prompt, uint8 `[n, 32]`; zeros for the first."""
     @property
     def awaited(self) -> int:
         """Of a load: blocks of its prompt that other loads are bringing."""
@@ -649,14 +652,6 @@ class StoreJobs:
             False if a call has taken blocks meanwhile: what was read must not be stored.
         Raises:
             UnknownTicketError: there is no such write, or it has ended.
-        """
-    def tenant(self, salt: bytes | None) -> int:
-        """Return the number under which jobs name a tenant from now on: blocks that were cached earlier stay without.
-
-        Args:
-            salt: the tenant; None for prompts without a salt.
-        Raises:
-            InvalidArgumentError: 65535 tenants have numbers, or prefix caching is off.
         """
 
 @final
@@ -1741,8 +1736,8 @@ class RedisClient:
     ) -> tuple[NDArray[np.bool_], list[Any], str | None]:
         """Store values, all of them or in groups.
 
-        The values of a group and its command are one transaction at the server: the command runs last, and nobody sees a
-        part. In a cluster, all keys of a group must be in the slot of its first name.
+        The values of a group and its command are one transaction at the server: the command runs last, and nobody
+        sees a part. In a cluster, all keys of a group must be in the slot of its first name.
 
         Args:
             names: bytes each.

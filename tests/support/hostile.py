@@ -337,7 +337,10 @@ VALID: dict[str, Any] = {
     "Pairs.ids": PAIR,
     "Pairs.src": "device",
     "PrefixCachingAllocator.eviction": "released",
-    **{f"RedisClient.{name}": value for name, value in (CLIENT | dict.fromkeys(("first", "last"), CLIENT["commands"])).items()},
+    **{
+        f"RedisClient.{name}": value
+        for name, value in (CLIENT | dict.fromkeys(("first", "last"), CLIENT["commands"])).items()
+    },
     **dict.fromkeys(("RedisClient.out", "RedisClient.rows"), lambda: np.zeros((1, 512), np.uint8)),
     "SlabStore.lend_read.slots": lambda: np.array([1]),
     "SlabStore.lend_write.slots": lambda: np.array([1]),
