@@ -316,6 +316,24 @@ def test_prompts_that_share_a_beginning_read_it_once():
         assert cache.manager.prefix.lookup([*tokens(1, 16), 7]).tokens == 16
 
 
+@pytest.mark.parametrize("host", [8, 0])
+def test_a_block_that_did_not_come_is_not_loaded_in_place_of_one_that_another_prompt_brought(host: int):
+    """Both prompts read block 1; the longer one has block 2, too, which the store lacks. Each may be the first to load."""
+    medium: dict[bytes, NDArray[np.uint8]] = {}
+    store = KeyedStore(medium, bytes_per_block=WIDTH)
+    store.num_slots = 12
+    with contextlib.closing(CheckedCache(store)) as cache:
+        cache.serve(tokens(0, 8))
+    for _ in range(5):
+        store = KeyedStore(medium, bytes_per_block=WIDTH)
+        store.num_slots = 12
+        with contextlib.closing(CheckedCache(store, host=host, prefix_writes="never")) as cache:
+            fetches = [cache.prefixes.prefetch(tokens(0, count)) for count in (5, 9, 13)]
+            assert cache.prefixes.wait(60, until=lambda fetches=fetches: all(fetch.done for fetch in fetches))  # type: ignore[misc]
+            cache.check()
+            assert cache.serve(tokens(0, 13)) == 8
+
+
 def test_a_store_that_breaks_every_rule_costs_misses_alone():
     medium: Medium = {}
     with checked(keyed(medium)) as cache:

@@ -425,7 +425,8 @@ class PrefixStore:
             self._finish(fetch, "no_room" if len(self._missing(fetch.prompt)) else "")
             return
         fetch.job, fetch.state = job, "copying"
-        blocks, rows, fetch.landed = _rows_of(job, task.keys, task.answer.rows)
+        # The job may have later blocks of the prompt than those that came: another prefetch has brought these meanwhile.
+        blocks, rows, fetch.landed = _rows_of(job, task.keys[:count], task.answer.rows[:count])
         try:
             fetch._transfer = self._engine.submit_write(  # noqa: SLF001
                 job.tier,
@@ -583,11 +584,14 @@ def _tenant(salt: bytes | None) -> bytes:
 def _rows_of(
     job: StoreJob, keys: NDArray[np.uint8], rows: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_]]:
-    """Find the blocks of a job that were read: their ids, their rows, and which of the job's they are, bool `[n]`."""
+    """Find the blocks of a job that were read: their ids, their rows, and which of the job's they are, bool `[n]`.
+
+    `rows` are the blocks of `keys`; all of them came.
+    """
     count = len(job)
     if np.array_equal(job.keys, keys[:count]):
         return job.blocks, rows[:count], np.ones(count, np.bool_)
     # Blocks have come or gone since the keys were asked for.
-    index = {key.tobytes(): at for at, key in enumerate(keys[: len(rows)])}
+    index = {key.tobytes(): at for at, key in enumerate(keys)}
     at = np.array([index.get(key.tobytes(), -1) for key in job.keys])
     return job.blocks[at >= 0], np.ascontiguousarray(rows[at[at >= 0]]), at >= 0
