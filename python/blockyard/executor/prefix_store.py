@@ -425,7 +425,7 @@ class PrefixStore:
             self._finish(fetch, "no_room" if len(self._missing(fetch.prompt)) else "")
             return
         fetch.job, fetch.state = job, "copying"
-        # The job may have later blocks of the prompt than those that came: another prefetch has brought these meanwhile.
+        # The job has later blocks of the prompt if another prefetch has brought those that came.
         blocks, rows, fetch.landed = _rows_of(job, task.keys[:count], task.answer.rows[:count])
         try:
             fetch._transfer = self._engine.submit_write(  # noqa: SLF001
