@@ -318,7 +318,7 @@ def test_prompts_that_share_a_beginning_read_it_once():
 
 @pytest.mark.parametrize("host", [8, 0])
 def test_a_block_that_did_not_come_is_not_loaded_in_place_of_one_that_another_prompt_brought(host: int):
-    """Two prompts read block 1. The longer one wants block 2, too, which the store lacks. Either may be first to load."""
+    """Two prompts read block 1. The longer one wants block 2, too, which the store lacks. Either may load first."""
     medium: dict[bytes, NDArray[np.uint8]] = {}
     store = KeyedStore(medium, bytes_per_block=WIDTH)
     store.num_slots = 12
