@@ -4,62 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import select
-import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import engine_drivers
 import numpy as np
 import pytest
 import torch
+from adapter_calls import ERRORS, Caller, every, settled, swept
 from cache_program import open_files, own_threads
 from engine_drivers import FaultyStore
-from interrupts import Interrupt, sweep
+from interrupts import Interrupt
 
 from blockyard.integrations import objects
 from blockyard.integrations.nano import BlockManager
 from blockyard.stores import register
 
 SIZE, BLOCKS = 4, 8
-ERRORS = [KeyboardInterrupt, MemoryError]
 PATIENCE = 10.0
-T = TypeVar("T")
 
 register("faulty")(FaultyStore)
-
-
-def every(*many: object) -> list[object]:
-    """So many places, and in the slow run all of them."""
-    return [*many, pytest.param(1 << 30, marks=pytest.mark.slow)]
-
-
-def swept(files: tuple[str, ...], run: Callable[[Interrupt], None], error: type[BaseException], most: int) -> int:
-    """Sweep a program; returns how many places it has."""
-    places, raised = sweep(files, run, error, most=most, seed=len(files[0]))
-    assert raised > min(places, most) // 2
-    return places
-
-
-class Caller:
-    """Makes calls that are interrupted once, and makes that one again."""
-
-    def __init__(self, interrupt: Interrupt) -> None:
-        self.interrupt = interrupt
-
-    def attempt(self, function: Callable[..., T], *arguments: object) -> tuple[bool, T | None]:
-        """Make a call; returns whether it ended, and what it returned."""
-        try:
-            with self.interrupt.armed():
-                return True, function(*arguments)
-        except (KeyboardInterrupt, MemoryError):
-            if not self.interrupt.where:
-                raise
-        return False, None
-
-    def call(self, function: Callable[..., T], *arguments: object) -> T:
-        ended, found = self.attempt(function, *arguments)
-        return found if ended else function(*arguments)  # type: ignore[return-value]
 
 
 # ---- nano engines ----
@@ -198,13 +163,6 @@ def test_an_exception_at_any_place_of_a_nano_block_manager_loses_no_block(error:
 
 
 # ---- engines that keep objects in a prefix store ----
-
-
-def settled(check: Callable[[], object], what: str) -> None:
-    until = time.monotonic() + PATIENCE
-    while not check():
-        assert time.monotonic() < until, what
-        time.sleep(0.001)
 
 
 class LMCacheEngine(Caller):

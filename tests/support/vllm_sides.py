@@ -101,7 +101,7 @@ class Engine:
     def settle_store(self) -> None:
         """Wait until the external store has answered."""
         until = time.monotonic() + 30
-        while self.tier._open:
+        while self.tier.is_busy:
             assert time.monotonic() < until
             time.sleep(0.001)
 

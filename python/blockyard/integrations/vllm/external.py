@@ -21,8 +21,9 @@ from blockyard._core import SlabStore
 from blockyard.integrations.objects import collect
 from blockyard.integrations.vllm.hints import read_hints
 from blockyard.integrations.vllm.region import SharedRegion
-from blockyard.offload import OffloadManager
+from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.base import ExternalStore
+from blockyard.workers import keep
 
 __all__ = ["ExternalTier"]
 
@@ -40,6 +41,8 @@ _NOT_FORGOTTEN: Final = (
     "before the reset another revision"
 )
 
+_NOTHING: Final[list[Any]] = []  # in place of what was given back: this assignment cannot raise
+
 Report = Callable[[list[OffloadKey], list[OffloadKey]], None]
 
 
@@ -50,6 +53,20 @@ class _Request:
     until: float
     asked: set[OffloadKey] = field(default_factory=set)
     pending: set[OffloadKey] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """Work of a thread. The host chunks that it has are given back when it ends, or if that raises, by `_reap`."""
+
+    keys: list[OffloadKey]
+    held: list[NDArray[np.int32]] = field(default_factory=list)  # chunks that a write reads
+    stores: list[PreparedStore | None] = field(default_factory=list)  # chunks that a load fills
+    futures: list[Future[None]] = field(default_factory=list)  # none if submitting it has raised
+
+    @property
+    def is_ended(self) -> bool:
+        return all(future.done() for future in self.futures)
 
 
 @dataclass(slots=True)
@@ -101,14 +118,19 @@ class ExternalTier:
         self._state = threading.Lock()  # over all below; taken after `lock`, never before
         self._requests: dict[str, _Request] = {}
         self._wanted: dict[OffloadKey, None] = {}
-        self._coming: set[OffloadKey] = set()
+        self._coming: dict[OffloadKey, _Job] = {}
         self._absent: dict[OffloadKey, float] = {}
-        self._writing = 0
-        self._open: set[Future[None]] = set()
+        self._jobs: list[_Job] = []
         # Loads never queue behind stores.
         self._loads = ThreadPoolExecutor(2, "blockyard-vllm-external-load")
         self._stores = ThreadPoolExecutor(1, "blockyard-vllm-external-store")
         self.counts = Counts()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread has something to do."""
+        with self._state:
+            return not all(job.is_ended for job in self._jobs)
 
     # ---- lookups ----
 
@@ -141,15 +163,17 @@ class ExternalTier:
 
     def end_step(self, preempted: Sequence[str] = ()) -> None:
         """Start to read what was looked up in this step. Requests that were preempted may ask again."""
+        self._reap()
         with self._state:
             for req_id in preempted:
                 self._requests.pop(req_id, None)
             keys, self._wanted = list(self._wanted), {}
-            self._coming.update(keys)
             epoch, resets = self._epoch, self._resets
         for first in range(0, len(keys), self._batch):
-            part = keys[first : first + self._batch]
-            self._submit(self._loads, partial(self._load, part, epoch, resets))
+            job = self._add(_Job(keys[first : first + self._batch]))
+            with self._state:
+                self._coming.update(dict.fromkeys(job.keys, job))
+            self._submit(self._loads, job, partial(self._load, job, epoch, resets))
 
     def finish(self, context: ReqContext) -> None:
         """Forget what a request asked for: it has ended."""
@@ -162,16 +186,16 @@ class ExternalTier:
         """Start to write chunks that host memory holds; those that are too many at a time are left out."""
         if not self._region.is_complete or not self._has_forgotten:
             return
+        self._reap()
         with self._state:
-            room = max(0, self._most_writing - self._writing)
+            room = max(0, self._most_writing - sum(len(job.keys) for job in self._jobs if job.held))
             self.counts.not_written += max(0, len(keys) - room)
             keys = keys[:room]
-            self._writing += len(keys)
             epoch = self._epoch
         for first in range(0, len(keys), self._batch):
-            part = keys[first : first + self._batch]
-            chunks = self._offload.prepare_load(part)
-            self._submit(self._stores, partial(self._put, part, chunks, epoch))
+            job = self._add(_Job(keys[first : first + self._batch]))
+            chunks = keep(job.held, self._offload.prepare_load, job.keys)
+            self._submit(self._stores, job, partial(self._put, job, chunks, epoch))
 
     def reset(self, *, keep: bool, may_stage: bool) -> None:
         """Drop what is under way, and unless `keep` forget everything in the store: the weights may be others now.
@@ -194,7 +218,7 @@ class ExternalTier:
             epoch = self._epoch
         if not keep:
             # Of the writes before it, one that has begun ends first, and the others write nothing.
-            self._submit(self._stores, partial(self._forget, epoch))
+            self._submit(self._stores, self._add(_Job([])), partial(self._forget, epoch))
 
     def allow_staging(self) -> None:
         """Bring chunks to host memory again: the transfers that a reset met have ended."""
@@ -203,7 +227,7 @@ class ExternalTier:
     def close(self) -> None:
         """Let writes end for a while, and close the store; twice does nothing."""
         with self._state:
-            running = set(self._open)
+            running = [future for job in self._jobs for future in job.futures]
         wait(running, _CLOSE_SECONDS)
         if not self._has_forgotten:
             _LOG.error("the engine ends: %s", _NOT_FORGOTTEN)
@@ -211,6 +235,7 @@ class ExternalTier:
         self._stores.shutdown(wait=False, cancel_futures=True)
         self._store.close()
         self._region.close()
+        self._reap()
 
     # ---- in threads ----
 
@@ -223,24 +248,27 @@ class ExternalTier:
         with self._state:
             self._has_forgotten = epoch == self._epoch
 
-    def _load(self, keys: list[OffloadKey], epoch: bytes, resets: int) -> None:
+    def _load(self, job: _Job, epoch: bytes, resets: int) -> None:
+        keys = job.keys
         staged: set[OffloadKey] = set()
         try:
             entry = collect(self._store, self._store.submit_get, self._digests(keys, epoch))
             good = [place for place, ok in enumerate(entry.ok) if ok]
-            staged = self._stage([keys[place] for place in good], [entry.rows[place] for place in good], resets)
+            staged = self._stage(job, [keys[place] for place in good], [entry.rows[place] for place in good], resets)
         finally:
+            self._give_back(job)
             until = time.monotonic() + _ABSENT_SECONDS
             with self._state:
                 self.counts.loaded += len(staged)
                 self.counts.missed += len(keys) - len(staged)
                 if resets == self._resets:
-                    self._coming.difference_update(keys)
+                    for key in keys:
+                        self._coming.pop(key, None)
                     if len(self._absent) > _MOST_ABSENT:
                         self._absent.clear()
                     self._absent.update((key, until) for key in keys if key not in staged)
 
-    def _stage(self, keys: list[OffloadKey], rows: list[NDArray[np.uint8]], resets: int) -> set[OffloadKey]:
+    def _stage(self, job: _Job, keys: list[OffloadKey], rows: list[NDArray[np.uint8]], resets: int) -> set[OffloadKey]:
         """Copy verified chunks to host memory, as many as can have a chunk there; only then they are hits."""
         store = None
         deadline = int(time.monotonic() * 1000) + _STAGING_DEADLINE_MS
@@ -248,7 +276,7 @@ class ExternalTier:
             with self._lock:
                 if resets != self._resets:
                     return set()
-                store = self._offload.prepare_store(keys, deadline=deadline)
+                store = keep(job.stores, partial(self._offload.prepare_store, deadline=deadline), keys)
                 if store is not None:
                     self._report([], store.evicted)
                 else:
@@ -256,20 +284,19 @@ class ExternalTier:
         if store is None:
             return set()
         places = {key: place for place, key in enumerate(keys)}
-        success = False
-        try:
-            for key, chunk in zip(store.keys, store.chunks.tolist(), strict=True):
-                first = 0
-                for part in self._parts:
-                    np.copyto(part[chunk], rows[places[key]][first : first + part.shape[1]])
-                    first += part.shape[1]
-            success = True
-        finally:
-            with self._lock:
-                self._report(self._offload.complete_store(store.keys, success), [])
+        for key, chunk in zip(store.keys, store.chunks.tolist(), strict=True):
+            first = 0
+            for part in self._parts:
+                np.copyto(part[chunk], rows[places[key]][first : first + part.shape[1]])
+                first += part.shape[1]
+        with self._lock:
+            stored = self._offload.complete_store(store.keys)
+            job.stores = _NOTHING
+            self._report(stored, [])
         return set(store.keys)
 
-    def _put(self, keys: list[OffloadKey], chunks: NDArray[np.int32], epoch: bytes) -> None:
+    def _put(self, job: _Job, chunks: NDArray[np.int32], epoch: bytes) -> None:
+        keys = job.keys
         done, new = 0, np.arange(len(keys))
         try:
             if epoch != self._epoch:
@@ -282,26 +309,49 @@ class ExternalTier:
                 entry = collect(self._store, self._store.submit_put, [digests[place] for place in new], block)
                 done = int(np.count_nonzero(entry.ok))
         finally:
-            self._offload.complete_load(keys)
+            self._give_back(job)
             with self._state:
-                self._writing -= len(keys)
                 self.counts.written += done
                 self.counts.not_written += len(new) - done
                 for key in keys:
                     self._absent.pop(key, None)
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> None:
-        future = pool.submit(_logged, work)
-        with self._state:
-            self._open.add(future)
-        future.add_done_callback(self._ended)
+    def _give_back(self, job: _Job) -> None:
+        """Let go of the host chunks that a job has."""
+        if job.held:
+            self._offload.complete_load(job.keys)
+            job.held = _NOTHING
+        if job.stores:
+            with self._lock:
+                for store in job.stores:
+                    self._offload.complete_store([] if store is None else store.keys, success=False)
+                job.stores = _NOTHING
 
-    def _ended(self, future: Future[None]) -> None:
+    # ---- jobs ----
+
+    def _add(self, job: _Job) -> _Job:
         with self._state:
-            self._open.discard(future)
+            self._jobs.append(job)
+        return job
+
+    def _submit(self, pool: ThreadPoolExecutor, job: _Job, work: Callable[[], None]) -> None:
+        keep(job.futures, pool.submit, _logged, work)
+
+    def _reap(self) -> None:
+        """Forget the jobs that have ended, and give back what those have that could not."""
+        with self._state:
+            ended = [job for job in self._jobs if job.is_ended]
+        for job in ended:
+            self._give_back(job)
+        with self._state:
+            self._jobs = [job for job in self._jobs if job not in ended]
+            self._coming = (
+                {key: job for key, job in self._coming.items() if job not in ended} if ended else self._coming
+            )
 
     def _is_under_way(self, key: OffloadKey) -> bool:
-        return key in self._coming or key in self._wanted
+        job = self._coming.get(key)
+        return key in self._wanted or (job is not None and not job.is_ended)
 
     def _digests(self, keys: Sequence[OffloadKey], epoch: bytes | None = None) -> list[bytes]:
         epoch = self._epoch if epoch is None else epoch

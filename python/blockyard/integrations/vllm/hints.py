@@ -13,6 +13,7 @@ import logging
 from typing import Any, Final, NamedTuple
 
 from blockyard.offload import OffloadManager
+from blockyard.workers import keep
 
 __all__ = ["Hints", "Pins", "read_hints"]
 
@@ -62,40 +63,64 @@ class Pins:
     def __init__(self, offload: OffloadManager) -> None:
         self._offload = offload
         self._until: dict[bytes, int] = {}
-        # One entry for each pinned key, with a time that is not after its end: a pin that is renewed stays where it is.
+        # For each pinned key an entry with a time that is not after its end: a pin that is renewed stays where it is.
         self._order: list[tuple[int, bytes]] = []
+        # What a call pins or lets go, and whether it has: after an exception the next call notes it.
+        self._new: dict[bytes, int] = {}
+        self._pinned: list[object] = []
+        self._gone: list[bytes] = []
+        self._ended: list[object] = []
 
     def add(self, keys: list[bytes], context: Any, now: int) -> None:
         """Pin those of a request's keys that are hits, if it asks for that; milliseconds."""
         seconds = read_hints(context).pin
         if not seconds:
             return
+        self._settle()
         until = now + int(seconds * 1000)
         known = [key for key in keys if key in self._until]
         room = max(0, self._offload.num_chunks // _SHARE - len(self._until))
         new = [key for key in dict.fromkeys(keys) if key not in self._until]
         found = self._offload.lookup(new)
         new = [key for key, what in zip(new, found, strict=True) if what == "hit"][:room]
-        self._offload.prepare_load(new)
-        for key in new:
-            heapq.heappush(self._order, (until, key))
-        for key in known + new:
+        self._new = dict.fromkeys(new, until)
+        keep(self._pinned, self._offload.prepare_load, new)
+        self._settle()
+        for key in known:
             self._until[key] = max(until, self._until.get(key, 0))
 
     def expire(self, now: int) -> None:
         """Let go of the keys whose time has come."""
+        self._settle()
         while self._order and self._order[0][0] <= now:
             key = self._order[0][1]
-            until = self._until[key]
-            if until > now:
+            until = self._until.get(key)
+            if until is not None and until > now:
                 heapq.heapreplace(self._order, (until, key))
-            else:
-                heapq.heappop(self._order)
-                del self._until[key]
-                self._offload.complete_load([key])
+                continue
+            if until is not None:
+                self._let_go([key])
+            heapq.heappop(self._order)
 
     def clear(self) -> None:
         """Let go of all keys."""
-        self._offload.complete_load(list(self._until))
-        self._until.clear()
+        self._settle()
+        self._let_go(list(self._until))
         self._order.clear()
+
+    def _let_go(self, keys: list[bytes]) -> None:
+        self._gone = keys
+        keep(self._ended, self._offload.complete_load, keys)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Note what the last call has pinned and let go."""
+        if self._pinned:
+            for key, until in self._new.items():
+                heapq.heappush(self._order, (until, key))
+            self._until.update(self._new)
+            del self._pinned[:]
+        if self._ended:
+            for key in self._gone:
+                self._until.pop(key, None)
+            del self._ended[:]

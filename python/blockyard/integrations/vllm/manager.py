@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final
 
 from vllm.v1.kv_offload.base import (
@@ -28,8 +29,9 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.vllm.external import ExternalTier
 from blockyard.integrations.vllm.hints import Pins, read_hints
 from blockyard.integrations.vllm.region import SharedRegion
-from blockyard.offload import OffloadManager
+from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.base import ExternalStore
+from blockyard.workers import keep
 
 __all__ = ["BlockyardManager"]
 
@@ -74,13 +76,19 @@ class BlockyardManager(OffloadingManager):
         self._stale_storing: set[OffloadKey] = set()
         self._stale_loading: Counter[OffloadKey] = Counter()
         self._flushed_loading: set[OffloadKey] = set()
+        # What a call ends, and whether it has: after an exception the next call counts it.
+        self._ending: list[OffloadKey] = []
+        self._stored: list[list[bytes]] = []
+        self._left: dict[OffloadKey, tuple[int, int]] = {}  # loads of each key, stale ones first
+        self._ended: list[object] = []
         self._reported_evictions = 0
         self._reported_external = [0, 0, 0, 0]
         self._weights_fixed = weights_fixed
         self._external: ExternalTier | None = None
         self._awaits_flush = False
         # Hits of this step, which vLLM may load yet: the external store's threads must not evict them.
-        self._looked_up: dict[OffloadKey, None] = {}
+        self._looked_up: dict[OffloadKey, list[object]] = {}  # those that are held have a chunk
+        self._let: list[object] = []
         self._pins = Pins(self._offload)
 
     @property
@@ -121,7 +129,9 @@ class BlockyardManager(OffloadingManager):
         found = self._lookup([key])[0]
         if self._external is None:
             return _RESULTS[found]
-        if found == "hit" and (key in self._looked_up or self._keep(key)):
+        if self._let:
+            self._let_go()
+        if found == "hit" and (self._looked_up.get(key) or self._keep(key)):
             return _HIT
         return _RESULTS["pending"] if found == "pending" else self._external.lookup(key, req_context)
 
@@ -142,32 +152,45 @@ class BlockyardManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Give chunks to the keys that have none, evicting others; None, and no chunk changes, if that cannot be."""
         keys = list(keys)
-        with self._lock:
-            store = self._offload.prepare_store(keys, deadline=_now() + _ms(STORE_DEADLINE_SECONDS))
-            # Those that are here already, whoever stored them.
-            self._pin(keys, req_context)
+        self._settle()
+        made: list[PreparedStore | None] = []
+        prepare = partial(self._offload.prepare_store, deadline=_now() + _ms(STORE_DEADLINE_SECONDS))
+        try:
+            with self._lock:
+                store = keep(made, prepare, keys)
+                if store is not None:
+                    self._report(_keys(store.evicted), removed=True)
+                    self._storing.update(store.keys)
+                # Those that are here already, whoever stored them.
+                self._pin(keys, req_context)
             if store is None:
                 return None
             stored, evicted = _keys(store.keys), _keys(store.evicted)
-            self._report(evicted, removed=True)
-        self._storing.update(stored)
-        return PrepareStoreOutput(keys_to_store=stored, store_spec=CPULoadStoreSpec(store.chunks), evicted_keys=evicted)
+            return PrepareStoreOutput(
+                keys_to_store=stored, store_spec=CPULoadStoreSpec(store.chunks), evicted_keys=evicted
+            )
+        except BaseException:
+            for store in made:
+                self._offload.complete_store([] if store is None else store.keys, success=False)
+                self._storing.difference_update([] if store is None else store.keys)
+            raise
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """End stores: their keys become hits, or, after a failure, misses whose chunks are free."""
         keys = list(keys)
+        self._settle()
         self._note_flushed()
         failed = [] if success else [key for key in dict.fromkeys(keys) if key in self._storing]
         with self._lock:
             # The end of a prefix is of no use without its head: the head counts as used last.
-            stored = _keys(self._offload.complete_store(keys[::-1], success))[::-1]
+            self._ending = keys
+            stored = _keys(keep(self._stored, self._offload.complete_store, keys[::-1], success))[::-1]
+            self._settle()
             self._report(stored, removed=False)
             if failed and _SAYS_METADATA:
                 self._report(failed, removed=True, metadata_only=True)
             if stored and self._external is not None:
                 self._external.write(stored)
-        self._storing.difference_update(keys)
-        self._stale_storing.difference_update(keys)
         self._pin(stored, req_context)
 
     # ---- loads ----
@@ -175,10 +198,19 @@ class BlockyardManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Hold the chunks of keys, each a hit, until `complete_load` has been called as often as this."""
         keys = list(keys)
-        chunks = self._offload.prepare_load(keys)
-        self._loading.update(keys)
-        self._pin(keys, req_context)
-        return CPULoadStoreSpec(chunks)
+        self._settle()
+        before = {key: self._loading.get(key, 0) for key in keys}
+        made: list[object] = []
+        try:
+            spec = CPULoadStoreSpec(keep(made, self._offload.prepare_load, keys))
+            self._pin(keys, req_context)
+            self._loading.update(keys)
+            return spec
+        except BaseException:
+            if made:
+                self._offload.complete_load(keys)
+            self._count(self._loading, before)
+            raise
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """End one load of each key; those that a reset has ended are passed over.
@@ -188,31 +220,46 @@ class BlockyardManager(OffloadingManager):
         """
         known = list(keys)
         self._note_flushed()
+        self._settle()
         loading, stale = self._loading, self._stale_loading
-        if not stale and not self._flushed_loading:
-            counts = [loading.pop(key, 0) for key in known]
-            if counts.count(1) == len(counts):  # as nearly always: one load of each key
-                self._offload.complete_load(known[::-1])
-                return
-            loading.update({key: count for key, count in zip(known, counts, strict=True) if count})
         if self._flushed_loading:
             known = [key for key in known if key in loading or key not in self._flushed_loading]
-        left: dict[OffloadKey, int] = {}
+        left: dict[OffloadKey, tuple[int, int]] = {}
+        if not stale and len(set(known)) == list(map(loading.get, known)).count(1) == len(known):
+            self._end_loads(known[::-1], dict.fromkeys(known, (0, 0)))  # as nearly always: one load of each key
+            return
         for key in known:
-            count = left[key] if key in left else loading.get(key, 0) + stale.get(key, 0)
-            if not count:
+            old, new = left[key] if key in left else (stale.get(key, 0), loading.get(key, 0))
+            if not old + new:
                 raise InvalidArgumentError(f"keys has {key!r}, which is not being loaded")
-            left[key] = count - 1
-        self._offload.complete_load(known[::-1])
-        for key, count in left.items():
             # Those that a reset met end first.
-            if stale and key in stale:
-                stale[key] = max(0, count - loading.get(key, 0))
-                count -= stale[key]  # noqa: PLW2901 (what is left of the others)
+            left[key] = (old - 1, new) if old else (0, new - 1)
+        self._end_loads(known[::-1], left)
+
+    def _end_loads(self, keys: list[OffloadKey], left: dict[OffloadKey, tuple[int, int]]) -> None:
+        self._left = left
+        keep(self._ended, self._offload.complete_load, keys)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Count the stores and loads that the last call has ended."""
+        if self._stored:
+            self._storing.difference_update(self._ending)
+            self._stale_storing.difference_update(self._ending)
+            del self._stored[:]
+        if self._ended:
+            if self._stale_loading:
+                self._count(self._stale_loading, {key: old for key, (old, _) in self._left.items()})
+            self._count(self._loading, {key: new for key, (_, new) in self._left.items()})
+            del self._ended[:]
+
+    @staticmethod
+    def _count(counts: Counter[OffloadKey], new: dict[OffloadKey, int]) -> None:
+        for key, count in new.items():
             if count:
-                loading[key] = count
+                counts[key] = count
             else:
-                loading.pop(key, None)
+                counts.pop(key, None)
 
     # ---- the rest of a step ----
 
@@ -234,6 +281,7 @@ class BlockyardManager(OffloadingManager):
         vLLM resets also when it goes to sleep and when weights change, and does not say which. Unless the weights are
         known to stay the same, the external store forgets all it has, in the background.
         """
+        self._settle()
         with self._lock:
             self._let_go()
             self._offload.reset()
@@ -241,9 +289,8 @@ class BlockyardManager(OffloadingManager):
                 self._external.reset(keep=self._weights_fixed, may_stage=_HAS_FLUSH)
         self._pins.clear()
         self._stale_storing |= self._storing
-        self._stale_loading += self._loading
         self._storing.clear()
-        self._loading.clear()
+        self._stale_loading, self._loading = self._stale_loading + self._loading, Counter()
         if self._events is not None:
             self._events.clear()
         if not _HAS_FLUSH:
@@ -252,11 +299,13 @@ class BlockyardManager(OffloadingManager):
 
     def on_reset_flushed(self) -> None:
         """Take back the chunks of the transfers that the last reset met: they have ended."""
+        self._settle()
         self._offload.complete_store(list(self._stale_storing), success=False)
-        self._offload.complete_load(list(self._stale_loading.elements()))
         self._stale_storing.clear()
-        self._flushed_loading = {key for key, count in self._stale_loading.items() if count}
-        self._stale_loading.clear()
+        stale, loading = self._stale_loading, self._loading
+        if stale:  # not if this call is made again
+            self._flushed_loading = set(stale)
+        self._end_loads(list(stale.elements()), {key: (0, loading.get(key, 0)) for key in stale})
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Yield what was stored and removed since the last call."""
@@ -315,15 +364,17 @@ class BlockyardManager(OffloadingManager):
         with self._lock:
             if self._lookup([key])[0] != "hit":
                 return False
-            self._offload.prepare_load([key])
-        self._looked_up[key] = None
+            keep(self._looked_up.setdefault(key, []), self._offload.prepare_load, [key])
         return True
 
     def _let_go(self) -> None:
         """End the holds of this step's hits: what vLLM loads is held by now."""
         if self._looked_up:
-            self._offload.complete_load(list(self._looked_up)[::-1])
+            if not self._let:
+                held = [key for key, chunk in self._looked_up.items() if chunk]
+                keep(self._let, self._offload.complete_load, held[::-1])
             self._looked_up.clear()
+        del self._let[:]
 
     def _note_flushed(self) -> None:
         """A transfer that began after the last reset has ended."""

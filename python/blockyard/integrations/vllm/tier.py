@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 from urllib.parse import quote
 
@@ -22,6 +21,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.objects import MissedKeys, collect
 from blockyard.stores import open_store
 from blockyard.stores.value import is_damage
+from blockyard.workers import keep
 
 __all__ = ["BlockyardTier", "namespace"]
 
@@ -35,6 +35,37 @@ _PARALLEL: Final = ("rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp
 class _Outcome(NamedTuple):
     done: list[OffloadKey]
     num_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A job in the scheduler's thread. It ends with its future, so that nothing which raises elsewhere can lose it."""
+
+    job_id: int
+    keys: list[OffloadKey]
+    is_load: bool
+    begun: float
+    futures: list[Future[tuple[_Outcome, float]]] = field(default_factory=list)  # none if submitting it has raised
+
+    @property
+    def is_ended(self) -> bool:
+        return all(future.done() for future in self.futures)
+
+    def result(self) -> JobResult:
+        outcome, ended = _Outcome([], 0), self.begun
+        for future in self.futures:
+            if (error := future.exception()) is None:
+                outcome, ended = future.result()
+            else:
+                _LOG.error("job %d failed", self.job_id, exc_info=error)
+        success = len(outcome.done) == len(self.keys)
+        return JobResult(
+            job_id=self.job_id,
+            success=success,
+            successful_keys=None if success or not self.is_load else outcome.done,
+            transfer_time=ended - self.begun,
+            transfer_bytes=outcome.num_bytes,
+        )
 
 
 class BlockyardTier(SecondaryTierManager):
@@ -93,11 +124,9 @@ class BlockyardTier(SecondaryTierManager):
         # Loads never queue behind stores.
         self._loads = ThreadPoolExecutor(1, "blockyard-vllm-load")
         self._stores = ThreadPoolExecutor(1, "blockyard-vllm-store")
-        self._changed = threading.Lock()
-        self._open: set[Future[None]] = set()
-        self._storing: Counter[OffloadKey] = Counter()
+        self._jobs: list[_Job] = []  # those that were not reported
+        self._storing: dict[OffloadKey, _Job] = {}  # the last job of each key
         self._missed = MissedKeys()
-        self._results: list[JobResult] = []
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Take chunks as they are computed."""
@@ -105,17 +134,15 @@ class BlockyardTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a key can be loaded; RETRY while it is being stored, which ends with that job."""
-        with self._changed:
-            if key in self._storing:
-                return LookupResult.RETRY
+        job = self._storing.get(key)
+        if job is not None and not job.is_ended:
+            return LookupResult.RETRY
         digest = _digest(key)
         is_there = digest not in self._missed and self._store.contains([digest])[0]
         return LookupResult.HIT if is_there else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Start to copy chunks of the host to the store; keys that it has already cost no write."""
-        with self._changed:
-            self._storing.update(job_metadata.keys)
         self._submit(self._stores, self._put, job_metadata)
 
     def submit_load(self, job_metadata: TransferJob, expedited: bool = False) -> None:
@@ -124,15 +151,18 @@ class BlockyardTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return one result for each job that has ended since the last call."""
-        with self._changed:
-            results, self._results = self._results, []
+        ended = [job for job in self._jobs if job.is_ended]
+        if not ended:
+            return []
+        results = [job.result() for job in ended if job.futures]
+        self._storing = {key: job for key, job in self._storing.items() if job not in ended}
+        left = [job for job in self._jobs if job not in ended]
+        self._jobs = left  # last: what this call does not return, the next one does
         return results
 
     def drain_jobs(self) -> None:
         """Wait until every job has ended; `get_finished_jobs` then has their results."""
-        with self._changed:
-            running = set(self._open)
-        wait(running)
+        wait([future for job in self._jobs for future in job.futures])
 
     def shutdown(self) -> None:
         """Let what is under way end, and close the store; twice does nothing."""
@@ -149,38 +179,11 @@ class BlockyardTier(SecondaryTierManager):
         keys, chunks = list(job.keys), np.array(job.chunk_ids, np.int64)
         if len(keys) != len(chunks):
             raise InvalidArgumentError(f"job {job.job_id} has {len(keys)} keys and {len(chunks)} chunk_ids")
-        with self._changed:
-            future = pool.submit(self._run, job.job_id, work, keys, chunks)
-            self._open.add(future)
-        future.add_done_callback(self._open.discard)
-
-    def _run(
-        self,
-        job_id: int,
-        work: Callable[[list[OffloadKey], NDArray[np.int64]], _Outcome],
-        keys: list[OffloadKey],
-        chunks: NDArray[np.int64],
-    ) -> None:
-        begun = time.perf_counter()
-        try:
-            outcome = work(keys, chunks)
-        except Exception:  # noqa: BLE001 (whatever it is, vLLM waits for a result)
-            _LOG.exception("job %d failed", job_id)
-            outcome = _Outcome([], 0)
-        success = len(outcome.done) == len(keys)
-        is_load = work == self._get
-        result = JobResult(
-            job_id=job_id,
-            success=success,
-            successful_keys=None if success or not is_load else outcome.done,
-            transfer_time=time.perf_counter() - begun,
-            transfer_bytes=outcome.num_bytes,
-        )
-        with self._changed:
-            self._results.append(result)
-            if not is_load:
-                self._storing.subtract(keys)
-                self._storing = +self._storing
+        made = _Job(job.job_id, keys, pool is self._loads, time.perf_counter())
+        self._jobs.append(made)
+        if not made.is_load:
+            self._storing.update(dict.fromkeys(keys, made))
+        keep(made.futures, pool.submit, _timed, work, keys, chunks)
 
     def _put(self, keys: list[OffloadKey], chunks: NDArray[np.int64]) -> _Outcome:
         done: list[OffloadKey] = []
@@ -215,6 +218,12 @@ class BlockyardTier(SecondaryTierManager):
 
     def _parts(self, count: int) -> Iterable[slice]:
         return (slice(first, min(first + self._batch, count)) for first in range(0, count, self._batch))
+
+
+def _timed(
+    work: Callable[[list[OffloadKey], NDArray[np.int64]], _Outcome], keys: list[OffloadKey], chunks: NDArray[np.int64]
+) -> tuple[_Outcome, float]:
+    return work(keys, chunks), time.perf_counter()
 
 
 def _rows(view: memoryview) -> NDArray[np.uint8]:

@@ -33,6 +33,7 @@ from blockyard.engine.ops import bind
 from blockyard.engine.streams import Event, StreamName, Streams, WorkerStreams
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.vllm.region import SharedRegion
+from blockyard.workers import keep
 
 __all__ = ["BlockyardWorker"]
 
@@ -155,7 +156,10 @@ class BlockyardWorker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that have ended since the last call, in the order of their submission; never waits."""
         ended = [job_id for job_id, job in self._jobs.items() if job.events[-1].query()]
-        return [self._result(job_id, self._jobs.pop(job_id)) for job_id in ended]
+        results = [self._result(job_id, self._jobs[job_id]) for job_id in ended]
+        left = {job_id: job for job_id, job in self._jobs.items() if job_id not in ended} if ended else self._jobs
+        self._jobs = left  # last: what this call does not return, the next one does
+        return results
 
     def wait(self, job_ids: set[int]) -> None:
         """Wait until jobs have ended; `get_finished` still reports them."""
@@ -195,8 +199,14 @@ class BlockyardWorker(OffloadingWorker):
                 works += [partial(run, piece) for piece in self._pieces(mapping, self._block_bytes[group])]
         works.append(partial(self._end, job))
         waits = [self._streams.fence()]
-        job.events = [self._streams.launch(stream, work, waits) for work in works]
-        self._jobs[job_id] = job
+        try:
+            for work in works:
+                keep(job.events, self._streams.launch, stream, work, waits)
+            self._jobs[job_id] = job
+        except BaseException:
+            for event in job.events:
+                event.synchronize()  # the job is refused: nothing of it is under way
+            raise
         return True
 
     def _mappings(

@@ -1,0 +1,54 @@
+"""Programs over engine adapters whose calls are interrupted once: at any place, or at a sample of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+from interrupts import Interrupt, sweep
+
+ERRORS = [KeyboardInterrupt, MemoryError]
+PATIENCE = 10.0
+T = TypeVar("T")
+
+
+def every(*many: object) -> list[object]:
+    """So many places, and in the slow run all of them."""
+    return [*many, pytest.param(1 << 30, marks=pytest.mark.slow)]
+
+
+def swept(files: tuple[str, ...], run: Callable[[Interrupt], None], error: type[BaseException], most: int) -> int:
+    """Sweep a program; returns how many places it has."""
+    places, raised = sweep(files, run, error, most=most, seed=len(files[0]))
+    assert raised > min(places, most) // 2
+    return places
+
+
+class Caller:
+    """Makes calls that are interrupted once, and makes that one again."""
+
+    def __init__(self, interrupt: Interrupt) -> None:
+        self.interrupt = interrupt
+
+    def attempt(self, function: Callable[..., T], *arguments: object) -> tuple[bool, T | None]:
+        """Make a call; returns whether it ended, and what it returned."""
+        try:
+            with self.interrupt.armed():
+                return True, function(*arguments)
+        except (KeyboardInterrupt, MemoryError):
+            if not self.interrupt.where:
+                raise
+        return False, None
+
+    def call(self, function: Callable[..., T], *arguments: object) -> T:
+        ended, found = self.attempt(function, *arguments)
+        return found if ended else function(*arguments)  # type: ignore[return-value]
+
+
+def settled(check: Callable[[], object], what: str) -> None:
+    until = time.monotonic() + PATIENCE
+    while not check():
+        assert time.monotonic() < until, what
+        time.sleep(0.001)
