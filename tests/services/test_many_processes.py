@@ -170,6 +170,7 @@ def test_a_slab_keeps_epochs_and_loses_no_block(tmp_path: Path, length: tuple[in
 # ---- faults that must be found ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
@@ -184,6 +185,7 @@ def test_a_fleet_over_redis_finds_a_planted_fault(valkey: Server, tmp_path: Path
     assert [line for line in report.wrong if why in line], report.wrong[:5]
 
 
+@pytest.mark.slow
 def test_a_fleet_over_a_directory_finds_a_store_that_deletes_on_a_passing_error(tmp_path: Path):
     fleet = fleet_in(tmp_path, f"local://{tmp_path}/store", QUICK, most=16, fails=0.02, fault="passing")
     report = run(fleet)
