@@ -50,7 +50,8 @@ def _places(code: CodeType, *, signals: bool) -> frozenset[int]:
     starts = [index for index, at in enumerate(instructions) if at.starts_line]
     for first, last in itertools.zip_longest(starts, starts[1:]):
         line = instructions[first:last]
-        leaves_with = len(line) > 3 and all(at.opname == "LOAD_CONST" and at.argval is None for at in line[:3])
+        nones = line[1:4] if line[0].opname in {"SWAP", "ROT_TWO"} else line[:3]  # below what is returned
+        leaves_with = len(line) > 3 and all(at.opname == "LOAD_CONST" and at.argval is None for at in nones)
         if not (leaves_with or line[0].opname in HANDLERS or all(at.opname in QUIET for at in line)):
             found.add(line[0].offset)
     if signals:
