@@ -260,7 +260,10 @@ def test_a_process_that_never_knew_the_epoch_finds_nothing_while_it_is_lost(node
             for _ in range(3):
                 assert not stored(other).any()
                 assert not other.wait(other.submit_get(KEYS)).ok.any()
-        assert loaded(store).all()
+        until = time.monotonic() + 60
+        while not loaded(store).all():
+            assert time.monotonic() < until
+            time.sleep(0.05)
 
 
 def test_a_server_that_is_no_cluster_is_refused(nodes: list[Server], tmp_path: Path):

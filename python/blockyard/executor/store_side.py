@@ -119,7 +119,7 @@ class StoreSide:
         A store without quotas does not get the owners.
         """
         batch = Batch("put", len(keys))
-        if owners is None or not getattr(self._store, "keeps_quotas", False):
+        if owners is None or not self._store.keeps_quotas:
             return self._submit(batch, partial(self._store.lend_put, keys, rows))
         return self._submit(batch, partial(self._store.lend_put, keys, rows, owners))
 
