@@ -331,9 +331,7 @@ class ThreadedStore(BatchStore):
             reasons[index] = reason or ("" if digest.tobytes() == digests[index] else "payload_checksum")
         return _spread_out(rows, there, len(slots)), reasons
 
-    def _put(
-        self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8], epoch: Epoch
-    ) -> tuple[None, list[str]]:
+    def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8], epoch: Epoch) -> tuple[None, list[str]]:
         assert batch.rows is not None  # noqa: S101 (for the type checker)
         values, reasons = self._seal(batch.rows, keys)
         self._put_good(names, values, reasons, batch.owners, epoch)
