@@ -292,7 +292,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         [
             (
                 "        if entry.tokens <= tokens <= entry.slots:\n",
-                "        if entry.tokens <= tokens < entry.slots:\n",
+                "        if tokens <= entry.slots:\n",
             ),
             ("        return entry.tokens if tokens > entry.tokens else entry.computed", "        return entry.tokens"),
             ("            if wanted <= self.manager.pool().num_free:\n                self._offload(wanted)\n", ""),
