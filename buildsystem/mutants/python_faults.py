@@ -366,7 +366,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         "integrations/transformers/generator.py",
         ("test_generator.py", "test_generator_interrupts.py"),
         [
-            ("        self._tickets.remove(done.ticket)\n", ""),
+            ("                    self._tickets.remove(done.ticket)\n", ""),
             ("        self.scheduler.finish(done.ticket, done.lost)", "        self.scheduler.finish(done.ticket)"),
             ("        self._finished = [left]\n        self._params.pop(request_id, None)\n", ""),
         ],
