@@ -16,7 +16,7 @@ import pytest
 from cache_program import BLOCKS as CACHE_BLOCKS
 from cache_program import WIDTH, Program, open_files, own_threads
 from interrupts import Interrupt, sweep
-from memory_stores import KeyedStore, MemoryStore
+from memory_stores import MemoryStore, QuotaStore
 
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
@@ -34,7 +34,6 @@ CACHE = (
     "executor/parts.py",
     "executor/prefix_store.py",
     "executor/staging.py",
-    "executor/store_quotas.py",
     "executor/store_side.py",
     "executor/store_worker.py",
     "executor/tickets.py",
@@ -169,7 +168,7 @@ def test_an_exception_at_any_place_of_a_cache_loses_nothing(
                 )
                 prefix: ExternalStore | str = f"file://{folder}/prefixes?size=1MiB"
             else:
-                external, prefix = MemoryStore(bytes_per_block=WIDTH), KeyedStore(bytes_per_block=WIDTH)
+                external, prefix = MemoryStore(bytes_per_block=WIDTH), QuotaStore(bytes_per_block=WIDTH)
                 external.num_slots = CACHE_BLOCKS["external"]
             program = Program(interrupt, external, prefix)
             try:

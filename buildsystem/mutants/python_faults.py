@@ -244,18 +244,6 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         ],
     ),
     (
-        "executor/store_quotas.py",
-        PREFIXES,
-        [
-            ("                keys.pop(key, None)\n", ""),
-            ("        return self._most.get(tenant) != 0", "        return self._most.get(tenant) is not None"),
-            (
-                "        while most is not None and len(keys) > most:",
-                "        while most is not None and len(keys) >= most:",
-            ),
-        ],
-    ),
-    (
         "executor/prefix_store.py",
         PREFIXES,
         [

@@ -558,8 +558,11 @@ class StoreJob:
     def blocks(self) -> NDArray[np.int64]:
         """The blocks, int64 `[n]`."""
     @property
-    def tenants(self) -> NDArray[np.int64]:
-        """Number of each block's tenant, int64 `[n]`; 0 for one without a number, see `tenant`."""
+    def tenants(self) -> NDArray[np.uint8]:
+        """Each block's tenant, uint8 `[n, 32]`: SHA-256 of its salt, zeros for prompts without a salt."""
+    @property
+    def parents(self) -> NDArray[np.uint8]:
+        """Key of the block before each in its prompt, uint8 `[n, 32]`; zeros for the first."""
     @property
     def awaited(self) -> int:
         """Of a load: blocks of its prompt that other loads are bringing."""
@@ -649,14 +652,6 @@ class StoreJobs:
             False if a call has taken blocks meanwhile: what was read must not be stored.
         Raises:
             UnknownTicketError: there is no such write, or it has ended.
-        """
-    def tenant(self, salt: bytes | None) -> int:
-        """Return the number under which jobs name a tenant from now on: blocks that were cached earlier stay without.
-
-        Args:
-            salt: the tenant; None for prompts without a salt.
-        Raises:
-            InvalidArgumentError: 65535 tenants have numbers, or prefix caching is off.
         """
 
 @final
@@ -1707,7 +1702,6 @@ class RedisClient:
         username, password: None for none.
         db: number of the database.
         ca, cert, key: PEM files for `"tls"`: authorities of the server's certificate; our own.
-        prefix: what names of values begin with.
         connect_timeout: most seconds that connecting takes.
         timeout: most seconds that the server may be silent.
     Raises:
@@ -1740,17 +1734,21 @@ class RedisClient:
         lengths: _Each[int] | None = None,
         first: _Each[_Each[bytes]] | None = None,
     ) -> tuple[NDArray[np.bool_], list[Any], str | None]:
-        """Store values.
+        """Store values, all of them or in groups.
+
+        The values of a group and its command are one transaction at the server: the command runs last, and nobody
+        sees a part. In a cluster, all keys of a group must be in the slot of its first name.
 
         Args:
-            keys: uint8 `[n, 32]` or 32 bytes each.
+            names: bytes each.
             rows: uint8 `[n, width]`.
             ttl_ms: milliseconds after which the server drops them.
             lengths: bytes of each row that count.
-            first: commands, as for `run`, that run before in the same round trip.
+            sizes: values of each group, in their order; they add up to n. None for no groups.
+            last: the command of each group, words of bytes.
         Returns:
-            Whether the server took each, bool `[n]`, the answers to `first`, and None or why nodes of a cluster do not
-            answer.
+            Whether the server took each value, bool `[n]`, the answers to `last`, and None or why nodes of a cluster do
+            not answer.
         Raises:
             StoreError: the server does not answer, or no node of the cluster.
         """
@@ -1767,11 +1765,11 @@ class RedisClient:
         taken, and zeros follow it.
 
         Args:
-            keys: uint8 `[n, 32]` or 32 bytes each.
+            names: bytes each.
             out: uint8 `[n, width]`, C-contiguous.
             varies: whether values may be shorter than rows.
             head_bytes: first bytes of each value that do not go into `out`, 0 to 4096.
-            first: as for `put`.
+            first: commands, as for `run`, that run before in the same round trip.
         Returns:
             Whether there was a value, bool `[n]`, the first bytes of each, uint8 `[n, head_bytes]`, zeros for none, the
             answers to `first`, and None or why nodes of a cluster do not answer.
@@ -1782,10 +1780,11 @@ class RedisClient:
         """Run commands in one round trip; in a cluster in one to each node.
 
         Args:
-            commands: words of bytes each, at least one. In a cluster, the second is the key, or the fourth of `EVAL`.
+            commands: words of bytes each, at least one. In a cluster, the second is the key, or the fourth of
+                `EVAL`; the third of `CLUSTER` is the slot.
         Returns:
             An answer each: an int, bytes, None or a list; or the StoreError with which the server refused. None also
-            where the node of a cluster does not answer.
+            where the node of a cluster does not answer. Then None, or why nodes do not answer.
         Raises:
             StoreError: the server does not answer, or no node of the cluster.
         """
@@ -1882,6 +1881,8 @@ class SlabStore:
         use: str = "swap",
         revision: str = "",
     ) -> SlabStore: ...
+
+    keeps_quotas: ClassVar[bool]
     @property
     def num_slots(self) -> int:
         """Blocks that the store can hold; in swap space its slots, numbered from 0."""
@@ -1914,7 +1915,12 @@ class SlabStore:
         """
     def submit_read(self, slots: NDArray[np.int64]) -> int:
         """Start to read blocks: `slots` int64 `[n]`. Returns a ticket. See `ExternalStore.submit_read`."""
-    def submit_put(self, keys: NDArray[np.uint8] | _Each[bytes], rows: NDArray[np.uint8]) -> int:
+    def submit_put(
+        self,
+        keys: NDArray[np.uint8] | _Each[bytes],
+        rows: NDArray[np.uint8],
+        owners: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None,
+    ) -> int:
         """Start to store blocks under their keys: `keys` uint8 `[n, 32]` or 32 bytes each, `rows` uint8
         `[n, bytes_per_block]`. The bytes are copied before this returns a ticket. See `ExternalStore.submit_put`.
         """
@@ -1928,7 +1934,12 @@ class SlabStore:
         """Start to read blocks straight into `rows` if these are whole pages, else when the ticket is collected.
         See `ExternalStore.lend_read`.
         """
-    def lend_put(self, keys: NDArray[np.uint8] | _Each[bytes], rows: NDArray[np.uint8]) -> int:
+    def lend_put(
+        self,
+        keys: NDArray[np.uint8] | _Each[bytes],
+        rows: NDArray[np.uint8],
+        owners: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None,
+    ) -> int:
         """Start to store blocks straight from `rows`, else as `submit_put`. See `ExternalStore.lend_write`."""
     def lend_get(self, keys: NDArray[np.uint8] | _Each[bytes], rows: NDArray[np.uint8]) -> int:
         """Start to read blocks by key straight into `rows`, else as `submit_get`. See `ExternalStore.lend_read`."""
@@ -1938,6 +1949,12 @@ class SlabStore:
         """Whether each key has a block, bool `[n]`; nothing is read. See `ExternalStore.contains`."""
     def forget(self, revision: str | None = None) -> None:
         """Forget every key, now and for later processes; waits for the disk. See `ExternalStore.forget`."""
+    def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
+        """Limit the blocks of one tenant and drop those beyond; waits for the disk. The quota ends with this store. Its
+        blocks count in later ones too. See `ExternalStore.set_quota`.
+        """
+    def quota(self, tenant: bytes) -> tuple[int, int] | None:
+        """Blocks that count for a tenant, and its quota; None without a quota. See `ExternalStore.quota`."""
     def event_fd(self) -> int:
         """File descriptor, readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`."""
     def poll(self) -> list[int]:

@@ -21,7 +21,7 @@ from blockyard.executor.executor import StepExecutor
 from blockyard.executor.prefix_store import PrefixStore
 from blockyard.executor.tickets import StepEnd, Tickets
 from blockyard.layout import GroupedLayout, KVLayout
-from blockyard.stores.base import ExternalStore, open_store, parse_size
+from blockyard.stores import ExternalStore, open_store, parse_size
 
 if TYPE_CHECKING:
     from typing_extensions import Self

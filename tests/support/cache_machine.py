@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from cache_rig import MANY, Rig, Tracked, simulated
-from cache_world import FILES, Interrupted, World
+from cache_world import FILES, SALTS, Interrupted, World
 from interrupts import CountedInterrupt
 from late_store import MOODS
+from memory_stores import tenant_of
 
 from blockyard.errors import (
     BlockyardError,
@@ -20,7 +21,6 @@ from blockyard.errors import (
     UnknownSequenceError,
 )
 
-SALTS = (None, None, None, None, None, None, b"", b"a tenant")
 WAYS = (
     ("swap_out", "host"),
     ("swap_out", "external"),
@@ -61,6 +61,7 @@ class Machine(World):
         if self.random.random() < 0.5:
             rig.work()
         rig.manager.check()
+        self.check_quotas()
 
     def pick(self, rig: Rig, number: int) -> Tracked | None:
         return rig.sequences[number % len(rig.sequences)] if rig.sequences else None
@@ -351,9 +352,12 @@ class Machine(World):
 
     def do_store_quota(self, rig: Rig, op: Op) -> None:
         if rig.prefixes is not None:
-            num_bytes = op.b % 12 * rig.layout.bytes_per_block if op.b % 3 else None
-            prefixes = rig.prefixes
-            self.risky(rig, lambda: prefixes.set_quota(SALTS[op.a % len(SALTS)], num_bytes))
+            size, prefixes, salt = rig.layout.bytes_per_block, rig.prefixes, SALTS[op.a % len(SALTS)]
+            num_bytes = op.b % 12 * size + op.c % size if op.b % 3 else None
+            with suppress(StoreError):
+                self.risky(rig, lambda: prefixes.set_quota(salt, num_bytes))
+                found = None if num_bytes is None else (len(self.medium.held(tenant_of(salt))), num_bytes // size)
+                assert prefixes.quota(salt) == (found and (found[0] * size, found[1] * size))
 
     def do_forget(self, rig: Rig, op: Op) -> None:
         """New weights: what was computed under the old ones must not be found."""

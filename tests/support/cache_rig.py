@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 from late_store import LateStore
+from memory_stores import Quotas
 from numpy.typing import NDArray
 
 from blockyard import CacheGroup, KVCache, KVLayout, PrefixCaching
@@ -202,7 +203,7 @@ class Tracked:
 class Rig:
     """One cache with its parts, and the sequences on it."""
 
-    def __init__(self, config: Config, random: Random, clock: Clock, medium: dict[bytes, NDArray[np.uint8]]) -> None:
+    def __init__(self, config: Config, random: Random, clock: Clock, medium: Quotas) -> None:
         self.config = config
         self.layout = KVLayout("kv_first", LAYERS, config.block_size, num_kv_heads=1, head_size=1, dtype="int64")
         size = self.layout.bytes_per_block

@@ -11,6 +11,7 @@ import numpy as np
 from cache_compute import Compute, cells_of
 from cache_rig import LAYERS, Cells, Clock, Config, Rig, Tracked, simulated
 from interrupts import CountedInterrupt
+from memory_stores import Quotas, tenant_of
 
 from blockyard._core import StoreJob
 from blockyard.cache import CacheStep, StepEnd
@@ -25,7 +26,6 @@ FILES = (
     "executor/staging.py",
     "executor/store_side.py",
     "executor/prefix_store.py",
-    "executor/store_quotas.py",
     "engine/transfers.py",
     "scheduler/admission.py",
     "scheduler/ranked_queue.py",
@@ -37,6 +37,7 @@ FILES = (
     "scheduler/swapping.py",
 )
 TIERS = ("device", "host", "external")
+SALTS = (None, None, None, None, None, None, b"", b"a tenant")
 CACHED = 1  # in `Pool.uses`
 
 
@@ -57,8 +58,9 @@ class World:
         self.without = frozenset(without)
         self.random = Random(0)
         self.clock = Clock()
-        self.medium: dict[bytes, Any] = {}
+        self.medium = Quotas({})
         self.contents: dict[bytes, list[int]] = {}  # by key
+        self.owners: dict[bytes, tuple[bytes, bytes]] = {}  # tenant and parent, by key
         self.weights = 1
         self.unknown = 0
         self.now = 0
@@ -140,9 +142,10 @@ class World:
 
     def note_contents(self, sequence: Tracked, length: int) -> None:
         """Note what blocks of the first tokens of a sequence hold, by their keys."""
-        size = self.config.block_size
+        size, parent = self.config.block_size, bytes(32)
         for at, key in enumerate(export_keys(sequence.tokens[:length], block_size=size, salt=sequence.salt)):
             self.contents[key] = sequence.values[at * size : (at + 1) * size]
+            self.owners[key], parent = (tenant_of(sequence.salt), parent), key
 
     def model(self, tokens: list[int], salt: bytes | None) -> Tracked:
         """What a prompt would have if it were computed."""
@@ -164,8 +167,26 @@ class World:
         while rig.pins:
             rig.manager.pins.unpin(rig.pins.pop()[0])
 
+    def check_owners(self, job: StoreJob) -> None:
+        """A job names the tenant and the parent of each block, and has no block before its parent."""
+        keys = [key.tobytes() for key in job.keys]
+        for at, key in enumerate(keys):
+            owner = job.tenants[at].tobytes(), job.parents[at].tobytes()
+            assert owner == self.owners.get(key, owner), f"block {at} of {job} is another tenant's or another's child"
+            assert owner[1] not in keys[at:], f"block {at} of {job} comes before its parent"
+
+    def check_quotas(self) -> None:
+        """No tenant has more in the store than its quota, and each block in the store is its tenant's."""
+        for salt in SALTS:
+            tenant = tenant_of(salt)
+            held, found = self.medium.held(tenant), self.medium.quota(tenant)
+            assert found is None or found[0] == len(held) <= found[1], f"{salt!r} has {found} in the store"
+            for key, parent in held.items():
+                assert self.owners.get(key, (tenant, parent)) == (tenant, parent), f"a block in the store is {salt!r}'s"
+
     def end_load(self, rig: Rig, job: StoreJob, lost: int = 1) -> None:
         """Let the blocks land that were ever computed, but for some."""
+        self.check_owners(job)
         landed = [key.tobytes() in self.contents and (lost + at) % 8 > 0 for at, key in enumerate(job.keys)]
         for key, block, has_landed in zip(job.keys, job.blocks, landed, strict=True):
             if has_landed:
@@ -176,6 +197,7 @@ class World:
 
     def end_write(self, rig: Rig, job: StoreJob) -> None:
         """What was read is right if the manager says so."""
+        self.check_owners(job)
         rows = rig.rows(job.tier, job.blocks)
         if rig.manager.prefix.store_jobs.end_write(job.job):
             known = [key.tobytes() in self.contents for key in job.keys]
@@ -317,7 +339,7 @@ class World:
         executor = rig.cache.executor
         assert (executor.num_in_flight, executor.staged_bytes) == (0, 0), executor
         if rig.prefixes is not None and len(self.rigs) == 1:
-            assert rig.prefixes.wait(60.0), f"{rig.prefixes} never ends its deletions"
+            assert rig.prefixes.wait(60.0), f"{rig.prefixes} never ends its writes"
             assert rig.prefixes.forget(), "forget refuses, and nothing is in use"
             self.weights += 1
 

@@ -121,7 +121,8 @@ FACETS: dict[str, Callable[[blockyard.BlockManager], Any]] = {
 
 CLIENT: dict[str, Any] = dict.fromkeys(("ca", "cert", "key", "password", "username"))
 CLIENT |= {"cluster": False, "varies": False, "head_bytes": 1, "transport": "tcp", "host": "127.0.0.1", "port": 1}
-CLIENT |= {"connect_timeout": 0.1, "ttl_ms": 10, "lengths": [512], "prefix": b"", "db": 0, "commands": [[b"PING"]]}
+CLIENT |= {"connect_timeout": 0.1, "ttl_ms": 10, "lengths": [512], "db": 0, "commands": [[b"PING"]]}
+CLIENT |= {"names": [b"name"], "sizes": [1]}
 # A valid value for a parameter of that name; where a callable wants another, under `Class.method.parameter`.
 # A function of no argument is called for each call, one of an argument gets the object whose method it is.
 VALID: dict[str, Any] = {
@@ -249,6 +250,7 @@ VALID: dict[str, Any] = {
     "ok": lambda: np.zeros(1, bool),
     "orig_block": 1,
     "out": None,
+    "owners": lambda: (np.zeros((1, 32), np.uint8), np.zeros((1, 32), np.uint8)),
     "page_blocks": 4,
     "pairs": PAIR,
     "parent": None,
@@ -275,6 +277,7 @@ VALID: dict[str, Any] = {
     "request_id": "a",
     "reuse": "lowest",
     "reuse_order": "lowest",
+    "revision": "",
     "rows": [[1, 2]],
     "rule": "copy",
     "salt": b"salt",
@@ -290,6 +293,7 @@ VALID: dict[str, Any] = {
     "src_blocks": 4,
     "src_device": lambda: v0_device("GPU"),
     "status": _core.AllocStatus.OK,
+    "tenant": bytes(32),
     "threads": 2,
     "threshold": 32,
     "ticket": 2,
@@ -333,7 +337,10 @@ VALID: dict[str, Any] = {
     "Pairs.ids": PAIR,
     "Pairs.src": "device",
     "PrefixCachingAllocator.eviction": "released",
-    **{f"RedisClient.{name}": value for name, value in (CLIENT | {"first": CLIENT["commands"]}).items()},
+    **{
+        f"RedisClient.{name}": value
+        for name, value in (CLIENT | dict.fromkeys(("first", "last"), CLIENT["commands"])).items()
+    },
     **dict.fromkeys(("RedisClient.out", "RedisClient.rows"), lambda: np.zeros((1, 512), np.uint8)),
     "SlabStore.lend_read.slots": lambda: np.array([1]),
     "SlabStore.lend_write.slots": lambda: np.array([1]),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+from memory_stores import Quotas
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError, UnknownTicketError
-from blockyard.stores import Completion, ExternalStore, StoreStats
+from blockyard.stores import Completion, ExternalStore, Owners, StoreStats
 
 Rows = NDArray[np.uint8]
 MOODS = ("good", "late", "fails", "loses", "hangs", "refuses")
@@ -26,6 +27,7 @@ class _Batch:
     due: int
     rows: Rows | None = None  # of the caller
     copy: Rows | None = None  # what the rows were when they were lent
+    owners: Owners | None = None
     ok: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     reason: str = ""
     ended: bool = False
@@ -39,17 +41,20 @@ class LateStore(ExternalStore):
         slots: it has.
         size: bytes of a block.
         random: decides what is left open.
-        medium: blocks under keys.
+        medium: blocks under keys, and the quotas of their tenants.
 
     Attributes:
         mood: how it behaves from now on.
     """
 
-    def __init__(self, slots: int, size: int, random: Random, medium: dict[bytes, Rows] | None = None) -> None:
+    keeps_quotas: ClassVar[bool] = True
+
+    def __init__(self, slots: int, size: int, random: Random, medium: Quotas | None = None) -> None:
         self.mood = "good"
         self.harmless = True  # whether every batch so far was carried out
         self._slots, self._size, self._random = slots, size, random
-        self._medium: dict[Any, Rows] = {} if medium is None else medium
+        self._quotas = Quotas({}) if medium is None else medium
+        self._medium: dict[Any, Rows] = self._quotas.blocks
         self._swap: dict[Any, Rows] = {}
         self._open: dict[int, _Batch] = {}
         self._given_up: list[_Batch] = []
@@ -73,8 +78,8 @@ class LateStore(ExternalStore):
     def submit_read(self, slots: NDArray[np.int64]) -> int:
         return self._submit("read", slots.tolist(), np.empty((len(slots), self._size), np.uint8))
 
-    def submit_put(self, keys: Any, rows: Rows) -> int:
-        return self.lend_put(keys, rows.copy())
+    def submit_put(self, keys: Any, rows: Rows, owners: Owners | None = None) -> int:
+        return self.lend_put(keys, rows.copy(), owners)
 
     def submit_get(self, keys: Any) -> int:
         return self.lend_get(keys, np.empty((len(keys), self._size), np.uint8))
@@ -88,8 +93,10 @@ class LateStore(ExternalStore):
     def lend_read(self, slots: NDArray[np.int64], rows: Rows) -> int:
         return self._submit("read", slots.tolist(), rows)
 
-    def lend_put(self, keys: Any, rows: Rows) -> int:
-        return self._submit("put", _names(keys), rows)
+    def lend_put(self, keys: Any, rows: Rows, owners: Owners | None = None) -> int:
+        assert owners is not None, "a store that keeps quotas is not told whose the blocks are"
+        assert owners.tenants.shape == owners.parents.shape == (len(keys), 32)
+        return self._submit("put", _names(keys), rows, owners)
 
     def lend_get(self, keys: Any, rows: Rows) -> int:
         return self._submit("get", _names(keys), rows)
@@ -97,19 +104,34 @@ class LateStore(ExternalStore):
     def contains(self, keys: Any) -> NDArray[np.bool_]:
         return np.array([name in self._medium for name in _names(keys)], np.bool_)
 
-    def forget(self) -> None:
+    def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
+        self._refuse()
+        self._quotas.set_quota(tenant, num_blocks)
+
+    def quota(self, tenant: bytes) -> tuple[int, int] | None:
+        self._refuse()
+        return self._quotas.quota(tenant)
+
+    def _refuse(self) -> None:
         if self.mood == "refuses":
+            self.harmless = False
             raise StoreError("the storage does not answer")
+
+    def forget(self, revision: str | None = None) -> None:
+        self._refuse()
         for batch in self._open.values():
             if batch.kind == "put" and not batch.ended:
                 self._end(batch, "forgotten")
+        self._given_up = [batch for batch in self._given_up if batch.kind != "put"]
         self._medium.clear()
 
     def poll(self) -> list[int]:
         self._polls += 1
         for batch in self._given_up:
             # A thread that hung goes on, in rows that are still its own.
-            if batch.rows is not None:
+            if batch.kind == "put":
+                self._write(batch, self._medium)
+            elif batch.rows is not None:
                 batch.rows[:] = GARBAGE
         self._given_up.clear()
         for batch in list(self._open.values()):
@@ -128,7 +150,7 @@ class LateStore(ExternalStore):
             self._run(batch)
         if not batch.ended:
             self._end(batch, "timeout")
-            if batch.kind in {"read", "get"}:
+            if batch.kind != "write":
                 self._given_up.append(batch)
         is_read = batch.kind in {"read", "get"}
         rows = np.zeros((0, self._size), np.uint8)
@@ -137,7 +159,8 @@ class LateStore(ExternalStore):
             if out is not None and out is not rows:
                 out[batch.ok] = rows[batch.ok]
                 rows = out
-        reasons = ["" if ok else batch.reason or "absent" for ok in batch.ok]
+        other = "refused" if batch.kind == "put" else "absent"
+        reasons = ["" if ok else batch.reason or other for ok in batch.ok]
         return Completion(ticket, batch.ok, rows, reasons)
 
     def stats(self) -> StoreStats:
@@ -156,13 +179,11 @@ class LateStore(ExternalStore):
             batch.due = min(batch.due, self._polls + 1)
             batch.reason = "" if batch.reason == "hangs" else batch.reason
 
-    def _submit(self, kind: str, names: list[Any], rows: Rows | None) -> int:
-        if self.mood == "refuses":
-            self.harmless = False
-            raise StoreError("the storage does not answer")
+    def _submit(self, kind: str, names: list[Any], rows: Rows | None, owners: Owners | None = None) -> int:
+        self._refuse()
         self._tickets += 1
         late = 0 if self.mood == "good" else self._random.randrange(11)
-        batch = _Batch(self._tickets, kind, names, self._polls + 1 + late, rows)
+        batch = _Batch(self._tickets, kind, names, self._polls + 1 + late, rows, owners=owners)
         if kind in {"write", "put"} and rows is not None:
             batch.copy = rows.copy()
         if self.mood == "hangs":
@@ -204,19 +225,31 @@ class LateStore(ExternalStore):
         if batch.reason == "loses":
             self._write_lossy(batch, blocks)
             return
-        blocks.update(zip(batch.names, batch.copy, strict=True))
+        if batch.owners is None:
+            blocks.update(zip(batch.names, batch.copy, strict=True))
+        else:
+            batch.ok = self._put(batch, batch.owners)
         while len(self._medium) > OLDEST_KEPT:
             del self._medium[next(iter(self._medium))]
+
+    def _put(self, batch: _Batch, owners: Owners) -> NDArray[np.bool_]:
+        assert batch.copy is not None
+        tenants, parents = map(_names, owners)
+        blocks = zip(tenants, batch.names, parents, batch.copy, strict=True)
+        return np.array([self._quotas.put(*block) for block in blocks])
 
     def _write_lossy(self, batch: _Batch, blocks: dict[Any, Rows]) -> None:
         """Take some blocks, and say so of each that is swap space; of a key's the store may lose one silently."""
         assert batch.copy is not None
+        if batch.owners is not None:
+            batch.ok = self._put(batch, batch.owners)
         for at, (name, row) in enumerate(zip(batch.names, batch.copy, strict=True)):
             if self._random.random() < 0.5:
-                blocks[name] = row
+                if batch.owners is None:
+                    blocks[name] = row
             else:
                 blocks.pop(name, None)
-                batch.ok[at] = batch.kind == "put"
+                batch.ok[at] &= batch.kind == "put"
 
     def _read(self, batch: _Batch, blocks: dict[Any, Rows]) -> None:
         assert batch.rows is not None
@@ -226,6 +259,7 @@ class LateStore(ExternalStore):
             batch.ok[at] = row is not None and not lost
             if batch.ok[at]:
                 batch.rows[at] = row
+                self._quotas.use(name)
             else:
                 batch.rows[at] = GARBAGE
 

@@ -1,12 +1,18 @@
-"""Stores in a dictionary for tests of `ThreadedStore`: `before` runs first in each call, and may block or raise."""
+"""Stores in a dictionary for tests of `ThreadedStore`: `before` runs first in each call, and may block or raise.
 
+`Quotas` is the rule of quotas in plain Python, and `QuotaStore` a store that keeps it.
+"""
+
+import hashlib
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.stores import ExternalStore, ThreadedStore
+from blockyard.stores import ExternalStore, Owners, ThreadedStore
+from blockyard.stores.epochs import Epoch
 
 PATIENCE = 60.0
 SIZE = 512
@@ -47,10 +53,13 @@ class KeyedStore(MemoryStore):
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
         stored = super().put(keys, rows)
+        self.evict()
+        return stored
+
+    def evict(self) -> None:
         names = [name for name, row in self.blocks.items() if row.nbytes > 192]
         for name in names[: max(0, len(names) - self.num_slots)]:
             del self.blocks[name]
-        return stored
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         self.before("get")
@@ -64,6 +73,108 @@ class KeyedStore(MemoryStore):
         self.before("delete")
         for key in keys:
             self.blocks.pop(key.tobytes(), None)
+
+
+def tenant_of(salt: bytes | None) -> bytes:
+    """The name of a tenant in stores."""
+    return bytes(32) if salt is None else hashlib.sha256(salt).digest()
+
+
+class Quotas:
+    """The blocks of tenants in a store, and the quotas: whoever puts one, no tenant has more than its quota.
+
+    Args:
+        blocks: the store's, by name.
+    """
+
+    def __init__(self, blocks: dict[bytes, NDArray[np.uint8]]) -> None:
+        self.blocks = blocks
+        self.limits: dict[bytes, int] = {}
+        self._parents: dict[bytes, dict[bytes, bytes]] = {}  # by tenant and name, least recently used first
+
+    def held(self, tenant: bytes) -> dict[bytes, bytes]:
+        """The names of a tenant's blocks and of their parents."""
+        parents = self._parents.setdefault(tenant, {})
+        for name in [name for name in parents if name not in self.blocks]:  # evicted, deleted, lost
+            del parents[name]
+        return parents
+
+    def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
+        self.limits.pop(tenant, None)
+        if num_blocks is not None:
+            self.limits[tenant] = num_blocks
+            self._drop(tenant)
+
+    def quota(self, tenant: bytes) -> tuple[int, int] | None:
+        return (len(self.held(tenant)), self.limits[tenant]) if tenant in self.limits else None
+
+    def put(self, tenant: bytes, name: bytes, parent: bytes, row: NDArray[np.uint8]) -> bool:
+        """Store a block, unless it would be the first to go. Returns whether it is there."""
+        parents = self.held(tenant)
+        if name in parents:
+            self.use(name)
+            return True
+        is_reachable = not any(parent) or parent in self.blocks
+        self.blocks[name] = row
+        others = dict(parents)
+        parents.clear()
+        parents.update(others | {name: parent} if is_reachable else {name: parent} | others)
+        self._drop(tenant)
+        return name in parents
+
+    def use(self, name: bytes) -> None:
+        """Note that a block was used."""
+        for parents in self._parents.values():
+            if name in parents:
+                parents[name] = parents.pop(name)
+
+    def _drop(self, tenant: bytes) -> None:
+        parents = self.held(tenant)
+        while len(parents) > self.limits.get(tenant, len(parents)):
+            followed = set(parents.values())
+            last = next(name for name in parents if name not in followed)
+            del parents[last], self.blocks[last]
+
+
+class QuotaStore(KeyedStore):
+    """A prefix store that keeps quotas; those with one `Quotas` are clients of one storage."""
+
+    keeps_quotas: ClassVar[bool] = True
+
+    def __init__(self, quotas: Quotas | None = None, **options: Any) -> None:
+        self.quotas = Quotas({}) if quotas is None else quotas
+        self._step = threading.Lock()
+        super().__init__(self.quotas.blocks, **options)
+
+    def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
+        with self._step:
+            self.quotas.set_quota(tenant, num_blocks)
+
+    def quota(self, tenant: bytes) -> tuple[int, int] | None:
+        with self._step:
+            return self.quotas.quota(tenant)
+
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        found = super().get(keys, out)
+        with self._step:
+            for key in keys:
+                self.quotas.use(key.tobytes())
+        return found
+
+    def _put_owned(
+        self, names: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners, epoch: Epoch
+    ) -> NDArray[np.bool_]:
+        self.before("put")
+        parents = self._names_of([parent.tobytes() for parent in owners.parents], epoch.token)
+        parents = np.where(owners.parents.any(axis=1, keepdims=True), parents, np.uint8(0))
+        with self._step:
+            rows = rows.copy()
+            stored = [
+                self.quotas.put(tenant.tobytes(), name.tobytes(), parent.tobytes(), row)
+                for tenant, name, parent, row in zip(owners.tenants, names, parents, rows, strict=True)
+            ]
+            self.evict()
+        return np.array(stored)
 
 
 def rows(count: int, seed: int = 0) -> NDArray[np.uint8]:

@@ -16,6 +16,7 @@ Blocks that are computed go the other way as `writes` says. They are read into s
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from bisect import bisect_left
@@ -33,11 +34,10 @@ from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, InvalidArgumentError, UnknownTicketError
 from blockyard.executor.staging import Buffers
-from blockyard.executor.store_quotas import StoreQuotas, entries_of
 from blockyard.executor.store_side import StoreSide
 from blockyard.executor.store_stats import LOAD_SECONDS, PrefixStoreStats
 from blockyard.executor.store_worker import StoreTask, StoreWorker
-from blockyard.stores.base import ExternalStore
+from blockyard.stores.base import ExternalStore, Owners
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
 
@@ -113,16 +113,12 @@ class _Write:
     num_bytes: int
     task: StoreTask | None = None
 
-    def entries(self) -> list[tuple[int, bytes]]:
-        """The tenant and key of each block that has a tenant; see `entries_of`."""
-        return entries_of(self.job, np.ones(len(self.job), np.bool_))
-
 
 class PrefixStore:
     """Loads blocks from a prefix store before their prompts are admitted, and writes blocks to it.
 
-    Only `wait` and `close` wait. All calls come from one thread at a time, that of the engine. The manager must not
-    have cached anything yet.
+    Only `wait`, `close`, `forget`, `set_quota` and `quota` wait. All calls come from one thread at a time, that of the
+    engine. The manager must not have cached anything yet.
 
     Args:
         manager: of the blocks, with prefix caching, one cache group and no window.
@@ -170,8 +166,6 @@ class PrefixStore:
         self._writing: list[_Write] = []
         self._load_jobs: list[StoreJob] = []  # the manager's jobs that have not ended
         self._write_jobs: list[StoreJob] = []
-        self._deleting: list[StoreTask] = []
-        self._quotas, self._tenants = StoreQuotas(size), dict[bytes | None, int]()
         self._failed: dict[bytes, float] = {}
         self._retry_at, self._pause = 0.0, PAUSES[0]
         self._torn = False  # a call changes the fields above; if it is set when one begins, the last was interrupted
@@ -242,7 +236,7 @@ class PrefixStore:
             Whether that happened in time.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        met = until or (lambda: not self._writing and not self._deleting)
+        met = until or (lambda: not self._writing)
         while True:
             self.poll()
             if met():
@@ -269,41 +263,44 @@ class PrefixStore:
             StoreError: the store could not forget its keys.
         """
         self._mend()
-        if self._open or self._writing or self._deleting or not self._manager.prefix.reset():
+        if self._open or self._writing or not self._manager.prefix.reset():
             return False
         self.store.forget(revision)
         self._failed.clear()
-        self._quotas.clear()
         return True
 
     def set_quota(self, salt: bytes | None, num_bytes: int | None) -> None:
         """Limit what one tenant keeps in the store, as `manager.prefix.set_quota` limits what it keeps on the device.
 
-        Beyond its quota the tenant's own blocks are deleted, those that were not used for longest first. What counts is
-        what this process has put into the store or found there since the tenant's first quota: see decision 0030.
+        Waits for the store, which counts what all processes put there: see `ExternalStore.set_quota`. The quota
+        outlives this process. Blocks that are refused beyond it are unwritten, see `stats`.
 
         Args:
             salt: the tenant; None for prompts without a salt.
             num_bytes: most bytes of its blocks; None for no limit.
 
         Raises:
-            InvalidArgumentError: the number is negative, or 65535 tenants have quotas.
+            InvalidArgumentError: the number is negative.
+            StoreError: the store keeps no quotas, or did not confirm this one.
         """
         if num_bytes is not None and num_bytes < 0:
             raise InvalidArgumentError(f"num_bytes is {num_bytes}, must be at least 0, or None")
-        self._tenants[salt] = self._manager.prefix.store_jobs.tenant(salt)
-        self._delete(self._quotas.set_quota(self._tenants[salt], num_bytes))
+        self.store.set_quota(_tenant(salt), None if num_bytes is None else num_bytes // self._size)
 
-    def quota(self, salt: bytes | None) -> tuple[int, int | None] | None:
-        """Return the bytes that count towards a tenant's quota, and the quota in whole blocks.
+    def quota(self, salt: bytes | None) -> tuple[int, int] | None:
+        """Return the bytes that count towards a tenant's quota, and the quota in whole blocks. Waits for the store.
 
         Args:
             salt: the tenant; None for prompts without a salt.
 
         Returns:
-            `(bytes, quota)`; None for a tenant that never had a quota here.
+            `(bytes, quota)`; None for a tenant without a quota.
+
+        Raises:
+            StoreError: the store keeps no quotas, or does not answer.
         """
-        return self._quotas.quota(self._tenants[salt]) if salt in self._tenants else None
+        found = self.store.quota(_tenant(salt))
+        return None if found is None else (found[0] * self._size, found[1] * self._size)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Write what is left, and let go of the store; waits at most `timeout` seconds for it. False if it hung."""
@@ -346,7 +343,7 @@ class PrefixStore:
         self.stats.unwritten_blocks += sum(len(write.job) for write in self._writing if write.task is None)
         self._writing = [write for write in self._writing if write.task is not None]
         tasks = [write.task for write in self._writing if write.task is not None]
-        for task in (*tasks, *self._abandoned, *self._deleting):
+        for task in (*tasks, *self._abandoned):
             self._worker.submit(task)  # it takes none twice
 
     def _notify(self) -> None:
@@ -428,7 +425,8 @@ class PrefixStore:
             self._finish(fetch, "no_room" if len(self._missing(fetch.prompt)) else "")
             return
         fetch.job, fetch.state = job, "copying"
-        blocks, rows, fetch.landed = _rows_of(job, task.keys, task.answer.rows)
+        # The job has later blocks of the prompt if another prefetch has brought those that came.
+        blocks, rows, fetch.landed = _rows_of(job, task.keys[:count], task.answer.rows[:count])
         try:
             fetch._transfer = self._engine.submit_write(  # noqa: SLF001
                 job.tier,
@@ -475,7 +473,6 @@ class PrefixStore:
         assert job is not None  # noqa: S101 (for the type checker)
         found = self._manager.prefix.store_jobs.end_load(job.job, fetch.landed & has_landed)
         self._load_jobs.remove(job)
-        self._delete(self._quotas.use(entries_of(job, fetch.landed & has_landed)))
         self._give_back(fetch._task)  # noqa: SLF001
         fetch.job = fetch._transfer = fetch._task = None  # noqa: SLF001
         if not has_landed:
@@ -521,7 +518,6 @@ class PrefixStore:
 
     def _write(self) -> None:
         self._writing = [write for write in self._writing if not self._advance_write(write)]
-        self._deleting = [task for task in self._deleting if not task.ended]
         if self._writes == "never":
             return
         while True:
@@ -555,7 +551,7 @@ class PrefixStore:
             is_whole = self._end_write(write.job)
             rows, write.transfer.rows = write.transfer.rows, None
             is_whole = is_whole and rows is not None and write.transfer.error is None
-            write.task = self._put_task(write, rows if is_whole else None)
+            write.task = self._put_task(write.job, rows if is_whole else None)
         task = write.task
         if not task.ended:
             return False
@@ -565,47 +561,37 @@ class PrefixStore:
             self.stats.written_blocks += written
             self.stats.written_bytes += written * self._size
             self.stats.unwritten_blocks += len(ok) - written
-            if written < len(ok):
-                lost = {key.tobytes() for key in task.keys[~ok]}
-                self._quotas.drop(entry for entry in write.entries() if entry[1] in lost)
             if self._failed:
                 for key in task.keys:
                     self._failed.pop(key.tobytes(), None)
         return True
 
-    def _put_task(self, write: _Write, rows: NDArray[np.uint8] | None) -> StoreTask:
-        """Give the store the blocks that were read, but none beyond their tenants' quotas."""
-        keys, entries = write.job.keys, write.entries()
-        gone = set(self._quotas.use(entries)) if rows is not None else set()
-        gone.update(key for tenant, key in entries if not self._quotas.takes(tenant))
-        if gone:
-            self._delete(list(gone.difference(key for _, key in entries)))
-            is_kept = np.array([key.tobytes() not in gone for key in keys])
-            self.stats.unwritten_blocks += len(keys) - int(is_kept.sum())
-            keys, rows = keys[is_kept], None if rows is None else rows[is_kept]
-        if rows is None or not len(keys):
-            self.stats.unwritten_blocks += len(keys)
-            return StoreTask(keys, ended=True)
-        task = StoreTask(keys, rows=rows)
+    def _put_task(self, job: StoreJob, rows: NDArray[np.uint8] | None) -> StoreTask:
+        """Give the store the blocks that were read."""
+        if rows is None:
+            self.stats.unwritten_blocks += len(job)
+            return StoreTask(job.keys, ended=True)
+        task = StoreTask(job.keys, rows=rows, owners=Owners(job.tenants, job.parents))
         self._worker.submit(task)
         return task
 
-    def _delete(self, keys: list[bytes]) -> None:
-        if keys:
-            task = StoreTask(np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32))
-            self.stats.deleted_blocks += len(keys)
-            self._deleting.append(task)
-            self._worker.submit(task)
+
+def _tenant(salt: bytes | None) -> bytes:
+    """The name of a tenant in stores, as `StoreJob.tenants` has it."""
+    return bytes(32) if salt is None else hashlib.sha256(salt).digest()
 
 
 def _rows_of(
     job: StoreJob, keys: NDArray[np.uint8], rows: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_]]:
-    """Find the blocks of a job that were read: their ids, their rows, and which of the job's they are, bool `[n]`."""
+    """Find the blocks of a job that were read: their ids, their rows, and which of the job's they are, bool `[n]`.
+
+    `rows` are the blocks of `keys`; all of them came.
+    """
     count = len(job)
     if np.array_equal(job.keys, keys[:count]):
         return job.blocks, rows[:count], np.ones(count, np.bool_)
     # Blocks have come or gone since the keys were asked for.
-    index = {key.tobytes(): at for at, key in enumerate(keys[: len(rows)])}
+    index = {key.tobytes(): at for at, key in enumerate(keys)}
     at = np.array([index.get(key.tobytes(), -1) for key in job.keys])
     return job.blocks[at >= 0], np.ascontiguousarray(rows[at[at >= 0]]), at >= 0

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.stores.base import ExternalStore
+from blockyard.stores.base import ExternalStore, Owners
 
 __all__ = ["Answer", "Batch", "StoreSide"]
 
@@ -113,17 +113,19 @@ class StoreSide:
         """
         return self._submit(Batch("read", len(slots), out), partial(self._store.lend_read, slots, out))
 
-    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> Batch:
-        """Start to store blocks under their keys, uint8 `[n, 32]`; see `write`."""
-        return self._submit(Batch("put", len(keys)), partial(self._store.lend_put, keys, rows))
+    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners | None = None) -> Batch:
+        """Start to store blocks under their keys, uint8 `[n, 32]`; see `write`.
+
+        A store without quotas does not get the owners.
+        """
+        batch = Batch("put", len(keys))
+        if owners is None or not self._store.keeps_quotas:
+            return self._submit(batch, partial(self._store.lend_put, keys, rows))
+        return self._submit(batch, partial(self._store.lend_put, keys, rows, owners))
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> Batch:
         """Start to read blocks by key, uint8 `[n, 32]`; see `read`."""
         return self._submit(Batch("get", len(keys), out), partial(self._store.lend_get, keys, out))
-
-    def delete(self, keys: NDArray[np.uint8]) -> Batch:
-        """Start to delete keys, uint8 `[n, 32]`."""
-        return self._submit(Batch("delete", len(keys)), partial(self._store.submit_delete, keys))
 
     def contains(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return which keys the store says it has, bool `[n]`; none if it says anything else."""

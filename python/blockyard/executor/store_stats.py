@@ -24,9 +24,8 @@ class PrefixStoreStats:
             `"no_room"`, `"unavailable"`, `"failed_before"`, `"copy_failed"` and the store's own reasons.
         written_blocks: blocks that the store has taken, or had.
         written_bytes: their bytes.
-        unwritten_blocks: blocks that it has not. Those that a call of the manager took first, and those beyond a quota,
-            count here too.
-        deleted_blocks: blocks that were deleted for their tenants' quotas.
+        unwritten_blocks: blocks that it has not. Those that a call of the manager took first, and those that the store
+            refused, for instance beyond a quota, count here too.
         load_seconds: prefetches by how long they took, see `LOAD_SECONDS`.
     """
 
@@ -37,7 +36,6 @@ class PrefixStoreStats:
     written_blocks: int = 0
     written_bytes: int = 0
     unwritten_blocks: int = 0
-    deleted_blocks: int = 0
     load_seconds: list[int] = field(default_factory=lambda: [0] * (len(LOAD_SECONDS) + 1))
 
     def as_dict(self) -> dict[str, int]:
@@ -49,7 +47,6 @@ class PrefixStoreStats:
             "prefix_store_written_blocks": self.written_blocks,
             "prefix_store_written_bytes": self.written_bytes,
             "prefix_store_unwritten_blocks": self.unwritten_blocks,
-            "prefix_store_deleted_blocks": self.deleted_blocks,
         }
         counters |= {f"prefix_store_misses_{reason}": count for reason, count in sorted(self.misses.items())}
         total = 0

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockyard.executor.store_side import Answer, Batch, StoreSide
+from blockyard.stores.base import Owners
 from blockyard.workers import Process, start_worker
 
 __all__ = ["StoreTask", "StoreWorker"]
@@ -31,8 +32,9 @@ class StoreTask:
 
     Attributes:
         keys: uint8 `[n, 32]`.
-        rows: of a put, the blocks; None for a get or a deletion.
-        take: of a get, gives so many rows for the blocks, in the worker's thread; None for a deletion.
+        rows: of a put, the blocks; None for a get.
+        owners: of a put, whose the blocks are.
+        take: of a get, gives so many rows for the blocks, in the worker's thread.
         taken: what it gave. They are the store's until the task has ended.
         answer: of a get: entries for its first blocks, as many as were asked for. Of a put: an entry for each block,
             also for those that the store had.
@@ -42,6 +44,7 @@ class StoreTask:
 
     keys: NDArray[np.uint8]
     rows: NDArray[np.uint8] | None = None
+    owners: Owners | None = None
     take: Callable[[int], Tensor] | None = None
     taken: Tensor | None = None
     answer: Answer | None = None
@@ -144,17 +147,15 @@ class StoreWorker:
             return
         task.begun = True
         try:
-            if task.rows is None and task.take is None:
-                task.batch = self._side.delete(task.keys)
-                return
             found = self._side.contains(task.keys)
             if task.rows is not None:
                 task.is_new = ~found
                 if found.all():
                     self._end(task, Answer(found, task.rows[:0]))
-                else:
-                    rows = task.rows if not found.any() else task.rows[task.is_new]
-                    task.batch = self._side.put(np.ascontiguousarray(task.keys[task.is_new]), rows)
+                    return
+                rows = task.rows if not found.any() else task.rows[task.is_new]
+                owners = None if task.owners is None else Owners(*(of[task.is_new] for of in task.owners))
+                task.batch = self._side.put(task.keys[task.is_new], rows, owners)
                 return
             assert task.take is not None  # noqa: S101 (for the type checker)
             count = len(found) if found.all() else int(found.argmin())

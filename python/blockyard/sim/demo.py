@@ -35,7 +35,8 @@ from blockyard.sim.report import (
 )
 from blockyard.sim.trace import read_trace, scale_lengths
 from blockyard.sim.workload import StandardText, WorkItem, text_workload, trace_workload
-from blockyard.stores.base import StoreStats, check_url, parse_size, public_url, sized_url
+from blockyard.stores.base import StoreStats, check_url
+from blockyard.stores.url import parse_size, public_url, sized_url
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

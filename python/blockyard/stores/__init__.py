@@ -8,14 +8,13 @@ from blockyard.stores.base import (
     ExternalStore,
     Owners,
     StoreStats,
-    StoreURL,
     open_store,
-    parse_size,
     register,
 )
 from blockyard.stores.codec import Codec
 from blockyard.stores.namespace import store_namespace
 from blockyard.stores.threaded import ThreadedStore
+from blockyard.stores.url import StoreURL, parse_size
 
 __all__ = [
     "Codec",

@@ -10,31 +10,28 @@ its URL scheme by `register`, or by an entry point of the group `blockyard.store
 """
 
 import re
-import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError, StoreURLError
+from blockyard.stores.url import public_url, require_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from blockyard.stores.codec import Codec, MacKey
 
-__all__ = ["Completion", "ExternalStore", "Owners", "StoreStats", "StoreURL", "open_store", "parse_size", "register"]
+__all__ = ["Completion", "ExternalStore", "Owners", "StoreStats", "open_store", "register"]
 
 ENTRY_POINTS = "blockyard.stores"
-MOST_BYTES = 1 << 62
 _REDIS = ("blockyard.stores.redis", "open_redis")
 _OBJECTS = ("blockyard.stores.object_store", "open_object_store")
 _BUILT_IN = {
@@ -42,15 +39,9 @@ _BUILT_IN = {
     **dict.fromkeys(("redis", "rediss", "unix", "redis+cluster", "rediss+cluster"), _REDIS),
     **dict.fromkeys(("s3", "gs", "az", "local", "memory"), _OBJECTS),
 }
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for suffix, base, prefixes in (("iB", 1024, "KMGT"), ("B", 1000, "kMGT"))
-    for power, prefix in enumerate(prefixes, 1)
-}
 
 Keys: TypeAlias = NDArray[np.uint8] | Sequence[bytes]
 Use: TypeAlias = Literal["swap", "prefix"]
-Value = TypeVar("Value")
 Maker = TypeVar("Maker", bound=Callable[..., "ExternalStore"])
 _registered: dict[str, Callable[..., "ExternalStore"]] = {}
 
@@ -81,7 +72,7 @@ class ExternalStore(ABC):
         keeps_quotas: whether `set_quota` works. If not, nothing passes `owners` to the store.
     """
 
-    keeps_quotas: ClassVar[bool] = False
+    keeps_quotas: bool = False
 
     @property
     @abstractmethod
@@ -286,7 +277,9 @@ class ExternalStore(ABC):
         raise quotaless()
 
     def quota(self, tenant: bytes) -> tuple[int, int] | None:  # noqa: ARG002 (a store with quotas has its own)
-        """Return the blocks that count towards a tenant's quota, and the quota; None without one. Waits for the storage.
+        """Return the blocks that count towards a tenant's quota, and the quota; None without one.
+
+        Waits for the storage.
 
         Args:
             tenant: 32 bytes, see `Owners`.
@@ -359,6 +352,18 @@ class ExternalStore(ABC):
 def keyless() -> StoreError:
     """Return the error of a store without keys."""
     return StoreError("the store is swap space only and has no keys")
+
+
+def check_quota(tenant: object, num_blocks: int | None = None) -> None:
+    """Refuse what is no tenant or no number of blocks.
+
+    Raises:
+        InvalidArgumentError: one of them is wrong.
+    """
+    if not isinstance(tenant, bytes) or len(tenant) != 32:
+        raise InvalidArgumentError(f"tenant is {tenant!r:.100}, must be 32 bytes")
+    if num_blocks is not None and not 0 <= num_blocks < 1 << 32:
+        raise InvalidArgumentError(f"num_blocks is {num_blocks}, must be 0 to 2**32 - 1, or None")
 
 
 def quotaless() -> StoreError:
@@ -502,19 +507,9 @@ def check_url(url: str) -> None:
         import_module(_BUILT_IN[scheme][0]).read_url(url)
 
 
-def sized_url(url: str, space: int | str | None) -> str:
-    """Add a size to a URL. One that names a size too is refused by the tier: an option given twice."""
-    return url if space is None else f"{url}{'&' if '?' in url else '?'}size={space}"
-
-
-def public_url(url: str) -> str:
-    """Return a URL without its user name and password, for messages."""
-    return re.sub(r"(?<=://)(?!/).*@", "***@", url, flags=re.DOTALL)
-
-
 def _scheme(url: str) -> str:
     shown = public_url(url)
-    _require_text(url, url, "it")
+    require_text(url, url, "it")
     scheme, colon, _ = url.partition(":")
     if not colon:
         raise StoreURLError(f"{shown!r} has no scheme; write for example file:///dir?size=2GiB")
@@ -524,106 +519,3 @@ def _scheme(url: str) -> str:
     if scheme not in known:
         raise StoreURLError(f"{shown!r}: no tier has the scheme {scheme!r}; there are {', '.join(sorted(known))}")
     return scheme
-
-
-def _require_text(url: str, part: str, name: str) -> None:
-    """Refuse control characters, which URLs lose on the way unseen, and what is no text."""
-    for character in part:
-        if unicodedata.category(character) in {"Cc", "Cs"}:
-            raise StoreURLError(
-                f"{public_url(url)!r}: {name} has the character {character!r}, only printed ones are allowed"
-            )
-
-
-@dataclass
-class StoreURL:
-    """The parts of a tier's URL; every complaint shows the whole and the part that is wrong."""
-
-    url: str
-    host: str
-    path: str
-    options: dict[str, str]
-
-    @classmethod
-    def parse(cls, url: str) -> "StoreURL":
-        """Split a URL; the options are what stands after the question mark, `name=value` joined by `&`.
-
-        Raises:
-            StoreURLError: an option is malformed or repeated, or there is a fragment.
-        """
-        _require_text(url, url, "it")
-        try:
-            parts = urlsplit(url)
-        except ValueError:  # its message may quote a password
-            raise StoreURLError(f"{public_url(url)!r}: the host is malformed") from None
-        found = cls(public_url(url), public_url(f"://{parts.netloc}")[3:], _decoded(url, parts.path), {})
-        if parts.fragment:
-            found.reject(f"#{parts.fragment}", "is not part of a tier's URL")
-        for option in filter(None, parts.query.split("&")):
-            name, equals, value = option.partition("=")
-            if not equals or not name or not value:
-                found.reject(option, "must be an option name=value")
-            if name in found.options:
-                found.reject(option, "is given twice")
-            found.options[name] = _decoded(url, value)
-        return found
-
-    def take(self, name: str, read: Callable[[str], Value], default: Value, wanted: str) -> Value:
-        """Read an option and strike it off.
-
-        Args:
-            name: of the option.
-            read: turns the text into a value, or raises ValueError.
-            default: if the option is not given.
-            wanted: what the value must be, for the message.
-
-        Raises:
-            StoreURLError: the option's value cannot be read.
-        """
-        text = self.options.pop(name, None)
-        if text is None:
-            return default
-        try:
-            return read(text)
-        except ValueError:
-            self.reject(f"{name}={text}", f"must be {wanted}")
-
-    def finish(self, known: str) -> None:
-        """Refuse options that nobody has struck off.
-
-        Raises:
-            StoreURLError: an option is unknown; `known` names those that exist.
-        """
-        for name, text in self.options.items():
-            self.reject(f"{name}={text}", f"is not an option of this tier; there are {known}")
-
-    def reject(self, part: str, why: str) -> NoReturn:
-        """Raise the error for a part of the URL."""
-        raise StoreURLError(f"{self.url!r}: {part!r} {why}")
-
-
-def _decoded(url: str, part: str) -> str:
-    """Decode percent signs; what comes out must be text, too."""
-    try:
-        text = unquote(part, errors="strict")
-    except UnicodeDecodeError:
-        raise StoreURLError(f"{public_url(url)!r}: {part!r} is not UTF-8 when its percent signs are decoded") from None
-    _require_text(url, text, repr(part))
-    return text
-
-
-def parse_size(text: str) -> int:
-    """Read a size, such as `2GiB`, `1.5 TiB`, `500MB` or plain bytes; a fraction of a byte is cut off.
-
-    Raises:
-        ValueError: the text is no size, its unit is ambiguous (`2G`), or it is more than 2**62 bytes.
-    """
-    match = re.fullmatch(r"0*([0-9]+)(?:\.([0-9]+))? ?([A-Za-z]*)", text, flags=re.ASCII)
-    shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
-    if not match or match[3] not in _UNITS:
-        raise ValueError(f"{shown} is no size; write for example 2GiB, 500MB or plain bytes")
-    whole, fraction, unit = match[1], (match[2] or "")[:40], _UNITS[match[3]]
-    size = MOST_BYTES + 1 if len(whole) > 19 else int(whole + fraction) * unit // 10 ** len(fraction)
-    if size > MOST_BYTES:
-        raise ValueError(f"{shown} is more than 2**62 bytes")
-    return size

@@ -24,7 +24,7 @@ from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketErro
 from blockyard.stores.base import ExternalStore, Owners
 from blockyard.workers import Process, start_worker
 
-__all__ = ["Batch", "BatchStore", "Kind", "KnownKeys", "Name", "check_out", "of"]
+__all__ = ["Batch", "BatchStore", "Kind", "KnownKeys", "Name", "check_out", "of", "owners_of_each"]
 
 _SLOWEST: Final = 16e6  # bytes a second that a deadline allows for
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
@@ -479,6 +479,19 @@ def check_out(out: object, shape: tuple[int, int], lent: NDArray[np.uint8] | Non
         raise InvalidArgumentError(f"out is {of(out)}, must be uint8 {list(shape)}, C-contiguous")
     if lent is not None and not _is_same(out, lent):
         raise InvalidArgumentError("out is other memory than the rows that this read was given, must be these rows")
+
+
+def owners_of_each(owners: Owners, names: list[bytes], single: dict[bytes, int]) -> Owners:
+    """Return the owners of each different name."""
+    for name, found in zip(("tenants", "parents"), owners, strict=True):
+        shape = (len(names), 32)
+        if not isinstance(found, np.ndarray) or found.dtype != np.uint8 or found.shape != shape:
+            raise InvalidArgumentError(f"owners.{name} is {of(found)}, must be uint8 {list(shape)}")
+    if len(single) == len(names):
+        return Owners(owners.tenants.copy(), owners.parents.copy())
+    places = {name: index for index, name in reversed(list(enumerate(names)))}
+    first = [places[name] for name in single]
+    return Owners(owners.tenants[first], owners.parents[first])
 
 
 class Buffers:

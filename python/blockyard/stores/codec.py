@@ -1,5 +1,6 @@
 """What a store may do to blocks on their way: encode them by a codec, and authenticate them with a key."""
 
+import hashlib
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, StoreError
 
-__all__ = ["Codec", "MacKey", "read_mac_key"]
+__all__ = ["Codec", "MacKey", "guarded_namespace", "read_mac_key"]
 
 MacKey: TypeAlias = bytes | Path
 _SLACK: Final = 256
@@ -109,3 +110,12 @@ def read_mac_key(key: MacKey) -> bytes:
         shown = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"
         raise InvalidArgumentError(f"mac_key is {shown}, must be 32 bytes or the path of a file with them")
     return key
+
+
+def guarded_namespace(namespace: bytes, codec: Codec | None, mac_key: bytes | None) -> bytes:
+    """Return the namespace of blocks that a codec encodes or a key authenticates: others cannot read them."""
+    name = b"" if codec is None else codec.name.encode()
+    key = b"" if mac_key is None else hashlib.sha256(b"BLKYMACKEY1" + mac_key).digest()
+    return hashlib.sha256(
+        b"BLKYGUARD1" + namespace.ljust(32, b"\0") + len(name).to_bytes(8, "little") + name + key
+    ).digest()

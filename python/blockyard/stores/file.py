@@ -49,11 +49,12 @@ from numpy.typing import NDArray
 
 from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
-from blockyard.stores.base import Completion, ExternalStore, StoreURL, Use, parse_size
+from blockyard.stores.base import Completion, ExternalStore, Owners, Use
 from blockyard.stores.codec import Codec, MacKey
 from blockyard.stores.epochs import EPOCH_BYTES, Epoch, Record
 from blockyard.stores.remote import RemoteStore
 from blockyard.stores.striped import StripedStore
+from blockyard.stores.url import StoreURL, parse_size
 from blockyard.workers import cache_folder
 
 __all__ = ["SlabStore", "open_file"]
@@ -155,7 +156,8 @@ def open_file(
             use=use,
             revision=revision,
         )
-    return GuardedSlab(
+    guarded = GuardedSlab if len(found.directories) == 1 else GuardedSlabs
+    return guarded(
         found,
         bytes_per_block=bytes_per_block,
         num_slots=num_slots,
@@ -198,11 +200,12 @@ def _open_slabs(
 
 
 class GuardedSlab(RemoteStore):
-    """Blocks in slabs, encoded by a codec or authenticated with a MAC key; `open_file` makes it.
+    """Blocks in a slab, encoded by a codec or authenticated with a MAC key; `open_file` makes it.
 
     A slab's checks and its end of a hung disk come first; what it returns is then checked as a server's answer is.
     """
 
+    keeps_quotas = True
     _reuses_rows = True
 
     def __init__(self, found: FileURL, *, num_slots: int | None, use: Use, revision: str, **options: Any) -> None:
@@ -223,6 +226,17 @@ class GuardedSlab(RemoteStore):
         submit = self._slab.submit_put if self._use == "prefix" else self._slab.submit_write
         return self._ended(self._slab.wait(submit(self._slab_names(keys), rows)))
 
+    def _put_owned(
+        self, names: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners, epoch: Epoch
+    ) -> NDArray[np.bool_]:
+        """Store values of blocks that have tenants. The slab knows a parent by its name, as it does a block."""
+        parents = np.zeros_like(owners.parents)
+        known = owners.parents.any(axis=1)
+        if known.any():
+            parents[known] = self._names_of([parent.tobytes() for parent in owners.parents[known]], epoch.token)
+        submitted = self._slab.submit_put(names, rows, Owners(owners.tenants, parents))
+        return self._ended(self._slab.wait(submitted))
+
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Read values."""
         submit = self._slab.submit_get if self._use == "prefix" else self._slab.submit_read
@@ -236,6 +250,16 @@ class GuardedSlab(RemoteStore):
     def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
         return self._slab.contains(keys)
+
+    def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
+        """Limit the blocks of one tenant; see `ExternalStore.set_quota`."""
+        self._keys_of([])
+        self._slab.set_quota(tenant, num_blocks)
+
+    def quota(self, tenant: bytes) -> tuple[int, int] | None:
+        """Return the blocks that count towards a tenant's quota, and the quota; see `ExternalStore.quota`."""
+        self._keys_of([])
+        return self._slab.quota(tenant)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Give up what is under way and close the slabs; see `ExternalStore.close`."""
@@ -277,6 +301,12 @@ class GuardedSlab(RemoteStore):
         if broken and not done.ok.any():
             raise StoreError(f"the slab's blocks are misses: {', '.join(broken)}; {self._slab.stats().last_error}")
         return done.ok
+
+
+class GuardedSlabs(GuardedSlab):
+    """A `GuardedSlab` over slabs in several directories, which keep no quotas."""
+
+    keeps_quotas = False
 
 
 def calibrated_io(directory: str) -> str:

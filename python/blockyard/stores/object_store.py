@@ -44,9 +44,10 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import ForkedError, StoreError, StoreFullError
-from blockyard.stores.base import ExternalStore, StoreURL, Use
+from blockyard.stores.base import ExternalStore, Use
 from blockyard.stores.epochs import Epoch, Record
 from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
+from blockyard.stores.url import StoreURL
 from blockyard.stores.value import HEADER
 from blockyard.workers import CallPool, Process
 

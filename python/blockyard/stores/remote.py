@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import StoreError
-from blockyard.stores.base import Keys, StoreURL, Use, keyless, parse_size
+from blockyard.stores.base import Keys, Use, keyless
 from blockyard.stores.threaded import ThreadedStore
+from blockyard.stores.url import StoreURL, parse_size
 from blockyard.stores.value import check_parts
 from blockyard.workers import start_worker
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import InvalidArgumentError, MappingError, OutOfMemoryError, StoreError, UnknownTicketError
-from blockyard.stores.base import ExternalStore, Keys, keyless
+from blockyard.stores.base import ExternalStore, Keys, Owners, keyless
 from blockyard.stores.batches import check_out, of
 
 __all__ = ["StripedStore"]
@@ -98,7 +98,12 @@ class StripedStore(ExternalStore):
         check_out(rows, (len(slots), self.bytes_per_block))
         return self._read(slots, rows)
 
-    def submit_put(self, keys: Keys, rows: Rows) -> int:
+    def submit_put(
+        self,
+        keys: Keys,
+        rows: Rows,
+        owners: Owners | None = None,  # noqa: ARG002 (no quota spans the disks)
+    ) -> int:
         """Start to store blocks under their keys. See `ExternalStore`."""
         found = self._check_keys(keys)
         self._check_rows(rows, len(found))

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError, MappingError, StoreError
 from blockyard.stores.base import Keys, Owners, keyless
-from blockyard.stores.batches import Batch, BatchStore, KnownKeys, Name, check_out, of
-from blockyard.stores.codec import Codec, MacKey, read_mac_key
+from blockyard.stores.batches import Batch, BatchStore, KnownKeys, Name, check_out, of, owners_of_each
+from blockyard.stores.codec import Codec, MacKey, guarded_namespace, read_mac_key
 from blockyard.stores.epochs import EPOCH_BYTES, Epoch, ForgottenError, Record, SharedEpoch
-from blockyard.stores.value import HEADER, check_values, is_damage, seal_values, value_length
+from blockyard.stores.value import HEADER, check_values, is_damage, seal_values, spread_out, value_length
 
 __all__ = ["ThreadedStore"]
 
@@ -106,7 +106,7 @@ class ThreadedStore(BatchStore):
         self._codec = codec
         self._mac_key = None if mac_key is None else read_mac_key(mac_key)
         self._is_guarded = codec is not None or mac_key is not None
-        self.namespace = _guarded(namespace, codec, self._mac_key) if self._is_guarded else namespace
+        self.namespace = guarded_namespace(namespace, codec, self._mac_key) if self._is_guarded else namespace
         self._width = HEADER + (bytes_per_block if codec is None else codec.bound(bytes_per_block))
         self._seed = self.namespace + os.urandom(16)
         self._digests: dict[Name, dict[Name, bytes]] = {}  # of the last write of each slot
@@ -184,7 +184,7 @@ class ThreadedStore(BatchStore):
             raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
         single = {name: index for index, name in enumerate(dict.fromkeys(names))}
         spread = [single[name] for name in names] if len(single) < len(names) else None
-        owners = None if owners is None or not self.keeps_quotas else _checked_owners(owners, names, single)
+        owners = None if owners is None or not self.keeps_quotas else owners_of_each(owners, names, single)
         header = 0 if self._codec else HEADER
         values = self._buffers.take(len(single), header + self.bytes_per_block)
         if spread is None:
@@ -329,7 +329,7 @@ class ThreadedStore(BatchStore):
             sums = checksum_rows(rows)
         for index, reason, digest in zip(there, found, sums, strict=True):
             reasons[index] = reason or ("" if digest.tobytes() == digests[index] else "payload_checksum")
-        return _spread_out(rows, there, len(slots)), reasons
+        return spread_out(rows, there, len(slots)), reasons
 
     def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8], epoch: Epoch) -> tuple[None, list[str]]:
         assert batch.rows is not None  # noqa: S101 (for the type checker)
@@ -361,7 +361,7 @@ class ThreadedStore(BatchStore):
                     self._note(error)
         if batch.age < self._epochs.stopped_at:
             return None, ["forgotten"] * len(keys)
-        return _spread_out(rows, there, len(keys)), reasons
+        return spread_out(rows, there, len(keys)), reasons
 
     # ---- values: blocks with a header ----
 
@@ -591,38 +591,6 @@ class ThreadedStore(BatchStore):
 
     def _count_stored(self) -> int:
         return self._known.count_there()
-
-
-def _guarded(namespace: bytes, codec: Codec | None, mac_key: bytes | None) -> bytes:
-    """Return the namespace of blocks that a codec encodes or a key authenticates: others cannot read them."""
-    name = b"" if codec is None else codec.name.encode()
-    key = b"" if mac_key is None else hashlib.sha256(b"BLKYMACKEY1" + mac_key).digest()
-    return hashlib.sha256(
-        b"BLKYGUARD1" + namespace.ljust(32, b"\0") + len(name).to_bytes(8, "little") + name + key
-    ).digest()
-
-
-def _spread_out(rows: NDArray[np.uint8], where: list[int], count: int) -> NDArray[np.uint8]:
-    """Return rows with each at its place among `count`."""
-    if len(where) == count:
-        return rows
-    out = np.zeros((count, rows.shape[1]), np.uint8)
-    for index, row in zip(where, rows, strict=True):
-        out[index] = row
-    return out
-
-
-def _checked_owners(owners: Owners, names: list[bytes], single: dict[bytes, int]) -> Owners:
-    """Return the owners of each different name."""
-    for field, found in zip(("tenants", "parents"), owners, strict=True):
-        shape = (len(names), 32)
-        if not isinstance(found, np.ndarray) or found.dtype != np.uint8 or found.shape != shape:
-            raise InvalidArgumentError(f"owners.{field} is {of(found)}, must be uint8 {list(shape)}")
-    if len(single) == len(names):
-        return Owners(owners.tenants.copy(), owners.parents.copy())
-    places = {name: index for index, name in reversed(list(enumerate(names)))}
-    first = [places[name] for name in single]
-    return Owners(owners.tenants[first], owners.parents[first])
 
 
 def _answer(name: str, found: object, count: int) -> list[bool]:

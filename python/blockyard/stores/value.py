@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 
-__all__ = ["HEADER", "check_parts", "check_values", "is_damage", "seal_values", "value_length"]
+__all__ = ["HEADER", "check_parts", "check_values", "is_damage", "seal_values", "spread_out", "value_length"]
 
 HEADER: Final = 128
 _START: Final = b"BLKYVALU" + (1).to_bytes(4, "little") + bytes(4)
@@ -132,3 +132,13 @@ def _headers(namespace: bytes, keys: Sequence[bytes], lengths: Sequence[int]) ->
     start, end = bytes(16) + _START + namespace.ljust(32, b"\0"), bytes(24)
     headers = b"".join(start + key + size.to_bytes(8, "little") + end for key, size in zip(keys, lengths, strict=True))
     return np.frombuffer(headers, np.uint8).reshape(-1, HEADER)
+
+
+def spread_out(rows: NDArray[np.uint8], where: list[int], count: int) -> NDArray[np.uint8]:
+    """Return rows with each at its place among `count`."""
+    if len(where) == count:
+        return rows
+    out = np.zeros((count, rows.shape[1]), np.uint8)
+    for index, row in zip(where, rows, strict=True):
+        out[index] = row
+    return out

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, SlabStore, StoreStats
 from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
-from blockyard.stores.base import ExternalStore, Keys
+from blockyard.stores.base import ExternalStore, Keys, Owners
 
 __all__ = ["PARTS", "FailingStore", "UnrulyStore", "corrupt_slots", "flip_bytes"]
 
@@ -164,9 +164,14 @@ class UnrulyStore(ExternalStore):
         """Start to read blocks, or not."""
         return self._ticket(lambda: self._inner.submit_read(slots))
 
-    def submit_put(self, keys: Keys, rows: NDArray[np.uint8]) -> int:
+    @property
+    def keeps_quotas(self) -> bool:  # type: ignore[override]
+        """Whether the store below keeps quotas."""
+        return self._inner.keeps_quotas
+
+    def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
         """Start to store blocks by key, or not."""
-        return self._ticket(lambda: self._inner.submit_put(keys, rows))
+        return self._ticket(lambda: _put(self._inner, keys, rows, owners))
 
     def submit_get(self, keys: Keys) -> int:
         """Start to read blocks by key, or not."""
@@ -176,6 +181,15 @@ class UnrulyStore(ExternalStore):
         """Return which keys are there, or anything."""
         found = self._break(lambda: self._inner.contains(keys), lambda right: [None, ~right, right[1:], "yes", 1.5])
         return cast("NDArray[np.bool_]", found)
+
+    def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
+        """Limit the blocks of a tenant in the store below, or raise anything."""
+        self._break(lambda: self._inner.set_quota(tenant, num_blocks), lambda done: [done])
+
+    def quota(self, tenant: bytes) -> tuple[int, int] | None:
+        """Return what the store below says of a tenant, or raise anything."""
+        found = self._break(lambda: self._inner.quota(tenant), lambda right: [right])
+        return cast("tuple[int, int] | None", found)
 
     def poll(self) -> list[int]:
         """Return tickets that finished, or anything."""
@@ -258,9 +272,14 @@ class FailingStore(ExternalStore):
         """Start to read blocks of slots."""
         return self._submit(lambda: self._inner.submit_read(slots))
 
-    def submit_put(self, keys: Keys, rows: NDArray[np.uint8]) -> int:
+    @property
+    def keeps_quotas(self) -> bool:  # type: ignore[override]
+        """Whether the store below keeps quotas."""
+        return self._inner.keeps_quotas
+
+    def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
         """Start to store blocks under keys."""
-        return self._submit(lambda: self._inner.submit_put(keys, rows))
+        return self._submit(lambda: _put(self._inner, keys, rows, owners))
 
     def submit_get(self, keys: Keys) -> int:
         """Start to read blocks by key."""
@@ -281,6 +300,16 @@ class FailingStore(ExternalStore):
     def forget(self, revision: str | None = None) -> None:
         """Forget every key."""
         self._inner.forget(revision)
+
+    def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
+        """Limit the blocks of a tenant."""
+        self._require_answer()
+        self._inner.set_quota(tenant, num_blocks)
+
+    def quota(self, tenant: bytes) -> tuple[int, int] | None:
+        """Return what counts towards a tenant's quota, and the quota."""
+        self._require_answer()
+        return self._inner.quota(tenant)
 
     def poll(self) -> list[int]:
         """Return tickets that finished; those that hang when their time is over."""
@@ -306,6 +335,11 @@ class FailingStore(ExternalStore):
         """Close the store below."""
         return self._inner.close(timeout)
 
+    def _require_answer(self) -> None:
+        if self.fault in {"refuse", "hang"}:
+            self.faults += 1
+            raise StoreError("the storage does not answer, on purpose")
+
     def _submit(self, call: Callable[[], int]) -> int:
         self.faults += bool(self.fault)
         if self.fault == "refuse":
@@ -314,6 +348,11 @@ class FailingStore(ExternalStore):
         if self.fault == "hang":
             self._late[ticket] = time.monotonic() + self._deadline
         return ticket
+
+
+def _put(store: ExternalStore, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None) -> int:
+    """Put blocks; a store may take no owners where there are none."""
+    return store.submit_put(keys, rows) if owners is None else store.submit_put(keys, rows, owners)
 
 
 def _misshapen(answer: Completion) -> Sequence[object]:

@@ -94,6 +94,7 @@ pub(crate) struct Publication {
     pub(crate) key: Chain,
     pub(crate) parent: Option<Chain>,
     pub(crate) tokens: u32,
+    pub(crate) salt: [u8; 32],
     pub(crate) lora_id: u64,
     pub(crate) group: u8,
 }
@@ -142,7 +143,7 @@ impl Events {
 
     pub(crate) fn stored(&mut self, pools: &mut [Pool; 3], tier: Tier, publication: Publication) {
         self.gather(pools);
-        let Publication { block, key, parent, tokens, lora_id, group } = publication;
+        let Publication { block, key, parent, tokens, salt: _, lora_id, group } = publication;
         let last = self.last;
         let known = |parent: &Chain| last.and_then(|(chain, key)| (chain == *parent).then_some(key));
         let parent = parent.map(|parent| known(&parent).unwrap_or_else(|| parent.export()));

@@ -3,7 +3,7 @@
 //! A connection whose call failed is not used again: a late answer would be taken for that of the next call. One lock, of
 //! the idle connections; nobody waits for a server under it.
 
-use crate::connection::{Answer, Command, Connection, Got, Put, Server, Split};
+use crate::connection::{Command, Connection, Got, Group, Put, Ran, Server, Split};
 use crate::error::Result;
 use crate::options::Options;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -24,25 +24,29 @@ impl Client {
         Ok(Self { server: options.server()?, options, idle: Mutex::default() })
     }
 
-    /// Stores values under names, for good or for `ttl_ms`; `first` are commands that run before, in the same round trip.
+    /// Stores values under names, for good or for `ttl_ms`.
     ///
-    /// Returns the answers to these, and whether the server took each value. Values of a node of a cluster that does not
-    /// answer are not taken, while other nodes live; the reason is returned too.
+    /// With groups, which follow each other and cover all values, the values of each group and the group's command are one
+    /// transaction: the command runs last, and nobody sees a part. In a cluster, all keys of a group must be in one slot.
+    ///
+    /// Returns the answers to the groups' commands, and whether the server took each value. Values of a node of a cluster
+    /// that does not answer are not taken, while other nodes live; the reason is returned too.
     ///
     /// # Errors
     /// The server cannot be reached, or is silent for too long.
-    pub fn put(&self, first: &[Command], names: &[Vec<u8>], values: &[&[u8]], ttl_ms: Option<u64>) -> Result<Put> {
-        if names.is_empty() && first.is_empty() {
+    pub fn put(&self, groups: &[Group], names: &[Vec<u8>], values: &[&[u8]], ttl_ms: Option<u64>) -> Result<Put> {
+        if names.is_empty() {
             return Ok(Put::default());
         }
-        self.with(|connection| connection.put(first, names, values, ttl_ms))
+        self.with(|connection| connection.put(groups, names, values, ttl_ms))
     }
 
     /// Reads values, each into a head and a row, as many as names. A value of another length leaves both as they are,
-    /// unless it is shorter and `varies` is set: then zeros follow it in its row. `first` is as for `put`.
+    /// unless it is shorter and `varies` is set: then zeros follow it in its row. `first` are
+    /// commands that run before, in the same round trip.
     ///
-    /// Returns the answers to these, and whether there was each value. Those of a node of a cluster that does not answer are as if absent, while other
-    /// nodes live; the reason is returned too.
+    /// Returns the answers to these, and whether there was each value. Those of a node of a cluster that does not answer are
+    /// as if absent, while other nodes live; the reason is returned too.
     ///
     /// # Errors
     /// The server cannot be reached, is silent for too long, or refuses to read a value.
@@ -53,13 +57,14 @@ impl Client {
         self.with(|connection| connection.get(first, names, rows, varies))
     }
 
-    /// Runs commands and returns what the server answers. In a cluster, the second word of each is its key, or the fourth of an `EVAL`.
+    /// Runs commands. Returns what the server answers, and why some nodes of a cluster do not. In a cluster, the second word of each is its key,
+    /// or the fourth of an `EVAL`, or the third of a `CLUSTER` command its slot.
     ///
     /// # Errors
     /// The server cannot be reached, or is silent for too long. A refused command is an [`Answer::Refused`].
-    pub fn run(&self, commands: &[Command]) -> Result<Vec<Answer>> {
+    pub fn run(&self, commands: &[Command]) -> Result<Ran> {
         if commands.is_empty() {
-            return Ok(Vec::new());
+            return Ok(Ran::default());
         }
         self.with(|connection| connection.run(commands))
     }

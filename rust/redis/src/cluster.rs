@@ -5,6 +5,7 @@
 //! it.
 
 use crate::error::{Error, Result};
+use crate::transaction::last_answer;
 use redis::cluster::NodeAddress;
 use redis::cluster_routing::Slot;
 use redis::{Client, Cmd, ConnectionAddr, ConnectionInfo, ConnectionLike, ErrorKind, RedisError, RedisResult};
@@ -53,19 +54,34 @@ struct Call {
     until: Instant,
     answers: Vec<Option<Value>>,
     todo: Vec<Todo>,
-    /// Why a command has no answer.
+    /// Why a unit has no answer.
     why: Option<String>,
 }
 
-/// A command to send, by its number; where to, if its slot has moved, and whether the slot is still moving.
+/// Commands that go to the node of one slot together: one alone, or a transaction, whose last answer counts.
+pub(crate) struct Unit {
+    pub(crate) slot: Slot,
+    pub(crate) commands: Vec<Cmd>,
+}
+
+impl Unit {
+    /// One command.
+    pub(crate) fn of(slot: Slot, command: Cmd) -> Self {
+        Self { slot, commands: vec![command] }
+    }
+}
+
+/// A unit to send, by its number; where to, if its slot has moved, and whether the slot is still moving.
 #[derive(Clone)]
 struct Todo {
     index: usize,
+    /// Answers that it gets.
+    answers: usize,
     moved_to: Option<NodeAddress>,
     is_asking: bool,
 }
 
-/// The commands that one node gets.
+/// The units that one node gets.
 struct Part {
     node: NodeAddress,
     packed: Vec<u8>,
@@ -138,18 +154,17 @@ impl Cluster {
 }
 
 impl Nodes {
-    /// Runs as many commands as said, each made with the slot of its key. Returns the answer to each, None where the node does
-    /// not answer, and the reason.
+    /// Runs `count` units. Returns the answer to each, None where the node does not answer, and the reason.
     ///
     /// # Errors
     /// No node answers.
     pub(crate) fn run(
         &mut self,
         count: usize,
-        make: impl Fn(usize) -> (Slot, Cmd),
+        make: impl Fn(usize) -> Unit,
     ) -> Result<(Vec<Option<Value>>, Option<String>)> {
         self.cluster.probe();
-        let todo = (0..count).map(|index| Todo { index, moved_to: None, is_asking: false }).collect();
+        let todo = (0..count).map(|index| Todo { index, answers: 1, moved_to: None, is_asking: false }).collect();
         let answers = vec![None; count];
         let mut call = Call { until: Instant::now() + self.cluster.timeout, answers, todo, why: None };
         for _ in 0..SENDS {
@@ -215,15 +230,15 @@ impl Nodes {
         Ok(())
     }
 
-    /// Packs what is to do for each node, the first command's first; what is a lost node's is done.
-    fn sort(&self, call: &mut Call, make: &impl Fn(usize) -> (Slot, Cmd)) -> Vec<Part> {
+    /// Packs what is to do for each node, the first unit's first; what is a lost node's is done.
+    fn sort(&self, call: &mut Call, make: &impl Fn(usize) -> Unit) -> Vec<Part> {
         let known = self.cluster.known();
         let nodes = known.nodes.clone();
         let lost: HashMap<_, _> = known.lost.iter().map(|(node, lost)| (node.clone(), lost.why.clone())).collect();
         drop(known);
         let mut parts: Vec<Part> = Vec::new();
-        for todo in std::mem::take(&mut call.todo) {
-            let (slot, command) = make(todo.index);
+        for mut todo in std::mem::take(&mut call.todo) {
+            let Unit { slot, commands } = make(todo.index);
             let Some(node) = todo.moved_to.as_ref().or_else(|| nodes.get(&slot)) else {
                 call.why = Some("no node has the slot".to_owned());
                 continue;
@@ -240,7 +255,10 @@ impl Nodes {
             if todo.is_asking {
                 cmd("ASKING").write_packed_command(&mut part.packed);
             }
-            command.write_packed_command(&mut part.packed);
+            for command in &commands {
+                command.write_packed_command(&mut part.packed);
+            }
+            todo.answers = commands.len();
             part.sent.push(todo);
         }
         parts
@@ -263,7 +281,7 @@ impl Nodes {
         }
         for (position, todo) in part.sent.iter().enumerate() {
             let asked = if todo.is_asking { self.receive_one(&part.node).map(drop) } else { Ok(()) };
-            match asked.and_then(|()| self.receive_one(&part.node)) {
+            match asked.and_then(|()| last_answer(todo.answers, || self.receive_one(&part.node))) {
                 Ok(value) => self.take(todo, value, call),
                 Err(error) => return self.fail(part, position, error, call),
             }
@@ -279,7 +297,7 @@ impl Nodes {
         self.connection(node)?.recv_response()
     }
 
-    /// Takes an answer, or sends the command where its slot has moved.
+    /// Takes an answer, or sends the unit where its slot has moved. A transaction cannot run while its slot is moving.
     fn take(&self, todo: &Todo, value: Value, call: &mut Call) {
         let Value::ServerError(error) = &value else {
             call.answers[todo.index] = Some(value);
@@ -291,11 +309,12 @@ impl Nodes {
             return;
         };
         match kind {
+            ServerErrorKind::Ask if todo.answers > 1 => call.why = Some(error.to_string()),
             ServerErrorKind::Moved | ServerErrorKind::Ask => {
                 let is_asking = kind == ServerErrorKind::Ask;
                 self.cluster.known().is_current &= is_asking;
                 let moved_to = error.redirect_node().and_then(|(node, _)| NodeAddress::try_from(node).ok());
-                call.todo.push(Todo { index: todo.index, moved_to, is_asking });
+                call.todo.push(Todo { moved_to, is_asking, ..*todo });
             }
             ServerErrorKind::ClusterDown | ServerErrorKind::MasterDown | ServerErrorKind::BusyLoading => {
                 self.cluster.known().is_current = false;

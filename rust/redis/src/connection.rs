@@ -1,7 +1,8 @@
 //! One connection, to a server or to all nodes of a cluster.
 
-use crate::cluster::{Cluster, Nodes};
+use crate::cluster::{Cluster, Nodes, Unit};
 use crate::error::Result;
+use crate::transaction::{Transaction, last_answer};
 use redis::cluster_routing::Slot;
 use redis::{Client, Cmd, RedisResult, Value, cmd};
 use std::sync::Arc;
@@ -16,8 +17,14 @@ pub type Split<'a> = (&'a mut [u8], &'a mut [u8]);
 /// The words of a command, at least one.
 pub type Command = Vec<Vec<u8>>;
 
-/// Answers to commands, whether each value was taken, and why some nodes of a cluster did not answer.
+/// Answers to the commands of groups, whether each value was taken, and why some nodes of a cluster did not answer.
 pub type Put = (Vec<Answer>, Vec<bool>, Option<String>);
+
+/// Answers to commands, and why some nodes of a cluster did not answer.
+pub type Ran = (Vec<Answer>, Option<String>);
+
+/// How many values are stored in one transaction, and the command that runs there after them.
+pub type Group = (usize, Command);
 
 /// Answers to commands, whether there was each value, and why some nodes of a cluster did not answer.
 pub type Got = (Vec<Answer>, Vec<bool>, Option<String>);
@@ -64,31 +71,55 @@ impl Server {
 }
 
 impl Connection {
-    /// Runs commands, then stores values under names, as `Client::put` says.
+    /// Stores values under names, as `Client::put` says.
     pub(crate) fn put(
         &mut self,
-        first: &[Command],
+        groups: &[Group],
         names: &[Vec<u8>],
         values: &[&[u8]],
         ttl_ms: Option<u64>,
     ) -> Result<Put> {
+        if groups.is_empty() {
+            return self.put_each(names, values, ttl_ms);
+        }
+        let transactions = Transaction::of_groups(groups, names, values, ttl_ms);
+        let (values, why) = match self {
+            Self::Single(connection) => {
+                let mut packed = Vec::with_capacity(values.iter().map(|value| value.len() + AROUND).sum());
+                for command in transactions.iter().flat_map(Transaction::commands) {
+                    command.write_packed_command(&mut packed);
+                }
+                connection.send_packed_command(&packed)?;
+                let mut receive =
+                    |one: &Transaction<'_>| last_answer(one.num_commands(), || connection.recv_response());
+                let values = transactions.iter().map(|one| Ok(Some(receive(one)?)));
+                (values.collect::<Result<Vec<_>>>()?, None)
+            }
+            Self::Cluster(nodes) => nodes.run(transactions.len(), |index| transactions[index].unit())?,
+        };
+        let (mut answers, mut stored) = (Vec::new(), Vec::new());
+        for (transaction, value) in transactions.iter().zip(values) {
+            answers.push(transaction.take(value, &mut stored));
+        }
+        Ok((answers, stored, why))
+    }
+
+    fn put_each(&mut self, names: &[Vec<u8>], values: &[&[u8]], ttl_ms: Option<u64>) -> Result<Put> {
         match self {
             Self::Single(connection) => {
                 let mut packed = Vec::with_capacity(values.iter().map(|value| value.len() + AROUND).sum());
-                pack(first, &mut packed);
                 for (name, value) in names.iter().zip(values) {
                     set(name, value, ttl_ms).write_packed_command(&mut packed);
                 }
                 connection.send_packed_command(&packed)?;
-                let answers = receive(connection, first.len())?;
                 let stored = names.iter().map(|_| Ok(connection.recv_response()? == Value::Okay));
-                Ok((answers, stored.collect::<Result<_>>()?, None))
+                Ok((Vec::new(), stored.collect::<Result<_>>()?, None))
             }
             Self::Cluster(nodes) => {
-                let make = |index: usize| (Slot::for_key(&names[index]), set(&names[index], values[index], ttl_ms));
-                let (mut answers, why) = nodes.run(first.len() + names.len(), after(first, make))?;
-                let stored = answers.split_off(first.len()).into_iter().map(|value| value == Some(Value::Okay));
-                Ok((answers.into_iter().map(known).collect(), stored.collect(), why))
+                let make =
+                    |index: usize| Unit::of(Slot::for_key(&names[index]), set(&names[index], values[index], ttl_ms));
+                let (answers, why) = nodes.run(names.len(), make)?;
+                Ok((Vec::new(), answers.into_iter().map(|value| value == Some(Value::Okay)).collect(), why))
             }
         }
     }
@@ -114,7 +145,7 @@ impl Connection {
                 Ok((answers, found.collect::<Result<_>>()?, None))
             }
             Self::Cluster(nodes) => {
-                let make = |index: usize| (Slot::for_key(&names[index]), cmd("GET").arg(&names[index]).take());
+                let make = |index: usize| Unit::of(Slot::for_key(&names[index]), cmd("GET").arg(&names[index]).take());
                 let (mut answers, why) = nodes.run(first.len() + names.len(), after(first, make))?;
                 let pairs = answers.split_off(first.len()).into_iter().zip(rows);
                 let found = pairs.map(|(value, row)| value.map_or(Ok(false), |value| place(value, row, varies)));
@@ -124,17 +155,17 @@ impl Connection {
     }
 
     /// Runs commands.
-    pub(crate) fn run(&mut self, commands: &[Command]) -> Result<Vec<Answer>> {
+    pub(crate) fn run(&mut self, commands: &[Command]) -> Result<Ran> {
         match self {
             Self::Single(connection) => {
                 let mut packed = Vec::new();
                 pack(commands, &mut packed);
                 connection.send_packed_command(&packed)?;
-                receive(connection, commands.len())
+                Ok((receive(connection, commands.len())?, None))
             }
             Self::Cluster(nodes) => {
-                let (answers, _) = nodes.run(commands.len(), |index| keyed(&commands[index]))?;
-                Ok(answers.into_iter().map(known).collect())
+                let (answers, why) = nodes.run(commands.len(), |index| keyed(&commands[index]))?;
+                Ok((answers.into_iter().map(known).collect(), why))
             }
         }
     }
@@ -150,18 +181,28 @@ fn receive(connection: &mut redis::Connection, count: usize) -> Result<Vec<Answe
     (0..count).map(|_| Ok(answer(connection.recv_response()?))).collect()
 }
 
-/// A command and the slot of its key: the second word, or what follows a script and its number of keys.
-fn keyed(words: &Command) -> (Slot, Cmd) {
-    let place = if words.first().is_some_and(|name| name == b"EVAL") { 3 } else { 1 };
-    (Slot::for_key(words.get(place).unwrap_or(&Vec::new())), command(words))
+/// A command for the node of its slot. The slot is that of its key: the second word, or what follows a script and its
+/// number of keys. `CLUSTER GETKEYSINSLOT` names the slot.
+fn keyed(words: &Command) -> Unit {
+    let word = |place: usize| words.get(place).map_or(&[][..], Vec::as_slice);
+    let slot = match word(0) {
+        b"EVAL" => Slot::for_key(word(3)),
+        b"CLUSTER" => std::str::from_utf8(word(2))
+            .ok()
+            .and_then(|text| text.parse().ok())
+            .and_then(Slot::new)
+            .unwrap_or_else(|| Slot::for_key([])),
+        _ => Slot::for_key(word(1)),
+    };
+    Unit::of(slot, command(words))
 }
 
 /// A maker of commands that follow others.
-fn after(first: &[Command], make: impl Fn(usize) -> (Slot, Cmd)) -> impl Fn(usize) -> (Slot, Cmd) {
+fn after(first: &[Command], make: impl Fn(usize) -> Unit) -> impl Fn(usize) -> Unit {
     move |index| first.get(index).map_or_else(|| make(index - first.len()), keyed)
 }
 
-fn known(value: Option<Value>) -> Answer {
+pub(crate) fn known(value: Option<Value>) -> Answer {
     value.map_or(Answer::Nil, answer)
 }
 
@@ -179,7 +220,7 @@ fn place(value: Value, (head, row): &mut Split<'_>, varies: bool) -> RedisResult
     Ok(true)
 }
 
-fn command(words: &Command) -> Cmd {
+pub(crate) fn command(words: &Command) -> Cmd {
     let mut command = Cmd::new();
     for word in words {
         command.arg(word);
@@ -187,7 +228,7 @@ fn command(words: &Command) -> Cmd {
     command
 }
 
-fn set(name: &[u8], value: &[u8], ttl_ms: Option<u64>) -> Cmd {
+pub(crate) fn set(name: &[u8], value: &[u8], ttl_ms: Option<u64>) -> Cmd {
     let mut set = cmd("SET");
     set.arg(name).arg(value);
     if let Some(ttl) = ttl_ms {
@@ -196,7 +237,7 @@ fn set(name: &[u8], value: &[u8], ttl_ms: Option<u64>) -> Cmd {
     set
 }
 
-fn answer(value: Value) -> Answer {
+pub(crate) fn answer(value: Value) -> Answer {
     match value {
         Value::Nil => Answer::Nil,
         Value::Int(number) => Answer::Int(number),

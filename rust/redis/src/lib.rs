@@ -13,8 +13,9 @@ mod cluster;
 mod connection;
 mod error;
 mod options;
+mod transaction;
 
 pub use client::Client;
-pub use connection::{Answer, Command, Got, Put, Split};
+pub use connection::{Answer, Command, Got, Group, Put, Ran, Split};
 pub use error::{Error, Result};
 pub use options::{Address, Options, Tls};

@@ -111,7 +111,7 @@ fn the_first_bytes_of_a_value_go_to_its_head() {
         let (mut heads, mut rows) = ([[0; 2]; 3], [[0; 4]; 3]);
         let mut lent: Vec<Split<'_>> =
             heads.iter_mut().zip(&mut rows).map(|(head, row)| (&mut head[..], &mut row[..])).collect();
-        assert_eq!(client.get(&[], &names(3), &mut lent, varies).unwrap().0, [true; 3]);
+        assert_eq!(client.get(&[], &names(3), &mut lent, varies).unwrap().1, [true; 3]);
         assert_eq!(rows, [[3, 4, 5, 6], second, [0; 4]]);
         assert_eq!(heads, [[1, 2], if varies { [1, 2] } else { [0; 2] }, [0; 2]]);
     }
@@ -121,19 +121,62 @@ fn the_first_bytes_of_a_value_go_to_its_head() {
 fn commands_run_before_the_values_in_one_round_trip() {
     let (client, log) = server(|_, words| match &words[0][..] {
         b"ZCARD" => Some(b":7\r\n".to_vec()),
-        b"SET" => Some(b"+OK\r\n".to_vec()),
         b"GET" => Some(bulk(&[9; 4])),
         _ => Some(b"-ERR unknown\r\n".to_vec()),
     });
     let first = [vec![b"ZCARD".to_vec(), b"order".to_vec()], vec![b"BAD".to_vec()]];
-    let (answers, stored, _) = client.put(&first, &names(2), &[&[1], &[2]], None).unwrap();
-    assert!(matches!(&answers[..], [Answer::Int(7), Answer::Refused(_)]), "{answers:?}");
-    assert_eq!(stored, [true; 2]);
     let mut row = [0; 4];
-    assert_eq!(client.get(&first[..1], &names(1), &mut [whole(&mut row)], false).unwrap().1, [true]);
-    assert_eq!(row, [9; 4]);
-    let verbs: Vec<Vec<u8>> = log.lock().unwrap().iter().map(|words| words[0].clone()).collect();
-    assert_eq!(verbs, [&b"ZCARD"[..], b"BAD", b"SET", b"SET", b"ZCARD", b"GET"]);
+    let (answers, found, _) = client.get(&first, &names(1), &mut [whole(&mut row)], false).unwrap();
+    assert!(matches!(&answers[..], [Answer::Int(7), Answer::Refused(_)]), "{answers:?}");
+    assert_eq!((found, row), (vec![true], [9; 4]));
+    assert_eq!(verbs(&log), [&b"ZCARD"[..], b"BAD", b"GET"]);
+}
+
+fn verbs(log: &Mutex<Vec<Words>>) -> Vec<Vec<u8>> {
+    log.lock().unwrap().iter().map(|words| words[0].clone()).collect()
+}
+
+/// A server of which the transaction that has the value `refused` is refused as a whole.
+fn queueing(refused: &'static [u8]) -> (Client, Arc<Mutex<Vec<Words>>>) {
+    let (queued, is_bad) = (Mutex::new(0), Mutex::new(false));
+    server(move |_, words| {
+        let (mut queued, mut is_bad) = (queued.lock().unwrap(), is_bad.lock().unwrap());
+        Some(match &words[0][..] {
+            b"MULTI" => {
+                (*queued, *is_bad) = (0, false);
+                b"+OK\r\n".to_vec()
+            }
+            b"EXEC" if *is_bad => b"-EXECABORT discarded\r\n".to_vec(),
+            b"EXEC" => [format!("*{queued}\r\n"), "+OK\r\n".repeat(*queued - 1), ":5\r\n".to_owned()].concat().into(),
+            b"SET" if words[2] == refused => {
+                *is_bad = true;
+                b"-OOM full\r\n".to_vec()
+            }
+            _ => {
+                *queued += 1;
+                b"+QUEUED\r\n".to_vec()
+            }
+        })
+    })
+}
+
+#[test]
+fn the_values_of_a_group_and_its_command_are_one_transaction() {
+    let (client, log) = queueing(b"none");
+    let groups = [(2, vec![b"ONE".to_vec(), b"k".to_vec()]), (1, vec![b"TWO".to_vec(), b"k".to_vec()])];
+    let (answers, stored, _) = client.put(&groups, &names(3), &[&[1], &[2], &[3]], None).unwrap();
+    assert_eq!((answers, stored), (vec![Answer::Int(5); 2], vec![true; 3]));
+    let expected = [&b"MULTI"[..], b"SET", b"SET", b"ONE", b"EXEC", b"MULTI", b"SET", b"TWO", b"EXEC"];
+    assert_eq!(verbs(&log), expected);
+}
+
+#[test]
+fn a_group_of_which_a_value_is_refused_stores_nothing_and_says_why() {
+    let (client, _) = queueing(&[2]);
+    let groups = [(2, vec![b"ONE".to_vec(), b"k".to_vec()]), (1, vec![b"TWO".to_vec(), b"k".to_vec()])];
+    let (answers, stored, _) = client.put(&groups, &names(3), &[&[1], &[2], &[3]], None).unwrap();
+    assert_eq!(stored, [false, false, true]);
+    assert!(matches!(&answers[..], [Answer::Refused(why), Answer::Int(5)] if why.contains("OOM")), "{answers:?}");
 }
 
 #[test]
@@ -143,7 +186,7 @@ fn a_value_of_another_length_leaves_its_row() {
     let mut rows = [[1_u8; 8]; 4];
     let mut get = |varies| {
         let mut lent: Vec<_> = rows.iter_mut().map(|row| whole(row)).collect();
-        assert_eq!(client.get(&[], &names(4), &mut lent, varies).unwrap().0, [true; 4]);
+        assert_eq!(client.get(&[], &names(4), &mut lent, varies).unwrap().1, [true; 4]);
         rows
     };
     assert_eq!(get(false), [[5; 8], [1; 8], [1; 8], [1; 8]]);
@@ -154,7 +197,7 @@ fn a_value_of_another_length_leaves_its_row() {
 fn an_absent_value_leaves_its_row() {
     let (client, _) = server(|_, _| Some(b"$-1\r\n".to_vec()));
     let mut row = [1_u8; 8];
-    assert_eq!(client.get(&[], &names(1), &mut [whole(&mut row)], true).unwrap().0, [false]);
+    assert_eq!(client.get(&[], &names(1), &mut [whole(&mut row)], true).unwrap().1, [false]);
     assert_eq!(row, [1; 8]);
 }
 
@@ -173,7 +216,7 @@ fn a_late_answer_is_not_taken_for_the_next_calls() {
     let error = client.get(&[], &names(1), &mut [whole(&mut row)], false).unwrap_err();
     assert!(error.to_string().contains("does not answer in time"), "{error}");
     release.send(()).unwrap();
-    assert_eq!(client.get(&[], &names(1), &mut [whole(&mut row)], false).unwrap().0, [true]);
+    assert_eq!(client.get(&[], &names(1), &mut [whole(&mut row)], false).unwrap().1, [true]);
     assert_eq!(&row, b"next");
 }
 
@@ -188,7 +231,7 @@ fn a_connection_that_the_server_closed_is_replaced() {
         is_first.then(|| b":7\r\n".to_vec())
     });
     for _ in 0..3 {
-        let answers = client.run(&[vec![b"EXISTS".to_vec(), b"k".to_vec()]]).unwrap();
+        let answers = client.run(&[vec![b"EXISTS".to_vec(), b"k".to_vec()]]).unwrap().0;
         assert_eq!(answers, [Answer::Int(7)]);
     }
 }
@@ -205,7 +248,7 @@ fn a_refused_command_does_not_spoil_the_others() {
     let (client, _) = server(|_, words| {
         Some(if words[0] == b"BAD" { b"-ERR no\r\n".to_vec() } else { b"*2\r\n$1\r\na\r\n:1\r\n".to_vec() })
     });
-    let answers = client.run(&[vec![b"BAD".to_vec()], vec![b"LIST".to_vec()]]).unwrap();
+    let answers = client.run(&[vec![b"BAD".to_vec()], vec![b"LIST".to_vec()]]).unwrap().0;
     assert!(matches!(&answers[0], Answer::Refused(why) if why.contains("no")), "{answers:?}");
     assert_eq!(answers[1], Answer::List(vec![Answer::Bytes(b"a".to_vec()), Answer::Int(1)]));
 }

@@ -147,6 +147,14 @@ pub enum Error {
         /// Bytes needed.
         expected: usize,
     },
+    /// The owners do not match the keys.
+    #[error("{found} owners for {keys} keys, must be one a key")]
+    WrongOwners {
+        /// Owners given.
+        found: usize,
+        /// Keys named.
+        keys: usize,
+    },
     /// The ticket was never issued or has been collected.
     #[error("ticket {ticket} is not open")]
     UnknownTicket {

@@ -9,6 +9,8 @@ use twox_hash::XxHash3_128;
 const VERSION: u32 = 1;
 const SLOT_MAGIC: [u8; 8] = *b"BLKYSLOT";
 const SLAB_MAGIC: [u8; 8] = *b"BLKYSLAB";
+/// Says that the owner follows; zeros stand for a block without one, as before there were owners.
+const OWNED: u64 = 1;
 /// Offset of the page's checksum, which covers everything before it.
 const CHECKSUM: usize = PAGE - 16;
 
@@ -41,6 +43,24 @@ pub fn keyed_checksum(key: &[u8; 32], bytes: &[u8]) -> [u8; 16] {
 /// One page of the format: magic, version, fields, checksum.
 type Page = [u8; PAGE];
 
+/// Full key of a block.
+pub(crate) type Key = [u8; 32];
+
+/// Whom a block of a keyed store counts for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Owner {
+    /// SHA-256 of the salt of its prompt; zeros without a salt.
+    pub tenant: [u8; 32],
+    /// Key of the block before it in its prompt; zeros for the first.
+    pub parent: [u8; 32],
+}
+
+impl Owner {
+    pub(crate) fn has_parent(&self) -> bool {
+        self.parent != [0; 32]
+    }
+}
+
 /// The header of a written block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
@@ -56,6 +76,8 @@ pub struct Header {
     pub payload_bytes: u64,
     /// XXH3-128 of the payload.
     pub payload_hash: u128,
+    /// Whom the block counts for, if for anybody.
+    pub owner: Option<Owner>,
 }
 
 /// What a reader expects of a block.
@@ -74,7 +96,7 @@ pub struct Expected {
 }
 
 impl Expected {
-    /// The header that a payload written now would get.
+    /// The header that a payload written now would get, without an owner.
     #[must_use]
     pub fn header(&self, payload: &[u8]) -> Header {
         Header {
@@ -84,6 +106,7 @@ impl Expected {
             generation: self.generation,
             payload_bytes: payload.len() as u64,
             payload_hash: XxHash3_128::oneshot(payload),
+            owner: None,
         }
     }
 
@@ -128,6 +151,11 @@ impl Header {
             out.put(&self.generation.to_le_bytes());
             out.put(&self.payload_bytes.to_le_bytes());
             out.put(&self.payload_hash.to_le_bytes());
+            if let Some(Owner { tenant, parent }) = self.owner {
+                out.put(&OWNED.to_le_bytes());
+                out.put(&tenant);
+                out.put(&parent);
+            }
             out.seal();
         }
     }
@@ -145,6 +173,8 @@ impl Header {
             generation: u64::from_le_bytes(fields.take()),
             payload_bytes: u64::from_le_bytes(fields.take()),
             payload_hash: u128::from_le_bytes(fields.take()),
+            owner: (u64::from_le_bytes(fields.take()) == OWNED)
+                .then(|| Owner { tenant: fields.take(), parent: fields.take() }),
         })
     }
 }
@@ -308,6 +338,21 @@ mod tests {
         assert_eq!(block[96..104], 5000u64.to_le_bytes());
         assert_eq!(block[104..120], XxHash3_128::oneshot(&block[PAGE..PAGE + 5000]).to_le_bytes());
         assert!(block[120..4080].iter().all(|&b| b == 0));
+    }
+
+    #[test]
+    fn an_owner_lies_where_the_decision_record_says_and_comes_back() {
+        let owner = Some(Owner { tenant: [8; 32], parent: [9; 32] });
+        let block = block(&expected(), |header| header.owner = owner);
+        assert_eq!(check(&block), Ok(()));
+        assert_eq!(block[120..128], 1u64.to_le_bytes());
+        assert_eq!((&block[128..160], &block[160..192]), (&[8; 32][..], &[9; 32][..]));
+        assert!(block[192..4080].iter().all(|&b| b == 0));
+        let owner_of = |page: &[u8]| Header::decode(page.first_chunk().unwrap()).unwrap().owner;
+        assert_eq!(owner_of(&block), owner);
+        let without_salt = Some(Owner::default());
+        assert_eq!(owner_of(&self::block(&expected(), |header| header.owner = without_salt)), without_salt);
+        assert_eq!(owner_of(&self::block(&expected(), |_| ())), None);
     }
 
     #[test]

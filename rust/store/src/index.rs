@@ -5,10 +5,10 @@
 //! - a slot is live if its generation is at least `floor`; so raising the floor forgets every key in O(1);
 //! - the reuse order links every slot once.
 
+pub(crate) use crate::header::Key;
+use crate::header::Owner;
+use crate::quotas::{Ledger, Quotas, Verdict};
 use std::collections::HashMap;
-
-/// Full key of a block.
-pub(crate) type Key = [u8; 32];
 
 /// No slot, at the ends of the reuse order.
 const NONE: u32 = u32::MAX;
@@ -21,12 +21,13 @@ pub(crate) struct StoredBlock {
     pub(crate) generation: u64,
     /// Whether the payload is known to have landed too: after a crash the header alone is no proof.
     pub(crate) proven: bool,
+    pub(crate) owner: Option<Owner>,
 }
 
 impl StoredBlock {
     /// A slot without a block.
     pub(crate) fn none(slot: u32) -> Self {
-        Self { slot, key: [0; 32], generation: 0, proven: false }
+        Self { slot, key: [0; 32], generation: 0, proven: false, owner: None }
     }
 }
 
@@ -70,6 +71,7 @@ pub(crate) struct Index {
     floor: u64,
     live: u32,
     evicted: u64,
+    quotas: Quotas,
 }
 
 impl Index {
@@ -89,6 +91,7 @@ impl Index {
             floor: floor.max(1),
             live: 0,
             evicted: 0,
+            quotas: Quotas::default(),
         }
     }
 
@@ -119,38 +122,64 @@ impl Index {
         if let Some((slot, _)) = self.find(key) {
             self.unlink(slot);
             self.link_newest(slot);
+            self.quotas.touch(slot, key);
         }
+    }
+
+    /// What the quota of a new block's owner says of it.
+    pub(crate) fn judge(&self, key: &Key, owner: &Owner) -> Verdict {
+        self.quotas.judge(key, owner, self.parent(owner.parent))
+    }
+
+    /// Makes a slot the first to be reused.
+    pub(crate) fn yield_first(&mut self, slot: u32) {
+        self.unlink(slot);
+        self.link_oldest(slot);
     }
 
     /// Gives a key the slot that is next to be reused; returns it with the key that it held, which is evicted. `None` if
     /// there are no slots.
-    pub(crate) fn claim(&mut self, key: Key, generation: u64) -> Option<(u32, Option<Key>)> {
+    pub(crate) fn claim(&mut self, key: Key, generation: u64, owner: Option<Owner>) -> Option<(u32, Option<Key>)> {
         let slot = self.oldest;
         let entry = *self.entries.get(slot as usize)?;
         let evicted = (entry.generation >= self.floor).then_some(entry.key);
         self.evicted += u64::from(evicted.is_some());
         self.clear(slot);
-        self.set(slot, key, generation);
+        self.set(StoredBlock { slot, key, generation, proven: false, owner }, true);
         Some((slot, evicted))
     }
 
     /// Takes over what a slot already holds, as the last to be reused. Call it once for each slot and key.
     pub(crate) fn restore(&mut self, block: StoredBlock) {
         if block.generation > 0 {
-            self.set(block.slot, block.key, block.generation);
+            self.set(block, false);
         } else {
             self.unlink(block.slot);
             self.link_newest(block.slot);
         }
     }
 
-    /// Gives the slot of a key to another write of it.
-    pub(crate) fn renew(&mut self, slot: u32, key: Key, generation: u64) {
-        self.clear(slot);
-        self.set(slot, key, generation);
+    /// Gives the slot of a key to another write of it. The block counts for whom it did.
+    pub(crate) fn renew(&mut self, slot: u32, key: &Key, generation: u64) {
+        self.entries[slot as usize].generation = generation;
+        self.touch(key);
     }
 
-    fn set(&mut self, slot: u32, key: Key, generation: u64) {
+    /// Whom the block of a slot counts for.
+    pub(crate) fn owner(&self, slot: u32) -> Option<Owner> {
+        self.quotas.owner(slot)
+    }
+
+    /// Slot of a parent; zeros name none.
+    fn parent(&self, key: Key) -> Option<u32> {
+        self.find(&key).filter(|_| key != [0; 32]).map(|(slot, _)| slot)
+    }
+
+    fn set(&mut self, block: StoredBlock, is_new: bool) {
+        let StoredBlock { slot, key, generation, owner, .. } = block;
+        // Before the key is there: no block is its own parent.
+        let parent = owner.and_then(|owner| self.parent(owner.parent));
+        self.quotas.add((slot, self.entries.len()), &key, owner, parent, is_new);
         let entry = &mut self.entries[slot as usize];
         (entry.key, entry.generation) = (key, generation);
         self.slots.insert(key, slot);
@@ -174,10 +203,38 @@ impl Index {
         true
     }
 
-    /// Forgets every key whose generation is below the new floor, which must be above all of them.
-    pub(crate) fn forget(&mut self, floor: u64) {
+    /// Forgets every key whose generation is below the new floor, which must be above all of them. Returns what is to be
+    /// dropped, which can take time.
+    pub(crate) fn forget(&mut self, floor: u64) -> Ledger {
         self.floor = floor;
         self.live = 0;
+        self.quotas.forget()
+    }
+
+    /// Sets the quota of a tenant; call [`Index::drop_beyond`] next, until there is nothing to drop.
+    pub(crate) fn set_quota(&mut self, tenant: [u8; 32], most: Option<u32>) {
+        self.quotas.limit(tenant, most, |slot| self.entries[slot as usize].key);
+    }
+
+    /// Forgets a key of a tenant that is beyond its quota; returns its slot, key and generation.
+    pub(crate) fn drop_beyond(&mut self, tenant: &[u8; 32]) -> Option<(u32, Key, u64)> {
+        let slot = self.quotas.beyond(tenant)?;
+        let Entry { key, generation, .. } = self.entries[slot as usize];
+        self.remove(slot, generation, Reuse::First).then_some((slot, key, generation))
+    }
+
+    /// Blocks that count for a tenant, and its quota, if it has one.
+    pub(crate) fn quota(&self, tenant: &[u8; 32]) -> Option<(u32, u32)> {
+        self.quotas.quota(tenant)
+    }
+
+    /// Checks what counts for whom.
+    ///
+    /// # Errors
+    /// What is wrong, in words.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let live = self.blocks().filter(|block| block.generation > 0);
+        self.quotas.check(&live.map(|block| (block.slot, block.key)).collect::<Vec<_>>())
     }
 
     /// The first generation that counts.
@@ -192,19 +249,26 @@ impl Index {
             let slot = next;
             let entry = self.entries.get(slot as usize)?;
             next = entry.newer;
-            let block = StoredBlock { slot, key: entry.key, generation: entry.generation, proven: false };
-            Some(if entry.generation >= self.floor { block } else { StoredBlock::none(slot) })
+            if entry.generation < self.floor {
+                return Some(StoredBlock::none(slot));
+            }
+            let owner = self.quotas.owner(slot);
+            Some(StoredBlock { slot, key: entry.key, generation: entry.generation, proven: false, owner })
         })
     }
 
     /// Takes a slot's key away, dead or alive.
     fn clear(&mut self, slot: u32) {
-        let entry = &mut self.entries[slot as usize];
+        let entry = self.entries[slot as usize];
         if entry.generation == 0 {
             return;
         }
-        self.live -= u32::from(entry.generation >= self.floor);
-        entry.generation = 0;
+        if entry.generation >= self.floor {
+            self.live -= 1;
+            let parent = self.quotas.ranked_parent(slot).and_then(|parent| self.parent(parent));
+            self.quotas.remove(slot, &entry.key, parent);
+        }
+        self.entries[slot as usize].generation = 0;
         // A dead key may have another slot by now.
         if self.slots.get(&entry.key) == Some(&slot) {
             self.slots.remove(&entry.key);
@@ -258,7 +322,7 @@ mod tests {
     #[test]
     fn a_store_of_swap_slots_has_no_keys() {
         let mut index = Index::new(0, 7);
-        assert_eq!((index.claim(key(1), 9), index.find(&key(1)), index.len()), (None, None, 0));
+        assert_eq!((index.claim(key(1), 9, None), index.find(&key(1)), index.len()), (None, None, 0));
         assert!(!index.remove(3, 9, Reuse::First));
         index.forget(10);
         assert_eq!(index.blocks().count(), 0);
@@ -267,26 +331,26 @@ mod tests {
     #[test]
     fn slots_are_filled_in_order_and_then_reused_from_the_least_recently_used() {
         let mut index = Index::new(3, 1);
-        let claimed: Vec<_> = (1..=3).map(|n| index.claim(key(n), n.into())).collect();
+        let claimed: Vec<_> = (1..=3).map(|n| index.claim(key(n), n.into(), None)).collect();
         assert_eq!(claimed, [0, 1, 2].map(|slot| Some((slot, None))));
         index.touch(&key(1));
-        assert_eq!(index.claim(key(4), 4), Some((1, Some(key(2)))));
+        assert_eq!(index.claim(key(4), 4, None), Some((1, Some(key(2)))));
         assert_eq!((index.find(&key(2)), index.find(&key(4)), index.evicted()), (None, Some((1, 4)), 1));
         assert!(index.remove(2, 3, Reuse::Last));
         assert_eq!(
-            index.claim(key(5), 5),
+            index.claim(key(5), 5, None),
             Some((0, Some(key(1)))),
             "a slot that cannot be written is not tried at once again"
         );
         assert!(index.remove(1, 4, Reuse::First));
-        assert_eq!(index.claim(key(6), 6), Some((1, None)));
+        assert_eq!(index.claim(key(6), 6, None), Some((1, None)));
     }
 
     #[test]
     fn a_late_failure_does_not_take_the_key_of_a_newer_write() {
         let mut index = Index::new(1, 1);
-        index.claim(key(1), 1);
-        index.claim(key(1), 2);
+        index.claim(key(1), 1, None);
+        index.claim(key(1), 2, None);
         assert!(!index.remove(0, 1, Reuse::First));
         assert_eq!(index.find(&key(1)), Some((0, 2)));
     }
@@ -321,7 +385,7 @@ mod tests {
                 match step {
                     Step::Put(n) if index.find(&key(n)).is_none() => {
                         let (held, slot) = model.remove(0);
-                        prop_assert_eq!(index.claim(key(n), generation), Some((slot, held.map(key))));
+                        prop_assert_eq!(index.claim(key(n), generation, None), Some((slot, held.map(key))));
                         model.push((Some(n), slot));
                     }
                     Step::Put(n) | Step::Touch(n) => {

@@ -1,7 +1,7 @@
 //! I/O of the external tiers: only this crate has threads and file system calls.
 //!
 //! ```text
-//! geometry, buffer, header -> device -> slab; index, ticket -> queue; ring -> store
+//! geometry, buffer, header -> device -> slab; quotas -> index; index, ticket -> queue; ring -> store
 //! ```
 //!
 //! A [`SlabStore`] keeps blocks in the slots of one preallocated file: swap space that is addressed by slot and dies with
@@ -18,6 +18,7 @@ mod header;
 mod index;
 mod miss;
 mod queue;
+mod quotas;
 #[expect(unsafe_code, reason = "the one module that has any, each with its proof")]
 mod ring;
 mod slab;
@@ -29,7 +30,7 @@ pub use buffer::{Buffer, LentRow};
 pub use device::BlockDevice;
 pub use error::{Error, Result};
 pub use geometry::{Geometry, PAGE};
-pub use header::{Expected, Header, checksum, checksum_of_two, keyed_checksum};
+pub use header::{Expected, Header, Owner, checksum, checksum_of_two, keyed_checksum};
 pub use miss::Miss;
 pub use queue::Stats;
 pub use slab::{DirectMode, SlabFile, SlabOptions};

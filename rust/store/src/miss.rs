@@ -40,11 +40,13 @@ pub enum Miss {
     Closed,
     /// The device has not confirmed yet that everything was forgotten.
     Forgotten,
+    /// The tenant is beyond its quota.
+    Refused,
 }
 
 impl Miss {
     /// All reasons, in the order of the type.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::Empty,
         Self::Lost,
         Self::Absent,
@@ -63,6 +65,7 @@ impl Miss {
         Self::QueueFull,
         Self::Closed,
         Self::Forgotten,
+        Self::Refused,
     ];
 
     /// The reason's name in counters, messages and Python.
@@ -87,6 +90,7 @@ impl Miss {
             Self::QueueFull => "queue_full",
             Self::Closed => "closed",
             Self::Forgotten => "forgotten",
+            Self::Refused => "refused",
         }
     }
 

@@ -4,6 +4,7 @@
 
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
+use crate::header::Owner;
 use crate::index::Key;
 use crate::miss::Miss;
 use std::collections::BTreeMap;
@@ -41,6 +42,8 @@ pub(crate) struct Place {
     pub(crate) key: Key,
     /// Of the write that this is, or that put the key into the slot. 0 for reads of swap space, which want the last.
     pub(crate) generation: u64,
+    /// Whom the block counts for that this writes.
+    pub(crate) owner: Option<Owner>,
 }
 
 #[derive(Debug)]
@@ -54,6 +57,8 @@ struct Ticket {
     /// Jobs that had ended when it was opened.
     answers: u64,
     reported: bool,
+    /// Whether only the store knows it.
+    hidden: bool,
 }
 
 /// The open tickets, and how many blocks missed for which reason.
@@ -89,9 +94,20 @@ impl Tickets {
         self.misses[refusal.index()] += (blocks - accepted) as u64;
         self.ended |= accepted == 0;
         let (gets, open) = (Vec::new(), accepted);
-        let entry = Ticket { reads, blocks: outcomes, gets, open, deadline, answers, reported: false };
+        let entry = Ticket { reads, blocks: outcomes, gets, open, deadline, answers, reported: false, hidden: false };
         self.entries.insert(ticket, entry);
         ticket
+    }
+
+    /// Keeps a ticket to the store itself: [`Tickets::poll`] does not report it.
+    pub(crate) fn hide(&mut self, ticket: u64) {
+        if let Some(ticket) = self.entries.get_mut(&ticket) {
+            (ticket.reported, ticket.hidden) = (true, true);
+        }
+    }
+
+    pub(crate) fn is_hidden(&self, ticket: u64) -> bool {
+        self.entries.get(&ticket).is_some_and(|ticket| ticket.hidden)
     }
 
     /// Keeps where a block is read by key, for [`Tickets::overdue`].
@@ -205,7 +221,7 @@ mod tests {
     use super::*;
 
     fn place(ticket: u64, index: usize) -> Place {
-        Place { ticket, index, slot: 0, key: [0; 32], generation: 0 }
+        Place { ticket, index, slot: 0, key: [0; 32], generation: 0, owner: None }
     }
 
     #[test]

@@ -13,7 +13,12 @@
 //! | `Lose` | the storage loses the record |
 //!
 //! A read of the record and the replacement that depends on it are one step: the storage refuses a replacement whose read
-//! is out of date. The protocol of the first release, with epochs by the processes' clocks, is a variant that must fail.
+//! is out of date.
+//!
+//! Worlds that differ only in numbers of tokens, names of keys or the order of processes are searched once. A block is
+//! either old, computed before the last `forget`, or young: no step asks for more.
+//!
+//! The protocol of the first release, with epochs by the processes' clocks, is a variant that must fail.
 
 use stateright::{Checker, Model, Property};
 use std::collections::{BTreeMap, BTreeSet};
@@ -37,8 +42,8 @@ struct Value {
     key: u8,
     /// The name of the weights that computed it.
     weights: u8,
-    /// Epochs that had been begun by then.
-    born: u8,
+    /// Whether an epoch has been begun since.
+    is_old: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -50,9 +55,9 @@ struct Put {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Get {
     epoch: Epoch,
-    found: Value,
-    /// Epochs that had been begun when it was submitted.
-    since: u8,
+    /// Why a hit would be wrong, decided when the read is submitted: nothing that happens later makes it wrong.
+    wrong: Option<&'static str>,
+    is_shared: bool,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -68,17 +73,14 @@ struct Process {
     forgets: u8,
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct World {
     record: Option<Epoch>,
     blocks: BTreeSet<(u8, Value)>,
     processes: Vec<Process>,
-    begun: u8,
     faults: u8,
     /// What was found that must not be.
     wrong: Option<&'static str>,
-    has_hit: bool,
-    has_shared_hit: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -181,30 +183,78 @@ impl World {
         }
     }
 
+    fn read(&mut self, who: usize, key: u8, bounds: Bounds) {
+        let Some(epoch) = self.known(who, false, bounds) else { return };
+        let name = self.processes[who].name;
+        // The oldest is the worst.
+        let found = self.blocks.iter().filter(|(token, value)| *token == epoch.token && value.key == key);
+        let found = found.map(|block| block.1).min_by_key(|value| (value.weights == name, !value.is_old));
+        self.processes[who].get = found.map(|found| {
+            let is_forgotten = found.is_old && !bounds.record_is_lost;
+            let wrong = if found.weights == name {
+                is_forgotten.then_some("a block that was computed before a forget")
+            } else {
+                Some("a block of other weights")
+            };
+            Get { epoch, wrong, is_shared: found.weights == 1 }
+        });
+    }
+
     fn take(&mut self, who: usize, bounds: Bounds) {
-        let Some(Get { epoch, found, since }) = self.processes[who].get.take() else { return };
-        let counts = bounds.by_clocks || self.record.is_some_and(|stored| stored.token == epoch.token);
-        if !counts {
+        let Some(get) = self.processes[who].get.take() else { return };
+        if self.counts(&get, bounds) {
+            self.wrong = get.wrong;
+        } else {
             self.confirm(who);
-            return;
         }
-        self.has_hit = true;
-        self.has_shared_hit |= found.weights == 1;
-        if found.weights != self.processes[who].name {
-            self.wrong = Some("a block of other weights");
-        } else if found.born < since && !bounds.record_is_lost {
-            self.wrong = Some("a block that was computed before a forget");
+    }
+
+    /// `SharedEpoch.counts`.
+    fn counts(&self, get: &Get, bounds: Bounds) -> bool {
+        bounds.by_clocks || self.record.is_some_and(|stored| stored.token == get.epoch.token)
+    }
+
+    fn has_hit(&self, bounds: Bounds, wanted: fn(&Get) -> bool) -> bool {
+        self.processes
+            .iter()
+            .filter_map(|process| process.get.as_ref())
+            .any(|get| wanted(get) && self.counts(get, bounds))
+    }
+
+    /// Marks everything computed so far as old.
+    fn age(&mut self) {
+        self.blocks =
+            std::mem::take(&mut self.blocks).into_iter().map(|(token, value)| (token, value.aged())).collect();
+        for put in self.processes.iter_mut().filter_map(|process| process.put.as_mut()) {
+            put.value = put.value.aged();
         }
+    }
+
+    /// Picks one of the worlds that differ only in the names of their keys.
+    fn representative(self, bounds: Bounds) -> Self {
+        if bounds.keys < 2 {
+            return self.normalized(bounds.by_clocks);
+        }
+        let mut swapped = self.clone();
+        swapped.blocks = self.blocks.iter().map(|&(token, value)| (token, value.renamed())).collect();
+        for put in swapped.processes.iter_mut().filter_map(|process| process.put.as_mut()) {
+            put.value = put.value.renamed();
+        }
+        self.normalized(bounds.by_clocks).min(swapped.normalized(bounds.by_clocks))
     }
 
     /// Numbers tokens and weights in the order in which the world has them, and orders processes that are alike.
     fn normalized(mut self, by_clocks: bool) -> Self {
+        for put in self.processes.iter_mut().filter_map(|process| process.put.as_mut()).filter(|put| put.is_void) {
+            put.value = Value { key: 0, weights: 0, is_old: true };
+        }
         if !by_clocks {
-            self.processes.sort();
+            let record = self.record;
+            self.processes.sort_by_key(|process| (process.without_numbers(record), process.clone()));
         }
         let mut numbers = BTreeMap::from([(FIRST, FIRST)]);
         let mut number = |old: &mut u8| {
-            let next = u8::try_from(numbers.len()).expect("few numbers");
+            let next = numbers.values().copied().fold(FIRST, u8::max) + 1;
             *old = *numbers.entry(*old).or_insert(next);
         };
         let processes = self.processes.iter_mut();
@@ -219,11 +269,38 @@ impl World {
         // Nobody can find a block under a token that nobody has.
         let known = |(token, value): &(u8, Value)| numbers.get(token).map(|&token| (token, *value));
         self.blocks = self.blocks.iter().filter_map(known).collect();
+        // A read finds the old block first, so a young one of the same key and weights changes nothing.
+        let blocks = std::mem::take(&mut self.blocks);
+        let is_least = |(token, value): &(u8, Value)| {
+            value.is_old || !blocks.contains(&(*token, Value { is_old: true, ..*value }))
+        };
+        self.blocks = blocks.iter().filter(|block| is_least(block)).copied().collect();
         self
     }
 }
 
+impl Value {
+    fn aged(self) -> Self {
+        Self { is_old: true, ..self }
+    }
+
+    fn renamed(self) -> Self {
+        Self { key: 1 - self.key, ..self }
+    }
+}
+
 impl Process {
+    /// The part that does not depend on the numbers of tokens and weights. Sorting by it finds more equal worlds.
+    fn without_numbers(&self, record: Option<Epoch>) -> impl Ord + use<> {
+        let seen = |epoch: Epoch| {
+            let of_record = record.map(|stored| (stored.token == epoch.token, stored.weights == epoch.weights));
+            (epoch.name, epoch.weights == FIRST, of_record)
+        };
+        let get = self.get.as_ref().map(|get| (seen(get.epoch), get.wrong, get.is_shared));
+        let flags = [self.is_due, self.joins, self.is_behind];
+        (self.name, self.forgets, flags, self.mine.map(seen), self.put, get)
+    }
+
     fn void_put(&mut self) {
         if let Some(put) = &mut self.put {
             put.is_void = true;
@@ -294,7 +371,7 @@ impl Model for Bounds {
         let mut world = last.clone();
         match step {
             Step::Submit { who, key } => {
-                let value = Value { key, weights: world.processes[who].name, born: world.begun };
+                let value = Value { key, weights: world.processes[who].name, is_old: false };
                 world.processes[who].put = Some(Put { value, is_void: false });
             }
             Step::Land { who, asks } => {
@@ -305,17 +382,7 @@ impl Model for Bounds {
                     world.blocks.insert((epoch.token, put.value));
                 }
             }
-            Step::Read { who, key } => {
-                let since = world.begun;
-                let epoch = world.known(who, false, *self);
-                if let Some(epoch) = epoch {
-                    // The oldest is the worst.
-                    let found = world.blocks.iter().filter(|(token, value)| *token == epoch.token && value.key == key);
-                    let wrong = |value: &&Value| (value.weights == world.processes[who].name, value.born);
-                    let found = found.map(|block| &block.1).min_by_key(wrong).copied();
-                    world.processes[who].get = found.map(|found| Get { epoch, found, since });
-                }
-            }
+            Step::Read { who, key } => world.read(who, key, *self),
             Step::Take { who } => world.take(who, *self),
             Step::Stop { who, names } => {
                 let fresh_time =
@@ -337,7 +404,9 @@ impl Model for Bounds {
                     world.record = Some(epoch);
                 }
                 if fault == Fault::None {
-                    world.begun += u8::from(has_begun);
+                    if has_begun {
+                        world.age();
+                    }
                     let process = &mut world.processes[who];
                     process.void_put();
                     (process.mine, process.is_due) = (Some(epoch), false);
@@ -352,15 +421,17 @@ impl Model for Bounds {
                 world.record = None;
             }
         }
-        let world = world.normalized(self.by_clocks);
+        let world = world.representative(*self);
         (world != *last).then_some(world)
     }
 
     fn properties(&self) -> Vec<Property<Self>> {
         vec![
             Property::always("no wrong hit", |_, world: &World| world.wrong.is_none()),
-            Property::sometimes("a hit", |_, world: &World| world.has_hit),
-            Property::sometimes("a hit under the revision that forget named", |_, world: &World| world.has_shared_hit),
+            Property::sometimes("a hit", |bounds: &Self, world: &World| world.has_hit(*bounds, |_| true)),
+            Property::sometimes("a hit under the revision that forget named", |bounds: &Self, world: &World| {
+                world.has_hit(*bounds, |get| get.is_shared)
+            }),
         ]
     }
 }
@@ -376,12 +447,12 @@ fn search(bounds: Bounds) -> usize {
 
 #[test]
 fn no_order_of_steps_of_two_processes_finds_a_wrong_block() {
-    assert!(search(BOUNDS) > 10_000);
+    assert!(search(BOUNDS) > 4_000);
 }
 
 #[test]
 fn no_order_finds_a_block_of_other_weights_where_the_record_may_be_lost() {
-    assert!(search(Bounds { record_is_lost: true, ..BOUNDS }) > 10_000);
+    assert!(search(Bounds { record_is_lost: true, ..BOUNDS }) > 4_000);
 }
 
 #[test]
@@ -393,7 +464,7 @@ fn no_order_of_steps_of_three_processes_finds_a_wrong_block() {
 #[test]
 #[ignore = "takes minutes: `make test-all`"]
 fn no_order_finds_a_wrong_block_where_each_process_forgets_twice() {
-    assert!(search(Bounds { forgets: 2, faults: 2, ..BOUNDS }) > 100_000);
+    assert!(search(Bounds { forgets: 2, faults: 2, ..BOUNDS }) > 50_000);
 }
 
 #[test]

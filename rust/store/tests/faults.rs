@@ -109,7 +109,7 @@ fn work(store: &SlabStore, random: &mut Random, blocks: usize) {
         let keys: Vec<_> = ids.iter().map(|&n| key(n)).collect();
         let ticket = match random.below(8) {
             0 => store.submit_delete(&keys),
-            1..4 => store.submit_put(&keys, &ids.iter().flat_map(|&n| row(n)).collect::<Vec<u8>>()),
+            1..4 => store.submit_put(&keys, &ids.iter().flat_map(|&n| row(n)).collect::<Vec<u8>>(), None),
             _ => store.submit_get(&keys),
         };
         let ticket = ticket.unwrap();
@@ -150,7 +150,7 @@ fn errors_everywhere(blocks: usize) {
     // It recovers without a restart: every slot can be filled.
     let fresh: Vec<_> = (1 << 40..(1 << 40) + u64::from(SLOTS)).map(key).collect();
     let rows = vec![1; BYTES * fresh.len()];
-    let ticket = store.submit_put(&fresh, &rows).unwrap();
+    let ticket = store.submit_put(&fresh, &rows, None).unwrap();
     assert_eq!(store.wait_for(ticket, 60 * PATIENCE).unwrap(), Progress::Finished);
     assert!(store.take(ticket).unwrap().blocks().all(|block| block.is_ok()));
     assert!(store.contains(&fresh).unwrap().into_iter().all(|held| held));
@@ -181,7 +181,7 @@ fn calls_while_frozen(store: &SlabStore, count: u64) -> Vec<Duration> {
         if n % 2 == 0 {
             clock(&mut || ticket = store.submit_get(&[key(n % 8)]).unwrap());
         } else {
-            clock(&mut || ticket = store.submit_put(&[key(1000 + n)], &row(n)).unwrap());
+            clock(&mut || ticket = store.submit_put(&[key(1000 + n)], &row(n), None).unwrap());
         }
         clock(&mut || drop(store.poll().unwrap()));
         clock(&mut || drop(store.contains(&[key(n % 8)]).unwrap()));
@@ -196,7 +196,7 @@ fn hang(count: u64) {
     let folder = tempfile::tempdir().unwrap();
     let (device, store) = Faulty::open(folder.path());
     let keys: Vec<_> = (0..8).map(key).collect();
-    let ticket = store.submit_put(&keys, &(0..8).flat_map(row).collect::<Vec<u8>>()).unwrap();
+    let ticket = store.submit_put(&keys, &(0..8).flat_map(row).collect::<Vec<u8>>(), None).unwrap();
     store.wait_for(ticket, 60 * PATIENCE).unwrap();
     drop(store.take(ticket).unwrap());
     device.freeze(true);

@@ -3,7 +3,7 @@
 //! runs the same.
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
-use blockyard_store::{BlockDevice, Expected, Geometry, Header, Io, PAGE, SlabStore, StoreOptions, checksum};
+use blockyard_store::{BlockDevice, Expected, Geometry, Header, Io, Owner, PAGE, SlabStore, StoreOptions, checksum};
 use proptest::prelude::*;
 use std::io;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -65,12 +65,17 @@ fn keys() -> Vec<[u8; 32]> {
     (1..=6).map(|n| [n; 32]).collect()
 }
 
+/// One chain of blocks, of one tenant.
+fn owners() -> Vec<Owner> {
+    (0..6).map(|n| Owner { tenant: [9; 32], parent: [n; 32] }).collect()
+}
+
 /// A slab with three blocks, and its checkpoint.
 static REAL: LazyLock<(Vec<u8>, Vec<u8>)> = LazyLock::new(|| {
     let image = Arc::new(Image::default());
     *image.bytes.lock().unwrap() = vec![0; usize::try_from(options().geometry.total()).unwrap()];
     let store = SlabStore::open_keyed(Arc::clone(&image) as _, options()).unwrap();
-    let ticket = store.submit_put(&keys()[..3], &[5; 3 * BYTES]).unwrap();
+    let ticket = store.submit_put(&keys()[..3], &[5; 3 * BYTES], Some(&owners()[..3])).unwrap();
     store.wait_for(ticket, LONG).unwrap();
     assert!(store.close(LONG));
     let (bytes, checkpoint) = (image.bytes.lock().unwrap().clone(), image.checkpoint.lock().unwrap().take());
@@ -109,7 +114,7 @@ pub(crate) fn run(bytes: &[u8]) {
             0 => forge(&mut image[..PAGE], 120, &mut bytes),
             1..5 => {
                 let at = usize::try_from(geometry.offset(u32::from(which) - 1)).unwrap();
-                forge(&mut image[at..at + PAGE], 150, &mut bytes);
+                forge(&mut image[at..at + PAGE], 200, &mut bytes);
             }
             _ => {
                 let fields = checkpoint.len();
@@ -134,6 +139,12 @@ pub(crate) fn run(bytes: &[u8]) {
         assert!(!matches!(block, Ok(Some(bytes)) if bytes != [5; BYTES]), "wrong bytes");
     }
     assert!(store.stats().unwrap().stored_blocks <= u64::from(SLOTS));
+    store.check().unwrap();
+    store.set_quota([9; 32], Some(2)).unwrap();
+    let put = store.submit_put(&keys(), &[5; 6 * BYTES], Some(&owners())).unwrap();
+    store.wait_for(put, LONG).unwrap();
+    store.check().unwrap();
+    assert!(store.quota([9; 32]).unwrap().is_some_and(|(held, most)| held <= 2 && most == 2));
     assert!(store.close(LONG));
 }
 

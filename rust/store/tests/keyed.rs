@@ -404,7 +404,7 @@ fn each_use_refuses_the_calls_of_the_other() {
     let disk = disk();
     let store = open(&disk);
     assert!(matches!(store.submit_write(&[0], &row(1, 0)), Err(Error::SlotOutOfRange { slot: 0, slots: 0 })));
-    assert!(matches!(store.submit_put(&[key(1)], &row(1, 0)[1..]), Err(Error::WrongLength { .. })));
+    assert!(matches!(store.submit_put(&[key(1)], &row(1, 0)[1..], None), Err(Error::WrongLength { .. })));
     drop(store);
     let store = SlabStore::open(disk.device(), options()).unwrap();
     assert!(matches!(store.submit_get(&[key(1)]), Err(Error::NotKeyed)));

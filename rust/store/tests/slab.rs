@@ -138,7 +138,7 @@ fn keyed(options: &SlabOptions) -> SlabStore {
 }
 
 fn put(store: &SlabStore, key: u8) {
-    let ticket = store.submit_put(&[[key; 32]], &vec![key; store.geometry().payload_bytes]).unwrap();
+    let ticket = store.submit_put(&[[key; 32]], &vec![key; store.geometry().payload_bytes], None).unwrap();
     store.wait_for(ticket, Duration::from_secs(20)).unwrap();
     assert_eq!(store.take(ticket).unwrap().blocks().next(), Some(Ok(None)));
 }

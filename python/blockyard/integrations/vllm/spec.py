@@ -15,7 +15,7 @@ from blockyard.integrations.vllm.metrics import definitions
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.integrations.vllm.tier import namespace
 from blockyard.integrations.vllm.worker import BlockyardWorker
-from blockyard.stores.base import open_store, parse_size
+from blockyard.stores import open_store, parse_size
 
 __all__ = ["BlockyardSpec"]
 

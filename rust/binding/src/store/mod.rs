@@ -13,7 +13,7 @@ use crate::convert::args::{self, Argument};
 use crate::convert::arrays::Ticket;
 use crate::convert::memory::{self, LentRows};
 use blockyard_store::{
-    BlockDevice, Completion, DirectMode, Error, Geometry, Io, Miss, Progress, SlabFile, SlabOptions, SlabStore,
+    BlockDevice, Completion, DirectMode, Error, Geometry, Io, Miss, Owner, Progress, SlabFile, SlabOptions, SlabStore,
     StoreOptions, checksum, checksum_of_two, keyed_checksum, revision_name,
 };
 use numpy::{Ix2, PyArray, PyArray1, PyArrayMethods};
@@ -85,7 +85,9 @@ fn to_py(error: &Error) -> PyErr {
             classes::StoreFullError::new_err(message)
         }
         Error::SlotOutOfRange { .. } | Error::RepeatedSlot { .. } => classes::MappingError::new_err(message),
-        Error::InvalidOption { .. } | Error::WrongLength { .. } => classes::InvalidArgumentError::new_err(message),
+        Error::InvalidOption { .. } | Error::WrongLength { .. } | Error::WrongOwners { .. } => {
+            classes::InvalidArgumentError::new_err(message)
+        }
         Error::UnknownTicket { .. } => classes::UnknownTicketError::new_err(message),
         _ => classes::StoreError::new_err(message),
     }
@@ -157,6 +159,12 @@ impl PySlabStore {
             Ok(Self { store, path, direct, notes, lent: Mutex::default() })
         })
         .map_err(|error| to_py(&error))
+    }
+
+    /// Whether `set_quota` works: with `use="prefix"`.
+    #[classattr]
+    fn keeps_quotas() -> bool {
+        true
     }
 
     /// Blocks that the store can hold; in swap space its slots, numbered from 0.
@@ -233,10 +241,17 @@ impl PySlabStore {
 
     /// Start to store blocks under their keys: `keys` uint8 `[n, 32]` or 32 bytes each, `rows` uint8
     /// `[n, bytes_per_block]`. The bytes are copied before this returns a ticket. See `ExternalStore.submit_put`.
-    fn submit_put(&self, keys: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
+    #[pyo3(signature = (keys, rows, owners=None))]
+    fn submit_put(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        rows: &Bound<'_, PyAny>,
+        owners: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<u64> {
         let keys = key_array(keys)?;
+        let owners = owners.map(|owners| owners_of(owners, keys.len())).transpose()?;
         let shape = [keys.len(), self.bytes_per_block()];
-        let submitted = memory::lend_rows(rows, shape, |bytes| self.store.submit_put(&keys, bytes))?;
+        let submitted = memory::lend_rows(rows, shape, |bytes| self.store.submit_put(&keys, bytes, owners.as_deref()))?;
         let wanted = || expected("rows", &format!("a uint8 array of shape {shape:?}"), rows);
         submitted.ok_or_else(wanted)?.map_err(|error| to_py(&error))
     }
@@ -262,12 +277,20 @@ impl PySlabStore {
     }
 
     /// Start to store blocks straight from `rows`, else as `submit_put`. See `ExternalStore.lend_write`.
-    fn lend_put(&self, keys: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
+    #[pyo3(signature = (keys, rows, owners=None))]
+    fn lend_put(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        rows: &Bound<'_, PyAny>,
+        owners: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<u64> {
         let found = key_array(keys)?;
-        match self.lent_rows(rows, found.len(), false)? {
-            None => self.submit_put(keys, rows),
-            Some(lent) => rows.py().detach(|| self.store.lend_put(&found, lent)).map_err(|error| to_py(&error)),
-        }
+        let Some(lent) = self.lent_rows(rows, found.len(), false)? else {
+            return self.submit_put(keys, rows, owners);
+        };
+        let owners = owners.map(|owners| owners_of(owners, found.len())).transpose()?;
+        let put = || self.store.lend_put(&found, lent, owners.as_deref());
+        rows.py().detach(put).map_err(|error| to_py(&error))
     }
 
     /// Start to read blocks by key straight into `rows`, else as `submit_get`. See `ExternalStore.lend_read`.
@@ -302,6 +325,22 @@ impl PySlabStore {
     #[pyo3(signature = (revision=None))]
     fn forget(&self, py: Python<'_>, revision: Option<&str>) -> PyResult<()> {
         py.detach(|| self.store.forget(revision.map(revision_name))).map_err(|error| to_py(&error))
+    }
+
+    /// Limit the blocks of one tenant and drop those beyond; waits for the disk. The quota ends with this store. Its
+    /// blocks count in later ones too. See `ExternalStore.set_quota`.
+    fn set_quota(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::tenant)] tenant: [u8; 32],
+        #[pyo3(from_py_with = args::num_blocks)] num_blocks: Option<u32>,
+    ) -> PyResult<()> {
+        py.detach(|| self.store.set_quota(tenant, num_blocks)).map_err(|error| to_py(&error))
+    }
+
+    /// Blocks that count for a tenant, and its quota; None without a quota. See `ExternalStore.quota`.
+    fn quota(&self, #[pyo3(from_py_with = args::tenant)] tenant: [u8; 32]) -> PyResult<Option<(u32, u32)>> {
+        self.store.quota(tenant).map_err(|error| to_py(&error))
     }
 
     /// File descriptor, readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`.
@@ -468,6 +507,23 @@ fn key_array(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u8; 32]>> {
         Some(_) => Err(expected("keys", "a uint8 array [n, 32]", value)),
         None => Vec::<[u8; 32]>::read(value, &"keys"),
     }
+}
+
+/// Whose `count` blocks are, from arrays of tenants and parents.
+fn owners_of(value: &Bound<'_, PyAny>, count: usize) -> PyResult<Vec<Owner>> {
+    let (tenants, parents) = value
+        .extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()
+        .map_err(|_| expected("owners", "a tuple (tenants, parents)", value))?;
+    let rows = |what, value: &Bound<'_, PyAny>| {
+        let refused = || expected(what, &format!("a uint8 array of shape [{count}, 32]"), value);
+        let (bytes, shape) = memory::copied::<u8, Ix2>(value)?.ok_or_else(refused)?;
+        if (shape[0], shape[1]) == (count, 32) { Ok(bytes) } else { Err(refused()) }
+    };
+    let (tenants, parents) = (rows("owners.tenants", &tenants)?, rows("owners.parents", &parents)?);
+    let owner = |(tenant, parent): (&[u8], &[u8])| {
+        Some(Owner { tenant: tenant.try_into().ok()?, parent: parent.try_into().ok()? })
+    };
+    Ok(tenants.chunks_exact(32).zip(parents.chunks_exact(32)).filter_map(owner).collect())
 }
 
 /// The error for an argument that is not the array it must be; says what it is.

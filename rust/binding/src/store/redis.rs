@@ -1,12 +1,13 @@
 //! `RedisClient`: the connections of the Redis store as Python sees them.
 
-use super::{classes, expected, invalid, key_array, seconds};
+use super::{classes, expected, invalid, seconds};
 use crate::convert::args;
 use crate::convert::memory;
-use blockyard_redis::{Address, Answer, Client, Command, Error, Options, Tls};
+use blockyard_redis::{Address, Answer, Client, Command, Error, Group, Options, Tls};
 use numpy::{Ix2, PyArray, PyArray1, PyArray2, PyUntypedArrayMethods};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyList};
 use std::path::PathBuf;
 
@@ -38,7 +39,6 @@ fn to_py(error: &Error) -> PyErr {
 ///     username, password: None for none.
 ///     db: number of the database.
 ///     ca, cert, key: PEM files for `"tls"`: authorities of the server's certificate; our own.
-///     prefix: what names of values begin with.
 ///     connect_timeout: most seconds that connecting takes.
 ///     timeout: most seconds that the server may be silent.
 /// Raises:
@@ -46,7 +46,6 @@ fn to_py(error: &Error) -> PyErr {
 #[pyclass(frozen, name = "RedisClient", module = "blockyard._core")]
 pub(crate) struct PyRedisClient {
     client: Client,
-    prefix: Vec<u8>,
     host: String,
 }
 
@@ -54,7 +53,7 @@ pub(crate) struct PyRedisClient {
 impl PyRedisClient {
     #[new]
     #[pyo3(signature = (host, *, port=6379, transport="tcp", cluster=false, username=None, password=None, db=0, ca=None,
-                        cert=None, key=None, prefix=None, connect_timeout=2.0, timeout=2.0))]
+                        cert=None, key=None, connect_timeout=2.0, timeout=2.0))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, one a part of the URL")]
     fn new(
         py: Python<'_>,
@@ -68,7 +67,6 @@ impl PyRedisClient {
         ca: Option<PathBuf>,
         cert: Option<PathBuf>,
         key: Option<PathBuf>,
-        prefix: Option<&[u8]>,
         #[pyo3(from_py_with = args::connect_timeout)] connect_timeout: f64,
         #[pyo3(from_py_with = args::timeout)] timeout: f64,
     ) -> PyResult<Self> {
@@ -84,32 +82,38 @@ impl PyRedisClient {
         }
         let options = Options { address, is_cluster: cluster, username, password, db, connect_timeout, timeout };
         let client = py.detach(|| Client::new(options)).map_err(|error| to_py(&error))?;
-        Ok(Self { client, prefix: prefix.unwrap_or_default().to_vec(), host })
+        Ok(Self { client, host })
     }
 
-    /// Store values.
+    /// Store values, all of them or in groups.
+    ///
+    /// The values of a group and its command are one transaction at the server: the command runs last, and nobody
+    /// sees a part. In a cluster, all keys of a group must be in the slot of its first name.
     ///
     /// Args:
-    ///     keys: uint8 `[n, 32]` or 32 bytes each.
+    ///     names: bytes each.
     ///     rows: uint8 `[n, width]`.
     ///     ttl_ms: milliseconds after which the server drops them.
     ///     lengths: bytes of each row that count.
-    ///     first: commands, as for `run`, that run before in the same round trip.
+    ///     sizes: values of each group, in their order; they add up to n. None for no groups.
+    ///     last: the command of each group, words of bytes.
     /// Returns:
-    ///     Whether the server took each, bool `[n]`, the answers to `first`, and None or why nodes of a cluster do not
-    ///     answer.
+    ///     Whether the server took each value, bool `[n]`, the answers to `last`, and None or why nodes of a cluster do
+    ///     not answer.
     /// Raises:
     ///     StoreError: the server does not answer, or no node of the cluster.
-    #[pyo3(signature = (keys, rows, *, ttl_ms=None, lengths=None, first=None))]
+    #[pyo3(signature = (names, rows, *, ttl_ms=None, lengths=None, sizes=None, last=None))]
     fn put<'py>(
         &self,
-        keys: &Bound<'py, PyAny>,
+        #[pyo3(from_py_with = args::names)] names: Vec<PyBackedBytes>,
         rows: &Bound<'py, PyAny>,
         #[pyo3(from_py_with = args::ttl_ms)] ttl_ms: Option<u64>,
         #[pyo3(from_py_with = args::lengths)] lengths: Option<Vec<usize>>,
-        #[pyo3(from_py_with = args::first)] first: Option<Commands<'py>>,
+        #[pyo3(from_py_with = args::sizes)] sizes: Option<Vec<usize>>,
+        #[pyo3(from_py_with = args::last)] last: Option<Commands<'py>>,
     ) -> PyResult<Stored<'py>> {
-        let (names, first) = (self.names(keys)?, words_of("first", first.unwrap_or_default())?);
+        let names: Vec<_> = names.into_iter().map(|name| name.to_vec()).collect();
+        let groups = groups_of(sizes.unwrap_or_default(), words_of("last", last.unwrap_or_default())?, names.len())?;
         let [count, width] = shape_of(rows, "rows", names.len())?;
         let lengths = lengths.unwrap_or_else(|| vec![width; count]);
         if lengths.len() != count || lengths.iter().any(|&length| length > width) {
@@ -118,7 +122,7 @@ impl PyRedisClient {
         let stored = memory::lend_rows(rows, [count, width], |bytes| {
             let rows = bytes.chunks_exact(width).zip(&lengths);
             let values: Vec<&[u8]> = rows.map(|(row, &length)| &row[..length]).collect();
-            self.client.put(&first, &names, &values, ttl_ms)
+            self.client.put(&groups, &names, &values, ttl_ms)
         })?;
         let (answers, stored, why) = stored.ok_or_else(|| not_rows("rows", rows))?.map_err(|error| to_py(&error))?;
         Ok((memory::array(rows.py(), &stored, |stored| *stored)?, list_of(rows.py(), answers)?, why))
@@ -128,26 +132,27 @@ impl PyRedisClient {
     /// taken, and zeros follow it.
     ///
     /// Args:
-    ///     keys: uint8 `[n, 32]` or 32 bytes each.
+    ///     names: bytes each.
     ///     out: uint8 `[n, width]`, C-contiguous.
     ///     varies: whether values may be shorter than rows.
     ///     head_bytes: first bytes of each value that do not go into `out`, 0 to 4096.
-    ///     first: as for `put`.
+    ///     first: commands, as for `run`, that run before in the same round trip.
     /// Returns:
     ///     Whether there was a value, bool `[n]`, the first bytes of each, uint8 `[n, head_bytes]`, zeros for none, the
     ///     answers to `first`, and None or why nodes of a cluster do not answer.
     /// Raises:
     ///     StoreError: the server does not answer, or no node of the cluster, or one refuses.
-    #[pyo3(signature = (keys, out, *, varies=false, head_bytes=0, first=None))]
+    #[pyo3(signature = (names, out, *, varies=false, head_bytes=0, first=None))]
     fn get<'py>(
         &self,
-        keys: &Bound<'py, PyAny>,
+        #[pyo3(from_py_with = args::names)] names: Vec<PyBackedBytes>,
         out: &Bound<'py, PyAny>,
         varies: bool,
         #[pyo3(from_py_with = args::head_bytes)] head_bytes: u32,
         #[pyo3(from_py_with = args::first)] first: Option<Commands<'py>>,
     ) -> PyResult<Found<'py>> {
-        let (names, head_bytes) = (self.names(keys)?, head_bytes as usize);
+        let names: Vec<_> = names.into_iter().map(|name| name.to_vec()).collect();
+        let head_bytes = head_bytes as usize;
         let first = words_of("first", first.unwrap_or_default())?;
         let [count, width] = shape_of(out, "out", names.len())?;
         if head_bytes > MOST_HEAD_BYTES {
@@ -173,20 +178,21 @@ impl PyRedisClient {
     /// Run commands in one round trip; in a cluster in one to each node.
     ///
     /// Args:
-    ///     commands: words of bytes each, at least one. In a cluster, the second is the key, or the fourth of `EVAL`.
+    ///     commands: words of bytes each, at least one. In a cluster, the second is the key, or the fourth of
+    ///         `EVAL`; the third of `CLUSTER` is the slot.
     /// Returns:
     ///     An answer each: an int, bytes, None or a list; or the StoreError with which the server refused. None also
-    ///     where the node of a cluster does not answer.
+    ///     where the node of a cluster does not answer. Then None, or why nodes do not answer.
     /// Raises:
     ///     StoreError: the server does not answer, or no node of the cluster.
     fn run<'py>(
         &self,
         py: Python<'py>,
         #[pyo3(from_py_with = args::commands)] commands: Commands<'py>,
-    ) -> PyResult<Bound<'py, PyList>> {
+    ) -> PyResult<(Bound<'py, PyList>, Option<String>)> {
         let commands = words_of("commands", commands)?;
-        let answers = py.detach(|| self.client.run(&commands)).map_err(|error| to_py(&error))?;
-        list_of(py, answers)
+        let (answers, why) = py.detach(|| self.client.run(&commands)).map_err(|error| to_py(&error))?;
+        Ok((list_of(py, answers)?, why))
     }
 
     /// Close the connections that no call uses.
@@ -199,17 +205,23 @@ impl PyRedisClient {
     }
 }
 
-impl PyRedisClient {
-    fn names(&self, keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {
-        Ok(key_array(keys)?.iter().map(|key| [&self.prefix[..], key].concat()).collect())
+/// The groups of as many values as there are names.
+fn groups_of(sizes: Vec<usize>, last: Vec<Command>, count: usize) -> PyResult<Vec<Group>> {
+    let total = sizes.iter().try_fold(0_usize, |total, &size| total.checked_add(size));
+    if sizes.len() != last.len() || (!sizes.is_empty() && total != Some(count)) {
+        let (sizes, commands) = (sizes.len(), last.len());
+        return Err(invalid(format!(
+            "sizes has {sizes} groups, must have one a command ({commands}) and sum to {count}"
+        )));
     }
+    Ok(sizes.into_iter().zip(last).collect())
 }
 
 fn words_of(name: &str, commands: Commands<'_>) -> PyResult<Vec<Command>> {
     if commands.iter().any(Vec::is_empty) {
         return Err(invalid(format!("{name} has an empty one, must have at least a word each")));
     }
-    Ok(commands.into_iter().map(|words| words.iter().map(|word| word.as_bytes().to_vec()).collect()).collect())
+    Ok(commands.into_iter().map(|words| words.into_iter().map(|word| word.as_bytes().to_vec()).collect()).collect())
 }
 
 fn not_rows(name: &str, value: &Bound<'_, PyAny>) -> PyErr {

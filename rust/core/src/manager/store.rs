@@ -69,12 +69,4 @@ impl Manager {
         self.tiers.enforce_quotas();
         Ok(is_whole)
     }
-
-    /// The number under which jobs name the tenant of a salt; one that has no quota gets one of all blocks.
-    ///
-    /// # Errors
-    /// There is no prefix caching, or so many tenants have quotas that there is no number left.
-    pub fn number_tenant(&mut self, salt: [u8; 32]) -> Result<u16> {
-        self.tiers.number_tenant(salt)
-    }
 }

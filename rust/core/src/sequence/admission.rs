@@ -83,7 +83,8 @@ impl Sequences {
                 let Some(chain) = keys.chain_at(at, self.block_size) else { break };
                 let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, self.block_size));
                 let (depth, tenant) = (u32::try_from(at).unwrap_or(u32::MAX), view.tiers.tenant_of(&prompt.spec));
-                wanted.missing.push(Missing { chain, parent, depth, tenant, lora_id: keys.lora_id });
+                let (salt, lora_id) = (keys.salt, keys.lora_id);
+                wanted.missing.push(Missing { chain, parent, depth, tenant, salt, lora_id });
             }
         }
         wanted.on_host = on_host;

@@ -127,7 +127,8 @@ fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)
         let frames = chain.frames().saturating_sub(block_size.div_ceil(16));
         keys.iter().rev().nth(1).map_or(before_first, |&key| Chain::resume(key, frames))
     });
-    Ok(RowKeys { chain, keys, lora_id: prompt.spec.lora_id, tenant: 0, surplus, before_last })
+    let KeySpec { salt, lora_id } = prompt.spec;
+    Ok(RowKeys { chain, keys, lora_id, salt, tenant: 0, surplus, before_last })
 }
 
 /// Counters of the prefix cache.
@@ -569,5 +570,6 @@ impl Sequences {
 fn publication(keys: &RowKeys, at: usize, block: BlockId, group: u8, block_size: u32) -> Option<Publication> {
     let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, block_size));
     let key = keys.chain_at(at, block_size)?;
-    Some(Publication { block, key, parent, tokens: block_size, lora_id: keys.lora_id, group })
+    let (salt, lora_id) = (keys.salt, keys.lora_id);
+    Some(Publication { block, key, parent, tokens: block_size, salt, lora_id, group })
 }

@@ -204,7 +204,7 @@ impl Tiers {
         if published == Published::Now {
             if self.events.is_some() || self.outbox.is_some() {
                 if let Some(publication) = publication() {
-                    self.note_published(at.0, identity.tenant, publication);
+                    self.note_published(at.0, publication);
                 }
             }
         } else if let (Published::As(_), Some(outbox)) = (published, &mut self.outbox) {
@@ -213,11 +213,11 @@ impl Tiers {
         published
     }
 
-    fn note_published(&mut self, tier: Tier, tenant: u16, publication: Publication) {
+    fn note_published(&mut self, tier: Tier, publication: Publication) {
         if let Some(outbox) = &mut self.outbox {
             let [device, host, _] = &self.pools;
             let is_cached = |key: &_| device.find(key).or_else(|| host.find(key)).is_some();
-            outbox.note_computed(&publication.key, tenant, is_cached);
+            outbox.note_computed(&publication, is_cached);
         }
         if let Some(events) = &mut self.events {
             events.stored(&mut self.pools, tier, publication);
@@ -231,7 +231,7 @@ impl Tiers {
         if let Some(outbox) = &mut self.outbox {
             let [device, host, _] = &self.pools;
             let is_cached = |key: &_| device.find(key).or_else(|| host.find(key)).is_some();
-            outbox.note_loaded(&publication.key, identity.tenant, is_cached);
+            outbox.note_loaded(&publication, is_cached);
         }
         if let (true, Some(events)) = (is_published, &mut self.events) {
             events.stored(&mut self.pools, at.0, publication);

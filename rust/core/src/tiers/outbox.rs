@@ -3,6 +3,7 @@
 //! A key is noted when its block is published on the device. The notes of blocks that neither device nor host has any more go
 //! as new ones come, a few at a time, so there are never many more than blocks.
 
+use crate::event::Publication;
 use crate::hash::{Chain, ExportedKey, Key};
 use std::collections::{HashMap, VecDeque};
 
@@ -57,9 +58,28 @@ enum State {
 struct Note {
     /// Frames hashed up to its end, which the exported key depends on.
     frames: u32,
-    /// Number of its tenant, 0 for one without a quota.
-    tenant: u16,
+    /// Frames up to its parent's end; 0 without a parent.
+    parent_frames: u32,
+    parent: Key,
+    salt: [u8; 32],
     state: State,
+}
+
+impl Note {
+    fn new(publication: &Publication, state: State) -> Self {
+        let Publication { key, parent, salt, .. } = publication;
+        let (parent, parent_frames) = parent.map_or((Key::default(), 0), |parent| (parent.key(), parent.frames()));
+        Self { frames: key.frames(), parent_frames, parent, salt: *salt, state }
+    }
+}
+
+/// A noted block as it leaves the process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Exported {
+    pub(crate) key: ExportedKey,
+    /// Key of the block before it in its prompt; zeros for the first.
+    pub(crate) parent: ExportedKey,
+    pub(crate) salt: [u8; 32],
 }
 
 /// The notes.
@@ -86,11 +106,11 @@ impl Outbox {
         self.writes
     }
 
-    /// Notes a tenant's block that was computed; `is_cached` says whether device or host have a key.
-    pub(crate) fn note_computed(&mut self, chain: &Chain, tenant: u16, is_cached: impl Fn(&Key) -> bool) {
-        let key = chain.key();
+    /// Notes a block that was computed; `is_cached` says whether device or host have a key.
+    pub(crate) fn note_computed(&mut self, publication: &Publication, is_cached: impl Fn(&Key) -> bool) {
+        let key = publication.key.key();
         let Some(known) = self.notes.get(&key).map(|note| note.state) else {
-            self.insert(key, Note { frames: chain.frames(), tenant, state: State::Published }, is_cached);
+            self.insert(key, Note::new(publication, State::Published), is_cached);
             if self.writes == StoreWrites::Through {
                 self.enqueue(key);
             }
@@ -114,12 +134,12 @@ impl Outbox {
     }
 
     /// Notes a block that came from the store.
-    pub(crate) fn note_loaded(&mut self, chain: &Chain, tenant: u16, is_cached: impl Fn(&Key) -> bool) {
-        let key = chain.key();
+    pub(crate) fn note_loaded(&mut self, publication: &Publication, is_cached: impl Fn(&Key) -> bool) {
+        let key = publication.key.key();
         if self.notes.contains_key(&key) {
             self.set(key, State::Stored);
         } else {
-            self.insert(key, Note { frames: chain.frames(), tenant, state: State::Stored }, is_cached);
+            self.insert(key, Note::new(publication, State::Stored), is_cached);
         }
     }
 
@@ -156,9 +176,18 @@ impl Outbox {
         }
     }
 
-    /// The key of a noted block as it leaves the process, and the block's tenant.
-    pub(crate) fn export(&self, key: &Key) -> Option<(ExportedKey, u16)> {
-        self.notes.get(key).map(|note| (Chain::resume(*key, note.frames).export(), note.tenant))
+    /// A noted block as it leaves the process.
+    pub(crate) fn export(&self, key: &Key) -> Option<Exported> {
+        self.notes.get(key).map(|note| {
+            let parent = Chain::resume(note.parent, note.parent_frames);
+            let parent = if note.parent_frames == 0 { ExportedKey([0; 32]) } else { parent.export() };
+            Exported { key: Chain::resume(*key, note.frames).export(), parent, salt: note.salt }
+        })
+    }
+
+    /// Frames up to the end of a noted block: a block has more than its parent.
+    pub(crate) fn frames(&self, key: &Key) -> u32 {
+        self.notes.get(key).map_or(0, |note| note.frames)
     }
 
     /// Forgets everything.
@@ -210,11 +239,17 @@ impl Outbox {
 mod tests {
     use super::*;
     use crate::hash::KeySpec;
+    use crate::id::BlockId;
 
     fn chain(token: u32) -> Chain {
         let mut chain = Chain::new(&KeySpec::default(), 1, 0);
         chain.block(&[token], &[]).unwrap();
         chain
+    }
+
+    fn published(token: u32) -> Publication {
+        let (block, key, salt) = (BlockId(0), chain(token), [7; 32]);
+        Publication { block, key, parent: None, tokens: 1, salt, lora_id: 0, group: 0 }
     }
 
     fn taken(outbox: &mut Outbox) -> Vec<Key> {
@@ -224,18 +259,19 @@ mod tests {
     #[test]
     fn a_block_is_written_once_and_again_when_it_had_to_be_computed_again() {
         let mut outbox = Outbox::new(StoreWrites::Through, 4);
-        outbox.note_computed(&chain(1), 0, |_| true);
+        outbox.note_computed(&published(1), |_| true);
         assert_eq!((taken(&mut outbox), taken(&mut outbox)), (vec![chain(1).key()], vec![]));
-        outbox.note_computed(&chain(1), 0, |_| true);
+        outbox.note_computed(&published(1), |_| true);
         assert_eq!(taken(&mut outbox), [chain(1).key()]);
-        assert_eq!(outbox.export(&chain(1).key()), Some((chain(1).export(), 0)));
+        let exported = Exported { key: chain(1).export(), parent: ExportedKey([0; 32]), salt: [7; 32] };
+        assert_eq!(outbox.export(&chain(1).key()), Some(exported));
     }
 
     #[test]
     fn what_came_from_the_store_is_not_written_there() {
         for writes in StoreWrites::ALL {
             let mut outbox = Outbox::new(writes, 4);
-            outbox.note_loaded(&chain(1), 0, |_| true);
+            outbox.note_loaded(&published(1), |_| true);
             outbox.note_hit(chain(1).key());
             assert_eq!((taken(&mut outbox), outbox.claim(&chain(1).key())), (vec![], false), "{}", writes.name());
         }
@@ -244,12 +280,12 @@ mod tests {
     #[test]
     fn with_second_use_a_block_is_written_when_it_is_hit_or_computed_again() {
         let mut outbox = Outbox::new(StoreWrites::SecondUse, 4);
-        outbox.note_computed(&chain(1), 0, |_| true);
-        outbox.note_computed(&chain(2), 0, |_| false);
+        outbox.note_computed(&published(1), |_| true);
+        outbox.note_computed(&published(2), |_| false);
         assert_eq!(taken(&mut outbox), []);
         outbox.note_hit(chain(1).key());
         outbox.note_hit(chain(1).key());
-        outbox.note_computed(&chain(2), 0, |_| false);
+        outbox.note_computed(&published(2), |_| false);
         assert_eq!(taken(&mut outbox), [chain(1).key(), chain(2).key()]);
     }
 
@@ -257,9 +293,9 @@ mod tests {
     fn notes_of_blocks_that_are_gone_make_room() {
         let mut outbox = Outbox::new(StoreWrites::Through, 32);
         let kept = chain(1_000_000).key();
-        outbox.note_computed(&chain(1_000_000), 0, |_| true);
+        outbox.note_computed(&published(1_000_000), |_| true);
         for token in 0..1000 {
-            outbox.note_computed(&chain(token), 0, |key| *key == kept);
+            outbox.note_computed(&published(token), |key| *key == kept);
             outbox.check().unwrap();
         }
         assert!(outbox.notes.len() <= 66 && outbox.queue.len() <= 64, "{}", outbox.notes.len());

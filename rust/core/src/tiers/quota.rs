@@ -46,14 +46,6 @@ impl Tiers {
         if numbers.is_empty() { 0 } else { numbers.get(&spec.salt).copied().unwrap_or(0) }
     }
 
-    /// Number of a salt's tenant; one that has none gets one, and a quota of all blocks.
-    pub(crate) fn number_tenant(&mut self, salt: [u8; 32]) -> Result<u16> {
-        if !self.tenants.numbers.contains_key(&salt) {
-            self.set_quota(salt, None)?;
-        }
-        Ok(self.tenants.numbers.get(&salt).copied().unwrap_or(0))
-    }
-
     /// Tenants with quotas.
     pub(crate) fn num_tenants(&self) -> usize {
         self.tenants.quotas.len()

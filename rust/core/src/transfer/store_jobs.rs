@@ -27,10 +27,19 @@ pub struct StoreJob {
     pub keys: Vec<ExportedKey>,
     /// The blocks.
     pub blocks: Vec<BlockId>,
-    /// Number of each block's tenant, 0 for one without a number.
-    pub tenants: Vec<u16>,
+    /// Salt of each block's tenant.
+    pub tenants: Vec<[u8; 32]>,
+    /// Key of the block before each in its prompt; zeros for the first.
+    pub parents: Vec<ExportedKey>,
     /// Of a load: blocks of its prompt that other loads are bringing.
     pub awaited: usize,
+}
+
+impl StoreJob {
+    fn empty(job: JobId, tier: Tier) -> Self {
+        let (keys, blocks, tenants, parents) = Default::default();
+        Self { job, tier, keys, blocks, tenants, parents, awaited: 0 }
+    }
 }
 
 /// A block of a prompt that neither device nor host has.
@@ -40,6 +49,7 @@ pub(crate) struct Missing {
     pub(crate) parent: Option<Chain>,
     pub(crate) depth: u32,
     pub(crate) tenant: u16,
+    pub(crate) salt: [u8; 32],
     pub(crate) lora_id: u64,
 }
 
@@ -126,14 +136,17 @@ impl StoreJobs {
         end_leases(tiers, Tier::Device, &spared, LeaseKind::Read);
         self.loading.extend(missing.iter().map(|missing| missing.chain.key()));
         let keys = missing.iter().map(|missing| missing.chain.export()).collect();
-        let tenants = missing.iter().map(|missing| missing.tenant).collect();
+        let tenants = missing.iter().map(|missing| missing.salt).collect();
+        let parents =
+            missing.iter().map(|missing| missing.parent.map_or(ExportedKey([0; 32]), |parent| parent.export()));
+        let parents = parents.collect();
         let load = Load { tier, targets: blocks.iter().copied().zip(missing).collect(), kept, on_device };
         if load.targets.is_empty() {
             end_leases(tiers, Tier::Host, &load.kept, LeaseKind::Read);
         } else {
             self.loads.insert(job, load);
         }
-        StoreJob { job, tier, keys, blocks, tenants, awaited }
+        StoreJob { job, tier, keys, blocks, tenants, parents, awaited }
     }
 
     /// Ends a load; `landed` says which blocks have their bytes: prompts find them from now on.
@@ -146,11 +159,11 @@ impl StoreJobs {
         let Some(Load { tier, targets, kept, on_device }) = self.loads.remove(&job) else { return Ok(0) };
         let mut published = 0;
         for (&(block, missing), &landed) in targets.iter().zip(landed) {
-            let Missing { chain, parent, depth, tenant, lora_id } = missing;
+            let Missing { chain, parent, depth, tenant, salt, lora_id } = missing;
             self.loading.remove(&chain.key());
             if landed {
                 let identity = CachedIdentity { key: chain.key(), depth, tenant };
-                let publication = Publication { block, key: chain, parent, tokens, lora_id, group: 0 };
+                let publication = Publication { block, key: chain, parent, tokens, salt, lora_id, group: 0 };
                 published += usize::from(tiers.publish_loaded((tier, block), identity, publication));
             }
         }
@@ -163,33 +176,32 @@ impl StoreJobs {
         Ok(published)
     }
 
-    /// Begins to write blocks that are to be stored, at most so many; none if nothing is. Writes hold at most a quarter of the
-    /// device's blocks.
+    /// Begins to write blocks that are to be stored, at most so many; none if nothing is. A block follows its parent. Writes
+    /// hold at most a quarter of the device's blocks.
     pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize) -> StoreJob {
         let reading: usize = self.writes.values().map(|(_, blocks)| blocks.len()).sum();
         let most = most.min(tiers.device().len().div_ceil(4).saturating_sub(reading));
-        let (tier, found) = match tiers.outbox().map(Outbox::writes) {
+        let (tier, mut found) = match tiers.outbox().map(Outbox::writes) {
             Some(StoreWrites::Back) => before_eviction(tiers, most, reading),
             Some(StoreWrites::Through | StoreWrites::SecondUse) => queued(tiers, most),
             Some(StoreWrites::Never) | None => (Tier::Device, Vec::new()),
         };
-        let (mut keys, mut blocks, mut tenants) = (Vec::new(), Vec::with_capacity(found.len()), Vec::new());
+        found.sort_by_key(|(key, _)| tiers.outbox().map_or(0, |outbox| outbox.frames(key)));
+        let mut job = StoreJob::empty(self.next(), tier);
         for (key, block) in found {
             let exported = tiers.outbox().and_then(|outbox| outbox.export(&key));
-            if let Some((exported, tenant)) =
-                exported.filter(|_| tiers.block((tier, block)).lease_room(LeaseKind::Read) > 0)
-            {
+            if let Some(exported) = exported.filter(|_| tiers.block((tier, block)).lease_room(LeaseKind::Read) > 0) {
                 tiers.lease_cached((tier, block), LeaseKind::Read);
-                keys.push(exported);
-                tenants.push(tenant);
-                blocks.push(block);
+                job.keys.push(exported.key);
+                job.tenants.push(exported.salt);
+                job.parents.push(exported.parent);
+                job.blocks.push(block);
             }
         }
-        let job = self.next();
-        if !blocks.is_empty() {
-            self.writes.insert(job, (tier, blocks.clone()));
+        if !job.blocks.is_empty() {
+            self.writes.insert(job.job, (tier, job.blocks.clone()));
         }
-        StoreJob { job, tier, keys, blocks, tenants, awaited: 0 }
+        job
     }
 
     /// Whether blocks are being read for the store.

@@ -39,10 +39,9 @@ enum Verb {
     Load,
     EndLoad,
     EndWrite,
-    Tenant,
 }
 
-const VERBS: [Verb; 32] = [
+const VERBS: [Verb; 31] = [
     Verb::Allocate,
     Verb::AllocateEncoded,
     Verb::Prompt,
@@ -74,7 +73,6 @@ const VERBS: [Verb; 32] = [
     Verb::Load,
     Verb::EndLoad,
     Verb::EndWrite,
-    Verb::Tenant,
 ];
 
 /// One call: the numbers are whatever the verb makes of them.
@@ -235,7 +233,6 @@ impl State {
                 .first()
                 .map_or(Ok(()), |job| manager.end_load(job.job, &vec![more > 0; job.blocks.len()]).map(drop)),
             Verb::EndWrite => self.writes.first().map_or(Ok(()), |job| manager.end_write(job.job).map(drop)),
-            Verb::Tenant => manager.number_tenant([more as u8; 32]).map(drop),
         }
     }
 

@@ -12,6 +12,7 @@ use crate::buffer::{Buffer, LentRow};
 use crate::error::Result;
 use crate::index::{Index, Key, Landed, Reuse, StoredBlock};
 use crate::miss::Miss;
+use crate::quotas::Ledger;
 use crate::ticket::{Outcome, Outcomes, Place, Tickets};
 use std::collections::hash_map::{Entry, HashMap};
 use std::collections::{HashSet, VecDeque};
@@ -195,12 +196,23 @@ impl Queue {
         keys.iter().map(landed).collect()
     }
 
-    /// Forgets every key, also those whose writes are in flight; returns the first generation that counts from now on.
-    pub(crate) fn forget(&mut self) -> u64 {
+    /// Forgets every key, also those whose writes are in flight; returns the first generation that counts from now on, and
+    /// what the caller drops once it has released the lock.
+    pub(crate) fn forget(&mut self) -> (u64, Ledger) {
         let floor = self.take_generation();
-        self.index.forget(floor);
+        let counted = self.index.forget(floor);
         self.forgetting = Some(floor);
-        floor
+        (floor, counted)
+    }
+
+    /// Blocks that count for a tenant, and its quota, if it has one.
+    pub(crate) fn quota(&self, tenant: &[u8; 32]) -> Option<(u32, u32)> {
+        self.index.quota(tenant)
+    }
+
+    /// Checks what counts for whom.
+    pub(crate) fn check(&self) -> std::result::Result<(), String> {
+        self.index.check()
     }
 
     /// Takes puts again once the device has the newest floor.
@@ -411,7 +423,7 @@ impl Queue {
     /// Wipes the header of a slot, on nobody's ticket.
     fn suspect(&mut self, slot: u32) {
         self.suspects.insert(slot);
-        self.enqueue(slot, Op::Wipe(Place { ticket: 0, index: 0, slot, key: [0; 32], generation: 0 }));
+        self.enqueue(slot, Op::Wipe(Place { ticket: 0, index: 0, slot, key: [0; 32], generation: 0, owner: None }));
     }
 
     /// Ends a write.
@@ -458,7 +470,11 @@ impl Queue {
         } else {
             self.suspects.insert(place.slot);
         }
-        self.settle_deletion(place, result);
+        if self.tickets.is_hidden(place.ticket) {
+            self.settle(place, result.map(|()| None));
+        } else {
+            self.settle_deletion(place, result);
+        }
         self.advance(place.slot);
     }
 

@@ -3,8 +3,11 @@
 use super::{Op, Queue};
 use crate::buffer::{Buffer, LentRow};
 use crate::error::{Error, Result};
+use crate::geometry::PAGE;
+use crate::header::Owner;
 use crate::index::{Key, Reuse};
 use crate::miss::Miss;
+use crate::quotas::Verdict;
 use crate::ticket::{Place, deadline};
 use std::time::Instant;
 
@@ -34,7 +37,7 @@ impl Queue {
         let mut buffers = buffers.into_iter();
         for (index, (&slot, buffer)) in slots.iter().zip(buffers.by_ref().take(accepted)).enumerate() {
             let generation = self.take_generation();
-            self.enqueue(slot, Op::Write(Place { ticket, index, slot, key: [0; 32], generation }, buffer));
+            self.enqueue(slot, Op::Write(Place { ticket, index, slot, key: [0; 32], generation, owner: None }, buffer));
         }
         for buffer in buffers {
             self.release(Some(buffer));
@@ -55,7 +58,7 @@ impl Queue {
         let mut rows = rows.map(Vec::into_iter);
         for (index, &slot) in slots[..accepted].iter().enumerate() {
             let row = rows.as_mut().and_then(Iterator::next);
-            self.enqueue(slot, Op::Read(Place { ticket, index, slot, key: [0; 32], generation: 0 }, row));
+            self.enqueue(slot, Op::Read(Place { ticket, index, slot, key: [0; 32], generation: 0, owner: None }, row));
         }
         Ok(ticket)
     }
@@ -72,8 +75,15 @@ impl Queue {
     }
 
     /// Takes a batch of blocks under their keys, each with a buffer where there was one. Keys that have a slot are only
-    /// confirmed; others evict what was not used for longest, or are refused without a buffer: `QueueFull`.
-    pub(crate) fn submit_puts(&mut self, keys: &[Key], buffers: Vec<Option<Buffer>>, now: Instant) -> Result<u64> {
+    /// confirmed; others evict what was not used for longest, or are refused without a buffer: `QueueFull`. Those beyond the
+    /// quota of their tenant are refused too: `Refused`.
+    pub(crate) fn submit_puts(
+        &mut self,
+        keys: &[Key],
+        owners: Option<&[Owner]>,
+        buffers: Vec<Option<Buffer>>,
+        now: Instant,
+    ) -> Result<u64> {
         self.check_open()?;
         let hung = self.is_hung(now).then_some(Miss::Timeout);
         if let Some(miss) = hung.or_else(|| self.forgetting.map(|_| Miss::Forgotten)) {
@@ -88,7 +98,8 @@ impl Queue {
             self.index.touch(key);
         }
         for (index, (&key, buffer)) in keys.iter().zip(buffers).enumerate() {
-            self.put(Place { ticket, index, slot: 0, key, generation: 0 }, buffer);
+            let owner = owners.and_then(|owners| owners.get(index)).copied();
+            self.put(Place { ticket, index, slot: 0, key, generation: 0, owner }, buffer);
         }
         Ok(ticket)
     }
@@ -98,8 +109,9 @@ impl Queue {
         match (self.index.find(&key), buffer) {
             (Some(found), Some(buffer)) if self.is_unproven(found) => {
                 let (slot, generation) = (found.0, self.take_generation());
-                self.index.renew(slot, key, generation);
-                self.enqueue(slot, Op::Write(Place { slot, generation, ..place }, buffer));
+                self.index.renew(slot, &key, generation);
+                let owner = self.index.owner(slot);
+                self.enqueue(slot, Op::Write(Place { slot, generation, owner, ..place }, buffer));
             }
             (Some(found), None) if self.is_unproven(found) => drop(self.settle(place, Err(Miss::QueueFull))),
             (Some((slot, generation)), spare) => {
@@ -108,18 +120,58 @@ impl Queue {
                 }
                 self.confirm(Place { slot, generation, ..place });
             }
-            (None, Some(buffer)) => {
-                let generation = self.take_generation();
-                match self.index.claim(key, generation) {
-                    Some((slot, evicted)) => {
-                        self.evicting.extend(evicted.map(|key| (generation, (slot, key))));
-                        self.enqueue(slot, Op::Write(Place { slot, generation, ..place }, buffer));
-                    }
-                    None => self.finish_unread(place, Miss::QueueFull),
-                }
-            }
-            (None, None) => drop(self.settle(place, Err(Miss::QueueFull))),
+            (None, buffer) => self.put_new(place, buffer),
         }
+    }
+
+    /// Puts a key that has no slot, if the quota of its tenant allows it. The block that gives way within the quota leaves its
+    /// slot to the new one.
+    fn put_new(&mut self, place: Place, buffer: Option<Buffer>) {
+        let verdict = place.owner.map_or(Verdict::Fits, |owner| self.index.judge(&place.key, &owner));
+        let buffer = match (verdict, buffer) {
+            (Verdict::Refused, buffer) => {
+                if buffer.is_some() {
+                    self.release(buffer);
+                }
+                self.settle(place, Err(Miss::Refused));
+                return;
+            }
+            (_, None) => {
+                self.settle(place, Err(Miss::QueueFull));
+                return;
+            }
+            (_, Some(buffer)) => buffer,
+        };
+        if let Verdict::InPlaceOf(slot) = verdict {
+            self.index.yield_first(slot);
+        }
+        let generation = self.take_generation();
+        match self.index.claim(place.key, generation, place.owner) {
+            Some((slot, evicted)) => {
+                self.evicting.extend(evicted.map(|key| (generation, (slot, key))));
+                self.enqueue(slot, Op::Write(Place { slot, generation, ..place }, buffer));
+            }
+            None => self.finish_unread(place, Miss::QueueFull),
+        }
+    }
+
+    /// Sets a tenant's quota and drops its blocks beyond it. The ticket, which only the store knows, ends when no later life
+    /// finds them; there is none if nothing was dropped.
+    pub(crate) fn set_quota(&mut self, tenant: [u8; 32], most: Option<u32>, now: Instant) -> Result<Option<u64>> {
+        self.check_open()?;
+        self.index.set_quota(tenant, most);
+        let dropped: Vec<_> = std::iter::from_fn(|| self.index.drop_beyond(&tenant)).collect();
+        if dropped.is_empty() {
+            return Ok(None);
+        }
+        let count = dropped.len();
+        let deadline = deadline(now, self.patience, self.used + (count * PAGE) as u64);
+        let ticket = self.tickets.open(false, count, (count, Miss::QueueFull), deadline, self.answers);
+        self.tickets.hide(ticket);
+        for (index, (slot, key, generation)) in dropped.into_iter().enumerate() {
+            self.enqueue(slot, Op::Wipe(Place { ticket, index, slot, key, generation, owner: None }));
+        }
+        Ok(Some(ticket))
     }
 
     /// Takes a batch of reads by key. Keys without a block are misses at once, `Absent`.
@@ -133,7 +185,7 @@ impl Queue {
         for (index, &key) in keys.iter().enumerate() {
             let row = rows.as_mut().and_then(Iterator::next);
             let (slot, generation) = self.index.find(&key).unwrap_or_default();
-            let place = Place { ticket, index, slot, key, generation };
+            let place = Place { ticket, index, slot, key, generation, owner: None };
             if generation == 0 {
                 self.settle(place, Err(Miss::Absent));
             } else if self.reserve_bytes(1) == 0 {
@@ -154,7 +206,7 @@ impl Queue {
         let ticket = self.open_ticket(false, keys.len(), keys.len(), Miss::QueueFull, now);
         for (index, &key) in keys.iter().enumerate() {
             let (slot, generation) = self.index.find(&key).unwrap_or_default();
-            let place = Place { ticket, index, slot, key, generation };
+            let place = Place { ticket, index, slot, key, generation, owner: None };
             if self.index.remove(slot, generation, Reuse::First) {
                 self.enqueue(slot, Op::Wipe(place));
             } else {

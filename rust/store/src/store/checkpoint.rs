@@ -2,16 +2,19 @@
 //! hint. Each read is checked all the same, and without a checkpoint the headers say it all.
 
 use super::StoreOptions;
+use crate::header::Owner;
 use crate::index::{Landed, StoredBlock};
 use std::collections::HashSet;
 use twox_hash::XxHash3_128;
 
 const MAGIC: [u8; 8] = *b"BLKYCKPT";
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 /// Magic; version, payload length, slots, floor, next generation, blocks; namespace.
 const HEAD: usize = 8 + 6 * 8 + 32;
 /// Slot, generation with [`UNPROVEN`], key.
 const BLOCK: usize = 4 + 8 + 32;
+/// Slot, tenant, parent: one behind the blocks for each block that has an owner, in their order.
+const OWNER: usize = 4 + 32 + 32;
 const CHECKSUM: usize = 16;
 /// A bit that no generation has.
 const UNPROVEN: u64 = 1 << 63;
@@ -27,6 +30,11 @@ impl StoreOptions {
             bytes.extend((block.generation | mark).to_le_bytes());
             bytes.extend(block.key);
         }
+        for (block, owner) in landed.blocks.iter().filter_map(|block| block.owner.map(|owner| (block, owner))) {
+            bytes.extend(block.slot.to_le_bytes());
+            bytes.extend(owner.tenant);
+            bytes.extend(owner.parent);
+        }
         let checksum = XxHash3_128::oneshot(&bytes);
         bytes.extend(checksum.to_le_bytes());
         bytes
@@ -34,7 +42,7 @@ impl StoreOptions {
 
     /// Bytes of the checkpoint of a full store.
     pub(super) fn longest_checkpoint(&self) -> u64 {
-        (HEAD + CHECKSUM) as u64 + u64::from(self.geometry.slots) * BLOCK as u64
+        (HEAD + CHECKSUM) as u64 + u64::from(self.geometry.slots) * (BLOCK + OWNER) as u64
     }
 
     fn checkpoint_head(&self, floor: u64, next_generation: u64, count: u64) -> Vec<u8> {
@@ -49,14 +57,14 @@ impl StoreOptions {
         let (bytes, checksum) = bytes.split_last_chunk::<CHECKSUM>()?;
         let (head, rest) = bytes.split_at_checked(HEAD)?;
         let next_generation = u64::from_le_bytes(*head.get(40..)?.first_chunk()?);
-        let count = rest.len() / BLOCK;
-        let expected = self.checkpoint_head(floor, next_generation, count as u64);
-        let is_whole = head == expected
-            && count * BLOCK == rest.len()
-            && count <= self.geometry.slots as usize
+        let count = u64::from_le_bytes(*head.get(48..)?.first_chunk()?);
+        let is_whole = head == self.checkpoint_head(floor, next_generation, count)
+            && count <= self.geometry.slots.into()
             && XxHash3_128::oneshot(bytes).to_le_bytes() == *checksum;
-        let blocks = rest.chunks_exact(BLOCK).map(read_block);
-        let blocks = is_whole.then(|| blocks.collect::<Option<Vec<StoredBlock>>>())??;
+        let count = usize::try_from(count).ok().filter(|_| is_whole)?;
+        let (blocks, owners) = rest.split_at_checked(count * BLOCK)?;
+        let mut blocks = blocks.chunks_exact(BLOCK).map(read_block).collect::<Option<Vec<StoredBlock>>>()?;
+        read_owners(owners, &mut blocks)?;
         let landed = Landed { floor, next_generation, blocks, older: Vec::new() };
         self.is_plausible(&landed).then_some(landed)
     }
@@ -78,7 +86,21 @@ fn read_block(bytes: &[u8]) -> Option<StoredBlock> {
     let (generation, rest) = rest.split_first_chunk()?;
     let (slot, marked, key) = (u32::from_le_bytes(*slot), u64::from_le_bytes(*generation), *rest.first_chunk()?);
     let generation = marked & !UNPROVEN;
-    Some(StoredBlock { slot, key, generation, proven: generation > 0 && marked == generation })
+    Some(StoredBlock { slot, key, generation, proven: generation > 0 && marked == generation, owner: None })
+}
+
+/// Gives blocks their owners; `None` if there are others.
+fn read_owners(bytes: &[u8], blocks: &mut [StoredBlock]) -> Option<()> {
+    let mut blocks = blocks.iter_mut().filter(|block| block.generation > 0);
+    let mut owners = bytes.chunks_exact(OWNER);
+    for bytes in owners.by_ref() {
+        let (slot, rest) = bytes.split_first_chunk()?;
+        let (tenant, rest) = rest.split_first_chunk()?;
+        let slot = u32::from_le_bytes(*slot);
+        let block = blocks.find(|block| block.slot == slot)?;
+        block.owner = Some(Owner { tenant: *tenant, parent: *rest.first_chunk()? });
+    }
+    owners.remainder().is_empty().then_some(())
 }
 
 #[cfg(test)]
@@ -109,6 +131,7 @@ mod tests {
             key: [slot; 32],
             generation: 50 + u64::from(slot),
             proven,
+            owner: proven.then(|| Owner { tenant: [slot + 1; 32], parent: [slot + 2; 32] }),
         };
         let free = StoredBlock::none(4);
         Landed {
@@ -142,11 +165,23 @@ mod tests {
 
     #[test]
     fn a_checkpoint_that_makes_no_sense_is_not_taken() {
-        let block = |slot, key, generation| StoredBlock { slot, key: [key; 32], generation, proven: true };
+        let block = |slot, key, generation| StoredBlock { slot, key: [key; 32], generation, proven: true, owner: None };
         for wrong in [block(8, 9, 55), block(3, 9, 0), block(5, 0, 55), block(5, 9, 49), block(5, 9, 60)] {
             let mut landed = landed();
             landed.blocks.push(wrong);
             assert_eq!(options().read_checkpoint(&options().checkpoint(&landed), 50), None, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn owners_of_other_slots_are_not_taken() {
+        let whole = options().checkpoint(&landed());
+        let end = whole.len() - CHECKSUM;
+        for (at, slot) in [(end - OWNER, 3u32), (end - OWNER, 4), (end - 2 * OWNER, 7), (end - 2 * OWNER, 9)] {
+            let mut bytes = whole[..end].to_vec();
+            bytes[at..at + 4].copy_from_slice(&slot.to_le_bytes());
+            bytes.extend(XxHash3_128::oneshot(&bytes).to_le_bytes());
+            assert_eq!(options().read_checkpoint(&bytes, 50), None, "{slot} at {at}");
         }
     }
 

@@ -1,9 +1,10 @@
 //! Blocks under keys: a store that evicts what was not used for longest, and finds its blocks again in the next life.
 
-use super::{STORE, SlabStore, State, StoreOptions};
+use super::{LONGEST, STORE, SlabStore, State, StoreOptions};
 use crate::buffer::{Buffer, LentRow};
 use crate::device::BlockDevice;
 use crate::error::{Error, Result};
+use crate::header::Owner;
 use crate::index::Key;
 use crate::queue::Queue;
 use crate::sync::{Arc, MutexGuard};
@@ -29,12 +30,15 @@ impl SlabStore {
     /// Stores blocks under their keys: `rows` holds one payload a key, back to back. The bytes are copied before this
     /// returns. A key that is there already keeps its block; equal keys must stand for equal bytes.
     ///
-    /// Other keys are evicted, least recently used first. Blocks beyond the memory limit are refused (`QueueFull`).
+    /// Other keys are evicted, least recently used first. Blocks beyond the memory limit are refused (`QueueFull`), and those
+    /// beyond the quota of their owner (`Refused`), see [`SlabStore::set_quota`]. `owners` has one entry a key; without it
+    /// the blocks count for nobody.
     ///
     /// # Errors
-    /// `WrongLength`, `NotKeyed`, `Closed`, `Forked`; nothing was submitted.
-    pub fn submit_put(&self, keys: &[Key], rows: &[u8]) -> Result<u64> {
+    /// `WrongLength`, `WrongOwners`, `NotKeyed`, `Closed`, `Forked`; nothing was submitted.
+    pub fn submit_put(&self, keys: &[Key], rows: &[u8], owners: Option<&[Owner]>) -> Result<u64> {
         self.check_keyed()?;
+        check_owners(keys, owners)?;
         let payload_bytes = self.options.geometry.payload_bytes;
         self.check_length(keys.len(), rows.len())?;
         let mut rows: Vec<Row> = rows.chunks_exact(payload_bytes).map(Row::Unread).collect();
@@ -54,7 +58,7 @@ impl SlabStore {
             state = self.shared.lock();
         }
         let buffers = rows.into_iter().map(Row::into_buffer).collect();
-        self.submit_puts(state, keys, buffers)
+        self.submit_puts(state, keys, owners, buffers)
     }
 
     /// Stores blocks straight from the caller's memory, one row a key; else as [`SlabStore::submit_put`]. Who owns a row is
@@ -62,19 +66,26 @@ impl SlabStore {
     ///
     /// # Errors
     /// As [`SlabStore::submit_put`].
-    pub fn lend_put(&self, keys: &[Key], rows: Vec<Box<dyn LentRow>>) -> Result<u64> {
+    pub fn lend_put(&self, keys: &[Key], rows: Vec<Box<dyn LentRow>>, owners: Option<&[Owner]>) -> Result<u64> {
         self.check_keyed()?;
+        check_owners(keys, owners)?;
         self.check_rows(keys.len(), &rows)?;
         let mut state = self.shared.lock();
         let is_new = state.queue.is_new(keys);
         let around = |(is_new, row)| (is_new && state.queue.reserve_bytes(1) == 1).then(|| Buffer::around(row));
         let buffers = is_new.into_iter().zip(rows).map(around).collect();
-        self.submit_puts(state, keys, buffers)
+        self.submit_puts(state, keys, owners, buffers)
     }
 
-    fn submit_puts(&self, mut state: MutexGuard<'_, State>, keys: &[Key], buffers: Vec<Option<Buffer>>) -> Result<u64> {
+    fn submit_puts(
+        &self,
+        mut state: MutexGuard<'_, State>,
+        keys: &[Key],
+        owners: Option<&[Owner]>,
+        buffers: Vec<Option<Buffer>>,
+    ) -> Result<u64> {
         let reserved = buffers.iter().flatten().count();
-        let result = state.queue.submit_puts(keys, buffers, Instant::now());
+        let result = state.queue.submit_puts(keys, owners, buffers, Instant::now());
         if result.is_err() {
             state.queue.unreserve(reserved);
         }
@@ -131,7 +142,10 @@ impl SlabStore {
         let raise = || {
             let mut state = self.shared.lock();
             let device = Arc::clone(state.device.as_ref().ok_or(Error::Closed)?);
-            Ok((device, state.queue.forget()))
+            let (floor, counted) = state.queue.forget();
+            drop(state);
+            drop(counted);
+            Ok((device, floor))
         };
         let options = self.options.clone();
         let shared = Arc::clone(&self.shared);
@@ -141,6 +155,50 @@ impl SlabStore {
             Ok(())
         };
         self.floor.raise(revision, self.options.patience, raise, write)
+    }
+
+    /// Limits the blocks that count for one tenant, in this life of the store, and drops what is beyond at once: first blocks
+    /// that no stored block of the tenant names as its parent, and of these the least recently used. Puts keep to it, whoever
+    /// makes them. `None` is no limit.
+    ///
+    /// Waits until no later life finds what was dropped.
+    ///
+    /// # Errors
+    /// `Io` if the device did not confirm that in time; the quota holds all the same. `NotKeyed`, `Closed`, `Forked`: nothing
+    /// was changed.
+    pub fn set_quota(&self, tenant: [u8; 32], most: Option<u32>) -> Result<()> {
+        self.check_keyed()?;
+        let mut state = self.shared.lock();
+        let result = state.queue.set_quota(tenant, most, Instant::now());
+        self.shared.wake_threads(state);
+        let Some(ticket) = result? else { return Ok(()) };
+        self.wait_for(ticket, LONGEST)?;
+        let done = self.take(ticket)?;
+        match done.blocks().filter(std::result::Result::is_err).count() {
+            0 => Ok(()),
+            left => {
+                let what = format!("{left} of {} blocks may come back in a later life", done.blocks().len());
+                Err(failed("drop what is beyond the quota from")(io::Error::other(what)))
+            }
+        }
+    }
+
+    /// Blocks that count for a tenant, those in flight included, and its quota; `None` without a quota.
+    ///
+    /// # Errors
+    /// `NotKeyed`, `Forked`.
+    pub fn quota(&self, tenant: [u8; 32]) -> Result<Option<(u32, u32)>> {
+        self.check_keyed()?;
+        Ok(self.shared.lock().queue.quota(&tenant))
+    }
+
+    /// Checks what counts for whom: a test calls this.
+    ///
+    /// # Errors
+    /// What is wrong, in words.
+    #[doc(hidden)]
+    pub fn check(&self) -> std::result::Result<(), String> {
+        self.shared.lock().queue.check()
     }
 
     fn submit_keys(&self, submit: impl FnOnce(&mut Queue, Instant) -> Result<u64>) -> Result<u64> {
@@ -153,6 +211,13 @@ impl SlabStore {
     fn check_keyed(&self) -> Result<()> {
         self.check_process()?;
         if self.keyed { Ok(()) } else { Err(Error::NotKeyed) }
+    }
+}
+
+fn check_owners(keys: &[Key], owners: Option<&[Owner]>) -> Result<()> {
+    match owners {
+        Some(owners) if owners.len() != keys.len() => Err(Error::WrongOwners { found: owners.len(), keys: keys.len() }),
+        _ => Ok(()),
     }
 }
 

@@ -63,7 +63,13 @@ impl StoreOptions {
         let (mut newest, mut older) = (HashMap::<Key, StoredBlock>::new(), Vec::new());
         let mut by_age = Vec::new();
         for &(slot, ref header) in headers.iter().filter(|(_, header)| header.generation >= floor) {
-            let block = StoredBlock { slot, key: header.key, generation: header.generation, proven: false };
+            let block = StoredBlock {
+                slot,
+                key: header.key,
+                generation: header.generation,
+                proven: false,
+                owner: header.owner,
+            };
             if !is_ours(header) {
                 by_age.push((header.generation, StoredBlock::none(slot)));
                 continue;

@@ -111,13 +111,13 @@ fn callers_by_key() {
     let store = keyed();
     let other = Arc::clone(&store);
     let caller = thread::spawn(move || {
-        let put = other.submit_put(&[[1; 32], [2; 32]], &[[1; BYTES], [2; BYTES]].concat()).unwrap();
+        let put = other.submit_put(&[[1; 32], [2; 32]], &[[1; BYTES], [2; BYTES]].concat(), None).unwrap();
         let deleted = other.submit_delete(&[[1; 32]]).unwrap();
         assert_eq!(ends(&other, put, &[1, 2]), [Ok(()); 2]);
         assert_eq!(ends(&other, deleted, &[1]), [Ok(())]);
     });
     // Key 3 takes the slot of one of the others, or they take its slot.
-    let put = store.submit_put(&[[3; 32], [1; 32]], &[[3; BYTES], [1; BYTES]].concat()).unwrap();
+    let put = store.submit_put(&[[3; 32], [1; 32]], &[[3; BYTES], [1; BYTES]].concat(), None).unwrap();
     let get = store.submit_get(&[[1; 32], [2; 32], [3; 32]]).unwrap();
     let get = ends(&store, get, &[1, 2, 3]);
     assert!(get.iter().all(|end| matches!(end, Ok(()) | Err(Miss::Absent | Miss::Lost))), "{get:?}");

@@ -5,7 +5,7 @@ use super::{Shared, State};
 use crate::buffer::Buffer;
 use crate::device::{BlockDevice, read_blocks, write_blocks};
 use crate::geometry::{Geometry, PAGE};
-use crate::header::Expected;
+use crate::header::{Expected, Header};
 use crate::miss::Miss;
 use crate::queue::{Job, Queue};
 use crate::sync::{Arc, MutexGuard, PoisonError};
@@ -76,6 +76,7 @@ impl Worker {
             Job::Write(mut run) => {
                 for (place, buffer) in &mut run {
                     let header = self.expected(*place).header(buffer.payload(self.geometry.payload_bytes));
+                    let header = Header { owner: place.owner, ..header };
                     header.encode(buffer.as_mut_slice());
                 }
                 (Kind::Write, run)

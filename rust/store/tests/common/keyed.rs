@@ -37,7 +37,7 @@ fn keys(ids: &[u64]) -> Vec<[u8; 32]> {
 
 pub(crate) fn submit_put(store: &SlabStore, ids: &[u64], epoch: u64) -> Result<u64, Error> {
     let rows: Vec<u8> = ids.iter().flat_map(|&n| row(n, epoch)).collect();
-    store.submit_put(&keys(ids), &rows)
+    store.submit_put(&keys(ids), &rows, None)
 }
 
 /// What became of the blocks of a ticket: the bytes of a read, none of a write, or the miss.

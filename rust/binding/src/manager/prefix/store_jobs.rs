@@ -5,7 +5,7 @@ use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
 use crate::manager::prompts::{self, KeySpecs, TokenIds};
 use crate::manager::shared::Shared;
-use blockyard_core::{ExportedKey, JobId, KeySpec, StoreJob, StoreWrites};
+use blockyard_core::{ExportedKey, JobId, StoreJob, StoreWrites};
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 
@@ -20,26 +20,35 @@ pub(crate) struct PyStoreJob {
     keys: Py<PyArray2<u8>>,
     /// The blocks, int64 `[n]`.
     blocks: Py<PyArray1<i64>>,
-    /// Number of each block's tenant, int64 `[n]`; 0 for one without a number, see `tenant`.
-    tenants: Py<PyArray1<i64>>,
+    /// Each block's tenant, uint8 `[n, 32]`: SHA-256 of its salt, zeros for prompts without a salt.
+    tenants: Py<PyArray2<u8>>,
+    /// Key of the block before each in its prompt, uint8 `[n, 32]`; zeros for the first.
+    parents: Py<PyArray2<u8>>,
     /// Of a load: blocks of its prompt that other loads are bringing.
     awaited: usize,
 }
 
+/// Rows of 32 bytes as uint8 `[n, 32]`.
+fn rows_array<'a>(py: Python<'_>, rows: impl ExactSizeIterator<Item = &'a [u8; 32]>) -> PyResult<Py<PyArray2<u8>>> {
+    let shape = [rows.len(), 32];
+    let fill = |bytes: &mut [u8]| {
+        bytes.chunks_exact_mut(32).zip(rows).for_each(|(bytes, row)| bytes.copy_from_slice(row));
+    };
+    memory::made(py, shape, fill).map(|(rows, ())| rows.unbind())
+}
+
 /// Keys as uint8 `[n, 32]`.
 fn keys_array(py: Python<'_>, keys: &[ExportedKey]) -> PyResult<Py<PyArray2<u8>>> {
-    let fill = |bytes: &mut [u8]| {
-        bytes.chunks_exact_mut(32).zip(keys).for_each(|(bytes, key)| bytes.copy_from_slice(&key.0));
-    };
-    memory::made(py, [keys.len(), 32], fill).map(|(keys, ())| keys.unbind())
+    rows_array(py, keys.iter().map(|key| &key.0))
 }
 
 impl PyStoreJob {
     fn new(py: Python<'_>, job: &StoreJob) -> PyResult<Self> {
-        let StoreJob { job, tier, keys, blocks, tenants, awaited } = job;
+        let StoreJob { job, tier, keys, blocks, tenants, parents, awaited } = job;
         let blocks = memory::array(py, blocks, |block| i64::from(block.0))?.unbind();
-        let tenants = memory::array(py, tenants, |&tenant| i64::from(tenant))?.unbind();
-        Ok(Self { job: job.0, tier: tier.name(), keys: keys_array(py, keys)?, blocks, tenants, awaited: *awaited })
+        let (keys, parents) = (keys_array(py, keys)?, keys_array(py, parents)?);
+        let tenants = rows_array(py, tenants.iter())?;
+        Ok(Self { job: job.0, tier: tier.name(), keys, blocks, tenants, parents, awaited: *awaited })
     }
 }
 
@@ -189,15 +198,5 @@ impl PyStoreJobs {
     ///     UnknownTicketError: there is no such write, or it has ended.
     fn end_write(&self, #[pyo3(from_py_with = args::job)] job: u64) -> PyResult<bool> {
         self.0.lock().end_write(JobId(job)).map_err(to_py)
-    }
-
-    /// Return the number under which jobs name a tenant from now on: blocks that were cached earlier stay without.
-    ///
-    /// Args:
-    ///     salt: the tenant; None for prompts without a salt.
-    /// Raises:
-    ///     InvalidArgumentError: 65535 tenants have numbers, or prefix caching is off.
-    fn tenant(&self, salt: Option<&[u8]>) -> PyResult<u16> {
-        self.0.lock().number_tenant(KeySpec::new(salt, 0).salt).map_err(to_py)
     }
 }

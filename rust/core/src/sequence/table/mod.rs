@@ -211,7 +211,9 @@ pub(crate) struct RowKeys {
     pub(crate) keys: Vec<Key>,
     /// Adapter that the sequence runs with.
     pub(crate) lora_id: u64,
-    /// Tenant with a quota that the sequence belongs to, 0 for none.
+    /// Salt of the sequence's tenant.
+    pub(crate) salt: [u8; 32],
+    /// Its number, if it has a quota on the device; else 0.
     pub(crate) tenant: u16,
     /// Blocks with extras, and how many frames the chain has up to each beyond those of tokens alone.
     pub(crate) surplus: Vec<(u32, u32)>,

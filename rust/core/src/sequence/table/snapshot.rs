@@ -40,6 +40,7 @@ struct KeysImage {
     keys: Vec<[u8; 32]>,
     pending: Vec<u32>,
     lora_id: u64,
+    salt: [u8; 32],
     tenant: u16,
     surplus: Vec<(u32, u32)>,
     last: Option<LastImage>,
@@ -136,12 +137,13 @@ impl Rows {
     }
 
     fn keys_image(&self, index: usize, row_keys: &RowKeys) -> KeysImage {
-        let RowKeys { chain, keys, lora_id, tenant, surplus, before_last } = row_keys;
+        let RowKeys { chain, keys, lora_id, salt, tenant, surplus, before_last } = row_keys;
         KeysImage {
             state: chain.key().to_bytes(),
             keys: keys.iter().map(|key| key.to_bytes()).collect(),
             pending: self.pending(index, row_keys).to_vec(),
             lora_id: *lora_id,
+            salt: *salt,
             tenant: *tenant,
             surplus: surplus.clone(),
             last: before_last.map(|before| LastImage {
@@ -195,7 +197,7 @@ impl RowImage {
 impl KeysImage {
     /// The keys, and how many tokens are known by their ids, of which the last are written.
     fn restore(self, block_size: u32, row: usize, recent: &mut RecentTokens) -> Contents<(RowKeys, u32)> {
-        let Self { state, keys, pending, lora_id, tenant, surplus, last } = self;
+        let Self { state, keys, pending, lora_id, salt, tenant, surplus, last } = self;
         let rising = surplus.windows(2).all(|pair| pair[0].0 < pair[1].0 && pair[0].1 <= pair[1].1);
         let tokens = (pending.len() as u64) < u64::from(block_size) && !pending.contains(&RESERVED_TOKEN);
         if !tokens
@@ -220,7 +222,7 @@ impl KeysImage {
             before_last = Some(last.restore(before, &chain)?);
         }
         recent.write(row, full, &pending);
-        Ok((RowKeys { chain, keys, lora_id, tenant, surplus, before_last }, known))
+        Ok((RowKeys { chain, keys, lora_id, salt, tenant, surplus, before_last }, known))
     }
 }
 

@@ -1,0 +1,240 @@
+"""Which blocks a Redis store has: lists at the server that change in one step with the blocks, and what they cost.
+
+Everything that bounds the store is decided by the scripts here, which the server runs one at a time. No client counts,
+and no client's clock matters.
+
+| key, after the prefix of a segment | what |
+|---|---|
+| `order` | sorted set: names of blocks by their last use, numbered by the server |
+| `sweep` | there while blocks may be stored that no list has: the list was empty when a block came |
+| `sweeper` | there while a process looks for such blocks |
+| `quotas`, `held` | hashes: blocks that each tenant with a quota may keep, and keeps |
+| `owners` | hash: the tenant of a block and the block before it in its prompt |
+| `kids` | hash: how many blocks with an owner follow a block |
+| `leaves:TENANT` | sorted set: the tenant's blocks that none follows, by their last use |
+
+A batch of blocks is stored by one transaction with the script `_SETTLE`, which lists the blocks and drops those that
+are too many. A client that is killed at any point leaves neither a block without an entry nor one beyond the bounds.
+
+A server has one segment. In a cluster all keys of a segment share a hash slot, and blocks are spread over `SEGMENTS`
+segments by their names, so each has a part of the store's size.
+"""
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+__all__ = ["SEGMENTS", "Lists"]
+
+SEGMENTS: Final = 64
+_SPAN: Final = 4096  # uses that one batch numbers: its first block is the last of it to go
+_AT_ONCE: Final = 1000  # blocks that one script drops or adopts
+
+_USE: Final = """
+local order, prefix = KEYS[1], string.sub(KEYS[1], 1, -6)
+local last = redis.call('ZREVRANGE', order, 0, 0, 'WITHSCORES')[2]
+local use = (math.floor((tonumber(last) or 0) / SPAN) + 2) * SPAN
+""".replace("SPAN", str(_SPAN))
+
+_NOBODYS: Final = """
+local function disown() end
+"""
+
+_OWNERS: Final = """
+local owners, kids, held, quotas = prefix .. 'owners', prefix .. 'kids', prefix .. 'held', prefix .. 'quotas'
+
+local function leaves(tenant) return prefix .. 'leaves:' .. tenant end
+
+local function disown(name)
+  local owner = redis.call('HGET', owners, name)
+  if not owner then return end
+  local tenant, parent = string.sub(owner, 1, 16), string.sub(owner, 17)
+  redis.call('HDEL', owners, name)
+  redis.call('ZREM', leaves(tenant), name)
+  redis.call('HINCRBY', held, tenant, -1)
+  if parent == '' or redis.call('HINCRBY', kids, parent, -1) > 0 then return end
+  redis.call('HDEL', kids, parent)
+  if redis.call('HEXISTS', owners, parent) == 1 then
+    redis.call('ZADD', leaves(tenant), redis.call('ZSCORE', order, parent) or 0, parent)
+  end
+end
+"""
+
+_DROPPING: Final = """
+local function drop(name)
+  redis.call('ZREM', order, name)
+  redis.call('UNLINK', prefix .. name)
+  disown(name)
+end
+
+local function drop_beyond(capacity)
+  local extra = redis.call('ZCARD', order) - capacity
+  while extra > 0 do
+    local gone = redis.call('ZPOPMIN', order, math.min(extra, AT_ONCE))
+    if #gone == 0 then return end
+    for i = 1, #gone, 2 do drop(gone[i]) end
+    extra = extra - #gone / 2
+  end
+end
+""".replace("AT_ONCE", str(_AT_ONCE))
+
+_DROPPING_OF: Final = """
+local function drop_of(tenant, quota, most)
+  local extra = math.min((tonumber(redis.call('HGET', held, tenant)) or 0) - quota, most)
+  for _ = 1, extra do
+    local leaf = redis.call('ZPOPMIN', leaves(tenant))[1]
+    if not leaf then return end
+    drop(leaf)
+  end
+end
+"""
+
+_OWNING: Final = """
+local function own(name, score, tenant, parent)
+  local quota = tonumber(redis.call('HGET', quotas, tenant))
+  -- A block before it in the batch may have taken its place.
+  if not quota or not redis.call('ZSCORE', order, name) then return end
+  if parent ~= '' and not redis.call('ZSCORE', order, parent) then score = 0 end
+  if redis.call('HSETNX', owners, name, tenant .. parent) == 1 then
+    redis.call('HINCRBY', held, tenant, 1)
+    if parent ~= '' then
+      redis.call('HINCRBY', kids, parent, 1)
+      redis.call('ZREM', leaves(tenant), parent)
+    end
+  end
+  if redis.call('HEXISTS', kids, name) == 0 then redis.call('ZADD', leaves(tenant), score, name) end
+  drop_of(tenant, quota, 1)
+  if tonumber(redis.call('HGET', held, tenant)) > quota then drop(name) end  -- the server has lost its leaves
+end
+"""
+
+# ARGV: most blocks, how many names, the names, and the owner of each if there are any. Returns whether a sweep is due,
+# whether there are quotas, and the numbers of the blocks that were not kept.
+_SETTLE: Final = """
+if not last then redis.call('SET', prefix .. 'sweep', 1) end
+local count, uses = tonumber(ARGV[2]), {}
+for i = 1, count do
+  uses[2 * i - 1], uses[2 * i] = use - i, ARGV[2 + i]
+end
+redis.call('ZADD', order, unpack(uses))
+for i = 1, #ARGV - 2 - count do
+  local owner = ARGV[2 + count + i]
+  own(ARGV[2 + i], use - i, string.sub(owner, 1, 16), string.sub(owner, 17))
+end
+drop_beyond(tonumber(ARGV[1]))
+local answer = {redis.call('EXISTS', prefix .. 'sweep'), redis.call('EXISTS', prefix .. 'quotas')}
+for i = 1, count do
+  if not redis.call('ZSCORE', order, ARGV[2 + i]) then answer[#answer + 1] = i - 1 end
+end
+return answer
+"""
+
+# ARGV: names of blocks that are read.
+_TOUCH: Final = """
+local uses = {}
+for i = 1, #ARGV do uses[2 * i - 1], uses[2 * i] = use - i, ARGV[i] end
+redis.call('ZADD', order, 'XX', unpack(uses))
+"""
+_TOUCH_LEAVES: Final = """
+if redis.call('EXISTS', owners) == 1 then
+  for i, owner in ipairs(redis.call('HMGET', owners, unpack(ARGV))) do
+    if owner then redis.call('ZADD', leaves(string.sub(owner, 1, 16)), 'XX', use - i, ARGV[i]) end
+  end
+end
+"""
+
+_DROP: Final = "for i = 1, #ARGV do drop(ARGV[i]) end"
+
+# ARGV: most blocks, and names of blocks that are stored. Those in no list come first to go.
+_ADOPT: Final = """
+for i = 2, #ARGV do redis.call('ZADD', order, 'NX', 0, ARGV[i]) end
+drop_beyond(tonumber(ARGV[1]))
+"""
+
+# ARGV: a tenant, and the blocks that it may keep, or nothing. Returns whether the tenant has more still.
+_SET_QUOTA: Final = """
+local quota = tonumber(ARGV[2])
+if not quota then
+  redis.call('HDEL', quotas, ARGV[1])
+  return 0
+end
+redis.call('HSET', quotas, ARGV[1], quota)
+drop_of(ARGV[1], quota, AT_ONCE)
+return (tonumber(redis.call('HGET', held, ARGV[1])) or 0) > quota and 1 or 0
+""".replace("AT_ONCE", str(_AT_ONCE))
+
+
+class _Scripts(NamedTuple):
+    settle: bytes
+    touch: bytes
+    drop: bytes
+    adopt: bytes
+    set_quota: bytes
+
+
+def _scripts(*, has_quotas: bool) -> _Scripts:
+    """Return the scripts of a segment; they are sent with each call, so those without quotas are short."""
+    whose = _OWNERS if has_quotas else _NOBODYS
+    dropping = _USE + whose + _DROPPING + (_DROPPING_OF if has_quotas else "")
+    scripts = (
+        dropping + (_OWNING if has_quotas else "") + _SETTLE,
+        _USE + (_OWNERS + _TOUCH + _TOUCH_LEAVES if has_quotas else _TOUCH),
+        dropping + _DROP,
+        dropping + _ADOPT,
+        dropping + _SET_QUOTA if has_quotas else "",
+    )
+    return _Scripts(*(script.encode() for script in scripts))
+
+
+class Lists:
+    """Makes the commands that change the lists of one segment.
+
+    Args:
+        prefix: what the names of its keys begin with.
+        capacity: most blocks.
+        has_quotas: whether blocks have tenants.
+    """
+
+    def __init__(self, prefix: bytes, capacity: int, *, has_quotas: bool) -> None:
+        self.prefix = prefix
+        self._order = prefix + b"order"
+        self._capacity = b"%d" % capacity
+        self._scripts = _scripts(has_quotas=has_quotas)
+
+    def settle(self, names: list[bytes], owners: list[bytes] | None = None) -> list[bytes]:
+        """List blocks that the same transaction stores, and drop those that are too many."""
+        return self._run(self._scripts.settle, self._capacity, b"%d" % len(names), *names, *(owners or ()))
+
+    def touch(self, names: list[bytes]) -> list[bytes]:
+        """Note that blocks are used."""
+        return self._run(self._scripts.touch, *names)
+
+    def drop(self, names: list[bytes]) -> list[bytes]:
+        """Delete blocks."""
+        return self._run(self._scripts.drop, *names)
+
+    def adopt(self, names: Iterable[bytes]) -> list[bytes]:
+        """List blocks that are stored, where no list has them."""
+        return self._run(self._scripts.adopt, self._capacity, *names)
+
+    def set_quota(self, tenant: bytes, num_blocks: int | None) -> list[bytes]:
+        """Limit a tenant of 16 bytes."""
+        return self._run(self._scripts.set_quota, tenant, b"" if num_blocks is None else b"%d" % num_blocks)
+
+    def quota(self, tenant: bytes) -> list[list[bytes]]:
+        """Ask for what a tenant keeps, and for what it may keep."""
+        return [[b"HGET", self.prefix + key, tenant] for key in (b"held", b"quotas")]
+
+    def begin_sweep(self, seconds: int) -> list[bytes]:
+        """Be the one who sweeps, for that long, unless another process is."""
+        return [b"SET", self.prefix + b"sweeper", b"1", b"NX", b"EX", b"%d" % seconds]
+
+    def go_on_sweeping(self, seconds: int) -> list[bytes]:
+        """Be it for longer."""
+        return [b"EXPIRE", self.prefix + b"sweeper", b"%d" % seconds]
+
+    def end_sweep(self) -> list[bytes]:
+        """Note that every block is in a list."""
+        return [b"DEL", self.prefix + b"sweep", self.prefix + b"sweeper"]
+
+    def _run(self, script: bytes, *words: bytes) -> list[bytes]:
+        return [b"EVAL", script, b"1", self._order, *words]

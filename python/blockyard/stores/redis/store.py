@@ -1,0 +1,447 @@
+"""`RedisStore`: blocks on a Redis or Valkey server or cluster; `blockyard.stores.redis` describes it."""
+
+from binascii import crc_hqx
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import RedisClient
+from blockyard.errors import StoreError, StoreFullError
+from blockyard.stores.base import ExternalStore, Owners, Use, check_quota, quotaless
+from blockyard.stores.epochs import Epoch, Record
+from blockyard.stores.redis.lists import SEGMENTS, Lists
+from blockyard.stores.redis.url import RedisURL, read_url
+from blockyard.stores.remote import RemoteStore, batched
+from blockyard.stores.value import HEADER
+from blockyard.workers import start_worker
+
+__all__ = ["RedisStore", "open_redis"]
+
+_KEYS: Final = 512  # of one round trip
+_BYTES: Final = 1 << 20
+_CONNECT_SECONDS: Final = 2.0
+_SWAP_TTL: Final = 86_400.0
+_SLOTS: Final = 16_384  # of a cluster
+_SWEEP_SECONDS: Final = 60  # how long a process that stopped keeps others from sweeping
+_SCANNED: Final = 1000  # names of one step of a sweep
+_MOST_IN_SLOT: Final = 1 << 22
+_REPLACE: Final = b"""
+local there = redis.call('GET', KEYS[1])
+if (there or '') ~= ARGV[1] then return there end
+redis.call('SET', KEYS[1], ARGV[2])
+return ARGV[2]
+"""
+_NODES_LOST: Final = 3  # of a cluster, that a batch may notice one after the other before its deadline
+
+
+def open_redis(
+    url: str,
+    *,
+    bytes_per_block: int,
+    num_slots: int | None = None,
+    namespace: bytes = bytes(32),
+    use: Use = "swap",
+    **options: Any,
+) -> ExternalStore:
+    """Open the Redis store; `blockyard.stores.open_store` does, for `redis://`, `rediss://` and `unix://`.
+
+    Args:
+        url: `redis://host:6379?size=2GiB`, options as the module describes them.
+        bytes_per_block: bytes of one block.
+        num_slots: blocks to hold; as many as fit into `size` if None.
+        namespace: 32-byte digest of all that decides the bytes.
+        use: `"swap"` or `"prefix"`.
+        options: `codec` and `mac_key`, as for `open_store`.
+
+    Raises:
+        StoreURLError: the URL is malformed; the message shows the part that is wrong, but no password.
+        StoreFullError: `size` holds too few blocks.
+        StoreError: the server does not answer or refuses the password, or a PEM file cannot be read.
+    """
+    found = read_url(url)
+    fit = None if found.size is None else found.size // (HEADER + bytes_per_block)
+    if fit is None and num_slots is None:
+        found.parts.reject(found.parts.host or found.parts.path, "needs ?size=, for example ?size=2GiB")
+    if fit is not None and fit < (num_slots or 1):
+        raise StoreFullError(f"{found.parts.url!r}: size holds {fit} blocks, must hold at least {num_slots or 1}")
+    blocks = num_slots or fit or 1
+    if found.client["cluster"] and use == "prefix" and blocks < SEGMENTS:
+        raise StoreFullError(f"{found.parts.url!r}: there is room for {blocks} blocks, a cluster needs {SEGMENTS}")
+    store = RedisStore(
+        found, bytes_per_block=bytes_per_block, num_slots=blocks, namespace=namespace, use=use, **options
+    )
+    store.ping()
+    return store
+
+
+class RedisStore(RemoteStore):
+    """Blocks on a Redis or Valkey server or cluster; `open_redis` makes it."""
+
+    _reuses_rows = True
+
+    def __init__(self, found: RedisURL, *, use: Use, **options: Any) -> None:
+        secrets = [secret for secret in (found.client["password"], found.client["username"]) if secret]
+        super().__init__(found.parts, use=use, secrets=secrets, **options)
+        self.threads, self.memory, self.deadline = found.threads, found.memory, found.deadline
+        ttl = found.ttl if found.ttl is not None else _SWAP_TTL if use == "swap" else 0.0
+        self._ttl = round(ttl * 1000) or None
+        digits = self.namespace[:8].hex().encode()
+        self._prefix = b"blockyard:%b%b:" % (b"swap:" if use == "swap" else b"", digits)
+        self._lists = self._new_lists(digits, is_cluster=found.client["cluster"]) if use == "prefix" else []
+        self.keeps_quotas = len(self._lists) == 1
+        self._tenants: dict[bytes, bytes] = {}  # names of tenants with blocks here
+        self._quotas: dict[bytes, int | None] = {}  # by name, as this process has set them
+        self._to_sweep: set[int] = set()  # segments that may have blocks in no list
+        self._is_sweeping = False
+        timeout = self.deadline / _NODES_LOST if found.client["cluster"] else self.deadline
+        timeouts: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT_SECONDS)}
+        try:
+            self._client = RedisClient(**found.client, **timeouts)
+        except StoreError as error:
+            raise self._public(error) from None
+
+    def _new_lists(self, digits: bytes, *, is_cluster: bool) -> list[Lists]:
+        if not is_cluster:
+            return [Lists(self._prefix, self.num_slots, has_quotas=True)]
+        each, more = divmod(self.num_slots, SEGMENTS)
+        names = [b"blockyard:{%b.%02x}:" % (digits, number) for number in range(SEGMENTS)]
+        return [Lists(name, each + (number < more), has_quotas=False) for number, name in enumerate(names)]
+
+    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Store values. Blocks under keys are listed, and those that are too many dropped, in the same step."""
+        if self._lists:
+            return self._put_listed(keys, rows, None)
+        self._remember(keys)
+        stored = np.zeros(len(keys), np.bool_)
+        for part in batched(rows, _KEYS, _BYTES):
+            names = [self._prefix + key.tobytes() for key in keys[part]]
+            stored[part], _, why = self._call(
+                self._client.put, names, rows[part], ttl_ms=self._ttl, lengths=self._lengths(rows[part])
+            )
+            self._note_lost(why)
+        return stored
+
+    def _put_owned(
+        self, names: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners, epoch: Epoch
+    ) -> NDArray[np.bool_]:
+        if not self.keeps_quotas:
+            return self.put(names, rows)
+        there = {b"": b"", bytes(32): b""}
+        parents = dict.fromkeys(key.tobytes() for key in owners.parents)
+        missing = [key for key in parents if key not in there]
+        there |= zip(missing, (name.tobytes() for name in self._names_of(missing, epoch.token)), strict=True)
+        whose = [
+            self._tenant(tenant.tobytes()) + there[parent.tobytes()]
+            for tenant, parent in zip(owners.tenants, owners.parents, strict=True)
+        ]
+        return self._put_listed(names, rows, whose)
+
+    def _put_listed(
+        self, keys: NDArray[np.uint8], rows: NDArray[np.uint8], owners: list[bytes] | None
+    ) -> NDArray[np.bool_]:
+        stored, segments = np.zeros(len(keys), np.bool_), self._segments(keys)
+        is_spread = len(self._lists) > 1
+        places = np.argsort(segments, kind="stable") if is_spread else np.arange(len(keys))
+        for part in batched(rows, _KEYS, _BYTES):
+            chosen = places[part]
+            values = rows[chosen] if is_spread else rows[part]
+            numbers, sizes = np.unique(segments[chosen], return_counts=True)
+            ends = np.cumsum(sizes).tolist()
+            groups = [
+                (int(number), chosen[end - size : end]) for number, size, end in zip(numbers, sizes, ends, strict=True)
+            ]
+            found, answers, why = self._call(
+                self._client.put,
+                self._full_names(keys[chosen], segments[chosen]),
+                values,
+                ttl_ms=self._ttl,
+                lengths=self._lengths(values),
+                sizes=sizes.tolist(),
+                last=[self._settle(number, keys[group], owners, group) for number, group in groups],
+            )
+            stored[chosen] = found
+            for (number, group), answer in zip(groups, answers, strict=True):
+                if isinstance(answer, StoreError):
+                    self._note_lost(str(answer))
+                elif answer is not None:
+                    stored[group[answer[2:]]] = False
+                    self._repair(number, is_swept=not answer[0], has_quotas=bool(answer[1]))
+            self._note_lost(why)
+        return stored
+
+    def _settle(
+        self, number: int, keys: NDArray[np.uint8], owners: list[bytes] | None, group: NDArray[np.int64]
+    ) -> list[bytes]:
+        whose = None if owners is None else [owners[place] for place in group.tolist()]
+        return self._lists[number].settle([key.tobytes() for key in keys], whose)
+
+    def _lengths(self, rows: NDArray[np.uint8]) -> list[int] | None:
+        return [len(self._stored(row)) for row in rows] if self._varies(rows) else None
+
+    def _segments(self, keys: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """Return the number of each block's segment."""
+        return keys[:, 0].astype(np.int64) % max(1, len(self._lists))
+
+    def _full_names(self, keys: NDArray[np.uint8], segments: NDArray[np.int64]) -> list[bytes]:
+        """Return the names of values at the server."""
+        if not self._lists:
+            return [self._prefix + key.tobytes() for key in keys]
+        return [self._lists[number].prefix + key.tobytes() for key, number in zip(keys, segments.tolist(), strict=True)]
+
+    def _by_segment(
+        self, keys: NDArray[np.uint8], make: Callable[[Lists, list[bytes]], list[bytes]]
+    ) -> list[list[bytes]]:
+        """Return a command for the blocks of each segment."""
+        segments = self._segments(keys)
+        return [
+            make(self._lists[number], [key.tobytes() for key in keys[segments == number]])
+            for number in np.unique(segments).tolist()
+        ]
+
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Read values; one of another length is left to the check of its header."""
+        return self._get_parts(keys, out)[0]
+
+    def replace(
+        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
+    ) -> NDArray[np.uint8] | None:
+        """Store a row if what is there is `old`; see `ThreadedStore.replace`."""
+        name, before = self._prefix + key.tobytes(), b"" if old is None else old.tobytes()
+        (answer,) = self._accepted([[b"EVAL", _REPLACE, b"1", name, before, new.tobytes()]])
+        if answer is None:
+            return None
+        return np.frombuffer(answer, np.uint8)
+
+    def _read_row(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        (answer,), why = self._run([[b"GET", self._prefix + key.tobytes()]])
+        return self._row_of(answer, why)
+
+    def _row_of(self, answer: object, why: str | None) -> NDArray[np.uint8] | None:
+        """Return the epoch's record as it was read. Its absence counts only if its node has answered."""
+        if isinstance(answer, bytes):
+            return np.frombuffer(answer, np.uint8)
+        if isinstance(answer, StoreError):
+            raise self._public(answer)
+        if why is not None:
+            self._note_lost(why)
+            raise self._public(StoreError(f"the record of the epoch cannot be read: {why}"))
+        return None
+
+    def _get_parts(
+        self,
+        keys: NDArray[np.uint8],
+        out: NDArray[np.uint8],
+        *,
+        head_bytes: int = 0,
+        more: Sequence[list[bytes]] = (),
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8], bool, list[tuple[Any, str | None]]]:
+        """Read values, and run more commands in the first trip.
+
+        Returns:
+            Whether there is each value, the first bytes of each, whether a node did not answer, and the answer to
+            each of the other commands, with the reason if a node gave none.
+        """
+        is_lost, answered = False, list[tuple[Any, str | None]]()
+        found, heads = np.zeros(len(keys), np.bool_), np.zeros((len(keys), head_bytes), np.uint8)
+        for part in batched(out, _KEYS, _BYTES):
+            # A full server refuses to note the use.
+            first = self._by_segment(keys[part], Lists.touch) if self._lists else []
+            asked = [*more, *first] if part.start == 0 else first
+            names = self._full_names(keys[part], self._segments(keys[part]))
+            found[part], heads[part], answers, why = self._call(
+                self._client.get, names, out[part], varies=self._varies(out), head_bytes=head_bytes, first=asked
+            )
+            answered += [(answer, why) for answer in answers[: len(asked) - len(first)]]
+            self._note_lost(why)
+            is_lost = is_lost or why is not None
+        return found, heads, is_lost, answered
+
+    def _fetch_under(
+        self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
+    ) -> tuple[Record, NDArray[np.uint8], list[str]]:
+        if out is None or self._codec is not None:
+            return super()._fetch_under(epoch, keys, out)
+        asked = [b"GET", self._prefix + self._record_key.tobytes()]
+        names = self._names_of(keys, epoch.token)
+        found, heads, is_lost, ((answer, why),) = self._get_parts(names, out, head_bytes=HEADER, more=[asked])
+        rows, reasons, _ = self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
+        return self._record(self._row_of(answer, why)), rows, reasons
+
+    def _fetch(
+        self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
+    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+        if out is None or self._codec is not None:
+            return super()._fetch(names, keys)
+        found, heads, is_lost, _ = self._get_parts(names, out, head_bytes=HEADER)
+        return self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
+
+    def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
+        found, _, is_lost, _ = self._get_parts(names, values)
+        return _missed(found, is_lost=is_lost)
+
+    def delete(self, keys: NDArray[np.uint8]) -> None:
+        """Delete values."""
+        is_lost = False
+        for part in batched(keys, _KEYS, _BYTES):
+            if self._lists:
+                commands = self._by_segment(keys[part], Lists.drop)
+            else:
+                commands = [[b"UNLINK", self._prefix + key.tobytes()] for key in keys[part]]
+            answers, why = self._run(commands)
+            self._refuse_errors(answers)
+            is_lost = is_lost or why is not None
+        if is_lost:
+            raise StoreError("a node of the cluster does not answer, its values may stay")
+
+    def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Return whether each key has a value."""
+        found: list[bool] = []
+        for part in batched(keys, _KEYS, _BYTES):
+            names = self._full_names(keys[part], self._segments(keys[part]))
+            found += [answer == 1 for answer in self._accepted([[b"EXISTS", name] for name in names])]
+        return np.array(found, np.bool_)
+
+    # ---- quotas ----
+
+    def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
+        """Limit the blocks of one tenant, in all processes; see `ExternalStore.set_quota`."""
+        check_quota(tenant, num_blocks)
+        self._require_quotas()
+        name = self._tenant(tenant)
+        self._enforce(name, num_blocks)
+        with self._lock:
+            self._quotas[name] = num_blocks
+
+    def quota(self, tenant: bytes) -> tuple[int, int] | None:
+        """Return what a tenant keeps here, by whichever process, and its quota; see `ExternalStore.quota`."""
+        check_quota(tenant)
+        self._require_quotas()
+        held, most = self._accepted(self._lists[0].quota(self._tenant(tenant)))
+        return None if most is None else (int(held or 0), int(most))
+
+    def _require_quotas(self) -> None:
+        self._keys_of([])
+        if not self.keeps_quotas:
+            raise quotaless()
+        with self._lock:
+            if self._closed:
+                raise StoreError("the store is closed")
+
+    def _enforce(self, name: bytes, num_blocks: int | None) -> None:
+        while self._accepted([self._lists[0].set_quota(name, num_blocks)])[0]:
+            pass
+
+    def _tenant(self, tenant: bytes) -> bytes:
+        """Return the name by which the server knows a tenant: it does not tell the salt."""
+        name = self._tenants.get(tenant)
+        if name is None:
+            name = self._tenants[tenant] = self._digest_of(b"BLKYTENANT1", tenant)[:16]
+            if len(self._tenants) > self.num_slots:
+                del self._tenants[next(iter(self._tenants))]
+        return name
+
+    # ---- what the server has lost ----
+
+    def _repair(self, number: int, *, is_swept: bool, has_quotas: bool) -> None:
+        """Have a thread look for blocks that no list has, and set quotas again that the server has lost."""
+        is_lost = not has_quotas and any(quota is not None for quota in self._quotas.values())
+        if is_swept and not is_lost:
+            return
+        with self._lock:
+            if not is_swept:
+                self._to_sweep.add(number)
+            if self._is_sweeping or self._closed:
+                return
+            self._is_sweeping = True
+        start_worker("blockyard-sweep", self._sweep, lambda: None)
+
+    def _sweep(self) -> None:
+        try:
+            with self._lock:
+                quotas = dict(self._quotas)
+            for name, quota in quotas.items():
+                self._enforce(name, quota)
+            while self._sweep_one():
+                pass
+        except Exception as error:  # noqa: BLE001 (a later put asks for it again)
+            with self._lock:
+                self._note(error)
+                self._is_sweeping = False
+
+    def _sweep_one(self) -> bool:
+        """Sweep a segment. Returns False, and the thread counts no more, when none is left."""
+        with self._lock:
+            self._is_sweeping = bool(self._to_sweep) and not self._closed
+            if not self._is_sweeping:
+                return False
+            number = self._to_sweep.pop()
+        self._sweep_segment(self._lists[number])
+        return True
+
+    def _sweep_segment(self, lists: Lists) -> None:
+        if self._accepted([lists.begin_sweep(_SWEEP_SECONDS)])[0] is None:
+            return
+        length = len(lists.prefix) + 32
+        record = self._prefix + self._record_key.tobytes()
+        for found in self._scan(lists.prefix):
+            names = [name[-32:] for name in found if len(name) == length and name != record]
+            for start in range(0, len(names), _SCANNED):
+                self._accepted([lists.go_on_sweeping(_SWEEP_SECONDS), lists.adopt(names[start : start + _SCANNED])])
+            if self._closed:
+                return
+        self._accepted([lists.end_sweep()])
+
+    def _scan(self, prefix: bytes) -> Iterator[list[bytes]]:
+        """Go through the names that begin with a prefix."""
+        tag = prefix.partition(b"{")[2].partition(b"}")[0]
+        if tag:
+            slot = crc_hqx(tag, 0) % _SLOTS
+            yield self._accepted([[b"CLUSTER", b"GETKEYSINSLOT", b"%d" % slot, b"%d" % _MOST_IN_SLOT]])[0] or []
+            return
+        cursor = b"0"
+        while True:
+            cursor, names = self._accepted([[b"SCAN", cursor, b"MATCH", prefix + b"*", b"COUNT", b"%d" % _SCANNED]])[0]
+            yield names
+            if cursor == b"0":
+                return
+
+    def _ask(self) -> None:
+        self._accepted([[b"EXISTS", self._prefix]])
+
+    def _disconnect(self) -> None:
+        self._client.close()
+
+    def _note_lost(self, why: str | None) -> None:
+        """Note why nodes of a cluster do not answer, or why blocks were refused."""
+        if why is not None:
+            with self._lock:
+                self._note(self._public(StoreError(why)))
+
+    def _run(self, commands: list[list[bytes]]) -> tuple[list[Any], str | None]:
+        """Run commands. Returns the answers, which may be refusals, and why nodes of a cluster do not answer."""
+        ran: tuple[list[Any], str | None] = self._call(self._client.run, commands)
+        return ran
+
+    def _accepted(self, commands: list[list[bytes]]) -> list[Any]:
+        """Run commands, none of which may be refused."""
+        answers, _ = self._run(commands)
+        self._refuse_errors(answers)
+        return answers
+
+    def _refuse_errors(self, answers: list[Any]) -> None:
+        for answer in answers:
+            if isinstance(answer, StoreError):
+                raise self._public(answer)
+
+    def _call(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        try:
+            return call(*arguments, **options)
+        except StoreError as error:
+            raise self._public(error) from None
+
+
+def _missed(found: NDArray[np.bool_], *, is_lost: bool) -> list[str]:
+    """Return why each value did not come; if a node did not answer, nobody knows which are absent."""
+    return ["" if good else "error" if is_lost else "absent" for good in found]

@@ -1,0 +1,68 @@
+"""`RedisURL`: what the URL of a Redis store says. `blockyard.stores.redis` describes the options."""
+
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from blockyard.stores.remote import SIZE, count, positive, seconds
+from blockyard.stores.url import StoreURL
+
+__all__ = ["RedisURL", "read_url"]
+
+
+class RedisURL(NamedTuple):
+    """What a URL of the Redis store says."""
+
+    parts: StoreURL
+    client: dict[str, Any]  # options of `RedisClient`
+    size: int | None
+    ttl: float | None
+    threads: int
+    memory: int
+    deadline: float
+
+    def __repr__(self) -> str:
+        return f"RedisURL({self.parts.url!r})"
+
+
+def read_url(url: str) -> RedisURL:
+    """Read a URL with the scheme `redis`, `rediss` or `unix`; nothing is opened.
+
+    Raises:
+        StoreURLError: the URL is malformed; the message shows the part that is wrong, but no password.
+    """
+    parts = StoreURL.parse(url)
+    split = urlsplit(url)
+    transport, _, cluster = split.scheme.partition("+")
+    client: dict[str, Any] = {
+        "cluster": bool(cluster),
+        "username": unquote(split.username) if split.username else None,
+        "password": unquote(split.password) if split.password else None,
+        "db": 0 if cluster else parts.take("db", count(0, 1 << 31), 0, "0 or more"),
+    }
+    if transport == "unix":
+        if split.hostname or not parts.path.startswith("/"):
+            parts.reject(split.hostname or parts.path, "must be the absolute path of a socket: unix:///run/redis.sock")
+        client |= {"transport": "unix", "host": parts.path}
+    else:
+        if not split.hostname:
+            parts.reject(parts.host, "must name a host: redis://host:6379")
+        if parts.path not in {"", "/"}:
+            parts.reject(parts.path, "is not part of the URL; write ?db=1 for a database")
+        try:
+            client |= {"host": split.hostname, "port": split.port or 6379}
+        except ValueError:
+            parts.reject(parts.host, "has a port that is none")
+    if transport == "rediss":
+        files = {name: parts.take(name, str, None, "a path") for name in ("ca", "cert", "key")}
+        client |= {"transport": "tls", **files}
+    found = RedisURL(
+        parts,
+        client,
+        size=parts.take("size", positive, 0, SIZE) or None,
+        ttl=parts.take("ttl", seconds(0, 1e9), None, "0 to 1e9 seconds"),
+        threads=parts.take("threads", count(1, 64), 4, "1 to 64"),
+        memory=parts.take("memory", positive, 1 << 30, SIZE),
+        deadline=parts.take("deadline", seconds(0.05, 86_400), 2.0, "0.05 to 86400 seconds"),
+    )
+    parts.finish("size, ttl, db, threads, memory, deadline and, for rediss, ca, cert, key")
+    return found

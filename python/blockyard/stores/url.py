@@ -1,0 +1,134 @@
+"""`StoreURL`: the parts of a store's URL. Its messages show the part that is wrong, and no password."""
+
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from blockyard.errors import StoreURLError
+
+__all__ = ["MOST_BYTES", "StoreURL", "parse_size", "public_url", "require_text", "sized_url"]
+
+MOST_BYTES = 1 << 62
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for suffix, base, prefixes in (("iB", 1024, "KMGT"), ("B", 1000, "kMGT"))
+    for power, prefix in enumerate(prefixes, 1)
+}
+
+Value = TypeVar("Value")
+
+
+def sized_url(url: str, space: int | str | None) -> str:
+    """Add a size to a URL. One that names a size too is refused by the tier: an option given twice."""
+    return url if space is None else f"{url}{'&' if '?' in url else '?'}size={space}"
+
+
+def public_url(url: str) -> str:
+    """Return a URL without its user name and password, for messages."""
+    return re.sub(r"(?<=://)(?!/).*@", "***@", url, flags=re.DOTALL)
+
+
+def require_text(url: str, part: str, name: str) -> None:
+    """Refuse control characters, which URLs lose on the way unseen, and what is no text."""
+    for character in part:
+        if unicodedata.category(character) in {"Cc", "Cs"}:
+            raise StoreURLError(
+                f"{public_url(url)!r}: {name} has the character {character!r}, only printed ones are allowed"
+            )
+
+
+@dataclass
+class StoreURL:
+    """The parts of a tier's URL; every complaint shows the whole and the part that is wrong."""
+
+    url: str
+    host: str
+    path: str
+    options: dict[str, str]
+
+    @classmethod
+    def parse(cls, url: str) -> "StoreURL":
+        """Split a URL; the options are what stands after the question mark, `name=value` joined by `&`.
+
+        Raises:
+            StoreURLError: an option is malformed or repeated, or there is a fragment.
+        """
+        require_text(url, url, "it")
+        try:
+            parts = urlsplit(url)
+        except ValueError:  # its message may quote a password
+            raise StoreURLError(f"{public_url(url)!r}: the host is malformed") from None
+        found = cls(public_url(url), public_url(f"://{parts.netloc}")[3:], _decoded(url, parts.path), {})
+        if parts.fragment:
+            found.reject(f"#{parts.fragment}", "is not part of a tier's URL")
+        for option in filter(None, parts.query.split("&")):
+            name, equals, value = option.partition("=")
+            if not equals or not name or not value:
+                found.reject(option, "must be an option name=value")
+            if name in found.options:
+                found.reject(option, "is given twice")
+            found.options[name] = _decoded(url, value)
+        return found
+
+    def take(self, name: str, read: Callable[[str], Value], default: Value, wanted: str) -> Value:
+        """Read an option and strike it off.
+
+        Args:
+            name: of the option.
+            read: turns the text into a value, or raises ValueError.
+            default: if the option is not given.
+            wanted: what the value must be, for the message.
+
+        Raises:
+            StoreURLError: the option's value cannot be read.
+        """
+        text = self.options.pop(name, None)
+        if text is None:
+            return default
+        try:
+            return read(text)
+        except ValueError:
+            self.reject(f"{name}={text}", f"must be {wanted}")
+
+    def finish(self, known: str) -> None:
+        """Refuse options that nobody has struck off.
+
+        Raises:
+            StoreURLError: an option is unknown; `known` names those that exist.
+        """
+        for name, text in self.options.items():
+            self.reject(f"{name}={text}", f"is not an option of this tier; there are {known}")
+
+    def reject(self, part: str, why: str) -> NoReturn:
+        """Raise the error for a part of the URL."""
+        raise StoreURLError(f"{self.url!r}: {part!r} {why}")
+
+
+def _decoded(url: str, part: str) -> str:
+    """Decode percent signs; what comes out must be text, too."""
+    try:
+        text = unquote(part, errors="strict")
+    except UnicodeDecodeError:
+        raise StoreURLError(f"{public_url(url)!r}: {part!r} is not UTF-8 when its percent signs are decoded") from None
+    require_text(url, text, repr(part))
+    return text
+
+
+def parse_size(text: str) -> int:
+    """Read a size, such as `2GiB`, `1.5 TiB`, `500MB` or plain bytes; a fraction of a byte is cut off.
+
+    Raises:
+        ValueError: the text is no size, its unit is ambiguous (`2G`), or it is more than 2**62 bytes.
+    """
+    match = re.fullmatch(r"0*([0-9]+)(?:\.([0-9]+))? ?([A-Za-z]*)", text, flags=re.ASCII)
+    shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
+    if not match or match[3] not in _UNITS:
+        raise ValueError(f"{shown} is no size; write for example 2GiB, 500MB or plain bytes")
+    whole, fraction, unit = match[1], (match[2] or "")[:40], _UNITS[match[3]]
+    size = MOST_BYTES + 1 if len(whole) > 19 else int(whole + fraction) * unit // 10 ** len(fraction)
+    if size > MOST_BYTES:
+        raise ValueError(f"{shown} is more than 2**62 bytes")
+    return size

@@ -1,0 +1,79 @@
+//! `Transaction`: values, and a command that runs after them, in one step at the server.
+//!
+//! The values are queued before the server runs anything, and are not copied for that. A client that is killed in between
+//! leaves nothing behind.
+
+use crate::cluster::Unit;
+use crate::connection::{Answer, Command, Group, answer, command, set};
+use redis::cluster_routing::Slot;
+use redis::{Cmd, Value, cmd};
+
+/// A group of values on its way.
+pub(crate) struct Transaction<'a> {
+    names: &'a [Vec<u8>],
+    values: &'a [&'a [u8]],
+    ttl_ms: Option<u64>,
+    last: &'a Command,
+}
+
+impl<'a> Transaction<'a> {
+    /// The transactions of groups, whose values follow each other. All keys of one are in the slot of its first name.
+    pub(crate) fn of_groups(
+        groups: &'a [Group],
+        names: &'a [Vec<u8>],
+        values: &'a [&'a [u8]],
+        ttl_ms: Option<u64>,
+    ) -> Vec<Self> {
+        let mut start = 0;
+        let mut next = |(count, last): &'a Group| {
+            let part = start.min(names.len())..(start + count).min(names.len());
+            start += count;
+            Self { names: &names[part.clone()], values: &values[part], ttl_ms, last }
+        };
+        groups.iter().map(&mut next).collect()
+    }
+
+    /// Its commands, first to last.
+    pub(crate) fn commands(&self) -> impl Iterator<Item = Cmd> {
+        let sets = self.names.iter().zip(self.values).map(|(name, value)| set(name, value, self.ttl_ms));
+        std::iter::once(cmd("MULTI")).chain(sets).chain([command(self.last), cmd("EXEC")])
+    }
+
+    /// How many commands it has; each gets an answer.
+    pub(crate) fn num_commands(&self) -> usize {
+        self.names.len() + 3
+    }
+
+    /// Itself, for a cluster.
+    pub(crate) fn unit(&self) -> Unit {
+        let slot = self.names.first().map_or_else(|| Slot::for_key([]), Slot::for_key);
+        Unit { slot, commands: self.commands().collect() }
+    }
+
+    /// Takes the answer to `EXEC`: adds whether each value was stored, and returns the answer to the last command.
+    pub(crate) fn take(&self, value: Option<Value>, stored: &mut Vec<bool>) -> Answer {
+        match value {
+            Some(Value::Array(mut values)) if values.len() == self.names.len() + 1 => {
+                let last = values.pop().map_or(Answer::Nil, answer);
+                stored.extend(values.into_iter().map(|value| value == Value::Okay));
+                last
+            }
+            other => {
+                stored.extend(self.names.iter().map(|_| false));
+                other.map_or(Answer::Nil, answer)
+            }
+        }
+    }
+}
+
+/// Receives the answers of a transaction, or of one command: the first error counts, else the last answer.
+pub(crate) fn last_answer<E>(count: usize, mut receive: impl FnMut() -> Result<Value, E>) -> Result<Value, E> {
+    let mut found = receive()?;
+    for _ in 1..count {
+        let next = receive()?;
+        if !matches!(found, Value::ServerError(_)) {
+            found = next;
+        }
+    }
+    Ok(found)
+}

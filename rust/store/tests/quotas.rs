@@ -1,0 +1,460 @@
+//! Quotas of tenants in a keyed store: what goes, what is refused, and what the next life counts.
+#![expect(clippy::unwrap_used, reason = "test code")]
+
+#[path = "common/disk.rs"]
+#[expect(dead_code, reason = "shared with other tests")]
+mod disk;
+#[path = "common/keyed.rs"]
+mod keyed;
+
+use blockyard_store::{Error, Geometry, Miss, Owner, SlabStore, StoreOptions};
+use disk::Disk;
+use keyed::{LONG, SLOTS, assert_no_slot_leaked, collect, contains, delete, disk, get, key, open, options, put, row};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+const REFUSED: Result<(), Miss> = Err(Miss::Refused);
+
+/// Tenant and parent of a block.
+type Of = (u8, Option<u64>);
+
+/// Tenant 0 has no salt.
+fn tenant(n: u8) -> [u8; 32] {
+    [n; 32]
+}
+
+fn owner((of, parent): Of) -> Owner {
+    Owner { tenant: tenant(of), parent: parent.map_or([0; 32], key) }
+}
+
+fn put_owned(store: &SlabStore, blocks: &[(u64, Of)], epoch: u64) -> Vec<Result<(), Miss>> {
+    let keys: Vec<_> = blocks.iter().map(|&(n, _)| key(n)).collect();
+    let rows: Vec<u8> = blocks.iter().flat_map(|&(n, _)| row(n, epoch)).collect();
+    let owners: Vec<_> = blocks.iter().map(|&(_, of)| owner(of)).collect();
+    let ticket = store.submit_put(&keys, &rows, Some(&owners)).unwrap();
+    collect(store, ticket).into_iter().map(|block| block.map(drop)).collect()
+}
+
+/// The blocks of a prompt, the first without a parent.
+fn chain(of: u8, ids: std::ops::Range<u64>) -> Vec<(u64, Of)> {
+    let first = ids.start;
+    ids.map(|n| (n, (of, (n > first).then(|| n - 1)))).collect()
+}
+
+fn put_chain(store: &SlabStore, of: u8, ids: std::ops::Range<u64>) -> usize {
+    put_owned(store, &chain(of, ids), 0).into_iter().take_while(Result::is_ok).count()
+}
+
+fn held(store: &SlabStore, ids: std::ops::Range<u64>) -> Vec<u64> {
+    let ids: Vec<u64> = ids.collect();
+    let held = contains(store, &ids);
+    ids.into_iter().zip(held).filter_map(|(n, held)| held.then_some(n)).collect()
+}
+
+fn of_slots(slots: u32) -> (Disk, StoreOptions) {
+    let geometry = Geometry { slots, ..options().geometry };
+    (Disk::new(geometry.total()), StoreOptions { geometry, ..options() })
+}
+
+#[test]
+fn of_a_prompt_longer_than_its_quota_the_beginning_stays_however_often_it_is_put() {
+    let (disk, options) = of_slots(32);
+    let store = SlabStore::open_keyed(disk.device(), options).unwrap();
+    store.set_quota(tenant(1), Some(9)).unwrap();
+    put(&store, &[100, 101], 0);
+    put_chain(&store, 2, 200..203);
+    for round in 0..3 {
+        let done = put_owned(&store, &chain(1, 0..18), 0);
+        assert_eq!(done, [[Ok(()); 9], [REFUSED; 9]].concat());
+        assert_eq!(held(&store, 0..18), (0..9).collect::<Vec<_>>());
+        assert!(get(&store, &(0..9).collect::<Vec<_>>()).iter().all(Result::is_ok));
+        assert_eq!(store.quota(tenant(1)).unwrap(), Some((9, 9)));
+        let stats = store.stats().unwrap();
+        assert_eq!(stats.written_blocks, 5 + 9, "what is refused is not written");
+        assert_eq!(stats.misses[Miss::Refused.index()], 9 * (round + 1));
+        store.check().unwrap();
+    }
+    assert_eq!(held(&store, 100..300), [100, 101, 200, 201, 202]);
+    assert_eq!(store.quota(tenant(2)).unwrap(), None);
+}
+
+#[test]
+fn older_prompts_go_before_a_new_one_and_their_ends_before_their_beginnings() {
+    let (disk, options) = of_slots(32);
+    let store = SlabStore::open_keyed(disk.device(), options).unwrap();
+    store.set_quota(tenant(0), Some(6)).unwrap();
+    assert_eq!((put_chain(&store, 0, 0..3), put_chain(&store, 0, 10..13)), (3, 3));
+    assert_eq!(put_chain(&store, 0, 20..22), 2);
+    assert_eq!(held(&store, 0..30), [0, 10, 11, 12, 20, 21]);
+    get(&store, &[0]);
+    assert_eq!(put_chain(&store, 0, 20..23), 3);
+    assert_eq!(held(&store, 0..30), [0, 10, 11, 20, 21, 22], "block 0 was used last");
+    assert_eq!(put_chain(&store, 0, 20..28), 6);
+    assert_eq!(held(&store, 0..30), [20, 21, 22, 23, 24, 25]);
+    store.check().unwrap();
+}
+
+#[test]
+fn a_block_whose_parent_is_not_stored_is_the_first_to_go() {
+    let store = open(&disk());
+    store.set_quota(tenant(1), Some(3)).unwrap();
+    assert_eq!(put_chain(&store, 1, 0..2), 2);
+    assert_eq!(put_owned(&store, &[(9, (1, Some(8)))], 0), [Ok(())]);
+    assert_eq!(put_owned(&store, &[(7, (1, Some(6)))], 0), [REFUSED]);
+    assert_eq!(put_chain(&store, 1, 0..3), 3);
+    assert_eq!(held(&store, 0..10), [0, 1, 2]);
+}
+
+#[test]
+fn a_quota_of_nothing_stores_nothing_and_a_smaller_one_drops_at_once() {
+    let disk = disk();
+    let store = open(&disk);
+    put_chain(&store, 1, 0..5);
+    put_chain(&store, 2, 5..7);
+    store.set_quota(tenant(1), Some(2)).unwrap();
+    assert_eq!(store.poll().unwrap(), [], "its ticket is the store's own");
+    assert_eq!(held(&store, 0..8), [0, 1, 5, 6]);
+    assert_eq!(held(&open(&disk.killed()), 0..8), [0, 1, 5, 6], "no later life finds what was dropped");
+    store.set_quota(tenant(1), Some(0)).unwrap();
+    assert_eq!((put_chain(&store, 1, 0..1), held(&store, 0..8)), (0, vec![5, 6]));
+    store.set_quota(tenant(1), None).unwrap();
+    assert_eq!((put_chain(&store, 1, 0..3), store.quota(tenant(1)).unwrap()), (3, None));
+    store.check().unwrap();
+    assert_no_slot_leaked(&store, 0);
+}
+
+#[test]
+fn the_next_life_counts_what_earlier_ones_have_stored() {
+    for (is_killed, with_checkpoint) in [(false, true), (false, false), (true, false)] {
+        let mut disk = disk();
+        let store = open(&disk);
+        put_chain(&store, 1, 0..4);
+        put(&store, &[7], 0);
+        if is_killed {
+            disk = disk.killed();
+        } else {
+            assert!(store.close(LONG));
+        }
+        if !with_checkpoint {
+            disk.drop_checkpoint();
+        }
+        let store = open(&disk);
+        assert_eq!(store.quota(tenant(1)).unwrap(), None, "whoever opens a store sets the quotas");
+        store.set_quota(tenant(1), Some(5)).unwrap();
+        assert_eq!(store.quota(tenant(1)).unwrap(), Some((4, 5)));
+        assert_eq!(put_chain(&store, 1, 0..6), 5);
+        store.set_quota(tenant(1), Some(3)).unwrap();
+        assert_eq!(held(&store, 0..8), [0, 1, 2, 7]);
+        store.check().unwrap();
+    }
+}
+
+#[test]
+fn blocks_that_went_for_other_reasons_count_no_more() {
+    let disk = disk();
+    let store = open(&disk);
+    let quota = |held| assert_eq!(store.quota(tenant(1)).unwrap(), Some((held, 4)));
+    store.set_quota(tenant(1), Some(4)).unwrap();
+    put_chain(&store, 1, 0..4);
+    delete(&store, &[3]);
+    quota(3);
+    disk.fail(Some((1, 5)));
+    assert_eq!(get(&store, &[2]), [Err(Miss::Io)]);
+    quota(2);
+    assert_eq!(put_chain(&store, 1, 0..3), 2, "a write that failed");
+    quota(2);
+    disk.fail(None);
+    put(&store, &[10, 11, 12, 13, 14, 15], 0);
+    quota(1);
+    store.forget(None).unwrap();
+    quota(0);
+    assert_eq!(put_chain(&store, 1, 0..6), 4);
+    quota(4);
+    store.check().unwrap();
+}
+
+#[test]
+fn blocks_that_name_each_other_or_themselves_as_parents_keep_to_the_quota() {
+    let store = open(&disk());
+    store.set_quota(tenant(1), Some(2)).unwrap();
+    let blocks = [(0, Some(0)), (1, Some(2)), (2, Some(1)), (3, Some(2)), (4, None), (0, Some(4))];
+    for (n, parent) in blocks {
+        put_owned(&store, &[(n, (1, parent))], 0);
+        assert!(store.quota(tenant(1)).unwrap().unwrap().0 <= 2);
+        store.check().unwrap();
+    }
+    store.set_quota(tenant(1), Some(0)).unwrap();
+    assert_eq!(store.stats().unwrap().stored_blocks, 0);
+}
+
+#[test]
+fn a_quota_holds_though_the_disk_refuses_to_wipe() {
+    let disk = disk();
+    let store = open(&disk);
+    put_chain(&store, 1, 0..4);
+    disk.fail(Some((1, 5)));
+    assert!(matches!(store.set_quota(tenant(1), Some(1)), Err(Error::Io { .. })));
+    disk.fail(None);
+    assert_eq!((held(&store, 0..4), store.quota(tenant(1)).unwrap()), (vec![0], Some((1, 1))));
+    assert!(store.set_quota(tenant(1), Some(1)).is_ok());
+}
+
+#[test]
+fn wrong_owners_and_swap_space_are_refused() {
+    let disk = disk();
+    let store = open(&disk);
+    let wrong = store.submit_put(&[key(1)], &row(1, 0), Some(&[]));
+    assert!(matches!(wrong, Err(Error::WrongOwners { found: 0, keys: 1 })));
+    drop(store);
+    let store = SlabStore::open(disk.device(), options()).unwrap();
+    assert!(matches!(store.set_quota(tenant(1), None), Err(Error::NotKeyed)));
+    assert!(matches!(store.quota(tenant(1)), Err(Error::NotKeyed)));
+}
+
+/// One step of a random history.
+#[derive(Clone, Debug)]
+enum Step {
+    Put(Vec<(u64, Option<Of>)>),
+    Get(Vec<u64>),
+    Delete(u64),
+    Quota(u8, Option<u32>),
+    Forget,
+    Reopen(bool),
+    Kill,
+}
+
+/// More than there are slots.
+const IDS: u64 = 12;
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let (id, of) = (0..IDS, 0u8..2);
+    let any_of = prop::option::of((of.clone(), prop::option::of(id.clone())));
+    let chain = (of.clone(), id.clone(), 1..9u64).prop_map(|(of, first, len)| {
+        let chain = chain(of, first..IDS.min(first + len));
+        chain.into_iter().map(|(n, of)| (n, Some(of))).collect::<Vec<_>>()
+    });
+    let step = prop_oneof![
+        5 => chain.prop_map(Step::Put),
+        3 => prop::collection::vec((id.clone(), any_of), 0..6).prop_map(Step::Put),
+        4 => prop::collection::vec(id.clone(), 0..6).prop_map(Step::Get),
+        2 => id.prop_map(Step::Delete),
+        3 => (of, prop::option::weighted(0.8, 0..7u32)).prop_map(|(of, most)| Step::Quota(of, most)),
+        1 => Just(Step::Forget),
+        1 => any::<bool>().prop_map(Step::Reopen),
+        1 => Just(Step::Kill),
+    ];
+    prop::collection::vec(step, 1..40)
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Block {
+    of: Option<Of>,
+    /// For the store, which evicts by size.
+    used: i64,
+    /// For the quota.
+    rank: i64,
+    written: i64,
+    proven: bool,
+}
+
+/// The rules, over a map.
+#[derive(Default)]
+struct Model {
+    blocks: BTreeMap<u64, Block>,
+    most: BTreeMap<u8, u32>,
+    clock: i64,
+}
+
+impl Model {
+    fn tick(&mut self) -> i64 {
+        self.clock += 1;
+        self.clock
+    }
+
+    fn touch(&mut self, n: u64) {
+        let now = self.tick();
+        if let Some(block) = self.blocks.get_mut(&n) {
+            (block.used, block.rank) = (now, now);
+        }
+    }
+
+    fn held(&self, of: u8) -> usize {
+        self.blocks.values().filter(|block| block.of.is_some_and(|(tenant, _)| tenant == of)).count()
+    }
+
+    /// The block of a tenant that goes first.
+    fn first(&self, of: u8) -> Option<u64> {
+        let is_of = |block: &&Block| block.of.is_some_and(|(tenant, _)| tenant == of);
+        let is_parent = |n: u64| self.blocks.values().filter(is_of).any(|block| block.of.unwrap().1 == Some(n));
+        let own = self.blocks.iter().filter(|(_, block)| is_of(block));
+        own.min_by_key(|&(&n, block)| (is_parent(n), block.rank)).map(|(&n, _)| n)
+    }
+
+    /// Without a buffer, because the key was there when the batch came, a block that the batch itself has driven out is not
+    /// written again.
+    fn put(&mut self, n: u64, of: Option<Of>, has_buffer: bool) -> Result<(), Miss> {
+        let now = self.tick();
+        if let Some(block) = self.blocks.get_mut(&n) {
+            if !block.proven {
+                *block = Block { used: now, rank: now, written: now, proven: true, ..*block };
+            }
+            return Ok(());
+        }
+        let parent = of.and_then(|(_, parent)| parent);
+        let rank = |model: &Self| if parent.is_none_or(|n| model.blocks.contains_key(&n)) { now } else { -now };
+        let block = |rank| Block { of, used: now, rank, written: now, proven: true };
+        let quota = of.and_then(|(of, _)| self.most.get(&of).map(|&most| (of, most)));
+        if let Some((of, _)) = quota.filter(|&(of, most)| self.held(of) >= most as usize) {
+            self.blocks.insert(n, block(rank(self)));
+            let first = self.first(of).unwrap();
+            self.blocks.remove(&n);
+            if first == n || !has_buffer {
+                return Err(if first == n { Miss::Refused } else { Miss::QueueFull });
+            }
+            self.blocks.remove(&first);
+        } else if !has_buffer {
+            return Err(Miss::QueueFull);
+        } else if self.blocks.len() == SLOTS as usize {
+            let oldest = self.blocks.iter().min_by_key(|(_, block)| block.used).map(|(&n, _)| n);
+            self.blocks.remove(&oldest.unwrap());
+        }
+        // What has gone may be its parent.
+        self.blocks.insert(n, block(rank(self)));
+        Ok(())
+    }
+
+    fn limit(&mut self, of: u8, most: Option<u32>) {
+        match most {
+            None => drop(self.most.remove(&of)),
+            Some(most) => drop(self.most.insert(of, most)),
+        }
+        while most.is_some_and(|most| self.held(of) > most as usize) {
+            let first = self.first(of).unwrap();
+            self.blocks.remove(&first);
+        }
+    }
+
+    /// What the next life knows of the order, with a checkpoint or from headers.
+    fn age(&mut self, with_checkpoint: bool) {
+        for block in self.blocks.values_mut() {
+            block.used = if with_checkpoint { block.used } else { block.written };
+            block.rank = block.used;
+            block.proven &= with_checkpoint;
+        }
+    }
+}
+
+/// The store beside its model.
+struct Pair {
+    disk: Disk,
+    store: SlabStore,
+    model: Model,
+    epoch: u64,
+}
+
+impl Pair {
+    fn put(&mut self, blocks: &[(u64, Option<Of>)]) {
+        // Blocks with owners and blocks without come in batches of their own.
+        for is_owned in [true, false] {
+            let batch: Vec<_> = blocks.iter().copied().filter(|(_, of)| of.is_some() == is_owned).collect();
+            let has_buffer = |&(n, _): &(u64, _)| self.model.blocks.get(&n).is_none_or(|block| !block.proven);
+            let has_buffer: Vec<bool> = batch.iter().map(has_buffer).collect();
+            for &(n, _) in &batch {
+                self.model.touch(n);
+            }
+            let expected = |(&(n, of), has_buffer)| self.model.put(n, of, has_buffer);
+            let expected: Vec<_> = batch.iter().zip(has_buffer).map(expected).collect();
+            let done = if is_owned {
+                let owned: Vec<_> = batch.iter().map(|&(n, of)| (n, of.unwrap())).collect();
+                put_owned(&self.store, &owned, self.epoch)
+            } else {
+                put(&self.store, &batch.iter().map(|&(n, _)| n).collect::<Vec<_>>(), self.epoch)
+            };
+            assert_eq!(done, expected);
+        }
+    }
+
+    fn get(&mut self, ids: &[u64]) {
+        let mut expected = Vec::new();
+        for &n in ids {
+            self.model.touch(n);
+            expected.push(match self.model.blocks.get_mut(&n) {
+                Some(block) => {
+                    block.proven = true;
+                    Ok(row(n, self.epoch))
+                }
+                None => Err(Miss::Absent),
+            });
+        }
+        assert_eq!(get(&self.store, ids), expected);
+    }
+
+    /// Opens the store again and sets its quotas as before.
+    fn open(&mut self, with_checkpoint: bool) {
+        self.store = open(&self.disk);
+        self.model.age(with_checkpoint);
+        for (of, most) in self.model.most.clone() {
+            assert_eq!(self.store.quota(tenant(of)).unwrap(), None);
+            self.store.set_quota(tenant(of), Some(most)).unwrap();
+        }
+    }
+
+    fn apply(&mut self, step: Step) {
+        match step {
+            Step::Put(blocks) => self.put(&blocks),
+            Step::Get(ids) => self.get(&ids),
+            Step::Delete(n) => {
+                assert_eq!(delete(&self.store, &[n]), [Ok(())]);
+                self.model.blocks.remove(&n);
+            }
+            Step::Quota(of, most) => {
+                self.store.set_quota(tenant(of), most).unwrap();
+                self.model.limit(of, most);
+            }
+            Step::Forget => {
+                self.store.forget(None).unwrap();
+                self.model.blocks.clear();
+                self.epoch += 1;
+            }
+            Step::Reopen(with_checkpoint) => {
+                assert!(self.store.close(LONG));
+                if !with_checkpoint {
+                    self.disk.drop_checkpoint();
+                }
+                self.open(with_checkpoint);
+            }
+            Step::Kill => {
+                self.disk = self.disk.killed();
+                self.open(false);
+            }
+        }
+        self.check();
+    }
+
+    fn check(&self) {
+        self.store.check().unwrap();
+        assert_eq!(held(&self.store, 0..IDS), self.model.blocks.keys().copied().collect::<Vec<_>>());
+        assert_eq!(self.store.stats().unwrap().stored_blocks, self.model.blocks.len() as u64);
+        assert_eq!(self.store.stats().unwrap().pending_bytes, 0);
+        for of in 0..2 {
+            let expected = self.model.most.get(&of).map(|&most| (u32::try_from(self.model.held(of)).unwrap(), most));
+            assert_eq!(self.store.quota(tenant(of)).unwrap(), expected);
+            assert!(expected.is_none_or(|(held, most)| held <= most));
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn a_random_history_gives_what_the_rules_say(steps in steps()) {
+        let disk = disk();
+        let store = open(&disk);
+        let mut pair = Pair { disk, store, model: Model::default(), epoch: 0 };
+        for step in steps {
+            pair.apply(step);
+        }
+        assert_no_slot_leaked(&pair.store, pair.epoch);
+    }
+}

@@ -1,0 +1,198 @@
+"""The bounds of a Redis store hold whoever stores, and again after the server has lost what keeps them."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from numpy.typing import NDArray
+from servers import Server, serving, serving_cluster
+
+from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
+from blockyard.stores import ExternalStore, Owners, open_store
+from blockyard.stores.redis.lists import SEGMENTS
+
+WIDTH = 500
+TENANT = hashlib.sha256(b"a tenant").digest()
+NOBODY = bytes(32)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving("valkey-server", tmp_path_factory.mktemp("server")) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator["redis.Redis"]:
+    with redis.Redis(port=server.port) as found:
+        found.flushall()
+        yield found
+
+
+def opened(server: Server, num_slots: int = 100) -> ExternalStore:
+    options: Any = {"bytes_per_block": WIDTH, "num_slots": num_slots, "use": "prefix"}
+    return open_store(f"redis://127.0.0.1:{server.port}", **options)
+
+
+def chain(seed: int, count: int) -> list[bytes]:
+    return [hashlib.sha256(b"%d %d" % (seed, index)).digest() for index in range(count)]
+
+
+def array(keys: list[bytes]) -> NDArray[np.uint8]:
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
+
+
+def put(store: ExternalStore, keys: list[bytes], parent: bytes = NOBODY, tenant: bytes = TENANT) -> list[bool]:
+    """Store blocks that follow each other. Returns which were kept."""
+    owners = Owners(array([tenant] * len(keys)), array([parent, *keys[:-1]]))
+    found: list[bool] = store.wait(store.submit_put(keys, np.ones((len(keys), WIDTH), np.uint8), owners)).ok.tolist()
+    return found
+
+
+def hits(store: ExternalStore, keys: list[bytes]) -> int:
+    """Return how many blocks of a prompt's beginning are there."""
+    ok = [*store.wait(store.submit_get(keys)).ok.tolist(), False]
+    return ok.index(False)
+
+
+def values(client: "redis.Redis") -> list[bytes]:
+    return [name for name in client.scan_iter() if client.type(name) == b"string" and client.strlen(name) > WIDTH]
+
+
+def eventually(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_prompt_longer_than_its_quota_keeps_its_beginning(server: Server, client: "redis.Redis"):
+    keys = chain(0, 18)
+    with opened(server) as first, opened(server) as second:
+        assert first.keeps_quotas
+        first.set_quota(TENANT, 9)
+        for store in (first, second, first, second):
+            put(store, keys[hits(store, keys) :], keys[hits(store, keys) - 1] if hits(store, keys) else NOBODY)
+            assert hits(store, keys) == 9
+            assert second.quota(TENANT) == first.quota(TENANT) == (9, 9)
+        assert len(values(client)) == 9
+
+
+def test_older_prompts_of_the_tenant_make_room_for_newer_ones(server: Server, client: "redis.Redis"):
+    with opened(server) as store:
+        store.set_quota(TENANT, 10)
+        for seed in range(5):
+            assert all(put(store, chain(seed, 4)))
+        assert [hits(store, chain(seed, 4)) for seed in range(5)] == [0, 0, 2, 4, 4]
+        assert all(put(store, chain(9, 60), tenant=NOBODY)), "others have no quota"
+        assert store.quota(NOBODY) is None
+
+
+def test_a_lower_quota_holds_at_once_and_none_ends_it(server: Server, client: "redis.Redis"):
+    with opened(server, 3000) as store:
+        store.set_quota(TENANT, 2600)
+        for start in range(0, 2600, 200):
+            assert all(put(store, chain(start, 200)))
+        store.set_quota(TENANT, 3)
+        assert store.quota(TENANT) == (3, 3)
+        assert len(values(client)) == 3
+        store.set_quota(TENANT, 0)
+        assert not any(put(store, chain(1, 3)))
+        store.set_quota(TENANT, None)
+        assert store.quota(TENANT) is None
+        assert all(put(store, chain(1, 3)))
+
+
+def test_quotas_that_the_server_has_lost_are_set_again(server: Server, client: "redis.Redis"):
+    with opened(server) as store:
+        store.set_quota(TENANT, 2)
+        client.delete(*client.keys("*:quotas"))
+        put(store, chain(0, 1))
+        eventually(lambda: store.quota(TENANT) is not None)
+        assert put(store, chain(1, 4)) == [True, True, False, False]
+
+
+def test_blocks_whose_list_the_server_has_lost_count_again(server: Server, client: "redis.Redis"):
+    with opened(server, 20) as store:
+        assert all(put(store, chain(0, 20)))
+        client.delete(*client.keys("*:order"))
+        assert all(put(store, chain(1, 8)))
+        eventually(lambda: not client.exists(*client.keys("*:sweep*") or [b"none"]))
+        assert len(values(client)) == client.zcard(client.keys("*:order")[0]) == 20
+        assert hits(store, chain(1, 8)) == 8, "newer blocks stay"
+
+
+def test_no_batch_is_half_stored(server: Server, client: "redis.Redis"):
+    """A server that is full refuses a batch as a whole: no value without an entry, no entry without a value."""
+    with opened(server, 1000) as store:
+        assert all(put(store, chain(0, 4)))
+        client.config_set("maxmemory", 1)
+        try:
+            assert not any(put(store, chain(1, 4)))
+            assert "maxmemory" in store.stats().last_error
+        finally:
+            client.config_set("maxmemory", 0)
+        assert len(values(client)) == client.zcard(client.keys("*:order")[0]) == 4
+
+
+def test_what_is_no_quota_is_refused(server: Server, client: "redis.Redis", tmp_path: Path):
+    with opened(server) as store:
+        for tenant, blocks in ((b"short", 1), ("text", 1), (TENANT, -1), (TENANT, 1 << 32)):
+            with pytest.raises(InvalidArgumentError, match=r"tenant|num_blocks"):
+                store.set_quota(tenant, blocks)  # type: ignore[arg-type]
+        for owners in (Owners(array([TENANT]), array([])), Owners(array([TENANT]), array([TENANT]).astype(int))):  # type: ignore[arg-type]
+            with pytest.raises(InvalidArgumentError, match=r"owners\.parents"):
+                store.submit_put([NOBODY], np.ones((1, WIDTH), np.uint8), owners)
+    with pytest.raises(StoreError, match="closed"):
+        store.set_quota(TENANT, 1)
+    options: Any = {"bytes_per_block": WIDTH, "num_slots": 8, "use": "prefix"}
+    for url in (f"local://{tmp_path}/objects", f"file://{tmp_path}/a,{tmp_path}/b"):
+        for part in ("a", "b"):
+            (tmp_path / part).mkdir(exist_ok=True)
+        with open_store(url, **options) as other, pytest.raises(StoreError, match="cannot keep quotas"):
+            other.set_quota(TENANT, 1)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    with serving_cluster(tmp_path_factory.mktemp("cluster")) as found:
+        yield found
+
+
+def counted(nodes: list[Server]) -> tuple[int, int]:
+    """Return how many values the nodes of a cluster have, and how many their lists."""
+    stored = listed = 0
+    for node in nodes:
+        with redis.Redis(port=node.port) as client:
+            stored += sum(client.type(name) == b"string" for name in client.keys("*}:*") if len(name) > 59)
+            listed += sum(client.zcard(name) for name in client.keys("*:order"))
+    return stored, listed
+
+
+def test_a_cluster_keeps_its_size_and_finds_blocks_whose_lists_are_lost(nodes: list[Server]):
+    size = 4 * SEGMENTS
+    options: Any = {"bytes_per_block": WIDTH, "use": "prefix"}
+    url = f"redis+cluster://127.0.0.1:{nodes[0].port}"
+    with pytest.raises(StoreFullError, match=f"needs {SEGMENTS}"):
+        open_store(url, num_slots=SEGMENTS - 1, **options)
+    with open_store(url, num_slots=size, **options) as store:
+        assert not store.keeps_quotas
+        with pytest.raises(StoreError, match="cannot keep quotas"):
+            store.quota(TENANT)
+        for seed in range(8):
+            put(store, chain(seed, 200))
+            stored, listed = counted(nodes)
+            assert stored == listed <= size
+        assert listed == size
+        for node in nodes:
+            with redis.Redis(port=node.port) as client:
+                for name in sorted(client.keys("*:order"))[::2]:
+                    client.delete(name)
+        for seed in range(8, 11):
+            put(store, chain(seed, 200))
+        eventually(lambda: counted(nodes) == (size, size))

@@ -1,0 +1,154 @@
+"""What a Redis server has at one moment: values, lists and quotas, counted by one script, again and again.
+
+The server runs the script between two transactions, so what it counts was true at that moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import redis
+
+from blockyard.stores import ExternalStore
+from blockyard.stores.redis import RedisStore
+
+__all__ = ["BoundsWatch", "Counted"]
+
+_COUNT: Final = """
+local pattern, length, record = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+local values, orphans, stored, orders, quotas = 0, 0, {}, {}, {}
+for _, name in ipairs(redis.call('KEYS', pattern)) do
+  if #name == length and name ~= record then
+    values, orphans, stored[name] = values + 1, orphans + 1, true
+  elseif string.sub(name, -6) == ':order' then orders[#orders + 1] = name
+  elseif string.sub(name, -7) == ':quotas' then quotas[#quotas + 1] = name end
+end
+local listed, bare, most = 0, 0, 0
+for _, order in ipairs(orders) do
+  local names = redis.call('ZRANGE', order, 0, -1)
+  listed, most = listed + #names, math.max(most, #names)
+  for _, name in ipairs(names) do
+    if stored[string.sub(order, 1, -6) .. name] then orphans = orphans - 1 else bare = bare + 1 end
+  end
+end
+local tenants = {}
+for _, name in ipairs(quotas) do
+  local prefix, owned = string.sub(name, 1, -7), {}
+  local owners = redis.call('HGETALL', prefix .. 'owners')
+  for i = 1, #owners, 2 do
+    local tenant = string.sub(owners[i + 1], 1, 16)
+    if stored[prefix .. owners[i]] then owned[tenant] = (owned[tenant] or 0) + 1 else bare = bare + 1 end
+  end
+  local most_of = redis.call('HGETALL', name)
+  for i = 1, #most_of, 2 do
+    local held = tonumber(redis.call('HGET', prefix .. 'held', most_of[i])) or 0
+    tenants[#tenants + 1] = {most_of[i], tonumber(most_of[i + 1]), held, owned[most_of[i]] or 0}
+  end
+end
+return {values, listed, bare, orphans, most, tenants}
+"""
+
+
+class Counted(NamedTuple):
+    """What there is at one moment on all nodes; `most` is of one list.
+
+    Attributes:
+        values: blocks.
+        listed: entries of the lists.
+        bare: entries without a block, of lists and of owners.
+        orphans: blocks without an entry.
+        most: entries of the longest list.
+        tenants: for each with a quota its name, the quota, what counts towards it, and its blocks.
+    """
+
+    values: int
+    listed: int
+    bare: int
+    orphans: int
+    most: int
+    tenants: tuple[Any, ...] = ()
+
+
+@dataclass
+class BoundsWatch:
+    """Counts what a server or the nodes of a cluster have, in a thread.
+
+    Attributes:
+        clients: of the nodes.
+        store: over them, for the names.
+        most: entries that a list may have.
+        wrong: what must not be.
+        samples: how many there were.
+        is_full: whether the store has been full.
+        least: the least entries since then.
+    """
+
+    clients: Sequence[redis.Redis]
+    store: ExternalStore
+    most: int
+    wrong: list[str] = field(default_factory=list)
+    samples: int = 0
+    is_full: bool = False
+    highest: int = 0
+    least: int = 1 << 62
+
+    def count(self) -> Counted:
+        """Count each node at a moment of its own."""
+        assert isinstance(self.store, RedisStore)
+        prefix = self.store._lists[0].prefix
+        record = self.store._prefix + self.store._record_key.tobytes()
+        pattern = b"blockyard:" + (b"{*" if len(self.clients) > 1 else b"*")
+        found: list[Any] = [client.eval(_COUNT, 0, pattern, len(prefix) + 32, record) for client in self.clients]
+        sums = [sum(one[index] for one in found) for index in range(4)]
+        tenants = [tuple(tenant) for one in found for tenant in one[5]]
+        return Counted(*sums, max(one[4] for one in found), tuple(tenants))
+
+    @contextmanager
+    def watching(self, pause: float = 0.03) -> Iterator[None]:
+        """Count all the time; raises what counting raised."""
+        is_over, errors = threading.Event(), list[Exception]()
+
+        def watch() -> None:
+            try:
+                while not is_over.wait(pause):
+                    self.check(self.count())
+            except Exception as error:  # noqa: BLE001 (raised below)
+                errors.append(error)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def check(self, found: Counted) -> None:
+        """Compare what there is with what there may be."""
+        size = self.store.num_slots
+        self.samples += 1
+        self.is_full = self.is_full or found.listed == size
+        self.highest = max(self.highest, found.values)
+        if self.is_full:
+            self.least = min(self.least, found.listed)
+        rules = {
+            "more than 1.05 of the size": found.values <= 1.05 * size,
+            "more than the size, all listed": found.orphans or found.values <= size,
+            "less than .9 of the size is listed": not self.is_full or found.listed >= 0.9 * size,
+            "a list that is too long": found.most <= self.most,
+            "entries without blocks": not found.bare,
+        }
+        rules |= {
+            f"a quota of {quota}, {held} held, {blocks} blocks": max(held, blocks) <= quota and held == blocks
+            for _, quota, held, blocks in found.tenants
+        }
+        self.wrong += [
+            f"{what}: {found}, size {size}, {time.monotonic_ns()}" for what, good in rules.items() if not good
+        ]

@@ -1,0 +1,88 @@
+"""A plain model of what a Redis store lists: `blockyard.stores.redis.lists` in sets and sorts, without a server."""
+
+from __future__ import annotations
+
+NEVER = (0, 0)
+
+
+class ListedBlocks:
+    """Blocks by their last use, and tenants with quotas."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.uses: dict[bytes, tuple[int, int]] = {}
+        self.quotas: dict[bytes, int] = {}
+        self.owners: dict[bytes, tuple[bytes, bytes]] = {}  # of blocks that count: tenant, and the block before
+        self.late: set[bytes] = set()  # leaves that were put without the block before them
+        self._batch = 0
+
+    def order(self) -> list[bytes]:
+        """All blocks, first to go first."""
+        return sorted(self.uses, key=lambda name: (self.uses[name], name))
+
+    def held(self, tenant: bytes) -> set[bytes]:
+        """Blocks that count towards a tenant's quota."""
+        return {name for name, owner in self.owners.items() if owner[0] == tenant}
+
+    def leaves(self, tenant: bytes) -> list[bytes]:
+        """A tenant's blocks that none follows, first to go first."""
+        parents = {parent for _, parent in self.owners.values()}
+        use = lambda name: (NEVER if name in self.late else self.uses[name], name)  # noqa: E731
+        return sorted(self.held(tenant) - parents, key=use)
+
+    def settle(self, names: list[bytes], owners: list[tuple[bytes, bytes]] | None) -> list[int]:
+        """Put a batch of blocks. Returns which were not kept."""
+        self._use(names)
+        for name, (tenant, parent) in zip(names, owners or (), strict=False):
+            if tenant in self.quotas and name in self.uses:  # one before it in the batch may have taken its place
+                self._own(name, tenant, parent)
+        self._drop_beyond()
+        return [index for index, name in enumerate(names) if name not in self.uses]
+
+    def touch(self, names: list[bytes]) -> None:
+        """Use blocks; those that are not there stay away."""
+        known = set(self.uses)
+        self._use(names)
+        for name in names:
+            if name not in known:
+                self.uses.pop(name, None)
+            self.late.discard(name)
+
+    def drop(self, name: bytes) -> None:
+        """Delete a block."""
+        self.uses.pop(name, None)
+        self.late.discard(name)
+        self.owners.pop(name, None)
+
+    def set_quota(self, tenant: bytes, quota: int | None) -> None:
+        """Limit a tenant."""
+        self.quotas.pop(tenant, None)
+        if quota is not None:
+            self.quotas[tenant] = quota
+            self._enforce(tenant)
+
+    def adopt(self, names: list[bytes]) -> None:
+        """List blocks that no list had."""
+        for name in names:
+            self.uses.setdefault(name, NEVER)
+        self._drop_beyond()
+
+    def _use(self, names: list[bytes]) -> None:
+        self._batch += 1
+        self.uses.update((name, (self._batch, -index)) for index, name in enumerate(names))
+
+    def _own(self, name: bytes, tenant: bytes, parent: bytes) -> None:
+        self.owners.setdefault(name, (tenant, parent))
+        is_late = bool(parent) and parent not in self.uses
+        if name in self.leaves(tenant):
+            (self.late.add if is_late else self.late.discard)(name)
+        self.late.discard(parent)
+        self._enforce(tenant)
+
+    def _enforce(self, tenant: bytes) -> None:
+        while len(self.held(tenant)) > self.quotas[tenant]:
+            self.drop(self.leaves(tenant)[0])
+
+    def _drop_beyond(self) -> None:
+        for name in self.order()[: max(0, len(self.uses) - self.capacity)]:
+            self.drop(name)

@@ -1,0 +1,103 @@
+"""Faults that the processes of a fleet may have, to show that it finds them; and errors that pass, which it must bear.
+
+| fault | what it does |
+|---|---|
+| `clocks` | epochs by the processes' clocks: the greatest time wins |
+| `landing` | a put has the epoch that counts when it lands, not the one of its submission |
+| `trim` | a client counts the blocks of a Redis server now and then, and drops what it thinks too many |
+| `passing` | a block that did not come for a reason that passes is deleted |
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+from shared_blocks import Plan
+
+from blockyard.stores import object_store, redis, threaded, value
+from blockyard.stores.epochs import Epoch
+from blockyard.stores.redis.lists import Lists
+
+__all__ = ["plant"]
+
+
+def plant(fault: str, plan: Plan) -> None:
+    """Change this process's library."""
+    if plan.fails:
+        _fail_now_and_then(random.Random(plan.seed), plan.fails)
+    if fault:
+        {"clocks": _clocks, "landing": _landing, "trim": _trim, "passing": _passing}[fault]()
+
+
+def _fail_now_and_then(choices: random.Random, how_often: float) -> None:
+    read = object_store.ObjectStore._read_whole
+
+    def fail_or_read(self: Any, path: str, most: int) -> Any:
+        if choices.random() >= how_often:
+            return read(self, path, most)
+        raise object_store.StoreError("the connection was reset")
+
+    object_store.ObjectStore._read_whole = fail_or_read  # type: ignore[method-assign]
+
+
+def _clocks() -> None:
+    def fresh(weights: bytes, name: bytes) -> Epoch:
+        return Epoch(os.urandom(16), weights, name)
+
+    def begin(name: bytes, stored: Epoch | None, *, joins: bool) -> Epoch:
+        mine = fresh(time.time_ns().to_bytes(16, "big"), name)
+        return stored if stored is not None and stored.weights > mine.weights else mine
+
+    def go_on(self: Epoch, stored: Epoch | None) -> Epoch | None:
+        if stored is None:
+            return fresh(self.weights, self.name)
+        return max(self, stored, key=lambda epoch: epoch.weights)
+
+    Epoch.begun = begin  # type: ignore[method-assign, assignment]
+    Epoch.continued = go_on  # type: ignore[method-assign]
+
+
+def _landing() -> None:
+    carry_out = threaded.ThreadedStore._carry_out_under_epoch
+
+    def land(self: Any, batch: Any) -> Any:
+        if batch.kind == "put":
+            batch.age = 1 << 60
+        return carry_out(self, batch)
+
+    threaded.ThreadedStore._carry_out_under_epoch = land  # type: ignore[method-assign]
+
+
+def _trim() -> None:
+    """Let the server list blocks only. What is too many by a count of a quarter of a second ago goes."""
+    settle, put_listed = Lists.settle, redis.RedisStore._put_listed
+    counted: dict[int, tuple[float, int]] = {}
+
+    def only_list(self: Lists, names: list[bytes], owners: list[bytes] | None = None) -> list[bytes]:
+        command = settle(self, names, owners)
+        command[4] = b"%d" % (1 << 30)
+        return command
+
+    def put_and_trim(self: Any, *arguments: Any) -> Any:
+        stored = put_listed(self, *arguments)
+        lists, size = self._lists[0], self.num_slots
+        at, count = counted.get(0, (0.0, 0))
+        if time.monotonic() > at + 0.25:
+            at, count = time.monotonic(), self._accepted([[b"ZCARD", lists._order]])[0]
+        extra = max(0, count - size)
+        counted[0] = (at, count)
+        if extra:
+            gone = self._accepted([[b"ZRANGE", lists._order, b"0", b"%d" % (extra - 1)]])[0]
+            if gone:
+                self._accepted([lists.drop(gone)])
+        return stored
+
+    Lists.settle = only_list  # type: ignore[method-assign]
+    redis.RedisStore._put_listed = put_and_trim  # type: ignore[method-assign]
+
+
+def _passing() -> None:
+    threaded.is_damage = lambda reason: reason == "error" or value.is_damage(reason)  # type: ignore[attr-defined]
