@@ -162,6 +162,20 @@ def test_an_exception_at_any_place_of_a_nano_block_manager_loses_no_block(error:
     assert swept(("integrations/nano.py",), run, error, most) > 60
 
 
+def test_copies_that_an_interrupted_call_has_decided_are_made_before_blocks_change_hands():
+    def run(interrupt: Interrupt) -> None:
+        with interrupt.installed():
+            NanoEngine(interrupt).run()
+
+    survey = Interrupt(("integrations/nano.py",))
+    run(survey)
+    places = [(place, seen) for place, seen in survey.seen.items() if place.code.co_name == "_offload"]
+    assert places
+    for place, seen in places:
+        for count in range(1, seen + 1):
+            run(Interrupt(survey.files, KeyboardInterrupt, place, count))
+
+
 # ---- engines that keep objects in a prefix store ----
 
 

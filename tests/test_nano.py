@@ -67,6 +67,15 @@ def test_a_sequence_gets_blocks_and_gives_them_back():
     assert manager.stats.sequences == 0
 
 
+def test_a_sequence_that_has_become_shorter_is_refused():
+    manager, seq = BlockManager(BLOCKS, SIZE), Sequence([1] * 6)
+    manager.allocate(seq, 0)
+    del seq.token_ids[-1]
+    for call in (manager.can_append, manager.may_append):
+        with pytest.raises(InvalidArgumentError, match="the sequence has 5 tokens, it had 6"):
+            call(seq)
+
+
 def test_blocks_in_use_that_are_shared_cost_nothing():
     manager, prompt = BlockManager(4, SIZE), list(range(13))
     first, second = Sequence(prompt), Sequence([*prompt[:12], 99])

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from blockyard import KVCache
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.executor.store_stats import LOAD_SECONDS
+from blockyard.layout.kv import KVLayout
 from blockyard.scheduler import Request, Scheduler
 from blockyard.stores import ExternalStore
 from blockyard.stores.base import Keys
@@ -92,6 +93,28 @@ def test_other_weights_find_nothing(tmp_path: Path):
             "prefix_deadline": 60,
         }
         with KVCache(LAYOUT, **options) as cache:  # type: ignore[arg-type]
+            prefixes = cache.prefix_store
+            assert prefixes is not None
+            fetch = prefixes.prefetch(prompt)
+            assert prefixes.wait(60, until=lambda done=fetch: done.done)  # type: ignore[misc]
+            found.append(fetch.tokens)
+            sequence = cache.manager.allocate(prompt)
+            with cache.step():
+                pass
+            cache.manager.mark_computed(sequence)
+    assert found == [0, 8, 0]
+
+
+def test_another_layout_of_blocks_of_the_same_size_finds_nothing(tmp_path: Path):
+    url, prompt, found = f"file://{tmp_path}/kv?size=1MiB", tokens(1, 9), []
+    narrow, wide = (
+        KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=size, dtype=dtype)
+        for size, dtype in ((4, "float16"), (2, "float32"))
+    )
+    assert narrow.bytes_per_block == wide.bytes_per_block
+    for layout in (narrow, narrow, wide):
+        options = {"device_blocks": 8, "prefix_caching": True, "prefix_store": url, "prefix_deadline": 60}
+        with KVCache(layout, namespace=b"model", **options) as cache:  # type: ignore[arg-type]
             prefixes = cache.prefix_store
             assert prefixes is not None
             fetch = prefixes.prefetch(prompt)

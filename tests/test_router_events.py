@@ -174,6 +174,22 @@ def test_lost_events_clear_what_a_router_knows(stream: tuple[EventPublisher, Rea
     assert all(isinstance(event, BlockStored) for event in rest)
 
 
+def test_what_a_router_knew_before_events_were_lost_is_not_removed_again(stream: tuple[EventPublisher, Reader]):
+    publisher, reader = stream
+    manager = new_manager(64, events=2)
+    manager.free([run(manager, list(range(8)))])
+    publisher.publish(manager.prefix.take_events())
+    before = {key for event in reader.events() for key in event.block_hashes}
+    for start in (100, 200):
+        manager.free([run(manager, list(range(start, start + 8)))])
+    publisher.publish(manager.prefix.take_events())
+    told = {key for event in reader.events()[1:] for key in event.block_hashes}
+    assert len(before) == len(told) == 2
+    manager.prefix.reset()
+    publisher.publish(manager.prefix.take_events())
+    assert {key for event in reader.events() for key in event.block_hashes} <= told
+
+
 def test_a_cleared_cache_removes_each_block(stream: tuple[EventPublisher, Reader]):
     publisher, reader = stream
     manager = new_manager()

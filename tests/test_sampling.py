@@ -66,6 +66,11 @@ def test_top_k_keeps_only_the_k_most_likely():
     assert got[2:].min() > 0.3
 
 
+def test_top_k_of_one_is_greedy():
+    logits = np.array([0.0, 0.1, 0.2, 0.3, 0.05])
+    assert shares(SamplingParams(temperature=5.0, top_k=1), logits, 50).tolist() == [0, 0, 0, 1, 0]
+
+
 def test_top_p_keeps_the_fewest_that_hold_the_probability():
     logits = np.log([0.5, 0.3, 0.15, 0.05])
     assert np.count_nonzero(shares(SamplingParams(temperature=1.0, top_p=0.5), logits, 300)) == 1

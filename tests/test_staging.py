@@ -8,7 +8,7 @@ from blockyard.engine.engine import CacheEngine
 from blockyard.errors import BlockyardError, MappingError
 from blockyard.executor.parts import Part, cut, written
 from blockyard.executor.staging import Staging, engine_tier
-from blockyard.executor.store_side import StoreSide
+from blockyard.executor.store_side import Answer, StoreSide
 from blockyard.layout.kv import KVLayout
 from blockyard.testing.device import SimulatedStore
 
@@ -61,6 +61,31 @@ def test_a_decision_is_cut_with_device_reads_first_and_what_is_fetched_last():
     assert behind == (spill,)
     assert [part.by_layer for part in parts] == [False, True, False, False, False, False, False]
     assert (free.needs, copy.needs, last.needs) == ((load,), (load, one, two), (load, one, two, copy))
+
+
+def test_device_writes_come_behind_the_device_reads_of_the_decisions_that_are_named():
+    engine, _ = rig()
+    reads = Part("swap_out", pairs("device", "host", (0, 0)), engine.fence())
+    writes = Part("swap_in", pairs("host", "device", (1, 1)), engine.fence())
+    decision = StepDecision(2, [("swap_in", pairs("host", "device", (0, 0)))], after=(1,))
+    behind, (load,) = cut(decision, [reads, writes], engine.fence(), 2)
+    assert behind == load.behind == (reads,)
+
+
+def test_rows_that_a_store_may_still_write_to_are_not_used_again():
+    engine, side = rig()
+    staging = Staging(engine, side, max_bytes=2 * SIZE)
+    for reason, is_used_again in (("absent", True), ("timeout", False)):
+        fetch = Part("fetch", pairs("external", "host", (0, 0)), engine.fence())
+        staging.begin(fetch)
+        rows = fetch.rows
+        assert fetch.batch is not None
+        missed = np.zeros(1, np.bool_)
+        fetch.batch.answer = Answer(missed, np.zeros((1, SIZE), np.uint8), reasons=(reason,))
+        while not fetch.ended:
+            staging.advance(fetch)
+            engine.transfers.synchronize()
+        assert (staging._buffers.take(1) is rows) == is_used_again
 
 
 def test_a_spill_is_read_then_stored_and_a_fetch_the_other_way_round():

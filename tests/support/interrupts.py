@@ -25,7 +25,7 @@ LOOKS |= {"CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_METHOD", "JUMP_ABSOLUTE"}  
 QUIET = {"LOAD_FAST", "LOAD_CONST", "LOAD_ATTR", "STORE_FAST", "STORE_ATTR", "RETURN_VALUE", "RETURN_CONST", "NOP"}
 """Instructions that cannot raise here: those of attributes run no code of ours."""
 QUIET |= {"LOAD_FAST_BORROW", "LOAD_SMALL_INT", "CACHE", "RESUME", "POP_BLOCK", "POP_TOP", "LOAD_GLOBAL"}
-QUIET |= {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"}
+QUIET |= {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "LOAD_DEREF"}
 HANDLERS = {"PUSH_EXC_INFO", "WITH_EXCEPT_START", "DUP_TOP", "COPY", "RERAISE", "POP_EXCEPT", "END_FOR"}
 """First instructions of lines that CPython makes for exceptions and the ends of loops."""
 

@@ -6,15 +6,16 @@ that they can be restored, and a load is a copy from there, which no store can s
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as LateError
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -37,6 +38,7 @@ from blockyard.integrations.fit import require_fit
 from blockyard.integrations.objects import ObjectStore, store_url
 from blockyard.integrations.sglang.pages import as_bytes, restorable_pages
 from blockyard.stores import parse_size
+from blockyard.workers import keep
 
 __all__ = ["BlockyardLinker"]
 
@@ -128,11 +130,11 @@ class BlockyardLinker(UnifiedCacheLinker):
         self._staged_bytes = 0
         self._reading: dict[str, Future[_Pages]] = {}
         self._pending: dict[str, list[tuple[PoolTransfer, NDArray[np.uint8] | None]]] = {}
-        self._results: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._offloads: list[Future[bool]] = []  # those that were not popped, the oldest first
         self._readers = ThreadPoolExecutor(2, "blockyard-sglang-read")
         self._loads = ThreadPoolExecutor(1, "blockyard-sglang-load")
         self._stores = ThreadPoolExecutor(1, "blockyard-sglang-store")
-        self._running: set[Future[None]] = set()
+        self._copies: list[Future[Any]] = []  # loads, and offloads whose call was interrupted
         self._closed = False
 
     # ---- loads ----
@@ -201,16 +203,21 @@ class BlockyardLinker(UnifiedCacheLinker):
             both = self._unstage(rid) | read
             staged = {page: both[page] for page in wanted if page in both}
             if staged:
+                total = self._staged_bytes + _bytes_of(staged)
                 self._staged[rid] = staged
-                self._staged_bytes += _bytes_of(staged)
+                self._staged_bytes = total
             while self._staged_bytes > self._staging_bytes and len(self._staged) > 1:
                 self._unstage(next(iter(self._staged)))
         return staged
 
     def _unstage(self, rid: str) -> _Pages:
         """Take a request's pages out of staging; `_changed` is held."""
-        pages = self._staged.pop(rid, {})
-        self._staged_bytes -= _bytes_of(pages)
+        pages = self._staged.get(rid)
+        if pages is None:
+            return {}
+        left = self._staged_bytes - _bytes_of(pages)
+        del self._staged[rid]
+        self._staged_bytes = left  # nothing can raise between them
         return pages
 
     def _read(self, wanted: list[tuple[str, str]]) -> _Pages:
@@ -250,10 +257,18 @@ class BlockyardLinker(UnifiedCacheLinker):
         self._pending.clear()
         if not work:
             return -1
-        index = int(self.layer_done_counter.update_producer())
-        ready = get_device_module().Event()
-        ready.record()
-        self._submit(self._loads, self._copy_in, index, work, ready)
+        begun: list[int] = []
+        try:
+            index = int(keep(begun, self.layer_done_counter.update_producer))
+            ready = get_device_module().Event()
+            ready.record()
+            self._copies = [copy for copy in self._copies if not copy.done()]
+            copy = keep(self._copies, self._loads.submit, self._copy_in, index, work, ready)
+            copy.add_done_callback(partial(self._fail_load, index))
+        except BaseException as error:
+            for index in begun:
+                self.layer_done_counter.fail(int(index), error)
+            raise
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -275,8 +290,14 @@ class BlockyardLinker(UnifiedCacheLinker):
                 done.record()
                 done.synchronize()
                 self.layer_done_counter.complete(index, layer)
-        except BaseException as error:  # noqa: BLE001 (the forward pass waits for each layer)
+        except BaseException as error:
+            self.layer_done_counter.fail(index, error)  # the forward pass waits for each layer
             _LOG.exception("load %d failed", index)
+            raise
+
+    def _fail_load(self, index: int, copy: Future[None]) -> None:
+        """End a load that has raised, if that is not done; it can be done twice."""
+        if not copy.cancelled() and (error := copy.exception()) is not None:
             self.layer_done_counter.fail(index, error)
 
     # ---- stores ----
@@ -287,21 +308,24 @@ class BlockyardLinker(UnifiedCacheLinker):
         if not expanded or self._closed:
             return False
         if self._owner:
-            self._submit(self._stores, self._put, expanded, self.record_offload_ready())
+            before = len(self._offloads)
+            try:
+                keep(self._offloads, self._stores.submit, self._put, expanded, self.record_offload_ready())
+            except BaseException:
+                self._copies += self._offloads[before:]  # SGLang does not wait for its result
+                del self._offloads[before:]
+                raise
         else:
-            self._results.put(True)
+            done: Future[bool] = Future()
+            done.set_result(True)
+            self._offloads.append(done)
         return True
 
-    def _put(self, transfers: list[PoolTransfer], ready: list[Any]) -> None:
-        success = False
-        try:
-            for event in ready:
-                event.synchronize()
-            # Every pool is stored, also after one has failed.
-            success = min(self._put_pool(transfer) for transfer in transfers)
-        except Exception:  # noqa: BLE001 (SGLang waits for a result)
-            _LOG.exception("pages were not stored")
-        self._results.put(success)
+    def _put(self, transfers: list[PoolTransfer], ready: list[Any]) -> bool:
+        for event in ready:
+            event.synchronize()
+        # Every pool is stored, also after one has failed.
+        return min(self._put_pool(transfer) for transfer in transfers)
 
     def _put_pool(self, transfer: PoolTransfer) -> bool:
         pool, keys = self.pools[transfer.name], list(transfer.keys)
@@ -315,42 +339,38 @@ class BlockyardLinker(UnifiedCacheLinker):
 
     def num_completed_offloads(self) -> int:
         """Return how many offloads have ended and were not popped."""
-        return self._results.qsize()
+        return sum(1 for _ in itertools.takewhile(Future.done, self._offloads))
 
     def pop_completed_offload(self) -> bool:
         """Return whether the oldest offload that has ended has stored all its pages."""
-        return self._results.get_nowait()
+        error = self._offloads[0].exception()
+        if error is not None:
+            _LOG.error("pages were not stored", exc_info=error)
+        success = error is None and self._offloads[0].result()
+        del self._offloads[0]  # last: what this call does not return, the next one does
+        return success
 
     # ---- the rest ----
 
     def reset(self) -> None:
         """Wait for what is under way and forget what is queued or staged; what is stored stays."""
         self._pending.clear()
-        for future in list(self._running):
-            future.exception()
+        wait(self._copies + self._offloads)
         with self._changed:
             self._staged.clear()
             self._staged_bytes = 0
             self._reading.clear()
-        while not self._results.empty():
-            self._results.get_nowait()
+        self._offloads.clear()
         self.layer_done_counter.reset()
 
     def close(self) -> None:
         """Reset, and close the store; twice does nothing."""
         with self._changed:
-            if self._closed:
-                return
             self._closed = True
         self.reset()
         for pool in (self._readers, self._loads, self._stores):
             pool.shutdown(cancel_futures=True)
         self._objects.close()
-
-    def _submit(self, pool: ThreadPoolExecutor, work: Any, *args: Any) -> None:
-        future = pool.submit(work, *args)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
 
 
 def _bytes_of(pages: _Pages) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -32,6 +32,7 @@ from blockyard.scheduler import (
     Scheduler,
     Step,
 )
+from blockyard.workers import keep
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -177,6 +178,11 @@ class Generator:
         self._on_step = on_step
         self._params: dict[str, SamplingParams] = {}
         self._tickets: list[int] = []  # under way, the oldest first
+        # What calls have returned, until it is taken in: after an exception the next step does that.
+        self._steps: list[Step] = []
+        self._ended: list[Iterable[StepDone]] = []
+        self._finished: list[list[Finished]] = []
+        self._to_abort: list[str] = []
         self._idle = 0
 
     @property
@@ -227,8 +233,14 @@ class Generator:
             arrival=arrival,
             stop_token_ids=params.stops,
         )
-        self.scheduler.add(request)
-        self._params[request_id] = params
+        added: list[object] = []
+        try:
+            keep(added, self.scheduler.add, request)
+            self._params[request_id] = params
+        except BaseException:
+            if added:
+                self.scheduler.abort(request_id)
+            raise
 
     def abort(self, request_id: str) -> None:
         """Forget a request; its id can be used again at once.
@@ -236,8 +248,16 @@ class Generator:
         Raises:
             InvalidArgumentError: there is no such request.
         """
-        self.scheduler.abort(request_id)
-        del self._params[request_id]
+        finished = [done for some in self._finished for done in some]
+        left = [done for done in finished if done.request.request_id != request_id]
+        if len(left) == len(finished):
+            try:
+                self.scheduler.abort(request_id)
+            except InvalidArgumentError:  # it was, if a call before this one was interrupted
+                self._params.pop(request_id, None)
+                raise
+        self._finished = [left]
+        self._params.pop(request_id, None)
 
     def step(self) -> list[Finished]:
         """Run one step: decide, start to move blocks, compute, sample, take in what has landed.
@@ -245,7 +265,8 @@ class Generator:
         Blocks move beside compute: a layer is computed when its loads are there, stores drain behind it, and what comes
         from the external tier joins a later step. If nothing can be computed meanwhile, the step waits for that.
 
-        If executor or model raise, the error goes to the caller; the step's requests start again from their tokens.
+        If executor or model raise, or the step is interrupted, the error goes to the caller, and the step's requests
+        start again from their tokens. Requests that had finished by then are returned by the next step.
 
         Returns:
             The requests that it finished; with their `error` those that a device that shrank has no room for any more.
@@ -253,32 +274,44 @@ class Generator:
         Raises:
             InvariantError: nothing can run although requests wait.
         """
+        if self._steps:
+            self._give_up()
+        try:
+            return self._step()
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _step(self) -> list[Finished]:
         self.cache.give_back()
-        step = self.scheduler.schedule()
-        ticket = step.decision.ticket
-        try:
-            self.executor.submit(step.decision, by_layer=True)
-            self._tickets.append(ticket)
-        except BaseException:
-            # What landed is not known: nothing counts as landed, and the leases end.
-            with contextlib.suppress(UnknownTicketError):
-                self.executor.wait(ticket)
-            self.scheduler.finish(ticket, [pairs for _, pairs in step.decision.transfers()])
-            self.scheduler.give_up()
-            raise
-        try:
-            sampled = self._compute(step) if step.rows else []
-        except BaseException:
-            self.scheduler.give_up()
-            raise
+        step = keep(self._steps, self.scheduler.schedule)
+        self.executor.submit(step.decision, by_layer=True)
+        self._tickets.append(step.decision.ticket)
+        sampled = self._compute(step) if step.rows else []
         self._take_in_what_landed(step)
-        finished = self.scheduler.update(step, sampled)
+        keep(self._finished, self.scheduler.update, step, sampled)
+        del self._steps[:]
+        finished = [done for some in self._finished for done in some]
         for done in finished:
-            del self._params[done.request.request_id]
+            self._params.pop(done.request.request_id, None)
         self._note_idle(step)
         if self._on_step is not None:
             self._on_step(step, finished)
+        self._finished = []
         return finished
+
+    def _give_up(self) -> None:
+        """Drop a step that has raised: its requests start again from their tokens."""
+        for step in self._steps:
+            ticket = step.decision.ticket
+            if ticket not in self._tickets:
+                # What landed is not known: nothing counts as landed, and the leases end.
+                with contextlib.suppress(UnknownTicketError):
+                    self.executor.wait(ticket)
+                with contextlib.suppress(UnknownTicketError):
+                    self.scheduler.finish(ticket, [pairs for _, pairs in step.decision.transfers()])
+            self.scheduler.give_up()
+        self._steps.clear()
 
     def resize_device(self, device_blocks: int) -> ResizeProgress:
         """Give the device so many blocks from now on, while requests are under way.
@@ -327,6 +360,7 @@ class Generator:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidArgumentError(f"{len(prompts)} prompts have {len(each)} sampling params")
+        self._abort_left()
         if self.num_unfinished:
             raise InvalidArgumentError(f"{self.num_unfinished} requests are under way")
         is_text = any(isinstance(prompt, str) for prompt in prompts)
@@ -334,7 +368,7 @@ class Generator:
         try:
             for name, prompt, chosen in zip(names, prompts, each, strict=True):
                 self.add(name, self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, chosen)
-            while self._params:
+            while self.scheduler.num_unfinished:
                 for done in self.step():
                     if done.error is not None:
                         raise done.error
@@ -343,8 +377,15 @@ class Generator:
                     yield Output(names[done.request.request_id], sequences, texts)
             self.drain()
         finally:
-            for name in tuple(self._params):
-                self.abort(name)
+            self._to_abort = list(names)
+            self._abort_left()
+
+    def _abort_left(self) -> None:
+        """Abort what `generate` has left; after an exception the next call does it."""
+        while self._to_abort:
+            with contextlib.suppress(InvalidArgumentError):  # it has ended
+                self.abort(self._to_abort[-1])
+            self._params.pop(self._to_abort.pop(), None)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -364,8 +405,11 @@ class Generator:
 
     def drain(self) -> None:
         """Wait for all transfers that are under way, so that no ticket is open."""
+        self._end()
         while self._tickets:
-            self._end(self.executor.wait(self._tickets[0]))
+            # One call of C code, from the executor's answer to the list.
+            self._ended.extend(zip(map(self.executor.wait, self._tickets[:1]), strict=True))
+            self._end()
 
     def close(self) -> None:
         """Give back caches and store; twice does nothing."""
@@ -391,24 +435,28 @@ class Generator:
 
     def _take_in_what_landed(self, step: Step) -> None:
         """End the tickets that are done, and wait for this step's if what it computed depends on it."""
-        ended = self.executor.collect(step.decision.ticket)
+        ended = keep(self._ended, self.executor.collect, step.decision.ticket)
         while not (step.rows or ended) and self._tickets:
             time.sleep(IDLE_SECONDS)
-            ended = self.executor.poll()
-        for done in ended:
-            self._end(done)
+            ended = keep(self._ended, self.executor.poll)
+        self._end()
         prefixes = self.cache.prefix_store
         if prefixes is not None:
             prefixes.poll()
             if not (step.rows or self._tickets) and (loading := self.scheduler.num_loading):
                 prefixes.wait(until=lambda: self.scheduler.num_loading < loading)
 
-    def _end(self, done: StepDone) -> None:
-        """Tell the scheduler that a ticket has ended, and the user what went wrong."""
-        self._tickets.remove(done.ticket)
-        for error in done.errors:
-            warnings.warn(f"{sum(len(pairs) for pairs in done.lost)} blocks did not land: {error}", stacklevel=4)
-        self.scheduler.finish(done.ticket, done.lost)
+    def _end(self) -> None:
+        """Tell the scheduler which tickets have ended, and the user what went wrong."""
+        while self._ended:
+            for done in self._ended[0]:
+                if done.ticket in self._tickets:
+                    self.scheduler.finish(done.ticket, done.lost)
+                    self._tickets.remove(done.ticket)
+                    for error in done.errors:
+                        lost = sum(len(pairs) for pairs in done.lost)
+                        warnings.warn(f"{lost} blocks did not land: {error}", stacklevel=5)
+            del self._ended[0]
 
     def _note_idle(self, planned: Step) -> None:
         """Stop where the scheduler has nothing to do for requests that wait."""
