@@ -60,7 +60,10 @@ end
 """
 
 _DROPPING: Final = """
+local has_dropped = false
+
 local function drop(name)
+  has_dropped = true
   redis.call('ZREM', order, name)
   redis.call('UNLINK', prefix .. name)
   disown(name)
@@ -121,8 +124,11 @@ for i = 1, #ARGV - 2 - count do
   own(ARGV[2 + i], use - i, string.sub(owner, 1, 16), string.sub(owner, 17))
 end
 drop_beyond(tonumber(ARGV[1]))
-local answer = {redis.call('EXISTS', prefix .. 'sweep'), redis.call('EXISTS', prefix .. 'quotas')}
-for i = 1, count do
+local answer = {0, 0}
+if redis.call('EXISTS', prefix .. 'sweep', prefix .. 'quotas') > 0 then
+  answer = {redis.call('EXISTS', prefix .. 'sweep'), redis.call('EXISTS', prefix .. 'quotas')}
+end
+for i = 1, has_dropped and count or 0 do
   if not redis.call('ZSCORE', order, ARGV[2 + i]) then answer[#answer + 1] = i - 1 end
 end
 return answer

@@ -2,6 +2,7 @@
 
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +21,7 @@ from blockyard.workers import start_worker
 __all__ = ["RedisStore", "open_redis"]
 
 _KEYS: Final = 512  # of one round trip
-_BYTES: Final = 1 << 20
+_BYTES: Final = (1 << 20) + 64 * HEADER  # a mebibyte of blocks of 16 KiB or more, with their headers
 _CONNECT_SECONDS: Final = 2.0
 _SWAP_TTL: Final = 86_400.0
 _SLOTS: Final = 16_384  # of a cluster
@@ -141,64 +142,49 @@ class RedisStore(RemoteStore):
     def _put_listed(
         self, keys: NDArray[np.uint8], rows: NDArray[np.uint8], owners: list[bytes] | None
     ) -> NDArray[np.bool_]:
-        stored, segments = np.zeros(len(keys), np.bool_), self._segments(keys)
-        is_spread = len(self._lists) > 1
-        places = np.argsort(segments, kind="stable") if is_spread else np.arange(len(keys))
+        names, stored = [key.tobytes() for key in keys], np.zeros(len(keys), np.bool_)
+        segment = [name[0] % len(self._lists) for name in names].__getitem__
+        places = sorted(range(len(names)), key=segment)  # the blocks of a segment keep their order
         for part in batched(rows, _KEYS, _BYTES):
             chosen = places[part]
-            values = rows[chosen] if is_spread else rows[part]
-            numbers, sizes = np.unique(segments[chosen], return_counts=True)
-            ends = np.cumsum(sizes).tolist()
-            groups = [
-                (int(number), chosen[end - size : end]) for number, size, end in zip(numbers, sizes, ends, strict=True)
-            ]
-            found, answers, why = self._call(
+            groups = [(number, list(group)) for number, group in groupby(chosen, segment)]
+            values = rows[part] if len(self._lists) == 1 else rows[chosen]
+            stored[chosen], answers, why = self._call(
                 self._client.put,
-                self._full_names(keys[chosen], segments[chosen]),
+                [self._full_name(names[place]) for place in chosen],
                 values,
                 ttl_ms=self._ttl,
                 lengths=self._lengths(values),
-                sizes=sizes.tolist(),
-                last=[self._settle(number, keys[group], owners, group) for number, group in groups],
+                sizes=[len(group) for _, group in groups],
+                last=[self._settle(number, group, names, owners) for number, group in groups],
             )
-            stored[chosen] = found
             for (number, group), answer in zip(groups, answers, strict=True):
                 if isinstance(answer, StoreError):
                     self._note_lost(str(answer))
                 elif answer is not None:
-                    stored[group[answer[2:]]] = False
+                    stored[[group[index] for index in answer[2:]]] = False
                     self._repair(number, is_swept=not answer[0], has_quotas=bool(answer[1]))
             self._note_lost(why)
         return stored
 
-    def _settle(
-        self, number: int, keys: NDArray[np.uint8], owners: list[bytes] | None, group: NDArray[np.int64]
-    ) -> list[bytes]:
-        whose = None if owners is None else [owners[place] for place in group.tolist()]
-        return self._lists[number].settle([key.tobytes() for key in keys], whose)
+    def _settle(self, number: int, group: list[int], names: list[bytes], owners: list[bytes] | None) -> list[bytes]:
+        whose = None if owners is None else [owners[place] for place in group]
+        return self._lists[number].settle([names[place] for place in group], whose)
 
     def _lengths(self, rows: NDArray[np.uint8]) -> list[int] | None:
         return [len(self._stored(row)) for row in rows] if self._varies(rows) else None
 
-    def _segments(self, keys: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """Return the number of each block's segment."""
-        return keys[:, 0].astype(np.int64) % max(1, len(self._lists))
+    def _full_name(self, name: bytes) -> bytes:
+        """Return the name of a value at the server."""
+        return (self._lists[name[0] % len(self._lists)].prefix if self._lists else self._prefix) + name
 
-    def _full_names(self, keys: NDArray[np.uint8], segments: NDArray[np.int64]) -> list[bytes]:
-        """Return the names of values at the server."""
-        if not self._lists:
-            return [self._prefix + key.tobytes() for key in keys]
-        return [self._lists[number].prefix + key.tobytes() for key, number in zip(keys, segments.tolist(), strict=True)]
-
-    def _by_segment(
-        self, keys: NDArray[np.uint8], make: Callable[[Lists, list[bytes]], list[bytes]]
-    ) -> list[list[bytes]]:
+    def _by_segment(self, names: list[bytes], make: Callable[[Lists, list[bytes]], list[bytes]]) -> list[list[bytes]]:
         """Return a command for the blocks of each segment."""
-        segments = self._segments(keys)
-        return [
-            make(self._lists[number], [key.tobytes() for key in keys[segments == number]])
-            for number in np.unique(segments).tolist()
-        ]
+        if len(self._lists) < 2:
+            return [make(lists, names) for lists in self._lists]
+        segment = lambda name: name[0] % len(self._lists)  # noqa: E731
+        groups = groupby(sorted(names, key=segment), segment)
+        return [make(self._lists[number], list(group)) for number, group in groups]
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Read values; one of another length is left to the check of its header."""
@@ -246,12 +232,16 @@ class RedisStore(RemoteStore):
         is_lost, answered = False, list[tuple[Any, str | None]]()
         found, heads = np.zeros(len(keys), np.bool_), np.zeros((len(keys), head_bytes), np.uint8)
         for part in batched(out, _KEYS, _BYTES):
-            # A full server refuses to note the use.
-            first = self._by_segment(keys[part], Lists.touch) if self._lists else []
+            names = [key.tobytes() for key in keys[part]]
+            first = self._by_segment(names, Lists.touch)  # a full server refuses to note the use
             asked = [*more, *first] if part.start == 0 else first
-            names = self._full_names(keys[part], self._segments(keys[part]))
             found[part], heads[part], answers, why = self._call(
-                self._client.get, names, out[part], varies=self._varies(out), head_bytes=head_bytes, first=asked
+                self._client.get,
+                [self._full_name(name) for name in names],
+                out[part],
+                varies=self._varies(out),
+                head_bytes=head_bytes,
+                first=asked,
             )
             answered += [(answer, why) for answer in answers[: len(asked) - len(first)]]
             self._note_lost(why)
@@ -285,10 +275,8 @@ class RedisStore(RemoteStore):
         """Delete values."""
         is_lost = False
         for part in batched(keys, _KEYS, _BYTES):
-            if self._lists:
-                commands = self._by_segment(keys[part], Lists.drop)
-            else:
-                commands = [[b"UNLINK", self._prefix + key.tobytes()] for key in keys[part]]
+            names = [key.tobytes() for key in keys[part]]
+            commands = self._by_segment(names, Lists.drop) or [[b"UNLINK", self._prefix + name] for name in names]
             answers, why = self._run(commands)
             self._refuse_errors(answers)
             is_lost = is_lost or why is not None
@@ -299,7 +287,7 @@ class RedisStore(RemoteStore):
         """Return whether each key has a value."""
         found: list[bool] = []
         for part in batched(keys, _KEYS, _BYTES):
-            names = self._full_names(keys[part], self._segments(keys[part]))
+            names = [self._full_name(key.tobytes()) for key in keys[part]]
             found += [answer == 1 for answer in self._accepted([[b"EXISTS", name] for name in names])]
         return np.array(found, np.bool_)
 
