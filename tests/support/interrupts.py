@@ -50,6 +50,9 @@ def _places(code: CodeType, *, signals: bool) -> frozenset[int]:
     starts = [index for index, at in enumerate(instructions) if at.starts_line]
     for first, last in itertools.zip_longest(starts, starts[1:]):
         line = instructions[first:last]
+        # Behind a return comes what CPython made for exceptions in the lines before it.
+        ends = [index for index, at in enumerate(line) if at.opname in {"RETURN_VALUE", "RETURN_CONST"}]
+        line = line[: ends[0] + 1] if ends else line
         left = line[line[0].opname in {"SWAP", "ROT_TWO"} :]  # with a value that it returns
         leaves_with = len(left) > 3 and all(at.opname == "LOAD_CONST" and at.argval is None for at in left[:3])
         if not (leaves_with or line[0].opname in HANDLERS or all(at.opname in QUIET for at in line)):
