@@ -175,6 +175,67 @@ def test_an_exception_at_any_place_of_a_worker_ends_every_job_once(
     assert swept(("vllm/worker.py",), run, error, most) > 40
 
 
+# ---- an eviction policy in vLLM's own manager ----
+
+
+class PolicyProgram(Caller):
+    """Chunks that are inserted, loaded, evicted and removed; what vLLM gets back is every chunk that it gave."""
+
+    def __init__(self, interrupt: Interrupt, vllm: SimpleNamespace, name: str) -> None:
+        super().__init__(interrupt)
+        self.vllm = vllm
+        self.policy = getattr(vllm.ours, name)(cache_capacity=CHUNKS)
+        more = hasattr(vllm.base.OffloadingManager, "on_reset_flushed")
+        self.context = [vllm.base.ReqContext(req_id="one")] if more else []
+
+    def run(self) -> None:
+        policy = self.policy
+        for key in KEYS[:CHUNKS]:
+            self.insert(key)
+        self.call(policy.touch, KEYS[:2], *self.context)
+        self.call(policy.mark_non_evictable, KEYS[2])
+        assert {key for key, _ in self.call(policy.evict, 3, set(KEYS[:2]))} <= set(KEYS[3:CHUNKS])
+        self.call(policy.mark_evictable, KEYS[2])
+        self.call(policy.mark_non_evictable, KEYS[1])
+        for key in KEYS[:2]:
+            ended, _ = self.attempt(policy.remove, key)
+            if not ended and policy.get(key) is not None:
+                policy.remove(key)
+            assert policy.get(key) is None
+        for key in KEYS[10:15]:
+            self.insert(key)
+        everything = self.call(policy.evict, CHUNKS, set())
+        assert everything is not None, "a chunk cannot be evicted"
+        assert all(chunk.chunk_id == KEYS.index(key) for key, chunk in everything)
+        assert len(everything) == CHUNKS
+        self.insert(KEYS[0])
+        self.call(policy.clear)
+        for key in KEYS[:CHUNKS]:
+            self.insert(key)
+        assert len(self.call(policy.evict, CHUNKS, set())) == CHUNKS
+        policy._order.check()
+
+    def insert(self, key: bytes) -> None:
+        chunk = self.vllm.policies.ChunkStatus(KEYS.index(key))
+        ended, _ = self.attempt(self.policy.insert, key, chunk, *self.context)
+        if not ended and self.policy.get(key) is None:
+            self.policy.insert(key, chunk, *self.context)
+        chunk.ref_cnt = 0
+        self.call(self.policy.mark_evictable, key)
+
+
+@pytest.mark.parametrize("name", ["LRUPolicy", "S3FIFOPolicy"])
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_exception_at_any_place_of_a_policy_loses_no_chunk(
+    vllm: SimpleNamespace, name: str, error: type[BaseException]
+):
+    def run(interrupt: Interrupt) -> None:
+        with interrupt.installed():
+            PolicyProgram(interrupt, vllm, name).run()
+
+    assert swept(("vllm/policy.py",), run, error, 1 << 30) > 20
+
+
 # ---- manager, hints and external store ----
 
 

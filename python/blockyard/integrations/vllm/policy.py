@@ -10,6 +10,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.offload import OffloadManager
+from blockyard.workers import keep
 
 __all__ = ["AdaptivePolicy", "LRUPolicy", "S3FIFOPolicy"]
 
@@ -27,14 +28,13 @@ class _Policy(CachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        self._chunks: dict[OffloadKey, ChunkStatus] = {}
-        self._pinned: set[OffloadKey] = set()
-        self._fresh()
-
-    def _fresh(self) -> None:
-        self._order = OffloadManager(self.cache_capacity, eviction=self.eviction)
-        self._chunks.clear()
-        self._pinned.clear()
+        # What a call pins or lets go, and whether it has: after an exception the next call notes it.
+        self._key: OffloadKey | None = None
+        self._held: list[object] = []
+        self._ended: list[object] = []
+        self._chunks: dict[OffloadKey, ChunkStatus]
+        self._pinned: set[OffloadKey]
+        self.clear()
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
         """Return the chunk of a key, or None."""
@@ -49,21 +49,30 @@ class _Policy(CachePolicy):
         if key in self._chunks or len(self._chunks) >= self.cache_capacity:
             known = "has a chunk already" if key in self._chunks else f"would be more than {self.cache_capacity} chunks"
             raise InvalidArgumentError(f"key is {key!r}, which {known}")
-        self._order.prepare_store([key])
-        self._chunks[key] = chunk
-        if chunk.ref_cnt >= 0:
-            self.mark_evictable(key)
-        if chunk.ref_cnt > 0:
-            self.mark_non_evictable(key)
+        try:
+            self._order.prepare_store([key])
+            self._chunks[key] = chunk
+            if chunk.ref_cnt >= 0:
+                self.mark_evictable(key)
+            if chunk.ref_cnt > 0:
+                self.mark_non_evictable(key)
+        except BaseException:
+            self._drop(key)
+            raise
 
     def remove(self, key: OffloadKey) -> None:
         """Drop a chunk; raises KeyError if the key has none."""
-        del self._chunks[key]
+        if key not in self._chunks:
+            raise KeyError(key)
+        self._drop(key)
+
+    def _drop(self, key: OffloadKey) -> None:
+        self._settle()
         self._order.forget([key])
         self._order.complete_store([key], success=False)
         if key in self._pinned:
-            self._pinned.discard(key)
-            self._order.complete_load([key])
+            self._let_go(key)
+        self._chunks.pop(key, None)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext | None = None) -> None:
         """Count keys as just used, the first as the last to be evicted."""
@@ -73,16 +82,28 @@ class _Policy(CachePolicy):
         """Drop and return `n` chunks that nothing reads; None, and nothing is changed, if there are not so many."""
         if n <= 0:
             return []
-        evicted = self._order.evict(n, list(protected & self._chunks.keys()))
-        if evicted is None:
-            return None
-        return [(key, self._chunks.pop(key)) for key in evicted]
+        evicted: list[list[bytes] | None] = []
+        found: list[tuple[OffloadKey, ChunkStatus]] = []
+        try:
+            keys = keep(evicted, self._order.evict, n, list(protected & self._chunks.keys()))
+            if keys is None:
+                return None
+            found = [(key, self._chunks[key]) for key in keys]
+            for key in keys:
+                del self._chunks[key]
+            return found
+        except BaseException:
+            self._chunks.update(found)
+            for keys in evicted:
+                self._order.prepare_store(keys or [])
+                self._order.complete_store(keys or [])
+            raise
 
     def mark_evictable(self, key: OffloadKey) -> None:
         """Let a chunk be evicted: its store, or its last load, has ended."""
+        self._settle()
         if key in self._pinned:
-            self._pinned.discard(key)
-            self._order.complete_load([key])
+            self._let_go(key)
         elif key in self._chunks:
             self._order.complete_store([key])
         else:
@@ -90,12 +111,31 @@ class _Policy(CachePolicy):
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
         """Keep a chunk from being evicted: its first load begins."""
-        self._order.prepare_load([key])
-        self._pinned.add(key)
+        self._settle()
+        if key not in self._pinned:  # it is, if a call was interrupted and is made again
+            self._key = key
+            keep(self._held, self._order.prepare_load, [key])
+            self._settle()
 
     def clear(self) -> None:
         """Drop all chunks."""
-        self._fresh()
+        self._held, self._ended = [], []
+        order = OffloadManager(self.cache_capacity, eviction=self.eviction)
+        self._order, self._chunks, self._pinned = order, {}, set()
+
+    def _let_go(self, key: OffloadKey) -> None:
+        self._key = key
+        keep(self._ended, self._order.complete_load, [key])
+        self._settle()
+
+    def _settle(self) -> None:
+        """Note what the last call has pinned or let go."""
+        if self._key is not None and self._held:
+            self._pinned.add(self._key)
+            del self._held[:]
+        if self._key is not None and self._ended:
+            self._pinned.discard(self._key)
+            del self._ended[:]
 
 
 class LRUPolicy(_Policy):
