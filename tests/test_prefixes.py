@@ -105,6 +105,33 @@ def test_other_weights_find_nothing(tmp_path: Path):
     assert found == [0, 8, 0]
 
 
+def test_a_block_that_was_absent_is_asked_for_again_sooner_than_one_that_failed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("blockyard.executor.prefix_store.ABSENT_SECONDS", 0.0)
+    monkeypatch.setattr("blockyard.executor.prefix_store.FAILED_SECONDS", 1000.0)
+    medium: Medium = {}
+    with checked(keyed(medium)) as one, checked(keyed(medium)) as other:
+        assert one.fetch(tokens(1, 11)).tokens == 0
+        other.serve(tokens(1, 11))
+        assert other.prefixes.wait(60)
+        until = time.monotonic() + 60
+        while one.fetch(tokens(1, 11)).tokens < 8:
+            assert time.monotonic() < until
+
+
+def test_blocks_that_a_store_refuses_are_counted_as_not_written():
+    class Refusing(KeyedStore):
+        def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+            return super().put(keys, rows) & (rows.shape[1] < WIDTH)  # the record of the epoch is taken
+
+    store = Refusing(bytes_per_block=WIDTH)
+    store.num_slots = 1000
+    with checked(store) as cache:
+        cache.serve(tokens(1, 11))
+        assert cache.prefixes.wait(60)
+        stats = cache.prefixes.stats
+        assert (stats.written_blocks, stats.written_bytes, stats.unwritten_blocks) == (0, 0, 2)
+
+
 def test_another_layout_of_blocks_of_the_same_size_finds_nothing(tmp_path: Path):
     url, prompt, found = f"file://{tmp_path}/kv?size=1MiB", tokens(1, 9), []
     narrow, wide = (

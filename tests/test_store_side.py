@@ -61,6 +61,33 @@ def fetch(ticket: int = 2) -> StepDecision:
     return StepDecision(ticket, [("fetch", Pairs("external", "device", np.array([[1, 4], [0, 5]])))])
 
 
+def test_a_batch_that_has_its_answer_is_no_longer_under_way():
+    side = store_side.StoreSide(Odd(), SIZE)
+    for collect in (side.wait, lambda batch: side.poll()):
+        batch = side.write(np.array([0]), np.ones((1, SIZE), np.uint8))
+        assert side.is_busy
+        while batch.answer is None:
+            collect(batch)
+        assert not side.is_busy
+
+
+def test_an_answer_stays_though_the_store_writes_to_its_arrays_again():
+    ok = np.ones(1, np.bool_)
+    rows = np.zeros((0, SIZE), np.uint8)
+    side = store_side.StoreSide(Odd(wait=lambda ticket, *_: Completion(ticket, ok, rows, [""])), SIZE)
+    batch = side.write(np.array([0]), np.ones((1, SIZE), np.uint8))
+    side.wait(batch)
+    ok[:] = False
+    assert batch.answer is not None
+    assert batch.answer.ok.tolist() == [True]
+
+
+@pytest.mark.parametrize("found", [np.ones(2, np.int64), np.ones(3, np.bool_), np.ones((2, 1), np.bool_), None])
+def test_a_store_that_does_not_say_of_each_key_whether_it_has_it_has_none(found: object):
+    side = store_side.StoreSide(Odd(contains=lambda keys: found), SIZE)
+    assert side.contains(np.zeros((2, 32), np.uint8)).tolist() == [False, False]
+
+
 def finish(executor: StepExecutor, ticket: int, *, polls: bool) -> StepDone:
     if not polls:
         return executor.wait(ticket)
