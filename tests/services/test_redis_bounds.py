@@ -117,6 +117,19 @@ def test_quotas_that_the_server_has_lost_are_set_again(server: Server, client: "
         assert put(store, chain(1, 4)) == [True, True, False, False]
 
 
+def test_the_last_quota_that_was_set_counts_whoever_set_it(server: Server, client: "redis.Redis"):
+    """Each store looks for blocks without an entry, and must not set its own quota again on that occasion."""
+    with opened(server) as first, opened(server) as second:
+        for _ in range(20):
+            first.set_quota(TENANT, 0)
+            assert not any(put(first, chain(0, 3)))  # the list is empty again, so the next put starts a sweep
+            second.set_quota(TENANT, None)
+            assert all(put(first, chain(0, 3)))
+            time.sleep(0.01)
+            assert second.quota(TENANT) is None
+            client.delete(*client.keys("*:order"))
+
+
 def test_blocks_whose_list_the_server_has_lost_count_again(server: Server, client: "redis.Redis"):
     with opened(server, 20) as store:
         assert all(put(store, chain(0, 20)))

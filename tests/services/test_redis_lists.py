@@ -54,7 +54,7 @@ class ListsMachine(RuleBasedStateMachine):
         was_empty = not self.model.uses
         swept, quotas, *refused = self.run(*([b"SET", PREFIX + name, name] for name in names), settle)[-1]
         assert refused == self.model.settle(names, owners if owned else None)
-        assert bool(quotas) == bool(self.model.quotas)
+        assert bool(quotas) == self.model.was_set
         assert swept or not was_empty, "a list that was empty may have been lost"
 
     @rule(tenant=TENANT, path=PATH, first=st.integers(0, DEPTH - 1), owned=st.booleans())

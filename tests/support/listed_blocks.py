@@ -12,6 +12,7 @@ class ListedBlocks:
         self.capacity = capacity
         self.uses: dict[bytes, tuple[int, int]] = {}
         self.quotas: dict[bytes, int] = {}
+        self.was_set = False  # whether a quota was ever set
         self.owners: dict[bytes, tuple[bytes, bytes]] = {}  # of blocks that count: tenant, and the block before
         self.late: set[bytes] = set()  # leaves that were put without the block before them
         self._batch = 0
@@ -56,6 +57,7 @@ class ListedBlocks:
 
     def set_quota(self, tenant: bytes, quota: int | None) -> None:
         """Limit a tenant."""
+        self.was_set = True
         self.quotas.pop(tenant, None)
         if quota is not None:
             self.quotas[tenant] = quota

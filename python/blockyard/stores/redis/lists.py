@@ -159,6 +159,7 @@ drop_beyond(tonumber(ARGV[1]))
 # ARGV: a tenant, and the blocks that it may keep, or nothing. Returns whether the tenant has more still.
 _SET_QUOTA: Final = """
 local quota = tonumber(ARGV[2])
+redis.call('HSET', quotas, '', 1)  -- if the hash is gone, the server has lost it
 if not quota then
   redis.call('HDEL', quotas, ARGV[1])
   return 0

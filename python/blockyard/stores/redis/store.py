@@ -1,5 +1,6 @@
 """`RedisStore`: blocks on a Redis or Valkey server or cluster; `blockyard.stores.redis` describes it."""
 
+import threading
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -94,6 +95,8 @@ class RedisStore(RemoteStore):
         self.keeps_quotas = len(self._lists) == 1
         self._tenants: dict[bytes, bytes] = {}  # names of tenants with blocks here
         self._quotas: dict[bytes, int | None] = {}  # by name, as this process has set them
+        self._setting = threading.Lock()  # held while quotas are set: the last one counts
+        self._are_quotas_lost = False
         self._to_sweep: set[int] = set()  # segments that may have blocks in no list
         self._is_sweeping = False
         timeout = self.deadline / _NODES_LOST if found.client["cluster"] else self.deadline
@@ -298,8 +301,8 @@ class RedisStore(RemoteStore):
         check_quota(tenant, num_blocks)
         self._require_quotas()
         name = self._tenant(tenant)
-        self._enforce(name, num_blocks)
-        with self._lock:
+        with self._setting:
+            self._enforce(name, num_blocks)
             self._quotas[name] = num_blocks
 
     def quota(self, tenant: bytes) -> tuple[int, int] | None:
@@ -334,10 +337,11 @@ class RedisStore(RemoteStore):
 
     def _repair(self, number: int, *, is_swept: bool, has_quotas: bool) -> None:
         """Have a thread look for blocks that no list has, and set quotas again that the server has lost."""
-        is_lost = not has_quotas and any(quota is not None for quota in self._quotas.values())
+        is_lost = not has_quotas and bool(self._quotas)
         if is_swept and not is_lost:
             return
         with self._lock:
+            self._are_quotas_lost |= is_lost
             if not is_swept:
                 self._to_sweep.add(number)
             if self._is_sweeping or self._closed:
@@ -347,10 +351,11 @@ class RedisStore(RemoteStore):
 
     def _sweep(self) -> None:
         try:
-            with self._lock:
-                quotas = dict(self._quotas)
-            for name, quota in quotas.items():
-                self._enforce(name, quota)
+            if self._are_quotas_lost:
+                with self._setting:
+                    for name, quota in self._quotas.items():
+                        self._enforce(name, quota)
+                    self._are_quotas_lost = False
             while self._sweep_one():
                 pass
         except Exception as error:  # noqa: BLE001 (a later put asks for it again)
