@@ -1721,18 +1721,18 @@ class RedisClient:
         ca: str | PathLike[str] | None = None,
         cert: str | PathLike[str] | None = None,
         key: str | PathLike[str] | None = None,
-        prefix: bytes | None = None,
         connect_timeout: float = 2.0,
         timeout: float = 2.0,
     ) -> RedisClient: ...
     def put(
         self,
-        keys: NDArray[np.uint8] | _Each[bytes],
+        names: _Each[bytes],
         rows: NDArray[np.uint8],
         *,
         ttl_ms: int | None = None,
         lengths: _Each[int] | None = None,
-        first: _Each[_Each[bytes]] | None = None,
+        sizes: _Each[int] | None = None,
+        last: _Each[_Each[bytes]] | None = None,
     ) -> tuple[NDArray[np.bool_], list[Any], str | None]:
         """Store values, all of them or in groups.
 
@@ -1754,7 +1754,7 @@ class RedisClient:
         """
     def get(
         self,
-        keys: NDArray[np.uint8] | _Each[bytes],
+        names: _Each[bytes],
         out: NDArray[np.uint8],
         *,
         varies: bool = False,
@@ -1776,7 +1776,7 @@ class RedisClient:
         Raises:
             StoreError: the server does not answer, or no node of the cluster, or one refuses.
         """
-    def run(self, commands: _Each[_Each[bytes]]) -> list[Any]:
+    def run(self, commands: _Each[_Each[bytes]]) -> tuple[list[Any], str | None]:
         """Run commands in one round trip; in a cluster in one to each node.
 
         Args:
