@@ -155,7 +155,7 @@ def test_no_batch_is_half_stored(server: Server, client: "redis.Redis"):
 
 def test_what_is_no_quota_is_refused(server: Server, client: "redis.Redis", tmp_path: Path):
     with opened(server) as store:
-        for tenant, blocks in ((b"short", 1), ("text", 1), (TENANT, -1), (TENANT, 1 << 32)):
+        for tenant, blocks in ((b"short", 1), ("text", 1), (TENANT, -1), (TENANT, 1 << 32), (TENANT, "3")):
             with pytest.raises(InvalidArgumentError, match=r"tenant|num_blocks"):
                 store.set_quota(tenant, blocks)  # type: ignore[arg-type]
         for owners in (Owners(array([TENANT]), array([])), Owners(array([TENANT]), array([TENANT]).astype(int))):  # type: ignore[arg-type]

@@ -354,7 +354,7 @@ def keyless() -> StoreError:
     return StoreError("the store is swap space only and has no keys")
 
 
-def check_quota(tenant: object, num_blocks: int | None = None) -> None:
+def check_quota(tenant: object, num_blocks: object = None) -> None:
     """Refuse what is no tenant or no number of blocks.
 
     Raises:
@@ -362,8 +362,8 @@ def check_quota(tenant: object, num_blocks: int | None = None) -> None:
     """
     if not isinstance(tenant, bytes) or len(tenant) != 32:
         raise InvalidArgumentError(f"tenant is {tenant!r:.100}, must be 32 bytes")
-    if num_blocks is not None and not 0 <= num_blocks < 1 << 32:
-        raise InvalidArgumentError(f"num_blocks is {num_blocks}, must be 0 to 2**32 - 1, or None")
+    if num_blocks is not None and not (isinstance(num_blocks, int) and 0 <= num_blocks < 1 << 32):
+        raise InvalidArgumentError(f"num_blocks is {num_blocks!r:.100}, must be 0 to 2**32 - 1, or None")
 
 
 def quotaless() -> StoreError:

@@ -132,12 +132,10 @@ class RedisStore(RemoteStore):
     ) -> NDArray[np.bool_]:
         if not self.keeps_quotas:
             return self.put(names, rows)
-        there = {b"": b"", bytes(32): b""}
-        parents = dict.fromkeys(key.tobytes() for key in owners.parents)
-        missing = [key for key in parents if key not in there]
-        there |= zip(missing, (name.tobytes() for name in self._names_of(missing, epoch.token)), strict=True)
+        parents = list({key.tobytes() for key in owners.parents} - {bytes(32)})
+        name_of = dict(zip(parents, (name.tobytes() for name in self._names_of(parents, epoch.token)), strict=True))
         whose = [
-            self._tenant(tenant.tobytes()) + there[parent.tobytes()]
+            self._tenant(tenant.tobytes()) + name_of.get(parent.tobytes(), b"")
             for tenant, parent in zip(owners.tenants, owners.parents, strict=True)
         ]
         return self._put_listed(names, rows, whose)
