@@ -1,11 +1,12 @@
 """The manager's rules, one by one; `tests/property` drives it at random beside the reference model."""
 
+import re
 from functools import partial
 
 import numpy as np
 import pytest
 
-from blockyard import AllocStatus, BlockManager, Pairs
+from blockyard import AllocStatus, BlockManager, CacheGroup, Pairs
 from blockyard.errors import (
     InvalidArgumentError,
     OutOfBlocksError,
@@ -314,6 +315,29 @@ def test_a_sequence_is_taken_wherever_a_handle_is():
     manager.free([one, other, child])
     with pytest.raises(UnknownSequenceError):
         manager.num_tokens(one)
+
+
+@pytest.mark.parametrize("groups", [None, [CacheGroup.full_attention(), CacheGroup.sliding_window(8)]])
+def test_a_foreign_a_freed_and_a_forged_handle_are_refused_each_with_its_own_message(groups: list[CacheGroup] | None):
+    mine, other = (BlockManager(block_size=BLOCK, device_blocks=16, groups=groups) for _ in range(2))
+    sequence, foreign, freed = mine.allocate(3), other.allocate(3), mine.allocate(3)
+    mine.free(freed)
+    forged = int(sequence) + 12
+    number, others = (int(re.match(r"BlockManager\(number=(\d+)", repr(one))[1]) for one in (mine, other))  # type: ignore[index]
+    assert number != others
+    state = mine.snapshot()
+    for handle, message in (
+        (foreign, f"sequence {foreign!r} belongs to manager {others}, this is manager {number}"),
+        (freed, f"sequence {freed!r} has been freed"),
+        (forged, f"sequence {forged} is unknown: this manager never returned that handle"),
+        (7, f"sequence 7 belongs to manager 0, this is manager {number}"),
+    ):
+        truncate = partial(mine.truncate, num_tokens=1)
+        for call in (mine.free, mine.append, mine.fork, mine.num_tokens, mine.block_table, mine.swap_out, truncate):
+            with pytest.raises(UnknownSequenceError, match=f"^{re.escape(message)}$"):
+                call(handle)  # type: ignore[operator]
+    assert mine.snapshot() == state
+    assert mine.num_tokens(sequence) == 3
 
 
 def test_a_fit_has_the_numbers_that_decide_it():

@@ -190,7 +190,7 @@ def test_what_is_no_snapshot_is_named() -> None:
     for damaged, why in [
         (b"", "0 bytes are too few"),
         (b"PK" + data[2:], "does not begin with BLKYSNAP"),
-        (data[:8] + b"\x09" + data[9:], "its version is 9"),
+        (data[:8] + bytes([data[8] + 1]) + data[9:], f"its version is {data[8] + 1}"),
         (data[:-1] + bytes([data[-1] ^ 1]), "checksum"),
     ]:
         with pytest.raises(SnapshotError, match=why):

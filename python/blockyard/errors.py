@@ -57,7 +57,7 @@ class OutOfBlocksError(BlockyardError):
 
 
 class UnknownSequenceError(BlockyardError, KeyError):
-    """There is no such sequence, or it was freed; nothing was changed."""
+    """The sequence has been freed, belongs to another manager, or never existed; nothing was changed."""
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -67,35 +67,49 @@ impl fmt::Display for BlockId {
     }
 }
 
-/// A sequence: a row of the table store and that row's generation, so that a handle kept past `free` is
-/// recognised and never means a later sequence.
+/// A sequence: the manager's number, a row of its table store and that row's generation. So a handle of another manager,
+/// or one kept past `free`, is recognised and never means another sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[repr(transparent)]
 pub struct SequenceId(pub u64);
 
 impl SequenceId {
-    /// Joins a row and its generation.
+    const FIELD_BITS: u32 = 24;
+
+    /// Largest row, and largest generation of a row.
+    pub const FIELD_MAX: u32 = (1 << Self::FIELD_BITS) - 1;
+
+    /// Joins a manager's number, a row and its generation, each of the latter at most [`Self::FIELD_MAX`].
     #[must_use]
-    pub const fn new(row: u32, generation: u32) -> Self {
-        Self((generation as u64) << 32 | row as u64)
+    pub const fn new(manager: u16, row: u32, generation: u32) -> Self {
+        let (row, generation) = (row & Self::FIELD_MAX, generation & Self::FIELD_MAX);
+        Self((manager as u64) << (2 * Self::FIELD_BITS) | (generation as u64) << Self::FIELD_BITS | row as u64)
+    }
+
+    /// Number of the manager that gave the handle out.
+    #[must_use]
+    pub const fn manager(self) -> u16 {
+        (self.0 >> (2 * Self::FIELD_BITS)) as u16
     }
 
     /// Row of the table store.
     #[must_use]
+    #[expect(clippy::cast_possible_truncation, reason = "masked to 24 bits")]
     pub const fn row(self) -> u32 {
-        (self.0 & 0xFFFF_FFFF) as u32
+        (self.0 & Self::FIELD_MAX as u64) as u32
     }
 
     /// Generation that the row had when the handle was given out.
     #[must_use]
+    #[expect(clippy::cast_possible_truncation, reason = "masked to 24 bits")]
     pub const fn generation(self) -> u32 {
-        (self.0 >> 32) as u32
+        (self.0 >> Self::FIELD_BITS & Self::FIELD_MAX as u64) as u32
     }
 }
 
 impl fmt::Display for SequenceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} (generation {})", self.row(), self.generation())
+        self.0.fmt(f)
     }
 }
 
@@ -136,9 +150,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn handle_gives_back_row_and_generation() {
-        let id = SequenceId::new(7, u32::MAX);
-        assert_eq!((id.row(), id.generation()), (7, u32::MAX));
+    fn a_handle_gives_back_its_parts() {
+        for parts in [(0, 7, SequenceId::FIELD_MAX), (u16::MAX, SequenceId::FIELD_MAX, 0), (3, 1, 2)] {
+            let id = SequenceId::new(parts.0, parts.1, parts.2);
+            assert_eq!((id.manager(), id.row(), id.generation()), parts);
+        }
     }
 
     #[test]

@@ -358,7 +358,7 @@ impl World {
             self.ids.remove(sequence);
             self.rest.remove(sequence);
             self.encoded.remove(sequence);
-            assert_eq!(self.manager.free(&[*sequence]), Err(Error::UnknownSequence { sequence: *sequence }));
+            assert_eq!(self.manager.free(&[*sequence]), Err(Error::FreedSequence { sequence: *sequence }));
         }
         self.lost.retain(|s| !sequences.contains(s));
         // What only the freed sequences read is not computed.

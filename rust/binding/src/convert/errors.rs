@@ -29,7 +29,9 @@ pub(crate) fn to_py(error: Error) -> PyErr {
             let free = limit.saturating_sub(held);
             classes::OutOfBlocksError::new_err((message, Tier::Device.name(), wanted, free, limit))
         }
-        Error::UnknownSequence { .. } => classes::UnknownSequenceError::new_err(message),
+        Error::UnknownSequence { .. } | Error::FreedSequence { .. } | Error::ForeignSequence { .. } => {
+            classes::UnknownSequenceError::new_err(message)
+        }
         Error::WrongTier { .. } | Error::InFlight { .. } | Error::Unwritten { .. } | Error::Lost { .. } => {
             classes::SequenceStateError::new_err(message)
         }

@@ -37,7 +37,7 @@ use pyo3::exceptions::PyRuntimeWarning;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 use std::ffi::CString;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering::Relaxed};
 
 /// Slots of one call that are many: whether there are blocks is asked before memory for the slots is taken.
 const MANY_SLOTS: usize = 1 << 16;
@@ -47,6 +47,14 @@ const KEYED: &str = "salt, lora_id, extras or chunk_tokens are given with counts
 
 /// Open tickets above which `take_decision` warns, if nothing else is said.
 const MANY_TICKETS: u32 = 1000;
+
+/// Managers of this process that were numbered before.
+static NUMBERED: AtomicU16 = AtomicU16::new(0);
+
+/// The next manager's number. Handles of 65,536 managers differ.
+fn next_number() -> u16 {
+    NUMBERED.fetch_add(1, Relaxed).wrapping_add(1)
+}
 
 /// Tracks every block of a paged KV cache: who uses it, what it holds, and which tier it is in.
 ///
@@ -160,6 +168,7 @@ impl PyBlockManager {
         let config = Config { block_size, blocks, watermark, prefix_caching: prefix_caching.is_on() };
         let policies = policies::of(reuse_order, &prefix_caching)?;
         let mut manager = Manager::with_groups(config, policies, &group::groups(groups)).map_err(to_py)?;
+        manager.set_number(next_number()).map_err(to_py)?;
         if let CachingOptions::On(options) = prefix_caching {
             options.apply(&mut manager)?;
         }
@@ -880,13 +889,13 @@ impl PyBlockManager {
             (!pool.is_empty()).then(|| format!("{}: {} of {} blocks free", tier.name(), pool.free(), pool.len()))
         };
         let tiers: Vec<_> = Tier::ALL.into_iter().filter_map(tier).collect();
-        let sequences = manager.num_sequences();
+        let (number, sequences) = (manager.number(), manager.num_sequences());
         let size = manager.block_size();
         let open: Vec<_> = manager.open_tickets().take(4).map(|ticket| ticket.0.to_string()).collect();
         let open = match open.len() {
             0 => String::new(),
             _ => format!(", {} open tickets from {}", manager.num_open_tickets(), open[0]),
         };
-        format!("BlockManager(block_size={size}, {}, {sequences} sequences{open})", tiers.join(", "))
+        format!("BlockManager(number={number}, block_size={size}, {}, {sequences} sequences{open})", tiers.join(", "))
     }
 }

@@ -24,11 +24,27 @@ pub enum Error {
         /// Blocks in the tier.
         total: usize,
     },
-    /// The handle was never given out, or its sequence has been freed.
-    #[error("sequence {sequence} is unknown")]
+    /// The manager has never given the handle out.
+    #[error("sequence {sequence} is unknown: this manager never returned that handle")]
     UnknownSequence {
         /// The handle.
         sequence: SequenceId,
+    },
+    /// The sequence has been freed.
+    #[error("sequence {sequence} has been freed")]
+    FreedSequence {
+        /// The handle.
+        sequence: SequenceId,
+    },
+    /// Another manager has given the handle out.
+    #[error("sequence {sequence} belongs to manager {manager}, this is manager {asked}")]
+    ForeignSequence {
+        /// The handle.
+        sequence: SequenceId,
+        /// Number of the manager that gave it out.
+        manager: u16,
+        /// Number of this one.
+        asked: u16,
     },
     /// A batch names a sequence twice.
     #[error("sequence {sequence} is named twice in one call")]

@@ -105,6 +105,24 @@ impl Manager {
         })
     }
 
+    /// Gives the manager a number, which its handles carry. So another manager refuses them.
+    ///
+    /// # Errors
+    /// There are sequences, whose handles have the old number.
+    pub fn set_number(&mut self, number: u16) -> Result<()> {
+        match self.num_sequences() {
+            0 => self.sequences.set_manager(number),
+            found => return Err(invalid("number of sequences", found as i128, "0 to number the manager".to_owned())),
+        }
+        Ok(())
+    }
+
+    /// The manager's number.
+    #[must_use]
+    pub fn number(&self) -> u16 {
+        self.sequences.rows().manager()
+    }
+
     /// Keeps the last `capacity` events of the prefix cache from now on, which must not have cached anything yet.
     ///
     /// # Errors

@@ -72,6 +72,11 @@ impl Sequences {
         self.rows.len() / self.groups.all().len()
     }
 
+    /// Handles carry this number from now on.
+    pub(crate) fn set_manager(&mut self, number: u16) {
+        self.rows.set_manager(number);
+    }
+
     pub(crate) fn rows(&self) -> &Rows {
         &self.rows
     }

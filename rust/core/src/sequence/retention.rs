@@ -99,6 +99,6 @@ mod tests {
         let (sequence, _) = run(&mut manager, &[1], 15);
         assert!(matches!(manager.set_priority(&[sequence], 16), Err(Error::InvalidArgument { what: "priority", .. })));
         manager.free(&[sequence]).unwrap();
-        assert_eq!(manager.set_priority(&[sequence], 1), Err(Error::UnknownSequence { sequence }));
+        assert_eq!(manager.set_priority(&[sequence], 1), Err(Error::FreedSequence { sequence }));
     }
 }

@@ -138,7 +138,7 @@ impl State {
         named.truncate(call.count);
         match call.first {
             61 => named.extend(named.first().copied()),
-            62 => named.push(SequenceId::new(9999, 1)),
+            62 => named.push(SequenceId::new(0, 9999, 1)),
             _ => {}
         }
         named
@@ -178,7 +178,7 @@ impl State {
 
     fn run(&self, manager: &mut Manager, call: Call, named: &Named) -> Result<(), Error> {
         let (Call { verb, first, count, tokens, more }, Named { sequences: named, leads_away }) = (call, named);
-        let (one, mut out) = (named.first().copied().unwrap_or(SequenceId::new(9999, 1)), Vec::new());
+        let (one, mut out) = (named.first().copied().unwrap_or(SequenceId::new(0, 9999, 1)), Vec::new());
         let slots = &mut vec![0; named.len() * tokens as usize * manager.growing_groups()];
         let ticket = manager.open_tickets().nth(first % manager.num_open_tickets().max(1));
         let encoded = manager.growing_groups() < manager.groups().len();

@@ -65,7 +65,7 @@ impl World {
         let (manager, sequences) = (&mut self.manager, self.truth.keys().copied().collect::<Vec<SequenceId>>());
         for sequence in sequences {
             let len = manager.num_tokens(sequence).unwrap();
-            (sequence, len, manager.tier(sequence).unwrap()).hash(&mut trace);
+            (sequence.row(), sequence.generation(), len, manager.tier(sequence).unwrap()).hash(&mut trace);
             for group in 0..self.groups.len() {
                 let row = manager.table_of(sequence, group).unwrap();
                 manager.block_table(row).unwrap().hash(&mut trace);

@@ -104,7 +104,7 @@ impl First<'_> {
         let (mut index, mut before) = (0_usize, NEVER);
         for (&sequence, slot) in sequences.iter().zip(slots) {
             match rows.get_mut(sequence.row() as usize) {
-                Some(row) if row.generation == sequence.generation() => {
+                Some(row) if row.id == sequence => {
                     if row.stamp == epoch {
                         return Passed { rows: index, slow: left.len, before };
                     }
@@ -131,7 +131,7 @@ impl First<'_> {
             let count = batch.counts.at(index);
             let end = at + count as usize;
             match rows.get_mut(sequence.row() as usize) {
-                Some(row) if row.generation == sequence.generation() => {
+                Some(row) if row.id == sequence => {
                     if row.stamp == epoch {
                         return Passed { rows: index, slow: left.len, before };
                     }

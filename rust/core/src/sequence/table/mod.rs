@@ -1,5 +1,5 @@
 //! Block tables: which blocks hold a sequence's tokens. One row a sequence; rows are reused, and a handle carries the
-//! row's generation, so that a stale one is recognised.
+//! manager's number and the row's generation, so that a foreign or stale one is recognised.
 
 use crate::error::fault;
 use crate::error::{Error, Result};
@@ -14,7 +14,7 @@ use recent::RecentTokens;
 pub(crate) use snapshot::RowsImage;
 
 /// Most sequences.
-const MAX_SEQUENCES: usize = 1 << 24;
+const MAX_SEQUENCES: usize = SequenceId::FIELD_MAX as usize + 1;
 
 /// The blocks of one sequence, read as a slice. Every change is noted, so that a copy kept elsewhere, such as a row of an
 /// attention kernel's block table, can be brought up to date by what has changed alone.
@@ -165,20 +165,20 @@ impl SyncState {
 #[derive(Debug, Clone)]
 #[repr(C, align(64))]
 pub(crate) struct Row {
-    /// Odd while the row is in use.
-    pub(crate) generation: u32,
+    /// The handle of the row's sequence; its generation is odd while the row is in use.
+    pub(crate) id: SequenceId,
     /// Tokens in the sequence.
     pub(crate) len: u32,
     /// Tokens that fit without asking the pool: the end of the block being written while it is exclusive, else 0.
     pub(crate) writable: u32,
-    /// Last batch call that named the row.
-    pub(crate) stamp: u32,
     /// Slot of token 0 if the block being written went on backwards; a token's slot is this plus its position.
     pub(crate) slot_base: i64,
     /// Step in which tokens were last given slots.
     pub(crate) written: TicketId,
     /// What the caller's block table shows of the row, where it keeps one from call to call.
     pub(crate) synced: SyncState,
+    /// Last batch call that named the row.
+    pub(crate) stamp: u32,
     /// First tokens whose ids are known and lead to `keys`; [`Row::NOT_FOLLOWED`] without `keys`.
     pub(crate) known: u32,
     pub(crate) table: Table,
@@ -243,7 +243,7 @@ impl Row {
 
     fn unused() -> Self {
         Self {
-            generation: 0,
+            id: SequenceId(0),
             len: 0,
             writable: 0,
             stamp: 0,
@@ -265,6 +265,15 @@ impl Row {
         }
     }
 
+    pub(crate) fn is_in_use(&self) -> bool {
+        self.id.generation() & 1 == 1
+    }
+
+    /// No handle is left for another sequence in this row.
+    fn is_worn_out(&self) -> bool {
+        self.id.generation() >= SequenceId::FIELD_MAX - 1 && !self.is_in_use()
+    }
+
     /// What comes is not known by its token ids any more, and is not published.
     pub(crate) fn unfollow(&mut self) {
         (self.keys, self.known) = (None, Self::NOT_FOLLOWED);
@@ -282,25 +291,39 @@ impl Row {
 /// All sequences.
 #[derive(Debug, Clone)]
 pub(crate) struct Rows {
+    /// Number of the manager, in all handles.
+    manager: u16,
     entries: Vec<Row>,
+    /// Rows to be used again, without those that have worn out.
     unused: Vec<u32>,
+    worn_out: usize,
     epoch: u32,
     recent: RecentTokens,
 }
 
 impl Rows {
     pub(crate) fn new(block_size: u32) -> Self {
-        Self { entries: Vec::new(), unused: Vec::new(), epoch: 0, recent: RecentTokens::new(block_size) }
+        let recent = RecentTokens::new(block_size);
+        Self { manager: 0, entries: Vec::new(), unused: Vec::new(), worn_out: 0, epoch: 0, recent }
+    }
+
+    pub(crate) fn manager(&self) -> u16 {
+        self.manager
+    }
+
+    /// Handles carry this number from now on.
+    pub(crate) fn set_manager(&mut self, number: u16) {
+        self.manager = number;
     }
 
     /// Sequences that have not been freed.
     pub(crate) fn len(&self) -> usize {
-        self.entries.len() - self.unused.len()
+        self.entries.len() - self.unused.len() - self.worn_out
     }
 
     /// Makes room for `count` more rows, or fails.
     pub(crate) fn require(&mut self, count: usize) -> Result<()> {
-        let free = MAX_SEQUENCES.saturating_sub(self.len());
+        let free = MAX_SEQUENCES.saturating_sub(self.len() + self.worn_out);
         if count <= free {
             return memory::make_room(&mut self.entries, count.saturating_sub(self.unused.len()));
         }
@@ -318,38 +341,56 @@ impl Rows {
             row_index(self.entries.len() - 1)
         });
         let row = &mut self.entries[index as usize];
-        let generation = row.generation.wrapping_add(1);
+        let id = SequenceId::new(self.manager, index, row.id.generation() + 1);
         // Versions go on from one sequence to the next, so that one tells the two apart.
         let mut versions = std::mem::take(&mut row.table);
         versions.set(table);
-        *row = Row { generation, tier, table: versions, ..Row::unused() };
-        SequenceId::new(index, generation)
+        *row = Row { id, tier, table: versions, ..Row::unused() };
+        id
     }
 
     /// Closes a row and gives its table back.
     pub(crate) fn close(&mut self, sequence: SequenceId) -> Vec<BlockId> {
         let row = &mut self.entries[sequence.row() as usize];
-        row.generation = row.generation.wrapping_add(1);
+        row.id = SequenceId::new(self.manager, sequence.row(), sequence.generation() + 1);
         row.writable = 0;
         row.unfollow();
         row.group_tables = None;
-        self.unused.push(sequence.row());
+        if row.is_worn_out() {
+            self.worn_out += 1;
+        } else {
+            self.unused.push(sequence.row());
+        }
         row.table.take()
     }
 
     pub(crate) fn get(&self, sequence: SequenceId) -> Result<&Row> {
         fault::point()?;
         match self.entries.get(sequence.row() as usize) {
-            Some(row) if row.generation == sequence.generation() && row.generation & 1 == 1 => Ok(row),
-            _ => Err(Error::UnknownSequence { sequence }),
+            Some(row) if row.id == sequence && row.is_in_use() => Ok(row),
+            _ => Err(self.unknown(sequence)),
+        }
+    }
+
+    /// Why there is no such sequence.
+    #[cold]
+    fn unknown(&self, sequence: SequenceId) -> Error {
+        let last = self.entries.get(sequence.row() as usize).map_or(0, |row| row.id.generation());
+        if sequence.manager() != self.manager {
+            Error::ForeignSequence { sequence, manager: sequence.manager(), asked: self.manager }
+        } else if sequence.generation() & 1 == 1 && sequence.generation() < last {
+            Error::FreedSequence { sequence }
+        } else {
+            Error::UnknownSequence { sequence }
         }
     }
 
     pub(crate) fn get_mut(&mut self, sequence: SequenceId) -> Result<&mut Row> {
         fault::point()?;
-        match self.entries.get_mut(sequence.row() as usize) {
-            Some(row) if row.generation == sequence.generation() && row.generation & 1 == 1 => Ok(row),
-            _ => Err(Error::UnknownSequence { sequence }),
+        // Borrowed again, since an error reads all rows.
+        match self.entries.get(sequence.row() as usize) {
+            Some(row) if row.id == sequence && row.is_in_use() => Ok(self.at_mut(sequence)),
+            _ => Err(self.unknown(sequence)),
         }
     }
 
@@ -365,7 +406,7 @@ impl Rows {
 
     /// A row in use of that number.
     pub(crate) fn in_use(&self, row: u32) -> Option<&Row> {
-        self.entries.get(row as usize).filter(|row| row.generation & 1 == 1)
+        self.entries.get(row as usize).filter(|row| row.is_in_use())
     }
 
     /// Begins a batch call: rows named from now on are noted, so that a repetition shows.
@@ -398,8 +439,7 @@ impl Rows {
 
     /// Rows in use, with their handles.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (SequenceId, &Row)> {
-        let in_use = self.entries.iter().enumerate().filter(|(_, row)| row.generation & 1 == 1);
-        in_use.map(|(i, row)| (SequenceId::new(row_index(i), row.generation), row))
+        self.entries.iter().filter(|row| row.is_in_use()).map(|row| (row.id, row))
     }
 }
 
@@ -427,7 +467,38 @@ mod tests {
         assert_eq!(first.row(), second.row());
         assert!(rows.get(first).is_err());
         assert!(rows.get(second).is_ok());
-        assert!(rows.get(SequenceId::new(first.row(), 2)).is_err());
+        assert!(rows.get(SequenceId::new(0, first.row(), 2)).is_err());
+    }
+
+    #[test]
+    fn a_handle_that_is_not_valid_says_why() {
+        let mut rows = Rows::new(16);
+        rows.set_manager(3);
+        let sequence = rows.open(Tier::Device, Vec::new());
+        let foreign = SequenceId::new(5, sequence.row(), sequence.generation());
+        assert_eq!(rows.get(foreign).unwrap_err(), Error::ForeignSequence { sequence: foreign, manager: 5, asked: 3 });
+        for forged in [SequenceId::new(3, 0, 3), SequenceId::new(3, 0, 0), SequenceId::new(3, 1, 1)] {
+            assert_eq!(rows.get_mut(forged).unwrap_err(), Error::UnknownSequence { sequence: forged });
+        }
+        rows.close(sequence);
+        assert_eq!(rows.get(sequence).unwrap_err(), Error::FreedSequence { sequence });
+        let never = SequenceId::new(3, 0, 2);
+        assert_eq!(rows.get(never).unwrap_err(), Error::UnknownSequence { sequence: never });
+    }
+
+    #[test]
+    fn a_row_whose_generations_are_used_up_is_not_used_again() {
+        let mut rows = Rows::new(16);
+        let first = rows.open(Tier::Device, Vec::new());
+        rows.close(first);
+        rows.entries[0].id = SequenceId::new(0, 0, SequenceId::FIELD_MAX - 3);
+        let last = rows.open(Tier::Device, Vec::new());
+        assert_eq!((last.row(), last.generation()), (0, SequenceId::FIELD_MAX - 2));
+        rows.close(last);
+        let next = rows.open(Tier::Device, Vec::new());
+        assert_eq!((next.row(), rows.len()), (1, 1));
+        assert_eq!(rows.get(last).unwrap_err(), Error::FreedSequence { sequence: last });
+        assert!(rows.require(MAX_SEQUENCES - 1).is_err());
     }
 
     #[test]

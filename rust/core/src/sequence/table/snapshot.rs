@@ -1,6 +1,6 @@
 //! What of the tables outlives the process.
 
-use super::{MAX_SEQUENCES, RecentTokens, Row, RowKeys, Rows, Table, frames_before_extras};
+use super::{MAX_SEQUENCES, RecentTokens, Row, RowKeys, Rows, Table, frames_before_extras, row_index};
 use crate::hash::{Chain, Key, RESERVED_TOKEN};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::prefix::evict::MAX_PRIORITY;
@@ -9,6 +9,8 @@ use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize)]
 pub(crate) struct RowsImage {
+    /// Number of the manager, in all handles.
+    manager: u16,
     /// Of all rows; odd for those in use.
     generations: Vec<u32>,
     /// Rows in use, in the order of their numbers.
@@ -56,9 +58,10 @@ struct LastImage {
 impl Rows {
     pub(crate) fn image(&self) -> RowsImage {
         // What is left out belongs to one batch call.
-        let Self { entries, unused, epoch: _, recent: _ } = self;
+        let Self { manager, entries, unused, worn_out: _, epoch: _, recent: _ } = self;
         RowsImage {
-            generations: entries.iter().map(|row| row.generation).collect(),
+            manager: *manager,
+            generations: entries.iter().map(|row| row.id.generation()).collect(),
             rows: self.iter().map(|(sequence, row)| self.row_image(sequence.row() as usize, row)).collect(),
             unused: unused.clone(),
         }
@@ -66,9 +69,11 @@ impl Rows {
 
     /// The rows of a snapshot taken in the step `open`; tables are not compared with the pools yet.
     pub(crate) fn restore(image: RowsImage, open: TicketId, block_size: u32) -> Contents<Self> {
-        let RowsImage { generations, rows, unused } = image;
+        let RowsImage { manager, generations, rows, unused } = image;
         let in_use = generations.iter().filter(|generation| *generation & 1 == 1).count();
-        if generations.len() > MAX_SEQUENCES || in_use != rows.len() || unused.len() != generations.len() - in_use {
+        let worn_out = generations.iter().filter(|generation| **generation == SequenceId::FIELD_MAX - 1).count();
+        let in_range = generations.len() <= MAX_SEQUENCES && generations.iter().all(|&one| one < SequenceId::FIELD_MAX);
+        if !in_range || in_use != rows.len() || unused.len() != generations.len() - in_use - worn_out {
             return Err(format!(
                 "{} rows, {in_use} in use, {} not, {} given",
                 generations.len(),
@@ -78,7 +83,8 @@ impl Rows {
         }
         let mut named = vec![false; generations.len()];
         for &index in &unused {
-            let free = generations.get(index as usize).is_some_and(|generation| generation & 1 == 0);
+            let generation = generations.get(index as usize);
+            let free = generation.is_some_and(|one| one & 1 == 0 && *one < SequenceId::FIELD_MAX - 1);
             if !free || std::mem::replace(&mut named[index as usize], true) {
                 return Err(format!("row {index} is in use, or free twice"));
             }
@@ -91,15 +97,15 @@ impl Rows {
         for (index, generation) in generations.into_iter().enumerate() {
             let row = if generation & 1 == 0 { None } else { rows.next() };
             let row = row.map_or_else(|| Ok(Row::unused()), |row| row.restore(open, block_size, index, &mut recent));
-            entries.push(Row { generation, ..row? });
+            entries.push(Row { id: SequenceId::new(manager, row_index(index), generation), ..row? });
         }
-        Ok(Self { entries, unused, epoch: 0, recent })
+        Ok(Self { manager, entries, unused, worn_out, epoch: 0, recent })
     }
 
     fn row_image(&self, index: usize, row: &Row) -> RowImage {
         // What is left out is found again by the next append, or belongs to one batch call.
         let Row {
-            generation: _,
+            id: _,
             len,
             writable: _,
             stamp: _,
