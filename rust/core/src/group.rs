@@ -207,4 +207,18 @@ mod tests {
         }
         assert!(Groups::new(&[Group::SlidingWindow { window: 0 }]).is_err());
     }
+
+    #[test]
+    fn a_sequence_holds_at_most_its_peak_of_blocks() {
+        let peak = |group: Group, tokens, lookahead, chunk| group.peak_blocks(tokens, lookahead, chunk, 4);
+        for group in [Group::Full, Group::CrossAttention] {
+            assert_eq!([peak(group, 8, 0, 8), peak(group, 8, 1, 8), peak(group, 9, 7, 2)], [2, 3, 4]);
+        }
+        let window = Group::SlidingWindow { window: 5 };
+        // 4 tokens before a chunk, the chunk and the lookahead, which begin anywhere in a block.
+        assert_eq!([peak(window, 100, 0, 8), peak(window, 100, 4, 8), peak(window, 100, 9, 8)], [4, 5, 7]);
+        assert_eq!([peak(window, 6, 0, 8), peak(window, 100, 0, 1)], [2, 3]);
+        assert_eq!([peak(Group::Recurrent, 4, 0, 8), peak(Group::Recurrent, 100, 0, 100)], [1, 1]);
+        assert_eq!([peak(Group::Recurrent, 100, 5, 8), peak(Group::Recurrent, 100, 0, 99)], [4, 2]);
+    }
 }

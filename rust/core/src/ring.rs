@@ -386,4 +386,13 @@ mod tests {
         }
         assert!(most < 5000 * 7 / 4, "{most} entries");
     }
+
+    #[test]
+    fn a_queue_begins_a_chunk_when_the_last_is_full() {
+        let mut queue = Queue::new(4);
+        for _ in 0..9 {
+            queue.push(Entry::default());
+        }
+        assert_eq!((queue.full.len(), queue.back.len()), (2, 1));
+    }
 }

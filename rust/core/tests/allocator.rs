@@ -287,3 +287,16 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn cached_blocks_are_kept_while_others_are_free() {
+    for eviction in [Eviction::Released, Eviction::Accessed] {
+        let mut allocator = caching(ReuseOrder::Lowest, eviction);
+        let (blocks, _) = take_keys(&mut allocator, &[1, 2, 3]);
+        allocator.mark_computed(None);
+        free(&mut allocator, &blocks.iter().map(|block| block.0).collect::<Vec<_>>());
+        assert_eq!(take(&mut allocator, BLOCKS - 3), (3..12).collect::<Vec<_>>());
+        assert_eq!(take_keys(&mut allocator, &[1, 2, 3]), (blocks, 3));
+        allocator.check().unwrap();
+    }
+}

@@ -56,3 +56,38 @@ fn a_state_passes_over_as_many_blocks_as_admission_allows() {
     let most = 1 << 24;
     assert_eq!([most + 1, most + 2, 2 * most].map(fits), [true, false, false]);
 }
+
+#[test]
+fn what_comes_back_to_the_host_needs_no_block_for_its_next_token() {
+    let config = Config { block_size: 4, blocks: [4, 2, 4], watermark: 0.5, prefix_caching: false };
+    let mut manager = Manager::new(config).unwrap();
+    let mut opened = Vec::new();
+    manager.allocate(&[8], &mut opened).unwrap();
+    for tier in [Tier::Host, Tier::External] {
+        let ticket = manager.take_decision().ticket;
+        manager.complete(ticket).unwrap();
+        manager.swap_out(&opened, tier).unwrap();
+    }
+    let ticket = manager.take_decision().ticket;
+    manager.complete(ticket).unwrap();
+    // Two blocks, full to the last token, for two that are free.
+    assert_eq!(manager.can_swap_in(&opened, Tier::Host, 0).unwrap().status, AllocStatus::Ok);
+    manager.swap_in(&opened, Tier::Host).unwrap();
+    manager.check().unwrap();
+}
+
+#[test]
+fn fragmentation_counts_tables_and_their_runs() {
+    let config = Config { block_size: 1, blocks: [16, 0, 0], watermark: 0.0, prefix_caching: false };
+    let mut manager = Manager::new(config).unwrap();
+    let mut opened = Vec::new();
+    manager.allocate(&[3, 2, 4, 0], &mut opened).unwrap();
+    assert_eq!((manager.fragmentation(2).unwrap().tables, manager.fragmentation(2).unwrap().runs), (3, 3));
+    manager.free(&opened[1..2]).unwrap();
+    let ticket = manager.take_decision().ticket;
+    manager.complete(ticket).unwrap();
+    // The two blocks of the hole, and two beyond the others.
+    manager.allocate(&[4], &mut opened).unwrap();
+    let found = manager.fragmentation(2).unwrap();
+    assert_eq!((found.tables, found.runs, found.holes), (3, 4, 5));
+}

@@ -119,4 +119,10 @@ mod tests {
         assert!(Kind::ALL.is_sorted());
         assert!(Kind::SwapOut < Kind::SwapIn && Kind::Spill < Kind::Fetch && Kind::Fetch < Kind::Copy);
     }
+
+    #[test]
+    fn only_transfers_to_the_device_load() {
+        let loads: Vec<Kind> = Kind::ALL.into_iter().filter(|kind| kind.loads()).collect();
+        assert_eq!(loads, [Kind::SwapIn, Kind::Fetch]);
+    }
 }

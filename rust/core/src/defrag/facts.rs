@@ -127,4 +127,15 @@ mod tests {
         assert_eq!(Remaining::new(Budget::of_moves(3)).buys(Entry::Exchange), 3);
         assert_eq!(Budget { moves: 10, bytes: 127, block_bytes: 64 }.one_way(), 1);
     }
+
+    #[test]
+    fn a_refund_gives_back_what_a_pair_cost() {
+        for entry in [Entry::Move, Entry::Drop, Entry::Exchange] {
+            let mut budget_left = Remaining::new(Budget { moves: 10, bytes: 64 * 64, block_bytes: 64 });
+            let before = (budget_left.moves, budget_left.writes);
+            budget_left.pay(entry, 3);
+            (0..3).for_each(|_| budget_left.refund(entry));
+            assert_eq!((budget_left.moves, budget_left.writes), before, "{entry:?}");
+        }
+    }
 }

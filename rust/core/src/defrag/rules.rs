@@ -186,3 +186,27 @@ impl Scratch {
         done
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::occupancy::Occupancy;
+
+    /// Only holes from 10 on are blank.
+    struct Late;
+
+    impl Facts for Late {
+        fn entry(&self, hole: BlockId) -> Entry {
+            if hole.0 < 10 { Entry::Exchange } else { Entry::Move }
+        }
+    }
+
+    #[test]
+    fn one_hole_is_searched_until_one_is_entered_by_a_move() {
+        let mut places = BlockMap::new(20);
+        (0..20).filter(|block| block % 3 == 1).for_each(|block| places.set(BlockId(block), Occupancy::Live));
+        let mut holes = HoleRuns::default();
+        assert!(Rules::new(&Late).find_holes(&places, 0..20, 1, &mut holes));
+        assert!(holes.found[0] >= 1, "{holes:?}");
+    }
+}

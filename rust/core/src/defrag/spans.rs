@@ -98,3 +98,22 @@ fn best(runs: &mut Vec<Range<u32>>, places: &BlockMap, wanted: u32, content: Opt
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::defrag::Plain;
+    use crate::id::BlockId;
+    use crate::occupancy::Occupancy;
+
+    #[test]
+    fn the_longest_of_many_runs_are_kept() {
+        // Single holes, one run of five among the last of them.
+        let mut places = BlockMap::new(1000);
+        let is_live = |block: u32| block % 2 == 0 && !(800..806).contains(&block);
+        (0..1000).filter(|&block| is_live(block)).for_each(|block| places.set(BlockId(block), Occupancy::Live));
+        let mut spans = Spans::find(&places, &Rules::new(&Plain), 5);
+        let run = spans.fit(&places, 5, None).unwrap();
+        assert!(run.len() >= 5 && run.start >= 799 && run.end <= 807, "{run:?}");
+    }
+}

@@ -258,4 +258,11 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn tags_spread_over_all_buckets() {
+        let index = PrefixIndex { buckets: 4, ..PrefixIndex::new(24) };
+        let homes = [0, 1 << 30, 2 << 30, 3 << 30, u32::MAX].map(|tag| index.home(tag));
+        assert_eq!(homes, [0, 1, 2, 3, 3]);
+    }
 }

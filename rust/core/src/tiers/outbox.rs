@@ -301,4 +301,14 @@ mod tests {
         assert!(outbox.notes.len() <= 66 && outbox.queue.len() <= 64, "{}", outbox.notes.len());
         assert!(outbox.export(&kept).is_some());
     }
+
+    #[test]
+    fn after_it_is_cleared_it_notes_as_many_keys_as_before() {
+        let mut outbox = Outbox::new(StoreWrites::Through, 4);
+        outbox.clear();
+        for token in 1..4 {
+            outbox.note_computed(&published(token), |_| false);
+        }
+        assert!((1..4).all(|token| outbox.export(&chain(token).key()).is_some()));
+    }
 }
