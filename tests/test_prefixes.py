@@ -66,6 +66,18 @@ def test_close_writes_what_was_computed_last(tmp_path: Path):
         assert cache.fetch(tokens(1, 9)).tokens == 8
 
 
+def test_an_idle_cache_writes_its_blocks_while_it_is_polled():
+    medium: Medium = {}
+    with checked(keyed(medium), device=64) as cache:
+        cache.serve(tokens(1, 161))
+        assert cache.cache.metrics()["prefix_store_waiting_blocks"] == cache.prefixes.waiting_blocks == 40
+        until = time.monotonic() + 60
+        while cache.prefixes.waiting_blocks and time.monotonic() < until:
+            assert not cache.cache.poll()
+            time.sleep(0.001)
+        assert (cache.prefixes.stats.written_blocks, cache.prefixes.waiting_blocks) == (40, 0)
+
+
 def test_two_caches_share_one_store_while_both_run():
     medium: Medium = {}
     with checked(keyed(medium)) as one, checked(keyed(medium), host=0) as other:

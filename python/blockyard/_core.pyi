@@ -632,6 +632,9 @@ class StoreJobs:
             UnknownTicketError: there is no such load, or it has ended.
             InvalidArgumentError: there is not one entry a block.
         """
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that wait for `begin_write`. A block that is evicted before its turn counts until then."""
     def begin_write(self, max_blocks: int) -> StoreJob:
         """Begin to read blocks for the store, all of one tier.
 

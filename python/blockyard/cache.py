@@ -199,9 +199,14 @@ class KVCache:
     def poll(self) -> list[StepEnd]:
         """End the tickets whose transfers have ended since the last call; never waits.
 
+        Blocks for the prefix store, and those from it, move on too. Call it about every 10 ms while there is nothing
+        to compute: an idle engine's blocks reach the store that way.
+
         An exception, `KeyboardInterrupt` included, loses no `StepEnd`: what a call could not report, the next does.
         """
         self._tickets.end(self.executor.poll())
+        if self.prefix_store is not None:
+            self.prefix_store.poll()
         return self._tickets.report()
 
     def drain(self) -> list[StepEnd]:
@@ -258,6 +263,7 @@ class KVCache:
         used, slots = pool.num_blocks - pool.num_free, pool.num_blocks
         if self.prefix_store is not None:
             found |= self.prefix_store.stats.as_dict()
+            found["prefix_store_waiting_blocks"] = self.prefix_store.waiting_blocks
             store = self.prefix_store.store
             used, slots = used + store.stats().stored_blocks, slots + store.num_slots
         found["external_cache_usage_sys"] = used / slots if slots else 0.0

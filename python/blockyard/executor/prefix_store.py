@@ -178,6 +178,11 @@ class PrefixStore:
         """Prefetches that are not done."""
         return len(self._open)
 
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks that are to be written and are not in the store yet."""
+        return self._manager.prefix.store_jobs.num_waiting + sum(len(write.job) for write in self._writing)
+
     def prefetch(
         self, prompt: HashedPrompt | NDArray[np.uint32] | list[int], *, salt: bytes | None = None, lora_id: int = 0
     ) -> Prefetch:

@@ -5,7 +5,7 @@ use crate::error::{Result, invalid};
 use crate::hash::ExportedKey;
 use crate::id::JobId;
 use crate::sequence::Prompt;
-use crate::tiers::StoreWrites;
+use crate::tiers::{Outbox, StoreWrites};
 use crate::transfer::StoreJob;
 
 impl Manager {
@@ -52,6 +52,12 @@ impl Manager {
         let published = self.jobs.end_load(&mut self.tiers, job, landed, tokens)?;
         self.tiers.enforce_quotas();
         Ok(published)
+    }
+
+    /// Blocks that wait to be written to the store, those included whose bytes are gone meanwhile.
+    #[must_use]
+    pub fn waiting_for_store(&self) -> usize {
+        self.tiers.outbox().map_or(0, Outbox::waiting)
     }
 
     /// Begins to read blocks for the store, at most so many, all of one tier. A job without blocks has ended.

@@ -143,6 +143,11 @@ impl Outbox {
         }
     }
 
+    /// Keys in the queue.
+    pub(crate) fn waiting(&self) -> usize {
+        self.queue.len()
+    }
+
     /// The next key of the queue, which counts as stored from now on.
     pub(crate) fn pop(&mut self) -> Option<Key> {
         while let Some(key) = self.queue.pop_front() {
@@ -304,11 +309,12 @@ mod tests {
 
     #[test]
     fn after_it_is_cleared_it_notes_as_many_keys_as_before() {
-        let mut outbox = Outbox::new(StoreWrites::Through, 4);
+        let mut outbox = Outbox::new(StoreWrites::Through, 100);
         outbox.clear();
-        for token in 1..4 {
+        for token in 0..200 {
             outbox.note_computed(&published(token), |_| false);
         }
-        assert!((1..4).all(|token| outbox.export(&chain(token).key()).is_some()));
+        assert!((0..200).all(|token| outbox.export(&chain(token).key()).is_some()));
+        assert_eq!(outbox.waiting(), 200);
     }
 }

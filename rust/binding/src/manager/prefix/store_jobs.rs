@@ -170,6 +170,12 @@ impl PyStoreJobs {
         self.0.lock().end_load(JobId(job), &landed).map_err(to_py)
     }
 
+    /// Blocks that wait for `begin_write`. A block that is evicted before its turn counts until then.
+    #[getter]
+    fn num_waiting(&self) -> usize {
+        self.0.lock().waiting_for_store()
+    }
+
     /// Begin to read blocks for the store, all of one tier.
     ///
     /// All writes hold at most a quarter of the device's blocks. A call that needs a block in their hands takes it:
