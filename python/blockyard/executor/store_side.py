@@ -21,12 +21,14 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.stores.base import ExternalStore, Owners
+from blockyard.stores.base import ExternalStore, FailureLog, Owners
+from blockyard.stores.batches import BatchStore
 
 __all__ = ["Answer", "Batch", "StoreSide"]
 
 NOTHING_READ: Final = {"absent", "empty"}
 """Reasons of misses for which no byte was read."""
+_FAILURES: Final = {"io", "timeout", "unavailable"}
 OVERDUE_SECONDS: Final = 600.0
 """A batch that the store has not reported by then is given up."""
 
@@ -90,6 +92,7 @@ class StoreSide:
         self._bytes_per_block = bytes_per_block
         self._open: dict[int, Batch] = {}
         self._answers: list[tuple[Batch, object]] = []
+        self._failures = None if isinstance(store, BatchStore) else FailureLog()  # that one logs by itself
         self._repeated: set[int] = set()
         self._strays = 0  # calls that were interrupted, and whose ticket is not known
         self._polling = False  # if it is set when `poll` begins, the last call was interrupted
@@ -234,6 +237,8 @@ class StoreSide:
             ):
                 # What the engine copies from while the caller goes on must be memory that torch takes.
                 rows = rows if rows.flags.carray else np.require(rows, requirements=("C", "W"))
+                if self._failures is not None:
+                    self._log_failure(self._failures, answer)
                 return Answer(answer.ok.copy(), rows, reasons=tuple(map(str, answer.reasons)))
             found = f"ticket {answer.ticket}, ok {_of(answer.ok)}, rows {_of(rows)}, {len(answer.reasons)} reasons"
             wanted = f"ticket {ticket}, ok bool [{batch.count}], rows uint8 {list(shape)}, {batch.count} reasons"
@@ -243,6 +248,13 @@ class StoreSide:
         else:
             error = StoreError(f"the answer is a {type(answer).__name__}, a Completion is needed")
         return Answer(np.zeros(batch.count, dtype=np.bool_), none, self._refusal(batch, error))
+
+    def _log_failure(self, log: FailureLog, answer: Completion) -> None:
+        if answer.ok.all():
+            log.worked()
+        elif reasons := _FAILURES.intersection(answer.reasons):
+            log.failed(self._store.stats().last_error or ", ".join(sorted(reasons)))
+        log.flush(self._store)
 
     def _refusal(self, batch: Batch, why: Exception) -> StoreError:
         """Log that a batch is lost, once."""

@@ -9,7 +9,9 @@ its URL scheme by `register`, or by an entry point of the group `blockyard.store
 `open_store`.
 """
 
+import logging
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -43,7 +45,9 @@ _BUILT_IN = {
 Keys: TypeAlias = NDArray[np.uint8] | Sequence[bytes]
 Use: TypeAlias = Literal["swap", "prefix"]
 Maker = TypeVar("Maker", bound=Callable[..., "ExternalStore"])
+_LOGGED_SECONDS = 60.0
 _registered: dict[str, Callable[..., "ExternalStore"]] = {}
+_log = logging.getLogger("blockyard.stores")
 
 
 class Owners(NamedTuple):
@@ -369,6 +373,47 @@ def check_quota(tenant: object, num_blocks: object = None) -> None:
 def quotaless() -> StoreError:
     """Return the error of a store without quotas."""
     return StoreError("this store cannot keep quotas: a file:// store of one directory or a redis:// server can")
+
+
+class FailureLog:
+    """Logs that a store fails, and that it works again: one line a minute and cause, in the logger `blockyard.stores`.
+
+    Calls only take note, so that one can hold a lock; `flush` writes the lines.
+    """
+
+    def __init__(self) -> None:
+        self._logged: dict[str, float] = {}  # causes of the last minute
+        self._failures = 0  # since the store worked
+        self._is_known = False  # whether one of them was logged
+        self._lines: list[str] = []
+
+    def failed(self, cause: str) -> None:
+        """Note a failure.
+
+        Args:
+            cause: one line; lines of one cause begin alike up to the first colon.
+        """
+        self._failures += 1
+        now, kind = time.monotonic(), cause.partition(":")[0]
+        self._logged = {kind: at for kind, at in self._logged.items() if now < at + _LOGGED_SECONDS}
+        if kind not in self._logged:
+            self._logged[kind] = now
+            self._is_known = True
+            self._lines.append(f"fails, blocks are misses: {cause}")
+
+    def worked(self) -> None:
+        """Note that a batch was carried out."""
+        if self._failures:
+            if self._is_known:
+                self._lines.append(f"works again after {self._failures} failures")
+            self._failures, self._is_known = 0, False
+
+    def flush(self, store: object) -> None:
+        """Log what was noted; `store` names the store."""
+        if self._lines:
+            lines, self._lines = self._lines, []
+            for line in lines:
+                _log.warning("%s %s", store, line)
 
 
 class Opener(Protocol):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
-from blockyard.stores.base import ExternalStore, Owners
+from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.workers import Process, start_worker
 
 __all__ = ["Batch", "BatchStore", "Kind", "KnownKeys", "Name", "check_out", "of", "owners_of_each"]
@@ -93,6 +93,7 @@ class BatchStore(ExternalStore):
         self._misses: Counter[str] = Counter()
         self._blocks = {True: 0, False: 0}  # written, read
         self._errors, self._errors_in_a_row, self._last_error = 0, 0, ""
+        self._failures = FailureLog()
         self._closed = False
         self._event: int | None = None
         self._looking = False  # a lookup is under way
@@ -335,6 +336,8 @@ class BatchStore(ExternalStore):
                 self._note(error)
             else:
                 self._errors_in_a_row = 0
+                if not self._is_down:
+                    self._failures.worked()
             if not batch.ticket:
                 self._end_lookup(answered=time.monotonic() - began < _DEAR)
             elif batch.ended:
@@ -344,6 +347,7 @@ class BatchStore(ExternalStore):
                 self._end(batch, reasons)
             if error is not None and time.monotonic() - began >= _DEAR:
                 self._go_down()
+        self._failures.flush(self)
 
     # ---- with the lock held ----
 
@@ -428,6 +432,7 @@ class BatchStore(ExternalStore):
         self._errors += 1
         self._errors_in_a_row += 1
         self._last_error = " ".join("".join(traceback.format_exception_only(error)).split())
+        self._failures.failed(self._last_error)
 
     # ---- storage that does not answer; with the lock held ----
 
@@ -435,6 +440,7 @@ class BatchStore(ExternalStore):
         """Refuse batches, and give up those that wait, until a probe is answered."""
         if not self._is_down:
             self._is_down, self._pause = True, _PAUSES[0]
+            self._failures.failed("it does not answer")
         self._retry_at = time.monotonic() + self._pause
         for batch in list(self._open.values()):
             if not batch.ended and not batch.running:
@@ -456,6 +462,7 @@ class BatchStore(ExternalStore):
         if self._is_down:
             if answered:
                 self._is_down = False
+                self._failures.worked()
             else:
                 self._pause = min(2 * self._pause, _PAUSES[1])
                 self._retry_at = time.monotonic() + self._pause

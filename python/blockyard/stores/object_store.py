@@ -251,7 +251,7 @@ class ObjectStore(RemoteStore):
         self._calls.each(len(keys), look)
         return there
 
-    def replace(
+    def replace_epoch(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
     ) -> NDArray[np.uint8] | None:
         """Store a row on the condition that nothing else has been stored; see `ThreadedStore.replace`."""
@@ -266,7 +266,7 @@ class ObjectStore(RemoteStore):
                 raise self._public(error) from None
             if (None if there is None else bytes(there)) == (None if old is None else old.tobytes()):
                 self._put_on_condition(path, new.data, meta)
-        return self._read_row(key)
+        return self.read_epoch(key)
 
     def _put_on_condition(self, path: str, value: memoryview, meta: Mapping[str, Any]) -> None:
         """Replace the object that `meta` describes, or create it; nothing is done if it has changed."""

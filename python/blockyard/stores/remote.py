@@ -56,9 +56,6 @@ class RemoteStore(ThreadedStore):
         self._names: set[bytes] = set()  # of slots
         self._secrets = secrets
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
     @abstractmethod
     def _ask(self) -> None:
         """Ask the server for anything; raises what the client raises."""

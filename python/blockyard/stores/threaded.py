@@ -16,7 +16,8 @@ from blockyard.stores.base import Keys, Owners, keyless
 from blockyard.stores.batches import Batch, BatchStore, KnownKeys, Name, check_out, of, owners_of_each
 from blockyard.stores.codec import Codec, MacKey, guarded_namespace, read_mac_key
 from blockyard.stores.epochs import EPOCH_BYTES, Epoch, ForgottenError, Record, SharedEpoch
-from blockyard.stores.value import HEADER, check_values, is_damage, seal_values, spread_out, value_length
+from blockyard.stores.url import public_url
+from blockyard.stores.value import HEADER, answered, check_values, is_damage, seal_values, spread_out, value_length
 
 __all__ = ["ThreadedStore"]
 
@@ -30,21 +31,18 @@ class ThreadedStore(BatchStore):
 
     The class makes tickets, deadlines and misses of them, keeps the order of operations on each slot and key, and
     checks every block that comes back. An exception, a wrong answer or a passed deadline is a miss. Memory that was
-    lent to a call that hangs is not used again. A hanging call occupies its thread; it does not keep the interpreter
-    from ending.
+    lent to a call that hangs is not used again. A hanging call occupies its thread, and the interpreter can still end.
 
-    After a call that hung or failed late, batches are misses at once, `"unavailable"`, until a probe is answered.
+    After a call that hung or failed late, batches are misses at once, `"unavailable"`, until a probe is answered. The
+    logger `blockyard.stores` has a line when a store fails, at most one a minute and cause, and when it works again.
 
     The functions see names of 32 bytes, never the caller's keys. A slot's name is the SHA-256 of the namespace, 16
-    random bytes of this store and the slot. So two stores never share slots, not even two processes over one server;
-    blocks in slots are of no use after `close`. The name of a key's block is the same in every process. What is stored
-    for it has a header (`blockyard.stores.value`), so rows are wider then. One row more, of 192 bytes, is the record of
-    the epoch under which blocks count (`blockyard.stores.epochs`); `forget` replaces it.
+    random bytes of this store and the slot: two stores never share slots, and blocks in slots are of no use after
+    `close`. The name of a key's block is the same in every process. What is stored
+    for it has a header (`blockyard.stores.value`), so rows are wider then; with a codec or a MAC key those of slots are
+    too. A store with keys has one row more, of 192 bytes, which says which blocks count: see `read_epoch`.
 
-    With a codec or a MAC key the blocks of slots have the header too.
-
-    `contains` answers from what this process knows: False means "absent, or not known yet". It looks a key that is new
-    to it up in the background: ask again. A plug-in evicts by itself when it is full.
+    `contains` answers from what this process knows. A plug-in evicts by itself when it is full.
 
     Args:
         url: as given to `open_store`; `blockyard.stores.StoreURL.parse` reads options from it.
@@ -113,7 +111,11 @@ class ThreadedStore(BatchStore):
         self._known = KnownKeys()
         self._wanted: dict[bytes, None] = {}  # keys to look up
         self._record_key = np.frombuffer(self._digest_of(b"BLKYEPOCH2"), np.uint8)
+        self._has_record = False  # it has been read once
         self._epochs = SharedEpoch(self._read_record, self._replace_record, revision)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({public_url(self.url)!r})"
 
     @abstractmethod
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -156,7 +158,7 @@ class ThreadedStore(BatchStore):
             keys: uint8 `[n, 32]`.
         """
         row = np.zeros((1, self._width), np.uint8)
-        return np.array([_answer("get", self.get(key[None], row), 1)[0] for key in keys], np.bool_)
+        return np.array([answered("get", self.get(key[None], row), 1)[0] for key in keys], np.bool_)
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
         """Start to write blocks; see `ExternalStore.submit_write`."""
@@ -219,9 +221,8 @@ class ThreadedStore(BatchStore):
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """Return whether each key is known to have a block; see `ExternalStore.contains`.
 
-        False means "absent, or not known yet": this never waits for the storage. A key that is new to this process is
-        looked up in the background, so asking again some milliseconds later tells. A key that was absent is looked up
-        again after a second, if it is asked for.
+        Never waits: unknown keys are looked up in the background, so ask again some milliseconds later. A key that was
+        absent is looked up again after a second.
         """
         names = self._keys_of(keys)
         with self._lock:
@@ -293,8 +294,13 @@ class ThreadedStore(BatchStore):
             return None, ["forgotten"] * len(keys)
         names = self._names_of(keys, epoch.token)
         if batch.kind == "put":
-            return self._put(batch, keys, names, epoch)
-        late = self._delete(names)
+            assert batch.rows is not None  # noqa: S101 (for the type checker)
+            values, reasons = self._seal(batch.rows, keys)
+            self._put_good(names, values, reasons, batch.owners, epoch)
+            return None, reasons
+        self.delete(names)
+        with self._lock:  # puts that may still bring a key back
+            late = {name for other in self._late for name in other.names}
         return None, ["lost" if key in late else "" for key in keys]
 
     def _write(self, batch: Batch) -> tuple[None, list[str]]:
@@ -330,12 +336,6 @@ class ThreadedStore(BatchStore):
         for index, reason, digest in zip(there, found, sums, strict=True):
             reasons[index] = reason or ("" if digest.tobytes() == digests[index] else "payload_checksum")
         return spread_out(rows, there, len(slots)), reasons
-
-    def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8], epoch: Epoch) -> tuple[None, list[str]]:
-        assert batch.rows is not None  # noqa: S101 (for the type checker)
-        values, reasons = self._seal(batch.rows, keys)
-        self._put_good(names, values, reasons, batch.owners, epoch)
-        return None, reasons
 
     def _get(self, batch: Batch, keys: list[bytes], epoch: Epoch) -> tuple[NDArray[np.uint8] | None, list[str]]:
         with self._lock:
@@ -399,7 +399,7 @@ class ThreadedStore(BatchStore):
             found = self.put(*chosen)
         else:
             found = self._put_owned(*chosen, Owners(owners.tenants[good], owners.parents[good]), epoch)
-        for index, stored in zip(good, _answer("put", found, len(good)), strict=True):
+        for index, stored in zip(good, answered("put", found, len(good)), strict=True):
             reasons[index] = "" if stored else "refused"
         if self._reuses_rows and not any(reasons):
             self._buffers.give(rows)
@@ -447,7 +447,7 @@ class ThreadedStore(BatchStore):
 
     def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
         """Read values by `get`. Returns why each did not come; a store that knows more than "absent" overrides it."""
-        return ["" if good else "absent" for good in _answer("get", self.get(names, values), len(names))]
+        return ["" if good else "absent" for good in answered("get", self.get(names, values), len(names))]
 
     def _varies(self, rows: NDArray[np.uint8]) -> bool:
         """Return whether a row or rows hold what a codec returned, followed by zeros."""
@@ -464,12 +464,6 @@ class ThreadedStore(BatchStore):
         row[min(size, len(row)) :] = 0
         return HEADER <= size <= len(row)
 
-    def _delete(self, names: NDArray[np.uint8]) -> set[Name]:
-        """Delete values. Returns the keys that a put may still bring back."""
-        self.delete(names)
-        with self._lock:
-            return {name for other in self._late for name in other.names}
-
     def _look_up(self) -> list[str]:
         """Look up the keys that `contains` was asked for; or any name, to see whether the storage answers."""
         with self._lock:
@@ -482,7 +476,7 @@ class ThreadedStore(BatchStore):
         except ForgottenError:
             return []
         age = self._age
-        found = _answer("has", self.has(self._names_of(keys, epoch.token)), len(keys))
+        found = answered("has", self.has(self._names_of(keys, epoch.token)), len(keys))
         with self._lock:
             for key, good in zip(keys, found, strict=True):
                 if age == self._age and key not in self._last and self._known.is_due(key):
@@ -492,10 +486,29 @@ class ThreadedStore(BatchStore):
 
     # ---- the epoch ----
 
-    def replace(
+    def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        """Return the row that says which blocks count, uint8 `[192]`; None if there is none.
+
+        The default is a call of `get`, whose exceptions count as "none" until it has returned the row once: a `get`
+        may raise for a key that is absent. Runs in a worker thread; may block or raise.
+
+        Args:
+            key: of the row, uint8 `[32]`.
+        """
+        row = np.zeros((1, HEADER + EPOCH_BYTES), np.uint8)
+        try:
+            is_there = answered("get", self.get(key[None], row), 1)[0]
+        except Exception:
+            if self._has_record:
+                raise
+            return None
+        self._has_record |= is_there
+        return row[0] if is_there else None
+
+    def replace_epoch(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
     ) -> NDArray[np.uint8] | None:
-        """Store a row if what is there is `old`, in one step that no other process comes between.
+        """Store that row if what is there is `old`, in one step that no other process comes between.
 
         `forget` calls it. The default keeps the threads of this store apart and nothing else: a plug-in whose blocks
         several processes share at the same time overrides it. Runs in a worker thread; may block or raise.
@@ -511,20 +524,16 @@ class ThreadedStore(BatchStore):
         Raises:
             StoreError: the storage cannot do it in one step.
         """
-        there = self._read_row(key)
+        there = self.read_epoch(key)
         if (None if there is None else there.tobytes()) != (None if old is None else old.tobytes()):
             return there
-        if not _answer("put", self.put(key[None], new[None]), 1)[0]:
+        if not answered("put", self.put(key[None], new[None]), 1)[0]:
             raise StoreError("put refused the epoch's record")
-        return new
-
-    def _read_row(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """Return the row of the epoch's record as it is stored, None if there is none."""
-        row = np.zeros((1, HEADER + EPOCH_BYTES), np.uint8)
-        return row[0] if _answer("get", self.get(key[None], row), 1)[0] else None
+        self._has_record = True
+        return self.read_epoch(key)
 
     def _read_record(self) -> Record:
-        return self._record(self._read_row(self._record_key))
+        return self._record(self.read_epoch(self._record_key))
 
     def _record(self, row: NDArray[np.uint8] | None) -> Record:
         """Check a row that should be the epoch's record."""
@@ -538,11 +547,10 @@ class ThreadedStore(BatchStore):
         return Record(row.tobytes(), Epoch.read(row[HEADER:].tobytes()) if is_whole else None)
 
     def _replace_record(self, stored: Record, epoch: Epoch) -> Record:
-        row = np.zeros((1, HEADER + EPOCH_BYTES), np.uint8)
-        row[0, HEADER:] = np.frombuffer(epoch.record(), np.uint8)
+        row = np.frombuffer(bytes(HEADER) + epoch.record(), np.uint8)[None].copy()
         seal_values(row, self.namespace, [self._record_key.tobytes()], mac_key=self._mac_key)
         old = None if stored.raw is None else np.frombuffer(stored.raw, np.uint8)
-        return self._record(self.replace(self._record_key, old, row[0]))
+        return self._record(self.replace_epoch(self._record_key, old, row[0]))
 
     def _fetch_under(
         self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
@@ -591,10 +599,3 @@ class ThreadedStore(BatchStore):
 
     def _count_stored(self) -> int:
         return self._known.count_there()
-
-
-def _answer(name: str, found: object, count: int) -> list[bool]:
-    array = np.asarray(found)
-    if array.dtype != np.bool_ or array.shape != (count,):
-        raise TypeError(f"{name} returned {of(array)}, must return bool [{count}]")
-    return [bool(good) for good in array]

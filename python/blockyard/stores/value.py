@@ -21,7 +21,16 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 
-__all__ = ["HEADER", "check_parts", "check_values", "is_damage", "seal_values", "spread_out", "value_length"]
+__all__ = [
+    "HEADER",
+    "answered",
+    "check_parts",
+    "check_values",
+    "is_damage",
+    "seal_values",
+    "spread_out",
+    "value_length",
+]
 
 HEADER: Final = 128
 _START: Final = b"BLKYVALU" + (1).to_bytes(4, "little") + bytes(4)
@@ -142,3 +151,15 @@ def spread_out(rows: NDArray[np.uint8], where: list[int], count: int) -> NDArray
     for index, row in zip(where, rows, strict=True):
         out[index] = row
     return out
+
+
+def answered(name: str, found: object, count: int) -> list[bool]:
+    """Check what a store's function has returned: for each block whether it was stored, or was there.
+
+    Raises:
+        TypeError: it is not bool `[count]`.
+    """
+    array = np.asarray(found)
+    if array.dtype != np.bool_ or array.shape != (count,):
+        raise TypeError(f"{name} returned {array.dtype} {list(array.shape)}, must return bool [{count}]")
+    return [bool(good) for good in array]

@@ -224,13 +224,13 @@ class PrefixStoreSuite(ABC):
     def put(self, store: ExternalStore, *numbers: int) -> None:
         """Store the blocks of these numbers."""
         done = store.wait(store.submit_put(self.keys(*numbers), self.rows(*numbers)), PATIENCE)
-        _equal(done.ok.tolist(), [True] * len(numbers), f"puts (reasons {set(done.reasons)})")
+        _equal(done.ok.tolist(), [True] * len(numbers), f"puts ({_why(store, done)})")
         _equal(done.rows.shape, (0, self.bytes_per_block), "rows of a put")
 
     def check(self, store: ExternalStore, found: list[int], absent: list[int]) -> None:
         """Check that a read gives the blocks of these numbers, and misses of zeros for those."""
         read = store.wait(store.submit_get(self.keys(*found, *absent)), PATIENCE)
-        _equal(read.ok.tolist(), [True] * len(found) + [False] * len(absent), f"gets (reasons {set(read.reasons)})")
+        _equal(read.ok.tolist(), [True] * len(found) + [False] * len(absent), f"gets ({_why(store, read)})")
         _check(np.array_equal(read.rows[: len(found)], self.rows(*found)), "a block came back with other bytes")
         _check(not read.rows[len(found) :].any(), "the rows of misses must be zero")
         _equal([bool(reason) for reason in read.reasons], [not good for good in read.ok], "reasons")
@@ -248,7 +248,7 @@ class PrefixStoreSuite(ABC):
             self.put(store, *range(8))
             out = np.full((5, self.bytes_per_block), 7, np.uint8)
             read = store.wait(store.lend_get(self.keys(5, 0, 9, 7, 5), out), PATIENCE, out)
-            _equal(read.ok.tolist(), [True, True, False, True, True], f"gets (reasons {set(read.reasons)})")
+            _equal(read.ok.tolist(), [True, True, False, True, True], f"gets ({_why(store, read)})")
             _check(np.array_equal(read.rows[read.ok], self.rows(5, 0, 7, 5)), "a block came back with other bytes")
 
     def test_only_a_block_that_has_landed_is_contained(self) -> None:
@@ -383,6 +383,11 @@ def _soon(holds: Callable[[], bool], what: str) -> None:
 
 def _equal(found: object, expected: object, what: str) -> None:
     _check(found == expected, f"{what}: found {found}, expected {expected}")
+
+
+def _why(store: ExternalStore, done: Completion) -> str:
+    error = store.stats().last_error
+    return f"reasons {set(done.reasons)}" + (f", the store's last error: {error}" if error else "")
 
 
 def _raises(kind: type[Exception], call: Callable[[], object]) -> None:

@@ -7,7 +7,7 @@ mod disk;
 #[path = "common/keyed.rs"]
 mod keyed;
 
-use blockyard_store::{Error, Geometry, Miss, Progress, SlabStore, StoreOptions, revision_name};
+use blockyard_store::{Buffer, Error, Geometry, LentRow, Miss, PAGE, Progress, SlabStore, StoreOptions, revision_name};
 use disk::Disk;
 use keyed::{
     LONG, PAYLOAD, SLOTS, assert_no_slot_leaked, collect, contains, delete, disk, get, key, open, options, put, row,
@@ -556,5 +556,35 @@ proptest! {
             pair.apply(step);
         }
         assert_no_slot_leaked(&pair.store, pair.epoch);
+    }
+}
+
+/// A page of the caller's.
+struct Row(Buffer);
+
+impl LentRow for Row {
+    fn bytes(&self) -> &[u8] {
+        self.0.as_slice()
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self.0.as_mut_slice()
+    }
+}
+
+#[test]
+fn blocks_come_back_by_key_in_rows_of_the_caller() {
+    let geometry = Geometry { payload_bytes: PAGE, slots: SLOTS };
+    let disk = Disk::new(geometry.total());
+    let store = SlabStore::open_keyed(disk.device(), StoreOptions { geometry, ..options() }).unwrap();
+    let block = |n| row(n, 0)[..PAGE].to_vec();
+    let stored = store.submit_put(&[key(1), key(2)], &[block(1), block(2)].concat(), None).unwrap();
+    assert!(collect(&store, stored).iter().all(Result::is_ok));
+    for _ in 0..2 {
+        let rows = || (0..3).map(|_| Box::new(Row(Buffer::new(PAGE))) as Box<dyn LentRow>).collect();
+        let ticket = store.lend_get(&[key(2), key(7), key(1)], rows()).unwrap();
+        assert_eq!(collect(&store, ticket), [Ok(block(2)), ABSENT, Ok(block(1))]);
+        let refused = store.lend_get(&[key(1)], rows());
+        assert!(matches!(refused, Err(Error::WrongLength { .. })), "{refused:?}");
     }
 }

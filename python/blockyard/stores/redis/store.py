@@ -191,7 +191,7 @@ class RedisStore(RemoteStore):
         """Read values; one of another length is left to the check of its header."""
         return self._get_parts(keys, out)[0]
 
-    def replace(
+    def replace_epoch(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
     ) -> NDArray[np.uint8] | None:
         """Store a row if what is there is `old`; see `ThreadedStore.replace`."""
@@ -201,7 +201,8 @@ class RedisStore(RemoteStore):
             return None
         return np.frombuffer(answer, np.uint8)
 
-    def _read_row(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+    def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        """Return the row that says which blocks count."""
         (answer,), why = self._run([[b"GET", self._prefix + key.tobytes()]])
         return self._row_of(answer, why)
 
