@@ -105,6 +105,27 @@ def test_every_token_is_right_in_a_window(mode: PreemptionMode, tokens: int, ste
     run_state_machine_as_test(scheduler_machine(factory, manager=windowed), settings=budget)
 
 
+MANAGERS = {"plain": None, "cached": caching, "window": windowed}
+
+
+@pytest.mark.parametrize("kind", MANAGERS)
+@pytest.mark.parametrize("mode", PREEMPTION_MODES)
+def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode, kind: str, steps: int):
+    def factory(manager: BlockManager, config: Config) -> Scheduler:
+        return Scheduler(
+            manager,
+            preemption_mode=mode,
+            num_lookahead_tokens=1 + config.device_blocks % 7,
+            max_num_seqs=6,
+            max_num_batched_tokens=20,
+        )
+
+    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // len(MANAGERS))
+    budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
+    machine = scheduler_machine(factory, manager=MANAGERS[kind], resize=kind != "window")
+    run_state_machine_as_test(machine, settings=budget)
+
+
 class StoreClientError(Exception):
     """What a fetch raises."""
 
@@ -183,14 +204,12 @@ class Fetched:
         return self.owner.looks % 3 != 0
 
 
-MANAGERS = {"plain": None, "cached": caching, "window": windowed}
-
-
 @pytest.mark.parametrize("kind", MANAGERS)
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_every_token_is_right_whatever_raises(mode: PreemptionMode, kind: str, steps: int):
     def factory(manager: BlockManager, config: Config) -> Interrupted:
-        return Interrupted(config, partial(Scheduler, manager), preemption_mode=mode, max_num_batched_tokens=20)
+        options = {"max_num_batched_tokens": 20, "num_lookahead_tokens": config.host_blocks % 3}
+        return Interrupted(config, partial(Scheduler, manager), preemption_mode=mode, **options)
 
     examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // 3)
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
@@ -344,11 +363,11 @@ def test_a_scheduler_with_a_bug_is_noticed(buggy: type[Scheduler]):
 class TellsWrongTokens(Scheduler):
     """Names the tokens of its sequences to the prefix cache one row too far."""
 
-    def _append(self) -> None:
+    def _append(self, lookahead: int) -> None:
         rows = self._rows
         last = rows.last[: rows.decodes].copy()
         rows.last[: rows.decodes] = np.roll(last, 1)
-        super()._append()
+        super()._append(lookahead)
         rows.last[: rows.decodes] = last
         self._draft.token_ids[: rows.decodes] = last
 

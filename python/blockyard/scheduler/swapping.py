@@ -136,11 +136,9 @@ class Swapping:
     def _run_now(self, parked: Parked) -> None:
         """Give sequences that have just come back their rows and their next tokens, in this step."""
         draft, rows = self._draft, self._rows
-        at, count = rows.decodes, len(parked.indices)
-        draft.insert(at, count)
-        new = slice(at, at + count)
+        new = draft.insert(rows.decodes, len(parked.indices))
         draft.token_ids[new] = [tokens[-1] for tokens in parked.tokens]
-        ids = draft.token_ids[new] if self._prefix_caching else None
+        ids = draft.token_ids[new] if self._prefix_caching and draft.drafts is None else None
         self._manager.append(parked.handles, token_ids=ids, out=draft.slots[new])
         self._seat(self._return(parked))
 
