@@ -20,6 +20,7 @@ from blockyard import BlockManager, CacheGroup, Pairs
 from blockyard._core import HashedPrompt
 from blockyard.errors import BlockyardError, OutOfBlocksError
 from blockyard.scheduler import PREEMPTION_MODES, DefragPolicy, Finished, PreemptionMode, Request, Scheduler, Step
+from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.request import Fetch, Parked, RequestState
 from blockyard.scheduler.rows import DONE
 from blockyard.testing import Config, SimulatedMemory
@@ -377,6 +378,60 @@ def test_a_scheduler_that_fills_the_prefix_cache_wrongly_is_noticed():
         return TellsWrongTokens(manager, preemption_mode="recompute", max_num_batched_tokens=16)
 
     assert_noticed(scheduler_machine(factory, manager=caching))
+
+
+# ---- schedulers with a bug that shows with draft tokens alone ----
+
+
+class AcceptsRejectedDrafts(Acceptance):
+    def _accept(self, step: Step, sampled: NDArray[np.uint32], slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        drafted = int(step.query_start_loc[step.decodes])
+        believed = sampled.copy()
+        believed[: max(drafted - 1, 0)] = step.token_ids[1:drafted]
+        return super()._accept(step, believed, slots)
+
+
+class KeepsRejectedSlots(Acceptance):
+    def _take_back(self, step: Step, *places: NDArray[np.int64]) -> None:
+        manager, self._manager = self._manager, KeptWhole(self._manager)  # type: ignore[assignment]
+        super()._take_back(step, *places)
+        self._manager = manager
+
+
+class KeptWhole:
+    """A manager that cuts no sequence."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        self.prefix = manager.prefix
+
+    def truncate(self, sequence: int, num_tokens: int) -> None:
+        return
+
+
+class NamesTheNextTokens(Acceptance):
+    """Names the tokens behind those that were computed to the prefix cache."""
+
+    def _take_back(self, step: Step, *places: NDArray[np.int64]) -> None:
+        computed, step.token_ids = step.token_ids, np.roll(step.token_ids, -1)
+        super()._take_back(step, *places)
+        step.token_ids = computed
+
+
+class GoesOnBehindAStop(Acceptance):
+    def _cut_at_stops(self, sampled: NDArray[np.uint32], first: NDArray[np.int64], count: NDArray[np.int64]):  # type: ignore[no-untyped-def]
+        return super()._cut_at_stops(sampled, first, count.copy())
+
+
+@pytest.mark.parametrize(
+    "buggy", [AcceptsRejectedDrafts, KeepsRejectedSlots, NamesTheNextTokens, GoesOnBehindAStop]
+)
+def test_a_scheduler_that_takes_draft_tokens_wrongly_is_noticed(buggy: type[Acceptance]):
+    def factory(manager: BlockManager, _: Config) -> Scheduler:
+        scheduler = Scheduler(manager, num_lookahead_tokens=3, preemption_mode="recompute")
+        scheduler._acceptance.__class__ = buggy
+        return scheduler
+
+    assert_noticed(scheduler_machine(factory, manager=caching), match="drew|reads")
 
 
 # ---- schedulers with a bug that a device of one size hides ----
