@@ -408,23 +408,12 @@ class KeptWhole:
         return
 
 
-class NamesTheNextTokens(Acceptance):
-    """Names the tokens behind those that were computed to the prefix cache."""
-
-    def _take_back(self, step: Step, *places: NDArray[np.int64]) -> None:
-        computed, step.token_ids = step.token_ids, np.roll(step.token_ids, -1)
-        super()._take_back(step, *places)
-        step.token_ids = computed
-
-
 class GoesOnBehindAStop(Acceptance):
     def _cut_at_stops(self, sampled: NDArray[np.uint32], first: NDArray[np.int64], count: NDArray[np.int64]):  # type: ignore[no-untyped-def]
         return super()._cut_at_stops(sampled, first, count.copy())
 
 
-@pytest.mark.parametrize(
-    "buggy", [AcceptsRejectedDrafts, KeepsRejectedSlots, NamesTheNextTokens, GoesOnBehindAStop]
-)
+@pytest.mark.parametrize("buggy", [AcceptsRejectedDrafts, KeepsRejectedSlots, GoesOnBehindAStop])
 def test_a_scheduler_that_takes_draft_tokens_wrongly_is_noticed(buggy: type[Acceptance]):
     def factory(manager: BlockManager, _: Config) -> Scheduler:
         scheduler = Scheduler(manager, num_lookahead_tokens=3, preemption_mode="recompute")

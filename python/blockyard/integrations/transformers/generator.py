@@ -19,6 +19,7 @@ from blockyard._core import CacheGroup, ResizeProgress
 from blockyard.cache import KVCache
 from blockyard.errors import InvalidArgumentError, InvariantError, UnknownTicketError
 from blockyard.executor.executor import Executor, StepDone, StepExecutor
+from blockyard.integrations.prompt_lookup import prompt_lookup
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.transformers.attention import StepInput
 from blockyard.integrations.transformers.model import PagedModel
@@ -94,6 +95,10 @@ class Generator:
         prefix_deadline: least seconds after which a prompt goes on without the store.
         namespace: names the model and the revision of its weights for the stores, see `KVCache`.
         preemption_mode: what becomes of a victim: `swap`, `recompute` or `auto`.
+        num_lookahead_tokens: most draft tokens that a step verifies for each sequence, for speculative decoding. The
+            tokens are those of plain decoding, sampled ones too.
+        draft: gives draft tokens for a sequence's token ids so far, uint32 `[tokens]`; those beyond its slots are
+            dropped. `prompt_lookup` if None.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: tokens of a step beyond which prompts wait, or are computed in chunks.
         defragment: which moves of device blocks every step decides; none if None.
@@ -130,6 +135,8 @@ class Generator:
         prefix_deadline: float = 0.25,
         namespace: bytes = b"",
         preemption_mode: PreemptionMode = "auto",
+        num_lookahead_tokens: int = 0,
+        draft: Callable[[NDArray[np.uint32]], Sequence[int]] | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         defragment: DefragPolicy | None = None,
@@ -169,12 +176,15 @@ class Generator:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 preemption_mode=preemption_mode,
+                num_lookahead_tokens=num_lookahead_tokens,
                 overlap_io=True,
                 defragment=defragment,
                 prefetch=None if self.cache.prefix_store is None else self.cache.prefix_store.prefetch,
             )
             self.executor: Executor = wrap_executor(self.cache.executor) if wrap_executor else self.cache.executor
             self._closing = undo.pop_all()
+        self._draft = draft or partial(prompt_lookup, num_tokens=num_lookahead_tokens)
+        self._num_lookahead_tokens = num_lookahead_tokens
         self._on_step = on_step
         self._params: dict[str, SamplingParams] = {}
         self._tickets: list[int] = []  # under way, the oldest first
@@ -425,12 +435,18 @@ class Generator:
 
     def _compute(self, step: Step) -> list[int]:
         """Run the model, and draw a token for each of the step's draws."""
+        if self._num_lookahead_tokens:
+            slots = (step.lengths[: step.decodes] - 1).tolist()
+            drafts = [self._draft(step.all_token_ids(row))[:most] if most else () for row, most in enumerate(slots)]
+            step.set_draft_token_ids(drafts)
         wait = partial(self.executor.wait_for_layer, step.decision.ticket)
         where = StepInput(step.start, step.lengths.astype(np.int64), step.block_tables, step.slot_mapping)
-        logits = self.model.forward(step.token_ids, where, samples=step.samples, before_layer=wait)
-        rows = logits.cpu().numpy()
+        logits = self.model.forward(
+            step.token_ids, where, logits_indices=step.logits_indices, before_layer=wait
+        )
         return [
-            sample(rows[draw.row], self._params[draw.request_id], draw.sequence, draw.position) for draw in step.draws()
+            sample(scores, self._params[draw.request_id], draw.sequence, draw.position)
+            for scores, draw in zip(logits.cpu().numpy(), step.draws(), strict=True)
         ]
 
     def _take_in_what_landed(self, step: Step) -> None:
