@@ -53,7 +53,7 @@ def test_each_accepted_draft_token_saves_a_pass(right: int, steps: int):
 
 
 def test_a_step_has_slots_for_draft_tokens_up_to_the_end_of_the_request():
-    engine, step = decoding()
+    _, step = decoding()
     assert (step.lengths.tolist(), step.num_draws, step.start.tolist()) == ([4], 4, [6])
     assert step.slot_mapping.tolist() == [6, 7, 8, 9]
     assert [draw.position for draw in step.draws()] == [7, 8, 9, 10]

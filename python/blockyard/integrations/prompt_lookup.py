@@ -35,8 +35,8 @@ def prompt_lookup(
     """
     if num_tokens < 0 or not 1 <= min_ngram <= max_ngram:
         raise InvalidArgumentError(
-            f"num_tokens is {num_tokens}, min_ngram {min_ngram}, max_ngram {max_ngram}; must be at least 0, at least 1, "
-            f"and at least min_ngram"
+            f"num_tokens is {num_tokens}, min_ngram {min_ngram}, max_ngram {max_ngram}; "
+            f"must be at least 0, at least 1, and at least min_ngram"
         )
     length = len(token_ids)
     for size in range(min(max_ngram, length - 1), min_ngram - 1, -1):

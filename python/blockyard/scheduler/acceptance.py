@@ -110,7 +110,7 @@ class Acceptance:
         ended |= (length >= rows.fields[LIMIT, :samples]) & (count > 0)
         self._take_back(step, first[:decodes], count[:decodes], slots)
         if self._prefix_caching:
-            self._publish_accepted(step, first[:decodes], count[:decodes], void)
+            self._publish_accepted(step, count[:decodes], void)
         return ended
 
     def _cut_at_stops(
@@ -147,9 +147,7 @@ class Acceptance:
             computed = step.token_ids[ragged(first, count)]
             manager.prefix.note_tokens(handles[named], computed, count[named].astype(np.uint32))
 
-    def _publish_accepted(
-        self, step: Step, first: NDArray[np.int64], count: NDArray[np.int64], void: NDArray[np.bool_]
-    ) -> None:
+    def _publish_accepted(self, step: Step, count: NDArray[np.int64], void: NDArray[np.bool_]) -> None:
         """Let prompts find the blocks that the step has filled with tokens that stay."""
         size = self._manager.block_size
         computed = self._rows.fields[LENGTH, : step.decodes] - 1

@@ -315,9 +315,10 @@ class Scheduler:
         if self._interrupted:
             self._start_over()
         elif step.rows:
-            ended = self._acceptance.take_in(step, tokens[: len(tokens) - len(step.extra_rows)])
-            if len(step.extra_rows):
-                ended = self._fork(step, tokens[-len(step.extra_rows) :], ended)
+            extra = len(step.extra_rows)
+            ended = self._acceptance.take_in(step, tokens[:-extra] if extra else tokens)
+            if extra:
+                ended = self._fork(step, tokens[-extra:], ended)
             gone = ended.nonzero()[0]
             if len(gone):
                 ended_states = self._end(gone)
@@ -349,21 +350,23 @@ class Scheduler:
 
     def _append(self, lookahead: int) -> None:
         draft, rows = self._draft, self._rows
-        decodes, drafts = rows.decodes, None
-        if self._num_lookahead_tokens:
+        decodes, is_plain = rows.decodes, not self._num_lookahead_tokens
+        if is_plain:
+            draft.tokens = decodes
+            draft.token_ids[:decodes] = rows.last[:decodes]
+        else:
             # A sequence gets no slots beyond its end, so that it fits where `add` has found that it does.
-            drafts = np.minimum(rows.fields[LIMIT, :decodes] - rows.fields[LENGTH, :decodes] - 1, lookahead)
-        draft.add_decodes(rows.last[:decodes], drafts)
+            room = rows.fields[LIMIT, :decodes] - rows.fields[LENGTH, :decodes] - 1
+            draft.add_drafted(rows.last[:decodes], np.minimum(room, lookahead))
         if rows.count > decodes:
             self._next_chunks()
         used = draft.tokens
         if used:
             # Draft tokens are not known yet, and a prompt's ids are since it was admitted.
-            is_named = self._prefix_caching and drafts is None
             self.manager.append(
                 rows.handles[: decodes + len(draft.counts)],
-                draft.lengths(decodes),
-                token_ids=draft.token_ids[:used] if is_named else None,
+                None if is_plain and not draft.counts else draft.lengths(decodes),
+                token_ids=draft.token_ids[:used] if is_plain and self._prefix_caching else None,
                 block_tables=rows.block_tables,
                 out=draft.slots[:used],
             )
@@ -429,6 +432,7 @@ class Scheduler:
             extra,
             rows.owners,
             rows.text,
+            0 if draft.drafts is None else int(draft.drafts.sum()),
         )
 
     # ---- taking its tokens in ----

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -67,6 +67,7 @@ class Step:
         slot_mapping: where each token's keys and values are written, int64 `[t]`, no slot twice.
         block_tables: device blocks of each row, int32 `[n, max_blocks]`. Entries beyond a row's blocks are undefined.
         extra_rows: rows that give one more token, int32 `[e]`: a row once for each sequence that forks off its prompt.
+        num_draft_tokens: draft tokens that the decoding rows compute.
         void: rows whose tokens `update` will drop since bytes were lost, bool `[n]`; None if there are none. `settle`
             and `finish` set it.
         owners: the scheduler's own, by seat; `draws` reads it.
@@ -87,6 +88,7 @@ class Step:
     extra_rows: NDArray[np.int32]
     owners: Sequence[Owner | None] = field(repr=False)
     all_token_ids: Callable[[int], NDArray[np.uint32]] = field(repr=False)
+    num_draft_tokens: int = 0
     void: NDArray[np.bool_] | None = None
 
     @property
@@ -97,7 +99,7 @@ class Step:
     @property
     def num_draws(self) -> int:
         """Tokens that `update` wants."""
-        return int(self.query_start_loc[self.decodes]) + self.samples - self.decodes + len(self.extra_rows)
+        return self.samples + self.num_draft_tokens + len(self.extra_rows)
 
     @property
     def lengths(self) -> NDArray[np.int32]:
@@ -129,7 +131,7 @@ class Step:
             InvalidArgumentError: there is not one list for each row, a list is too long, or its entries are no token
                 ids; nothing was changed.
         """
-        drafts = [as_token_ids(tokens, "draft_token_ids") for tokens in draft_token_ids]
+        drafts = [as_token_ids(np.asarray(tokens), "draft_token_ids") for tokens in draft_token_ids]
         counts, slots = np.array([len(tokens) for tokens in drafts], np.int64), self.lengths
         if len(drafts) != self.decodes:
             raise InvalidArgumentError(f"draft_token_ids has {len(drafts)} lists, the step has {self.decodes} decodes")
@@ -148,18 +150,19 @@ class Step:
         starts = np.zeros(self.rows + 1, np.int32)
         starts[1:] = ends
         self.query_start_loc, self.token_ids, self.slot_mapping = starts, tokens, self.slot_mapping[kept]
+        self.num_draft_tokens = int(counts.sum())
 
     def draws(self) -> list[Draw]:
         """List the tokens to sample, in the order in which `update` takes them; valid until `update`.
 
         An object for each token: for engines and tests whose sampler works row by row.
         """
-        first, ends = self.start + 1, self.start + self.lengths
-        first[self.decodes :] = ends[self.decodes :]
+        begins, ends = self.start + 1, self.start + self.lengths
+        begins[self.decodes :] = ends[self.decodes :]
         draws = [
             Draw(row, *self.owner(row), position)
             for row in range(self.samples)
-            for position in range(int(first[row]), int(ends[row]) + 1)
+            for position in range(int(begins[row]), int(ends[row]) + 1)
         ]
         index = 0
         for row in self.extra_rows.tolist():
@@ -250,11 +253,11 @@ class Draft:
         self.tokens = 0
         self.counts, self.starts, self.ends = [], [], []
 
-    def add_decodes(self, last: NDArray[np.uint32], drafts: NDArray[np.int64] | None) -> None:
+    def add_drafted(self, last: NDArray[np.uint32], drafts: NDArray[np.int64]) -> None:
         """Take in the next tokens of decoding rows, and slots for so many draft tokens behind each."""
         self.drafts = drafts
-        self.tokens = len(last) if drafts is None else len(last) + int(drafts.sum())
-        self.token_ids[: self.tokens] = last if drafts is None else np.repeat(last, drafts + 1)
+        self.tokens = len(last) + int(drafts.sum())
+        self.token_ids[: self.tokens] = np.repeat(last, drafts + 1)
 
     def add_chunks(self, parts: list[NDArray[np.uint32]], starts: list[int]) -> None:
         """Take in parts of rows' prompts, the last as far as there is room; their slots are written apart."""
@@ -280,10 +283,8 @@ class Draft:
         self.tokens += count
         return slice(at, at + count)
 
-    def lengths(self, decodes: int) -> NDArray[np.uint32] | None:
-        """Tokens of each row; None if there is one for each."""
-        if self.drafts is None and not self.counts:
-            return None
+    def lengths(self, decodes: int) -> NDArray[np.uint32]:
+        """Tokens of each row."""
         lengths = np.ones(decodes + len(self.counts), np.uint32)
         if self.drafts is not None:
             lengths[:decodes] += self.drafts.astype(np.uint32)
@@ -322,13 +323,12 @@ def sampled_tokens(step: Step, sampled: ArrayLike) -> NDArray[np.uint32]:
     return as_token_ids(tokens, "sampled tokens")
 
 
-def as_token_ids(values: ArrayLike, name: str) -> NDArray[np.uint32]:
+def as_token_ids(tokens: NDArray[Any], name: str) -> NDArray[np.uint32]:
     """Give token ids `[tokens]` as uint32.
 
     Raises:
         InvalidArgumentError: they are not integers from 0 to 4294967294, or not one-dimensional.
     """
-    tokens = np.asarray(values)
     if tokens.ndim != 1:
         raise InvalidArgumentError(f"{name} have shape {list(tokens.shape)}, must be [tokens]")
     if tokens.dtype == np.uint32 or not len(tokens):

@@ -441,9 +441,7 @@ class Generator:
             step.set_draft_token_ids(drafts)
         wait = partial(self.executor.wait_for_layer, step.decision.ticket)
         where = StepInput(step.start, step.lengths.astype(np.int64), step.block_tables, step.slot_mapping)
-        logits = self.model.forward(
-            step.token_ids, where, logits_indices=step.logits_indices, before_layer=wait
-        )
+        logits = self.model.forward(step.token_ids, where, logits_indices=step.logits_indices, before_layer=wait)
         return [
             sample(scores, self._params[draw.request_id], draw.sequence, draw.position)
             for scores, draw in zip(logits.cpu().numpy(), step.draws(), strict=True)

@@ -110,7 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     Each step is carried out as an engine would: transfers, writes of the new tokens, reads through the block tables.
     What a sequence reads must be its tokens, and what it draws must be what it would have drawn in endless memory.
-    Where a step has slots for draft tokens, some of these are right and some are wrong; or the model runs once for each.
+    Where a step has slots for draft tokens, some of them are right, or the model runs once for each.
     A request is aborted between any two calls of a step, and its id used again at once. At the end the scheduler must
     come to its end within bounds, with every block free.
 
