@@ -370,7 +370,7 @@ class TellsWrongTokens(Scheduler):
         rows.last[: rows.decodes] = np.roll(last, 1)
         super()._append(lookahead)
         rows.last[: rows.decodes] = last
-        self._draft.token_ids[: rows.decodes] = last
+        self._builder.token_ids[: rows.decodes] = last
 
 
 def test_a_scheduler_that_fills_the_prefix_cache_wrongly_is_noticed():

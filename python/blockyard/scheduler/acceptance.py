@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from blockyard._core import BlockManager
 from blockyard.scheduler.request import NO_TOKEN
 from blockyard.scheduler.rows import BASE, LENGTH, LIMIT, Rows
-from blockyard.scheduler.step import Draft, SchedulerStats, Step, ragged
+from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, ragged
 from blockyard.scheduler.stop_tokens import StopTokens
 
 __all__ = ["Acceptance"]
@@ -28,25 +28,25 @@ class Acceptance:
     Args:
         manager: has the sequences.
         rows: of the sequences.
-        draft: of the step; knows the slots of each row.
+        builder: of the step; knows the slots of each row.
         stop_tokens: which tokens end some request.
         stats: counts draft tokens.
     """
 
     def __init__(
-        self, manager: BlockManager, rows: Rows, draft: Draft, stop_tokens: StopTokens, stats: SchedulerStats
+        self, manager: BlockManager, rows: Rows, builder: StepBuilder, stop_tokens: StopTokens, stats: SchedulerStats
     ) -> None:
         self._manager = manager
         self._prefix_caching = manager.prefix.enabled
         self._rows = rows
-        self._draft = draft
+        self._builder = builder
         self._stop_tokens = stop_tokens
         self._stats = stats
 
     def take_in(self, step: Step, sampled: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """Add the tokens of sampled rows; say which rows end with them, bool `[samples]`."""
-        if self._draft.drafts is not None:
-            return self._accept(step, sampled, self._draft.drafts)
+        if self._builder.drafts is not None:
+            return self._accept(step, sampled, self._builder.drafts)
         if self._prefix_caching:
             self._publish(step)
         return self._extend(step, sampled)

@@ -33,7 +33,7 @@ from blockyard.scheduler.opened import Opened
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Finished, Parked, Request, RequestState
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Rows
-from blockyard.scheduler.step import NO_ROWS, Draft, SchedulerStats, Step, count_step, sampled_tokens
+from blockyard.scheduler.step import NO_ROWS, SchedulerStats, Step, StepBuilder, count_step, sampled_tokens
 from blockyard.scheduler.stop_tokens import StopTokens
 from blockyard.scheduler.swapping import Swapping
 
@@ -122,13 +122,13 @@ class Scheduler:
     def _make_empty(self) -> None:
         """Make queues, rows and counts of no requests."""
         self._rows = Rows(self._max_num_seqs, self.manager.block_size)
-        self._draft = Draft(self._max_num_batched_tokens, self._max_num_seqs, self._num_lookahead_tokens)
+        self._builder = StepBuilder(self._max_num_batched_tokens, self._max_num_seqs, self._num_lookahead_tokens)
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue("waiting")
-        parts = (self._opened, self._rows, self._draft, self._waiting, self.stats)
+        parts = (self._opened, self._rows, self._builder, self._waiting, self.stats)
         self._admission = Admission(*parts, self._prefetch)
         self._swapping = Swapping(*parts, overlap_io=self._overlap_io)
-        self._acceptance = Acceptance(self.manager, self._rows, self._draft, self._stop_tokens, self.stats)
+        self._acceptance = Acceptance(self.manager, self._rows, self._builder, self._stop_tokens, self.stats)
         self._leaving: list[RequestState] = []  # whose rows go once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
@@ -234,7 +234,7 @@ class Scheduler:
                 self._admission.admit()
         if self._defragment is not None:
             self._defragment.plan(self.manager)
-        count_step(self.stats, self.manager, self._draft.tokens, is_away=bool(self._swapping))
+        count_step(self.stats, self.manager, self._builder.tokens, is_away=bool(self._swapping))
         step = self._in_flight = self._take_step()
         self._swapping.begin(step.decision.ticket)
         return step
@@ -336,7 +336,7 @@ class Scheduler:
         """Give every running sequence its next token or chunk, all at once; preempt from the tail until they fit."""
         preempted, lookahead = False, self._num_lookahead_tokens
         while True:
-            self._draft.begin()
+            self._builder.begin()
             try:
                 self._append(lookahead)
             except OutOfBlocksError:
@@ -349,37 +349,37 @@ class Scheduler:
                 return preempted
 
     def _append(self, lookahead: int) -> None:
-        draft, rows = self._draft, self._rows
+        builder, rows = self._builder, self._rows
         decodes, is_plain = rows.decodes, not self._num_lookahead_tokens
         if is_plain:
-            draft.tokens = decodes
-            draft.token_ids[:decodes] = rows.last[:decodes]
+            builder.tokens = decodes
+            builder.token_ids[:decodes] = rows.last[:decodes]
         else:
             # A sequence gets no slots beyond its end, so that it fits where `add` has found that it does.
             room = rows.fields[LIMIT, :decodes] - rows.fields[LENGTH, :decodes] - 1
-            draft.add_drafted(rows.last[:decodes], np.minimum(room, lookahead))
+            builder.add_drafted(rows.last[:decodes], np.minimum(room, lookahead))
         if rows.count > decodes:
             self._next_chunks()
-        used = draft.tokens
+        used = builder.tokens
         if used:
-            # Draft tokens are not known yet, and a prompt's ids are since it was admitted.
+            # StepBuilder tokens are not known yet, and a prompt's ids are since it was admitted.
             self.manager.append(
-                rows.handles[: decodes + len(draft.counts)],
-                None if is_plain and not draft.counts else draft.lengths(decodes),
-                token_ids=draft.token_ids[:used] if is_plain and self._prefix_caching else None,
+                rows.handles[: decodes + len(builder.counts)],
+                None if is_plain and not builder.counts else builder.lengths(decodes),
+                token_ids=builder.token_ids[:used] if is_plain and self._prefix_caching else None,
                 block_tables=rows.block_tables,
-                out=draft.slots[:used],
+                out=builder.slots[:used],
             )
 
     def _next_chunks(self) -> None:
         """Take in the next chunks of prompts that are being computed, in order, as far as the tokens go."""
-        draft, rows = self._draft, self._rows
+        builder, rows = self._builder, self._rows
         for row in range(rows.decodes, rows.count):
-            if draft.left < 1:
+            if builder.left < 1:
                 break
             done = int(rows.fields[DONE, row])
-            end = min(int(rows.fields[LENGTH, row]), done + draft.left)
-            draft.add_chunks([rows.text(row, done, end)], [done])
+            end = min(int(rows.fields[LENGTH, row]), done + builder.left)
+            builder.add_chunks([rows.text(row, done, end)], [done])
 
     def _preempt(self, gone: NDArray[np.int64]) -> None:
         """Take the rows of one request off the device."""
@@ -406,15 +406,15 @@ class Scheduler:
         self._rows.remove(gone)
 
     def _take_step(self) -> Step:
-        draft, rows = self._draft, self._rows
+        builder, rows = self._builder, self._rows
         decodes = samples = rows.decodes
-        count, used = decodes + len(draft.counts), draft.tokens
+        count, used = decodes + len(builder.counts), builder.tokens
         start: NDArray[np.int64] = rows.fields[LENGTH, :count] - 1
         extra = NO_ROWS
-        if draft.counts:
-            start[decodes:] = draft.starts
-            rows.fields[DONE, decodes:count] = draft.ends
-            samples += sum(map(int.__eq__, draft.ends, rows.fields[LENGTH, decodes:count].tolist()))
+        if builder.counts:
+            start[decodes:] = builder.starts
+            rows.fields[DONE, decodes:count] = builder.ends
+            samples += sum(map(int.__eq__, builder.ends, rows.fields[LENGTH, decodes:count].tolist()))
             if rows.forks:
                 forks = [rows.fork_count(row) for row in range(decodes, samples)]
                 extra = np.repeat(np.arange(decodes, samples, dtype=np.int32), forks)
@@ -425,14 +425,14 @@ class Scheduler:
             rows.handles[:count].copy(),
             rows.fields[SEAT, :count].copy(),
             start,
-            draft.query_start_loc(decodes),
-            draft.token_ids[:used],
-            draft.slots[:used],
+            builder.query_start_loc(decodes),
+            builder.token_ids[:used],
+            builder.slots[:used],
             rows.block_tables[:count],
             extra,
             rows.owners,
             rows.text,
-            0 if draft.drafts is None else int(draft.drafts.sum()),
+            0 if builder.drafts is None else int(builder.drafts.sum()),
         )
 
     # ---- taking its tokens in ----

@@ -15,7 +15,17 @@ from blockyard._core import BlockManager, StepDecision
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler.request import NO_TOKEN, RequestState
 
-__all__ = ["NO_ROWS", "Draft", "Draw", "Owner", "SchedulerStats", "Step", "count_step", "ragged", "sampled_tokens"]
+__all__ = [
+    "NO_ROWS",
+    "Draw",
+    "Owner",
+    "SchedulerStats",
+    "Step",
+    "StepBuilder",
+    "count_step",
+    "ragged",
+    "sampled_tokens",
+]
 
 NO_ROWS = np.zeros(0, np.int32)
 
@@ -213,7 +223,7 @@ class SchedulerStats:
     peak_external_blocks: int = 0
 
 
-class Draft:
+class StepBuilder:
     """The step being put together; its buffers are used again in every step.
 
     Args:
