@@ -294,8 +294,8 @@ class MixesUpRequestsOfOneName(Scheduler):
                 self._rows.owners[int(step.seats[row])] = (state, index)
         try:
             return super().update(step, sampled)
-        except KeyError as error:
-            raise AssertionError(f"request {error} ended twice") from error
+        except LookupError as error:
+            raise AssertionError(f"a request ended twice, or has too few sequences: {error!r}") from error
 
 
 class NeverBringsBack(Scheduler):

@@ -362,7 +362,7 @@ class Scheduler:
             self._next_chunks()
         used = builder.tokens
         if used:
-            # StepBuilder tokens are not known yet, and a prompt's ids are since it was admitted.
+            # Draft tokens are not known yet, and a prompt's ids are since it was admitted.
             self.manager.append(
                 rows.handles[: decodes + len(builder.counts)],
                 None if is_plain and not builder.counts else builder.lengths(decodes),

@@ -148,10 +148,7 @@ class Generator:
         with contextlib.ExitStack() as undo:
             self.model = PagedModel(model, block_size=block_size, kind=kind)
             undo.callback(self.model.close)
-            if device_blocks is None or host_blocks is None:
-                room = available_blocks(self.model, max_num_batched_tokens=max_num_batched_tokens)
-                device_blocks = room[0] if device_blocks is None else device_blocks
-                host_blocks = room[1] if host_blocks is None else host_blocks
+            device_blocks, host_blocks = self._sizes(device_blocks, host_blocks, max_num_batched_tokens)
             window = self.model.sliding_window
             self.cache = KVCache(
                 self.model.layout,
@@ -183,9 +180,8 @@ class Generator:
             )
             self.executor: Executor = wrap_executor(self.cache.executor) if wrap_executor else self.cache.executor
             self._closing = undo.pop_all()
-        self._draft = draft or partial(prompt_lookup, num_tokens=num_lookahead_tokens)
-        self._num_lookahead_tokens = num_lookahead_tokens
-        self._on_step = on_step
+        self._draft, self._num_lookahead_tokens = draft, num_lookahead_tokens
+        self._on_step, self._idle = on_step, 0
         self._params: dict[str, SamplingParams] = {}
         self._tickets: list[int] = []  # under way, the oldest first
         # What calls have returned, until it is taken in: after an exception the next step does that.
@@ -193,7 +189,14 @@ class Generator:
         self._ended: list[Iterable[StepDone]] = []
         self._finished: list[list[Finished]] = []
         self._to_abort: list[str] = []
-        self._idle = 0
+
+    def _sizes(self, device_blocks: int | None, host_blocks: int | None, tokens: int) -> tuple[int, int]:
+        """Return the blocks of device and host: those asked for, or what there is room for with steps of `tokens`."""
+        if device_blocks is None or host_blocks is None:
+            room = available_blocks(self.model, max_num_batched_tokens=tokens)
+            device_blocks = room[0] if device_blocks is None else device_blocks
+            host_blocks = room[1] if host_blocks is None else host_blocks
+        return device_blocks, host_blocks
 
     @property
     def num_unfinished(self) -> int:
@@ -436,9 +439,11 @@ class Generator:
     def _compute(self, step: Step) -> list[int]:
         """Run the model, and draw a token for each of the step's draws."""
         if self._num_lookahead_tokens:
+            draft = self._draft or partial(prompt_lookup, num_tokens=self._num_lookahead_tokens)
             slots = (step.lengths[: step.decodes] - 1).tolist()
-            drafts = [self._draft(step.all_token_ids(row))[:most] if most else () for row, most in enumerate(slots)]
-            step.set_draft_token_ids(drafts)
+            step.set_draft_token_ids(
+                [draft(step.all_token_ids(row))[:most] if most else () for row, most in enumerate(slots)]
+            )
         wait = partial(self.executor.wait_for_layer, step.decision.ticket)
         where = StepInput(step.start, step.lengths.astype(np.int64), step.block_tables, step.slot_mapping)
         logits = self.model.forward(step.token_ids, where, logits_indices=step.logits_indices, before_layer=wait)
