@@ -62,7 +62,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "scheduler/acceptance.py",
-        SCHEDULER,
+        ("test_acceptance.py", *SCHEDULER),
         [
             ("            length -= void\n", ""),
             ("        due[step.decodes :] = True  # a chunk", "        due[: step.decodes] = True  # a chunk"),
