@@ -217,6 +217,10 @@ def test_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
         make_report(replace(SMALL, num_device_blocks=2))
 
 
+def test_draft_tokens_change_no_token_of_the_demo() -> None:
+    assert run_demo(replace(SMALL, num_lookahead_tokens=3)) == 0
+
+
 def test_bad_options_are_refused_before_any_model_is_made(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="is not a folder"):
         make_report(replace(SMALL, json=tmp_path / "absent" / "report.json"))

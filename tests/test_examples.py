@@ -1,6 +1,7 @@
 """The examples that a newcomer reads first run, and stay short."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,21 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
         ("own_scheduler", 60, r"50 sequences, \d+ swap ins, 2000 tokens compared"),
         ("prefix_router", 64, r"engine 1 has 24 tokens of the prompt"),
         ("custom_store", 40, r"100 blocks came back from SQLite"),
+        ("cpu_offload", 60, r"\d+ blocks loaded, \d+ chunks evicted, all bytes compared 40 times"),
     ],
 )
 def test_an_example_is_short_and_runs(name: str, most_lines: int, last: str):
     assert re.fullmatch(last, output(name, most_lines).strip())
+
+
+@pytest.mark.parametrize("blocks_a_chunk", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_offload_example_loads_and_evicts_whatever_the_size_of_a_chunk(
+    blocks_a_chunk: int, seed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["cpu_offload.py", str(blocks_a_chunk), str(seed)])
+    runpy.run_path(str(EXAMPLES / "cpu_offload.py"))
+    assert all(int(number) > 10 for number in re.findall(r"\d+", capsys.readouterr().out))
 
 
 def test_the_example_that_serves_a_model_gives_its_texts(tmp_path: Path):

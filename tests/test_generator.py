@@ -130,6 +130,98 @@ def test_every_way_of_preemption_gives_the_same_tokens(model, work, wanted, tmp_
         assert (stats.preempted_spill > 0) == (mode != "recompute" and host == 0)
 
 
+class Guessing:
+    """Draft tokens of which the first few are right, as many as the length of the text says."""
+
+    def __init__(self, prompts, outputs):
+        self.texts = [[*prompt, *tokens] for prompt, some in zip(prompts, outputs, strict=True) for tokens in some]
+
+    def __call__(self, token_ids):
+        known = token_ids.tolist()
+        follows = next(text[len(known) :] for text in self.texts if text[: len(known)] == known)
+        return [(token + (at >= len(known) % 5)) % 256 for at, token in enumerate(follows)]
+
+
+def assert_drafts_were_used(stats):
+    assert 0 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens
+    assert stats.spec_decode_num_drafts > 0
+
+
+@pytest.mark.parametrize("mode", ["auto", "swap", "recompute"])
+@pytest.mark.parametrize("host", [0, 40])
+def test_draft_tokens_change_no_token_whatever_the_preemption(model, work, wanted, tmp_path, mode, host):
+    options = {"host_blocks": host, "preemption_mode": mode, "wrap_executor": SteadyExecutor}
+    drafts = {"num_lookahead_tokens": 4, "draft": Guessing(work[0], wanted)}
+    with open_generator(model, tmp_path, **options, **drafts) as generator:
+        assert generate(generator, *work) == wanted
+        stats = generator.scheduler.stats
+        assert (stats.preempted_recompute > 0) or mode == "swap"
+        assert (stats.preempted_swap > 0) == (mode != "recompute" and host > 0)
+        assert (stats.preempted_spill > 0) == (mode != "recompute" and host == 0)
+        assert_drafts_were_used(stats)
+        generator.manager.check()
+        assert generator.manager.pool("device").num_free == 40
+
+
+def test_draft_tokens_change_no_token_of_a_sliding_window(windowed, work, tmp_path):
+    prompts, params = work
+    each = zip(prompts, params, strict=True)
+    outputs = [[reference_generate(windowed, p, s, index) for index in range(s.n)] for p, s in each]
+    drafts = {"num_lookahead_tokens": 6, "draft": Guessing(prompts, outputs)}
+    with open_generator(windowed, tmp_path, preemption_mode="swap", **drafts) as generator:
+        assert generate(generator, prompts, params) == outputs
+        assert_drafts_were_used(generator.scheduler.stats)
+
+
+def test_draft_tokens_change_no_token_of_chunked_prompts_with_a_prefix_store(model, work, wanted, tmp_path):
+    options = {
+        "max_num_batched_tokens": 16,
+        "prefix_store": f"file://{tmp_path}/prefixes?size=1MiB",
+        "namespace": b"model",
+    }
+    drafts = {"num_lookahead_tokens": 3, "draft": Guessing(work[0], wanted), "prefix_deadline": 60.0}
+    for turn in range(2):
+        with open_generator(model, tmp_path, **options, **drafts) as generator:
+            assert generate(generator, *work) == wanted
+            assert_drafts_were_used(generator.scheduler.stats)
+            assert turn == 0 or generator.scheduler.stats.cached_tokens > 0
+
+
+def test_a_text_that_repeats_itself_is_drafted_from_its_prompt(model):
+    prompt, greedy = [7, 1, 2, 3] * 5, SamplingParams(max_tokens=40)
+    wanted = reference_generate(model, prompt, greedy)
+    with Generator(model, block_size=4, device_blocks=40, host_blocks=0, num_lookahead_tokens=4) as generator:
+        assert generate(generator, [prompt], [greedy]) == [[wanted]]
+        stats = generator.scheduler.stats
+        assert stats.spec_decode_num_draft_tokens > 0
+        assert stats.steps == 40 - stats.spec_decode_num_accepted_tokens
+
+
+def test_a_drafter_that_raises_or_drafts_no_token_ids_costs_no_token(model, work, wanted):
+    prompts, params = work
+    guesses = iter([RuntimeError("no draft"), [-1]])
+
+    def draft(token_ids):
+        guess = next(guesses, ())
+        if isinstance(guess, RuntimeError):
+            raise guess
+        return guess
+
+    options = {"block_size": 4, "device_blocks": 40, "host_blocks": 6}
+    with Generator(model, num_lookahead_tokens=4, draft=draft, **options) as generator:
+        generator.add("a", prompts[0], params[0])
+        generator.step()
+        with pytest.raises(RuntimeError, match="no draft"):
+            generator.step()
+        generator.step()
+        with pytest.raises(InvalidArgumentError, match="draft_token_ids go from -1 to -1"):
+            generator.step()
+        finished = []
+        while not finished:
+            finished = generator.step()
+        assert list(map(list, finished[0].outputs)) == wanted[0]
+
+
 @pytest.mark.parametrize("host", [0, 6])
 @pytest.mark.parametrize("seed", range(3))
 def test_transfers_that_end_late_cost_no_token(model, work, wanted, tmp_path, host, seed):

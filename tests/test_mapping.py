@@ -146,6 +146,17 @@ def test_a_load_that_ends_within_a_host_block_takes_its_head_not_its_tail():
         unequal_pairs(np.array([5, 6]), np.array([7]), per_block=4, first=0, last=2, to="small", out=np.zeros((2, 3)))
 
 
+def test_ids_of_an_offload_manager_are_taken_and_what_are_no_ids_is_refused():
+    options = {"per_block": 2, "first": 0, "last": 2, "to": "large"}
+    chunks = np.array([3], np.int32)
+    assert unequal_pairs(np.array([5, 6], np.int32), chunks, **options).tolist() == [[5, 6], [6, 7]]
+    for wrong, words in ((np.array([5.5, 6.0]), r"float64 \[2\]"), (np.array([[5, 6]]), r"int64 \[1, 2\]")):
+        with pytest.raises(MappingError, match=f"small is {words}, must be int32 or int64"):
+            unequal_pairs(wrong, chunks, **options)
+        with pytest.raises(MappingError, match=f"large is {words}, must be int32 or int64"):
+            unequal_pairs(np.array([5, 6]), wrong, **options)
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=20, unique_by=lambda pair: pair[1]))
 def test_no_order_of_pairs_has_fewer_runs_than_that_of_their_destinations(listed):
     pairs = np.array(listed, np.int64).reshape(-1, 2)

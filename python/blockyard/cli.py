@@ -185,6 +185,9 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
     group.add_argument("--external-swapper-space", metavar="SIZE", help="file tier's size, such as 64MiB or 2GiB")
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="what to do with a victim")
     group.add_argument(
+        "--num-lookahead-tokens", type=_count(0), default=0, metavar="N", help="draft tokens of a sequence in a step"
+    )
+    group.add_argument(
         "--prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,

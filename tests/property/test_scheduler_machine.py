@@ -20,6 +20,7 @@ from blockyard import BlockManager, CacheGroup, Pairs
 from blockyard._core import HashedPrompt
 from blockyard.errors import BlockyardError, OutOfBlocksError
 from blockyard.scheduler import PREEMPTION_MODES, DefragPolicy, Finished, PreemptionMode, Request, Scheduler, Step
+from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.request import Fetch, Parked, RequestState
 from blockyard.scheduler.rows import DONE
 from blockyard.testing import Config, SimulatedMemory
@@ -105,6 +106,27 @@ def test_every_token_is_right_in_a_window(mode: PreemptionMode, tokens: int, ste
     run_state_machine_as_test(scheduler_machine(factory, manager=windowed), settings=budget)
 
 
+MANAGERS = {"plain": None, "cached": caching, "window": windowed}
+
+
+@pytest.mark.parametrize("kind", MANAGERS)
+@pytest.mark.parametrize("mode", PREEMPTION_MODES)
+def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode, kind: str, steps: int):
+    def factory(manager: BlockManager, config: Config) -> Scheduler:
+        return Scheduler(
+            manager,
+            preemption_mode=mode,
+            num_lookahead_tokens=1 + config.device_blocks % 7,
+            max_num_seqs=6,
+            max_num_batched_tokens=20,
+        )
+
+    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // len(MANAGERS))
+    budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
+    machine = scheduler_machine(factory, manager=MANAGERS[kind], resize=kind != "window")
+    run_state_machine_as_test(machine, settings=budget)
+
+
 class StoreClientError(Exception):
     """What a fetch raises."""
 
@@ -183,14 +205,12 @@ class Fetched:
         return self.owner.looks % 3 != 0
 
 
-MANAGERS = {"plain": None, "cached": caching, "window": windowed}
-
-
 @pytest.mark.parametrize("kind", MANAGERS)
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_every_token_is_right_whatever_raises(mode: PreemptionMode, kind: str, steps: int):
     def factory(manager: BlockManager, config: Config) -> Interrupted:
-        return Interrupted(config, partial(Scheduler, manager), preemption_mode=mode, max_num_batched_tokens=20)
+        options = {"max_num_batched_tokens": 20, "num_lookahead_tokens": config.host_blocks % 3}
+        return Interrupted(config, partial(Scheduler, manager), preemption_mode=mode, **options)
 
     examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // 3)
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
@@ -274,8 +294,8 @@ class MixesUpRequestsOfOneName(Scheduler):
                 self._rows.owners[int(step.seats[row])] = (state, index)
         try:
             return super().update(step, sampled)
-        except KeyError as error:
-            raise AssertionError(f"request {error} ended twice") from error
+        except LookupError as error:
+            raise AssertionError(f"a request ended twice, or has too few sequences: {error!r}") from error
 
 
 class NeverBringsBack(Scheduler):
@@ -344,13 +364,13 @@ def test_a_scheduler_with_a_bug_is_noticed(buggy: type[Scheduler]):
 class TellsWrongTokens(Scheduler):
     """Names the tokens of its sequences to the prefix cache one row too far."""
 
-    def _append(self) -> None:
+    def _append(self, lookahead: int) -> None:
         rows = self._rows
         last = rows.last[: rows.decodes].copy()
         rows.last[: rows.decodes] = np.roll(last, 1)
-        super()._append()
+        super()._append(lookahead)
         rows.last[: rows.decodes] = last
-        self._draft.token_ids[: rows.decodes] = last
+        self._builder.token_ids[: rows.decodes] = last
 
 
 def test_a_scheduler_that_fills_the_prefix_cache_wrongly_is_noticed():
@@ -358,6 +378,49 @@ def test_a_scheduler_that_fills_the_prefix_cache_wrongly_is_noticed():
         return TellsWrongTokens(manager, preemption_mode="recompute", max_num_batched_tokens=16)
 
     assert_noticed(scheduler_machine(factory, manager=caching))
+
+
+# ---- schedulers with a bug that shows with draft tokens alone ----
+
+
+class AcceptsRejectedDrafts(Acceptance):
+    def _accept(self, step: Step, sampled: NDArray[np.uint32], slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        drafted = int(step.query_start_loc[step.decodes])
+        believed = sampled.copy()
+        believed[: max(drafted - 1, 0)] = step.token_ids[1:drafted]
+        return super()._accept(step, believed, slots)
+
+
+class KeepsRejectedSlots(Acceptance):
+    def _take_back(self, step: Step, *places: NDArray[np.int64]) -> None:
+        manager, self._manager = self._manager, KeptWhole(self._manager)  # type: ignore[assignment]
+        super()._take_back(step, *places)
+        self._manager = manager
+
+
+class KeptWhole:
+    """A manager that cuts no sequence."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        self.prefix = manager.prefix
+
+    def truncate(self, sequence: int, num_tokens: int) -> None:
+        return
+
+
+class GoesOnBehindAStop(Acceptance):
+    def _cut_at_stops(self, sampled: NDArray[np.uint32], first: NDArray[np.int64], count: NDArray[np.int64]):  # type: ignore[no-untyped-def]
+        return super()._cut_at_stops(sampled, first, count.copy())
+
+
+@pytest.mark.parametrize("buggy", [AcceptsRejectedDrafts, KeepsRejectedSlots, GoesOnBehindAStop])
+def test_a_scheduler_that_takes_draft_tokens_wrongly_is_noticed(buggy: type[Acceptance]):
+    def factory(manager: BlockManager, _: Config) -> Scheduler:
+        scheduler = Scheduler(manager, num_lookahead_tokens=3, preemption_mode="recompute")
+        scheduler._acceptance.__class__ = buggy
+        return scheduler
+
+    assert_noticed(scheduler_machine(factory, manager=caching), match="drew|reads")
 
 
 # ---- schedulers with a bug that a device of one size hides ----

@@ -18,8 +18,8 @@ IdPairs = NDArray[np.integer[Any]] | Sequence[Sequence[int]]
 
 
 def unequal_pairs(
-    small: Ids,
-    large: Ids,
+    small: NDArray[np.integer[Any]],
+    large: NDArray[np.integer[Any]],
     *,
     per_block: int,
     first: int,
@@ -27,26 +27,38 @@ def unequal_pairs(
     to: Literal["small", "large"],
     out: Ids | None = None,
 ) -> Ids:
-    """Pair device blocks with parts of host blocks that each hold several of them.
+    """Pair device blocks with the parts of larger host blocks that hold them, for a swap out or a swap in.
+
+    A host block has `per_block` parts, each as large as a device block. The transfer may begin within the first host
+    block and end within the last one.
 
     Args:
-        small: device blocks in the order of the sequence, int64 `[n]`.
-        large: host blocks that hold them, int64 `[m]`.
+        small: device block ids in the order of the sequence, int32 or int64 `[n]`.
+        large: ids of the host blocks that hold them, in the same order, int32 or int64 `[m]`.
         per_block: device blocks in a host block, at least 1.
-        first: offset in the first host block where the transfer begins, 0 to `per_block - 1`.
-        last: offset in the last host block before which it ends, 1 to `per_block`.
+        first: part of the first host block where the transfer begins, 0 to `per_block - 1`.
+        last: part of the last host block before which it ends, 1 to `per_block`.
         to: which side is written: `"large"` stores, `"small"` loads.
         out: int64 `[n, 2]` to be filled and returned.
 
     Returns:
-        `(from, to)`, int64 `[n, 2]`; a part of a host block has the id `block * per_block + offset`.
+        `(from, to)`, int64 `[n, 2]`, as `CacheEngine.submit` takes them if the engine was made with
+        `blocks_per_host_block=per_block`. Part `p` of host block `b` has the id `b * per_block + p`.
 
     Raises:
-        MappingError: the stretch of host blocks holds another number of parts than there are device blocks, or an
-            offset or id is out of range; nothing was written.
+        MappingError: the host blocks hold another number of parts between `first` and `last` than there are device
+            blocks, an offset or id is out of range, or an array has the wrong shape or dtype; nothing was written.
 
     Source: vLLM 0.33 `vllm/v1/kv_offload` pads the first host block alone and takes the tail of the last for granted.
+
+    Example:
+        Load the second half of host block 7 and the first quarter of host block 9:
+
+        >>> pairs = unequal_pairs(np.array([5, 6, 3]), np.array([7, 9]), per_block=4, first=2, last=1, to="small")
+        >>> pairs.tolist()
+        [[30, 5], [31, 6], [36, 3]]
     """
+    small, large = _wide(small, "small"), _wide(large, "large")
     pairs = np.empty((len(small), 2), np.int64) if out is None else out
     if pairs.dtype != np.int64 or pairs.shape != (len(small), 2):
         raise MappingError(f"out is {pairs.dtype} {list(pairs.shape)}, wanted int64 {[len(small), 2]}")
@@ -54,6 +66,12 @@ def unequal_pairs(
     expand_span(large, pairs[:, side], per_block=per_block, first=first, last=last)
     pairs[:, 1 - side] = small
     return pairs
+
+
+def _wide(ids: NDArray[np.integer[Any]], name: str) -> Ids:
+    if ids.dtype.kind != "i" or ids.ndim != 1:
+        raise MappingError(f"{name} is {ids.dtype} {list(ids.shape)}, must be int32 or int64 [n]")
+    return ids.astype(np.int64, copy=False)
 
 
 def with_rows(blocks: Ids, num_blocks: int, *, written: bool) -> Mapping:

@@ -14,7 +14,7 @@ from blockyard.scheduler.opened import Opened, handles_of
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Parked, RequestState
 from blockyard.scheduler.rows import LENGTH, Rows
-from blockyard.scheduler.step import Draft, SchedulerStats
+from blockyard.scheduler.step import SchedulerStats, StepBuilder
 
 __all__ = ["Admission"]
 
@@ -28,7 +28,7 @@ class Admission:
     Args:
         opened: opens the sequences in the manager, the watermark kept.
         rows: where they run.
-        draft: of the step that they start in.
+        builder: of the step that they start in.
         waiting: the queue.
         stats: counts the tokens that the prefix cache saved.
         prefetch: starts to load the beginning of a prompt from a prefix store, where there is one.
@@ -38,7 +38,7 @@ class Admission:
         self,
         opened: Opened,
         rows: Rows,
-        draft: Draft,
+        builder: StepBuilder,
         waiting: RankedQueue,
         stats: SchedulerStats,
         prefetch: Callable[[HashedPrompt], Fetch] | None = None,
@@ -46,7 +46,7 @@ class Admission:
         self._opened = opened
         self._manager = opened.manager
         self._rows = rows
-        self._draft = draft
+        self._builder = builder
         self._waiting = waiting
         self._stats = stats
         self._prefix_caching = opened.manager.prefix.enabled
@@ -77,10 +77,10 @@ class Admission:
 
     def admit(self) -> None:
         """Start what fits into this step."""
-        draft, rows = self._draft, self._rows
-        if rows.decodes + len(draft.counts) < rows.count:
+        builder, rows = self._builder, self._rows
+        if rows.decodes + len(builder.counts) < rows.count:
             return  # a prompt that runs got nothing: no new ones
-        while self._waiting and draft.left > 0:
+        while self._waiting and builder.left > 0:
             batch, siblings = self._pick()
             if not batch:
                 break
@@ -96,7 +96,7 @@ class Admission:
             The sequences; and, for one that is to share blocks of a running sequence of its request, that one's handle
             and the tokens to share.
         """
-        manager, left, size = self._manager, self._draft.left, self._manager.block_size
+        manager, left, size = self._manager, self._builder.left, self._manager.block_size
         batch: list[Parked] = []
         tokens, blocks = 0, self._blocks_owed()
         room = manager.can_allocate(size).free
@@ -137,11 +137,11 @@ class Admission:
 
     def _blocks_owed(self) -> int:
         """Blocks that prompts in prefill are yet to take."""
-        draft, rows, size = self._draft, self._rows, self._manager.block_size
-        if not draft.ends:
+        builder, rows, size = self._builder, self._rows, self._manager.block_size
+        if not builder.ends:
             return 0
         lengths = rows.fields[LENGTH, rows.decodes : rows.count].tolist()
-        return sum(-(-length // size) + -end // size for length, end in zip(lengths, draft.ends, strict=True))
+        return sum(-(-length // size) + -end // size for length, end in zip(lengths, builder.ends, strict=True))
 
     def _blocks_with_hits(self, parked: Parked) -> int:
         return self._manager.can_allocate(self._hashed(parked)).blocks
@@ -177,8 +177,8 @@ class Admission:
 
     def _start(self, batch: list[Parked], share: tuple[int, int] | None) -> None:
         """Admit sequences; all but the last get all of their tokens into this step."""
-        manager, draft, rows = self._manager, self._draft, self._rows
-        left = draft.left
+        manager, builder, rows = self._manager, self._builder, self._rows
+        left = builder.left
         prompts = [parked.tokens[0] for parked in batch]
         begun = [0] * len(batch)
         if share is not None:
@@ -197,10 +197,10 @@ class Admission:
         first = rows.count
         rows.append([(p.state, p.indices[0], tokens, handle, done, p.forks) for p, tokens, handle, done in each])
         manager.block_tables(handles, out=rows.block_tables[first : rows.count])
-        at, chunks = draft.tokens, len(draft.counts)
-        draft.add_chunks([text[start:] if start else text for text, start in zip(prompts, begun, strict=True)], begun)
-        slots = draft.slots[at : draft.tokens]
-        manager.slot_mapping(handles, draft.starts[chunks:], draft.ends[chunks:], out=slots)
+        at, chunks = builder.tokens, len(builder.counts)
+        builder.add_chunks([text[start:] if start else text for text, start in zip(prompts, begun, strict=True)], begun)
+        slots = builder.slots[at : builder.tokens]
+        manager.slot_mapping(handles, builder.starts[chunks:], builder.ends[chunks:], out=slots)
 
     def _allocate(self, batch: list[Parked]) -> tuple[NDArray[np.uint64], list[int]]:
         """Open sequences with what of their prompts is cached; give their handles, and how many tokens that is."""
@@ -211,7 +211,7 @@ class Admission:
             *[parked.tokens[0] if parked.hashed is None else parked.hashed for parked in batch],
             salt=[request.salt if request else None for request in requests],
             lora_id=[request.lora_id if request else 0 for request in requests],
-            chunk_tokens=self._draft.left,
+            chunk_tokens=self._builder.left,
         )
         found = self._opened.open(call)
         sequences = found if isinstance(found, tuple) else (found,)

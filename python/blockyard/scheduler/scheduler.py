@@ -26,13 +26,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from blockyard._core import AllocStatus, BlockManager, HashedPrompt, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, UnknownTicketError
+from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.defrag_policy import DefragPolicy
 from blockyard.scheduler.opened import Opened
 from blockyard.scheduler.ranked_queue import RankedQueue
-from blockyard.scheduler.request import NO_TOKEN, Fetch, Finished, Parked, Request, RequestState
+from blockyard.scheduler.request import Fetch, Finished, Parked, Request, RequestState
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Rows
-from blockyard.scheduler.step import NO_ROWS, Draft, SchedulerStats, Step, count_step, sampled_tokens
+from blockyard.scheduler.step import NO_ROWS, SchedulerStats, Step, StepBuilder, count_step, sampled_tokens
 from blockyard.scheduler.stop_tokens import StopTokens
 from blockyard.scheduler.swapping import Swapping
 
@@ -59,6 +60,9 @@ class Scheduler:
         max_num_batched_tokens: tokens of a step beyond which prompts wait, or are computed in chunks.
         preemption_mode: `"swap"` moves a victim's blocks out if there is room, `"recompute"` drops them, `"auto"` drops
             them where the request has at most one running sequence. A request still in its prompt is recomputed.
+        num_lookahead_tokens: most draft tokens that a sequence computes in a step behind its own, for speculative
+            decoding or for several tokens a step; see `Step`. They count in `max_num_batched_tokens`. They preempt
+            nobody: where blocks are short, a step has none.
         overlap_io: a sequence that is fetched from the external tier is left out of steps until it has arrived. Other
             tickets must have ended before the next `schedule` if they load what the step computes.
         defragment: moves of device blocks to decide with every step, once all else has its blocks; none by default.
@@ -67,7 +71,8 @@ class Scheduler:
             the prompts near the head of the queue. Others go first while a prompt loads.
 
     Raises:
-        InvalidArgumentError: a limit is not positive, the mode is unknown, or the manager has several cache groups.
+        InvalidArgumentError: a limit is not positive, the mode is unknown, or the manager has several cache groups; or
+            there are draft tokens and a recurrent state, which cannot be taken back.
     Source: the policy of vLLM 0.7.3's V0 scheduler, with the chunked prefill and the prefix cache of vLLM V1.
     """
 
@@ -78,6 +83,7 @@ class Scheduler:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         preemption_mode: PreemptionMode = "auto",
+        num_lookahead_tokens: int = 0,
         overlap_io: bool = False,
         defragment: DefragPolicy | None = None,
         prefetch: Callable[[HashedPrompt], Fetch] | None = None,
@@ -90,12 +96,17 @@ class Scheduler:
             raise InvalidArgumentError(f"preemption_mode is {preemption_mode!r}, must be one of {PREEMPTION_MODES}")
         if (groups := len(manager.pool().groups)) != 1:
             raise InvalidArgumentError(f"the manager has {groups} cache groups, must have 1")
+        if num_lookahead_tokens < 0:
+            raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be at least 0")
+        if num_lookahead_tokens and (kind := manager.pool().groups[0].kind) == "recurrent":
+            raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be 0 for a {kind} group")
         self.manager = manager
         self.stats = SchedulerStats()
         self._prefix_caching = manager.prefix.enabled
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._preemption_mode = preemption_mode
+        self._num_lookahead_tokens = num_lookahead_tokens
         self._overlap_io = overlap_io
         self._defragment = defragment
         self._prefetch = prefetch
@@ -111,12 +122,13 @@ class Scheduler:
     def _make_empty(self) -> None:
         """Make queues, rows and counts of no requests."""
         self._rows = Rows(self._max_num_seqs, self.manager.block_size)
-        self._draft = Draft(self._max_num_batched_tokens, self._max_num_seqs)
+        self._builder = StepBuilder(self._max_num_batched_tokens, self._max_num_seqs, self._num_lookahead_tokens)
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue("waiting")
-        parts = (self._opened, self._rows, self._draft, self._waiting, self.stats)
+        parts = (self._opened, self._rows, self._builder, self._waiting, self.stats)
         self._admission = Admission(*parts, self._prefetch)
         self._swapping = Swapping(*parts, overlap_io=self._overlap_io)
+        self._acceptance = Acceptance(self.manager, self._rows, self._builder, self._stop_tokens, self.stats)
         self._leaving: list[RequestState] = []  # whose rows go once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
@@ -222,7 +234,7 @@ class Scheduler:
                 self._admission.admit()
         if self._defragment is not None:
             self._defragment.plan(self.manager)
-        count_step(self.stats, self.manager, self._draft.tokens, is_away=bool(self._swapping))
+        count_step(self.stats, self.manager, self._builder.tokens, is_away=bool(self._swapping))
         step = self._in_flight = self._take_step()
         self._swapping.begin(step.decision.ticket)
         return step
@@ -275,7 +287,9 @@ class Scheduler:
         Args:
             step: what `settle` returned.
             sampled: integers `[step.num_draws]`: one token for each of the first `samples` rows, then one for each of
-                `extra_rows`. Those of `void` rows are dropped.
+                `extra_rows`. Those of `void` rows are dropped. A decoding row with draft tokens has one more for each:
+                the token that follows it. Draft tokens are accepted as far as each equals the token sampled before it;
+                what is sampled behind a rejected draft token is dropped.
 
         Returns:
             The requests that this step finished, and those that `schedule` has refused since, with their `error`.
@@ -301,11 +315,10 @@ class Scheduler:
         if self._interrupted:
             self._start_over()
         elif step.rows:
-            if self._prefix_caching:
-                self._publish(step)
-            ended = self._extend(step, tokens[: step.samples])
-            if len(step.extra_rows):
-                ended = self._fork(step, tokens[step.samples :], ended)
+            extra = len(step.extra_rows)
+            ended = self._acceptance.take_in(step, tokens[:-extra] if extra else tokens)
+            if extra:
+                ended = self._fork(step, tokens[-extra:], ended)
             gone = ended.nonzero()[0]
             if len(gone):
                 ended_states = self._end(gone)
@@ -321,45 +334,52 @@ class Scheduler:
 
     def _append_to_running(self) -> bool:
         """Give every running sequence its next token or chunk, all at once; preempt from the tail until they fit."""
-        preempted = False
+        preempted, lookahead = False, self._num_lookahead_tokens
         while True:
-            self._draft.begin()
+            self._builder.begin()
             try:
-                self._append()
+                self._append(lookahead)
             except OutOfBlocksError:
+                if lookahead:
+                    lookahead = 0
+                    continue
                 self._preempt(self._rows.worst())
                 preempted = True
             else:
                 return preempted
 
-    def _append(self) -> None:
-        draft, rows = self._draft, self._rows
-        decodes = draft.tokens = rows.decodes
-        draft.token_ids[:decodes] = rows.last[:decodes]
-        counts: NDArray[np.uint32] | None = None
+    def _append(self, lookahead: int) -> None:
+        builder, rows = self._builder, self._rows
+        decodes, is_plain = rows.decodes, not self._num_lookahead_tokens
+        if is_plain:
+            builder.tokens = decodes
+            builder.token_ids[:decodes] = rows.last[:decodes]
+        else:
+            # A sequence gets no slots beyond its end, so that it fits where `add` has found that it does.
+            room = rows.fields[LIMIT, :decodes] - rows.fields[LENGTH, :decodes] - 1
+            builder.add_drafted(rows.last[:decodes], np.minimum(room, lookahead))
         if rows.count > decodes:
             self._next_chunks()
-            counts = np.ones(decodes + len(draft.counts), np.uint32)
-            counts[decodes:] = draft.counts
-        used = draft.tokens
+        used = builder.tokens
         if used:
+            # Draft tokens are not known yet, and a prompt's ids are since it was admitted.
             self.manager.append(
-                rows.handles[: decodes + len(draft.counts)],
-                counts,
-                token_ids=draft.token_ids[:used] if self._prefix_caching else None,
+                rows.handles[: decodes + len(builder.counts)],
+                None if is_plain and not builder.counts else builder.lengths(decodes),
+                token_ids=builder.token_ids[:used] if is_plain and self._prefix_caching else None,
                 block_tables=rows.block_tables,
-                out=draft.slots[:used],
+                out=builder.slots[:used],
             )
 
     def _next_chunks(self) -> None:
         """Take in the next chunks of prompts that are being computed, in order, as far as the tokens go."""
-        draft, rows = self._draft, self._rows
+        builder, rows = self._builder, self._rows
         for row in range(rows.decodes, rows.count):
-            if draft.left < 1:
+            if builder.left < 1:
                 break
             done = int(rows.fields[DONE, row])
-            end = min(int(rows.fields[LENGTH, row]), done + draft.left)
-            draft.add_chunks([rows.text(row, done, end)], [done])
+            end = min(int(rows.fields[LENGTH, row]), done + builder.left)
+            builder.add_chunks([rows.text(row, done, end)], [done])
 
     def _preempt(self, gone: NDArray[np.int64]) -> None:
         """Take the rows of one request off the device."""
@@ -386,15 +406,15 @@ class Scheduler:
         self._rows.remove(gone)
 
     def _take_step(self) -> Step:
-        draft, rows = self._draft, self._rows
+        builder, rows = self._builder, self._rows
         decodes = samples = rows.decodes
-        count, used = decodes + len(draft.counts), draft.tokens
+        count, used = decodes + len(builder.counts), builder.tokens
         start: NDArray[np.int64] = rows.fields[LENGTH, :count] - 1
         extra = NO_ROWS
-        if draft.counts:
-            start[decodes:] = draft.starts
-            rows.fields[DONE, decodes:count] = draft.ends
-            samples += sum(map(int.__eq__, draft.ends, rows.fields[LENGTH, decodes:count].tolist()))
+        if builder.counts:
+            start[decodes:] = builder.starts
+            rows.fields[DONE, decodes:count] = builder.ends
+            samples += sum(map(int.__eq__, builder.ends, rows.fields[LENGTH, decodes:count].tolist()))
             if rows.forks:
                 forks = [rows.fork_count(row) for row in range(decodes, samples)]
                 extra = np.repeat(np.arange(decodes, samples, dtype=np.int32), forks)
@@ -405,49 +425,17 @@ class Scheduler:
             rows.handles[:count].copy(),
             rows.fields[SEAT, :count].copy(),
             start,
-            draft.query_start_loc(decodes),
-            draft.token_ids[:used],
-            draft.slots[:used],
+            builder.query_start_loc(decodes),
+            builder.token_ids[:used],
+            builder.slots[:used],
             rows.block_tables[:count],
             extra,
             rows.owners,
+            rows.text,
+            0 if builder.drafts is None else int(builder.drafts.sum()),
         )
 
     # ---- taking its tokens in ----
-
-    def _publish(self, step: Step) -> None:
-        """Let prompts find the blocks that the step has filled."""
-        size = self.manager.block_size
-        length = self._rows.fields[LENGTH, : step.rows]
-        within = length % size if size & (size - 1) else length & (size - 1)
-        due: NDArray[np.bool_] = within == 0
-        due[step.decodes :] = True  # a chunk may fill blocks without ending at one's end
-        if step.void is not None:
-            due &= ~step.void
-        computed = step.handles[due]
-        if len(computed):
-            self.manager.mark_computed(computed)
-
-    def _extend(self, step: Step, tokens: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        """Add a token to each sampled row; say which rows end with it, bool `[samples]`."""
-        rows, samples = self._rows, step.samples
-        length = rows.fields[LENGTH, :samples]
-        if step.void is not None:
-            tokens = np.where(step.void[:samples], np.uint32(NO_TOKEN), tokens)
-        # All tokens of the step are the requests' from here on, at once, whatever line is interrupted.
-        rows.flat[rows.fields[BASE, :samples] + length] = tokens
-        rows.last[:samples] = tokens
-        length += 1
-        rows.decodes = samples
-        ended: NDArray[np.bool_] = length >= rows.fields[LIMIT, :samples]
-        if self._stop_tokens:
-            for row in self._stop_tokens.among(tokens).tolist():
-                ended[row] |= int(tokens[row]) in rows.owner(row)[0].stops
-        if step.void is not None:
-            void = step.void[:samples]
-            ended &= ~void
-            length -= void
-        return ended
 
     def _fork(self, step: Step, tokens: NDArray[np.uint32], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Open the other sequences of requests whose prompt is computed; say which rows end, bool `[decodes]`."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,7 +15,17 @@ from blockyard._core import BlockManager, StepDecision
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler.request import NO_TOKEN, RequestState
 
-__all__ = ["NO_ROWS", "Draft", "Draw", "Owner", "SchedulerStats", "Step", "count_step", "sampled_tokens"]
+__all__ = [
+    "NO_ROWS",
+    "Draw",
+    "Owner",
+    "SchedulerStats",
+    "Step",
+    "StepBuilder",
+    "count_step",
+    "ragged",
+    "sampled_tokens",
+]
 
 NO_ROWS = np.zeros(0, np.int32)
 
@@ -27,7 +37,8 @@ class Draw(NamedTuple):
     """One token to sample.
 
     Attributes:
-        row: row whose last token's logits it is drawn from.
+        row: row that it continues. It is drawn from the logits at `position - 1`, those of the row's last token unless
+            the row has draft tokens.
         request_id: the request.
         sequence: which of the request's sequences gets the token.
         position: position of the token in the sequence, the prompt included.
@@ -47,22 +58,31 @@ class Step:
     one token: decodes, and prompts that end in this step. `handles`, `seats` and `start` belong to the step; all other
     arrays are the scheduler's own and are good until the next `schedule`.
 
+    With `Scheduler(num_lookahead_tokens=k)` a decoding row computes up to `k` draft tokens behind its own, as far as
+    the request's `max_tokens` and the free blocks go. There are two ways to fill them in. A drafter guesses them before
+    the step is computed: `set_draft_token_ids`. Or the model runs once for each token of a row, and writes the token
+    that it draws into `token_ids` as the row's next one: then every draft token is accepted.
+
     Attributes:
         decision: blocks to move; carry it out before the rows are computed.
-        decodes: rows that compute one token of a sequence that is past its prompt.
-        samples: rows that give a token, at least `decodes`.
+        decodes: rows that compute the next token of a sequence that is past its prompt, and its draft tokens.
+        samples: rows that give tokens, at least `decodes`.
         handles: the manager's handles, uint64 `[n]`.
         seats: a number below the scheduler's `max_num_seqs`, the same for a sequence from its first step until it ends
             or is preempted, int64 `[n]`. A model runner can keep what it knows of a sequence under it.
         start: position of each row's first token, int64 `[n]`; keys and values of all before it are in the cache.
         query_start_loc: where each row's tokens begin in `token_ids`, and their end, int32 `[n + 1]`.
-        token_ids: tokens to compute, row by row, uint32 `[t]`.
+        token_ids: tokens to compute, row by row, uint32 `[t]`. A draft token that is not filled in repeats the token
+            before.
         slot_mapping: where each token's keys and values are written, int64 `[t]`, no slot twice.
         block_tables: device blocks of each row, int32 `[n, max_blocks]`. Entries beyond a row's blocks are undefined.
         extra_rows: rows that give one more token, int32 `[e]`: a row once for each sequence that forks off its prompt.
+        num_draft_tokens: draft tokens that the decoding rows compute.
         void: rows whose tokens `update` will drop since bytes were lost, bool `[n]`; None if there are none. `settle`
             and `finish` set it.
         owners: the scheduler's own, by seat; `draws` reads it.
+        all_token_ids: gives all tokens of a row's sequence, prompt first, uint32 `[tokens]`; valid until `update`. A
+            drafter reads it.
     """
 
     decision: StepDecision
@@ -77,6 +97,8 @@ class Step:
     block_tables: NDArray[np.int32]
     extra_rows: NDArray[np.int32]
     owners: Sequence[Owner | None] = field(repr=False)
+    all_token_ids: Callable[[int], NDArray[np.uint32]] = field(repr=False)
+    num_draft_tokens: int = 0
     void: NDArray[np.bool_] | None = None
 
     @property
@@ -87,7 +109,7 @@ class Step:
     @property
     def num_draws(self) -> int:
         """Tokens that `update` wants."""
-        return self.samples + len(self.extra_rows)
+        return self.samples + self.num_draft_tokens + len(self.extra_rows)
 
     @property
     def lengths(self) -> NDArray[np.int32]:
@@ -101,13 +123,57 @@ class Step:
             raise IndexError(f"row {row} has no owner any more: its step has ended")
         return owner[0].request.request_id, owner[1]
 
+    @property
+    def logits_indices(self) -> NDArray[np.int64]:
+        """For each token that `update` wants, the entry of `token_ids` whose logits it is drawn from, `[num_draws]`."""
+        drafted = np.arange(self.query_start_loc[self.decodes])
+        ends = self.query_start_loc[1:] - np.int64(1)
+        return np.concatenate((drafted, ends[self.decodes : self.samples], ends[self.extra_rows]))
+
+    def set_draft_token_ids(self, draft_token_ids: Sequence[ArrayLike]) -> None:
+        """Give the decoding rows their draft tokens; the step drops the slots that are left. At most once a step.
+
+        Args:
+            draft_token_ids: for each of the `decodes` rows, the tokens that may follow its own, in order: integers from
+                0 to 4294967294, as many as `lengths[row] - 1` or fewer.
+
+        Raises:
+            InvalidArgumentError: there is not one list for each row, a list is too long, or its entries are no token
+                ids; nothing was changed.
+        """
+        drafts = [as_token_ids(np.asarray(tokens), "draft_token_ids") for tokens in draft_token_ids]
+        counts, slots = np.array([len(tokens) for tokens in drafts], np.int64), self.lengths
+        if len(drafts) != self.decodes:
+            raise InvalidArgumentError(f"draft_token_ids has {len(drafts)} lists, the step has {self.decodes} decodes")
+        if (counts >= slots[: self.decodes]).any():
+            row = int(np.argmax(counts >= slots[: self.decodes]))
+            raise InvalidArgumentError(
+                f"draft_token_ids has {counts[row]} tokens for row {row}, which has slots for {slots[row] - 1}"
+            )
+        lengths = slots.astype(np.int64)
+        lengths[: self.decodes] = counts + 1
+        kept = ragged(self.query_start_loc[:-1].astype(np.int64), lengths)
+        tokens = self.token_ids[kept]
+        ends = np.cumsum(lengths)
+        for end, count, draft in zip(ends[: self.decodes].tolist(), counts.tolist(), drafts, strict=True):
+            tokens[end - count : end] = draft
+        starts = np.zeros(self.rows + 1, np.int32)
+        starts[1:] = ends
+        self.query_start_loc, self.token_ids, self.slot_mapping = starts, tokens, self.slot_mapping[kept]
+        self.num_draft_tokens = int(counts.sum())
+
     def draws(self) -> list[Draw]:
         """List the tokens to sample, in the order in which `update` takes them; valid until `update`.
 
         An object for each token: for engines and tests whose sampler works row by row.
         """
-        ends = self.start + self.lengths
-        draws = [Draw(row, *self.owner(row), int(ends[row])) for row in range(self.samples)]
+        begins, ends = self.start + 1, self.start + self.lengths
+        begins[self.decodes :] = ends[self.decodes :]
+        draws = [
+            Draw(row, *self.owner(row), position)
+            for row in range(self.samples)
+            for position in range(int(begins[row]), int(ends[row]) + 1)
+        ]
         index = 0
         for row in self.extra_rows.tolist():
             name, first = self.owner(row)
@@ -131,6 +197,9 @@ class SchedulerStats:
         refused: requests that ended because the device became too small.
         resumed_swap: sequences that came back from the host.
         resumed_fetch: sequences that came back from the external tier.
+        spec_decode_num_drafts: rows that computed draft tokens.
+        spec_decode_num_draft_tokens: draft tokens that they computed.
+        spec_decode_num_accepted_tokens: draft tokens that were accepted.
         peak_device_blocks: most device blocks in use at once.
         peak_host_blocks: most host blocks in use at once.
         peak_external_blocks: most external slots in use at once.
@@ -146,31 +215,38 @@ class SchedulerStats:
     refused: int = 0
     resumed_swap: int = 0
     resumed_fetch: int = 0
+    spec_decode_num_drafts: int = 0
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
     peak_device_blocks: int = 0
     peak_host_blocks: int = 0
     peak_external_blocks: int = 0
 
 
-class Draft:
+class StepBuilder:
     """The step being put together; its buffers are used again in every step.
 
     Args:
-        max_tokens: most tokens that prompts may have in a step.
+        max_tokens: tokens of a step from which on prompts get none.
         max_rows: most rows in a step.
+        num_lookahead_tokens: most draft tokens of a row.
 
     Attributes:
-        token_ids: uint32 `[max_tokens + max_rows]`.
+        token_ids: uint32 `[max_tokens + max_rows * (1 + num_lookahead_tokens)]`.
         slots: int64, as long.
         tokens: how many of both are in use.
+        drafts: slots for draft tokens of each decoding row, int64 `[decodes]`; None without lookahead.
         counts: tokens of each row in prefill.
         starts: position of the first of them.
         ends: position behind the last.
     """
 
-    def __init__(self, max_tokens: int, max_rows: int) -> None:
-        self.token_ids = np.zeros(max_tokens + max_rows, np.uint32)
-        self.slots = np.zeros(max_tokens + max_rows, np.int64)
+    def __init__(self, max_tokens: int, max_rows: int, num_lookahead_tokens: int = 0) -> None:
+        most = max_tokens + max_rows * (1 + num_lookahead_tokens)
+        self.token_ids = np.zeros(most, np.uint32)
+        self.slots = np.zeros(most, np.int64)
         self.tokens = 0
+        self.drafts: NDArray[np.int64] | None = None
         self.counts: list[int] = []
         self.starts: list[int] = []
         self.ends: list[int] = []
@@ -187,6 +263,12 @@ class Draft:
         self.tokens = 0
         self.counts, self.starts, self.ends = [], [], []
 
+    def add_drafted(self, last: NDArray[np.uint32], drafts: NDArray[np.int64]) -> None:
+        """Take in the next tokens of decoding rows, and slots for so many draft tokens behind each."""
+        self.drafts = drafts
+        self.tokens = len(last) + int(drafts.sum())
+        self.token_ids[: self.tokens] = np.repeat(last, drafts + 1)
+
     def add_chunks(self, parts: list[NDArray[np.uint32]], starts: list[int]) -> None:
         """Take in parts of rows' prompts, the last as far as there is room; their slots are written apart."""
         counts = list(map(len, parts))
@@ -200,20 +282,41 @@ class Draft:
         self.starts += starts
         self.ends += map(add, starts, counts)
 
-    def insert(self, at: int, count: int) -> None:
-        """Make room for so many tokens before token `at`."""
+    def insert(self, decodes: int, count: int) -> slice:
+        """Make room for so many rows of one token behind those that decode; give the place of their tokens."""
+        at = decodes
+        if self.drafts is not None:
+            at += int(self.drafts.sum())
+            self.drafts = np.append(self.drafts, np.zeros(count, np.int64))
         for array in (self.token_ids, self.slots):
             array[at + count : self.tokens + count] = array[at : self.tokens].copy()
         self.tokens += count
+        return slice(at, at + count)
+
+    def lengths(self, decodes: int) -> NDArray[np.uint32]:
+        """Tokens of each row."""
+        lengths = np.ones(decodes + len(self.counts), np.uint32)
+        if self.drafts is not None:
+            lengths[:decodes] += self.drafts.astype(np.uint32)
+        lengths[decodes:] = self.counts
+        return lengths
 
     def query_start_loc(self, decodes: int) -> NDArray[np.int32]:
         """Where each row's tokens begin, and their end."""
         found: NDArray[np.int32] = self._ramp[: decodes + len(self.counts) + 1]
+        if self.drafts is not None:
+            return np.append(np.int32(0), np.cumsum(self.lengths(decodes), dtype=np.int32))
         if not self.counts:
             return found
         found = found.copy()
         found[decodes:] = list(accumulate(self.counts, initial=decodes))
         return found
+
+
+def ragged(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """List `counts[i]` numbers from each `starts[i]` on, one run behind the other."""
+    found: NDArray[np.int64] = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+    return found
 
 
 def sampled_tokens(step: Step, sampled: ArrayLike) -> NDArray[np.uint32]:
@@ -227,16 +330,25 @@ def sampled_tokens(step: Step, sampled: ArrayLike) -> NDArray[np.uint32]:
         raise InvalidArgumentError(
             f"sampled tokens have shape {list(tokens.shape)}, do not match the step's {step.num_draws} draws"
         )
+    return as_token_ids(tokens, "sampled tokens")
+
+
+def as_token_ids(tokens: NDArray[Any], name: str) -> NDArray[np.uint32]:
+    """Give token ids `[tokens]` as uint32.
+
+    Raises:
+        InvalidArgumentError: they are not integers from 0 to 4294967294, or not one-dimensional.
+    """
+    if tokens.ndim != 1:
+        raise InvalidArgumentError(f"{name} have shape {list(tokens.shape)}, must be [tokens]")
     if tokens.dtype == np.uint32 or not len(tokens):
         return tokens.astype(np.uint32, copy=False)
     if tokens.dtype.kind not in "iu":
-        raise InvalidArgumentError(f"sampled tokens are {tokens.dtype}, must be integers")
+        raise InvalidArgumentError(f"{name} are {tokens.dtype}, must be integers")
     wide = tokens.astype(np.int64, copy=False)
     # Seen as unsigned, a negative id is the largest of all.
     if np.maximum.reduce(wide.view(np.uint64)) >= NO_TOKEN:
-        raise InvalidArgumentError(
-            f"sampled tokens go from {wide.min()} to {wide.max()}, must be from 0 to {NO_TOKEN - 1}"
-        )
+        raise InvalidArgumentError(f"{name} go from {wide.min()} to {wide.max()}, must be from 0 to {NO_TOKEN - 1}")
     return wide.astype(np.uint32)
 
 

@@ -10,7 +10,7 @@ from blockyard.scheduler.opened import Opened
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Parked, RequestState
 from blockyard.scheduler.rows import Rows, Seated
-from blockyard.scheduler.step import Draft, SchedulerStats
+from blockyard.scheduler.step import SchedulerStats, StepBuilder
 
 __all__ = ["Swapping"]
 
@@ -21,7 +21,7 @@ class Swapping:
     Args:
         opened: the sequences in the manager, which moves their blocks.
         rows: where the sequences run.
-        draft: of the step that they come back in.
+        builder: of the step that they come back in.
         waiting: queue of those that lose their blocks.
         stats: counts what moves.
         overlap_io: whether what is fetched is left out of steps until it has arrived.
@@ -34,7 +34,7 @@ class Swapping:
         self,
         opened: Opened,
         rows: Rows,
-        draft: Draft,
+        builder: StepBuilder,
         waiting: RankedQueue,
         stats: SchedulerStats,
         *,
@@ -44,7 +44,7 @@ class Swapping:
         self._opened = opened
         self._manager = opened.manager
         self._rows = rows
-        self._draft = draft
+        self._builder = builder
         self._waiting = waiting
         self._stats = stats
         self._overlap_io = overlap_io
@@ -135,13 +135,11 @@ class Swapping:
 
     def _run_now(self, parked: Parked) -> None:
         """Give sequences that have just come back their rows and their next tokens, in this step."""
-        draft, rows = self._draft, self._rows
-        at, count = rows.decodes, len(parked.indices)
-        draft.insert(at, count)
-        new = slice(at, at + count)
-        draft.token_ids[new] = [tokens[-1] for tokens in parked.tokens]
-        ids = draft.token_ids[new] if self._prefix_caching else None
-        self._manager.append(parked.handles, token_ids=ids, out=draft.slots[new])
+        builder, rows = self._builder, self._rows
+        new = builder.insert(rows.decodes, len(parked.indices))
+        builder.token_ids[new] = [tokens[-1] for tokens in parked.tokens]
+        ids = builder.token_ids[new] if self._prefix_caching and builder.drafts is None else None
+        self._manager.append(parked.handles, token_ids=ids, out=builder.slots[new])
         self._seat(self._return(parked))
 
     def _bring_back(self, handles: NDArray[np.uint64]) -> AllocStatus:

@@ -69,6 +69,7 @@ class DemoOptions:
         external_swapper: URL of the external tier; a temporary folder if None.
         external_swapper_space: its size as text, such as `2GiB`.
         preemption_mode: `auto`, `swap` or `recompute`.
+        num_lookahead_tokens: most draft tokens that a step verifies for each sequence.
         prefix_caching: let prompts share the blocks of earlier prompts with the same beginning.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: tokens of a step beyond which prompts are computed in chunks.
@@ -96,6 +97,7 @@ class DemoOptions:
     external_swapper: str | None = None
     external_swapper_space: str | None = None
     preemption_mode: PreemptionMode = "auto"
+    num_lookahead_tokens: int = 0
     prefix_caching: bool = True
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 8192
@@ -307,6 +309,7 @@ def _serve(
             host_blocks=host_blocks,
             external=url,
             preemption_mode=options.preemption_mode,
+            num_lookahead_tokens=options.num_lookahead_tokens,
             prefix_caching=options.prefix_caching,
             prefix_store=_prefix_url(options) if options.external else None,
             namespace=name_of_weights(model) if options.external else b"",

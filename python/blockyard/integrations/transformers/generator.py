@@ -19,6 +19,7 @@ from blockyard._core import CacheGroup, ResizeProgress
 from blockyard.cache import KVCache
 from blockyard.errors import InvalidArgumentError, InvariantError, UnknownTicketError
 from blockyard.executor.executor import Executor, StepDone, StepExecutor
+from blockyard.integrations.prompt_lookup import prompt_lookup
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.transformers.attention import StepInput
 from blockyard.integrations.transformers.model import PagedModel
@@ -94,6 +95,10 @@ class Generator:
         prefix_deadline: least seconds after which a prompt goes on without the store.
         namespace: names the model and the revision of its weights for the stores, see `KVCache`.
         preemption_mode: what becomes of a victim: `swap`, `recompute` or `auto`.
+        num_lookahead_tokens: most draft tokens that a step verifies for each sequence, for speculative decoding. The
+            tokens are those of plain decoding, sampled ones too.
+        draft: gives draft tokens for a sequence's token ids so far, uint32 `[tokens]`; those beyond its slots are
+            dropped. `prompt_lookup` if None.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: tokens of a step beyond which prompts wait, or are computed in chunks.
         defragment: which moves of device blocks every step decides; none if None.
@@ -130,6 +135,8 @@ class Generator:
         prefix_deadline: float = 0.25,
         namespace: bytes = b"",
         preemption_mode: PreemptionMode = "auto",
+        num_lookahead_tokens: int = 0,
+        draft: Callable[[NDArray[np.uint32]], Sequence[int]] | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         defragment: DefragPolicy | None = None,
@@ -141,10 +148,7 @@ class Generator:
         with contextlib.ExitStack() as undo:
             self.model = PagedModel(model, block_size=block_size, kind=kind)
             undo.callback(self.model.close)
-            if device_blocks is None or host_blocks is None:
-                room = available_blocks(self.model, max_num_batched_tokens=max_num_batched_tokens)
-                device_blocks = room[0] if device_blocks is None else device_blocks
-                host_blocks = room[1] if host_blocks is None else host_blocks
+            device_blocks, host_blocks = self._sizes(device_blocks, host_blocks, max_num_batched_tokens)
             window = self.model.sliding_window
             self.cache = KVCache(
                 self.model.layout,
@@ -169,13 +173,15 @@ class Generator:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 preemption_mode=preemption_mode,
+                num_lookahead_tokens=num_lookahead_tokens,
                 overlap_io=True,
                 defragment=defragment,
                 prefetch=None if self.cache.prefix_store is None else self.cache.prefix_store.prefetch,
             )
             self.executor: Executor = wrap_executor(self.cache.executor) if wrap_executor else self.cache.executor
             self._closing = undo.pop_all()
-        self._on_step = on_step
+        self._draft, self._num_lookahead_tokens = draft, num_lookahead_tokens
+        self._on_step, self._idle = on_step, 0
         self._params: dict[str, SamplingParams] = {}
         self._tickets: list[int] = []  # under way, the oldest first
         # What calls have returned, until it is taken in: after an exception the next step does that.
@@ -183,7 +189,14 @@ class Generator:
         self._ended: list[Iterable[StepDone]] = []
         self._finished: list[list[Finished]] = []
         self._to_abort: list[str] = []
-        self._idle = 0
+
+    def _sizes(self, device_blocks: int | None, host_blocks: int | None, tokens: int) -> tuple[int, int]:
+        """Return the blocks of device and host: those asked for, or what there is room for with steps of `tokens`."""
+        if device_blocks is None or host_blocks is None:
+            room = available_blocks(self.model, max_num_batched_tokens=tokens)
+            device_blocks = room[0] if device_blocks is None else device_blocks
+            host_blocks = room[1] if host_blocks is None else host_blocks
+        return device_blocks, host_blocks
 
     @property
     def num_unfinished(self) -> int:
@@ -425,12 +438,18 @@ class Generator:
 
     def _compute(self, step: Step) -> list[int]:
         """Run the model, and draw a token for each of the step's draws."""
+        if self._num_lookahead_tokens:
+            draft = self._draft or partial(prompt_lookup, num_tokens=self._num_lookahead_tokens)
+            slots = (step.lengths[: step.decodes] - 1).tolist()
+            step.set_draft_token_ids(
+                [draft(step.all_token_ids(row))[:most] if most else () for row, most in enumerate(slots)]
+            )
         wait = partial(self.executor.wait_for_layer, step.decision.ticket)
         where = StepInput(step.start, step.lengths.astype(np.int64), step.block_tables, step.slot_mapping)
-        logits = self.model.forward(step.token_ids, where, samples=step.samples, before_layer=wait)
-        rows = logits.cpu().numpy()
+        logits = self.model.forward(step.token_ids, where, logits_indices=step.logits_indices, before_layer=wait)
         return [
-            sample(rows[draw.row], self._params[draw.request_id], draw.sequence, draw.position) for draw in step.draws()
+            sample(scores, self._params[draw.request_id], draw.sequence, draw.position)
+            for scores, draw in zip(logits.cpu().numpy(), step.draws(), strict=True)
         ]
 
     def _take_in_what_landed(self, step: Step) -> None:

@@ -94,7 +94,7 @@ class PagedModel:
         token_ids: NDArray[np.integer],
         where: StepInput,
         *,
-        samples: int | None = None,
+        logits_indices: NDArray[np.integer] | None = None,
         before_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Compute the tokens of one step, all sequences in one flat batch.
@@ -102,11 +102,11 @@ class PagedModel:
         Args:
             token_ids: tokens to compute, sequence by sequence, integers `[tokens]`.
             where: where the sequences stand; at least one.
-            samples: how many of the first sequences give logits; all if None.
+            logits_indices: tokens whose logits are wanted, integers `[n]`; the last of each sequence if None.
             before_layer: called with each layer's number before its cache is touched, to wait for what is loaded there.
 
         Returns:
-            Logits at the last token of each of these sequences, float32 `[samples, vocab]` on the model's device.
+            Logits at these tokens, float32 `[n, vocab]` on the model's device.
 
         Raises:
             InvalidArgumentError: no caches are bound, shapes do not agree, or an id is out of range; no K or V was
@@ -115,14 +115,18 @@ class PagedModel:
         if not self._caches:
             raise InvalidArgumentError("no caches are bound: call bind() first")
         step = PagedStep(self.layout, self._caches, where, self.sliding_window, before_layer=before_layer)
-        return self._run(step, where, token_ids, samples)
+        return self._run(step, where, token_ids, logits_indices)
 
     def close(self) -> None:
         """Let go of the caches."""
         self._caches = []
 
     def _run(
-        self, step: PagedStep, where: StepInput, token_ids: NDArray[np.integer], samples: int | None
+        self,
+        step: PagedStep,
+        where: StepInput,
+        token_ids: NDArray[np.integer],
+        logits_indices: NDArray[np.integer] | None,
     ) -> torch.Tensor:
         tokens = token_ids.astype(np.int64)
         if tokens.shape != where.slot_mapping.shape:
@@ -135,8 +139,12 @@ class PagedModel:
         positions = np.arange(len(tokens)) + np.repeat(where.starts - (ends - where.lengths), where.lengths)
         if self.max_model_len is not None and positions.max() >= self.max_model_len:
             raise InvalidArgumentError(f"position {positions.max()} of a model for {self.max_model_len} positions")
-        last = torch.from_numpy(ends[:samples] - 1)
-        return run_model(self._paged, torch.from_numpy(np.stack((tokens, positions))), step, last)
+        wanted = ends - 1 if logits_indices is None else logits_indices.astype(np.int64)
+        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(tokens):
+            raise InvalidArgumentError(
+                f"logits_indices go from {wanted.min()} to {wanted.max()}, the step has {len(tokens)} tokens"
+            )
+        return run_model(self._paged, torch.from_numpy(np.stack((tokens, positions))), step, torch.from_numpy(wanted))
 
     def _check_against(self, model: PreTrainedModel) -> None:
         """Compare a few tokens, computed in chunks beside another sequence, with the model's own run.

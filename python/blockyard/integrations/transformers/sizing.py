@@ -67,7 +67,7 @@ def _free_cuda_memory(model: PagedModel, utilization: float, tokens: int) -> int
     cache_bytes = blocks * model.layout.bytes_per_block
     model.bind(engine.tensors)
     where = StepInput(np.array([0]), np.array([tokens]), np.arange(blocks)[None], np.arange(tokens))
-    model.forward(np.zeros(tokens, dtype=np.int64), where, samples=1)
+    model.forward(np.zeros(tokens, dtype=np.int64), where)
     peak = torch.cuda.max_memory_allocated(device) - cache_bytes
     model.close()
     engine.close()

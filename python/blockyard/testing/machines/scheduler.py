@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
+DRAFTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4)
 IDLE_STEPS = 3
 """Steps in a row that may do nothing while requests wait."""
 
@@ -88,9 +89,12 @@ def draw_tokens(step: Step, memory: SimulatedMemory, window: int | None = None) 
     for row in range(step.rows):
         if step.void is None or not step.void[row]:
             new = step.token_ids[first[row] : first[row + 1]].tolist()
-            text = read_back(memory, row, step.block_tables[row], ends[row], new)
-            texts[row] = text[-window:] if window else text
-    return [draw_token(texts[draw.row], draw.sequence) if draw.row in texts else 0 for draw in step.draws()]
+            texts[row] = read_back(memory, row, step.block_tables[row], ends[row], new)
+    drawn = []
+    for draw in step.draws():
+        first = max(0, draw.position - window) if window else 0
+        drawn.append(draw_token(texts[draw.row][first : draw.position], draw.sequence) if draw.row in texts else 0)
+    return drawn
 
 
 def read_back(memory: SimulatedMemory, row: int, table: NDArray[np.int32], length: int, new: list[int]) -> list[int]:
@@ -106,6 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     Each step is carried out as an engine would: transfers, writes of the new tokens, reads through the block tables.
     What a sequence reads must be its tokens, and what it draws must be what it would have drawn in endless memory.
+    Where a step has slots for draft tokens, some of them are right, or the model runs once for each.
     A request is aborted between any two calls of a step, and its id used again at once. At the end the scheduler must
     come to its end within bounds, with every block free.
 
@@ -173,9 +178,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         when=st.sampled_from(["never", "never", "scheduled", "settled"]),
         pick=st.integers(0, 7),
         again=st.none() | requests(),
+        drafts=DRAFTS,
     )
-    def step(self, lost: list[int], when: str, pick: int, again: Request | None) -> None:
-        """Run one step, in which pairs may be lost and a request aborted and its id used again."""
+    def step(
+        self, lost: list[int], when: str, pick: int, again: Request | None, drafts: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Run one step, in which pairs may be lost and a request aborted and its id used again.
+
+        Args:
+            lost: pairs of the decision that do not land.
+            when: when a request is aborted.
+            pick: which one.
+            again: what is submitted under its id.
+            drafts: for each decoding row, in turn: draft tokens, and how many of them are right. If empty, each token
+                is computed by a pass of its own.
+        """
         self.broken = True
         step = self.scheduler.schedule()
         self.check_shape(step)
@@ -186,7 +203,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if when == "settled":
             self.resubmit(pick, again)
         rows = step.rows
-        for finished in self.scheduler.update(step, self.compute(step)):
+        for finished in self.scheduler.update(step, self.compute_drafts(step, drafts)):
             self.finish(finished)
         self.manager.check()
         busy = rows > 0 or len(step.decision) > 0 or bool(losses) or not self.live
@@ -195,11 +212,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
         self.broken = False
 
-    @rule(count=st.integers(2, 8), lost=st.lists(st.integers(0, 63), max_size=1))
-    def run(self, count: int, lost: list[int]) -> None:
+    @rule(count=st.integers(2, 8), lost=st.lists(st.integers(0, 63), max_size=1), drafts=DRAFTS)
+    def run(self, count: int, lost: list[int], drafts: Sequence[tuple[int, int]]) -> None:
         """Run some steps, undisturbed but for losses."""
         for _ in range(count):
-            self.step(lost=lost, when="never", pick=0, again=None)
+            self.step(lost=lost, when="never", pick=0, again=None, drafts=drafts)
 
     def teardown(self) -> None:
         """Run to the end; every block must be free then."""
@@ -261,6 +278,38 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if kind in ("spill", "fetch") and (loss.src, loss.dst) == (pairs.src, pairs.dst):
                     self.memory.lose(loss)
         return losses
+
+    def compute_drafts(self, step: Step, drafts: Sequence[tuple[int, int]]) -> list[int]:
+        """Fill in a step's draft tokens, and compute it."""
+        slots = (step.lengths[: step.decodes] - 1).tolist()
+        if not any(slots):
+            return self.compute(step)
+        if drafts:
+            turns = [drafts[row % len(drafts)] for row in range(step.decodes)]
+            step.set_draft_token_ids(
+                [
+                    self.guess(step, row, min(count, most), right)
+                    for row, (most, (count, right)) in enumerate(zip(slots, turns, strict=True))
+                ]
+            )
+            return self.compute(step)
+        first = step.query_start_loc[: step.decodes]
+        for done in range(max(slots)):
+            drawn = self.compute(step)
+            for at in first[np.array(slots) > done].tolist():
+                step.token_ids[at + done + 1] = drawn[at + done]
+        return self.compute(step)
+
+    def guess(self, step: Step, row: int, count: int, right: int) -> list[int]:
+        """Give draft tokens for a row; so many of them are what it would draw, the next is not."""
+        name, index = step.owner(row)
+        request = self.live.get(name)
+        if request is None or index >= request.n:  # it was aborted, and its tokens are dropped
+            return [0] * count
+        drawn = reference_tokens(request, self.window)[index]
+        first = int(step.start[row]) + 1 - len(request.prompt)
+        wanted = [*drawn[first : first + count], *([0] * count)][:count]
+        return [token if at < right else (token + 1) % VOCABULARY for at, token in enumerate(wanted)]
 
     def compute(self, step: Step) -> list[int]:
         """Write the step's tokens, read each sequence through its table, and draw."""

@@ -1,0 +1,169 @@
+"""What a step has sampled becomes its sequences' tokens: one for each row, or as many as its draft tokens bear out."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import BlockManager
+from blockyard.scheduler.request import NO_TOKEN
+from blockyard.scheduler.rows import BASE, LENGTH, LIMIT, Rows
+from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, ragged
+from blockyard.scheduler.stop_tokens import StopTokens
+
+__all__ = ["Acceptance"]
+
+
+class Acceptance:
+    """Adds sampled tokens to rows, and lets the prefix cache find the blocks that are full.
+
+    A row with draft tokens has one sampled token for its own token, and one for each draft token. A draft token is
+    accepted if it equals the token that was sampled before it, and all draft tokens before it were accepted. The row
+    gets the accepted tokens and the one that was sampled behind the last of them. The manager takes the slots of the
+    others back, so that nothing reads what was computed there. It learns the token ids only now: no key is ever made
+    from a draft token that was rejected.
+
+    Args:
+        manager: has the sequences.
+        rows: of the sequences.
+        builder: of the step; knows the slots of each row.
+        stop_tokens: which tokens end some request.
+        stats: counts draft tokens.
+    """
+
+    def __init__(
+        self, manager: BlockManager, rows: Rows, builder: StepBuilder, stop_tokens: StopTokens, stats: SchedulerStats
+    ) -> None:
+        self._manager = manager
+        self._prefix_caching = manager.prefix.enabled
+        self._rows = rows
+        self._builder = builder
+        self._stop_tokens = stop_tokens
+        self._stats = stats
+
+    def take_in(self, step: Step, sampled: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """Add the tokens of sampled rows; say which rows end with them, bool `[samples]`."""
+        if self._builder.drafts is not None:
+            return self._accept(step, sampled, self._builder.drafts)
+        if self._prefix_caching:
+            self._publish(step)
+        return self._extend(step, sampled)
+
+    # ---- one token a row ----
+
+    def _publish(self, step: Step) -> None:
+        """Let prompts find the blocks that the step has filled."""
+        size = self._manager.block_size
+        length = self._rows.fields[LENGTH, : step.rows]
+        within = length % size if size & (size - 1) else length & (size - 1)
+        due: NDArray[np.bool_] = within == 0
+        due[step.decodes :] = True  # a chunk may fill blocks without ending at one's end
+        if step.void is not None:
+            due &= ~step.void
+        computed = step.handles[due]
+        if len(computed):
+            self._manager.mark_computed(computed)
+
+    def _extend(self, step: Step, tokens: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        rows, samples = self._rows, step.samples
+        length = rows.fields[LENGTH, :samples]
+        if step.void is not None:
+            tokens = np.where(step.void[:samples], np.uint32(NO_TOKEN), tokens)
+        # All tokens of the step are the requests' from here on, at once, whatever line is interrupted.
+        rows.flat[rows.fields[BASE, :samples] + length] = tokens
+        rows.last[:samples] = tokens
+        length += 1
+        rows.decodes = samples
+        ended: NDArray[np.bool_] = length >= rows.fields[LIMIT, :samples]
+        if self._stop_tokens:
+            for row in self._stop_tokens.among(tokens).tolist():
+                ended[row] |= int(tokens[row]) in rows.owner(row)[0].stops
+        if step.void is not None:
+            void = step.void[:samples]
+            ended &= ~void
+            length -= void
+        return ended
+
+    # ---- draft tokens ----
+
+    def _accept(self, step: Step, sampled: NDArray[np.uint32], slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        rows, samples, decodes = self._rows, step.samples, step.decodes
+        first = step.query_start_loc[: decodes + 1].astype(np.int64)
+        first = np.append(first[:-1], first[-1] + np.arange(samples - decodes))
+        count = np.ones(samples, np.int64)
+        count[:decodes] = _count_accepted(step, sampled)
+        ended = self._cut_at_stops(sampled, first, count)
+        void = np.zeros(step.rows, np.bool_) if step.void is None else step.void
+        ended &= ~void[:samples]
+        self._count_drafts(step, count[:decodes])
+        count[void[:samples]] = 0
+        length = rows.fields[LENGTH, :samples]
+        at = ragged(rows.fields[BASE, :samples] + length, count)
+        tokens = sampled[ragged(first, count)]
+        # As in `_extend`, at once.
+        rows.flat[at] = tokens
+        rows.last[:samples] = sampled[first + np.maximum(count, 1) - 1]
+        length += count
+        rows.decodes = samples
+        ended |= (length >= rows.fields[LIMIT, :samples]) & (count > 0)
+        self._take_back(step, first[:decodes], count[:decodes], slots)
+        if self._prefix_caching:
+            self._publish_accepted(step, count[:decodes], void)
+        return ended
+
+    def _cut_at_stops(
+        self, sampled: NDArray[np.uint32], first: NDArray[np.int64], count: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Drop what is accepted behind a stop token; say which rows have one."""
+        ended = np.zeros(len(first), np.bool_)
+        if self._stop_tokens:
+            drawn = int(first[-1] + count[-1]) if len(first) else 0
+            places = self._stop_tokens.among(sampled[:drawn])
+            for at, row in zip(places.tolist(), (np.searchsorted(first, places, "right") - 1).tolist(), strict=True):
+                wanted = at - int(first[row]) + 1
+                if wanted <= count[row] and int(sampled[at]) in self._rows.owner(row)[0].stops:
+                    count[row], ended[row] = wanted, True
+        return ended
+
+    def _count_drafts(self, step: Step, count: NDArray[np.int64]) -> None:
+        stats, drafted = self._stats, step.lengths[: step.decodes] - 1
+        stats.spec_decode_num_drafts += int(np.count_nonzero(drafted))
+        stats.spec_decode_num_draft_tokens += int(drafted.sum())
+        stats.spec_decode_num_accepted_tokens += int(count.sum()) - len(count)
+
+    def _take_back(
+        self, step: Step, first: NDArray[np.int64], count: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> None:
+        """Cut sequences to their accepted tokens, and name these to the prefix cache."""
+        manager = self._manager
+        handles = step.handles[: step.decodes]
+        kept = self._rows.fields[LENGTH, : step.decodes] - 1
+        cut = (count <= slots) & (count > 0)
+        deque(map(manager.truncate, handles[cut].tolist(), kept[cut].tolist()), maxlen=0)
+        named = count > 0
+        if self._prefix_caching and named.any():
+            computed = step.token_ids[ragged(first, count)]
+            manager.prefix.note_tokens(handles[named], computed, count[named].astype(np.uint32))
+
+    def _publish_accepted(self, step: Step, count: NDArray[np.int64], void: NDArray[np.bool_]) -> None:
+        """Let prompts find the blocks that the step has filled with tokens that stay."""
+        size = self._manager.block_size
+        computed = self._rows.fields[LENGTH, : step.decodes] - 1
+        due = ~void
+        due[: step.decodes] &= computed // size > (computed - count) // size
+        if due.any():
+            self._manager.mark_computed(step.handles[due])
+
+
+def _count_accepted(step: Step, sampled: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """Count the tokens that each decoding row gets: its accepted draft tokens and one more, int64 `[decodes]`."""
+    first = step.query_start_loc[: step.decodes].astype(np.int64)
+    total = int(step.query_start_loc[step.decodes])
+    agrees = np.zeros(total, np.bool_)
+    agrees[:-1] = sampled[:total][:-1] == step.token_ids[:total][1:]
+    agrees[step.query_start_loc[1 : step.decodes + 1] - 1] = False  # a row's last token has no draft token behind it
+    ends = np.flatnonzero(~agrees)
+    found: NDArray[np.int64] = ends[np.searchsorted(ends, first)] - first + 1
+    return found
