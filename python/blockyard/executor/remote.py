@@ -159,8 +159,12 @@ def serve_executor(
             except (EOFError, ConnectionError):
                 return
             answer = worker.answer(name, arguments)
-            if answer is not None:
+            if answer is None:
+                continue
+            try:
                 connection.send(answer)
+            except ConnectionError:
+                return
     except Exception as error:
         with suppress(OSError):
             connection.send(("failed", f"{type(error).__name__}: {error}"))
