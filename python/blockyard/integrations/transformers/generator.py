@@ -80,7 +80,7 @@ class Output:
 class Generator:
     """Serves requests with one model whose KV is paged over device, host and an external tier.
 
-    `manager`, `scheduler`, `engine` and `store` may be read for their counters.
+    `manager`, `scheduler`, `engine` and `store` may be read for their counters; of several ranks they are rank 0's.
 
     Args:
         model: a Hugging Face model on the device where it is to run.
@@ -147,13 +147,13 @@ class Generator:
         self._tokenizer = tokenizer
         with contextlib.ExitStack() as undo:
             size = tensor_parallel_size
-            ranks = None
+            self.ranks: RankGroup | None = None
             if size == 1:
                 self.model = PagedModel(model, block_size=block_size, kind=kind)
             else:
                 _refuse_options(size, prefix_store=prefix_store, elastic=elastic)
-                ranks = undo.enter_context(RankGroup(model, size, block_size=block_size, kind=kind))
-                self.model = ranks.model
+                self.ranks = undo.enter_context(RankGroup(model, size, block_size=block_size, kind=kind))
+                self.model = self.ranks.model
             undo.callback(self.model.close)
             if device_blocks is None or host_blocks is None:
                 share, tokens = MEMORY_UTILIZATION / size, max_num_batched_tokens
@@ -167,7 +167,7 @@ class Generator:
                 **options.of_rank(0, size),
                 device=self.model.device,
                 max_device_blocks=device_blocks if elastic else None,
-                external_blocks=ranks.open_caches(options) if ranks else None,
+                external_blocks=self.ranks.open_caches(options) if self.ranks else None,
                 prefix_caching=prefix_caching,
                 prefix_store=prefix_store,
                 prefix_writes=prefix_writes,
@@ -186,9 +186,9 @@ class Generator:
                 defragment=defragment,
                 prefetch=None if self.cache.prefix_store is None else self.cache.prefix_store.prefetch,
             )
-            executor = ranks.executor(self.cache.executor) if ranks else self.cache.executor
+            executor = self.ranks.executor(self.cache.executor) if self.ranks else self.cache.executor
             self.executor: Executor = wrap_executor(executor) if wrap_executor else executor
-            self._forward = ranks.forward if ranks else self.model.forward
+            self._forward = self.ranks.forward if self.ranks else self.model.forward
             self._closing = undo.pop_all()
         self._on_step = on_step
         self._params: dict[str, SamplingParams] = {}
