@@ -1,6 +1,5 @@
 """`StepDecision` and `Pairs` as the scheduler and the executor see them."""
 
-
 import numpy as np
 import pytest
 

@@ -85,25 +85,49 @@ class Damaging(Wrapper):
         return done
 
 
-def test_blocks_that_only_rank_1_loses_cost_a_recompute_and_no_token(model, work, wanted, tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("swap")
     for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
+        (found / str(rank)).mkdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def generator(model, folder):
     options = {"block_size": 4, "device_blocks": 40, "host_blocks": 12, "preemption_mode": "swap"}
     with Generator(
         model,
-        external=f"file://{tmp_path}/{{rank}}?size=1MiB",
+        external=f"file://{folder}/{{rank}}?size=1MiB",
         tensor_parallel_size=2,
-        wrap_executor=lambda inner: Damaging(inner, tmp_path / "1"),
+        wrap_executor=lambda inner: Damaging(inner, folder / "1"),
         **options,
-    ) as generator:
-        assert generator.engine.layout.num_kv_heads == 1
-        assert generate(generator, work) == wanted
-        assert generator.executor.kinds >= {"swap_out", "swap_in", "spill", "fetch", "copy"}
-        assert generator.executor.lost_pairs > 0
-        assert generator.scheduler.stats.lost > 0
-        assert generator.store.stats().damaged_blocks == 0, "rank 0 has lost nothing itself"
-        generator.manager.check()
-    assert [list((tmp_path / str(rank)).glob("*.slab")) for rank in range(2)] == [[], []]
+    ) as found:
+        yield found
+    assert not list(folder.rglob("*.slab"))
+    assert [process.returncode is None for process in found.ranks.processes] == [False]
+
+
+def test_blocks_that_only_rank_1_loses_cost_a_recompute_and_no_token(generator, work, wanted):
+    assert generator.engine.layout.num_kv_heads == 1
+    assert generate(generator, work) == wanted
+    assert generator.executor.kinds >= {"swap_out", "swap_in", "spill", "fetch", "copy"}
+    assert generator.executor.lost_pairs > 0
+    assert generator.scheduler.stats.lost > 0
+    assert generator.store.stats().damaged_blocks == 0, "rank 0 has lost nothing itself"
+    generator.manager.check()
+
+
+def test_a_step_that_is_interrupted_while_ranks_compute_ends_the_generator(generator, work, monkeypatch):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generator.model, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(generator.generate(*work))
+    with pytest.raises(WorkerError, match="a step was interrupted while the ranks computed it: make a new Generator"):
+        list(generator.generate(*work))
 
 
 def test_ranks_share_a_server_and_a_rank_that_dies_ends_the_driver_with_its_name(model, work, wanted, tmp_path):
@@ -143,11 +167,11 @@ def test_the_demo_compares_every_token_of_several_ranks():
             num_device_blocks=14,
             num_host_blocks=4,
             tensor_parallel_size=2,
-            corrupt=2,
         )
     )
     assert report.identical_requests == report.compared == 4
-    assert report.exit_code in {0, 2}
+    assert report.exit_code == 0
+    assert sum(report.preemptions.values()) > 0
     assert report.settings["tensor_parallel_size"] == 2
 
 
@@ -156,7 +180,10 @@ def test_the_demo_compares_every_token_of_several_ranks():
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, must divide the 2 KV heads of the model"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0, must divide"),
-        ({"prefix_store": "redis://user:secret@host?size=1MiB"}, r"prefix_store is 'redis://\*\*\*@host\?size=1MiB' and"),
+        (
+            {"prefix_store": "redis://user:secret@host?size=1MiB"},
+            r"prefix_store is 'redis://\*\*\*@host\?size=1MiB' and",
+        ),
         ({"elastic": True}, "elastic is True and tensor_parallel_size 2: it needs a single rank"),
     ],
 )
@@ -175,7 +202,11 @@ def test_the_demo_refuses_what_needs_a_single_rank(options):
 def test_a_worker_that_cannot_start_is_an_error_and_none_is_left(model, tmp_path):
     with pytest.raises(WorkerError, match="rank 1 has failed: StoreError"):
         Generator(
-            model, device_blocks=8, host_blocks=0, tensor_parallel_size=2, external=f"file://{tmp_path}/{{rank}}/a?size=1MiB"
+            model,
+            device_blocks=8,
+            host_blocks=0,
+            tensor_parallel_size=2,
+            external=f"file://{tmp_path}/{{rank}}/a?size=1MiB",
         )
 
 

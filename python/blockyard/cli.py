@@ -162,7 +162,11 @@ def _add_workload_options(demo: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if there is one")
     group.add_argument(
-        "--tensor-parallel-size", type=_count(1), default=1, metavar="N", help="processes that share the model, on a CPU"
+        "--tensor-parallel-size",
+        type=_count(1),
+        default=1,
+        metavar="N",
+        help="processes that share the model, on a CPU",
     )
     group.add_argument("--requests", type=_count(1), default=48, metavar="N", help="requests of library text")
     group.add_argument("--seed", type=_count(0), default=0, metavar="N", help="seed of texts, lengths and samplers")

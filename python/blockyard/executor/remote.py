@@ -136,9 +136,7 @@ class RemoteExecutor(Executor):
         raise WorkerError(failure)
 
 
-def serve_executor(
-    connection: Connection, executor: Executor, run: Callable[[Any, int], object] | None = None
-) -> None:
+def serve_executor(connection: Connection, executor: Executor, run: Callable[[Any, int], object] | None = None) -> None:
     """Carry out what a `RemoteExecutor` asks for, until it closes its end.
 
     Args:

@@ -99,12 +99,18 @@ class _Group:
         options._timeout = timedelta(seconds=timeout)  # noqa: SLF001
         self._store = store
         with self._naming_losses():
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, size, options)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Add up a tensor of all ranks, in place."""
+        if self._group is None:
+            raise WorkerError("the ranks' connections are closed")
         with self._naming_losses():
             self._group.allreduce([tensor]).wait()
+
+    def close(self) -> None:
+        """Close the connections to the other ranks; one that waits for this rank gets an error."""
+        self._group = None
 
     @contextmanager
     def _naming_losses(self) -> Iterator[None]:
@@ -147,6 +153,7 @@ class RankGroup:
         self._size = size
         self._timeout = ANSWER_SECONDS
         self._is_computing = False
+        self._group: _Group | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._workers: list[RemoteExecutor] = []
@@ -162,7 +169,7 @@ class RankGroup:
             for answer in taken:
                 answer()
             with self._explaining():
-                group = _Group(store, 0, size, self._timeout)
+                self._group = group = _Group(store, 0, size, self._timeout)
                 self.model = PagedModel(
                     share, block_size=block_size, kind=kind, all_reduce=group.all_reduce, whole=model
                 )
@@ -217,7 +224,9 @@ class RankGroup:
         """End all workers; twice does nothing. One that does not end by itself is killed."""
         for connection in self._connections:
             connection.close()
-        deadline = time.monotonic() + (0.0 if self._is_computing else _PARTING_SECONDS)
+        if self._group is not None:
+            self._group.close()
+        deadline = time.monotonic() + _PARTING_SECONDS
         for process in self.processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -241,9 +250,7 @@ class RankGroup:
             command = [sys.executable, "-m", "blockyard.integrations.transformers.worker", str(theirs.fileno())]
             # A Ctrl-C in the terminal reaches the driver alone, which then ends its workers.
             self.processes.append(
-                subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-                )
+                subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
             )
         self._workers.append(RemoteExecutor(connection, name=f"rank {rank}", timeout=self._timeout))
 
@@ -273,7 +280,7 @@ class RankGroup:
                 except WorkerError as reason:
                     why = str(reason)
                 raise WorkerError(f"{why} (exit code {code})") from error
-            raise
+            raise WorkerError(str(error)) from error
 
 
 def run_worker(file: int) -> int:
