@@ -79,11 +79,15 @@ def test_bytes_of_living_sequences_are_right_on_every_rank_whatever_is_lost(tmp_
 
 def test_a_loss_that_one_rank_keeps_to_itself_shows_in_the_bytes(tmp_path: Path):
     world = World(2, 0, tmp_path, share=0.3, merge=Forgetful)
-    with pytest.raises(AssertionError):
+
+    def run() -> None:
         for _ in range(200):
             world.step()
             world.drain()
             world.check()
+
+    with pytest.raises(AssertionError):
+        run()
     world.close()
 
 
@@ -131,7 +135,7 @@ def test_a_worker_answers_as_its_executor_does():
         executor = ParallelExecutor([own_executor(), remote])
         executor.submit(out(3, 4, 5))
         assert [pairs.ids.tolist() for pairs in executor.wait(3).lost] == [[[4, 4]]]
-        with pytest.raises(UnknownTicketError, match="rank 1: .*decision 3 is not under way"):
+        with pytest.raises(UnknownTicketError, match=r"rank 1: .*decision 3 is not under way"):
             remote.wait(3)
         assert remote.lost(3) == ()
         assert not remote.is_awaited(3)
@@ -172,7 +176,12 @@ def test_an_error_of_a_worker_is_raised_with_its_name_from_then_on():
         raise ValueError(f"no {message}")
 
     ours, theirs = Pipe()
-    thread = threading.Thread(target=lambda: pytest.raises(ValueError, serve_executor, theirs, own_executor(), run))
+
+    def serve() -> None:
+        with pytest.raises(ValueError, match="no luck"):
+            serve_executor(theirs, own_executor(), run)
+
+    thread = threading.Thread(target=serve)
     thread.start()
     remote = RemoteExecutor(ours, name="rank 1")
     remote.tell("luck")

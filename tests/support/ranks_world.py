@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks in one process, each with engine, store and faults of its own, beside a model of their bytes."""
+"""Tensor-parallel ranks in one process, each with engine, store and faults of its own, and a model of their bytes."""
 
 import random
 from pathlib import Path

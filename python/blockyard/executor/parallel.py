@@ -69,7 +69,7 @@ class ParallelExecutor(Executor):
         for executor in sorted(self.executors, key=lambda each: not isinstance(each, RemoteExecutor)):
             try:
                 executor.submit(decision, by_layer=by_layer)
-            except BlockyardError as error:
+            except BlockyardError as error:  # noqa: PERF203 (the others must still begin)
                 refused = refused or error
         if refused is not None:
             raise refused
@@ -119,7 +119,7 @@ class ParallelExecutor(Executor):
         for rank, answer in answers.items():
             try:
                 reports[rank] = answer()
-            except UnknownTicketError as error:
+            except UnknownTicketError as error:  # noqa: PERF203 (the others must still end)
                 unknown = unknown or error
         del self._reports[ticket]
         if unknown is not None:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -78,9 +81,19 @@ class CacheOptions(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """The first message to a worker; the bytes of its share of the model follow."""
+    """The first message to a worker; the bytes of its share of the model follow.
 
-    port: int
+    Attributes:
+        meeting: file by which the ranks find each other.
+        rank: of the worker.
+        size: number of ranks.
+        threads: that torch may use for one operation.
+        block_size: tokens in a block.
+        kind: how the device's caches are laid out.
+        timeout: seconds that a rank may wait for another.
+    """
+
+    meeting: str
     rank: int
     size: int
     threads: int
@@ -92,14 +105,14 @@ class _Start(NamedTuple):
 class _Group:
     """The ranks' process group: gloo over the loopback device, apart from torch's default group."""
 
-    def __init__(self, store: dist.TCPStore, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, meeting: str, rank: int, size: int, timeout: float) -> None:
         self._timeout = timeout
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 (no public way)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]  # noqa: SLF001
         options._timeout = timedelta(seconds=timeout)  # noqa: SLF001
-        self._store = store
         with self._naming_losses():
-            self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, size, options)
+            store = dist.FileStore(meeting, size)  # type: ignore[attr-defined]  # torch exports it without saying so
+            self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Add up a tensor of all ranks, in place."""
@@ -154,22 +167,22 @@ class RankGroup:
         self._timeout = ANSWER_SECONDS
         self._is_computing = False
         self._group: _Group | None = None
+        self._folder: str | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._workers: list[RemoteExecutor] = []
         try:
-            store = dist.TCPStore(
-                _LOOPBACK, 0, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout)
-            )
+            self._folder = tempfile.mkdtemp(prefix="blockyard-ranks-")
+            meeting = str(Path(self._folder) / "meeting")
             for rank in range(1, size):
                 self._start(rank)
             threads = max(1, torch.get_num_threads() // size)
-            starts = [_Start(store.port, rank, size, threads, block_size, kind, self._timeout) for rank in range(size)]
+            starts = [_Start(meeting, rank, size, threads, block_size, kind, self._timeout) for rank in range(size)]
             taken = [self._send_share(rank, starts[rank], shard_model(model, rank, size)) for rank in range(1, size)]
             for answer in taken:
                 answer()
             with self._explaining():
-                self._group = group = _Group(store, 0, size, self._timeout)
+                self._group = group = _Group(meeting, 0, size, self._timeout)
                 self.model = PagedModel(
                     share, block_size=block_size, kind=kind, all_reduce=group.all_reduce, whole=model
                 )
@@ -230,9 +243,11 @@ class RankGroup:
         for process in self.processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            except subprocess.TimeoutExpired:  # noqa: PERF203 (each has its own end)
                 process.kill()
                 process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
@@ -250,7 +265,9 @@ class RankGroup:
             command = [sys.executable, "-m", "blockyard.integrations.transformers.worker", str(theirs.fileno())]
             # A Ctrl-C in the terminal reaches the driver alone, which then ends its workers.
             self.processes.append(
-                subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+                subprocess.Popen(  # noqa: S603 (a module of this package)
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                )
             )
         self._workers.append(RemoteExecutor(connection, name=f"rank {rank}", timeout=self._timeout))
 
@@ -311,10 +328,8 @@ def _work(connection: Connection) -> None:
     share = torch.load(io.BytesIO(saved), weights_only=False)
     del saved
     torch.set_num_threads(start.threads)
-    seconds = timedelta(seconds=start.timeout)
-    store = dist.TCPStore(_LOOPBACK, start.port, start.size, is_master=False, timeout=seconds)
     connection.send(("result", None))
-    group = _Group(store, start.rank, start.size, start.timeout)
+    group = _Group(start.meeting, start.rank, start.size, start.timeout)
     model = PagedModel(share, block_size=start.block_size, kind=start.kind, all_reduce=group.all_reduce)
     _, options = connection.recv()
     with KVCache(model.layout, **options.of_rank(start.rank, start.size)) as cache:
