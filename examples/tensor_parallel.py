@@ -1,8 +1,9 @@
-"""One scheduler process decides, the tensor-parallel workers carry out its decisions on tensors of their own.
+"""One scheduler process decides; tensor-parallel workers carry out its decisions on three tiers of their own.
 
-Run it with `python examples/tensor_parallel.py`. Block ids are the same on every worker, since each holds its share of
-every block's heads; so one `StepDecision` drives them all, as bytes that run no code in the process that reads them.
-At the end every token of every worker is compared with what it must be.
+Run it with `python examples/tensor_parallel.py`. Block ids are the same on every worker, as each holds its share of
+every block's heads; so one `StepDecision` drives them all. Each worker has a swap store of its own. A worker that loses
+a block voids the sequence everywhere: here stored blocks are damaged now and then, on one worker. At the end every
+token of every worker is compared with what it must be.
 """
 
 from __future__ import annotations
@@ -11,80 +12,63 @@ import argparse
 import hashlib
 import random
 import struct
-import subprocess
-import sys
+import tempfile
 from collections.abc import Callable
-from typing import BinaryIO
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from blockyard import BlockManager, StepDecision
+from blockyard import BlockManager, CacheEngine, KVLayout, StepDecision, StepExecutor, open_store
+from blockyard.executor import ParallelExecutor, RemoteExecutor, serve_executor
+from blockyard.stores import store_namespace
+from blockyard.testing.faults import corrupt_slots
 
 LAYERS, BLOCK_SIZE, HEAD_BYTES = 3, 4, 8
-DEVICE_BLOCKS, HOST_BLOCKS = 24, 48
-HEADER = struct.Struct("<cI")
-STEP, READ, DONE = b"S", b"R", b"D"
-TIERS = ("device", "host")
-
-
-def send(stream: BinaryIO, kind: bytes, *parts: bytes) -> None:
-    """Write one message: its kind, its length, its bytes."""
-    body = b"".join(parts)
-    stream.write(HEADER.pack(kind, len(body)) + body)
-    stream.flush()
-
-
-def receive(stream: BinaryIO) -> tuple[bytes, bytes]:
-    """Read one message; its length is checked before memory is taken. An ended stream gives an empty kind."""
-    head = stream.read(HEADER.size)
-    if not head:
-        return b"", b""
-    kind, length = HEADER.unpack(head)
-    if length > StepDecision.MAX_BYTES:
-        raise ValueError(f"a message of {length} bytes, at most {StepDecision.MAX_BYTES} are read")
-    return kind, stream.read(length)
+DEVICE_BLOCKS, HOST_BLOCKS = 24, 24
+TOKEN_BYTES = 2 * LAYERS * HEAD_BYTES
 
 
 def token_bytes(rank: int, tag: int) -> NDArray[np.uint8]:
     """What a worker's part of the model computes for a token: uint8 `[layers, 2, HEAD_BYTES]`."""
-    digest = hashlib.blake2b(struct.pack("<QQ", rank, tag), digest_size=2 * LAYERS * HEAD_BYTES).digest()
+    digest = hashlib.blake2b(struct.pack("<QQ", rank, tag), digest_size=TOKEN_BYTES).digest()
     return np.frombuffer(digest, np.uint8).reshape(LAYERS, 2, HEAD_BYTES)
 
 
 # ---- a worker ----
 
 
-def work(rank: int) -> None:
-    """Carry out decisions that come by stdin, until it ends."""
-    # The scheduler's process does without torch.
-    import torch  # noqa: PLC0415
-
-    from blockyard.engine.engine import CacheEngine  # noqa: PLC0415
-    from blockyard.executor.executor import StepExecutor  # noqa: PLC0415
-    from blockyard.layout.kv import KVLayout  # noqa: PLC0415
-
+def work(connection: Connection, rank: int, num_workers: int, url: str) -> None:
+    """Carry out decisions and write tokens until the driver closes its end of the connection."""
     layout = KVLayout("kv_first", LAYERS, BLOCK_SIZE, num_kv_heads=1, head_size=HEAD_BYTES, dtype="uint8")
     engine = CacheEngine(layout, device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS)
-    executor = StepExecutor(engine)
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    while (message := receive(source))[0]:
-        kind, body = message
-        if kind == STEP:
-            (length,) = struct.unpack_from("<I", body)
-            decision = StepDecision.from_bytes(body[4 : 4 + length])
-            if executor.execute(decision):
-                raise RuntimeError(f"worker {rank} lost blocks of ticket {decision.ticket}")
-            # The forward pass: it writes its tokens after the step's transfers.
-            for slot, tag in np.frombuffer(body[4 + length :], np.int64).reshape(-1, 2).tolist():
-                block, offset = divmod(slot, BLOCK_SIZE)
-                for cache, pair in zip(engine.tensors, token_bytes(rank, tag), strict=True):
-                    cache[:, block, offset, 0] = torch.from_numpy(pair.copy())
-            send(sink, DONE, struct.pack("<Q", decision.ticket))
-        else:
-            blocks = np.frombuffer(body[1:], np.int64)
-            tier = "device" if TIERS[body[0]] == "device" else "host"
-            send(sink, DONE, engine.read(tier, blocks).tobytes())
+    # The rank is part of the namespace, so workers that share a server never read each other's bytes.
+    namespace = store_namespace(model="example", revision="1", layout=layout, rank=rank, world_size=num_workers)
+    with open_store(
+        url.replace("{rank}", str(rank)), bytes_per_block=layout.bytes_per_block, namespace=namespace
+    ) as store:
+
+        def run(message: tuple[str, Any], _ticket: int) -> object:
+            kind, body = message
+            if kind == "compute":  # the forward pass: it writes its tokens after the step's loads
+                for slot, tag in body:
+                    block, offset = divmod(slot, BLOCK_SIZE)
+                    for cache, pair in zip(engine.tensors, token_bytes(rank, tag), strict=True):
+                        cache[:, block, offset, 0] = torch.from_numpy(pair.copy())
+            elif kind == "damage":
+                corrupt_slots(store, body)
+            elif kind == "read":
+                tier, blocks = body
+                if tier != "external":
+                    return engine.read(tier, blocks), np.ones(len(blocks), np.bool_)
+                read = store.wait(store.submit_read(blocks))
+                return read.rows, read.ok
+            return store.num_slots
+
+        serve_executor(connection, StepExecutor(engine, store), run)
 
 
 # ---- the scheduler ----
@@ -93,19 +77,28 @@ def work(rank: int) -> None:
 class Driver:
     """Decides for all workers, and knows which token each sequence has where."""
 
-    def __init__(self, num_workers: int, seed: int) -> None:
-        command = [sys.executable, __file__, "--rank"]
-        self.workers = [
-            subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            for rank in range(num_workers)
-        ]
+    def __init__(self, num_workers: int, url: str, seed: int) -> None:
+        context = get_context("spawn")
+        self.workers, self.processes, self.connections = [], [], []
+        for rank in range(num_workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(theirs, rank, num_workers, url), daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+            self.workers.append(RemoteExecutor(ours, name=f"rank {rank}"))
+        self.executor = ParallelExecutor(self.workers)
         self.manager = BlockManager(
-            block_size=BLOCK_SIZE, device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS, watermark=0.0
+            block_size=BLOCK_SIZE,
+            device_blocks=DEVICE_BLOCKS,
+            host_blocks=HOST_BLOCKS,
+            external_blocks=min(worker.ask(("slots", None)) for worker in self.workers),
+            watermark=0.0,
         )
         self.random = random.Random(seed)
         self.tags: dict[int, list[int]] = {}
-        self.next_tag = 0
-        self.pairs_sent = self.bytes_sent = 0
+        self.next_tag = self.pairs_sent = self.voided = 0
 
     def new_tags(self, count: int) -> list[int]:
         """Name tokens that were never there before."""
@@ -117,7 +110,7 @@ class Driver:
         writes: list[tuple[int, int]] = []
         manager, chosen = self.manager, list(self.tags)
         self.random.shuffle(chosen)
-        moved = {handle for handle in chosen[:2] if self.move(handle)}
+        moved = {handle for handle in chosen[:3] if self.move(handle)}
         if manager.pool("device").num_free >= 4:
             handle = int(manager.allocate(count := self.random.randint(1, 9)))
             self.tags[handle] = self.new_tags(count)
@@ -129,13 +122,23 @@ class Driver:
             new = self.new_tags(2)
             writes += zip(manager.append(np.array([handle], np.uint64), 2).tolist(), new, strict=True)
             self.tags[handle] += new
-        decision = manager.take_decision()
-        body = decision.to_bytes()
-        packed = np.array(writes, np.int64).reshape(-1, 2).tobytes()
-        self.ask(STEP, struct.pack("<I", len(body)), body, packed)
-        manager.complete(decision.ticket)
+        self.carry_out(manager.take_decision(), writes)
+
+    def carry_out(self, decision: StepDecision, writes: list[tuple[int, int]]) -> None:
+        """Have all workers carry out a decision and compute; free what any of them has lost."""
+        self.executor.submit(decision)
+        for worker in self.workers:
+            worker.tell(("compute", writes))
+        done = self.executor.wait(decision.ticket)  # with the losses of all workers
+        void = self.manager.fail(done.ticket, done.lost)
+        self.manager.free(void)
+        for handle in void.tolist():
+            del self.tags[handle]  # an engine computes it again from its tokens
+        self.voided += len(void)
         self.pairs_sent += len(decision)
-        self.bytes_sent += len(body)
+        for pairs in decision.spill:
+            if self.random.random() < 0.2:
+                self.random.choice(self.workers).tell(("damage", pairs.ids[:1, 1].copy()))
 
     def move(self, handle: int) -> bool:
         """Free, fork or swap a sequence, where there is room; says whether its tokens must be left alone now."""
@@ -148,51 +151,40 @@ class Driver:
             child = int(manager.fork(handle))
             self.tags[child] = list(self.tags[handle])
             return False
-        elif on_device and manager.can_swap_out(handles):
+        elif on_device and draw < 0.7 and manager.can_swap_out(handles):
             manager.swap_out(handles)
+        elif on_device and manager.can_swap_out(handles, "external"):
+            manager.swap_out(handles, "external")
         elif not on_device and manager.can_swap_in(handles):
             manager.swap_in(handles)
         return True
-
-    def ask(self, kind: bytes, *parts: bytes) -> list[bytes]:
-        """Send all workers the same message, then wait for all of them."""
-        for worker in self.workers:
-            assert worker.stdin
-            send(worker.stdin, kind, *parts)
-        replies = []
-        for rank, worker in enumerate(self.workers):
-            assert worker.stdout
-            answer, body = receive(worker.stdout)
-            if answer != DONE:
-                raise RuntimeError(f"worker {rank} has stopped")
-            replies.append(body)
-        return replies
 
     def compare(self) -> int:
         """Read every sequence back from every worker; returns how many tokens were compared."""
         compared = 0
         for handle, tags in self.tags.items():
-            blocks = self.manager.block_table(handle).astype(np.int64)
-            tier = TIERS.index(self.manager.tier(handle))
-            for rank, reply in enumerate(self.ask(READ, bytes([tier]), blocks.tobytes())):
-                rows = np.frombuffer(reply, np.uint8).reshape(len(blocks), LAYERS, 2, BLOCK_SIZE, HEAD_BYTES)
-                found = rows.transpose(0, 3, 1, 2, 4).reshape(-1, LAYERS, 2, HEAD_BYTES)[: len(tags)]
-                np.testing.assert_array_equal(found, [token_bytes(rank, tag) for tag in tags])
-                compared += len(tags)
+            where = (self.manager.tier(handle), self.manager.block_table(handle).astype(np.int64))
+            for rank, worker in enumerate(self.workers):
+                rows, ok = worker.ask(("read", where))
+                tokens = rows.reshape(len(rows), LAYERS, 2, BLOCK_SIZE, HEAD_BYTES).transpose(0, 3, 1, 2, 4)
+                landed = np.repeat(ok, BLOCK_SIZE)[: len(tags)]  # a damaged block says so
+                wanted = np.array([token_bytes(rank, tag) for tag in tags])
+                found = tokens.reshape(-1, LAYERS, 2, HEAD_BYTES)[: len(tags)]
+                np.testing.assert_array_equal(found[landed], wanted[landed])
+                compared += int(landed.sum())
         return compared
 
     def close(self) -> None:
         """Let the workers end."""
-        for worker in self.workers:
-            assert worker.stdin
-            worker.stdin.close()
-        for worker in self.workers:
-            worker.wait(timeout=60)
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.join(timeout=60)
 
 
-def drive(num_workers: int, steps: int, seed: int, report: Callable[[str], None] = print) -> None:
+def drive(num_workers: int, steps: int, seed: int, url: str, report: Callable[[str], None] = print) -> None:
     """Run the scheduler with its workers."""
-    driver = Driver(num_workers, seed)
+    driver = Driver(num_workers, url, seed)
     try:
         for _ in range(steps):
             driver.step()
@@ -200,19 +192,16 @@ def drive(num_workers: int, steps: int, seed: int, report: Callable[[str], None]
     finally:
         driver.close()
     report(
-        f"{steps} steps, {driver.pairs_sent} pairs in {driver.bytes_sent} bytes to each of {num_workers} workers, "
-        f"{compared} tokens compared"
+        f"{steps} steps, {driver.pairs_sent} pairs to each of {num_workers} workers, "
+        f"{driver.voided} sequences voided, {compared} tokens compared"
     )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rank", type=int, help="be a worker: its number")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if options.rank is None:
-        drive(options.workers, options.steps, options.seed)
-    else:
-        work(options.rank)
+    with tempfile.TemporaryDirectory() as folder:
+        drive(options.workers, options.steps, options.seed, f"file://{folder}/{{rank}}?size=1MiB")

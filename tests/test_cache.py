@@ -62,12 +62,20 @@ def test_a_grouped_layout_has_one_block_size():
         ({"device_blocks": 4, "host_bytes": "1 parsec"}, "host_bytes: '1 parsec' is no size"),
         ({"device_blocks": 4, "host_blocks": -1}, "host_blocks is -1"),
         ({"device_blocks": 4, "max_staging": 0}, "max_staging is 0"),
+        ({"device_blocks": 4, "external_blocks": -1}, "external_blocks is -1, must be at least 0"),
         ({"max_device_blocks": 4}, "max_device_blocks needs device_blocks"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(options: dict[str, object], message: str):
     with pytest.raises(InvalidArgumentError, match=message):
         KVCache(LAYOUT, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("wanted", "used"), [(None, 8), (5, 5), (9, 8), (0, 0)])
+def test_slots_of_the_store_are_used_as_far_as_is_said(tmp_path: Path, wanted: int | None, used: int):
+    store = open_store(url(tmp_path), bytes_per_block=SIZE, num_slots=8)
+    with KVCache(LAYOUT, device_blocks=4, external=store, external_blocks=wanted) as cache:
+        assert cache.manager.pool("external").num_blocks == used
 
 
 def test_what_was_opened_is_closed_when_a_later_part_is_refused(tmp_path: Path):

@@ -128,7 +128,7 @@ def test_counting_names_kind_and_tiers(bench: Bench) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in SABOTAGE_KINDS if kind != "copy"])
 def test_sabotage_drops_one_block_and_reports_nothing_lost(bench: Bench, kind: str) -> None:
-    sabotaged = SabotagedExecutor(bench.executor, kind)
+    sabotaged = SabotagedExecutor(bench.executor, bench.executor, kind)
     away, back = ("swap_out", "swap_in") if "swap" in kind else ("spill", "fetch")
     assert bench.move(sabotaged, away) == []
     overwrite_device(bench)
@@ -139,7 +139,7 @@ def test_sabotage_drops_one_block_and_reports_nothing_lost(bench: Bench, kind: s
 
 
 def test_sabotage_drops_only_once(bench: Bench) -> None:
-    sabotaged = SabotagedExecutor(bench.executor, "swap_in")
+    sabotaged = SabotagedExecutor(bench.executor, bench.executor, "swap_in")
     for _ in range(2):
         bench.move(sabotaged, "swap_out")
         overwrite_device(bench)
@@ -150,7 +150,7 @@ def test_sabotage_drops_only_once(bench: Bench) -> None:
 
 def test_sabotage_of_a_copy_leaves_the_copy_as_it_was(bench: Bench) -> None:
     child = bench.manager.fork(int(bench.sequence[0]), 1)
-    sabotaged = SabotagedExecutor(bench.executor, "copy")
+    sabotaged = SabotagedExecutor(bench.executor, bench.executor, "copy")
     bench.manager.append(child)
     bench.carry_out(sabotaged)
     copied = bench.manager.block_table(int(child[0])).astype(np.int64)[2:]
@@ -159,7 +159,7 @@ def test_sabotage_of_a_copy_leaves_the_copy_as_it_was(bench: Bench) -> None:
 
 
 def test_sabotage_passes_over_blocks_that_the_transfer_does_not_change(bench: Bench) -> None:
-    sabotaged = SabotagedExecutor(bench.executor, "swap_in")
+    sabotaged = SabotagedExecutor(bench.executor, bench.executor, "swap_in")
     bench.move(sabotaged, "swap_out", "swap_in")  # nobody wrote over the device blocks meanwhile
     assert bench.differing() == [False, False, False]
     assert (sabotaged.seen, sabotaged.dropped) == (3, "")
@@ -167,7 +167,7 @@ def test_sabotage_passes_over_blocks_that_the_transfer_does_not_change(bench: Be
 
 def test_sabotage_of_an_unknown_kind_raises(bench: Bench) -> None:
     with pytest.raises(InvalidArgumentError, match="sabotage is 'move'"):
-        SabotagedExecutor(bench.executor, "move")
+        SabotagedExecutor(bench.executor, bench.executor, "move")
 
 
 def test_damaged_blocks_are_those_that_do_not_come_back(bench: Bench) -> None:

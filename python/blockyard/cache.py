@@ -45,6 +45,8 @@ class KVCache:
         host_blocks: blocks in host memory; page-locked with a CUDA device.
         host_bytes: instead of `host_blocks`, bytes of host memory: an int or text such as `"64GiB"`.
         external: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store; `close` closes it.
+        external_blocks: slots of that store to use; all if None or if there are fewer. Ranks of a tensor-parallel model
+            use as many as the smallest of their stores has.
         prefix_caching: a bool or `PrefixCaching`, see `BlockManager`.
         prefix_store: URL of a store for cached blocks, such as `"file:///var/prefixes?size=1TiB"`, or one that was
             opened with `use="prefix"`; `close` closes it. Prompts find there what they or other processes computed
@@ -100,6 +102,7 @@ class KVCache:
         host_blocks: int | None = None,
         host_bytes: int | str | None = None,
         external: str | ExternalStore | None = None,
+        external_blocks: int | None = None,
         prefix_caching: bool | PrefixCaching = False,
         prefix_store: str | ExternalStore | None = None,
         prefix_writes: str = "through",
@@ -145,7 +148,7 @@ class KVCache:
                 block_size=_block_size(layout),
                 device_blocks=device_blocks or self.engine.num_blocks("device"),
                 host_blocks=host,
-                external_blocks=0 if self.store is None else self.store.num_slots,
+                external_blocks=_external_blocks(self.store, external_blocks),
                 watermark=watermark,
                 reuse_order=reuse_order,
                 groups=groups,
@@ -383,6 +386,13 @@ def _store(external: str | ExternalStore | None, size: int, namespace: bytes) ->
     if external is not None and external.bytes_per_block != size:
         raise InvalidArgumentError(f"external has blocks of {external.bytes_per_block} bytes, must have {size}")
     return external
+
+
+def _external_blocks(store: ExternalStore | None, blocks: int | None) -> int:
+    if blocks is not None and blocks < 0:
+        raise InvalidArgumentError(f"external_blocks is {blocks}, must be at least 0")
+    slots = 0 if store is None else store.num_slots
+    return slots if blocks is None else min(slots, blocks)
 
 
 def _block_size(layout: KVLayout | GroupedLayout) -> int:

@@ -161,6 +161,13 @@ def _add_workload_options(demo: argparse.ArgumentParser) -> None:
         "--model", type=Path, metavar="DIR", help="a local checkpoint; a small random Llama if not given"
     )
     group.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if there is one")
+    group.add_argument(
+        "--tensor-parallel-size",
+        type=_count(1),
+        default=1,
+        metavar="N",
+        help="processes that share the model, on a CPU",
+    )
     group.add_argument("--requests", type=_count(1), default=48, metavar="N", help="requests of library text")
     group.add_argument("--seed", type=_count(0), default=0, metavar="N", help="seed of texts, lengths and samplers")
     group.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake JSONL or Azure CSV: lengths and arrivals")

@@ -28,6 +28,7 @@ __all__ = [
     "UnknownSequenceError",
     "UnknownTicketError",
     "UnsupportedModelError",
+    "WorkerError",
 ]
 
 
@@ -156,6 +157,10 @@ class TraceError(BlockyardError, ValueError):
 
 class UnsupportedModelError(BlockyardError):
     """The model does not use the attention interface that paged attention plugs into."""
+
+
+class WorkerError(BlockyardError):
+    """A worker process has ended, has failed or does not answer; the message names it and says why."""
 
 
 class SnapshotError(BlockyardError):

@@ -62,11 +62,13 @@ class DemoOptions:
         trace: file that gives lengths and arrivals; none if None.
         trace_requests: rows to read of it.
         scale: factor on its lengths.
+        tensor_parallel_size: processes that share the model. The pools, the stores and the transfers of the report are
+            those of one rank.
         block_size: tokens in a block.
         num_device_blocks: blocks of the device; too few for the workload if None.
         num_host_blocks: blocks of the host; few if None, 0 for no host tier.
         external: URL of a store for cached blocks that outlives the run; none if None.
-        external_swapper: URL of the external tier; a temporary folder if None.
+        external_swapper: URL of the external tier, `{rank}` stands for a rank's number; a temporary folder if None.
         external_swapper_space: its size as text, such as `2GiB`.
         preemption_mode: `auto`, `swap` or `recompute`.
         num_lookahead_tokens: most draft tokens that a step verifies for each sequence.
@@ -90,6 +92,7 @@ class DemoOptions:
     trace: Path | None = None
     trace_requests: int = 48
     scale: float = 1 / 16
+    tensor_parallel_size: int = 1
     block_size: int = 16
     num_device_blocks: int | None = None
     num_host_blocks: int | None = None
@@ -244,12 +247,24 @@ def _check(options: DemoOptions) -> None:
             parse_size(options.external_swapper_space)
         except ValueError as error:
             raise InvalidArgumentError(f"external_swapper_space: {error}") from None
+    if options.tensor_parallel_size > 1:
+        _check_ranks(options)
     if options.external is not None:
         check_url(_prefix_url(options))
         if not options.prefix_caching:
             raise InvalidArgumentError(f"external is {public_url(options.external)!r}, which needs prefix caching")
     if options.external_swapper is not None:
         check_url(sized_url(options.external_swapper, options.external_swapper_space))
+
+
+def _check_ranks(options: DemoOptions) -> None:
+    """Refuse what needs a single rank."""
+    for name, value in (("external", options.external), ("shrink_to", options.shrink_to)):
+        if value is not None:
+            shown = public_url(value) if isinstance(value, str) else value
+            raise InvalidArgumentError(
+                f"{name} is {shown} and tensor_parallel_size {options.tensor_parallel_size}: it needs a single rank"
+            )
 
 
 def _check_file(path: Path) -> None:
@@ -308,6 +323,7 @@ def _serve(
             device_blocks=device_blocks,
             host_blocks=host_blocks,
             external=url,
+            tensor_parallel_size=options.tensor_parallel_size,
             preemption_mode=options.preemption_mode,
             num_lookahead_tokens=options.num_lookahead_tokens,
             prefix_caching=options.prefix_caching,

@@ -116,17 +116,18 @@ class SabotagedExecutor(Wrapper):
 
     Args:
         inner: carries the decisions out.
+        disturbed: the executor whose blocks are restored: `inner`, or one of its ranks.
         kind: one of `SABOTAGE_KINDS`.
 
     Raises:
         InvalidArgumentError: there is no such kind.
     """
 
-    def __init__(self, inner: StepExecutor, kind: str) -> None:
+    def __init__(self, inner: Executor, disturbed: StepExecutor, kind: str) -> None:
         if kind not in SABOTAGE_KINDS:
             raise InvalidArgumentError(f"sabotage is {kind!r}, must be one of {', '.join(SABOTAGE_KINDS)}")
         super().__init__(inner)
-        self._executor = inner
+        self._executor = disturbed
         self._ended: dict[int, StepDone] = {}
         self.kind = kind
         self.seen = 0

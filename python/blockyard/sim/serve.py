@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from blockyard._core import StoreStats
 from blockyard.errors import InvalidArgumentError
-from blockyard.executor.executor import Executor, StepExecutor
+from blockyard.executor import Executor, ParallelExecutor, StepExecutor
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.integrations.transformers.model import reference_generate
 from blockyard.scheduler import SchedulerStats
@@ -76,7 +76,7 @@ class Faults:
         """Wrap the executor of a `Generator`.
 
         Args:
-            executor: the generator's `StepExecutor`.
+            executor: the generator's `StepExecutor`, or its `ParallelExecutor`: then rank 0 is disturbed.
 
         Returns:
             The executor for the generator to call.
@@ -84,15 +84,16 @@ class Faults:
         Raises:
             InvalidArgumentError: another kind of executor, or damage without an external tier.
         """
-        if not isinstance(executor, StepExecutor):
-            raise InvalidArgumentError(f"the executor is a {type(executor).__name__}, faults need a StepExecutor")
+        own = executor.executors[0] if isinstance(executor, ParallelExecutor) else executor
+        if not isinstance(own, StepExecutor):
+            raise InvalidArgumentError(f"the executor is a {type(own).__name__}, faults need a StepExecutor")
         inner: Executor = executor
         if self.sabotage is not None:
-            inner = self.sabotaged = SabotagedExecutor(executor, self.sabotage)
+            inner = self.sabotaged = SabotagedExecutor(executor, own, self.sabotage)
         if self.corrupt:
-            if executor.store is None:
+            if own.store is None:
                 raise InvalidArgumentError(f"{self.corrupt} blocks are to be damaged, and there is no external tier")
-            inner = self.corrupting = CorruptingExecutor(inner, executor.store, self.corrupt, seed=self._seed)
+            inner = self.corrupting = CorruptingExecutor(inner, own.store, self.corrupt, seed=self._seed)
         self.counting = CountingExecutor(SteadyExecutor(inner))
         return self.counting
 

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from blockyard.errors import StoreURLError
 
-__all__ = ["MOST_BYTES", "StoreURL", "parse_size", "public_url", "require_text", "sized_url"]
+__all__ = ["MOST_BYTES", "StoreURL", "parse_size", "public_url", "rank_url", "require_text", "sized_url"]
 
 MOST_BYTES = 1 << 62
 _UNITS = {"": 1, "B": 1} | {
@@ -24,6 +24,11 @@ Value = TypeVar("Value")
 def sized_url(url: str, space: int | str | None) -> str:
     """Add a size to a URL. One that names a size too is refused by the tier: an option given twice."""
     return url if space is None else f"{url}{'&' if '?' in url else '?'}size={space}"
+
+
+def rank_url(url: str, rank: int) -> str:
+    """Return the URL of one rank: its number stands for `{rank}`."""
+    return url.replace("{rank}", str(rank))
 
 
 def public_url(url: str) -> str:

@@ -18,12 +18,13 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from blockyard._core import CacheGroup, ResizeProgress
 from blockyard.cache import KVCache
 from blockyard.errors import InvalidArgumentError, InvariantError, UnknownTicketError
-from blockyard.executor.executor import Executor, StepDone, StepExecutor
+from blockyard.executor.executor import Executor, StepDone
 from blockyard.integrations.prompt_lookup import prompt_lookup
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.transformers.attention import StepInput
 from blockyard.integrations.transformers.model import PagedModel
-from blockyard.integrations.transformers.sizing import available_blocks
+from blockyard.integrations.transformers.ranks import CacheOptions, RankGroup
+from blockyard.integrations.transformers.sizing import MEMORY_UTILIZATION, available_blocks
 from blockyard.layout.kv import LayoutKind
 from blockyard.scheduler import (
     DefragPolicy,
@@ -33,6 +34,7 @@ from blockyard.scheduler import (
     Scheduler,
     Step,
 )
+from blockyard.stores.url import public_url
 from blockyard.workers import keep
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ class Output:
 class Generator:
     """Serves requests with one model whose KV is paged over device, host and an external tier.
 
-    `manager`, `scheduler`, `engine` and `store` may be read for their counters.
+    `manager`, `scheduler`, `engine` and `store` may be read for their counters; of several ranks they are rank 0's.
 
     Args:
         model: a Hugging Face model on the device where it is to run.
@@ -88,12 +90,14 @@ class Generator:
         kind: how the device's caches are laid out.
         device_blocks: blocks of the device; what there is room for if None.
         host_blocks: blocks of the host, 0 for none; what there is room for if None.
-        external: URL of an external store, as `file:///dir?size=2GiB`.
+        external: URL of an external store, as `file:///dir?size=2GiB`. A rank's number stands for `{rank}`.
         prefix_caching: let prompts share the blocks of earlier ones that began alike.
         prefix_store: URL of a store for cached blocks that outlives the process, see `KVCache`.
         prefix_writes: which blocks go there, see `KVCache`.
         prefix_deadline: least seconds after which a prompt goes on without the store.
         namespace: names the model and the revision of its weights for the stores, see `KVCache`.
+        tensor_parallel_size: processes that share the model, each with its part of the heads, on one CPU machine. This
+            process is rank 0 and starts the others. Numbers of blocks, and the size in the URL, are of each rank.
         preemption_mode: what becomes of a victim: `swap`, `recompute` or `auto`.
         num_lookahead_tokens: most draft tokens that a step verifies for each sequence, for speculative decoding. The
             tokens are those of plain decoding, sampled ones too.
@@ -103,13 +107,15 @@ class Generator:
         max_num_batched_tokens: tokens of a step beyond which prompts wait, or are computed in chunks.
         defragment: which moves of device blocks every step decides; none if None.
         elastic: lay the device's caches over memory that goes back to the system after `resize_device`.
-        wrap_executor: gives what is to carry out decisions in the executor's place, to watch or to disturb it.
+        wrap_executor: gives what is to carry out decisions in the executor's place, to watch or to disturb it. The
+            executor is a `StepExecutor`, or the `ParallelExecutor` of all ranks.
         on_step: called after every step with what was scheduled and which requests finished.
 
     Raises:
-        UnsupportedModelError: the model cannot be served.
+        UnsupportedModelError: the model cannot be served, or cut into ranks.
         StoreError: the external tier cannot be opened.
-        InvalidArgumentError: a number is out of range.
+        InvalidArgumentError: a number is out of range, or an option does not go with several ranks.
+        WorkerError: another rank's process has failed. Later calls may raise it, too: then close the generator.
 
     Example:
         >>> from blockyard.sim.demo_model import demo_model
@@ -134,6 +140,7 @@ class Generator:
         prefix_writes: str = "through",
         prefix_deadline: float = 0.25,
         namespace: bytes = b"",
+        tensor_parallel_size: int = 1,
         preemption_mode: PreemptionMode = "auto",
         num_lookahead_tokens: int = 0,
         draft: Callable[[NDArray[np.uint32]], Sequence[int]] | None = None,
@@ -141,29 +148,34 @@ class Generator:
         max_num_batched_tokens: int = 8192,
         defragment: DefragPolicy | None = None,
         elastic: bool = False,
-        wrap_executor: Callable[[StepExecutor], Executor] | None = None,
+        wrap_executor: Callable[[Executor], Executor] | None = None,
         on_step: Callable[[Step, list[Finished]], None] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         with contextlib.ExitStack() as undo:
-            self.model = PagedModel(model, block_size=block_size, kind=kind)
+            size = tensor_parallel_size
+            self.ranks: RankGroup | None = None
+            if size == 1:
+                self.model = PagedModel(model, block_size=block_size, kind=kind)
+            else:
+                _refuse_options(size, prefix_store=prefix_store, elastic=elastic)
+                self.ranks = undo.enter_context(RankGroup(model, size, block_size=block_size, kind=kind))
+                self.model = self.ranks.model
             undo.callback(self.model.close)
-            device_blocks, host_blocks = self._sizes(device_blocks, host_blocks, max_num_batched_tokens)
+            device_blocks, host_blocks = self._sizes(device_blocks, host_blocks, max_num_batched_tokens, size)
             window = self.model.sliding_window
+            options = CacheOptions(device_blocks, host_blocks, external, namespace, "1GiB")
             self.cache = KVCache(
                 self.model.layout,
+                **options.of_rank(0, size),
                 device=self.model.device,
-                device_blocks=device_blocks,
                 max_device_blocks=device_blocks if elastic else None,
-                host_blocks=host_blocks,
-                external=external,
+                external_blocks=self.ranks.open_caches(options) if self.ranks else None,
                 prefix_caching=prefix_caching,
                 prefix_store=prefix_store,
                 prefix_writes=prefix_writes,
                 prefix_deadline=prefix_deadline,
-                namespace=namespace,
                 groups=None if window is None else [CacheGroup.sliding_window(window)],
-                max_staging="1GiB",
             )
             undo.callback(self.cache.close)
             self.model.bind(self.cache.engine.tensors)
@@ -178,7 +190,9 @@ class Generator:
                 defragment=defragment,
                 prefetch=None if self.cache.prefix_store is None else self.cache.prefix_store.prefetch,
             )
-            self.executor: Executor = wrap_executor(self.cache.executor) if wrap_executor else self.cache.executor
+            executor = self.ranks.executor(self.cache.executor) if self.ranks else self.cache.executor
+            self.executor: Executor = wrap_executor(executor) if wrap_executor else executor
+            self._forward = self.ranks.forward if self.ranks else self.model.forward
             self._closing = undo.pop_all()
         self._draft, self._num_lookahead_tokens = draft, num_lookahead_tokens
         self._on_step, self._idle = on_step, 0
@@ -190,10 +204,11 @@ class Generator:
         self._finished: list[list[Finished]] = []
         self._to_abort: list[str] = []
 
-    def _sizes(self, device_blocks: int | None, host_blocks: int | None, tokens: int) -> tuple[int, int]:
-        """Return the blocks of device and host: those asked for, or what there is room for with steps of `tokens`."""
+    def _sizes(self, device_blocks: int | None, host_blocks: int | None, tokens: int, ranks: int) -> tuple[int, int]:
+        """Return the blocks of device and host: those asked for, or what a rank has room for with steps of `tokens`."""
         if device_blocks is None or host_blocks is None:
-            room = available_blocks(self.model, max_num_batched_tokens=tokens)
+            share = MEMORY_UTILIZATION / ranks
+            room = available_blocks(self.model, memory_utilization=share, max_num_batched_tokens=tokens)
             device_blocks = room[0] if device_blocks is None else device_blocks
             host_blocks = room[1] if host_blocks is None else host_blocks
         return device_blocks, host_blocks
@@ -446,7 +461,7 @@ class Generator:
             )
         wait = partial(self.executor.wait_for_layer, step.decision.ticket)
         where = StepInput(step.start, step.lengths.astype(np.int64), step.block_tables, step.slot_mapping)
-        logits = self.model.forward(step.token_ids, where, logits_indices=step.logits_indices, before_layer=wait)
+        logits = self._forward(step.token_ids, where, logits_indices=step.logits_indices, before_layer=wait)
         return [
             sample(scores, self._params[draw.request_id], draw.sequence, draw.position)
             for scores, draw in zip(logits.cpu().numpy(), step.draws(), strict=True)
@@ -486,3 +501,11 @@ class Generator:
                 f"{self.num_unfinished} requests wait, {self.manager.pool('device').num_free} of "
                 f"{self.manager.pool('device').num_blocks} device blocks are free, and nothing is scheduled"
             )
+
+
+def _refuse_options(size: int, *, prefix_store: str | None, elastic: bool) -> None:
+    """Refuse what several ranks do not share yet."""
+    for name, value in (("prefix_store", prefix_store), ("elastic", elastic)):
+        if value:
+            shown = public_url(value) if isinstance(value, str) else value
+            raise InvalidArgumentError(f"{name} is {shown!r} and tensor_parallel_size {size}: it needs a single rank")

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.transformers.attention import PagedStep, StepInput
+from blockyard.integrations.transformers.sharding import AllReduce, connect
 from blockyard.integrations.transformers.support import cache_shape, paged_copy, run_model
 from blockyard.layout.kv import KVLayout, LayoutKind
 
@@ -37,6 +38,10 @@ class PagedModel:
         model: any Hugging Face model with a language-model head that uses transformers' attention interface.
         block_size: tokens in a block.
         kind: how the caches are laid out.
+        all_reduce: adds up a tensor of all ranks, in place, where `model` is one rank's share (`shard_model`). Then
+            every rank makes its `PagedModel` at the same time, as the construction runs the model.
+        whole: with `all_reduce`, the model that was cut. It is compared with the ranks' result; None on ranks that
+            leave this to another.
 
     Raises:
         UnsupportedModelError: the model cannot be served; the message names it and says why.
@@ -50,8 +55,18 @@ class PagedModel:
         torch.Size([1, 259])
     """
 
-    def __init__(self, model: PreTrainedModel, *, block_size: int, kind: LayoutKind = "kv_first") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        block_size: int,
+        kind: LayoutKind = "kv_first",
+        all_reduce: AllReduce | None = None,
+        whole: PreTrainedModel | None = None,
+    ) -> None:
         self._paged = paged_copy(model)
+        if all_reduce is not None:
+            connect(self._paged, all_reduce)
         shape = cache_shape(self._paged)
         self.layout = KVLayout(
             kind=kind,
@@ -68,7 +83,7 @@ class PagedModel:
         self.vocab_size: int = config.vocab_size
         self.max_model_len: int | None = getattr(config, "max_position_embeddings", None)
         self._caches: list[torch.Tensor] = []
-        self._check_against(model)
+        self._check_against(whole if all_reduce is not None else model)
 
     def bind(self, device_caches: Sequence[torch.Tensor]) -> None:
         """Say which caches to use from now on.
@@ -146,7 +161,7 @@ class PagedModel:
             )
         return run_model(self._paged, torch.from_numpy(np.stack((tokens, positions))), step, torch.from_numpy(wanted))
 
-    def _check_against(self, model: PreTrainedModel) -> None:
+    def _check_against(self, model: PreTrainedModel | None) -> None:
         """Compare a few tokens, computed in chunks beside another sequence, with the model's own run.
 
         Masks, biases and positions that a model keeps to itself do not show in its attention calls; they show here.
@@ -165,6 +180,8 @@ class PagedModel:
             where = StepInput(starts, lengths, tables, slots[:, first:last].reshape(-1))
             both = np.concatenate((tokens[first:last], other[first:last]))
             got = self._run(PagedStep(layout, caches, where, self.sliding_window), where, both, None)[0]
+        if model is None:
+            return
         with torch.inference_mode(), _evaluating(model):
             ids = torch.from_numpy(tokens)[None].to(self.device)
             wanted = model(input_ids=ids, use_cache=False).logits[0, -1].float()

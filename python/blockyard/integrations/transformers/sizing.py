@@ -14,15 +14,16 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.transformers.attention import StepInput
 from blockyard.integrations.transformers.model import PagedModel
 
-__all__ = ["available_blocks", "available_memory"]
+__all__ = ["MEMORY_UTILIZATION", "available_blocks", "available_memory"]
 
 GIB = 1 << 30
+MEMORY_UTILIZATION = 0.9
 
 
 def available_blocks(
     model: PagedModel,
     *,
-    memory_utilization: float = 0.9,
+    memory_utilization: float = MEMORY_UTILIZATION,
     kv_cache_space: int = 4 * GIB,
     swap_space: int = 4 * GIB,
     max_num_batched_tokens: int = 8192,

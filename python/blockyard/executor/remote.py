@@ -1,0 +1,234 @@
+"""An executor in a worker process: `RemoteExecutor` asks, `serve_executor` answers.
+
+Both speak over a `multiprocessing.connection.Connection`, which unpickles what it reads: connect only processes that
+trust each other, such as a process and those that it started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from blockyard._core import Pairs, StepDecision
+from blockyard.errors import BlockyardError, StoreError, UnknownTicketError, WorkerError
+from blockyard.executor.executor import Executor, StepDone
+from blockyard.executor.parts import written
+
+__all__ = ["ANSWER_SECONDS", "RemoteExecutor", "serve_executor"]
+
+ANSWER_SECONDS: Final = 120.0
+"""How long a worker may take to answer. Deadlines of its store are shorter."""
+
+_CALLS: Final = frozenset({"lost", "is_awaited", "poll", "collect", "wait"})
+
+
+class RemoteExecutor(Executor):
+    """Has a worker process carry out decisions.
+
+    Nothing recovers a worker: once it has ended, has failed or did not answer in time, every call raises. So does a
+    call after one that an exception from outside, such as `KeyboardInterrupt`, has ended before the worker's answer.
+
+    Args:
+        connection: to a process that runs `serve_executor` over the other end.
+        name: of the worker, for messages.
+        timeout: seconds that it may take to answer.
+    """
+
+    def __init__(self, connection: Connection, *, name: str = "the worker", timeout: float = ANSWER_SECONDS) -> None:
+        self.name = name
+        self._connection = connection
+        self._timeout = timeout
+        self._is_asked = False
+        self._failure = ""
+
+    def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
+        """Start to carry out a decision, and return at once. If the worker refuses it, all of it is reported lost."""
+        self._send("submit", decision.to_bytes(), by_layer)
+
+    def wait_for_layer(self, ticket: int, layer: int) -> None:
+        """Do nothing: the worker's own compute waits for its loads."""
+
+    def lost(self, ticket: int) -> tuple[Pairs, ...]:
+        """Give the pairs that are known not to land, so far."""
+        lost: tuple[Pairs, ...] = self.begin("lost", ticket)()
+        return lost
+
+    def is_awaited(self, ticket: int) -> bool:
+        """Whether a decision is under way, and compute has read what it loads or has lost."""
+        return bool(self.begin("is_awaited", ticket)())
+
+    def poll(self) -> list[StepDone]:
+        """Give the decisions that ended since the last call."""
+        ended: list[StepDone] = self.begin("poll")()
+        return ended
+
+    def collect(self, ticket: int) -> list[StepDone]:
+        """Give the decisions that ended since the last call, and this one too if it is awaited."""
+        ended: list[StepDone] = self.begin("collect", ticket)()
+        return ended
+
+    def wait(self, ticket: int) -> StepDone:
+        """Wait for a decision to end.
+
+        Raises:
+            UnknownTicketError: no such decision is under way.
+        """
+        done: StepDone = self.begin("wait", ticket)()
+        return done
+
+    def tell(self, message: object) -> None:
+        """Have the worker call its `run` with a message, after what was asked before; its result is dropped."""
+        self._send("tell", message)
+
+    def ask(self, message: object) -> Any:
+        """Have the worker call its `run` with a message; returns its result."""
+        return self.begin("ask", message)()
+
+    def begin(self, name: str, *arguments: object) -> Callable[[], Any]:
+        """Ask now, and read the answer later, so that several workers work at the same time.
+
+        Args:
+            name: a method of this class that has a result.
+            arguments: its arguments.
+
+        Returns:
+            A function that waits for the answer and returns it. Call it before the next `begin`.
+        """
+        if self._is_asked and not self._failure:
+            self._failure = f"{self.name} was asked, and the call ended before its answer: start it again"
+        self._send(name, *arguments)
+        self._is_asked = True
+        return self._answer
+
+    def _send(self, *message: object) -> None:
+        if self._failure:
+            raise WorkerError(self._failure)
+        try:
+            self._connection.send(message)
+        except OSError:
+            self._receive()  # what it said before it ended
+
+    def _answer(self) -> Any:
+        kind, value = self._receive()
+        self._is_asked = False
+        if kind == "unknown":
+            raise UnknownTicketError(f"{self.name}: {value}")
+        return _with_errors(value, lambda error: f"{self.name}: {error}") if kind == "answer" else value
+
+    def _receive(self) -> tuple[str, Any]:
+        """Read one answer.
+
+        Raises:
+            WorkerError: there is none, or it says that the worker has failed.
+        """
+        failure = f"{self.name} has ended"
+        with suppress(EOFError, OSError):
+            if self._connection.poll(self._timeout):
+                kind, value = self._connection.recv()
+                if kind != "failed":
+                    return kind, value
+                failure = f"{self.name} has failed: {value}"
+            else:
+                failure = f"{self.name} has not answered for {self._timeout:g} seconds"
+        self._failure = failure
+        raise WorkerError(failure)
+
+
+def serve_executor(connection: Connection, executor: Executor, run: Callable[[Any, int], object] | None = None) -> None:
+    """Carry out what a `RemoteExecutor` asks for, until it closes its end.
+
+    Args:
+        connection: to the `RemoteExecutor`.
+        executor: carries the decisions out.
+        run: called with each message of `RemoteExecutor.tell` and `ask`, and the ticket of the decision that was
+            submitted last: for instance to compute its step.
+
+    Raises:
+        Exception: what `executor` or `run` raise, other than for a decision that cannot be carried out. The
+            `RemoteExecutor` is told first.
+    """
+    worker = _Worker(executor, run)
+    try:
+        while True:
+            try:
+                name, *arguments = connection.recv()
+            except (EOFError, ConnectionError):
+                return
+            answer = worker.answer(name, arguments)
+            if answer is None:
+                continue
+            try:
+                connection.send(answer)
+            except ConnectionError:
+                return
+    except Exception as error:
+        with suppress(OSError):
+            connection.send(("failed", f"{type(error).__name__}: {error}"))
+        raise
+
+
+class _Worker:
+    """Answers for an executor; a decision that it refuses has ended, with everything lost."""
+
+    def __init__(self, executor: Executor, run: Callable[[Any, int], object] | None) -> None:
+        self._executor = executor
+        self._run = run
+        self._ticket = 0
+        self._refused: dict[int, StepDone] = {}
+
+    def answer(self, name: str, arguments: list[Any]) -> tuple[str, object] | None:
+        """Carry out one message; None if nobody waits for an answer."""
+        if name == "submit":
+            self._submit(StepDecision.from_bytes(arguments[0]), by_layer=arguments[1])
+            return None
+        if name in {"tell", "ask"}:
+            if self._run is None:
+                raise WorkerError("a message came, and serve_executor has no `run`")
+            found = self._run(arguments[0], self._ticket)
+            return ("result", found) if name == "ask" else None
+        if name not in _CALLS:
+            raise WorkerError(f"{name!r} is no call of an executor")
+        try:
+            return "answer", _with_errors(self._call(name, *arguments), _text)
+        except UnknownTicketError as error:
+            return "unknown", str(error)
+
+    def _submit(self, decision: StepDecision, *, by_layer: bool) -> None:
+        self._ticket = decision.ticket
+        try:
+            self._executor.submit(decision, by_layer=by_layer)
+        except BlockyardError as error:
+            with suppress(UnknownTicketError):
+                self._executor.wait(decision.ticket)
+            lost = tuple(written(kind, pairs) for kind, pairs in decision.transfers())
+            self._refused[decision.ticket] = StepDone(decision.ticket, lost, (error,))
+
+    def _call(self, name: str, *arguments: Any) -> object:
+        refused = self._refused
+        if name in {"poll", "collect"}:
+            self._refused = {}
+            return [*refused.values(), *getattr(self._executor, name)(*arguments)]
+        ticket = arguments[0]
+        if ticket not in refused:
+            return getattr(self._executor, name)(ticket)
+        if name == "wait":
+            return refused.pop(ticket)
+        return refused[ticket].lost if name == "lost" else True
+
+
+def _with_errors(value: Any, change: Callable[[Exception], str]) -> Any:
+    """Replace the errors of what an executor reports; a plug-in's own might not pickle."""
+    if isinstance(value, list):
+        return [_with_errors(done, change) for done in value]
+    if isinstance(value, StepDone):
+        return value._replace(errors=tuple(StoreError(change(error)) for error in value.errors))
+    return value
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # noqa: BLE001 (a plug-in's error)
+        return type(error).__name__
