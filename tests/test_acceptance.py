@@ -103,6 +103,18 @@ def test_a_model_that_runs_once_for_each_token_has_all_of_them_accepted():
     assert (steps, engine.done["a"]) == (4, reference_tokens(request))
 
 
+def test_a_row_does_not_accept_the_tokens_of_the_next_row():
+    scheduler = Scheduler(BlockManager(block_size=4, device_blocks=16), num_lookahead_tokens=1)
+    for name in "ab":
+        scheduler.add(Request(name, [1, 2, 3], 4))
+    scheduler.update(scheduler.settle(scheduler.schedule()), [5, 6])
+    step = scheduler.settle(scheduler.schedule())
+    step.set_draft_token_ids([[7], [8]])
+    scheduler.update(step, [7, 6, 9, 4])  # what follows the first row's draft token is the second row's own token
+    step = scheduler.schedule()
+    assert [step.all_token_ids(row).tolist()[3:] for row in range(2)] == [[5, 7, 6], [6, 9]]
+
+
 def test_what_follows_a_stop_token_is_dropped():
     engine = Engine(16, num_lookahead_tokens=3)
     drawn = reference_tokens(Request("a", list(range(6)), 12))[0]
