@@ -472,3 +472,17 @@ fn leased_blocks_are_worked_around_and_forks_stay_whole() {
     apply(&mut now, &mut tables, &plan.pairs);
     assert_eq!((plan.pairs, runs_of(&tables)), (vec![[4, 19]], 1));
 }
+
+#[test]
+fn a_sequence_that_has_few_runs_already_holds_nobody_up() {
+    struct Stays;
+    impl Facts for Stays {
+        fn may_leave(&self, _live: BlockId) -> bool {
+            false
+        }
+    }
+    let mut places = places(&[1, 1, 0, 0, 1, 0, 0, 0]);
+    let tables: Tables = vec![[0, 1, 4].map(BlockId).to_vec()];
+    let mut plan = |runs| places.plan_all(&[Goal::Contiguous(runs)], &borrowed(&tables), &Stays, Budget::UNLIMITED);
+    assert_eq!((plan(1).held, plan(2).held), (3, 0));
+}

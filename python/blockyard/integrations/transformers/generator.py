@@ -192,7 +192,6 @@ class Generator:
             )
             executor = self.ranks.executor(self.cache.executor) if self.ranks else self.cache.executor
             self.executor: Executor = wrap_executor(executor) if wrap_executor else executor
-            self._forward = self.ranks.forward if self.ranks else self.model.forward
             self._closing = undo.pop_all()
         self._draft, self._num_lookahead_tokens = draft, num_lookahead_tokens
         self._on_step, self._idle = on_step, 0
@@ -461,7 +460,8 @@ class Generator:
             )
         wait = partial(self.executor.wait_for_layer, step.decision.ticket)
         where = StepInput(step.start, step.lengths.astype(np.int64), step.block_tables, step.slot_mapping)
-        logits = self._forward(step.token_ids, where, logits_indices=step.logits_indices, before_layer=wait)
+        forward = self.ranks.forward if self.ranks else self.model.forward
+        logits = forward(step.token_ids, where, logits_indices=step.logits_indices, before_layer=wait)
         return [
             sample(scores, self._params[draw.request_id], draw.sequence, draw.position)
             for scores, draw in zip(logits.cpu().numpy(), step.draws(), strict=True)
