@@ -506,10 +506,9 @@ class OnlineDefragmenter:
 
 def _threshold() -> int:
     text = os.environ.get(_THRESHOLD, "32")
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidArgumentError(f"{_THRESHOLD} is {text!r}, must be an int, 0 to {_MOST_BLOCKS}") from None
+    if not text.isdecimal():
+        raise InvalidArgumentError(f"{_THRESHOLD} is {text!r}, must be an int, 0 to {_MOST_BLOCKS}")
+    return int(text)
 
 
 def _listed(blocks: Blocks) -> list[int]:
