@@ -137,42 +137,51 @@ def swapper(gpu_cache: list[torch.Tensor], tmp_path: Path) -> Iterator[CacheSwap
         yield CacheSwapper(StepExecutor(engine, store))
 
 
+def write(manager: SelfAttnBlockSpaceManager, group: Group, gpu_cache: list[torch.Tensor]) -> None:
+    for layer, tensor in enumerate(gpu_cache):
+        tensor[:, manager.get_block_table(group.seqs[0])] = float(10 * group.seqs[0].seq_id + layer)
+
+
+def holds(manager: SelfAttnBlockSpaceManager, group: Group, gpu_cache: list[torch.Tensor]) -> bool:
+    table, seq_id = manager.get_block_table(group.seqs[0]), group.seqs[0].seq_id
+    return all(bool((tensor[:, table] == 10 * seq_id + layer).all()) for layer, tensor in enumerate(gpu_cache))
+
+
+def started(manager: SelfAttnBlockSpaceManager, seq_id: int, num_blocks: int) -> Group | None:
+    group = Group(Sequence(seq_id, num_blocks * SIZE, first=1000 * seq_id))
+    if manager.can_allocate(group) is not AllocStatus.OK:
+        return None
+    manager.allocate(group)
+    manager.mark_blocks_as_computed(group, 0)
+    return group.become(Status.RUNNING)
+
+
 @both
 def test_random_groups_find_their_bytes_again_after_swaps(
     caching: bool, swapper: CacheSwapper, gpu_cache: list[torch.Tensor]
 ):
-    manager, random = new_manager(enable_caching=caching), np.random.default_rng(7)
-    live: list[tuple[Group, int]] = []
-    places: set[str] = set()
+    manager, random, came_from = new_manager(enable_caching=caching), np.random.default_rng(7), set()
+    live: list[Group] = []
     for step in range(300):
-        group, tag = live.pop(random.integers(len(live))) if len(live) > random.integers(6) else (None, step)
-        if group is None:
-            group = Group(Sequence(step, int(random.integers(1, 6)) * SIZE, first=1000 * step))
-            if manager.can_allocate(group) is not AllocStatus.OK:
-                continue
-            manager.allocate(group)
-            group.become(Status.RUNNING)
-            for block in manager.get_block_table(group.seqs[0]):
-                for layer, tensor in enumerate(gpu_cache):
-                    tensor[:, block] = 10 * tag + layer
-            manager.mark_blocks_as_computed(group, 0)
-        elif group.seqs[0].status is Status.SWAPPED:
-            if manager.can_swap_in(group, 0) is AllocStatus.OK:
-                mapping = swap_in(manager, group)
-                places.add("external" if mapping[0][0] >= CPU else "host")
+        chosen = live[random.integers(len(live))] if len(live) > random.integers(6) else None
+        if chosen is None:
+            if new := started(manager, step, int(random.integers(1, 6))):
+                write(manager, new, gpu_cache)
+                live.append(new)
+        elif chosen.seqs[0].status is Status.SWAPPED:
+            if manager.can_swap_in(chosen, 0) is AllocStatus.OK:
+                mapping = swap_in(manager, chosen)
+                came_from.add("external" if mapping[0][0] >= CPU else "host")
                 swapper.swap_in(torch.tensor(mapping))
-                manager.mark_blocks_as_computed(group, 0)
-                for block in manager.get_block_table(group.seqs[0]):
-                    for layer, tensor in enumerate(gpu_cache):
-                        assert (tensor[:, block] == 10 * tag + layer).all()
+                manager.mark_blocks_as_computed(chosen, 0)
+                assert holds(manager, chosen, gpu_cache)
         elif random.random() < 0.25:
-            manager.free(group.seqs[0])
-            continue
-        elif manager.can_swap_out(group):
-            swapper.swap_out(swap_out(manager, group))
-        live.append((group, tag))
-    assert places == {"host", "external"}
-    for group, _ in live:
+            live.remove(chosen)
+            manager.free(chosen.seqs[0])
+        elif manager.can_swap_out(chosen):
+            swapper.swap_out(swap_out(manager, chosen))
+    assert came_from == {"host", "external"}
+    for group in live:
         manager.free(group.seqs[0])
     assert free(manager) == (GPU, CPU, EXTERNAL)
 
@@ -212,9 +221,14 @@ def test_a_block_that_the_store_loses_is_an_error_before_compute(name: str, gpu_
     with CacheEngine(layout, tensors=gpu_cache, host_blocks=CPU) as engine, store:
         swapper = CacheSwapper(StepExecutor(engine, store))
         store.before = fail
-        with pytest.raises(StoreError, match="1 of 2 blocks were not swapped"):
+        if name == "get":
             swapper.swap_out([(0, 0), (1, CPU)])
-            swapper.swap_in([(0, 2), (CPU, 3)])
+        swap, mapping = {
+            "put": (swapper.swap_out, [(0, 0), (1, CPU)]),
+            "get": (swapper.swap_in, [(0, 2), (CPU, 3)]),
+        }[name]
+        with pytest.raises(StoreError, match="1 of 2 blocks were not swapped"):
+            swap(mapping)
         store.before = lambda call: None
         swapper.swap_out([(0, 0), (1, CPU)])
         swapper.swap_in([(0, 2), (CPU, 3)])

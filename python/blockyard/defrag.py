@@ -83,7 +83,8 @@ class OnlineDefragmenter:
         exchange: see `BlockMover`; so for `move`, `wrap` and `mark_step`.
 
     Raises:
-        InvalidArgumentError: a number, or that of the variable, is negative, `negative` is neither `"refuse"` nor `"pass"`, or there is no goal.
+        InvalidArgumentError: a number is out of range, the environment variable is no number, `negative` is neither
+            `"refuse"` nor `"pass"`, or there is no goal.
 
     Source: vllm-gaudi `extension/defragmentation.py`, OnlineDefragmenter, whose names these are.
     """

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from typing_extensions import Self
 
 NAME = "own_device"
-# What the device can do; all else is refused by PyTorch's dispatcher. An op that ends with _ changes its first argument.
+# What the device can do; PyTorch's dispatcher refuses all else. An op that ends with _ changes its first argument.
 OPS = ("view", "as_strided", "slice.Tensor", "select.int", "index_select", "index_copy_", "cat", "flip")
 
 
@@ -19,7 +20,7 @@ class OwnTensor(torch.Tensor):
     memory: torch.Tensor
 
     @staticmethod
-    def __new__(cls, memory: torch.Tensor) -> "OwnTensor":
+    def __new__(cls, memory: torch.Tensor) -> Self:
         made = torch._C._acc.create_empty_tensor(memory.shape, memory.dtype)
         made.__class__ = cls
         made.memory = memory
@@ -33,7 +34,7 @@ def register() -> list[str]:
     for name in OPS:
         torch.library.impl(f"aten::{name}", "privateuseone")(_over_memory(name, ran))
     torch.library.impl("aten::empty_strided", "privateuseone")(_empty)
-    torch.library.impl("aten::empty.memory_format", "privateuseone")(lambda size, **options: _empty(size, **options))
+    torch.library.impl("aten::empty.memory_format", "privateuseone")(_empty)
     torch.library.impl("aten::_copy_from", "privateuseone")(_copy)
     return ran
 

@@ -83,9 +83,7 @@ class BlockMover:
         elif len(pairs):
             self._run("move", self._move, _tensor(pairs), self.views)
 
-    def exchange(
-        self, pairs: Ids | Tensor, *, size: int | None = None, views: Sequence[Tensor] | None = None
-    ) -> None:
+    def exchange(self, pairs: Ids | Tensor, *, size: int | None = None, views: Sequence[Tensor] | None = None) -> None:
         """Let the two blocks of each pair change places.
 
         Args:
