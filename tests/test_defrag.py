@@ -100,6 +100,33 @@ def test_options_without_meaning_are_refused():
         OnlineDefragmenter(negative="ignore")
 
 
+def test_the_threshold_is_that_of_the_environment_unless_one_is_given(monkeypatch: pytest.MonkeyPatch):
+    assert OnlineDefragmenter().threshold == 32
+    monkeypatch.setenv("VLLM_DEFRAG_THRESHOLD", "5")
+    assert OnlineDefragmenter().threshold == 5
+    assert OnlineDefragmenter(threshold=7).threshold == 7
+    for wrong in ("few", "-1", ""):
+        monkeypatch.setenv("VLLM_DEFRAG_THRESHOLD", wrong)
+        with pytest.raises(InvalidArgumentError, match=f"VLLM_DEFRAG_THRESHOLD is '{wrong}'"):
+            OnlineDefragmenter()
+
+
+def test_the_log_has_a_line_for_the_start_for_a_steps_changes_and_for_its_moves(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("DEBUG", logger="defrag"):
+        defragmenter = ours(cache_of(200))
+        defragmenter.update_state({"a": [1, 2], "b": [150, 151]}, [])
+        defragmenter.update_state({}, [])
+        defragmenter.update_state({}, ["a"])
+        defragmenter.defragment()
+        defragmenter.defragment()
+    assert [(record.name, record.getMessage()) for record in caplog.records] == [
+        ("defrag", "initialized with 200 blocks of 32 bytes"),
+        ("defrag", "4 new blocks, 0 requests finished"),
+        ("defrag", "0 new blocks, 1 requests finished"),
+        ("defrag", "highest block in use was 151, is 2: 0 moved, 2 exchanged"),
+    ]
+
+
 # ---- content ----
 
 

@@ -1,6 +1,5 @@
 """The drop-in for V0 engines: V0's rules, and that V0's defects are not in it."""
 
-import enum
 import inspect
 import sys
 import time
@@ -8,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from v0_sequences import SIZE, Group, Sequence, Status, free, new_manager, running
 
 from blockyard.integrations.vllm_v0 import (
     AllocStatus,
@@ -19,62 +19,6 @@ from blockyard.integrations.vllm_v0 import (
     NullBlock,
     SelfAttnBlockSpaceManager,
 )
-
-SIZE = 4
-Status = enum.IntEnum("Status", ["WAITING", "RUNNING", "SWAPPED", "FINISHED"])
-
-
-class Sequence:
-    def __init__(self, seq_id: int, num_tokens: int, first: int = 0):
-        self.seq_id, self.tokens, self.status = seq_id, list(range(first, first + num_tokens)), Status.WAITING
-        self.computed: int | None = None
-        self.data = SimpleNamespace(get_num_computed_tokens=self.num_computed)
-
-    def num_computed(self) -> int:
-        return len(self.tokens) if self.computed is None else self.computed
-
-    def get_token_ids(self) -> list[int]:
-        return self.tokens
-
-    def extra_hash(self) -> int | None:
-        return None
-
-    def is_prefill(self) -> bool:
-        return False
-
-
-class Group:
-    def __init__(self, *seqs: Sequence, encoder: Sequence | None = None):
-        self.request_id, self.seqs, self.encoder = str(seqs[0].seq_id), list(seqs), encoder
-
-    def get_seqs(self) -> list[Sequence]:
-        return self.seqs
-
-    def is_encoder_decoder(self) -> bool:
-        return self.encoder is not None
-
-    def get_encoder_seq(self) -> Sequence | None:
-        return self.encoder
-
-    def become(self, status: Status) -> "Group":
-        for seq in self.seqs:
-            seq.status = status
-        return self
-
-
-def new_manager(gpu: int = 16, cpu: int = 16, **options: Any) -> SelfAttnBlockSpaceManager:
-    return SelfAttnBlockSpaceManager(SIZE, gpu, cpu, **{"watermark": 0.0, **options})
-
-
-def running(manager: SelfAttnBlockSpaceManager, *seqs: Sequence) -> Group:
-    group = Group(*seqs)
-    manager.allocate(group)
-    return group.become(Status.RUNNING)
-
-
-def free(manager: SelfAttnBlockSpaceManager) -> tuple[int, int]:
-    return manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
-
 
 both = pytest.mark.parametrize("caching", [False, True])
 
@@ -385,6 +329,62 @@ def test_every_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
         tracker.get_num_cached_tokens(seq)
         seq.tokens.append(token)
     assert hashed == [8 * SIZE, SIZE]
+
+
+class OlderSequence:
+    """A sequence of a version that has no `extra_hash` and no `is_prefill`."""
+
+    probed = 0
+
+    def __init__(self, seq_id: int, num_tokens: int):
+        self.seq_id, self.tokens, self.status, self.computed = seq_id, list(range(num_tokens)), Status.WAITING, 0
+        self.data = SimpleNamespace(get_num_computed_tokens=lambda: self.computed)
+
+    def get_token_ids(self) -> list[int]:
+        return self.tokens
+
+    def __getattr__(self, name: str) -> Any:
+        type(self).probed += name in {"extra_hash", "is_prefill"}
+        raise AttributeError(name)
+
+
+@both
+def test_sequences_without_an_extra_hash_and_a_stage_are_run_and_probed_once(caching: bool):
+    class Probed(OlderSequence):
+        pass
+
+    manager = new_manager(gpu=32, enable_caching=caching)
+    for number in range(3):
+        seq = Probed(number, 2 * SIZE + 1)
+        group = Group(seq)
+        assert manager.can_allocate(group) is AllocStatus.OK
+        assert manager.get_num_cached_tokens(seq) == (2 * SIZE if caching and number else 0)
+        manager.allocate(group)
+        group.become(Status.RUNNING)
+        for chunk in (SIZE, SIZE + 1):
+            manager.mark_blocks_as_computed(group, chunk)
+            seq.computed += chunk
+        for token in range(SIZE):
+            seq.tokens.append(token)
+            manager.append_slots(seq, 0)
+            seq.computed += 1
+        swapped = manager.swap_out(group)
+        assert len(swapped) == 4
+        group.become(Status.SWAPPED)
+        assert len(manager.swap_in(group)) == 4
+    assert Probed.probed == 2
+
+
+def test_the_stage_of_a_sequence_that_does_not_know_it_follows_from_what_is_computed():
+    manager = new_manager(enable_caching=True)
+    seq = OlderSequence(1, 4 * SIZE)
+    assert manager.get_num_cached_tokens(seq) == 0
+    other = running(manager, Sequence(2, 4 * SIZE))
+    manager.mark_blocks_as_computed(other, 0)
+    seq.computed = 1
+    assert manager.get_num_cached_tokens(seq) == 1  # in prefill: no more than at first, and no less than computed
+    seq.computed = 4 * SIZE
+    assert manager.get_num_cached_tokens(seq) == 4 * SIZE
 
 
 def test_lookahead_slots_get_blocks():

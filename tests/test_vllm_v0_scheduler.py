@@ -9,6 +9,7 @@ import ast
 import contextlib
 import dataclasses
 import enum
+import functools
 import importlib.util
 import inspect
 import logging
@@ -158,6 +159,15 @@ class Memory:
         assert all(self.gpu.get(slot) == row for slot, row in reads)
 
 
+def interfaces_with(num_external_blocks: int) -> Any:
+    """Ours, with external blocks that the scheduler does not ask for."""
+    if not num_external_blocks:
+        return vllm_v0
+    make = functools.partial(vllm_v0.SelfAttnBlockSpaceManager, num_external_blocks=num_external_blocks)
+    manager = SimpleNamespace(get_block_space_manager_class=lambda version: make)
+    return SimpleNamespace(AllocStatus=vllm_v0.AllocStatus, BlockSpaceManager=manager)
+
+
 class Engine:
     """vLLM's scheduler over one of the two managers, with a model that samples what the position says."""
 
@@ -165,7 +175,7 @@ class Engine:
         self.modules = stubs()
         names = ["sequence", "core.interfaces", *OWN_MANAGER] if own else ["sequence"]
         if not own:
-            self.modules["vllm.core.interfaces"] = vllm_v0
+            self.modules["vllm.core.interfaces"] = interfaces_with(options.pop("external", 0))
         for name in OWN_MANAGER:
             self.modules.setdefault(f"vllm.{name}", ModuleType(f"vllm.{name}"))
         with swapped(self.modules):
@@ -317,6 +327,20 @@ def test_a_chunked_prefill_never_lets_others_read_what_is_not_computed(options: 
     engine = Engine(False, caching=True, chunked=True, **options)
     run(engine, seed, 1)
     assert engine.scheduler.block_manager.get_prefix_cache_hit_rate(vllm_v0.Device.GPU) > 0
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_groups_go_to_external_blocks_and_back_by_the_schedulers_own_calls(caching: bool):
+    out, back, cpu = set(), set(), 4
+    for seed in range(8):
+        engine = Engine(False, caching=caching, gpu=16, cpu=cpu, external=64)
+        decisions = run(engine, seed, 1)
+        assert not engine.scheduler.has_unfinished_seqs()
+        manager = engine.scheduler.block_manager
+        assert (*decisions[-1]["free"], manager.get_num_free_external_blocks()) == (16, cpu, 64)
+        out |= {target >= cpu for decision in decisions for _, target in decision["out"]}
+        back |= {source >= cpu for decision in decisions for source, _ in decision["in"]}
+    assert out == back == {False, True}
 
 
 def methods() -> Iterator[tuple[str, ast.FunctionDef]]:

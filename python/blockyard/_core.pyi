@@ -2296,14 +2296,14 @@ class V0PrefixCachingBlockAllocator(V0PoolAllocator):
 
 @disjoint_base
 class V0CpuGpuBlockAllocator:
-    """The blocks of both devices under one count of ids: the GPU's first, then the CPU's."""
+    """The blocks of all devices under one count of ids: the GPU's first, then the CPU's, then the external ones."""
 
     def __new__(cls, cpu_block_allocator: V0PoolAllocator, gpu_block_allocator: V0PoolAllocator) -> Self: ...
     @staticmethod
     def create(
-        allocator_type: str, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int
+        allocator_type: str, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int, num_external_blocks: int = 0
     ) -> V0CpuGpuBlockAllocator:
-        """Makes both allocators, `naive` or `prefix_caching`."""
+        """Makes the allocators, `naive` or `prefix_caching`."""
 
     @property
     def all_block_ids(self) -> frozenset[int]:
@@ -2356,7 +2356,7 @@ class V0CpuGpuBlockAllocator:
     def reset_prefix_cache(self) -> bool:
         """Forget what is cached; return whether it did."""
     def swap(self, blocks: _Each[_V0Block], src_device: Any, dst_device: Any) -> dict[int, int]:
-        """Move blocks to the other device, all or none. Blocks that share a physical block go on sharing one.
+        """Move blocks to another device, all or none. Blocks that share a physical block go on sharing one.
 
         Returns:
             The physical block there for each one here, in the order of first use.

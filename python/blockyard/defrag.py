@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
@@ -32,6 +34,9 @@ _AnyTable = NDArray[np.int64] | NDArray[np.int32]
 _MOST_BLOCKS = 2**32 - 1
 _MOST_BYTES = 2**64 - 1
 _MOST_ITEMS = 2**24
+_THRESHOLD = "VLLM_DEFRAG_THRESHOLD"
+
+_log = logging.getLogger("defrag")
 
 
 class DefragStats(NamedTuple):
@@ -63,7 +68,8 @@ class OnlineDefragmenter:
     One thread at a time.
 
     Args:
-        threshold: starts when the highest block in use is more than this above the number in use.
+        threshold: starts when the highest block in use is more than this above the number in use. None: what the
+            environment variable `VLLM_DEFRAG_THRESHOLD` says, or 32.
         margin: ids above the number in use that may stay, once started.
         enabled: if not, ids are blocks, and nothing is kept.
         graphed: pass the same tensors to `exchange`, padded to 8, 16, ... 512 pairs.
@@ -74,10 +80,11 @@ class OnlineDefragmenter:
         goals: what to work for instead of what threshold and margin say, the most important first. `"contiguous"` is
             about all requests that run, the oldest first.
         negative: what `resolve` does with negative ids, the padding of block tables: refuse them or pass them on.
-        exchange: see `BlockMover`; so for `move` and `wrap`.
+        exchange: see `BlockMover`; so for `move`, `wrap` and `mark_step`.
 
     Raises:
-        InvalidArgumentError: a number is negative, `negative` is neither `"refuse"` nor `"pass"`, or there is no goal.
+        InvalidArgumentError: a number is out of range, the environment variable is no number, `negative` is neither
+            `"refuse"` nor `"pass"`, or there is no goal.
 
     Source: vllm-gaudi `extension/defragmentation.py`, OnlineDefragmenter, whose names these are.
     """
@@ -85,7 +92,7 @@ class OnlineDefragmenter:
     def __init__(
         self,
         *,
-        threshold: int = 32,
+        threshold: int | None = None,
         margin: int = 0,
         enabled: bool = True,
         graphed: bool = False,
@@ -97,7 +104,9 @@ class OnlineDefragmenter:
         exchange: Move | None = None,
         move: Move | None = None,
         wrap: Callable[[Move], Move] | None = None,
+        mark_step: Callable[[], object] | None = None,
     ) -> None:
+        threshold = _threshold() if threshold is None else threshold
         limits = {"threshold": threshold, "margin": margin, "max_moves": max_moves or 0, "max_bytes": max_bytes or 0}
         for name, limit in limits.items():
             most = _MOST_BYTES if name == "max_bytes" else _MOST_BLOCKS
@@ -116,7 +125,7 @@ class OnlineDefragmenter:
         self.goals = goals
         self.mover: BlockMover | None = None
         self._passes = negative == "pass"
-        self._exchange, self._move, self._wrap = exchange, move, wrap
+        self._exchange, self._move, self._wrap, self._mark_step = exchange, move, wrap, mark_step
         self._observer = BlockObserver()
         # Generations that are given here never repeat, so that a late report can name no later request.
         self._generations = count()
@@ -138,9 +147,17 @@ class OnlineDefragmenter:
         from blockyard.engine.mover import BlockMover, cache_views  # noqa: PLC0415 - loads torch
 
         views = cache_views(kv_caches, block_size)
-        mover = BlockMover(views, exchange=self._exchange, move=self._move, graphed=self.graphed, wrap=self._wrap)
+        mover = BlockMover(
+            views,
+            exchange=self._exchange,
+            move=self._move,
+            graphed=self.graphed,
+            wrap=self._wrap,
+            mark_step=self._mark_step,
+        )
         self._observer.set_limit(mover.num_blocks)
         self.mover = mover
+        _log.debug("initialized with %d blocks of %d bytes", mover.num_blocks, mover.bytes_per_block)
 
     # ---- what the engine reports ----
 
@@ -186,6 +203,8 @@ class OnlineDefragmenter:
         for key, blocks in given.items():
             name, generation = targets[key]
             self._requests.setdefault(name, {}).setdefault(generation, []).extend(blocks)
+        if ids or ended:
+            _log.debug("%d new blocks, %d requests finished", len(ids), len(ended))
 
     def release(self, request: RequestKey, blocks: Blocks | None = None) -> None:
         """Take blocks from a request that goes on: it is preempted, or they fell out of its window.
@@ -267,15 +286,29 @@ class OnlineDefragmenter:
         if len(plan):
             if self.mover is None:
                 raise InvalidArgumentError(f"{len(plan)} blocks should move: call initialize with the caches first")
-            move, exchange = plan.move, plan.exchange
+            move, exchange, highest = plan.move, plan.exchange, self._highest_for_log()
             self.mover.exchange(exchange)
             self.mover.move(move)
             self._observer.commit(plan)
             self._steps += 1
             self._moves += len(move)
             self._exchanges += len(exchange)
+            if highest is not None:
+                _log.debug(
+                    "highest block in use was %d, is %s: %d moved, %d exchanged",
+                    highest,
+                    self._highest_for_log(),
+                    len(move),
+                    len(exchange),
+                )
         self._seconds += time.perf_counter() - begin
         return len(plan)
+
+    def _highest_for_log(self) -> int | None:
+        """The highest block in use; None if nobody reads it, since finding it looks at all blocks."""
+        if not _log.isEnabledFor(logging.DEBUG):
+            return None
+        return int(self._observer.used()[:, 0].max(initial=0))
 
     def _plan(self, hot: Iterable[RequestKey]) -> MovePlan:
         goals = self.goals or [("dense", self.margin, max(self.threshold - self.margin, 0))]
@@ -470,6 +503,13 @@ class OnlineDefragmenter:
         del found[generation]
         if not found:
             del self._requests[name]
+
+
+def _threshold() -> int:
+    text = os.environ.get(_THRESHOLD, "32")
+    if not text.isdecimal():
+        raise InvalidArgumentError(f"{_THRESHOLD} is {text!r}, must be an int, 0 to {_MOST_BLOCKS}")
+    return int(text)
 
 
 def _listed(blocks: Blocks) -> list[int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from blockyard.engine import ops
 from blockyard.engine.mapping import Ids
-from blockyard.engine.ops.checks import PADDING
+from blockyard.engine.ops.checks import PADDING, Rule, mapping_of
 from blockyard.errors import InvalidArgumentError, LayoutError
 from blockyard.layout.kv import check_views
 
@@ -17,19 +17,28 @@ from blockyard.layout.kv import check_views
 PAD_SIZES = (8, 16, 32, 64, 128, 256, 512)
 
 Move = Callable[[Sequence[Tensor], Tensor], None]
-"""Takes uint8 views `[blocks, bytes]` and pairs of block ids, int64 `[n, 2]` on the CPU."""
+"""Takes views of the caches and pairs of block ids, int64 `[n, 2]`.
+
+On a CPU and on CUDA the views are uint8 `[blocks, bytes]`, the pairs are on the CPU, and `(-1, -1)` is padding. On any
+other device the views are `[blocks, elements]` of the caches' dtype, and the pairs are on that device, checked; padding
+repeats the first pair, so a function that reads all rows before it writes one needs no mask.
+"""
 
 
 class BlockMover:
     """Copies, moves and exchanges blocks in all tensors of a pool at once.
 
     Args:
-        views: uint8 `[blocks, bytes]`, as `cache_views` or a layout's `views` cut them.
-        exchange: lets the two blocks of each pair change places; `(-1, -1)` is padding. By default the torch op.
-        move: moves the first block of each pair over the second, as if all were read before one is written.
-        graphed: always pass tensors that were passed before, of a length in `PAD_SIZES`, padded with -1; what could be
-            moved one way is exchanged.
+        views: `[blocks, bytes]`, as `cache_views` or a layout's `views` cut them, all on one device.
+        exchange: lets the two blocks of each pair change places. By default the torch op; on a device that it has no
+            kernel for, `index_select` and `index_copy_`.
+        move: moves the first block of each pair over the second, as if all were read before one is written. Its default
+            is chosen in the same way.
+        graphed: always pass pairs of a length in `PAD_SIZES`, padded, and on a CPU or CUDA the same tensors again; what
+            could be moved one way is exchanged.
         wrap: turns `exchange` into what is called, once: `torch.compile`, or the capture of a graph.
+        mark_step: called before and after each `exchange` and `move`, where a device collects work until it is told to
+            run it: `habana_frameworks.torch.core.mark_step`.
     """
 
     def __init__(
@@ -40,14 +49,17 @@ class BlockMover:
         move: Move | None = None,
         graphed: bool = False,
         wrap: Callable[[Move], Move] | None = None,
+        mark_step: Callable[[], object] | None = None,
     ) -> None:
         self.views = list(views)
         self.num_blocks = len(self.views[0])
-        self.bytes_per_block = sum(view.shape[1] for view in self.views)
+        self.bytes_per_block = sum(view.shape[1] * view.itemsize for view in self.views)
         self.graphed = graphed
-        chosen: Move = exchange if exchange is not None else ops.exchange_blocks
+        self._has_kernels = ops.has_kernels(self.views[0].device)
+        chosen: Move = exchange or (ops.exchange_blocks if self._has_kernels else _exchange_rows)
         self._exchange = wrap(chosen) if wrap is not None else chosen
-        self._move: Move = move if move is not None else ops.move_blocks
+        self._move: Move = move or (ops.move_blocks if self._has_kernels else _move_rows)
+        self._mark_step = mark_step
         self._buffers: dict[int, Tensor] = {}
 
     def copy(self, pairs: Ids | Tensor) -> None:
@@ -56,7 +68,8 @@ class BlockMover:
         Args:
             pairs: int64 `[n, 2]`, CPU; no block is both read and written, none is written twice.
         """
-        ops.copy_blocks(self.views, _tensor(pairs))
+        copy: Move = ops.copy_blocks if self._has_kernels else _move_rows
+        self._run("copy", copy, _tensor(pairs), self.views)
 
     def move(self, pairs: Ids | Tensor) -> None:
         """Move the first block of each pair over the second, as if all were read before the first is written.
@@ -68,28 +81,52 @@ class BlockMover:
         if self.graphed:
             self.exchange(pairs)
         elif len(pairs):
-            self._move(self.views, _tensor(pairs))
+            self._run("move", self._move, _tensor(pairs), self.views)
 
-    def exchange(self, pairs: Ids | Tensor, *, size: int | None = None) -> None:
+    def exchange(self, pairs: Ids | Tensor, *, size: int | None = None, views: Sequence[Tensor] | None = None) -> None:
         """Let the two blocks of each pair change places.
 
         Args:
             pairs: int64 `[n, 2]`, CPU; no block is named twice. `(-1, -1)` is padding.
             size: make it one batch, padded to this length. By default the pairs as they are; when graphed batches of a
                 length in `PAD_SIZES`.
+            views: exchange in these alone, on the same device as the mover's; by default in all of the mover's.
 
         Raises:
             InvalidArgumentError: there are more pairs than `size`; nothing was exchanged.
+            MappingError: an id is out of range or repeats; nothing was exchanged.
         """
-        chosen = _tensor(pairs)
+        chosen, views = _tensor(pairs), self.views if views is None else views
+        if not self._has_kernels:
+            self._check("exchange", chosen, views)
+        for batch in self._batches(chosen, size):
+            self._run("exchange", self._exchange, batch, views)
+
+    def _batches(self, pairs: Tensor, size: int | None) -> Iterator[Tensor]:
         if size is not None:
-            self._exchange(self.views, self._padded(chosen, size))
-        elif not self.graphed:
-            if len(chosen):
-                self._exchange(self.views, chosen)
-        else:
-            for batch in chosen.split(PAD_SIZES[-1]) if len(chosen) else ():
-                self._exchange(self.views, self._padded(batch, pad_size(len(batch))))
+            yield self._padded(pairs, size)
+        elif len(pairs):
+            # Where the ops run they bound the memory that they take.
+            is_split = self.graphed or not self._has_kernels
+            for part in pairs.split(PAD_SIZES[-1]) if is_split else (pairs,):
+                yield self._padded(part, pad_size(len(part))) if self.graphed else part
+
+    @staticmethod
+    def _check(rule: Rule, pairs: Tensor, views: Sequence[Tensor]) -> Tensor:
+        """Check pairs as the ops do; returns them without padding."""
+        return torch.from_numpy(mapping_of(rule, pairs, len(views[0]), len(views[0])).pairs)
+
+    def _run(self, rule: Rule, move: Move, pairs: Tensor, views: Sequence[Tensor]) -> None:
+        if not self._has_kernels:
+            named = self._check(rule, pairs, views)
+            if not len(named):
+                return
+            pairs = torch.cat((named, named[:1].expand(len(pairs) - len(named), 2))).to(views[0].device)
+        if self._mark_step is not None:
+            self._mark_step()
+        move(views, pairs)
+        if self._mark_step is not None:
+            self._mark_step()
 
     def _padded(self, pairs: Tensor, size: int) -> Tensor:
         if len(pairs) > size:
@@ -111,12 +148,13 @@ def cache_views(kv_caches: Sequence[Tensor | Sequence[Tensor | None]], block_siz
         block_size: rows of the first dimension that make a block; 1 if it counts blocks.
 
     Returns:
-        A uint8 view `[blocks, bytes]` of each tensor.
+        A uint8 view `[blocks, bytes]` of each tensor; on a device that the ops have no kernels for, a view
+        `[blocks, elements]` of the tensor's dtype.
 
     Raises:
         InvalidArgumentError: the block size is not positive.
-        LayoutError: there are no tensors, one cannot be seen as `[blocks, bytes]`, two share memory, or they have
-            unequal numbers of blocks.
+        LayoutError: there are no tensors, one cannot be seen as `[blocks, bytes]`, two share memory (not checked on a
+            device without kernels), or they have unequal numbers of blocks or different devices.
     """
     if block_size < 1:
         raise InvalidArgumentError(f"block_size is {block_size}, must be at least 1")
@@ -127,8 +165,21 @@ def cache_views(kv_caches: Sequence[Tensor | Sequence[Tensor | None]], block_siz
     sizes = {len(view) for view in views}
     if len(sizes) > 1:
         raise LayoutError(f"the cache tensors have unequal numbers of blocks: {sorted(sizes)}")
-    check_views(views)
+    devices = {str(view.device) for view in views}
+    if len(devices) > 1:
+        raise LayoutError(f"the cache tensors are on several devices: {sorted(devices)}")
+    if ops.has_kernels(views[0].device):  # elsewhere addresses may say nothing
+        check_views(views)
     return views
+
+
+def _exchange_rows(views: Sequence[Tensor], pairs: Tensor) -> None:
+    _move_rows(views, torch.cat((pairs, pairs.flip(1))))
+
+
+def _move_rows(views: Sequence[Tensor], pairs: Tensor) -> None:
+    for view in views:
+        view.index_copy_(0, pairs[:, 1], view.index_select(0, pairs[:, 0]))
 
 
 def pad_size(count: int) -> int:
@@ -149,7 +200,8 @@ def _block_view(tensor: Tensor, block_size: int) -> Tensor:
     if tensor.requires_grad:
         raise LayoutError("a cache tensor requires grad, and its blocks change behind autograd: give its detach()")
     try:
-        return tensor.view(torch.uint8).view(tensor.shape[0] // block_size, -1)
+        flat = tensor.view(torch.uint8) if ops.has_kernels(tensor.device) else tensor
+        return flat.view(tensor.shape[0] // block_size, -1)
     except RuntimeError as error:
         shape, strides = list(tensor.shape), list(tensor.stride())
         raise LayoutError(

@@ -6,13 +6,13 @@ there are keys alone, and the values are None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.engine.mover import BlockMover, cache_views
+from blockyard.engine.mover import BlockMover, Move, cache_views
 
 Cache = tuple[Tensor, Tensor | None] | Sequence[Tensor | None]
 
@@ -20,10 +20,15 @@ Cache = tuple[Tensor, Tensor | None] | Sequence[Tensor | None]
 class CacheSwapUtils(torch.nn.Module):
     """Exchanges blocks in the caches of all layers: `BlockMover` under Gaudi's names.
 
+    On a device that our ops have no kernel for, such as `hpu`, it copies with `index_select` and `index_copy_`.
+
     Args:
         kv_caches: (keys, values) per layer, each `[blocks * block_size, ...]`, any dtype, all on one device and of the
             same number of slots; values may be None.
         block_size: slots in a block.
+        exchange: the device's own copy instead; see `BlockMover`, also for `wrap` and `mark_step`.
+        wrap: turns the exchange into what is called, such as `habana_frameworks.torch.hpu.wrap_in_hpu_graph_func`.
+        mark_step: called before and after each exchange, such as `habana_frameworks.torch.core.mark_step`.
 
     Raises:
         InvalidArgumentError: the block size is not positive.
@@ -32,9 +37,18 @@ class CacheSwapUtils(torch.nn.Module):
     Source: vllm-hpu-extension `defragmentation.py`, CacheSwapUtils.
     """
 
-    def __init__(self, kv_caches: Sequence[Cache], block_size: int) -> None:
+    def __init__(
+        self,
+        kv_caches: Sequence[Cache],
+        block_size: int,
+        *,
+        exchange: Move | None = None,
+        wrap: Callable[[Move], Move] | None = None,
+        mark_step: Callable[[], object] | None = None,
+    ) -> None:
         super().__init__()
-        self._mover = BlockMover(cache_views(kv_caches, block_size))
+        views = cache_views(kv_caches, block_size)
+        self._mover = BlockMover(views, exchange=exchange, wrap=wrap, mark_step=mark_step)
         self.block_size = block_size
         self.kv_caches = tuple(kv_caches)
         self.is_mla = all(sum(tensor is not None for tensor in cache[:2]) == 1 for cache in kv_caches)
@@ -50,8 +64,8 @@ class CacheSwapUtils(torch.nn.Module):
         Raises:
             MappingError: an id is out of range or repeats; nothing was exchanged.
         """
-        pairs = torch.stack((srcs, dsts), dim=1).to(device="cpu", dtype=torch.int64)
-        BlockMover(cache_views(caches, self.block_size)).exchange(pairs)
+        pairs = torch.stack((srcs.cpu(), dsts.cpu()), dim=1).to(torch.int64)
+        self._mover.exchange(pairs, views=cache_views(caches, self.block_size))
 
     def swap(self, to_swap: Sequence[tuple[int, int]], threshold: int) -> None:
         """Exchange the blocks of each pair in the keys and values of all layers, in one call.

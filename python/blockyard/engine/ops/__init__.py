@@ -134,6 +134,11 @@ def scatter_blocks(rows: Tensor, caches: Sequence[Tensor], blocks: Tensor) -> No
     torch.ops.blockyard.scatter_blocks(rows, list(caches), blocks)
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether the ops of this module run on a device's tensors."""
+    return device.type in {"cpu", "cuda", "meta"}
+
+
 def bind(src: Sequence[Tensor], dst: Sequence[Tensor] | None = None) -> Callable[[Mapping], None]:
     """Give what carries mappings out in views; those on the CPU are checked once, here.
 

@@ -24,6 +24,7 @@ from blockyard.integrations.vllm_v0.manager import (
     LastAccessBlocksTracker,
     SelfAttnBlockSpaceManager,
 )
+from blockyard.integrations.vllm_v0.worker import CacheSwapper
 
 __all__ = [
     "AllocStatus",
@@ -31,6 +32,7 @@ __all__ = [
     "BlockAllocator",
     "BlockSpaceManager",
     "BlockTable",
+    "CacheSwapper",
     "ComputedBlocksTracker",
     "CpuGpuBlockAllocator",
     "Device",

@@ -12,10 +12,11 @@ from blockyard.errors import OutOfBlocksError
 
 
 class Device(enum.Enum):
-    """Where blocks are; an engine's own enum of these names will do as well."""
+    """Where blocks are; an engine's own enum of these names will do as well, which V0's without `EXTERNAL` is."""
 
     GPU = enum.auto()
     CPU = enum.auto()
+    EXTERNAL = enum.auto()
 
 
 class AllocStatus(enum.Enum):
@@ -27,15 +28,13 @@ class AllocStatus(enum.Enum):
 
 
 class Sequence(Protocol):
-    """What is used of a V0 sequence."""
+    """What is used of a V0 sequence; also `extra_hash()` and `is_prefill()`, which some versions lack."""
 
     seq_id: int
     status: Any
     data: Any
 
     def get_token_ids(self) -> list[int]: ...
-    def extra_hash(self) -> int | None: ...
-    def is_prefill(self) -> bool: ...
 
 
 class SequenceGroup(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from blockyard import _core
 from blockyard.integrations.vllm_v0.interfaces import (
@@ -26,6 +26,36 @@ def _require(holds: object, message: str) -> None:
         raise AssertionError(message)
 
 
+class _Abilities(NamedTuple):
+    """What the sequences of a class can be asked."""
+
+    extra_hash: bool
+    is_prefill: bool
+
+
+_abilities: dict[type, _Abilities] = {}
+
+
+def _abilities_of(seq: Any) -> _Abilities:
+    # Looked up once for each class: these calls are made for every sequence and step.
+    if (known := _abilities.get(type(seq))) is None:
+        known = _abilities[type(seq)] = _Abilities(hasattr(seq, "extra_hash"), hasattr(seq, "is_prefill"))
+    return known
+
+
+def _extra_hash(seq: Any) -> int | None:
+    """What makes a sequence's blocks others than its tokens say, such as a LoRA adapter."""
+    hashed: int | None = seq.extra_hash() if _abilities_of(seq).extra_hash else None
+    return hashed
+
+
+def _is_prefill(seq: Any, num_tokens: int) -> bool:
+    if _abilities_of(seq).is_prefill:
+        return bool(seq.is_prefill())
+    # All tokens but the one that was sampled last are computed after the prefill.
+    return bool(seq.data.get_num_computed_tokens() + 1 < num_tokens)
+
+
 class ComputedBlocksTracker:
     """How much of each sequence is cached; every token is hashed once."""
 
@@ -46,8 +76,8 @@ class ComputedBlocksTracker:
         _require(len(token_ids) >= len(hashes) * size, f"sequence {seq.seq_id} lost tokens without being freed")
         if len(token_ids) >= (len(hashes) + 1) * size:
             parent = hashes[-1] if hashes else None
-            hashes += hash_blocks(parent, token_ids[len(hashes) * size :], size, seq.extra_hash())
-        if (prefill := seq.is_prefill()) and (first := self._num_cached.get(seq.seq_id)) is not None:
+            hashes += hash_blocks(parent, token_ids[len(hashes) * size :], size, _extra_hash(seq))
+        if (prefill := _is_prefill(seq, len(token_ids))) and (first := self._num_cached.get(seq.seq_id)) is not None:
             hashes = hashes[: first // size]
         found = self._allocator.find_cached_blocks_prefix(hashes) if hashes else ()
         cached = self._num_cached[seq.seq_id] = len(found) * size
@@ -101,7 +131,11 @@ class BlockSpaceManager(ABC):
 
 
 class SelfAttnBlockSpaceManager(BlockSpaceManager):
-    """V0's block manager.
+    """V0's block manager, and external blocks below it.
+
+    A group that is swapped out goes to the CPU, or whole to the external blocks if the CPU has no room for it. The
+    scheduler's calls are the same for both: in `swap_out` and `swap_in`, ids from `num_cpu_blocks` on are external
+    blocks. `CacheSwapper` carries such swaps out.
 
     Args:
         block_size: token slots in a block.
@@ -110,6 +144,8 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         watermark: fraction of the GPU blocks that admission keeps free.
         sliding_window: tokens that attention looks back, or None for all.
         enable_caching: keep full blocks cached by their tokens.
+        num_external_blocks: slots of an external store, for swapping.
+
     Source: vLLM 0.7.3, `vllm/core/block_manager.py`.
     """
 
@@ -121,6 +157,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         watermark: float = 0.01,
         sliding_window: int | None = None,
         enable_caching: bool = False,
+        num_external_blocks: int = 0,
     ) -> None:
         _require(watermark >= 0.0, f"watermark is {watermark}, must be at least 0")
         self.block_size, self.num_total_gpu_blocks, self.num_total_cpu_blocks = (
@@ -128,12 +165,15 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
             num_gpu_blocks,
             num_cpu_blocks,
         )
+        self.num_total_external_blocks = num_external_blocks
         self.watermark, self.watermark_blocks = watermark, int(watermark * num_gpu_blocks)
         self.sliding_window, self.enable_caching = sliding_window, enable_caching
         # A window that does not begin at a block's start touches one block more, and one is being filled.
         self.max_block_sliding_window = None if sliding_window is None else sliding_window // block_size + 2
         kind = "prefix_caching" if enable_caching else "naive"
-        self.block_allocator = _core.V0CpuGpuBlockAllocator.create(kind, num_gpu_blocks, num_cpu_blocks, block_size)
+        self.block_allocator = _core.V0CpuGpuBlockAllocator.create(
+            kind, num_gpu_blocks, num_cpu_blocks, block_size, num_external_blocks
+        )
         self.block_tables: dict[int, _core.V0BlockTable] = {}
         self.cross_block_tables: dict[str, _core.V0BlockTable] = {}
         self._computed_blocks_tracker = ComputedBlocksTracker(self.block_allocator, block_size, enable_caching)
@@ -167,7 +207,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
     def _allocate_sequence(self, seq: Sequence) -> _core.V0BlockTable:
         table = BlockTable(self.block_size, self.block_allocator, None, self.max_block_sliding_window)
         if tokens := seq.get_token_ids():
-            table.allocate(tokens, extra_hash=seq.extra_hash())
+            table.allocate(tokens, extra_hash=_extra_hash(seq))
         return table
 
     def allocate(self, seq_group: SequenceGroup) -> None:
@@ -203,7 +243,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         """Give a sequence's new tokens slots; returns the blocks to copy since the last call, as (from, to)."""
         table = self.block_tables[seq.seq_id]
         unseen = table.get_unseen_token_ids(seq.get_token_ids())
-        table.append_token_ids(unseen, num_lookahead_slots, seq.data.get_num_computed_tokens(), seq.extra_hash())
+        table.append_token_ids(unseen, num_lookahead_slots, seq.data.get_num_computed_tokens(), _extra_hash(seq))
         return self.block_allocator.clear_copy_on_writes()
 
     def fork(self, parent_seq: Sequence, child_seq: Sequence) -> None:
@@ -270,28 +310,53 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         mapping = self.block_allocator.swap([block for table in tables for block in table.blocks], src, dst)
         for table in tables:
             table.update(table.blocks)
-        local = self.block_allocator.get_physical_block_id
-        return [(local(src, source), local(dst, target)) for source, target in mapping.items()]
+        return [(self._local(src, source), self._local(dst, target)) for source, target in mapping.items()]
+
+    def _local(self, device: Device, absolute_id: int) -> int:
+        # One count for all that is not on the GPU: the CPU's blocks, then the external ones.
+        first = self.num_total_cpu_blocks if device is Device.EXTERNAL else 0
+        return first + self.block_allocator.get_physical_block_id(device, absolute_id)
+
+    def _place(self, seq_group: SequenceGroup) -> Device:
+        """Where a swapped group is: all of it is in one place."""
+        ids = [self.get_block_table(seq) for seq in _with_status(seq_group, "SWAPPED")]
+        end = self.num_total_gpu_blocks + self.num_total_cpu_blocks
+        return Device.EXTERNAL if any(table and table[-1] >= end for table in ids) else Device.CPU
+
+    def _place_for(self, seq_group: SequenceGroup) -> Device | None:
+        """Where a running group can be swapped out to, if anywhere."""
+        places = [Device.CPU, *([Device.EXTERNAL] if self.num_total_external_blocks else [])]
+        fits = (place for place in places if self._can_swap(seq_group, place, "RUNNING", 0) is AllocStatus.OK)
+        return next(fits, None)
 
     def can_swap_in(self, seq_group: SequenceGroup, num_lookahead_slots: int) -> AllocStatus:
         return self._can_swap(seq_group, Device.GPU, "SWAPPED", num_lookahead_slots)
 
     def swap_in(self, seq_group: SequenceGroup) -> list[tuple[int, int]]:
-        """Bring a group's blocks back; returns (from, to), counted from 0 on each device."""
-        return self._swap(seq_group, Device.CPU, Device.GPU, "SWAPPED")
+        """Bring a group's blocks back; returns (from, to), as `swap_out` counts them."""
+        return self._swap(seq_group, self._place(seq_group), Device.GPU, "SWAPPED")
 
     def can_swap_out(self, seq_group: SequenceGroup) -> bool:
-        return self._can_swap(seq_group, Device.CPU, "RUNNING", 0) is AllocStatus.OK
+        return self._place_for(seq_group) is not None
 
     def swap_out(self, seq_group: SequenceGroup) -> list[tuple[int, int]]:
-        """Take a group's blocks off the GPU; returns (from, to), counted from 0 on each device."""
-        return self._swap(seq_group, Device.GPU, Device.CPU, "RUNNING")
+        """Take a group's blocks off the GPU.
+
+        Returns:
+            Blocks as (from, to). Those of the GPU count from 0; so do those of the CPU, and `num_cpu_blocks` is the
+            first external block.
+        """
+        place = self._place_for(seq_group) if self.num_total_external_blocks else Device.CPU
+        return self._swap(seq_group, Device.GPU, place or Device.CPU, "RUNNING")
 
     def get_num_free_gpu_blocks(self) -> int:
         return self.block_allocator.get_num_free_blocks(Device.GPU)
 
     def get_num_free_cpu_blocks(self) -> int:
         return self.block_allocator.get_num_free_blocks(Device.CPU)
+
+    def get_num_free_external_blocks(self) -> int:
+        return self.block_allocator.get_num_free_blocks(Device.EXTERNAL)
 
     def get_prefix_cache_hit_rate(self, device: Any) -> float:
         return self.block_allocator.get_prefix_cache_hit_rate(device)

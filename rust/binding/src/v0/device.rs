@@ -15,11 +15,16 @@ use pyo3::types::{PyDict, PyFrozenSet};
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
-/// A device; by name, since an engine has an enum of its own.
+/// A device; by name, since an engine has an enum of its own. V0 knows no external one.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Device {
     Gpu,
     Cpu,
+    External,
+}
+
+impl Device {
+    const ALL: [Self; 3] = [Self::Gpu, Self::Cpu, Self::External];
 }
 
 impl<'py> FromPyObject<'_, 'py> for Device {
@@ -30,6 +35,7 @@ impl<'py> FromPyObject<'_, 'py> for Device {
         match name.as_str() {
             "GPU" => Ok(Self::Gpu),
             "CPU" => Ok(Self::Cpu),
+            "EXTERNAL" => Ok(Self::External),
             _ => Err(PyKeyError::new_err(name)),
         }
     }
@@ -37,11 +43,12 @@ impl<'py> FromPyObject<'_, 'py> for Device {
 
 type Pool<'py> = Bound<'py, PyPoolAllocator>;
 
-/// The blocks of both devices under one count of ids: the GPU's first, then the CPU's.
+/// The blocks of all devices under one count of ids: the GPU's first, then the CPU's, then the external ones.
 #[pyclass(frozen, subclass, name = "CpuGpuBlockAllocator", module = "blockyard.integrations.vllm_v0")]
 pub(crate) struct PyCpuGpuBlockAllocator {
     gpu: Py<PyPoolAllocator>,
     cpu: Py<PyPoolAllocator>,
+    external: Py<PyPoolAllocator>,
     swaps: InnerLock<Vec<(i64, i64)>>,
     null: OnceLock<Py<PyNullBlock>>,
 }
@@ -53,14 +60,24 @@ pub(super) fn live<'py>(blocks: &[Bound<'py, PyAny>]) -> PyResult<Vec<Block<'py>
 }
 
 impl PyCpuGpuBlockAllocator {
+    fn over(gpu: Pool<'_>, cpu: Pool<'_>, external: Pool<'_>) -> Self {
+        let (gpu, cpu, external) = (gpu.unbind(), cpu.unbind(), external.unbind());
+        Self { gpu, cpu, external, swaps: InnerLock::default(), null: OnceLock::new() }
+    }
+
     pub(super) fn of<'py>(&self, py: Python<'py>, device: Device) -> Pool<'py> {
-        if device == Device::Gpu { self.gpu.bind(py).clone() } else { self.cpu.bind(py).clone() }
+        let pool = match device {
+            Device::Gpu => &self.gpu,
+            Device::Cpu => &self.cpu,
+            Device::External => &self.external,
+        };
+        pool.bind(py).clone()
     }
 
     /// The allocator that an id belongs to.
     fn owner<'py>(&self, py: Python<'py>, id: Option<i64>) -> PyResult<Pool<'py>> {
         let id = id.ok_or_else(freed)?;
-        let owner = [Device::Gpu, Device::Cpu].map(|device| self.of(py, device));
+        let owner = Device::ALL.map(|device| self.of(py, device));
         owner.into_iter().find(|pool| pool.get().owns(id)).ok_or_else(|| PyKeyError::new_err(id))
     }
 
@@ -112,15 +129,16 @@ impl PyCpuGpuBlockAllocator {
 impl PyCpuGpuBlockAllocator {
     #[new]
     fn new(cpu_block_allocator: Pool<'_>, gpu_block_allocator: Pool<'_>) -> PyResult<Self> {
+        let external = of_kind(cpu_block_allocator.py(), "naive", 1, 0, 0, Tier::External)?;
         let ids = cpu_block_allocator.get().all_ids();
         let both = ids.iter().filter(|&&id| gpu_block_allocator.get().owns(id)).count();
         require(both == 0, || format!("{both} block ids belong to both devices"))?;
-        let (gpu, cpu) = (gpu_block_allocator.unbind(), cpu_block_allocator.unbind());
-        Ok(Self { gpu, cpu, swaps: InnerLock::default(), null: OnceLock::new() })
+        Ok(Self::over(gpu_block_allocator, cpu_block_allocator, external))
     }
 
-    /// Makes both allocators, `naive` or `prefix_caching`.
+    /// Makes the allocators, `naive` or `prefix_caching`.
     #[staticmethod]
+    #[pyo3(signature = (allocator_type, num_gpu_blocks, num_cpu_blocks, block_size, num_external_blocks=0))]
     #[expect(clippy::similar_names, reason = "V0's signature")]
     fn create(
         py: Python<'_>,
@@ -128,10 +146,13 @@ impl PyCpuGpuBlockAllocator {
         #[pyo3(from_py_with = args::num_gpu_blocks)] num_gpu_blocks: usize,
         #[pyo3(from_py_with = args::num_cpu_blocks)] num_cpu_blocks: usize,
         #[pyo3(from_py_with = args::block_size)] block_size: usize,
+        #[pyo3(from_py_with = args::num_external_blocks)] num_external_blocks: usize,
     ) -> PyResult<Self> {
-        let gpu = of_kind(py, allocator_type, block_size, 0, num_gpu_blocks, Tier::Device)?;
-        let cpu = of_kind(py, allocator_type, block_size, num_gpu_blocks, num_cpu_blocks, Tier::Host)?;
-        Self::new(cpu, gpu)
+        let of_kind = |first, blocks, tier| of_kind(py, allocator_type, block_size, first, blocks, tier);
+        let gpu = of_kind(0, num_gpu_blocks, Tier::Device)?;
+        let cpu = of_kind(num_gpu_blocks, num_cpu_blocks, Tier::Host)?;
+        let external = of_kind(num_gpu_blocks.saturating_add(num_cpu_blocks), num_external_blocks, Tier::External)?;
+        Ok(Self::over(gpu, cpu, external))
     }
 
     /// The allocator of one device.
@@ -198,7 +219,7 @@ impl PyCpuGpuBlockAllocator {
         PyPoolAllocator::fork(&self.owner(py, block.get().id())?, block)
     }
 
-    /// Move blocks to the other device, all or none. Blocks that share a physical block go on sharing one.
+    /// Move blocks to another device, all or none. Blocks that share a physical block go on sharing one.
     ///
     /// Returns:
     ///     The physical block there for each one here, in the order of first use.
@@ -234,7 +255,7 @@ impl PyCpuGpuBlockAllocator {
             block.get().set_id(Some(targets[*place]));
         }
         dst.add_refs(&again.into_iter().map(|(_, block)| block).collect::<Vec<_>>())?;
-        if dst_device == Device::Cpu {
+        if dst_device != Device::Gpu {
             // On the GPU the manager says so, at the end of the step that brings the bytes.
             let landed: Vec<i64> = keys.iter().zip(&targets).filter_map(|(key, &id)| key.map(|_| id)).collect();
             dst.mark_computed(Some(&landed))?;
@@ -284,9 +305,8 @@ impl PyCpuGpuBlockAllocator {
     /// Ids of all blocks, a frozenset.
     #[getter]
     fn all_block_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyFrozenSet>> {
-        let mut ids = self.gpu.get().all_ids();
-        ids.extend(self.cpu.get().all_ids());
-        PyFrozenSet::new(py, ids)
+        let ids = Device::ALL.into_iter().flat_map(|device| self.of(py, device).get().all_ids());
+        PyFrozenSet::new(py, ids.collect::<Vec<_>>())
     }
 
     /// Return the copies since the last call, `(from, to)`, and forget them.
@@ -327,9 +347,8 @@ impl PyCpuGpuBlockAllocator {
     }
 
     /// Forget what is cached; return whether it did.
-    fn reset_prefix_cache(&self) -> bool {
-        let done = [&self.gpu, &self.cpu].map(|pool| pool.get().reset_prefix_cache());
-        done == [true, true]
+    fn reset_prefix_cache(&self, py: Python<'_>) -> bool {
+        Device::ALL.map(|device| self.of(py, device).get().reset_prefix_cache()) == [true; 3]
     }
 
     /// Return how many of the hashes are cached, from the first on.

@@ -1,0 +1,68 @@
+"""A stand-in for a device that our ops have no kernel for: PyTorch's PrivateUse1, its few ops over memory of the CPU.
+
+It is registered for the whole process, so use it in a forked child.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from typing_extensions import Self
+
+NAME = "own_device"
+# What the device can do; PyTorch's dispatcher refuses all else. An op that ends with _ changes its first argument.
+OPS = ("view", "as_strided", "slice.Tensor", "select.int", "index_select", "index_copy_", "cat", "flip")
+
+
+class OwnTensor(torch.Tensor):
+    """A tensor of the device; `memory` has its bytes."""
+
+    memory: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, memory: torch.Tensor) -> Self:
+        made = torch._C._acc.create_empty_tensor(memory.shape, memory.dtype)
+        made.__class__ = cls
+        made.memory = memory
+        return made
+
+
+def register() -> list[str]:
+    """Make the device known to PyTorch; returns the ops that it runs from then on, a list that grows."""
+    _setup_privateuseone_for_python_backend(NAME)
+    ran: list[str] = []
+    for name in OPS:
+        torch.library.impl(f"aten::{name}", "privateuseone")(_over_memory(name, ran))
+    torch.library.impl("aten::empty_strided", "privateuseone")(_empty)
+    torch.library.impl("aten::empty.memory_format", "privateuseone")(_empty)
+    torch.library.impl("aten::_copy_from", "privateuseone")(_copy)
+    return ran
+
+
+def _over_memory(name: str, ran: list[str]) -> Any:
+    base, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+
+    def run(*args: Any, **options: Any) -> torch.Tensor:
+        ran.append(base)
+        result = op(*map(_memory, args), **options)
+        return args[0] if base.endswith("_") else OwnTensor(result)
+
+    return run
+
+
+def _memory(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_memory(item) for item in value]
+    return value.memory if isinstance(value, OwnTensor) else value
+
+
+def _empty(size: list[int], stride: list[int] | None = None, *, dtype: Any = None, **_: Any) -> torch.Tensor:
+    if stride is None:
+        return OwnTensor(torch.empty(size, dtype=dtype))
+    return OwnTensor(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    _memory(target).copy_(_memory(source))
+    return target
