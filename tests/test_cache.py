@@ -1,6 +1,7 @@
 """`KVCache`: one set of sizes, steps that own their tickets, three tiers read back byte for byte."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,11 +59,26 @@ def test_a_grouped_layout_has_one_block_size():
     [
         ({}, "device_blocks is None"),
         ({"device_blocks": 4, "host_blocks": 1, "host_bytes": 1000}, "host_blocks is 1 and host_bytes 1000"),
-        ({"device_blocks": 4, "host_bytes": SIZE - 1}, f"host_bytes is {SIZE - 1}, must be at least {SIZE}"),
+        ({"device_blocks": 4, "host_bytes": SIZE - 1}, f"{SIZE - 1} bytes hold no block of {SIZE} bytes"),
+        ({"device_blocks": 4, "host_bytes": 40}, f"host_bytes is 40: 40 bytes hold no block of {SIZE} bytes; did you "),
+        ({"device_blocks": 4, "host_bytes": "40"}, r'did you mean "40GiB"\?'),
+        ({"device_blocks": 4, "host_bytes": 0}, f"0 bytes hold no block of {SIZE} bytes$"),
+        ({"device_blocks": 4, "host_bytes": True}, "host_bytes is True, must be 0 to"),
         ({"device_blocks": 4, "host_bytes": "1 parsec"}, "host_bytes: '1 parsec' is no size"),
         ({"device_blocks": 4, "host_blocks": -1}, "host_blocks is -1"),
         ({"device_blocks": 4, "max_staging": 0}, "max_staging is 0"),
         ({"device_blocks": 4, "external_blocks": -1}, "external_blocks is -1, must be at least 0"),
+        ({"device_blocks": 4, "max_staging": 40, "external": "memory://a?size=1MiB"}, 'max_staging is 40.*"40GiB"'),
+        ({"device_blocks": 4, "external": "memory://a", "external_bytes": 40}, "external_bytes is 40.*did you mean"),
+        ({"device_blocks": 4, "external_bytes": "1TiB"}, "external_bytes is 1TiB, but external is no URL"),
+        (
+            {"device_blocks": 4, "external": "memory://a?size=1MiB", "external_bytes": "2MiB"},
+            r"'memory://a\?size=1MiB' has size=1MiB and external_bytes is 2MiB, give one of them",
+        ),
+        (
+            {"device_blocks": 4, "prefix_store": "memory://a?deadline=9&size=1MiB", "prefix_store_bytes": "2MiB"},
+            "has size=1MiB and prefix_store_bytes is 2MiB",
+        ),
         ({"max_device_blocks": 4}, "max_device_blocks needs device_blocks"),
     ],
 )
@@ -76,6 +92,18 @@ def test_slots_of_the_store_are_used_as_far_as_is_said(tmp_path: Path, wanted: i
     store = open_store(url(tmp_path), bytes_per_block=SIZE, num_slots=8)
     with KVCache(LAYOUT, device_blocks=4, external=store, external_blocks=wanted) as cache:
         assert cache.manager.pool("external").num_blocks == used
+
+
+def test_a_stores_size_can_stand_beside_its_url():
+    options: Any = {"device_blocks": 4, "prefix_caching": True, "namespace": b"test"}
+    options |= {"external": "memory://swap?deadline=9", "external_bytes": "1MiB"}
+    options |= {"prefix_store": "memory://kept", "prefix_store_bytes": 1 << 20}
+    with KVCache(LAYOUT, **options) as beside:
+        assert beside.store is not None
+        assert beside.prefix_store is not None
+        with KVCache(LAYOUT, device_blocks=4, external="memory://other?size=1MiB") as inside:
+            assert inside.store is not None
+            assert beside.store.num_slots == inside.store.num_slots == beside.prefix_store.store.num_slots
 
 
 def test_what_was_opened_is_closed_when_a_later_part_is_refused(tmp_path: Path):

@@ -15,6 +15,7 @@ import pytest
 
 from blockyard import __version__, cli
 from blockyard.errors import BlockyardError
+from blockyard.sim import demo
 
 BIG_URL_SIZE = "900TiB"
 MODULE = [sys.executable, "-m", "blockyard"]
@@ -46,7 +47,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_the_options_under_engines_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("demo", "--help") == 0
     text = capsys.readouterr().out
-    for option in ("--num-device-blocks", "--num-host-blocks", "--external-swapper", "--preemption-mode"):
+    for option in ("--num-device-blocks", "--swap-space", "--external-swapper-space", "--preemption-mode"):
         assert option in text
 
 
@@ -121,6 +122,14 @@ def test_size_that_the_disk_cannot_hold_is_refused(capsys: pytest.CaptureFixture
 
 def test_space_without_a_unit_that_exists_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "12XiB" in complaint(capsys, "demo", "--external-swapper-space", "12XiB")
+
+
+@pytest.mark.parametrize(("text", "space"), [("40", "40GiB"), ("0.5", "0.5GiB"), ("64MiB", "64MiB")])
+def test_a_bare_number_of_an_operator_is_in_gibibytes(text: str, space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[demo.DemoOptions] = []
+    monkeypatch.setattr(demo, "run_demo", lambda options, **_: given.append(options) or 0)
+    assert run("demo", "--swap-space", text, "--external-swapper-space", text, "--external-space", text) == 0
+    assert (given[0].swap_space, given[0].external_swapper_space, given[0].external_space) == (space, space, space)
 
 
 def test_model_folder_that_is_absent_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -200,6 +209,11 @@ def test_a_signal_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch)
         ["--external-swapper", "nfs://server/dir"],
         ["--external-swapper", "file:///tmp?sise=1GiB"],
         ["--external-swapper-space", "9" * 400 + ".5GiB"],
+        ["--swap-space", "4 G"],
+        ["--swap-space", "-4"],
+        ["--swap-space", "4", "--num-host-blocks", "8"],
+        ["--external-space", "4"],
+        ["--external", "file:///tmp?size=1GiB", "--external-space", "4"],
     ],
 )
 def test_bad_input_is_refused_before_torch_is_loaded(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from blockyard.integrations.sampling import SamplingParams
 from blockyard.scheduler import Request, Scheduler
 from blockyard.sim import serve
 from blockyard.sim.demo import DemoOptions, compare, make_report, pool_sizes, run_demo
+from blockyard.sim.models import bytes_per_block, load_model
 from blockyard.sim.report import Difference, Progress, Report
 from blockyard.sim.workload import WorkItem, text_workload
 
@@ -205,6 +206,16 @@ def test_folder_given_for_the_file_tier_stays_without_its_slab(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_host_holds_the_blocks_that_fit_its_swap_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = make_report(replace(SMALL, requests=2, num_host_blocks=None, swap_space="1MiB"))
+    assert report.identical
+    held = report.settings["num_host_blocks"]
+    block = bytes_per_block(load_model(None, "cpu"), SMALL.block_size)
+    assert held == (1 << 20) // block
+    with pytest.raises(InvalidArgumentError, match=f'40 bytes hold no block of {block} bytes; did you mean "40GiB"'):
+        make_report(replace(SMALL, requests=2, num_host_blocks=None, swap_space="40"))
+
+
 def test_live_progress_is_shown_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     run_demo(replace(SMALL, requests=2), live=True)
     captured = capsys.readouterr()
@@ -230,6 +241,10 @@ def test_bad_options_are_refused_before_any_model_is_made(tmp_path: Path) -> Non
         make_report(replace(SMALL, external_swapper="/tmp/swap"))
     with pytest.raises(InvalidArgumentError, match="'2G' is no size"):
         make_report(replace(SMALL, external_swapper_space="2G"))
+    with pytest.raises(InvalidArgumentError, match="swap_space is 4GiB and num_host_blocks 3, give one of them"):
+        make_report(replace(SMALL, swap_space="4GiB", num_host_blocks=3))
+    with pytest.raises(InvalidArgumentError, match="external_space is 4GiB, but external is None"):
+        make_report(replace(SMALL, external_space="4GiB"))
 
 
 @pytest.mark.parametrize("seed", range(4))

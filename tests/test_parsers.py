@@ -27,6 +27,7 @@ URLS = (
     f"redis://user:{PASSWORD}@host:6379?size=2GiB&db=1&ttl=60&threads=4&memory=1GiB&deadline=.5",
     f"rediss://:{PASSWORD}@[::1]:6380/?ca=/etc/ca.pem&cert=%2Fc&key=/k",
     f"redis+cluster://:{PASSWORD}@a:7000?size=1.5TiB",
+    f"valkeys://:{PASSWORD}@a?size=2GiB&ca=/etc/ca.pem",
     f"unix://user:{PASSWORD}@/run/redis.sock?db=0",
     "s3://bucket/prefix?size=1TiB&region=eu-west-1&endpoint=http://127.0.0.1:9000&connections=16",
     f"s3://bucket?aws_secret_access_key={PASSWORD}&size=1GiB",

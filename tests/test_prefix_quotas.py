@@ -181,16 +181,22 @@ def test_two_caches_share_one_quota(chance: random.Random, writes: str):
                 use(cache, prompt)
                 assert stored(quotas) * WIDTH == cache.prefixes.quota(MINE)[0] <= 5 * WIDTH
         assert stored(quotas)
-        other.prefixes.set_quota(MINE, WIDTH)
+        other.prefixes.set_quota(MINE, f"{WIDTH}B")
         assert one.prefixes.quota(MINE) == (WIDTH, WIDTH)
 
 
 @pytest.mark.parametrize("url", ["memory://a?size=1MiB", "plug-in"])
 def test_a_store_without_quotas_refuses_them(url: str):
     with checked(KeyedStore(bytes_per_block=WIDTH) if url == "plug-in" else url) as cache:
-        with pytest.raises(InvalidArgumentError, match="num_bytes is -1, must be at least 0"):
-            cache.prefixes.set_quota(MINE, -1)
-        for num_bytes in (WIDTH, None):
+        for num_bytes, why in (
+            (-1, r"must be 0 to 2\*\*62 bytes"),
+            (40, f'40 bytes hold no block of {WIDTH} bytes; did you mean "40GiB"'),
+            ("40", "did you mean"),
+            ("40 G", "'40 G' is no size"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=f"^num_bytes(:| is {num_bytes}).*{why}"):
+                cache.prefixes.set_quota(MINE, num_bytes)
+        for num_bytes in (0, WIDTH, "1MiB", None):
             with pytest.raises(StoreError, match="this store cannot keep quotas"):
                 cache.prefixes.set_quota(MINE, num_bytes)
         with pytest.raises(StoreError, match="this store cannot keep quotas"):

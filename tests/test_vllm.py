@@ -93,7 +93,7 @@ def test_the_capacity_is_the_bytes_over_those_of_a_chunk(vllm: SimpleNamespace):
     [
         ({}, "nothing given, wanted one of host_bytes and cpu_bytes_to_use"),
         ({"host_bytes": 640, "cpu_bytes_to_use": 640}, "given, wanted one of"),
-        ({"host_bytes": 63}, "host_bytes is 63, must be at least the 64 bytes of one chunk"),
+        ({"host_bytes": 63}, "host_bytes is 63: 63 bytes hold no chunk of 64 bytes; did you mean"),
         ({"host_bytes": -1}, "host_bytes is -1"),
         ({"host_bytes": True}, "host_bytes is True"),
         ({"host_bytes": "64G"}, "host_bytes: '64G' is no size"),

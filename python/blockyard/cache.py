@@ -21,7 +21,8 @@ from blockyard.executor.executor import StepExecutor
 from blockyard.executor.prefix_store import PrefixStore
 from blockyard.executor.tickets import StepEnd, Tickets
 from blockyard.layout import GroupedLayout, KVLayout
-from blockyard.stores import ExternalStore, open_store, parse_size
+from blockyard.stores import ExternalStore, open_store
+from blockyard.stores.url import read_bytes, sized_url
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,10 +48,12 @@ class KVCache:
         external: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store; `close` closes it.
         external_blocks: slots of that store to use; all if None or if there are fewer. Ranks of a tensor-parallel model
             use as many as the smallest of their stores has.
+        external_bytes: instead of `size` in that URL, bytes of the store: an int or text such as `"1TiB"`.
         prefix_caching: a bool or `PrefixCaching`, see `BlockManager`.
         prefix_store: URL of a store for cached blocks, such as `"file:///var/prefixes?size=1TiB"`, or one that was
             opened with `use="prefix"`; `close` closes it. Prompts find there what they or other processes computed
             before, see `PrefixStore`. It needs prefix caching and a `namespace`.
+        prefix_store_bytes: instead of `size` in that URL, bytes of the store.
         prefix_writes: which blocks go there: `"through"`, `"back"`, `"second_use"` or `"never"`, see `PrefixStore`.
         prefix_deadline: least seconds after which a prompt goes on without the store.
         groups: cache groups, see `BlockManager`.
@@ -59,7 +62,7 @@ class KVCache:
         namespace: names what decides the bytes of a block besides the layout: any bytes; `store_namespace` makes them
             of the model, its weights' revision and what else counts. A store treats blocks of another namespace or
             layout as misses.
-        max_staging: bytes on their way to or from the store that are staged, an int or text.
+        max_staging: bytes on their way to or from a store that are staged, an int or text.
 
     Attributes:
         layout: as given.
@@ -103,8 +106,10 @@ class KVCache:
         host_bytes: int | str | None = None,
         external: str | ExternalStore | None = None,
         external_blocks: int | None = None,
+        external_bytes: int | str | None = None,
         prefix_caching: bool | PrefixCaching = False,
         prefix_store: str | ExternalStore | None = None,
+        prefix_store_bytes: int | str | None = None,
         prefix_writes: str = "through",
         prefix_deadline: float = 0.25,
         groups: Sequence[CacheGroup] | None = None,
@@ -115,7 +120,10 @@ class KVCache:
     ) -> None:
         size = layout.bytes_per_block
         host = _host_blocks(host_blocks, host_bytes, size)
-        staging = _bytes("max_staging", max_staging)
+        external = _sized("external", external, external_bytes, size)
+        prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
+        is_stored = external is not None or prefix_store is not None
+        staging = read_bytes("max_staging", max_staging, holds=size if is_stored else 1)
         if max_device_blocks is not None and (tensors is not None or device_blocks is None):
             raise InvalidArgumentError("max_device_blocks needs device_blocks, and makes the tensors itself")
         if tensors is None and device_blocks is None:
@@ -353,16 +361,6 @@ class CacheStep:
             self.finish()
 
 
-def _bytes(name: str, value: int | str) -> int:
-    try:
-        size = parse_size(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise InvalidArgumentError(f"{name}: {error}") from None
-    if size < 1:
-        raise InvalidArgumentError(f"{name} is {value}, must be at least 1 byte")
-    return size
-
-
 def _namespace(name: bytes, layout: KVLayout | GroupedLayout) -> bytes:
     return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()
 
@@ -374,10 +372,19 @@ def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> 
         if (blocks or 0) < 0:
             raise InvalidArgumentError(f"host_blocks is {blocks}, must be at least 0")
         return blocks or 0
-    found = _bytes("host_bytes", num_bytes)
-    if found < size:
-        raise InvalidArgumentError(f"host_bytes is {num_bytes}, must be at least {size}, the bytes of one block")
-    return found // size
+    return read_bytes("host_bytes", num_bytes, holds=size) // size
+
+
+def _sized(
+    name: str, store: str | ExternalStore | None, num_bytes: int | str | None, size: int
+) -> str | ExternalStore | None:
+    """Put the size of a store that stands beside its URL into the URL."""
+    if num_bytes is None:
+        return store
+    if not isinstance(store, str):
+        raise InvalidArgumentError(f"{name}_bytes is {num_bytes}, but {name} is no URL")
+    read_bytes(f"{name}_bytes", num_bytes, holds=size)
+    return sized_url(store, f"{name}_bytes", num_bytes)
 
 
 def _store(external: str | ExternalStore | None, size: int, namespace: bytes) -> ExternalStore | None:

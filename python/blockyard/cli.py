@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -48,6 +49,7 @@ exit codes:
 SABOTAGE_KINDS = ("swap_in", "swap_out", "spill", "fetch", "copy")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 DEFRAG_GOALS = ("max_id", "dense")
+_UNITS = "in GiB, or with a unit, such as 64MiB"
 _MOST_SHOWN = 20
 """Damaged slots that are listed."""
 
@@ -180,6 +182,7 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
     group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens in a block")
     group.add_argument("--num-device-blocks", type=_count(1), metavar="N", help="default: too few for the workload")
     group.add_argument("--num-host-blocks", type=_count(0), metavar="N", help="0: swap from device to file")
+    group.add_argument("--swap-space", type=_space, metavar="GIB", help=f"or host memory for swapping; {_UNITS}")
     group.add_argument(
         "--external",
         nargs="?",
@@ -188,8 +191,9 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
         help="store that keeps cached blocks for the next run: redis://HOST, or file:///DIR, a temporary folder "
         "if no URL is given",
     )
+    group.add_argument("--external-space", type=_space, metavar="GIB", help=f"that store's size; {_UNITS}")
     group.add_argument("--external-swapper", metavar="URL", help="file:///DIR?size=2GiB; default: a temporary folder")
-    group.add_argument("--external-swapper-space", metavar="SIZE", help="file tier's size, such as 64MiB or 2GiB")
+    group.add_argument("--external-swapper-space", type=_space, metavar="GIB", help=f"that store's size; {_UNITS}")
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="what to do with a victim")
     group.add_argument(
         "--num-lookahead-tokens", type=_count(0), default=0, metavar="N", help="draft tokens of a sequence in a step"
@@ -315,6 +319,11 @@ def _count(least: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _space(text: str) -> str:
+    """An argparse type: a size, in GiB where it has no unit, as operators know it from `--swap-space`."""
+    return f"{text}GiB" if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text, flags=re.ASCII) else text
 
 
 def _factor(text: str) -> float:

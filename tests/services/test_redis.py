@@ -253,9 +253,10 @@ def test_a_connection_is_encrypted_and_the_certificates_checked(tmp_path: Path):
     more: Any = {"bytes_per_block": 100_000, "use": "prefix", "num_slots": 8}
     url, ours = f"rediss://127.0.0.1:{port}", f"cert={tmp_path}/client.pem&key={tmp_path}/client.key"
     with serving("redis-server", tmp_path, *options):
+        rows = rows_of(3, width=100_000)
         with open_store(f"{url}?ca={ca}.pem&{ours}", **more) as store:
-            rows = rows_of(3, width=100_000)
             assert store.wait(store.submit_put(keys_of(3), rows)).ok.all(), store.stats()
+        with open_store(f"valkeys://127.0.0.1:{port}?ca={ca}.pem&{ours}", **more) as store:
             assert np.array_equal(store.wait(store.submit_get(keys_of(3))).rows, rows)
         for bad, why in (
             (f"{url}?{ours}", "certificate"),
@@ -268,6 +269,35 @@ def test_a_connection_is_encrypted_and_the_certificates_checked(tmp_path: Path):
 
 
 # ---- secrets and URLs ----
+
+
+def test_a_valkey_url_opens_the_store_that_the_redis_url_opens(server: Server, client: "redis.Redis"):
+    with opened(server) as store:
+        put(store, 3)
+    options: Any = {"bytes_per_block": WIDTH, "namespace": SPACE, "num_slots": 64}
+    with open_store(f"valkey://127.0.0.1:{server.port}", use="prefix", **options) as store:
+        assert isinstance(store, RedisStore)
+        assert np.array_equal(store.wait(store.submit_get(keys_of(3))).rows, rows_of(3))
+    with open_store(f"valkey://127.0.0.1:{server.port}", **options) as store:
+        assert store.wait(store.submit_write(np.arange(3), rows_of(3))).ok.all()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "same"),
+    [
+        ("valkey", "redis"),
+        ("valkeys", "rediss"),
+        ("valkey+cluster", "redis+cluster"),
+        ("valkeys+cluster", "rediss+cluster"),
+    ],
+)
+def test_valkey_schemes_are_read_as_the_redis_schemes(scheme: str, same: str):
+    rest = "://me:secret@host:7000?size=2GiB&ttl=60" + ("&ca=/ca.pem" if "s" in scheme.partition("+")[0][6:] else "")
+    (ours, *others), (theirs, *wanted) = read_url(scheme + rest)[1:], read_url(same + rest)[1:]
+    assert ours == theirs
+    assert others == wanted
+    with pytest.raises(StoreURLError, match="'ca=/x' is not an option"):
+        read_url("valkey://host?ca=/x")
 
 
 def test_no_message_shows_the_password(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -327,6 +357,8 @@ def test_a_malformed_url_says_which_part(url: str, why: str):
 def test_a_size_that_holds_too_little_is_refused():
     with pytest.raises(StoreFullError, match="size holds 1 blocks, must hold at least 2"):
         open_store(f"redis://host?size={HEADER + WIDTH}", bytes_per_block=WIDTH, num_slots=2)
+    with pytest.raises(StoreFullError, match=r'40 bytes hold no slot of 5000 bytes; did you mean "40GiB"\?'):
+        open_store("redis://me:secret@host?size=40", bytes_per_block=WIDTH)
 
 
 def test_a_block_that_its_own_batch_has_dropped_counts_towards_no_quota(server: Server, client: "redis.Redis"):

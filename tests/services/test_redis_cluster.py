@@ -70,8 +70,9 @@ def names_on(node: Server) -> list[bytes]:
 
 
 def test_blocks_are_spread_over_the_nodes(nodes: list[Server], url: str):
-    with opened(url) as store:
+    with opened(url.replace("redis", "valkey", 1)) as store:
         assert store.wait(store.submit_put(KEYS, ROWS)).ok.all()
+    with opened(url) as store:
         assert np.array_equal(store.wait(store.submit_get(KEYS)).rows, ROWS)
         assert all(len(names_on(node)) > 4 for node in nodes)
         assert store.wait(store.submit_delete(KEYS)).ok.all()

@@ -38,6 +38,7 @@ from blockyard.executor.store_side import StoreSide
 from blockyard.executor.store_stats import LOAD_SECONDS, PrefixStoreStats
 from blockyard.executor.store_worker import StoreTask, StoreWorker
 from blockyard.stores.base import ExternalStore, Owners
+from blockyard.stores.url import read_bytes
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
 
@@ -127,7 +128,7 @@ class PrefixStore:
         writes: which blocks go to the store. `"through"`: each once it is computed; `"back"`: those about to be
             evicted that no other tier has; `"second_use"`: those that are computed or hit a second time; `"never"`.
         deadline: least seconds after which a prompt goes on without the store; a second more for every 200 MB.
-        max_staging: bytes of blocks on their way from the store, and as many on their way to it.
+        max_staging: bytes of blocks on their way from the store, and as many on their way to it; an int or text.
 
     Raises:
         InvalidArgumentError: an argument is out of range, the store's blocks have another size, or the manager has
@@ -142,13 +143,12 @@ class PrefixStore:
         *,
         writes: str = "through",
         deadline: float = 0.25,
-        max_staging: int = 256 << 20,
+        max_staging: int | str = 256 << 20,
     ) -> None:
         if not 0 < deadline <= 3600:
             raise InvalidArgumentError(f"deadline is {deadline}, must be above 0 and at most 3600 seconds")
         size = engine.layout.bytes_per_block
-        if max_staging < size:
-            raise InvalidArgumentError(f"max_staging is {max_staging}, must be at least {size}, the bytes of a block")
+        max_staging = read_bytes("max_staging", max_staging, holds=size)
         side = StoreSide(store, size)
         manager.prefix.store_jobs.start(writes)
         self.store = store
@@ -274,7 +274,7 @@ class PrefixStore:
         self._failed.clear()
         return True
 
-    def set_quota(self, salt: bytes | None, num_bytes: int | None) -> None:
+    def set_quota(self, salt: bytes | None, num_bytes: int | str | None) -> None:
         """Limit what one tenant keeps in the store, as `manager.prefix.set_quota` limits what it keeps on the device.
 
         Waits for the store, which counts what all processes put there: see `ExternalStore.set_quota`. The quota
@@ -282,15 +282,16 @@ class PrefixStore:
 
         Args:
             salt: the tenant; None for prompts without a salt.
-            num_bytes: most bytes of its blocks; None for no limit.
+            num_bytes: most bytes of its blocks, an int or text such as `"40GiB"`; 0 for none, None for no limit.
 
         Raises:
-            InvalidArgumentError: the number is negative.
+            InvalidArgumentError: the number is negative, or above 0 but less than a block.
             StoreError: the store keeps no quotas, or did not confirm this one.
         """
-        if num_bytes is not None and num_bytes < 0:
-            raise InvalidArgumentError(f"num_bytes is {num_bytes}, must be at least 0, or None")
-        self.store.set_quota(_tenant(salt), None if num_bytes is None else num_bytes // self._size)
+        num_blocks = None if num_bytes is None else 0
+        if num_bytes:
+            num_blocks = read_bytes("num_bytes", num_bytes, holds=self._size) // self._size
+        self.store.set_quota(_tenant(salt), num_blocks)
 
     def quota(self, salt: bytes | None) -> tuple[int, int] | None:
         """Return the bytes that count towards a tenant's quota, and the quota in whole blocks. Waits for the store.

@@ -36,7 +36,7 @@ from blockyard.sim.report import (
 from blockyard.sim.trace import read_trace, scale_lengths
 from blockyard.sim.workload import StandardText, WorkItem, text_workload, trace_workload
 from blockyard.stores.base import StoreStats, check_url
-from blockyard.stores.url import parse_size, public_url, sized_url
+from blockyard.stores.url import public_url, read_bytes, sized_url
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,9 +67,11 @@ class DemoOptions:
         block_size: tokens in a block.
         num_device_blocks: blocks of the device; too few for the workload if None.
         num_host_blocks: blocks of the host; few if None, 0 for no host tier.
+        swap_space: instead of `num_host_blocks`, bytes of host memory as text, such as `4GiB`.
         external: URL of a store for cached blocks that outlives the run; none if None.
+        external_space: its size as text, such as `2GiB`, if the URL has none.
         external_swapper: URL of the external tier, `{rank}` stands for a rank's number; a temporary folder if None.
-        external_swapper_space: its size as text, such as `2GiB`.
+        external_swapper_space: its size as text, such as `2GiB`, if the URL has none.
         preemption_mode: `auto`, `swap` or `recompute`.
         num_lookahead_tokens: most draft tokens that a step verifies for each sequence.
         prefix_caching: let prompts share the blocks of earlier prompts with the same beginning.
@@ -96,7 +98,9 @@ class DemoOptions:
     block_size: int = 16
     num_device_blocks: int | None = None
     num_host_blocks: int | None = None
+    swap_space: str | None = None
     external: str | None = None
+    external_space: str | None = None
     external_swapper: str | None = None
     external_swapper_space: str | None = None
     preemption_mode: PreemptionMode = "auto"
@@ -242,19 +246,28 @@ def _check(options: DemoOptions) -> None:
         _check_file(options.json)
     if options.model is not None and not (options.model / "config.json").is_file():
         raise InvalidArgumentError(f"no model in {options.model}: there is no config.json")
-    if options.external_swapper_space is not None:
-        try:
-            parse_size(options.external_swapper_space)
-        except ValueError as error:
-            raise InvalidArgumentError(f"external_swapper_space: {error}") from None
     if options.tensor_parallel_size > 1:
         _check_ranks(options)
+    _check_sizes(options)
     if options.external is not None:
         check_url(_prefix_url(options))
         if not options.prefix_caching:
             raise InvalidArgumentError(f"external is {public_url(options.external)!r}, which needs prefix caching")
     if options.external_swapper is not None:
-        check_url(sized_url(options.external_swapper, options.external_swapper_space))
+        check_url(sized_url(options.external_swapper, "external_swapper_space", options.external_swapper_space))
+
+
+def _check_sizes(options: DemoOptions) -> None:
+    """Refuse sizes that are none, or are given twice."""
+    for name in ("swap_space", "external_space", "external_swapper_space"):
+        if (space := getattr(options, name)) is not None:
+            read_bytes(name, space, holds=1)
+    if options.swap_space is not None and options.num_host_blocks is not None:
+        raise InvalidArgumentError(
+            f"swap_space is {options.swap_space} and num_host_blocks {options.num_host_blocks}, give one of them"
+        )
+    if options.external is None and options.external_space is not None:
+        raise InvalidArgumentError(f"external_space is {options.external_space}, but external is None")
 
 
 def _check_ranks(options: DemoOptions) -> None:
@@ -281,10 +294,10 @@ def _check_file(path: Path) -> None:
 def _prefix_url(options: DemoOptions) -> str:
     """Give the URL of the prefix store; a file without a size gets one."""
     url = options.external or ""
-    needs_size = url.startswith("file:") and "size=" not in url
-    return sized_url(
-        url, (SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS) if needs_size else None
-    )
+    if options.external_space is None and (not url.startswith("file:") or "size=" in url):
+        return url
+    default = SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS
+    return sized_url(url, "external_space", options.external_space or default)
 
 
 @contextmanager
@@ -294,11 +307,11 @@ def _external(options: DemoOptions) -> Iterator[str]:
     default = SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS
     if url is not None:
         sized = space is not None or "size=" in url or not url.startswith("file:")
-        yield sized_url(url, space if sized else default)
+        yield sized_url(url, "external_swapper_space", space if sized else default)
         return
     folder = tempfile.mkdtemp(prefix="blockyard-demo-")
     try:
-        yield sized_url(f"file://{folder}", space or default)
+        yield sized_url(f"file://{folder}", "external_swapper_space", space or default)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -307,11 +320,14 @@ def _serve(
     options: DemoOptions, model: PreTrainedModel, items: Sequence[WorkItem], faults: Faults, *, live: bool
 ) -> tuple[Served, PoolReport | None]:
     from blockyard.integrations.transformers.generator import Generator  # noqa: PLC0415 - loads torch
-    from blockyard.sim.models import name_of_weights, require_memory  # noqa: PLC0415 - loads torch
+    from blockyard.sim.models import bytes_per_block, name_of_weights, require_memory  # noqa: PLC0415 - loads torch
     from blockyard.sim.serve import serve  # noqa: PLC0415 - loads torch
     from blockyard.sim.shrink import PoolWatch, defragmentation  # noqa: PLC0415 - loads torch
 
     device_blocks, host_blocks = pool_sizes(options, items)
+    if options.swap_space is not None:
+        size = bytes_per_block(model, options.block_size)
+        host_blocks = read_bytes("swap_space", options.swap_space, holds=size) // size
     _require_room(options, items)
     require_memory(model, options.block_size, device_blocks, host_blocks)
     watched = options.shrink_to is not None or options.defrag is not None

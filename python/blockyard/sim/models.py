@@ -122,6 +122,11 @@ def load_encode(folder: Path | None) -> Encode | None:
     return encode
 
 
+def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
+    """Give the bytes of one block of a model's cache, all layers."""
+    return PagedModel(model, block_size=block_size).layout.bytes_per_block
+
+
 def require_memory(model: PreTrainedModel, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
     """Refuse pools that memory cannot hold: the kernel would grant them and kill the process on use.
 
@@ -134,7 +139,7 @@ def require_memory(model: PreTrainedModel, block_size: int, num_device_blocks: i
     Raises:
         InvalidArgumentError: host or device have too little memory; the message has the numbers.
     """
-    size = PagedModel(model, block_size=block_size).layout.bytes_per_block
+    size = bytes_per_block(model, block_size)
     wanted = {"device": num_device_blocks * size, "host": num_host_blocks * size}
     room = {"host": available_memory()}
     if model.device.type == "cuda":

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError, StoreURLError
-from blockyard.stores.url import public_url, require_text
+from blockyard.stores.url import public_url, require_room, require_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,6 +39,7 @@ _OBJECTS = ("blockyard.stores.object_store", "open_object_store")
 _BUILT_IN = {
     "file": ("blockyard.stores.file", "open_file"),
     **dict.fromkeys(("redis", "rediss", "unix", "redis+cluster", "rediss+cluster"), _REDIS),
+    **dict.fromkeys(("valkey", "valkeys", "valkey+cluster", "valkeys+cluster"), _REDIS),
     **dict.fromkeys(("s3", "gs", "az", "local", "memory"), _OBJECTS),
 }
 
@@ -467,9 +468,9 @@ def open_store(
     """Open the external store that a URL names.
 
     Args:
-        url: `file:///dir?size=2GiB`, see `blockyard.stores.file`; `redis://host?size=2GiB`, see
-            `blockyard.stores.redis`; `s3://bucket?size=1TiB`, see `blockyard.stores.object_store`; or a plug-in's
-            scheme, see `register`.
+        url: `file:///dir?size=2GiB`, see `blockyard.stores.file`; `redis://host?size=2GiB`, also
+            written `valkey://`, see `blockyard.stores.redis`; `s3://bucket?size=1TiB`, see
+            `blockyard.stores.object_store`; or a plug-in's scheme, see `register`.
         bytes_per_block: bytes of one block, all layers.
         num_slots: blocks to hold; as many as fit if None.
         namespace: 32-byte digest of all that decides the bytes, see `store_namespace`; a block of another namespace is
@@ -516,6 +517,7 @@ def open_store(
         store = _registered[scheme](url, bytes_per_block=bytes_per_block, namespace=namespace, **options)
         return _checked(store, url, num_slots or 1, use)
     if scheme in _BUILT_IN:
+        require_room(url, bytes_per_block)
         module, name = _BUILT_IN[scheme]
         opener = cast("Opener", getattr(import_module(module), name))
     else:

@@ -7,9 +7,19 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from blockyard.errors import StoreURLError
+from blockyard.errors import InvalidArgumentError, StoreFullError, StoreURLError
 
-__all__ = ["MOST_BYTES", "StoreURL", "parse_size", "public_url", "rank_url", "require_text", "sized_url"]
+__all__ = [
+    "MOST_BYTES",
+    "StoreURL",
+    "parse_size",
+    "public_url",
+    "rank_url",
+    "read_bytes",
+    "require_room",
+    "require_text",
+    "sized_url",
+]
 
 MOST_BYTES = 1 << 62
 _UNITS = {"": 1, "B": 1} | {
@@ -21,9 +31,23 @@ _UNITS = {"": 1, "B": 1} | {
 Value = TypeVar("Value")
 
 
-def sized_url(url: str, space: int | str | None) -> str:
-    """Add a size to a URL. One that names a size too is refused by the tier: an option given twice."""
-    return url if space is None else f"{url}{'&' if '?' in url else '?'}size={space}"
+def sized_url(url: str, name: str, space: int | str | None) -> str:
+    """Add a size to a URL.
+
+    Args:
+        url: of a store.
+        name: of the argument that has the size.
+        space: the size; None adds nothing.
+
+    Raises:
+        InvalidArgumentError: the URL has a size, too; the message shows both.
+    """
+    if space is None:
+        return url
+    given = re.search(r"[?&](size=[^&]*)", url)
+    if given:
+        raise InvalidArgumentError(f"{public_url(url)!r} has {given[1]} and {name} is {space}, give one of them")
+    return f"{url}{'&' if '?' in url else '?'}size={space}"
 
 
 def rank_url(url: str, rank: int) -> str:
@@ -137,3 +161,49 @@ def parse_size(text: str) -> int:
     if size > MOST_BYTES:
         raise ValueError(f"{shown} is more than 2**62 bytes")
     return size
+
+
+def read_bytes(name: str, value: int | str, *, holds: int, what: str = "block") -> int:
+    """Read an argument that is a number of bytes.
+
+    Args:
+        name: of the argument.
+        value: an int, or text for `parse_size`.
+        holds: bytes of the least thing that must fit.
+        what: that thing.
+
+    Raises:
+        InvalidArgumentError: it is no size, or holds nothing. The message asks for the unit of a bare number.
+    """
+    try:
+        size = parse_size(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise InvalidArgumentError(f"{name}: {error}") from None
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MOST_BYTES:
+        raise InvalidArgumentError(f'{name} is {size!r}, must be 0 to 2**62 bytes, or text such as "64GiB"')
+    if size < holds:
+        raise InvalidArgumentError(f"{name} is {value}: {_too_small(size, holds, what)}")
+    return size
+
+
+def require_room(url: str, bytes_per_block: int) -> None:
+    """Refuse a URL whose `size` or `memory` holds no block. What else is wrong with it is for the store to say.
+
+    Raises:
+        StoreFullError: `size` holds none.
+        StoreURLError: `memory` holds none.
+    """
+    options = StoreURL.parse(url).options
+    for name, kind in (("size", StoreFullError), ("memory", StoreURLError)):
+        try:
+            size = parse_size(options.get(name, "0"))
+        except ValueError:
+            continue
+        if 0 < size < bytes_per_block:
+            why = _too_small(size, bytes_per_block, "slot" if name == "size" else "block")
+            raise kind(f"{public_url(url)!r}: '{name}={options[name]}': {why}")
+
+
+def _too_small(size: int, holds: int, what: str) -> str:
+    """Say that a size holds nothing. Any unit is 1 kB or more, so a smaller size was written without one."""
+    return f"{size} bytes hold no {what} of {holds} bytes" + (f'; did you mean "{size}GiB"?' if 0 < size < 1000 else "")

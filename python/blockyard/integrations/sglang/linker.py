@@ -37,7 +37,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.fit import require_fit
 from blockyard.integrations.objects import ObjectStore, store_url
 from blockyard.integrations.sglang.pages import as_bytes, restorable_pages
-from blockyard.stores import parse_size
+from blockyard.stores.url import read_bytes
 from blockyard.workers import keep
 
 __all__ = ["BlockyardLinker"]
@@ -88,7 +88,6 @@ class BlockyardLinker(UnifiedCacheLinker):
                 f"linker_extra_config has {', '.join(unknown)}, must be of {', '.join(_OPTIONS)}"
             )
         options = _OPTIONS | options
-        self._staging_bytes, self._lookup_seconds = _limits(options)
         self.forward_stream = forward_stream
         self._group = _device_pools(params, components)
         self.pools = self._group.entry_map
@@ -102,6 +101,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         place = [params.pp_rank, params.pp_size, params.attn_cp_rank, params.attn_cp_size]
         place += [] if self._group.rank_replicated else [rank, ranks]
         self._sizes = {str(name): sum(size for _, size in _parts(pool)) for name, pool in self.pools.items()}
+        self._staging_bytes, self._lookup_seconds = _limits(options, max(self._sizes.values()))
         self._objects = ObjectStore(
             store_url(
                 options["root_dir"],
@@ -377,11 +377,8 @@ def _bytes_of(pages: _Pages) -> int:
     return sum(data.nbytes for data in pages.values())
 
 
-def _limits(options: Mapping[str, Any]) -> tuple[int, float]:
-    try:
-        staging = parse_size(str(options["staging"]))
-    except ValueError as error:
-        raise InvalidArgumentError(f"staging is {options['staging']!r}: {error}") from None
+def _limits(options: Mapping[str, Any], bytes_per_page: int) -> tuple[int, float]:
+    staging = read_bytes("staging", options["staging"], holds=bytes_per_page, what="page")
     seconds = options["lookup_seconds"]
     if not isinstance(seconds, (int, float)) or not 0 <= seconds <= 10:
         raise InvalidArgumentError(f"lookup_seconds is {seconds!r}, must be 0 to 10")

@@ -15,7 +15,8 @@ from blockyard.integrations.vllm.metrics import definitions
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.integrations.vllm.tier import namespace
 from blockyard.integrations.vllm.worker import BlockyardWorker
-from blockyard.stores import open_store, parse_size
+from blockyard.stores import open_store
+from blockyard.stores.url import read_bytes
 
 __all__ = ["BlockyardSpec"]
 
@@ -52,13 +53,9 @@ class BlockyardSpec(OffloadingSpec):
         self.bytes_per_chunk: int = (
             config.worker_kv_bytes_per_block * config.parallel.world_size * config.cache.blocks_per_chunk
         )
-        host_bytes = _host_bytes(options)
+        host_bytes = _host_bytes(options, self.bytes_per_chunk)
         # Without blocks there is nothing to store, and nothing to size chunks by.
         self.num_chunks: int = host_bytes // self.bytes_per_chunk if self.bytes_per_chunk else 0
-        if self.bytes_per_chunk and not self.num_chunks:
-            raise InvalidArgumentError(
-                f"host_bytes is {host_bytes}, must be at least the {self.bytes_per_chunk} bytes of one chunk"
-            )
         self.policy = str(options.get("policy", "lru"))
         self._external = _external(options)
         self._manager: BlockyardManager | None = None
@@ -149,16 +146,11 @@ def _external(options: Any) -> _External | None:
     return _External(url, str(options.get("revision", "")), float(deadline), fixed)
 
 
-def _host_bytes(options: Any) -> int:
+def _host_bytes(options: Any, bytes_per_chunk: int) -> int:
     given = {name: options[name] for name in ("host_bytes", "cpu_bytes_to_use") if options.get(name) is not None}
     if len(given) != 1:
         raise InvalidArgumentError(f"{sorted(given) or 'nothing'} given, wanted one of host_bytes and cpu_bytes_to_use")
     ((name, value),) = given.items()
-    if isinstance(value, str):
-        try:
-            value = parse_size(value)
-        except ValueError as error:
-            raise InvalidArgumentError(f"{name}: {error}") from None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**62:
-        raise InvalidArgumentError(f"{name} is {value!r}, must be a number of bytes above 0 and below 2**62")
-    return int(value)
+    if isinstance(value, float) and value.is_integer():  # as JSON may write it
+        value = int(value)
+    return read_bytes(name, value, holds=max(1, bytes_per_chunk), what="chunk")

@@ -2,7 +2,7 @@
 
     redis://[[user]:password@]host[:port]?size=2GiB&ttl=3600&db=0&threads=4&memory=1GiB&deadline=2
     rediss://host?size=2GiB&ca=/etc/ca.pem&cert=/etc/cert.pem&key=/etc/key.pem
-    unix:///run/redis.sock?size=2GiB
+    unix:///run/redis.sock?size=2GiB           valkey:// and valkeys:// are other names of redis:// and rediss://
     redis+cluster://host:6379?size=2GiB        rediss+cluster://host?size=2GiB&ca=/etc/ca.pem
 
 | option | meaning | default |
@@ -13,7 +13,7 @@
 | `threads` | connections that work at once, 1 to 64 | 4 |
 | `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
 | `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 2 |
-| `ca`, `cert`, `key` | PEM files for `rediss`: authorities of the server's certificate; our own | the system's; none |
+| `ca`, `cert`, `key` | PEM files for TLS: authorities of the server's certificate; our own | the system's; none |
 
 Percent signs decode user and password, which no message shows. The client is the crate `redis`, in `blockyard._core`.
 

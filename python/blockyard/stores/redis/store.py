@@ -47,7 +47,7 @@ def open_redis(
     use: Use = "swap",
     **options: Any,
 ) -> ExternalStore:
-    """Open the Redis store; `blockyard.stores.open_store` does, for `redis://`, `rediss://` and `unix://`.
+    """Open the Redis store; `blockyard.stores.open_store` does, for the schemes that the module names.
 
     Args:
         url: `redis://host:6379?size=2GiB`, options as the module describes them.

@@ -25,14 +25,14 @@ class RedisURL(NamedTuple):
 
 
 def read_url(url: str) -> RedisURL:
-    """Read a URL with the scheme `redis`, `rediss` or `unix`; nothing is opened.
+    """Read a URL with the scheme `redis`, `rediss`, `valkey`, `valkeys` or `unix`; nothing is opened.
 
     Raises:
         StoreURLError: the URL is malformed; the message shows the part that is wrong, but no password.
     """
     parts = StoreURL.parse(url)
     split = urlsplit(url)
-    transport, _, cluster = split.scheme.partition("+")
+    transport, _, cluster = split.scheme.replace("valkey", "redis", 1).partition("+")
     client: dict[str, Any] = {
         "cluster": bool(cluster),
         "username": unquote(split.username) if split.username else None,
@@ -64,5 +64,5 @@ def read_url(url: str) -> RedisURL:
         memory=parts.take("memory", positive, 1 << 30, SIZE),
         deadline=parts.take("deadline", seconds(0.05, 86_400), 2.0, "0.05 to 86400 seconds"),
     )
-    parts.finish("size, ttl, db, threads, memory, deadline and, for rediss, ca, cert, key")
+    parts.finish("size, ttl, db, threads, memory, deadline and, for rediss and valkeys, ca, cert, key")
     return found
