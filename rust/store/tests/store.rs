@@ -435,3 +435,16 @@ proptest! {
         pair.collect();
     }
 }
+
+#[test]
+fn a_ticket_says_what_it_will_bring() {
+    let (_memory, store) = pages();
+    let write = store.submit_write(&[1, 2], &[1; 2 * PAGE]).unwrap();
+    let read = store.submit_read(&[0, 1, 2]).unwrap();
+    assert_eq!((store.expects(write).unwrap(), store.expects(read).unwrap()), ((false, 2), (true, 3)));
+    for ticket in [write, read] {
+        store.wait_for(ticket, LONG).unwrap();
+        store.take(ticket).unwrap();
+        assert!(matches!(store.expects(ticket), Err(Error::UnknownTicket { .. })));
+    }
+}
