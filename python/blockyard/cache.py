@@ -166,7 +166,6 @@ class KVCache:
             self.prefix_store: PrefixStore | None = None
             if prefix_store is not None:
                 self.prefix_store = self._connect(prefix_store, namespace, prefix_writes, prefix_deadline, staging)
-                self._closers.append(self.prefix_store.close)
         except BaseException:
             self.close()
             raise
@@ -309,10 +308,14 @@ class KVCache:
             name = _namespace(namespace, self.layout)
             store = open_store(store, bytes_per_block=size, namespace=name, use="prefix")
         try:
-            return PrefixStore(self.manager, self.engine, store, writes=writes, deadline=deadline, max_staging=staging)
+            connected = PrefixStore(
+                self.manager, self.engine, store, writes=writes, deadline=deadline, max_staging=staging
+            )
         except BaseException:
             store.close()
             raise
+        self._closers.append(connected.close)
+        return connected
 
 
 class CacheStep:

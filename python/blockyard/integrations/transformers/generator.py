@@ -154,28 +154,24 @@ class Generator:
         self._tokenizer = tokenizer
         with contextlib.ExitStack() as undo:
             size = tensor_parallel_size
-            self.ranks: RankGroup | None = None
-            if size == 1:
-                self.model = PagedModel(model, block_size=block_size, kind=kind)
-            else:
-                _refuse_options(size, prefix_store=prefix_store, elastic=elastic)
-                self.ranks = undo.enter_context(RankGroup(model, size, block_size=block_size, kind=kind))
-                self.model = self.ranks.model
+            _check_options(size, prefix_store=prefix_store, elastic=elastic)
+            ranks = None if size == 1 else undo.enter_context(RankGroup(model, size, block_size=block_size, kind=kind))
+            self.ranks = ranks
+            self.model = ranks.model if ranks else PagedModel(model, block_size=block_size, kind=kind)
             undo.callback(self.model.close)
-            device_blocks, host_blocks = self._sizes(device_blocks, host_blocks, max_num_batched_tokens, size)
-            window = self.model.sliding_window
+            device_blocks, host_blocks = _sizes(self.model, device_blocks, host_blocks, size, max_num_batched_tokens)
             options = CacheOptions(device_blocks, host_blocks, external, namespace, "1GiB")
             self.cache = KVCache(
                 self.model.layout,
                 **options.of_rank(0, size),
                 device=self.model.device,
                 max_device_blocks=device_blocks if elastic else None,
-                external_blocks=self.ranks.open_caches(options) if self.ranks else None,
+                external_blocks=ranks.open_caches(options) if ranks else None,
                 prefix_caching=prefix_caching,
                 prefix_store=prefix_store,
                 prefix_writes=prefix_writes,
                 prefix_deadline=prefix_deadline,
-                groups=None if window is None else [CacheGroup.sliding_window(window)],
+                groups=_groups(self.model.sliding_window),
             )
             undo.callback(self.cache.close)
             self.model.bind(self.cache.engine.tensors)
@@ -190,7 +186,7 @@ class Generator:
                 defragment=defragment,
                 prefetch=None if self.cache.prefix_store is None else self.cache.prefix_store.prefetch,
             )
-            executor = self.ranks.executor(self.cache.executor) if self.ranks else self.cache.executor
+            executor = ranks.executor(self.cache.executor) if ranks else self.cache.executor
             self.executor: Executor = wrap_executor(executor) if wrap_executor else executor
             self._closing = undo.pop_all()
         self._draft, self._num_lookahead_tokens = draft, num_lookahead_tokens
@@ -202,15 +198,6 @@ class Generator:
         self._ended: list[Iterable[StepDone]] = []
         self._finished: list[list[Finished]] = []
         self._to_abort: list[str] = []
-
-    def _sizes(self, device_blocks: int | None, host_blocks: int | None, tokens: int, ranks: int) -> tuple[int, int]:
-        """Return the blocks of device and host: those asked for, or what a rank has room for with steps of `tokens`."""
-        if device_blocks is None or host_blocks is None:
-            share = MEMORY_UTILIZATION / ranks
-            room = available_blocks(self.model, memory_utilization=share, max_num_batched_tokens=tokens)
-            device_blocks = room[0] if device_blocks is None else device_blocks
-            host_blocks = room[1] if host_blocks is None else host_blocks
-        return device_blocks, host_blocks
 
     @property
     def num_unfinished(self) -> int:
@@ -460,8 +447,8 @@ class Generator:
             )
         wait = partial(self.executor.wait_for_layer, step.decision.ticket)
         where = StepInput(step.start, step.lengths.astype(np.int64), step.block_tables, step.slot_mapping)
-        forward = self.ranks.forward if self.ranks else self.model.forward
-        logits = forward(step.token_ids, where, logits_indices=step.logits_indices, before_layer=wait)
+        model = self.ranks or self.model
+        logits = model.forward(step.token_ids, where, logits_indices=step.logits_indices, before_layer=wait)
         return [
             sample(scores, self._params[draw.request_id], draw.sequence, draw.position)
             for scores, draw in zip(logits.cpu().numpy(), step.draws(), strict=True)
@@ -503,9 +490,22 @@ class Generator:
             )
 
 
-def _refuse_options(size: int, *, prefix_store: str | None, elastic: bool) -> None:
+def _check_options(size: int, *, prefix_store: str | None, elastic: bool) -> None:
     """Refuse what several ranks do not share yet."""
     for name, value in (("prefix_store", prefix_store), ("elastic", elastic)):
-        if value:
+        if value and size != 1:
             shown = public_url(value) if isinstance(value, str) else value
             raise InvalidArgumentError(f"{name} is {shown!r} and tensor_parallel_size {size}: it needs a single rank")
+
+
+def _sizes(model: PagedModel, device: int | None, host: int | None, size: int, tokens: int) -> tuple[int, int]:
+    """Give the blocks of each rank; what is None becomes what there is room for. The ranks share a machine's memory."""
+    if device is not None and host is not None:
+        return device, host
+    share = MEMORY_UTILIZATION / size
+    room = available_blocks(model, memory_utilization=share, max_num_batched_tokens=tokens)
+    return room[0] if device is None else device, room[1] if host is None else host
+
+
+def _groups(window: int | None) -> list[CacheGroup] | None:
+    return None if window is None else [CacheGroup.sliding_window(window)]
