@@ -42,8 +42,9 @@ class KVCache:
         device_blocks: blocks of the device; what the tensors hold if None.
         max_device_blocks: most blocks that `resize` can give the device. The memory of the tensors then goes back to
             the system when the device shrinks. None: `device_blocks`, over ordinary memory.
-        host_blocks: blocks in host memory; page-locked with a CUDA device.
+        host_blocks: blocks in host memory.
         host_bytes: instead of `host_blocks`, bytes of host memory: an int or text such as `"64GiB"`.
+        pin_memory: whether host memory is page-locked, see `CacheEngine`.
         external: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store; `close` closes it.
         prefix_caching: a bool or `PrefixCaching`, see `BlockManager`.
         prefix_store: URL of a store for cached blocks, such as `"file:///var/prefixes?size=1TiB"`, or one that was
@@ -99,6 +100,7 @@ class KVCache:
         max_device_blocks: int | None = None,
         host_blocks: int | None = None,
         host_bytes: int | str | None = None,
+        pin_memory: bool | None = None,
         external: str | ExternalStore | None = None,
         prefix_caching: bool | PrefixCaching = False,
         prefix_store: str | ExternalStore | None = None,
@@ -133,6 +135,7 @@ class KVCache:
                 layout,
                 device_blocks=max_device_blocks or device_blocks,
                 host_blocks=host,
+                pin_memory=pin_memory,
                 device=device if tensors is None else None,
                 tensors=tensors,
             )
@@ -248,19 +251,17 @@ class KVCache:
         return self.manager.stats()
 
     def metrics(self) -> dict[str, float]:
-        """Return the counters of manager, stores and prefix store by name, as a metrics exporter wants them.
+        """Return the counters of manager and prefix store by name, as a metrics exporter wants them.
 
-        `external_cache_usage_sys` is the part of the external stores that is in use, 0 to 1; names that end in
-        `_le_SECONDS` count prefetches that took at most so long.
+        `external_cache_usage_sys` covers swap store and prefix store together. Names that end in `_le_SECONDS` count
+        prefetches that took at most so long.
         """
-        found: dict[str, float] = dict(self.manager.stats().as_dict())
-        pool = self.manager.pool("external")
-        used, slots = pool.num_blocks - pool.num_free, pool.num_blocks
+        found = self.manager.stats().as_dict()
         if self.prefix_store is not None:
             found |= self.prefix_store.stats.as_dict()
-            store = self.prefix_store.store
-            used, slots = used + store.stats().stored_blocks, slots + store.num_slots
-        found["external_cache_usage_sys"] = used / slots if slots else 0.0
+            pool, store = self.manager.pool("external"), self.prefix_store.store
+            used = found["used_blocks_external"] + store.stats().stored_blocks
+            found["external_cache_usage_sys"] = used / max(1, pool.num_blocks + store.num_slots)
         return found
 
     def close(self) -> None:

@@ -87,6 +87,7 @@ class Generator:
         kind: how the device's caches are laid out.
         device_blocks: blocks of the device; what there is room for if None.
         host_blocks: blocks of the host, 0 for none; what there is room for if None.
+        pin_memory: whether host memory is page-locked, see `CacheEngine`.
         external: URL of an external store, as `file:///dir?size=2GiB`.
         prefix_caching: let prompts share the blocks of earlier ones that began alike.
         prefix_store: URL of a store for cached blocks that outlives the process, see `KVCache`.
@@ -123,6 +124,7 @@ class Generator:
         kind: LayoutKind = "kv_first",
         device_blocks: int | None = None,
         host_blocks: int | None = None,
+        pin_memory: bool | None = None,
         external: str | None = None,
         prefix_caching: bool = True,
         prefix_store: str | None = None,
@@ -152,6 +154,7 @@ class Generator:
                 device_blocks=device_blocks,
                 max_device_blocks=device_blocks if elastic else None,
                 host_blocks=host_blocks,
+                pin_memory=pin_memory,
                 external=external,
                 prefix_caching=prefix_caching,
                 prefix_store=prefix_store,
@@ -189,6 +192,10 @@ class Generator:
     def num_unfinished(self) -> int:
         """Requests that were added and are not done."""
         return self.scheduler.num_unfinished
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counters of cache and scheduler by name, as a metrics exporter wants them."""
+        return self.scheduler.metrics() | self.cache.metrics()
 
     def add(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0, arrival: float = 0.0
