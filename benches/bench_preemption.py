@@ -293,7 +293,9 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--output-len", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--device-blocks", type=int, default=33, help="blocks of the device")
-    parser.add_argument("--step-ms", type=float, help="of a stand-in for the forward pass; the demo's model if not given")
+    parser.add_argument(
+        "--step-ms", type=float, help="of a stand-in for the forward pass; the demo's model if not given"
+    )
     parser.add_argument("--modes", default=",".join(MODES), help="which, separated by commas")
     parser.add_argument("--store", action="append", default=[], help="URL of an external store; may be repeated")
     parser.add_argument("--pin-memory", action=argparse.BooleanOptionalAction, help="page-lock host memory, or not")

@@ -115,10 +115,7 @@ class KVCache:
         size = layout.bytes_per_block
         host = _host_blocks(host_blocks, host_bytes, size)
         staging = _bytes("max_staging", max_staging)
-        if max_device_blocks is not None and (tensors is not None or device_blocks is None):
-            raise InvalidArgumentError("max_device_blocks needs device_blocks, and makes the tensors itself")
-        if tensors is None and device_blocks is None:
-            raise InvalidArgumentError("device_blocks is None, must be an int where no tensors are given")
+        _check_device_blocks(device_blocks, max_device_blocks, has_tensors=tensors is not None)
         if prefix_store is not None and prefix_caching is True:
             prefix_caching = PrefixCaching(host=host > 0)
         self.layout = layout
@@ -357,6 +354,13 @@ def _bytes(name: str, value: int | str) -> int:
 
 def _namespace(name: bytes, layout: KVLayout | GroupedLayout) -> bytes:
     return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()
+
+
+def _check_device_blocks(device_blocks: int | None, max_device_blocks: int | None, *, has_tensors: bool) -> None:
+    if max_device_blocks is not None and (has_tensors or device_blocks is None):
+        raise InvalidArgumentError("max_device_blocks needs device_blocks, and makes the tensors itself")
+    if not has_tensors and device_blocks is None:
+        raise InvalidArgumentError("device_blocks is None, must be an int where no tensors are given")
 
 
 def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> int:

@@ -29,7 +29,9 @@ def expanded(written: str) -> set[str]:
 def names(metrics: dict[str, float]) -> set[str]:
     """Names of metrics; those that end in a reason or in seconds as the guide writes them."""
     found = {re.sub(f"^({'|'.join(BY_PREFIX)}).*", r"\1", name) for name in metrics}
-    return {f"{name}REASON" if name == BY_PREFIX[0] else f"{name}SECONDS" if name in BY_PREFIX else name for name in found}
+    return {
+        f"{name}REASON" if name == BY_PREFIX[0] else f"{name}SECONDS" if name in BY_PREFIX else name for name in found
+    }
 
 
 def test_the_guide_lists_every_metric_and_a_new_generator_has_them_all(tmp_path: Path):

@@ -139,7 +139,7 @@ class Generator:
         wrap_executor: Callable[[StepExecutor], Executor] | None = None,
         on_step: Callable[[Step, list[Finished]], None] | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._on_step, self._idle = tokenizer, on_step, 0
         with contextlib.ExitStack() as undo:
             self.model = PagedModel(model, block_size=block_size, kind=kind)
             undo.callback(self.model.close)
@@ -178,7 +178,6 @@ class Generator:
             )
             self.executor: Executor = wrap_executor(self.cache.executor) if wrap_executor else self.cache.executor
             self._closing = undo.pop_all()
-        self._on_step = on_step
         self._params: dict[str, SamplingParams] = {}
         self._tickets: list[int] = []  # under way, the oldest first
         # What calls have returned, until it is taken in: after an exception the next step does that.
@@ -186,7 +185,6 @@ class Generator:
         self._ended: list[Iterable[StepDone]] = []
         self._finished: list[list[Finished]] = []
         self._to_abort: list[str] = []
-        self._idle = 0
 
     @property
     def num_unfinished(self) -> int:
