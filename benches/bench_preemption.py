@@ -107,7 +107,7 @@ def serve(server: Server, prompts: list[list[int]], due: NDArray[np.float64], ou
     """
     params, names = SamplingParams(max_tokens=outputs), list(map(str, range(len(prompts))))
     ended: dict[str, float] = {}
-    added, began = 0, time.perf_counter()
+    added, began, cpu = 0, time.perf_counter(), time.process_time()
     while len(ended) < len(prompts):
         now = time.perf_counter() - began
         while added < len(prompts) and due[added] <= now:
@@ -119,7 +119,7 @@ def serve(server: Server, prompts: list[list[int]], due: NDArray[np.float64], ou
         finished = server.step()
         now = time.perf_counter()
         ended |= {done.request.request_id: now for done in finished}
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     server.drain()
     if server.cache.prefix_store is not None:
         server.cache.prefix_store.wait(60)
@@ -136,6 +136,7 @@ def serve(server: Server, prompts: list[list[int]], due: NDArray[np.float64], ou
         "lost": server.scheduler.stats.lost,
         "steps": server.scheduler.stats.steps,
         "seconds": seconds,
+        "cpu_s": cpu,
     }
 
 
@@ -194,13 +195,14 @@ def online(given: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, float
         if "warm" in modes:
             with Server(model, seconds, **options_of("warm", given, urls, folder)) as server:
                 serve(server, prompts, np.zeros(len(prompts)), 1)  # fills the prefix store
-        for _ in range(given.repeat):
+        for turn in range(given.repeat):
             for mode in modes:
                 with Server(model, seconds, **options_of(mode, given, urls, folder)) as server:
                     if mode != "none":  # zeros would be easy for a store; the tensors of "none" stay untouched
                         for tensor in server.cache.engine.tensors:
                             tensor.uniform_()
                     found = serve(server, prompts, due, given.output_len)
+                print(f"turn {turn + 1}, {mode}: {found['tokens_s']:.1f} tokens/s", flush=True)
                 if mode not in best or found["tokens_s"] > best[mode]["tokens_s"]:
                     best[mode] = found
     return show(best)
@@ -209,7 +211,7 @@ def online(given: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, float
 def show(best: dict[str, dict[str, float]]) -> dict[str, float]:
     """Print the table; give the figures under flat names."""
     columns = ("tokens/s", "of host", "TTFT mean", "P50", "P99 s", "TPOT mean", "P50", "P99 ms")
-    columns += ("preempted", "blocks out", "lost", "steps")
+    columns += ("preempted", "blocks out", "lost", "steps", "CPU s")
     print(f"{'victims go to':<14}" + "".join(f"{column:>11}" for column in columns))
     figures: dict[str, float] = {}
     for mode, found in best.items():
@@ -218,7 +220,8 @@ def show(best: dict[str, dict[str, float]]) -> dict[str, float]:
         each = [1e3 * found[f"tpot_{part}_s"] for part in ("mean", "p50", "p99")]
         counts = [found[name] for name in ("preemptions", "swapped_out_blocks", "lost", "steps")]
         row = [f"{found['tokens_s']:.1f}", f"{share:.3f}", *(f"{value:.2f}" for value in first + each)]
-        print(f"{mode:<14}" + "".join(f"{cell:>11}" for cell in [*row, *(f"{value:.0f}" for value in counts)]))
+        row += [*(f"{value:.0f}" for value in counts), f"{found['cpu_s']:.1f}"]
+        print(f"{mode:<14}" + "".join(f"{cell:>11}" for cell in row))
         figures |= {f"preemption_{mode}_{name}": value for name, value in found.items()}
         if mode != "host" and "host" in best:
             figures[f"preemption_{mode}_over_host"] = share
