@@ -40,6 +40,30 @@ def test_sizes_are_given_once(tmp_path: Path):
         assert cache.store.bytes_per_block == SIZE
 
 
+def test_metrics_count_swaps_and_usage_by_tier():
+    with KVCache(LAYOUT, device_blocks=8, host_blocks=4, external="memory://cache-metrics?size=64KiB") as cache:
+        slots = cache.store.num_slots
+        sequences = cache.manager.allocate(counts=[8, 12])
+        with cache.step():
+            pass
+        cache.manager.swap_out(sequences[:1])
+        cache.manager.swap_out(sequences[1:], to="external")
+        with cache.step():
+            pass
+        cache.drain()
+        found = cache.metrics()
+        assert [found[f"swapped_out_blocks_{tier}_total"] for tier in ("host", "external")] == [2, 3]
+        usage = [found[f"{tier}_cache_usage_sys"] for tier in ("device", "host", "external")]
+        assert usage == [0.0, 2 / 4, 3 / slots]
+        cache.manager.swap_in(sequences[:1])
+        cache.manager.swap_in(sequences[1:])
+        with cache.step():
+            pass
+        found = cache.metrics()
+        assert [found[f"swapped_in_blocks_{tier}_total"] for tier in ("host", "external")] == [2, 3]
+        assert found["device_cache_usage_sys"] == 5 / 8
+
+
 def test_tensors_give_the_number_of_blocks():
     tensors = [torch.zeros(shape, dtype=torch.float32) for shape, _ in LAYOUT.tensor_shapes(9)]
     with KVCache(LAYOUT, tensors=tensors) as cache:

@@ -128,6 +128,14 @@ def test_every_way_of_preemption_gives_the_same_tokens(model, work, wanted, tmp_
         assert (stats.preempted_recompute > 0) == (mode != "swap")
         assert (stats.preempted_swap > 0) == (mode != "recompute" and host > 0)
         assert (stats.preempted_spill > 0) == (mode != "recompute" and host == 0)
+        metrics = generator.metrics()
+        modes = ("swap_host", "swap_external", "recompute")
+        counts = [stats.preempted_swap, stats.preempted_spill, stats.preempted_recompute]
+        assert [metrics[f"num_preemptions_{way}_total"] for way in modes] == counts
+        assert metrics["num_preemptions_total"] == sum(counts)
+        for tier, preempted in (("host", stats.preempted_swap), ("external", stats.preempted_spill)):
+            assert (metrics[f"swapped_out_blocks_{tier}_total"] > 0) == (preempted > 0)
+            assert (metrics[f"swapped_in_blocks_{tier}_total"] > 0) == (preempted > 0)
 
 
 class Guessing:

@@ -14,6 +14,7 @@ from forks import in_child
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard import KVCache
 from blockyard.engine import host_pool
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.host_pool import CudaLocker, HostPool, blocks_per_chunk
@@ -283,6 +284,35 @@ def test_a_pool_for_the_cpu_is_ordinary_memory():
     pool.close()
 
 
+def test_a_pool_for_cuda_is_pageable_if_it_is_asked_to_be(monkeypatch: pytest.MonkeyPatch):
+    lockers: list[StepLocker] = []
+
+    def locker_of(_device: torch.device) -> StepLocker:
+        lockers.append(StepLocker())
+        return lockers[-1]
+
+    monkeypatch.setattr(host_pool, "CudaLocker", locker_of)
+    monkeypatch.setattr(host_pool, "node_of_device", lambda _: 0)
+    blocks = CHUNKS * CHUNK // BLOCK
+    for pin_memory in (True, False):
+        with HostPool.for_device(blocks, BLOCK, torch.device("cuda:0"), pin_memory=pin_memory) as pool:
+            pool.wait(blocks)
+            assert pool.pinned_blocks == (blocks if pin_memory else 0)
+            assert resident(pool.rows.data_ptr()) > 0, "touched ahead of use"
+    assert len(lockers) == 1
+
+
+def test_page_locking_needs_a_cuda_device():
+    layout = KVLayout("kv_first", 2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    message = "pin_memory is True, device is cpu: page-locking needs a CUDA device"
+    for make in (CacheEngine, KVCache):
+        with pytest.raises(InvalidArgumentError, match=message):
+            make(layout, device_blocks=4, host_blocks=9, pin_memory=True)
+    with KVCache(layout, device_blocks=4, host_blocks=9, pin_memory=False) as cache:
+        assert not cache.engine.memory.pin_memory
+        assert cache.engine.memory.host_pool.pinned_blocks == 0
+
+
 def test_cuda_says_why_it_does_not_lock(monkeypatch: pytest.MonkeyPatch):
     if torch.cuda.is_available() or not hasattr(torch._C, "_cudart"):
         pytest.skip("there is a CUDA device, or a torch without CUDA")
@@ -355,7 +385,10 @@ def test_a_fork_inherits_memory_that_is_not_page_locked():
 
 
 def test_an_engine_in_a_fork_says_whose_its_memory_is(monkeypatch: pytest.MonkeyPatch):
-    def for_device(rows: int, size: int, _device: torch.device, *, on_failure: host_pool.OnFailure) -> HostPool:
+    def for_device(
+        rows: int, size: int, _device: torch.device, *, pin_memory: bool, on_failure: host_pool.OnFailure
+    ) -> HostPool:
+        assert not pin_memory, "of an engine on a CPU"
         return HostPool(rows, size, locker=StepLocker(), on_failure=on_failure)
 
     monkeypatch.setattr(HostPool, "for_device", for_device)
@@ -388,7 +421,10 @@ def test_what_follows_a_failure_is_one_of_two_words():
 def test_an_engine_has_ordinary_memory_where_none_can_be_locked_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch):
     lockers: list[StepLocker] = []
 
-    def for_device(rows: int, size: int, _device: torch.device, *, on_failure: host_pool.OnFailure) -> HostPool:
+    def for_device(
+        rows: int, size: int, _device: torch.device, *, pin_memory: bool, on_failure: host_pool.OnFailure
+    ) -> HostPool:
+        assert not pin_memory, "of an engine on a CPU"
         lockers.append(StepLocker(fails_at=0))
         return HostPool(rows, size, locker=lockers[-1], on_failure=on_failure)
 

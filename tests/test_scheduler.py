@@ -144,6 +144,10 @@ def test_a_full_host_spills_to_the_external_tier_and_a_full_external_tier_recomp
     stats = engine.scheduler.stats
     assert engine.kinds[-1] == ["spill", "swap_out"]
     assert (stats.preempted_swap, stats.preempted_spill, stats.preempted_recompute) == (1, 1, 1)
+    metrics = engine.scheduler.metrics()
+    names = ("total", "swap_host_total", "swap_external_total", "recompute_total")
+    assert [metrics[f"num_preemptions_{name}"] for name in names] == [3, 1, 1, 1]
+    assert [metrics[f"swapped_out_blocks_{tier}_total"] for tier in ("host", "external")] == [2, 2]
     engine.run(*requests)
     assert stats.resumed_swap == stats.preempted_swap
     assert stats.resumed_fetch == stats.preempted_spill

@@ -53,6 +53,21 @@ def test_transfers_are_counted_by_kind_when_they_are_decided() -> None:
     stats = manager.stats()
     assert (stats.swapped_out_blocks, stats.swapped_in_blocks) == (2, 1), "the shared block stayed on the device"
     assert (stats.spilled_blocks, stats.fetched_blocks, stats.steps) == (2, 1, 6)
+    named = stats.as_dict()
+    assert [named[f"swapped_{way}_blocks_host_total"] for way in ("out", "in")] == [2, 1]
+    assert [named[f"swapped_{way}_blocks_external_total"] for way in ("out", "in")] == [2, 1]
+
+
+def test_the_usage_of_a_tier_is_the_part_that_is_used() -> None:
+    manager = BlockManager(block_size=4, device_blocks=8, host_blocks=5, watermark=0.0)
+    handles = manager.allocate(counts=[8, 12])
+    step(manager)
+    manager.swap_out(handles[:1])
+    step(manager)
+    stats, named = manager.stats(), manager.stats().as_dict()
+    assert stats.num_blocks == {"device": 8, "host": 5, "external": 0}
+    usage = {tier: named[f"{tier}_cache_usage_sys"] for tier in stats.num_blocks}
+    assert usage == {"device": 3 / 8, "host": 2 / 5, "external": 0.0}
 
 
 def test_open_tickets_hold_blocks_until_they_end() -> None:

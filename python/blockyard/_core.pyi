@@ -1575,6 +1575,9 @@ class ManagerStats:
     def failed_moves(self) -> int:
         """Moves whose bytes did not land."""
     @property
+    def num_blocks(self) -> dict[_Tier, int]:
+        """For each tier, the blocks that it has now."""
+    @property
     def used_blocks(self) -> dict[_Tier, int]:
         """For each tier, blocks that are referenced or leased now."""
     @property
@@ -1595,11 +1598,12 @@ class ManagerStats:
     @property
     def quarantined_blocks(self) -> dict[_Tier, int]:
         """For each tier, blocks that overdue transfers hold now."""
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, float]:
         """Return all counters by name, for metrics.
 
         Returns:
-            A dict of ints; those of a tier as `used_blocks_device` and so on, and the number of `open_tickets`.
+            A dict of numbers; those of a tier as `used_blocks_device` and so on, the number of `open_tickets`, and
+            `device_cache_usage_sys` and so on: the part of a tier that is in use, 0 to 1.
         """
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...

@@ -43,8 +43,9 @@ class KVCache:
         device_blocks: blocks of the device; what the tensors hold if None.
         max_device_blocks: most blocks that `resize` can give the device. The memory of the tensors then goes back to
             the system when the device shrinks. None: `device_blocks`, over ordinary memory.
-        host_blocks: blocks in host memory; page-locked with a CUDA device.
+        host_blocks: blocks in host memory.
         host_bytes: instead of `host_blocks`, bytes of host memory: an int or text such as `"64GiB"`.
+        pin_memory: whether host memory is page-locked, see `CacheEngine`.
         external: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store; `close` closes it.
         external_blocks: slots of that store to use; all if None or if there are fewer. Ranks of a tensor-parallel model
             use as many as the smallest of their stores has.
@@ -104,6 +105,7 @@ class KVCache:
         max_device_blocks: int | None = None,
         host_blocks: int | None = None,
         host_bytes: int | str | None = None,
+        pin_memory: bool | None = None,
         external: str | ExternalStore | None = None,
         external_blocks: int | None = None,
         external_bytes: int | str | None = None,
@@ -124,10 +126,7 @@ class KVCache:
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
         is_stored = external is not None or prefix_store is not None
         staging = read_bytes("max_staging", max_staging, holds=size if is_stored else 1)
-        if max_device_blocks is not None and (tensors is not None or device_blocks is None):
-            raise InvalidArgumentError("max_device_blocks needs device_blocks, and makes the tensors itself")
-        if tensors is None and device_blocks is None:
-            raise InvalidArgumentError("device_blocks is None, must be an int where no tensors are given")
+        _check_device_blocks(device_blocks, max_device_blocks, has_tensors=tensors is not None)
         if prefix_store is not None and prefix_caching is True:
             prefix_caching = PrefixCaching(host=host > 0)
         self.layout = layout
@@ -144,6 +143,7 @@ class KVCache:
                 layout,
                 device_blocks=max_device_blocks or device_blocks,
                 host_blocks=host,
+                pin_memory=pin_memory,
                 device=device if tensors is None else None,
                 tensors=tensors,
             )
@@ -263,20 +263,18 @@ class KVCache:
         return self.manager.stats()
 
     def metrics(self) -> dict[str, float]:
-        """Return the counters of manager, stores and prefix store by name, as a metrics exporter wants them.
+        """Return the counters of manager and prefix store by name, as a metrics exporter wants them.
 
-        `external_cache_usage_sys` is the part of the external stores that is in use, 0 to 1; names that end in
-        `_le_SECONDS` count prefetches that took at most so long.
+        `external_cache_usage_sys` covers swap store and prefix store together. Names that end in `_le_SECONDS` count
+        prefetches that took at most so long.
         """
-        found: dict[str, float] = dict(self.manager.stats().as_dict())
-        pool = self.manager.pool("external")
-        used, slots = pool.num_blocks - pool.num_free, pool.num_blocks
+        found = self.manager.stats().as_dict()
         if self.prefix_store is not None:
             found |= self.prefix_store.stats.as_dict()
             found["prefix_store_waiting_blocks"] = self.prefix_store.waiting_blocks
-            store = self.prefix_store.store
-            used, slots = used + store.stats().stored_blocks, slots + store.num_slots
-        found["external_cache_usage_sys"] = used / slots if slots else 0.0
+            pool, store = self.manager.pool("external"), self.prefix_store.store
+            used = found["used_blocks_external"] + store.stats().stored_blocks
+            found["external_cache_usage_sys"] = used / max(1, pool.num_blocks + store.num_slots)
         return found
 
     def close(self) -> None:
@@ -366,6 +364,13 @@ class CacheStep:
 
 def _namespace(name: bytes, layout: KVLayout | GroupedLayout) -> bytes:
     return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()
+
+
+def _check_device_blocks(device_blocks: int | None, max_device_blocks: int | None, *, has_tensors: bool) -> None:
+    if max_device_blocks is not None and (has_tensors or device_blocks is None):
+        raise InvalidArgumentError("max_device_blocks needs device_blocks, and makes the tensors itself")
+    if not has_tensors and device_blocks is None:
+        raise InvalidArgumentError("device_blocks is None, must be an int where no tensors are given")
 
 
 def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> int:

@@ -148,6 +148,23 @@ def test_a_pool_that_goes_on_unpinned_is_copied_from_all_the_same(strategy: str)
         assert torch.equal(device.cpu(), wanted)
 
 
+def test_an_engine_swaps_through_pageable_memory_if_it_is_asked_to():
+    layout = KVLayout("kv_first", 4, block_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    everything = np.arange(8)
+    rows = np.random.default_rng(0).integers(0, 256, (8, layout.bytes_per_block), np.uint8)
+    for pin_memory in (True, False):
+        with CacheEngine(layout, device_blocks=8, host_blocks=8, device="cuda", pin_memory=pin_memory) as engine:
+            engine.write("device", everything, rows)
+            engine.submit("swap_out", np.column_stack((everything, everything))).wait()
+            assert engine.memory.host_rows.is_pinned() == engine.memory.staging(1).is_pinned() == pin_memory
+            for tensor in engine.tensors:
+                tensor.zero_()
+            engine.submit("swap_in", np.column_stack((everything, everything))).wait()
+            np.testing.assert_array_equal(engine.read("device", everything), rows)
+            engine.submit_write("device", everything[::-1].copy(), rows).wait()
+            np.testing.assert_array_equal(engine.read("device", everything), rows[::-1])
+
+
 def test_an_engine_works_while_its_host_blocks_are_made_ready():
     layout = KVLayout("kv_first", 4, block_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16")
     blocks = (3 << 30) // layout.bytes_per_block

@@ -64,7 +64,7 @@ class CacheEngine:
     Args:
         layout: of the device's tensors; of one group, or of several.
         device_blocks: at least 1; what the tensors hold if None.
-        host_blocks: 0 means no host tier; page-locked memory with a CUDA device.
+        host_blocks: 0 means no host tier.
         device: where the device's tensors live; by default where those that are given are, or on the CPU. `"cuda"` is
             the device of the tensors, else the one that is current now; the engine keeps to it.
         max_outstanding: bytes that may be under way on one stream; a longer transfer goes alone.
@@ -74,6 +74,8 @@ class CacheEngine:
         blocks_per_host_block: device blocks that one host block holds, any number from 1. Host ids then count device
             blocks, see `Memory`, and `fill` knows which parts hold bytes. None: a host block is a device block, and the
             block manager knows what it holds.
+        pin_memory: whether host and staging memory is page-locked, which needs a CUDA device; by default if there is
+            one. Copies from and to pageable memory are slower and hold up the calling thread.
         on_host_failure: what follows where memory of the host cannot be page-locked: an error (`"raise"`), or ordinary
             memory from there on, which copies slowly (`"unpinned"`; `memory.host_pool.problem` says why).
 
@@ -84,7 +86,8 @@ class CacheEngine:
         counters: what has landed so far, by (source, destination) tier; reads and writes of rows do not count.
 
     Raises:
-        InvalidArgumentError: a number of blocks or bytes is too small, or `on_host_failure` is another word.
+        InvalidArgumentError: a number of blocks or bytes is too small, `on_host_failure` is another word, or
+            `pin_memory` is true and the device is not a CUDA device.
         LayoutError: the tensors given do not have the layout.
         OutOfMemoryError: memory of the host cannot be had; later, from transfers.
         PageLockError: it cannot be page-locked; later, from transfers.
@@ -103,6 +106,7 @@ class CacheEngine:
         streams: Streams | None = None,
         tensors: Sequence[Tensor] | None = None,
         blocks_per_host_block: int | None = None,
+        pin_memory: bool | None = None,
         on_host_failure: OnFailure = "raise",
     ) -> None:
         there = tensors[0].device if tensors else torch.device("cpu")
@@ -126,6 +130,7 @@ class CacheEngine:
             device=self.device,
             tensors=tensors,
             blocks_per_host_block=blocks_per_host_block,
+            pin_memory=pin_memory,
             on_host_failure=on_host_failure,
         )
         self.counters: dict[tuple[str, str], Traffic] = {}

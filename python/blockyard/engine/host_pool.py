@@ -158,16 +158,18 @@ class HostPool:
         bytes_per_block: int,
         device: torch.device,
         *,
+        pin_memory: bool = True,
         on_failure: OnFailure = "raise",
         mapping: HostMapping | None = None,
     ) -> Self:
         """Make a pool for copies to and from a device: page-locked and near it if it is a CUDA device.
 
-        For the CPU it is ordinary memory, which is taken as it is written.
+        For the CPU it is ordinary memory, which is taken as it is written. With `pin_memory=False` the memory is near
+        the CUDA device and pageable.
         """
         if device.type != "cuda" or not num_blocks:
             return cls(num_blocks, bytes_per_block, touch=False, on_failure=on_failure, mapping=mapping)
-        locker, node = CudaLocker(device), node_of_device(device)
+        locker, node = CudaLocker(device) if pin_memory else None, node_of_device(device)
         return cls(num_blocks, bytes_per_block, locker=locker, node=node, on_failure=on_failure, mapping=mapping)
 
     @property

@@ -40,17 +40,21 @@ class Memory:
         tensors: tensors that exist already, as `layout.views` takes them; made here if None.
         blocks_per_host_block: device blocks that one host block holds. Host ids then count device blocks: part `p` of
             host block `b` is `b * blocks_per_host_block + p`.
+        pin_memory: whether host and staging memory is page-locked, which needs a CUDA device; by default if there is
+            one.
         on_host_failure: what follows where the host's memory cannot be page-locked: an error (`"raise"`), or ordinary
             memory from there on (`"unpinned"`), which copies slowly; `host_pool.problem` says why.
 
     Attributes:
         tensors: the device's.
+        pin_memory: whether host and staging memory is to be page-locked.
         host_pool: owns the host's memory.
         host_rows: uint8 `[host ids, bytes_per_block]`.
         views: of both tiers; view i of one goes with view i of the other.
 
     Raises:
-        InvalidArgumentError: a number of blocks is out of range, or `on_host_failure` is another word.
+        InvalidArgumentError: a number of blocks is out of range, `on_host_failure` is another word, or `pin_memory` is
+            true and the device is not a CUDA device.
         LayoutError: the tensors given do not have the layout, or another number of blocks.
         OutOfMemoryError: the memory of device or host cannot be had; the host's also later, from transfers.
         PageLockError: it cannot be page-locked; later, from transfers.
@@ -65,6 +69,7 @@ class Memory:
         device: str | torch.device = "cpu",
         tensors: Sequence[Tensor] | None = None,
         blocks_per_host_block: int | None = None,
+        pin_memory: bool | None = None,
         on_host_failure: OnFailure = "raise",
     ) -> None:
         parts = 1 if blocks_per_host_block is None else blocks_per_host_block
@@ -82,9 +87,17 @@ class Memory:
         self.layout = layout
         self.bytes_per_block = layout.bytes_per_block  # the layout computes it at each call
         self.device = with_index(device)
+        on_cuda = self.device.type == "cuda"
+        if pin_memory and not on_cuda:
+            raise InvalidArgumentError(f"pin_memory is True, device is {self.device}: page-locking needs a CUDA device")
+        self.pin_memory = on_cuda if pin_memory is None else bool(pin_memory)
         self.tensors: list[Tensor] = _zeros(layout, device_blocks, self.device) if tensors is None else list(tensors)
         self.host_pool = HostPool.for_device(
-            host_blocks, parts * layout.bytes_per_block, self.device, on_failure=on_host_failure
+            host_blocks,
+            parts * layout.bytes_per_block,
+            self.device,
+            pin_memory=self.pin_memory,
+            on_failure=on_host_failure,
         )
         self.host_rows = self.host_pool.rows.view(-1, layout.bytes_per_block)
         self.views: dict[EngineTier, list[Tensor]] = {
@@ -151,12 +164,12 @@ class Memory:
         return [[at for at, owner in enumerate(layers) if owner == layer] for layer in range(self.layout.num_layers)]
 
     def staging(self, num_rows: int) -> Tensor:
-        """Make rows, uint8 `[n, bytes_per_block]`, that the device copies to and from asynchronously.
+        """Make rows, uint8 `[n, bytes_per_block]`, for copies to and from the device; asynchronous where `pin_memory`.
 
         They begin on a page, so that the file store reads and writes them in place.
         """
         num_bytes = num_rows * self.bytes_per_block
-        whole = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        whole = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=self.pin_memory)
         start = -whole.data_ptr() % mmap.PAGESIZE
         return whole[start : start + num_bytes].view(num_rows, self.bytes_per_block)
 

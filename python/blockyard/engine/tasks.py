@@ -127,7 +127,7 @@ def writing(
 ) -> Task:
     """Check ids of blocks, int64 `[n]` without repeats, to be written from rows; raises MappingError, LayoutError.
 
-    Rows for a CUDA device are copied, if they are not page-locked; with `copies` in any case.
+    Rows for a CUDA device are copied, if they are not page-locked and staging memory is; with `copies` in any case.
     """
     mapping = with_rows(blocks, memory.num_blocks(tier), written=True)
     wanted = (len(mapping), memory.bytes_per_block)
@@ -135,8 +135,8 @@ def writing(
         raise LayoutError(f"rows are {rows.dtype} {list(rows.shape)}, wanted uint8 {list(wanted)}")
     source = as_tensor(rows)
     # An asynchronous copy needs page-locked rows; and an array of no rows has no strides to go by.
-    pageable = tier == "device" and memory.device.type == "cuda" and (copies or not source.is_pinned())
-    if pageable or not len(mapping):
+    staged = copies or (memory.pin_memory and not source.is_pinned())
+    if (staged and tier == "device" and memory.device.type == "cuda") or not len(mapping):
         source = memory.staging(len(mapping)).copy_(source)
     cache, views = memory.between(tier, source)
     pieces = _pieces(bind(views, cache), mapping, chunk)

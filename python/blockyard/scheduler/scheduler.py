@@ -154,6 +154,10 @@ class Scheduler:
         """Waiting requests that are held back while their prompts are loaded from a prefix store."""
         return self._admission.num_loading
 
+    def metrics(self) -> dict[str, float]:
+        """Return the manager's counters and the preemptions by name, as a metrics exporter wants them."""
+        return self.manager.stats().as_dict() | self.stats.preemptions()
+
     # ---- requests ----
 
     def add(self, request: Request) -> None:
@@ -384,13 +388,11 @@ class Scheduler:
     def _preempt(self, gone: NDArray[np.int64]) -> None:
         """Take the rows of one request off the device."""
         whole = int(gone[-1]) < self._rows.decodes
-        if whole and self._swaps(len(gone)) and self._swapping.move_out(gone):
+        swaps = len(gone) > 1 if self._preemption_mode == "auto" else self._preemption_mode == "swap"
+        if whole and swaps and self._swapping.move_out(gone):
             return
         self.stats.preempted_recompute += 1
         self._recompute(gone)
-
-    def _swaps(self, sequences: int) -> bool:
-        return sequences > 1 if self._preemption_mode == "auto" else self._preemption_mode == "swap"
 
     def _recompute(self, gone: NDArray[np.int64]) -> None:
         """Drop rows with their blocks; sequences of live requests wait to be computed again from their tokens."""

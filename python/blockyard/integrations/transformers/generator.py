@@ -90,6 +90,7 @@ class Generator:
         kind: how the device's caches are laid out.
         device_blocks: blocks of the device; what there is room for if None.
         host_blocks: blocks of the host, 0 for none; what there is room for if None.
+        pin_memory: whether host memory is page-locked, see `CacheEngine`.
         external: URL of an external store, as `file:///dir?size=2GiB`. A rank's number stands for `{rank}`.
         prefix_caching: let prompts share the blocks of earlier ones that began alike.
         prefix_store: URL of a store for cached blocks that outlives the process, see `KVCache`.
@@ -134,6 +135,7 @@ class Generator:
         kind: LayoutKind = "kv_first",
         device_blocks: int | None = None,
         host_blocks: int | None = None,
+        pin_memory: bool | None = None,
         external: str | None = None,
         prefix_caching: bool = True,
         prefix_store: str | None = None,
@@ -151,7 +153,7 @@ class Generator:
         wrap_executor: Callable[[Executor], Executor] | None = None,
         on_step: Callable[[Step, list[Finished]], None] | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._on_step, self._idle = tokenizer, on_step, 0
         with contextlib.ExitStack() as undo:
             size = tensor_parallel_size
             _check_options(size, prefix_store=prefix_store, elastic=elastic)
@@ -160,7 +162,7 @@ class Generator:
             self.model = ranks.model if ranks else PagedModel(model, block_size=block_size, kind=kind)
             undo.callback(self.model.close)
             device_blocks, host_blocks = _sizes(self.model, device_blocks, host_blocks, size, max_num_batched_tokens)
-            options = CacheOptions(device_blocks, host_blocks, external, namespace, "1GiB")
+            options = CacheOptions(device_blocks, host_blocks, pin_memory, external, namespace, "1GiB")
             self.cache = KVCache(
                 self.model.layout,
                 **options.of_rank(0, size),
@@ -190,7 +192,6 @@ class Generator:
             self.executor: Executor = wrap_executor(executor) if wrap_executor else executor
             self._closing = undo.pop_all()
         self._draft, self._num_lookahead_tokens = draft, num_lookahead_tokens
-        self._on_step, self._idle = on_step, 0
         self._params: dict[str, SamplingParams] = {}
         self._tickets: list[int] = []  # under way, the oldest first
         # What calls have returned, until it is taken in: after an exception the next step does that.
@@ -203,6 +204,10 @@ class Generator:
     def num_unfinished(self) -> int:
         """Requests that were added and are not done."""
         return self.scheduler.num_unfinished
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counters of cache and scheduler by name, as a metrics exporter wants them."""
+        return self.scheduler.metrics() | self.cache.metrics()
 
     def add(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0, arrival: float = 0.0

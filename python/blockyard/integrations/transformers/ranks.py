@@ -61,6 +61,7 @@ class CacheOptions(NamedTuple):
     Attributes:
         device_blocks: blocks of the device.
         host_blocks: blocks of the host.
+        pin_memory: see `KVCache`.
         external: URL of the swap store, with `{rank}` where ranks differ; None for none.
         namespace: of the store, before the rank is added.
         max_staging: see `KVCache`.
@@ -68,6 +69,7 @@ class CacheOptions(NamedTuple):
 
     device_blocks: int
     host_blocks: int
+    pin_memory: bool | None
     external: str | None
     namespace: bytes
     max_staging: str

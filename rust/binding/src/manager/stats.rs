@@ -48,6 +48,8 @@ pub(crate) struct PyManagerStats {
     cancelled_moves: u64,
     /// Moves whose bytes did not land.
     failed_moves: u64,
+    /// For each tier, the blocks that it has now.
+    num_blocks: ByTier,
     /// For each tier, blocks that are referenced or leased now.
     used_blocks: ByTier,
     /// For each tier, the most blocks ever used at once.
@@ -87,6 +89,7 @@ impl PyManagerStats {
             moved_blocks: stats.moves.done,
             cancelled_moves: stats.moves.cancelled,
             failed_moves: stats.moves.failed,
+            num_blocks: by_tier(|tier| tier.blocks as u64),
             used_blocks: by_tier(|tier| tier.used as u64),
             peak_blocks: by_tier(|tier| tier.peak as u64),
             leased_blocks: by_tier(|tier| tier.leased as u64),
@@ -102,16 +105,15 @@ impl PyManagerStats {
 impl PyManagerStats {
     /// Hit blocks of all full blocks that were looked up; 0 before the first.
     #[getter]
-    #[expect(clippy::cast_precision_loss, reason = "a ratio for people to read")]
     fn hit_rate(&self) -> f64 {
-        let blocks = self.hit_blocks + self.missed_blocks;
-        if blocks == 0 { 0.0 } else { self.hit_blocks as f64 / blocks as f64 }
+        share(self.hit_blocks, self.hit_blocks + self.missed_blocks)
     }
 
     /// Return all counters by name, for metrics.
     ///
     /// Returns:
-    ///     A dict of ints; those of a tier as `used_blocks_device` and so on, and the number of `open_tickets`.
+    ///     A dict of numbers; those of a tier as `used_blocks_device` and so on, the number of `open_tickets`, and
+    ///     `device_cache_usage_sys` and so on: the part of a tier that is in use, 0 to 1.
     fn as_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         let plain = [
@@ -126,10 +128,10 @@ impl PyManagerStats {
             ("merged_blocks", self.merged_blocks),
             ("loaded_blocks", self.loaded_blocks),
             ("copied_blocks", self.copied_blocks),
-            ("swapped_out_blocks", self.swapped_out_blocks),
-            ("swapped_in_blocks", self.swapped_in_blocks),
-            ("spilled_blocks", self.spilled_blocks),
-            ("fetched_blocks", self.fetched_blocks),
+            ("swapped_out_blocks_host_total", self.swapped_out_blocks),
+            ("swapped_in_blocks_host_total", self.swapped_in_blocks),
+            ("swapped_out_blocks_external_total", self.spilled_blocks),
+            ("swapped_in_blocks_external_total", self.fetched_blocks),
             ("moved_blocks", self.moved_blocks),
             ("cancelled_moves", self.cancelled_moves),
             ("failed_moves", self.failed_moves),
@@ -150,6 +152,9 @@ impl PyManagerStats {
             for (tier, value) in by_tier {
                 dict.set_item(format!("{name}_{tier}"), value)?;
             }
+        }
+        for (tier, used) in &self.used_blocks {
+            dict.set_item(format!("{tier}_cache_usage_sys"), share(*used, self.num_blocks[tier]))?;
         }
         Ok(dict)
     }
@@ -185,4 +190,10 @@ impl PyFragmentation {
         let start = format!("Fragmentation(max_id={max_id}, gap={gap}, holes={holes}, empty_pages={empty_pages}");
         format!("{start}, tables={tables}, runs={runs})")
     }
+}
+
+/// A part of a whole, 0 to 1; 0 where there is nothing.
+#[expect(clippy::cast_precision_loss, reason = "a ratio for people to read")]
+fn share(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
 }
