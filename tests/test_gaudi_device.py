@@ -3,13 +3,12 @@
 The device is a stand-in of PyTorch's PrivateUse1: its tensors have no address, and its dispatcher refuses our ops.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
-from forks import in_child
-from own_device import NAME, OwnTensor, register
+from own_device import NAME, OwnTensor, own_process, register
 from torch import Tensor
 
 from blockyard.defrag import OnlineDefragmenter
@@ -19,6 +18,13 @@ from blockyard.errors import LayoutError, MappingError
 from blockyard.integrations.gaudi import CacheSwapUtils
 
 SIZE, BLOCKS = 4, 64
+
+
+@pytest.fixture(scope="module")
+def there() -> Iterator[Callable[..., None]]:
+    """Runs a check in a process that has the device."""
+    with own_process() as run:
+        yield run
 
 
 def caches(*, mla: bool = False) -> list[tuple[Tensor, Tensor | None]]:
@@ -41,6 +47,7 @@ def exchanged(tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
 
 def check_a_swap(mla: bool, threshold: int) -> None:
     ran = register()
+    ran.clear()
     kv_caches, pairs = caches(mla=mla), [(9, 1), (63, 0), (3, 5)]
     assert kv_caches[0][0].device.type == NAME
     tensors = [tensor for cache in kv_caches for tensor in cache if tensor is not None]
@@ -58,8 +65,10 @@ def check_a_swap(mla: bool, threshold: int) -> None:
 
 @pytest.mark.parametrize("mla", [False, True])
 @pytest.mark.parametrize("threshold", [3, 8, 512])
-def test_blocks_change_places_where_the_dispatcher_knows_none_of_our_ops(mla: bool, threshold: int):
-    in_child(lambda: check_a_swap(mla, threshold))
+def test_blocks_change_places_where_the_dispatcher_knows_none_of_our_ops(
+    mla: bool, threshold: int, there: Callable[..., None]
+):
+    there(check_a_swap, mla, threshold)
 
 
 def check_the_ops_are_refused() -> None:
@@ -69,8 +78,8 @@ def check_the_ops_are_refused() -> None:
         exchange_blocks(views, [(1, 2)])
 
 
-def test_the_stand_in_refuses_our_ops():
-    in_child(check_the_ops_are_refused)
+def test_the_stand_in_refuses_our_ops(there: Callable[..., None]):
+    there(check_the_ops_are_refused)
 
 
 def check_bad_pairs() -> None:
@@ -86,8 +95,8 @@ def check_bad_pairs() -> None:
         CacheSwapUtils([(kv_caches[0][0], torch.zeros(BLOCKS * SIZE, 2, 3))], SIZE)
 
 
-def test_bad_pairs_and_mixed_devices_are_refused_there_too():
-    in_child(check_bad_pairs)
+def test_bad_pairs_and_mixed_devices_are_refused_there_too(there: Callable[..., None]):
+    there(check_bad_pairs)
 
 
 def check_the_parameters() -> None:
@@ -113,8 +122,8 @@ def check_the_parameters() -> None:
     assert seen == 2 * [(NAME, (8, 2))]
 
 
-def test_a_copy_of_ones_own_gets_padded_pairs_on_the_device_between_two_step_marks():
-    in_child(check_the_parameters)
+def test_a_copy_of_ones_own_gets_padded_pairs_on_the_device_between_two_step_marks(there: Callable[..., None]):
+    there(check_the_parameters)
 
 
 def check_a_defragmenter(graphed: bool) -> None:
@@ -140,8 +149,8 @@ def check_a_defragmenter(graphed: bool) -> None:
 
 
 @pytest.mark.parametrize("graphed", [False, True])
-def test_a_defragmenter_keeps_every_byte_there(graphed: bool):
-    in_child(lambda: check_a_defragmenter(graphed))
+def test_a_defragmenter_keeps_every_byte_there(graphed: bool, there: Callable[..., None]):
+    there(check_a_defragmenter, graphed)
 
 
 def check_moves() -> None:
@@ -164,5 +173,5 @@ def check_moves() -> None:
         assert torch.equal(own.memory, wanted)
 
 
-def test_moves_copies_and_more_pairs_than_a_batch_holds_work_there():
-    in_child(check_moves)
+def test_moves_copies_and_more_pairs_than_a_batch_holds_work_there(there: Callable[..., None]):
+    there(check_moves)

@@ -1,8 +1,13 @@
 """A stand-in for a device that our ops have no kernel for: PyTorch's PrivateUse1, its few ops over memory of the CPU.
 
-It is registered for the whole process, so use it in a forked child.
+It is registered for the whole process, so a check that needs it runs in a process of its own: see `own_process`.
 """
 
+import functools
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +32,17 @@ class OwnTensor(torch.Tensor):
         return made
 
 
+PATIENCE = 300.0
+
+
+@contextmanager
+def own_process() -> Iterator[Callable[..., None]]:
+    """Give what runs functions in another process. It is not forked: locks that threads hold would stay held."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda check, *args: pool.submit(check, *args).result(PATIENCE)
+
+
+@functools.cache
 def register() -> list[str]:
     """Make the device known to PyTorch; returns the ops that it runs from then on, a list that grows."""
     _setup_privateuseone_for_python_backend(NAME)
