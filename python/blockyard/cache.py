@@ -119,12 +119,8 @@ class KVCache:
         host = _host_blocks(host_blocks, host_bytes, size)
         external = _sized("external", external, external_bytes, size)
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
-        is_stored = external is not None or prefix_store is not None
-        staging = read_bytes("max_staging", max_staging, holds=size if is_stored else 1)
-        if max_device_blocks is not None and (tensors is not None or device_blocks is None):
-            raise InvalidArgumentError("max_device_blocks needs device_blocks, and makes the tensors itself")
-        if tensors is None and device_blocks is None:
-            raise InvalidArgumentError("device_blocks is None, must be an int where no tensors are given")
+        staging = read_bytes("max_staging", max_staging, holds=size if external or prefix_store else 1)
+        _check_device(tensors, device_blocks, max_device_blocks)
         if prefix_store is not None and prefix_caching is True:
             prefix_caching = PrefixCaching(host=host > 0)
         self.layout = layout
@@ -354,6 +350,13 @@ class CacheStep:
 
 def _namespace(name: bytes, layout: KVLayout | GroupedLayout) -> bytes:
     return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()
+
+
+def _check_device(tensors: Sequence[Tensor] | None, blocks: int | None, most: int | None) -> None:
+    if most is not None and (tensors is not None or blocks is None):
+        raise InvalidArgumentError("max_device_blocks needs device_blocks, and makes the tensors itself")
+    if tensors is None and blocks is None:
+        raise InvalidArgumentError("device_blocks is None, must be an int where no tensors are given")
 
 
 def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> int:
