@@ -135,10 +135,9 @@ def source_entry(module: str, name: str) -> str:
     node = defined(module, name)
     shown, text = name, ""
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
-        makers = [
-            m for m in getattr(node, "body", []) if isinstance(m, ast.FunctionDef) and m.name in {"__init__", "__new__"}
-        ]
-        called = node if isinstance(node, ast.FunctionDef) else next(iter(makers), None)
+        functions = [node, *node.body] if isinstance(node, ast.FunctionDef) else node.body
+        makers = {name, "__init__", "__new__"}
+        called = next((f for f in functions if isinstance(f, ast.FunctionDef) and f.name in makers), None)
         shown += "" if called is None else f"({plain_arguments(called.args)})"
         text = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ").strip()
     return f"### `{shown}`\n\n{text}".rstrip() + "\n"
@@ -161,9 +160,10 @@ def defined(module: str, name: str) -> ast.stmt | None:
             return node
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name:
             return node
-        for alias in node.names if isinstance(node, ast.ImportFrom) and node.module else ():
-            if name == (alias.asname or alias.name):
-                return defined(str(node.module), alias.name)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    return defined(node.module, alias.name)
     return None
 
 

@@ -126,11 +126,8 @@ class KVCache:
         self.layout = layout
         self._closers: list[Callable[[], object]] = []  # each does nothing the second time
         try:
-            self.elastic: ElasticCache | None = None
-            if max_device_blocks is not None and device_blocks is not None:
-                self.elastic = ElasticCache(
-                    layout, num_blocks=device_blocks, max_blocks=max_device_blocks, device=device
-                )
+            self.elastic = _elastic(layout, device_blocks, max_device_blocks, device)
+            if self.elastic is not None:
                 self._closers.append(self.elastic.close)
                 tensors = self.elastic.tensors
             self.engine = CacheEngine(
@@ -357,6 +354,14 @@ def _check_device(tensors: Sequence[Tensor] | None, blocks: int | None, most: in
         raise InvalidArgumentError("max_device_blocks needs device_blocks, and makes the tensors itself")
     if tensors is None and blocks is None:
         raise InvalidArgumentError("device_blocks is None, must be an int where no tensors are given")
+
+
+def _elastic(
+    layout: KVLayout | GroupedLayout, blocks: int | None, most: int | None, device: str | torch.device
+) -> ElasticCache | None:
+    if most is None or blocks is None:
+        return None
+    return ElasticCache(layout, num_blocks=blocks, max_blocks=most, device=device)
 
 
 def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> int:
