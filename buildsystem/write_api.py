@@ -29,6 +29,7 @@ MODULES = {
     "blockyard.types": "Results and facets, for annotations.",
     "blockyard.layout": "Where the bytes of a block lie in an engine's tensors.",
     "blockyard.engine": "Copies between device, host and staging rows; needs torch.",
+    "blockyard.engine.ops": "The copies as torch ops: also `torch.ops.blockyard.swap_blocks` and so on.",
     "blockyard.executor": "Carries decisions out with an engine and a store; needs torch.",
     "blockyard.stores": "External storage.",
     "blockyard.scheduler": "The reference scheduler.",
@@ -37,11 +38,25 @@ MODULES = {
     "blockyard.events": "Events of the prefix cache.",
     "blockyard.defrag": "Defragmentation beside an allocator that is not Blockyard's.",
     "blockyard.errors": "Errors.",
+    "blockyard.integrations.transformers": "Hugging Face models served from a paged cache.",
+}
+# What engines call through interfaces of their own, which the engine's documentation explains. It is read from the
+# source, since most of these engines are not installed here.
+ADAPTERS = {
+    "blockyard.integrations.transformers.continuous": "Below transformers' own batching: `docs/transformers.md`.",
+    "blockyard.integrations.vllm": "Loaded by vLLM by name: `docs/vllm.md`.",
+    "blockyard.integrations.sglang": "Loaded by SGLang's HiCache by name: `docs/sglang.md`.",
+    "blockyard.integrations.sglang.linker": "Loaded by SGLang's unified cache by name: `docs/sglang.md`.",
+    "blockyard.integrations.lmcache": "Loaded by LMCache by name: `docs/lmcache.md`.",
+    "blockyard.integrations.nano": "In place of the block manager of nano-vllm and engines like it: `docs/nano.md`.",
+    "blockyard.integrations.vllm_v0": "In place of the block manager of vLLM 0.7.3's shape.",
+    "blockyard.integrations.router_events": "Events over ZMQ for prefix routers, in vLLM's form.",
+    "blockyard.integrations.gaudi": "In place of the class of this name in vllm-hpu-extension.",
 }
 HEAD = """# API
 
 `make docs` writes this page from the code: every public name, its signature, and the first sentence of its docstring.
-`help(name)` shows the rest: shapes, dtypes, errors.
+`help(name)` shows the rest: shapes, dtypes, errors. `blockyard.testing` has [a page of its own](test-kit.md).
 """
 
 
@@ -100,7 +115,63 @@ def api_page() -> str:
         parts.append(f"\n## `{name}`\n\n{purpose}\n")
         names = [public for public in module.__all__ if public != "__version__"]
         parts += ["\n" + entry(public, getattr(module, public)) for public in names]
+    for name, purpose in ADAPTERS.items():
+        parts.append(f"\n## `{name}`\n\n{purpose}\n")
+        parts += ["\n" + source_entry(name, public) for public in public_names(name)]
     return "".join(parts)
+
+
+def public_names(module: str) -> list[str]:
+    """Give a module's `__all__` without importing it."""
+    for node in parsed(module).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    raise SystemExit(f"{module} has no __all__")
+
+
+def source_entry(module: str, name: str) -> str:
+    """Give what the page says of one name of a module that is not imported."""
+    node = defined(module, name)
+    shown, text = name, ""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        functions = [node, *node.body] if isinstance(node, ast.FunctionDef) else node.body
+        makers = {name, "__init__", "__new__"}
+        called = next((f for f in functions if isinstance(f, ast.FunctionDef) and f.name in makers), None)
+        shown += "" if called is None else f"({plain_arguments(called.args)})"
+        text = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ").strip()
+    return f"### `{shown}`\n\n{text}".rstrip() + "\n"
+
+
+def plain_arguments(arguments: ast.arguments) -> str:
+    """Give the arguments of a function without annotations and `self`."""
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    if arguments.args and arguments.args[0].arg in {"self", "cls"}:
+        del arguments.args[0]
+    return ast.unparse(arguments)
+
+
+def defined(module: str, name: str) -> ast.stmt | None:
+    """Find the statement that defines a name, also in the module that it is imported from."""
+    for node in ast.walk(parsed(module)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return node
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    return defined(node.module, alias.name)
+    return None
+
+
+def parsed(module: str) -> ast.Module:
+    """Parse the source, or the stub, of one of our modules."""
+    path = ROOT.joinpath("python", *module.split("."))
+    files = (path / "__init__.py", path.with_suffix(".pyi"), path.with_suffix(".py"))
+    return ast.parse(next(file for file in files if file.exists()).read_text(encoding="utf-8"))
 
 
 def entry(name: str, target: object) -> str:

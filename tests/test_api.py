@@ -11,6 +11,7 @@ import pytest
 
 import blockyard
 from blockyard import BlockManager
+from blockyard.engine import ops
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "buildsystem"))
@@ -32,6 +33,21 @@ def test_the_page_and_the_stub_are_up_to_date():
     script = [sys.executable, str(ROOT / "buildsystem" / "write_api.py"), "--check"]
     finished = subprocess.run(script, check=False, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
+
+
+def test_the_page_lists_the_copy_ops_and_each_integration():
+    page = write_api.PAGE.read_text(encoding="utf-8")
+    for name in ops.OPS:
+        assert f"### `{name}(" in page
+    folder = Path(blockyard.__file__).parent / "integrations"
+    modules = {path.stem for path in folder.iterdir() if path.stem[0] != "_"}
+    helpers = {"fit", "objects", "sampling"}  # of the others
+    listed = {name.split(".")[2] for name in (*MODULES, *write_api.ADAPTERS) if ".integrations." in name}
+    assert listed == modules - helpers
+    for module in write_api.ADAPTERS:
+        for name in write_api.public_names(module):
+            assert write_api.defined(module, name) is not None, f"{module}.{name}"
+            assert f"### `{name}" in page
 
 
 def test_a_manager_has_few_names():

@@ -124,19 +124,15 @@ class KVCache:
         host = _host_blocks(host_blocks, host_bytes, size)
         external = _sized("external", external, external_bytes, size)
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
-        is_stored = external is not None or prefix_store is not None
-        staging = read_bytes("max_staging", max_staging, holds=size if is_stored else 1)
-        _check_device_blocks(device_blocks, max_device_blocks, has_tensors=tensors is not None)
+        staging = read_bytes("max_staging", max_staging, holds=size if external or prefix_store else 1)
+        _check_device(tensors, device_blocks, max_device_blocks)
         if prefix_store is not None and prefix_caching is True:
             prefix_caching = PrefixCaching(host=host > 0)
         self.layout = layout
         self._closers: list[Callable[[], object]] = []  # each does nothing the second time
         try:
-            self.elastic: ElasticCache | None = None
-            if max_device_blocks is not None and device_blocks is not None:
-                self.elastic = ElasticCache(
-                    layout, num_blocks=device_blocks, max_blocks=max_device_blocks, device=device
-                )
+            self.elastic = _elastic(layout, device_blocks, max_device_blocks, device)
+            if self.elastic is not None:
                 self._closers.append(self.elastic.close)
                 tensors = self.elastic.tensors
             self.engine = CacheEngine(
@@ -366,11 +362,19 @@ def _namespace(name: bytes, layout: KVLayout | GroupedLayout) -> bytes:
     return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()
 
 
-def _check_device_blocks(device_blocks: int | None, max_device_blocks: int | None, *, has_tensors: bool) -> None:
-    if max_device_blocks is not None and (has_tensors or device_blocks is None):
+def _check_device(tensors: Sequence[Tensor] | None, blocks: int | None, most: int | None) -> None:
+    if most is not None and (tensors is not None or blocks is None):
         raise InvalidArgumentError("max_device_blocks needs device_blocks, and makes the tensors itself")
-    if not has_tensors and device_blocks is None:
+    if tensors is None and blocks is None:
         raise InvalidArgumentError("device_blocks is None, must be an int where no tensors are given")
+
+
+def _elastic(
+    layout: KVLayout | GroupedLayout, blocks: int | None, most: int | None, device: str | torch.device
+) -> ElasticCache | None:
+    if most is None or blocks is None:
+        return None
+    return ElasticCache(layout, num_blocks=blocks, max_blocks=most, device=device)
 
 
 def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> int:

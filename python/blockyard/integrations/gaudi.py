@@ -14,6 +14,8 @@ from torch import Tensor
 
 from blockyard.engine.mover import BlockMover, Move, cache_views
 
+__all__ = ["CacheSwapUtils"]
+
 Cache = tuple[Tensor, Tensor | None] | Sequence[Tensor | None]
 
 

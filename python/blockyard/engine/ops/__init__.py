@@ -30,6 +30,8 @@ from blockyard.engine.ops.checks import CopyOps
 from blockyard.engine.ops.library import op_library
 from blockyard.errors import LayoutError, MappingError
 
+__all__ = ["copy_blocks", "exchange_blocks", "gather_blocks", "move_blocks", "scatter_blocks", "swap_blocks"]
+
 
 def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
     """Copy blocks from one set of cache views to another: device to host, host to device, or within one device.
