@@ -81,7 +81,7 @@ void set_device_strategies(int64_t device, Tensor rules) {
 
 void set_device_batch_pieces(int64_t device, int64_t most) {
     if (device < 0 || device >= kMaxDevices) fail("mapping", "device ", device, ", there can be ", kMaxDevices);
-    if (most < 1) fail("mapping", "a batch of at most ", most, " pieces, must be at least 1");
+    if (most < 0) fail("mapping", "a batch of at most ", most, " pieces, must be at least 0");
     set_batch_pieces(static_cast<int32_t>(device), static_cast<size_t>(most));
 }
 

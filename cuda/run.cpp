@@ -25,8 +25,9 @@ void check_cuda(cudaError_t status, const char* action) {
     }
 }
 
-// The check of a launch also finds what earlier calls of this thread left behind: report that before the first launch.
-// An error that cannot be cleared has ended the process's use of the device.
+// The check of a launch also finds what earlier calls of this thread left behind in this library's own runtime: report
+// that before the first launch. Errors that torch's calls leave are in torch's runtime, and torch reports them. An error
+// that cannot be cleared has ended the process's use of the device, whichever runtime met it first.
 void report_stale(const char* action) {
     const cudaError_t stale = cudaGetLastError();
     if (stale == cudaSuccess) return;
