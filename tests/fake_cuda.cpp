@@ -57,6 +57,7 @@ struct Fake {
     bool own_stream = true, capturing = false, has_bulk = true, tells_ranges = true;
     int answer = 0;      // to questions about memory of the host
     int capability = 9;  // major
+    bool full = false;   // the device has no memory left
     size_t most_pieces = SIZE_MAX;
     int faults = 0, questions = 0;
     // m: one copy, B: a batch, r: an event is recorded, w: waited for, K: a kernel on all, F: on few, U: the bulk
@@ -238,7 +239,7 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
     if (is_forbidden()) return failed(cudaErrorStreamCaptureUnsupported);
     fake.faults += fake.capturing;
     fake.calls += 'A';
-    *memory = std::malloc(bytes);
+    *memory = fake.full ? nullptr : std::malloc(bytes);
     if (*memory == nullptr) return failed(cudaErrorMemoryAllocation);
     allocated.push_back({number(*memory), number(*memory) + bytes, 0});
     return cudaSuccess;
@@ -356,13 +357,16 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
 
 void fake_reset(uintptr_t host, uintptr_t host_end, bool own_stream, bool capturing, bool has_bulk, bool tells_ranges,
                 size_t most_pieces) {
-    fake = {{host, host_end}, {}, {}, own_stream, capturing, has_bulk, tells_ranges, 0, 9, most_pieces, 0, 0, "", 0};
+    fake = {{host, host_end}, {}, {}, own_stream, capturing, has_bulk, tells_ranges, 0, 9, false,
+            most_pieces,      0,  0,  "",         0};
     has_context = false;
     last_error = lost = cudaSuccess;
     blockyard::declared().regions.clear();
     blockyard::set_batch_pieces(0, std::nullopt);
 }
 void fake_capability(int major) { fake.capability = major; }
+void fake_full(bool full) { fake.full = full; }
+void fake_prepare(int device) { blockyard::prepare(device); }
 void fake_driver(unsigned version) { driver_version = version; }
 unsigned fake_blocks() { return fake.blocks; }
 void fake_dry(bool dry) { is_dry = dry; }

@@ -131,7 +131,13 @@ def test_no_more_memory_is_asked_for_than_there_may_be():
 
 @pytest.mark.parametrize(
     ("seconds", "most"),
-    [((1.0, 1.0, 1.0), 512), ((1.0, 0.99, 0.9), 2048), ((1.0, 0.9, 0.89), 1024), ((1.0, None, 0.1), 512), ((None, 1.0, 1.0), 0)],
+    [
+        ((1.0, 1.0, 1.0), 512),
+        ((1.0, 0.99, 0.9), 2048),
+        ((1.0, 0.9, 0.89), 1024),
+        ((1.0, None, 0.1), 512),
+        ((None, 1.0, 1.0), 0),
+    ],
 )
 def test_batches_are_longer_only_where_that_is_faster(seconds: tuple[float | None, ...], most: int):
     taken = dict(zip(BATCH_SIZES, seconds, strict=True))

@@ -214,7 +214,7 @@ def test_an_engine_keeps_to_the_device_that_was_current_at_first(monkeypatch: py
     assert with_index("cpu") == torch.device("cpu")
     assert CudaLocker(torch.device("cuda")).device == torch.device("cuda", 3)
     asked: list[torch.device] = []
-    monkeypatch.setattr(engine, "check_device", lambda device, _: asked.append(device))
+    monkeypatch.setattr(engine, "prepare_device", asked.append)
     monkeypatch.setattr(engine, "CudaStreams", lambda device: asked.append(device) or WorkerStreams())
     monkeypatch.setattr(engine, "Memory", lambda *_, device, **__: asked.append(device))
     engine.CacheEngine(LAYOUT, device="cuda")
@@ -283,7 +283,7 @@ def test_a_call_inside_a_graph_capture_is_refused_and_both_go_on(captured: engin
         tensor.fill_(7)
     transfer = captured.submit("swap_out", PAIRS)
     LOG.clear()
-    with Graph.captured(), pytest.raises(CaptureError, match="call before or after the capture"):
+    with Graph.captured(), pytest.raises(CaptureError, match="before or after the capture"):
         CALLS[name](captured, transfer)
     assert (Graph.lost, LOG) == ([], [])
     assert captured.transfers.open() == (transfer,)

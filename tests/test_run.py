@@ -268,6 +268,24 @@ def test_a_driver_without_a_call_costs_speed_and_no_copy(fake: ctypes.CDLL):
     subprocess.run([sys.executable, "-c", OLD_DRIVER, fake._name], check=True, env=seen)
 
 
+def test_memory_for_staging_is_taken_before_the_first_copy_and_its_want_is_told_once(
+    fake: ctypes.CDLL, capfd: pytest.CaptureFixture[str]
+):
+    Case(fake)
+    fake.fake_begin_capture(0)
+    fake.fake_prepare(2)
+    assert fake.fake_end_capture() == 0
+    assert fake.fake_calls() == b"AA"
+    assert not capfd.readouterr().err
+    fake.fake_full(True)
+    fake.fake_prepare(1)
+    said = capfd.readouterr().err
+    for way in ("to", "from"):
+        assert said.count(f"CUDA device 1 has no 24 MiB left to stage copies {way} the host") == 1
+    fake.fake_prepare(1)
+    assert not capfd.readouterr().err
+
+
 INVALID, ILLEGAL_ADDRESS = 1, 700
 
 

@@ -455,7 +455,7 @@ def test_a_worker_refuses_every_call_inside_a_graph_capture_and_goes_on(
         capture.setattr(worker._streams, "capturing", lambda: True)
         for touching in ("launch", "fence", "close"):
             capture.setattr(worker._streams, touching, lambda *_: pytest.fail("a stream was touched"))
-        with pytest.raises(CaptureError, match="call before or after the capture"):
+        with pytest.raises(CaptureError, match="before or after the capture"):
             getattr(worker, call)(*arguments.get(call, ()))
     assert finish(worker, 1).success
     worker.submit_store(2, blocks, chunks)

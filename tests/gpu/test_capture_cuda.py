@@ -118,7 +118,7 @@ def test_asynchronous_calls_are_refused_and_neither_graph_nor_engine_is_the_wors
                 transfer.cancel,
                 lambda: transfer.done,
             ):
-                with pytest.raises(CaptureError, match="call before or after the capture"):
+                with pytest.raises(CaptureError, match="before or after the capture"):
                     call()
         graph.replay()
         torch.cuda.synchronize()

@@ -47,6 +47,7 @@ def load_stand_in(library: Path) -> ctypes.CDLL:
     loaded.fake_is_declared.restype = ctypes.c_bool
     loaded.fake_is_forbidden.restype = ctypes.c_bool
     loaded.fake_fail.argtypes = [ctypes.c_int, ctypes.c_bool]
+    loaded.fake_full.argtypes = [ctypes.c_bool]
     loaded.fake_driver.argtypes = [ctypes.c_uint]
     loaded.fake_batch_pieces.argtypes = [ctypes.c_size_t]
     loaded.fake_strategy.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]

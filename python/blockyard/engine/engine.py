@@ -18,7 +18,7 @@ from blockyard.engine.fill import HostFill
 from blockyard.engine.host_pool import OnFailure
 from blockyard.engine.mapping import Ids
 from blockyard.engine.memory import EngineTier, Memory, Rows
-from blockyard.engine.ops.library import check_device, op_library
+from blockyard.engine.ops.library import prepare_device
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, WorkerStreams
 from blockyard.engine.tasks import KINDS, Kind, Task, moving, reading, writing
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
@@ -63,6 +63,8 @@ class CacheEngine:
     All calls belong to one thread. An engine belongs to the process that made it: in a forked child every call but
     `close` raises `ForkedError`, and `close` lets go of the child's view of the memory alone. When the interpreter
     ends, work that has not begun is given up.
+
+    On CUDA an engine reserves 48 MiB of the device, once in a process, for staged copies.
 
     The blocks start as zeros: attention over a gathered block meets no NaN in slots that were never written.
 
@@ -115,7 +117,7 @@ class CacheEngine:
         self.device = there if device is None or str(device) == there.type else with_index(device)
         self._on_cuda = self.device.type == "cuda"
         if self._on_cuda:
-            check_device(self.device, op_library())
+            prepare_device(self.device)
         if streams is None:
             streams = CudaStreams(self.device) if self._on_cuda else WorkerStreams()
             if self._on_cuda:
@@ -194,6 +196,7 @@ class CacheEngine:
                 nothing was submitted.
             TransferQueueFullError: too many bytes are under way, and `on_full` is `"refuse"`.
             InvalidArgumentError: another argument is out of range, or a transfer in `after` is of another engine.
+            CaptureError: a graph is being captured; nothing was submitted.
         """
         self.transfers.check()
         if (by_layer or prefetch) and kind != "swap_in":
@@ -220,7 +223,7 @@ class CacheEngine:
             on_full: whether to `"wait"` or to `"refuse"`.
 
         Raises:
-            MappingError, TransferQueueFullError, InvalidArgumentError: as for `submit`.
+            MappingError, TransferQueueFullError, InvalidArgumentError, CaptureError: as for `submit`.
         """
         self.transfers.check()
         return self._submit(reading(self.memory, tier, blocks, chunk=self._chunk()), after, after_compute, on_full)
@@ -249,7 +252,7 @@ class CacheEngine:
 
         Raises:
             LayoutError: the rows have another shape or dtype; nothing was submitted.
-            MappingError, TransferQueueFullError, InvalidArgumentError: as for `submit`.
+            MappingError, TransferQueueFullError, InvalidArgumentError, CaptureError: as for `submit`.
         """
         self.transfers.check()
         prefetch = prefetch and tier == "device"
@@ -267,7 +270,7 @@ class CacheEngine:
         Raises:
             MappingError: the mapping is malformed or out of range, or names a part of a host block that holds no bytes;
                 nothing was moved.
-            CaptureError: a graph is being recorded, and transfers are open.
+            CaptureError: a graph is being captured, and transfers are open or the blocks are the host's.
         """
         self.transfers.process.check()
         task = moving(self.memory, kind, pairs, tier, chunk=None)
@@ -286,6 +289,7 @@ class CacheEngine:
 
         Raises:
             MappingError: an id is out of range, or names a part of a host block that holds no bytes.
+            CaptureError: a graph is being captured.
         """
         self.transfers.check()
         task = reading(self.memory, tier, blocks, chunk=None)
@@ -304,6 +308,7 @@ class CacheEngine:
         Raises:
             MappingError: an id is out of range or repeats; nothing was written.
             LayoutError: the rows have another shape or dtype; nothing was written.
+            CaptureError: a graph is being captured; nothing was written.
         """
         self.transfers.check()
         task = writing(self.memory, tier, blocks, rows, chunk=None, copies=True)
@@ -333,12 +338,16 @@ class CacheEngine:
     # ---- both ----
 
     def fence(self) -> Event:
-        """Mark the present end of compute, for `after_compute`."""
+        """Mark the present end of compute, for `after_compute`; raises CaptureError inside a graph capture."""
         self.transfers.check()
         return self.streams.fence()
 
     def poll(self) -> None:
-        """End transfers that have ended, and start prefetches that may start by now; never waits."""
+        """End transfers that have ended, and start prefetches that may start by now; never waits.
+
+        Raises:
+            CaptureError: a graph is being captured.
+        """
         self.transfers.poll()
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ OnFull: TypeAlias = Literal["wait", "refuse"]
 
 
 class Transfer:
-    """A transfer of the copy engine: under way, or ended.
+    """A transfer of the copy engine: under way, or ended. Every call raises `CaptureError` inside a graph capture.
 
     Attributes:
         error: what failed, `TransferCancelledError` if it never started; then no byte of its destinations can be

@@ -30,6 +30,7 @@ from blockyard.engine.cuda.streams import CudaStreams
 from blockyard.engine.host_pool import HostPool
 from blockyard.engine.mapping import unequal_pairs
 from blockyard.engine.ops import bind
+from blockyard.engine.ops.library import prepare_device
 from blockyard.engine.streams import Event, StreamName, Streams, WorkerStreams, refuse_capture
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.vllm.region import SharedRegion
@@ -114,6 +115,8 @@ class BlockyardWorker(OffloadingWorker):
         )
         if self._host.problem:
             _LOG.warning("copies will be slow: %s", self._host.problem)
+        if self._on_cuda:
+            prepare_device(self._device)
         self._streams: Streams = CudaStreams(self._device) if self._on_cuda else WorkerStreams()
         self._groups: list[_Group] = []
         self._block_bytes: list[int] = []
