@@ -160,7 +160,7 @@ class FakeDriver:
 
     def cuMemUnmap(self, ptr, size) -> tuple[CUresult]:
         found, memory = self._whole(ptr, size), self._bytes(ptr, size)
-        assert not (self.busy or any(self.streams.values())), "the device may still be using what is unmapped"
+        assert True not in {self.busy, *self.streams.values()}, "the device may still be using what is unmapped"
         if not found or memory is None:
             return (BAD,)
         memory[:] = 0xA5

@@ -87,7 +87,7 @@ def refuse_capture(streams: Streams) -> None:
         CaptureError: a graph is being captured on the compute stream.
     """
     if streams.capturing():
-        raise CaptureError("a graph is being captured, and this call cannot go into it: make it before or after the capture")
+        raise CaptureError("a graph is being captured and cannot hold this call: make it before or after the capture")
 
 
 class _Fired:
