@@ -3,6 +3,7 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <climits>
 #include <mutex>
 #include <vector>
 
@@ -100,6 +101,13 @@ cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, size_t m
 }
 
 }  // namespace
+
+int compute_capability(int32_t device) {
+    int major = 0;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess) return major;
+    cudaGetLastError();  // The copy itself will say what is wrong with the device.
+    return INT_MAX;
+}
 
 cudaError_t order(cudaEvent_t event, cudaStream_t earlier, cudaStream_t later) {
     const cudaError_t status = cudaEventRecord(event, earlier);

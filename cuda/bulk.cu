@@ -1,13 +1,9 @@
 // Copies by the bulk engine of devices from sm_90 on: global memory to shared memory and back, with few instructions a
 // piece. Machine code for older devices has none of it.
 
-#include <array>
-#include <atomic>
-
 #include "bulk_kernel.h"
 #include "copy.h"
 #include "launch.h"
-#include "strategy.h"
 
 namespace blockyard {
 namespace {
@@ -97,30 +93,19 @@ __global__ void __launch_bounds__(kWarp)
 #endif
 }
 
-// Whether the code that this device runs was compiled for the bulk engine. PTX of an older architecture was not, even
-// if the device has the engine.
-bool prepare_bulk() {
-    cudaFuncAttributes attributes{};
-    return cudaFuncGetAttributes(&attributes, copy_by_bulk) == cudaSuccess && attributes.ptxVersion >= kBulkArch &&
-           cudaFuncSetAttribute(copy_by_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes) == cudaSuccess;
-}
-
 }  // namespace
 
-bool has_bulk(int device) {
-    enum State : int8_t { kUnknown, kNo, kYes };
-    static std::array<std::atomic<int8_t>, kMaxDevices> states;
-    if (device < 0 || device >= kMaxDevices) return false;
-    std::atomic<int8_t>& state = states[static_cast<size_t>(device)];
-    if (state == kUnknown) {
-        int before = 0;
-        // Without a device there is no bulk engine.
-        const bool entered = cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
-        state = entered && prepare_bulk() ? kYes : kNo;
-        if (entered) cudaSetDevice(before);
-        cudaGetLastError();  // A missing engine is not the caller's error: clear it.
-    }
-    return state == kYes;
+// PTX of an older architecture was not compiled for the bulk engine, even if the device has one.
+cudaError_t ask_bulk(bool* found) {
+    cudaFuncAttributes attributes{};
+    cudaError_t status = cudaFuncGetAttributes(&attributes, copy_by_bulk);
+    // No code that this device runs, or too little shared memory, is an answer.
+    if (status == cudaErrorInvalidDeviceFunction || status == cudaErrorNoKernelImageForDevice) status = cudaSuccess;
+    *found = status == cudaSuccess && attributes.ptxVersion >= kBulkArch;
+    if (!*found) return status;
+    status = cudaFuncSetAttribute(copy_by_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes);
+    *found = status == cudaSuccess;
+    return status == cudaErrorInvalidValue ? cudaSuccess : status;
 }
 
 cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned most,

@@ -31,8 +31,11 @@ cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const 
 cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks,
                              cudaStream_t stream);
 
-// Whether a device has a bulk engine and the library has machine code for it.
+// Whether a device has a bulk engine and the library has machine code for it. Also while a thread captures a graph.
 bool has_bulk(int device);
+
+// The same of the current device. Fails where that cannot be said now, as when memory is short.
+cudaError_t ask_bulk(bool* found);
 
 // Copies every pair in every tensor by the bulk engine, driven by at most `blocks` blocks of threads. Pairs must be
 // independent; both sides are memory of the current device or page-locked. Requires has_bulk and fits_bulk.
@@ -47,6 +50,21 @@ cudaError_t copy_batch(const CopyBatch& batch, size_t most, cudaStream_t stream)
 // Lets `later` wait for all that was queued on `earlier`. A wait uses the event's last record, so one event serves any
 // number of calls.
 cudaError_t order(cudaEvent_t event, cudaStream_t earlier, cudaStream_t later);
+
+// Lets this thread make calls, such as allocations, that a capture by any thread would forbid.
+class RelaxedCapture {
+  public:
+    RelaxedCapture() : exchanged_(cudaThreadExchangeStreamCaptureMode(&mode_) == cudaSuccess) {}
+    ~RelaxedCapture() {
+        if (exchanged_) cudaThreadExchangeStreamCaptureMode(&mode_);
+    }
+    RelaxedCapture(const RelaxedCapture&) = delete;
+    RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+  private:
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+    bool exchanged_;
+};
 
 // Whether this stream is being captured into a graph.
 bool is_capturing(cudaStream_t stream);

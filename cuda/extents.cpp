@@ -25,12 +25,13 @@ Declared& declared() {
 using GetAttributes = CUresult (*)(unsigned, CUpointer_attribute*, void**, CUdeviceptr);
 using GetRange = CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr);
 
-// Looked up at run time: the library must load where there is no driver.
+// Looked up at run time: the library must load where there is no driver. `version` is the release that introduced the
+// call: a driver refuses versions above its own, such as those of a newer toolkit.
 template <typename Function>
-Function find_driver_call(const char* name) {
+Function find_driver_call(const char* name, unsigned version) {
     void* symbol = nullptr;
     cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-    if (cudaGetDriverEntryPointByVersion(name, &symbol, CUDART_VERSION, cudaEnableDefault, &result) != cudaSuccess) {
+    if (cudaGetDriverEntryPointByVersion(name, &symbol, version, cudaEnableDefault, &result) != cudaSuccess) {
         cudaGetLastError();  // The extent is unknown then, which the caller survives.
         return nullptr;
     }
@@ -41,7 +42,7 @@ Function find_driver_call(const char* name) {
 Extent unknown(uintptr_t address, bool pinned) { return {address, address + 1, pinned, false, 0}; }
 
 Extent ask_device_extent(uintptr_t address) {
-    static const auto get_range = find_driver_call<GetRange>("cuMemGetAddressRange");
+    static const auto get_range = find_driver_call<GetRange>("cuMemGetAddressRange", 3020);
     CUdeviceptr start = 0;
     size_t size = 0;
     // Of mapped memory it gives the mapping, not the whole reservation.
@@ -73,15 +74,15 @@ bool Extents::in_region(uintptr_t address) {
 }
 
 Extent Extents::ask_host_extent(uintptr_t address) {
-    static const auto get_attributes = find_driver_call<GetAttributes>("cuPointerGetAttributes");
+    static const auto get_attributes = find_driver_call<GetAttributes>("cuPointerGetAttributes", 7000);
+    if (get_attributes == nullptr) return unknown(address, false);
     unsigned type = 0;
     CUdeviceptr on_device = 0, start = 0;
     size_t size = 0;
     CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
                                    CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_RANGE_SIZE};
     void* values[] = {&type, &on_device, &start, &size};
-    const CUresult status =
-        get_attributes == nullptr ? CUDA_ERROR_NOT_FOUND : get_attributes(4, names, values, address);
+    const CUresult status = get_attributes(4, names, values, address);
     if (status != CUDA_SUCCESS) {
         error_ = status;
         return unknown(address, false);

@@ -81,7 +81,7 @@ void set_device_strategies(int64_t device, Tensor rules) {
 
 void set_device_batch_pieces(int64_t device, int64_t most) {
     if (device < 0 || device >= kMaxDevices) fail("mapping", "device ", device, ", there can be ", kMaxDevices);
-    if (most < 1) fail("mapping", "a batch of at most ", most, " pieces, must be at least 1");
+    if (most < 0) fail("mapping", "a batch of at most ", most, " pieces, must be at least 0");
     set_batch_pieces(static_cast<int32_t>(device), static_cast<size_t>(most));
 }
 
@@ -92,6 +92,11 @@ void set_region(int64_t address, int64_t num_bytes, int64_t chunk_bytes) {
     declare_region(static_cast<uintptr_t>(address), static_cast<size_t>(num_bytes), static_cast<size_t>(chunk_bytes));
 }
 
+void prepare_device(int64_t device) {
+    if (device < 0 || device >= kMaxDevices) fail("mapping", "device ", device, ", there can be ", kMaxDevices);
+    prepare(static_cast<int32_t>(device));
+}
+
 bool has_device_bulk(int64_t device) { return has_bulk(static_cast<int>(device)); }
 
 }  // namespace
@@ -100,6 +105,7 @@ bool has_device_bulk(int64_t device) { return has_bulk(static_cast<int>(device))
 // Whatever selects the device: these say themselves what they cannot take.
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CompositeExplicitAutograd, m) {
     m.impl("has_bulk", TORCH_BOX(&blockyard::has_device_bulk));
+    m.impl("prepare", TORCH_BOX(&blockyard::prepare_device));
     m.impl("set_batch_pieces", TORCH_BOX(&blockyard::set_device_batch_pieces));
     m.impl("set_region", TORCH_BOX(&blockyard::set_region));
     m.impl("run_swap", TORCH_BOX(&blockyard::run_swap));

@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 
 #include "copy.h"
 #include "extents.h"
@@ -25,7 +27,8 @@ void check_cuda(cudaError_t status, const char* action) {
     }
 }
 
-// The check of a launch also finds what earlier calls of this thread left behind: report that before the first launch.
+// The check of a launch also finds what earlier calls of this thread left behind in this library's own copy of the
+// runtime: report that before the first launch. Torch's calls leave their errors in torch's copy, for torch to report.
 // An error that cannot be cleared has ended the process's use of the device.
 void report_stale(const char* action) {
     const cudaError_t stale = cudaGetLastError();
@@ -236,6 +239,19 @@ Side on_device(Side host, const HostMemory& memory) {
     return host;
 }
 
+// Whether copies can be staged; warns once of each direction where there is no memory for it.
+bool can_stage(int32_t device, bool to_host) {
+    static std::array<std::array<std::atomic<bool>, 2>, kMaxDevices> told;
+    if (has_staging(device, to_host)) return true;
+    if (device >= 0 && device < kMaxDevices && !told[static_cast<size_t>(device)][to_host].exchange(true)) {
+        std::ostringstream message;
+        message << "CUDA device " << device << " has no " << (kSlots * kSlotBytes >> 20) << " MiB left to stage copies "
+                << (to_host ? "to" : "from") << " the host: those of many small pieces will be slower in this process";
+        aoti_torch_warn(__func__, __FILE__, __LINE__, message.str().c_str());
+    }
+    return false;
+}
+
 bool is_kernel(Strategy strategy) { return strategy == Strategy::kKernel || strategy == Strategy::kBulk; }
 
 StrategyChoice strategy_between(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs,
@@ -244,7 +260,7 @@ StrategyChoice strategy_between(const std::vector<CopyTensor>& tensors, const st
     const bool to_host = direction == Direction::kToHost;
     const bool rows = has_host_rows(tensors, to_host);
     StrategyChoice choice = strategy_of(tensors, pairs, device, direction, rows);
-    if (choice.strategy == Strategy::kStaged && (is_capturing(stream) || !has_staging(device, to_host))) {
+    if (choice.strategy == Strategy::kStaged && (is_capturing(stream) || !can_stage(device, to_host))) {
         choice = strategy_of(tensors, pairs, device, direction, false);
     }
     // Narrow accesses would waste most of the link's bandwidth.
@@ -319,6 +335,13 @@ void run(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs) {
     }
     if (pairs.empty()) return;
     within ? run_on_device(src, dst, independent(pairs)) : run_between(src, dst, pairs);
+}
+
+void prepare(int32_t device) {
+    const DeviceGuard guard(device);
+    check_cuda(cudaSetDevice(device), "entering the device");
+    has_bulk(device);
+    for (const bool to_host : {false, true}) can_stage(device, to_host);
 }
 
 void run_within(const Side& caches, const Steps& plan) {

@@ -1,6 +1,7 @@
 // Queues checked copies on the current stream of their device.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "check.h"
@@ -13,6 +14,9 @@ void run(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs);
 
 // Runs steps within one side. Throws unless it is on a CUDA device.
 void run_within(const Side& caches, const Steps& plan);
+
+// Makes what copies of a device need beforehand, while it has memory for it: staging, and the bulk engine's code.
+void prepare(int32_t device);
 
 // Copies with one call a piece: the baseline of the benchmarks.
 void run_loop(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs);

@@ -146,10 +146,8 @@ bool has_staging(int device, bool to_host) {
     if (!ring.tried) {
         ring.tried = true;
         // An allocation would break a capture of another thread in any other mode.
-        cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-        const bool relaxed = cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess;
+        const RelaxedCapture relaxed;
         ring.ready = allocate(ring) == cudaSuccess;
-        if (relaxed) cudaThreadExchangeStreamCaptureMode(&mode);
         if (!ring.ready) cudaGetLastError();  // Other strategies need no ring: clear the error.
     }
     return ring.ready;

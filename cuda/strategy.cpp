@@ -10,7 +10,7 @@ namespace {
 struct Table {
     std::mutex mutex;
     std::array<std::vector<StrategyRule>, kMaxDevices> rules;
-    std::array<size_t, kMaxDevices> batch_pieces{};  // 0: not set
+    std::array<std::optional<size_t>, kMaxDevices> batch_pieces;
 };
 
 Table& table() {
@@ -26,16 +26,17 @@ void set_strategies(int32_t device, std::vector<StrategyRule> rules) {
     table().rules.at(static_cast<size_t>(device)) = std::move(rules);
 }
 
-void set_batch_pieces(int32_t device, size_t most) {
+void set_batch_pieces(int32_t device, std::optional<size_t> most) {
     const std::lock_guard<std::mutex> lock(table().mutex);
     table().batch_pieces.at(static_cast<size_t>(device)) = most;
 }
 
 size_t batch_pieces(int32_t device) {
-    if (device < 0 || device >= kMaxDevices) return kBatchPieces;
-    const std::lock_guard<std::mutex> lock(table().mutex);
-    const size_t most = table().batch_pieces[static_cast<size_t>(device)];
-    return most > 0 ? most : kBatchPieces;
+    if (device >= 0 && device < kMaxDevices) {
+        const std::lock_guard<std::mutex> lock(table().mutex);
+        if (const auto most = table().batch_pieces[static_cast<size_t>(device)]) return *most;
+    }
+    return compute_capability(device) < kUntriedCapability ? kBatchPieces : 0;
 }
 
 StrategyChoice choose_strategy(int32_t device, Direction direction, int64_t bytes, int64_t count, bool host_rows) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace blockyard {
@@ -50,9 +51,15 @@ void set_strategies(int32_t device, std::vector<StrategyRule> rules);
 // Pieces of one batched call, unless a device's calibration says otherwise. Some drivers crash with tens of thousands,
 // and a call's pieces start to move once it has returned.
 constexpr size_t kBatchPieces = 1024;
+// From this major compute capability on, peers report that batched calls crash the process: without a calibration
+// there are none.
+constexpr int kUntriedCapability = 10;
 
-// Sets a device's most pieces of one batched call, at least 1.
-void set_batch_pieces(int32_t device, size_t most);
+// The major compute capability of a device; INT_MAX if the runtime does not say.
+int compute_capability(int32_t device);
+
+// Sets a device's most pieces of one batched call; 0: pieces are copied one by one. None: takes back what was set.
+void set_batch_pieces(int32_t device, std::optional<size_t> most);
 size_t batch_pieces(int32_t device);
 
 // Chooses for so many pieces of so many bytes on average; `host_rows`: the host's pieces of a block are contiguous.

@@ -4,13 +4,19 @@
 // the legacy stream. What a device would not survive is counted as a fault.
 
 #include <cuda.h>
+#include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <string>
 #include <thread>
+
+// Built with a newer toolkit than the driver's release, as a user's own may be.
+#undef CUDART_VERSION
+#define CUDART_VERSION 13010
 
 #include "../cuda/batch.cpp"
 #include "../cuda/check.cpp"
@@ -49,7 +55,9 @@ struct Fake {
     Range host;
     std::vector<Range> registered, mapped;
     bool own_stream = true, capturing = false, has_bulk = true, tells_ranges = true;
-    int answer = 0;  // to questions about memory of the host
+    int answer = 0;      // to questions about memory of the host
+    int capability = 9;  // major
+    bool full = false;   // the device has no memory left
     size_t most_pieces = SIZE_MAX;
     int faults = 0, questions = 0;
     // m: one copy, B: a batch, r: an event is recorded, w: waited for, K: a kernel on all, F: on few, U: the bulk
@@ -58,6 +66,8 @@ struct Fake {
     unsigned blocks = 0;  // of the last kernel on few
 };
 Fake fake;
+// Of the driver; a test that wants another sets it before the first call.
+unsigned driver_version = 13000;
 bool is_dry = false;  // nothing is copied: the time of a call is what checks and submission take
 int side_stream;
 std::mutex mutex;  // of what the threads of host pools change
@@ -229,7 +239,7 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
     if (is_forbidden()) return failed(cudaErrorStreamCaptureUnsupported);
     fake.faults += fake.capturing;
     fake.calls += 'A';
-    *memory = std::malloc(bytes);
+    *memory = fake.full ? nullptr : std::malloc(bytes);
     if (*memory == nullptr) return failed(cudaErrorMemoryAllocation);
     allocated.push_back({number(*memory), number(*memory) + bytes, 0});
     return cudaSuccess;
@@ -281,14 +291,32 @@ cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpy
     return cudaSuccess;
 }
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
-    const std::string wanted = name;
-    *function = wanted == "cuMemcpyBatchAsync"       ? reinterpret_cast<void*>(&copy_as_batch)
-                : wanted == "cuPointerGetAttributes" ? reinterpret_cast<void*>(&describe_pointer)
-                : wanted == "cuMemGetAddressRange"   ? reinterpret_cast<void*>(&describe_range)
-                                                     : nullptr;
-    *result = *function == nullptr ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
+    struct Call {
+        void* function;
+        unsigned since;  // the release that introduced this signature
+    };
+    static const std::map<std::string, Call> calls{
+        {"cuMemcpyBatchAsync", {reinterpret_cast<void*>(&copy_as_batch), 13000}},
+        {"cuPointerGetAttributes", {reinterpret_cast<void*>(&describe_pointer), 7000}},
+        {"cuMemGetAddressRange", {reinterpret_cast<void*>(&describe_range), 3020}},
+    };
+    *function = nullptr;
+    if (version > driver_version) return failed(cudaErrorInvalidValue);
+    const auto found = calls.find(name);
+    const bool known = found != calls.end();
+    if (known && version >= found->second.since) *function = found->second.function;
+    // A version from before a call had this signature gives the older one.
+    *result = *function != nullptr ? cudaDriverEntryPointSuccess
+              : known              ? cudaDriverEntryPointVersionNotSufficent
+                                   : cudaDriverEntryPointSymbolNotFound;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+    if (attribute != cudaDevAttrComputeCapabilityMajor) return failed(cudaErrorInvalidValue);
+    *value = fake.capability;
     return cudaSuccess;
 }
 
@@ -329,12 +357,17 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
 
 void fake_reset(uintptr_t host, uintptr_t host_end, bool own_stream, bool capturing, bool has_bulk, bool tells_ranges,
                 size_t most_pieces) {
-    fake = {{host, host_end}, {}, {}, own_stream, capturing, has_bulk, tells_ranges, 0, most_pieces, 0, 0, "", 0};
+    fake = {{host, host_end}, {}, {}, own_stream, capturing, has_bulk, tells_ranges, 0, 9, false,
+            most_pieces,      0,  0,  "",         0};
     has_context = false;
     last_error = lost = cudaSuccess;
     blockyard::declared().regions.clear();
-    blockyard::set_batch_pieces(0, 0);
+    blockyard::set_batch_pieces(0, std::nullopt);
 }
+void fake_capability(int major) { fake.capability = major; }
+void fake_full(bool full) { fake.full = full; }
+void fake_prepare(int device) { blockyard::prepare(device); }
+void fake_driver(unsigned version) { driver_version = version; }
 unsigned fake_blocks() { return fake.blocks; }
 void fake_dry(bool dry) { is_dry = dry; }
 void fake_host(uintptr_t first, uintptr_t end) { fake.host = {first, end}; }

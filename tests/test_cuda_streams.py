@@ -1,12 +1,15 @@
 """CUDA streams without a device: what is queued where, in front of a stand-in for torch's streams and events."""
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from forks import in_child
 
 from blockyard.engine import engine
 from blockyard.engine.cuda import capture
@@ -18,6 +21,7 @@ from blockyard.errors import BlockyardError, CaptureError
 from blockyard.layout.kv import KVLayout
 
 LOG: list[tuple[str, str]] = []
+LAYOUT = KVLayout("flat", 1, block_size=1, num_kv_heads=1, head_size=8, dtype="uint8")
 GUARDS: list[int] = []  # devices that were current for a while, innermost last
 
 
@@ -31,22 +35,57 @@ class Stream:
         LOG.append((self.name, f"priority {priority}"))
 
     def wait_event(self, event: "Event") -> None:
+        if event.in_graph:
+            Graph.streams.add(self.name)
+        elif self.name in Graph.streams:
+            Graph.lose(905)
         LOG.append((self.name, f"waits for {event.place}"))
 
     def synchronize(self) -> None:
         LOG.append((self.name, "synchronized"))
 
 
+class Graph:
+    """A capture in torch's mode: what the runtime refuses meanwhile raises its code, and the graph is lost."""
+
+    streams: ClassVar[set[str]] = set()  # those whose work goes into the graph
+    lost: ClassVar[list[int]] = []
+
+    @classmethod
+    def lose(cls, code: int) -> None:
+        cls.lost.append(code)
+        raise torch.AcceleratorError(f"CUDA error {code}")
+
+    @classmethod
+    @contextmanager
+    def captured(cls) -> Iterator[None]:
+        cls.streams, cls.lost = {"compute"}, []
+        yield
+        if cls.streams != {"compute"}:
+            cls.lost.append(904)  # a stream was not joined
+        cls.streams = set()
+
+
 class Event:
+    fires = False  # whether all has run that was queued before a question
+
     def record(self, stream: Stream) -> None:
-        self.place = stream.name
+        self.place, self.in_graph = stream.name, stream.name in Graph.streams
         LOG.append((stream.name, "recorded"))
 
     def query(self) -> bool:
-        return False
+        self._ask()
+        return Event.fires
 
     def synchronize(self) -> None:
+        self._ask()
         LOG.append((self.place, "event synchronized"))
+
+    def _ask(self) -> None:
+        if self.in_graph:
+            Graph.lose(907)
+        if Graph.streams:
+            Graph.lose(900)
 
 
 @pytest.fixture
@@ -175,15 +214,14 @@ def test_an_engine_keeps_to_the_device_that_was_current_at_first(monkeypatch: py
     assert with_index("cpu") == torch.device("cpu")
     assert CudaLocker(torch.device("cuda")).device == torch.device("cuda", 3)
     asked: list[torch.device] = []
-    monkeypatch.setattr(engine, "check_device", lambda device, _: asked.append(device))
+    monkeypatch.setattr(engine, "prepare_device", asked.append)
     monkeypatch.setattr(engine, "CudaStreams", lambda device: asked.append(device) or WorkerStreams())
     monkeypatch.setattr(engine, "Memory", lambda *_, device, **__: asked.append(device))
-    layout = KVLayout("flat", 1, block_size=1, num_kv_heads=1, head_size=8, dtype="uint8")
-    engine.CacheEngine(layout, device="cuda")
+    engine.CacheEngine(LAYOUT, device="cuda")
     assert asked == [torch.device("cuda", 3)] * 3
     asked.clear()
     for device in (None, "cuda", torch.device("cuda"), "cuda:1"):
-        engine.CacheEngine(layout, device=device, tensors=[SimpleNamespace(device=torch.device("cuda", 1))])
+        engine.CacheEngine(LAYOUT, device=device, tensors=[SimpleNamespace(device=torch.device("cuda", 1))])
     assert asked == [torch.device("cuda", 1)] * 12
 
 
@@ -197,6 +235,75 @@ def test_torch_calls_ask_the_tensors_device_whether_it_is_captured(monkeypatch: 
     assert entered == [tensor.device]
 
 
+PAIRS = np.array([[0, 1]])
+CALLS: dict[str, Callable[[engine.CacheEngine, Any], object]] = {
+    "submit": lambda made, _: made.submit("swap_out", PAIRS),
+    "submit a load by layer": lambda made, _: made.submit("swap_in", PAIRS, by_layer=True),
+    "submit_read": lambda made, _: made.submit_read("device", PAIRS[0]),
+    "submit_write": lambda made, _: made.submit_write("device", PAIRS[0], np.zeros((2, 16), np.uint8)),
+    "read": lambda made, _: made.read("device", PAIRS[0]),
+    "write": lambda made, _: made.write("device", PAIRS[0], np.zeros((2, 16), np.uint8)),
+    "run within the host": lambda made, _: made.run("copy", PAIRS, tier="host"),
+    "poll": lambda made, _: made.poll(),
+    "fence": lambda made, _: made.fence(),
+    "close": lambda made, _: made.close(),
+    "done": lambda _, transfer: transfer.done,
+    "wait": lambda _, transfer: transfer.wait(),
+    "order_compute": lambda _, transfer: transfer.order_compute(),
+    "cancel": lambda _, transfer: transfer.cancel(),
+    "elastic memory shrinks": lambda made, _: engine.wait_for_engines(made.tensors[0].view(-1), 0),
+}
+
+
+@pytest.fixture
+def captured(streams: CudaStreams, monkeypatch: pytest.MonkeyPatch) -> Iterator[engine.CacheEngine]:
+    """An engine over these streams, with one transfer under way; its memory is the CPU's."""
+
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(Graph.streams))
+    made = engine.CacheEngine(LAYOUT, device_blocks=4, host_blocks=4, streams=streams)
+    made._on_cuda = True
+    staging = made.memory.staging
+
+    def page_locked(num_rows: int) -> torch.Tensor:
+        if Graph.streams:
+            Graph.lose(900)
+        return staging(num_rows)
+
+    made.memory.staging = page_locked
+    monkeypatch.setattr(Event, "fires", False)
+    yield made
+    Event.fires = True
+    made.close()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_inside_a_graph_capture_is_refused_and_both_go_on(captured: engine.CacheEngine, name: str):
+    for tensor in captured.tensors:
+        tensor.fill_(7)
+    transfer = captured.submit("swap_out", PAIRS)
+    LOG.clear()
+    with Graph.captured(), pytest.raises(CaptureError, match="before or after the capture"):
+        CALLS[name](captured, transfer)
+    assert (Graph.lost, LOG) == ([], [])
+    assert captured.transfers.open() == (transfer,)
+    assert all(bool(tensor.eq(7).all()) for tensor in captured.tensors)
+    Event.fires = True
+    assert transfer.wait().done
+    np.testing.assert_array_equal(captured.read("host", PAIRS[:, 1]), 7)
+    CALLS[name](captured, captured.submit("swap_out", PAIRS))
+
+
+def test_the_calls_that_are_refused_would_lose_the_graph(captured: engine.CacheEngine, monkeypatch: pytest.MonkeyPatch):
+    transfer = captured.submit("swap_out", PAIRS)
+    monkeypatch.setattr(captured.streams, "capturing", lambda: False)
+    for name in ("submit", "submit_read", "read", "poll", "done", "wait", "order_compute"):
+        with Graph.captured(), suppress(torch.AcceleratorError):
+            CALLS[name](captured, transfer)
+        assert Graph.lost, name
+    captured.transfers._open.clear()
+
+
 def test_streams_do_not_delay_one_another_so_nothing_is_cut(streams: CudaStreams):
     assert streams.chunk_bytes is None
     assert WorkerStreams.chunk_bytes
@@ -208,3 +315,53 @@ def test_closing_waits_for_every_stream_once(streams: CudaStreams):
     assert sorted(LOG) == sorted((stream.name, "synchronized") for stream in streams._streams.values())
     with pytest.raises(BlockyardError, match="closed"):
         streams.launch("in", lambda: None)
+
+
+def test_closing_waits_for_synchronous_copies_on_the_streams_of_compute(streams: CudaStreams):
+    streams.launch("compute", lambda: None)
+    LOG.clear()
+    streams.close()
+    assert LOG[-1] == ("compute", "event synchronized")
+
+
+def test_streams_are_not_touched_in_a_forked_child(streams: CudaStreams):
+    def check() -> None:
+        streams.close()
+        assert not LOG
+
+    in_child(check)
+
+
+def test_an_engine_that_is_collected_during_a_capture_loses_no_graph(
+    fake: ctypes.CDLL, streams: CudaStreams, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(capture, "load_driver", lambda: fake)
+    forbidden: list[bool] = []
+    monkeypatch.setattr(Stream, "synchronize", lambda _: forbidden.append(fake.fake_is_forbidden()))
+    fake.fake_begin_capture(0)
+    streams.close()
+    assert (set(forbidden), fake.fake_end_capture()) == ({False}, 0)
+
+
+def test_a_device_that_fails_is_named_with_the_work_that_failed_and_the_memory_is_released(
+    captured: engine.CacheEngine, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error 700")
+
+    def launch(_: object) -> None:
+        raise RuntimeError("copying blocks failed")
+
+    captured.memory.run = lambda *_: launch
+    with monkeypatch.context() as lost:
+        for owner, name in ((Event, "record"), (Event, "synchronize"), (Stream, "synchronize")):
+            lost.setattr(owner, name, fail)
+        with pytest.raises(torch.AcceleratorError, match="700") as raised:
+            captured.streams.launch("out", lambda: launch(None))
+        assert str(raised.value.__cause__) == "copying blocks failed"
+        with pytest.raises(torch.AcceleratorError, match="700"):
+            captured.submit("swap_out", PAIRS, after_compute=captured.streams._host.fence())
+        with pytest.raises(torch.AcceleratorError, match="700"):
+            captured.close()
+    assert (captured.tensors, captured.memory.host_pool.num_blocks) == ([], 0)
+    monkeypatch.setattr(captured, "close", lambda: None)  # the fixture's

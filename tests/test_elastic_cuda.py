@@ -51,6 +51,7 @@ class FakeDriver:
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
 
     def __init__(self, total: int = 1 << 30) -> None:
@@ -61,6 +62,7 @@ class FakeDriver:
         self.mapped: dict[int, int] = {}  # handle by address
         self.access: set[int] = set()
         self.busy = False  # whether work was queued since the last wait
+        self.streams: dict[int, bool] = {}  # whether each that was made has work
         self.log: list[str] = []
 
     @property
@@ -88,7 +90,23 @@ class FakeDriver:
     def cuCtxSynchronize(self) -> tuple[CUresult]:
         self.log.append("wait")
         self.busy = False
+        self.streams = dict.fromkeys(self.streams, False)
         return (OK,)
+
+    def cuStreamCreate(self, flags) -> tuple[CUresult, int]:
+        assert flags == 1, "the legacy stream's work would be waited for"
+        stream = len(self.streams) + 1
+        self.streams[stream] = False
+        return OK, stream
+
+    def cuStreamSynchronize(self, stream) -> tuple[CUresult]:
+        if stream not in self.streams:
+            return (BAD,)
+        self.streams[stream] = False
+        return (OK,)
+
+    def cuStreamDestroy(self, stream) -> tuple[CUresult]:
+        return (BAD,) if self.streams.pop(stream, None) is None else (OK,)
 
     def cuMemGetAllocationGranularity(self, prop, option) -> tuple[CUresult, int]:
         assert (prop.type, prop.location.type, prop.location.id, option) == (1, 1, 0, 0)
@@ -142,7 +160,7 @@ class FakeDriver:
 
     def cuMemUnmap(self, ptr, size) -> tuple[CUresult]:
         found, memory = self._whole(ptr, size), self._bytes(ptr, size)
-        assert not self.busy, "the device may still be using what is unmapped"
+        assert True not in {self.busy, *self.streams.values()}, "the device may still be using what is unmapped"
         if not found or memory is None:
             return (BAD,)
         memory[:] = 0xA5
@@ -152,12 +170,14 @@ class FakeDriver:
         self._drop()
         return (OK,)
 
-    def cuMemsetD8(self, dst, value, count) -> tuple[CUresult]:
+    def cuMemsetD8Async(self, dst, value, count, stream) -> tuple[CUresult]:
         found, memory = self._whole(dst, count), self._bytes(dst, count)
         if not found or memory is None or not self.access.issuperset(found):
             return (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
+        if stream not in self.streams:
+            return (BAD,)
         memory[:] = value
-        self.busy = True
+        self.streams[stream] = True
         return (OK,)
 
 
@@ -195,7 +215,7 @@ def test_what_cannot_be_had_is_given_back_again():
     chunks.commit(3, 5)
 
 
-@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemsetD8"])
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemsetD8Async", "cuStreamSynchronize"])
 def test_a_call_that_fails_leaves_no_memory_behind(call: str, monkeypatch: pytest.MonkeyPatch):
     driver = FakeDriver()
     chunks = memory(driver)
@@ -261,7 +281,38 @@ def test_the_range_goes_with_its_last_tensor_and_its_memory_too():
     assert (driver.used, len(driver.reserved)) == (3 * UNIT, 1)
     del view
     gc.collect()
-    assert (driver.used, driver.reserved, driver.mapped) == (0, {}, {})
+    assert (driver.used, driver.reserved, driver.mapped, driver.streams) == (0, {}, {}, {})
+
+
+def test_growth_waits_for_no_work_of_the_device():
+    driver = FakeDriver()
+    blocks = cache(driver, 16, 96)  # planes of 6 chunks, 16 blocks each
+    driver.busy, driver.log = True, []
+    blocks.resize(48)
+    assert (driver.busy, driver.log) == (True, [])
+    assert not any(driver.streams.values()), "what comes is zeros for work that is queued from now on"
+    # Blocks that share a chunk with others wait: what had their ids before may still be written.
+    blocks.resize(50)
+    assert driver.busy
+    blocks.resize(51)
+    assert not driver.busy
+    blocks.close()
+
+
+def test_memory_that_torch_keeps_for_later_is_asked_for_before_growth_fails(monkeypatch: pytest.MonkeyPatch):
+    driver, emptied = FakeDriver(total=2 * UNIT), []
+
+    def empty_cache() -> None:
+        emptied.append(driver.total)
+        driver.total = 6 * UNIT
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    chunks = memory(driver)
+    chunks.commit(0, 6)
+    assert emptied == [2 * UNIT]
+    with pytest.raises(OutOfMemoryError, match="cuMemCreate"):
+        chunks.commit(6, 8)
+    assert (driver.used, emptied) == (6 * UNIT, [2 * UNIT, 6 * UNIT])
 
 
 def test_a_cache_over_it_keeps_its_blocks_while_it_shrinks_and_grows():

@@ -59,7 +59,16 @@ def test_the_built_library_loads_and_has_the_cuda_kernels(loaded: native.OpLibra
 
     for name in OPS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
-    for name in ("run_swap", "run_steps", "run_gather", "run_scatter", "has_bulk", "set_region", "set_batch_pieces"):
+    for name in (
+        "run_swap",
+        "run_steps",
+        "run_gather",
+        "run_scatter",
+        "prepare",
+        "has_bulk",
+        "set_region",
+        "set_batch_pieces",
+    ):
         # What Python registers is named by a file of Python's, the library's by its source file.
         assert (
             "ops.cpp"

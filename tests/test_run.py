@@ -1,6 +1,9 @@
 """The op library chooses a copy strategy and makes batches, over a stand-in for a device."""
 
 import ctypes
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -230,6 +233,57 @@ def test_a_batch_of_many_pieces_goes_in_parts(fake: ctypes.CDLL, own_stream: boo
     fake.fake_batch_pieces(7)
     assert case.go("d2h", "batch", scattered()) == "B" * 3
     assert case.go("d2h", "batch", scattered(7)) == "B"
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_a_device_whose_driver_may_crash_in_a_batch_has_none_until_it_is_calibrated(fake: ctypes.CDLL, direction: str):
+    case = Case(fake, most_pieces=0)
+    fake.fake_capability(10)
+    assert case.go(direction, "batch", scattered()) == "m" * 20
+    assert Case(fake).go(direction, "batch", scattered()) == "B"
+    case = Case(fake)
+    fake.fake_capability(10)
+    fake.fake_batch_pieces(512)
+    assert case.go(direction, "batch", scattered()) == "B"
+    # Calibration found that a batch ends the process.
+    fake.fake_capability(9)
+    fake.fake_batch_pieces(0)
+    assert case.go(direction, "batch", scattered()) == "m" * 20
+
+
+OLD_DRIVER = """
+import sys
+from pathlib import Path
+from stand_in import Case, load_stand_in, scattered
+fake = load_stand_in(Path(sys.argv[1]))
+fake.fake_driver(6050)
+for direction in ("h2d", "d2h"):
+    assert Case(fake).go(direction, "kernel", scattered()) == "m" * 20
+"""
+
+
+def test_a_driver_without_a_call_costs_speed_and_no_copy(fake: ctypes.CDLL):
+    # Calls are looked up once in a process.
+    seen = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", OLD_DRIVER, fake._name], check=True, env=seen)
+
+
+def test_memory_for_staging_is_taken_before_the_first_copy_and_its_want_is_told_once(
+    fake: ctypes.CDLL, capfd: pytest.CaptureFixture[str]
+):
+    Case(fake)
+    fake.fake_begin_capture(0)
+    fake.fake_prepare(2)
+    assert fake.fake_end_capture() == 0
+    assert fake.fake_calls() == b"AA"
+    assert not capfd.readouterr().err
+    fake.fake_full(True)
+    fake.fake_prepare(1)
+    said = capfd.readouterr().err
+    for way in ("to", "from"):
+        assert said.count(f"CUDA device 1 has no 24 MiB left to stage copies {way} the host") == 1
+    fake.fake_prepare(1)
+    assert not capfd.readouterr().err
 
 
 INVALID, ILLEGAL_ADDRESS = 1, 700

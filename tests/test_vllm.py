@@ -19,7 +19,7 @@ import pytest
 import torch
 import vllm_modules
 
-from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.errors import BlockyardError, CaptureError, InvalidArgumentError
 
 KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(12)]
 
@@ -440,6 +440,26 @@ def test_what_does_not_fit_is_refused_and_not_copied(
     with pytest.raises(BlockyardError, match=message):
         worker.submit_store(1, gpu, vllm.common.CPULoadStoreSpec(chunks))
     assert not worker.get_finished()
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("call", ["submit_store", "submit_load", "get_finished", "wait", "shutdown"])
+def test_a_worker_refuses_every_call_inside_a_graph_capture_and_goes_on(
+    vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, call: str
+):
+    worker = one_group(vllm)
+    blocks, chunks = vllm.base.GPULoadStoreSpec([1, 2], [2], [0]), vllm.common.CPULoadStoreSpec([0])
+    arguments = {"submit_store": (2, blocks, chunks), "submit_load": (2, chunks, blocks), "wait": ({1},)}
+    worker.submit_store(1, blocks, chunks)
+    with monkeypatch.context() as capture:
+        capture.setattr(worker._streams, "capturing", lambda: True)
+        for touching in ("launch", "fence", "close"):
+            capture.setattr(worker._streams, touching, lambda *_: pytest.fail("a stream was touched"))
+        with pytest.raises(CaptureError, match="before or after the capture"):
+            getattr(worker, call)(*arguments.get(call, ()))
+    assert finish(worker, 1).success
+    worker.submit_store(2, blocks, chunks)
+    assert finish(worker, 2).success
     worker.shutdown()
 
 

@@ -1,5 +1,7 @@
 """CUDA graphs: what may be captured gives the same bytes at every replay, what may not says so."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -92,6 +94,36 @@ def test_synchronous_calls_of_an_engine_are_replayed_and_open_transfers_are_refu
         engine.submit("swap_out", np.array([[0, 0]]))
         with capturing(), pytest.raises(CaptureError, match="1 transfers are open"):
             engine.run("swap_in", np.array([[0, 3]]))
+
+
+def test_asynchronous_calls_are_refused_and_neither_graph_nor_engine_is_the_worse_for_it():
+    layout = KVLayout("kv_first", 2, block_size=16, num_kv_heads=2, head_size=64, dtype="float16")
+    rows = np.random.default_rng(0).integers(0, 256, (1, layout.bytes_per_block), np.uint8)
+    ids, pairs = np.array([0]), np.array([[0, 1]])
+    with CacheEngine(layout, device_blocks=4, host_blocks=4, device="cuda") as engine:
+        engine.write("device", ids, rows)
+        transfer = engine.submit("swap_out", pairs)
+        with capturing() as graph:
+            for call in (
+                partial(engine.submit, "swap_in", pairs),
+                partial(engine.submit_read, "device", ids),
+                partial(engine.submit_write, "device", ids, rows),
+                partial(engine.read, "device", ids),
+                partial(engine.write, "device", ids, rows),
+                engine.poll,
+                engine.fence,
+                engine.close,
+                transfer.wait,
+                transfer.order_compute,
+                transfer.cancel,
+                lambda: transfer.done,
+            ):
+                with pytest.raises(CaptureError, match="before or after the capture"):
+                    call()
+        graph.replay()
+        torch.cuda.synchronize()
+        transfer.wait()
+        np.testing.assert_array_equal(engine.read("host", np.array([1])), rows)
 
 
 @pytest.mark.parametrize("to_host", [False, True])

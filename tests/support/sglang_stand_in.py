@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 
 
 class PoolName(str, Enum):
@@ -175,10 +176,10 @@ class Objects:
         return [True] * len(keys)
 
 
-def linker(page_bytes: int, staging_bytes: int) -> Any:
+def linker(page_bytes: int, staging_bytes: int, device: str = "cpu") -> Any:
     """A linker that can look pages up, over one pool and a store that has all of them; without device pools."""
     made: Any = object.__new__(importlib.import_module("blockyard.integrations.sglang.linker").BlockyardLinker)
-    made._start()
+    made._start(torch.device(device))
     made._group, made._objects, made._sizes = Group(), Objects(page_bytes), {"kv": page_bytes}
     made._staging_bytes, made._lookup_seconds = staging_bytes, 3600.0
     made.close = lambda: [pool.shutdown() for pool in (made._readers, made._loads, made._stores)]

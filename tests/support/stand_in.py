@@ -30,6 +30,11 @@ def build_stand_in(folder: Path, optimize: str = "-O1") -> ctypes.CDLL:
     includes += ["-isystem", str(tools.cuda_home / "include")]
     command = [tools.gxx, *flags, *includes, str(TESTS / "fake_cuda.cpp"), "-o", str(library)]
     subprocess.run([*command, f"-L{tools.torch_home / 'lib'}", "-Wl,--no-as-needed", "-ltorch"], check=True)
+    return load_stand_in(library)
+
+
+def load_stand_in(library: Path) -> ctypes.CDLL:
+    """Load a stand-in that is compiled; a process has one at most."""
     torch.ops.load_library(str(library))
     loaded = ctypes.CDLL(str(library))
     loaded.fake_calls.restype = ctypes.c_char_p
@@ -42,6 +47,8 @@ def build_stand_in(folder: Path, optimize: str = "-O1") -> ctypes.CDLL:
     loaded.fake_is_declared.restype = ctypes.c_bool
     loaded.fake_is_forbidden.restype = ctypes.c_bool
     loaded.fake_fail.argtypes = [ctypes.c_int, ctypes.c_bool]
+    loaded.fake_full.argtypes = [ctypes.c_bool]
+    loaded.fake_driver.argtypes = [ctypes.c_uint]
     loaded.fake_batch_pieces.argtypes = [ctypes.c_size_t]
     loaded.fake_strategy.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     loaded.fake_dry.argtypes = [ctypes.c_bool]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -17,11 +18,11 @@ from blockyard.engine.fill import HostFill
 from blockyard.engine.host_pool import OnFailure
 from blockyard.engine.mapping import Ids
 from blockyard.engine.memory import EngineTier, Memory, Rows
-from blockyard.engine.ops.library import check_device, op_library
+from blockyard.engine.ops.library import prepare_device
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, WorkerStreams
 from blockyard.engine.tasks import KINDS, Kind, Task, moving, reading, writing
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
-from blockyard.errors import BlockyardError, InvalidArgumentError, MappingError
+from blockyard.errors import BlockyardError, InvalidArgumentError, MappingError, PageLockError
 from blockyard.layout.kv import BlockLayout
 
 if TYPE_CHECKING:
@@ -55,9 +56,15 @@ class CacheEngine:
     transfers that are open. On a CPU the work runs in the calling thread, and is done when the call returns. On CUDA it
     is queued on the current stream, and the CPU does not wait, except in `read`.
 
+    A CUDA graph can hold `run` and `execute` alone, once all transfers have ended. While one is captured on the current
+    stream, every other call, `Transfer`'s included, raises `CaptureError` before it touches a stream; graph and engine
+    go on.
+
     All calls belong to one thread. An engine belongs to the process that made it: in a forked child every call but
     `close` raises `ForkedError`, and `close` lets go of the child's view of the memory alone. When the interpreter
     ends, work that has not begun is given up.
+
+    On CUDA an engine reserves 48 MiB of the device, once in a process, for staged copies.
 
     The blocks start as zeros: attention over a gathered block meets no NaN in slots that were never written.
 
@@ -114,7 +121,7 @@ class CacheEngine:
         self.device = there if device is None or str(device) == there.type else with_index(device)
         self._on_cuda = self.device.type == "cuda"
         if self._on_cuda:
-            check_device(self.device, op_library())
+            prepare_device(self.device)
         if streams is None:
             streams = CudaStreams(self.device) if self._on_cuda else WorkerStreams()
             if self._on_cuda:
@@ -194,7 +201,9 @@ class CacheEngine:
                 nothing was submitted.
             TransferQueueFullError: too many bytes are under way, and `on_full` is `"refuse"`.
             InvalidArgumentError: another argument is out of range, or a transfer in `after` is of another engine.
+            CaptureError: a graph is being captured; nothing was submitted.
         """
+        self.transfers.check()
         if (by_layer or prefetch) and kind != "swap_in":
             raise InvalidArgumentError(f"kind is {kind!r}: by_layer and prefetch are for 'swap_in'")
         task = moving(self.memory, kind, pairs, tier, chunk=self._chunk(prefetch=prefetch), by_layer=by_layer)
@@ -219,8 +228,9 @@ class CacheEngine:
             on_full: whether to `"wait"` or to `"refuse"`.
 
         Raises:
-            MappingError, TransferQueueFullError, InvalidArgumentError: as for `submit`.
+            MappingError, TransferQueueFullError, InvalidArgumentError, CaptureError: as for `submit`.
         """
+        self.transfers.check()
         return self._submit(reading(self.memory, tier, blocks, chunk=self._chunk()), after, after_compute, on_full)
 
     def submit_write(
@@ -247,8 +257,9 @@ class CacheEngine:
 
         Raises:
             LayoutError: the rows have another shape or dtype; nothing was submitted.
-            MappingError, TransferQueueFullError, InvalidArgumentError: as for `submit`.
+            MappingError, TransferQueueFullError, InvalidArgumentError, CaptureError: as for `submit`.
         """
+        self.transfers.check()
         prefetch = prefetch and tier == "device"
         task = writing(self.memory, tier, blocks, rows, chunk=self._chunk(prefetch=prefetch))
         return self._submit(task, after, after_compute, on_full, prefetch=prefetch)
@@ -264,7 +275,7 @@ class CacheEngine:
         Raises:
             MappingError: the mapping is malformed or out of range, or names a part of a host block that holds no bytes;
                 nothing was moved.
-            CaptureError: a graph is being recorded, and transfers are open.
+            CaptureError: a graph is being captured, and transfers are open or the blocks are the host's.
         """
         self.transfers.process.check()
         task = moving(self.memory, kind, pairs, tier, chunk=None)
@@ -283,8 +294,9 @@ class CacheEngine:
 
         Raises:
             MappingError: an id is out of range, or names a part of a host block that holds no bytes.
+            CaptureError: a graph is being captured.
         """
-        self.transfers.process.check()
+        self.transfers.check()
         task = reading(self.memory, tier, blocks, chunk=None)
         self._run(task).wait()
         rows: Rows = cast("Tensor", task.rows).numpy()
@@ -301,8 +313,9 @@ class CacheEngine:
         Raises:
             MappingError: an id is out of range or repeats; nothing was written.
             LayoutError: the rows have another shape or dtype; nothing was written.
+            CaptureError: a graph is being captured; nothing was written.
         """
-        self.transfers.process.check()
+        self.transfers.check()
         task = writing(self.memory, tier, blocks, rows, chunk=None, copies=True)
         if len(task.mapping):
             self._run(task)
@@ -330,19 +343,37 @@ class CacheEngine:
     # ---- both ----
 
     def fence(self) -> Event:
-        """Mark the present end of compute, for `after_compute`."""
-        self.transfers.process.check()
+        """Mark the present end of compute, for `after_compute`; raises CaptureError inside a graph capture."""
+        self.transfers.check()
         return self.streams.fence()
 
     def poll(self) -> None:
-        """End transfers that have ended, and start prefetches that may start by now; never waits."""
+        """End transfers that have ended, and start prefetches that may start by now; never waits.
+
+        Raises:
+            CaptureError: a graph is being captured.
+        """
         self.transfers.poll()
 
     def close(self) -> None:
-        """Wait for queued work and let go of all memory; twice does nothing."""
+        """Wait for queued work and release all memory, also if the device has failed. Idempotent.
+
+        Raises:
+            CaptureError: a graph is being captured; nothing was closed.
+            torch.AcceleratorError: the device has failed; the memory is released all the same.
+        """
         if self.transfers.process.is_current:
-            self.transfers.synchronize()
-            self.streams.close()
+            self.transfers.check()
+            try:
+                self.transfers.synchronize()
+                self.streams.close()
+            except torch.AcceleratorError:
+                # A lost device copies nothing and unlocks nothing. Where only a call failed, this waits for its work.
+                with suppress(torch.AcceleratorError):
+                    self.streams.close()
+                with suppress(PageLockError):
+                    self.memory.release()
+                raise
         self.memory.release()
 
     def __enter__(self) -> Self:
@@ -355,7 +386,6 @@ class CacheEngine:
 
     def _chunk(self, *, prefetch: bool = False) -> int | None:
         """Blocks of one piece, where longer ones would hold others up."""
-        self.transfers.process.check()
         chunk = self.streams.chunk_bytes or (CHUNK_BYTES if prefetch else None)
         return chunk and max(1, chunk // self.memory.bytes_per_block)
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias
 
-from blockyard.errors import BlockyardError
+from blockyard.errors import BlockyardError, CaptureError
 from blockyard.workers import Process, start_worker
 
-__all__ = ["CHUNK_BYTES", "STREAMS", "Event", "StreamName", "Streams", "WorkerStreams"]
+__all__ = ["CHUNK_BYTES", "STREAMS", "Event", "StreamName", "Streams", "WorkerStreams", "refuse_capture"]
 
 StreamName: TypeAlias = Literal["copy", "in", "host", "out", "compute", "caller"]
 
@@ -78,6 +78,16 @@ class Streams(Protocol):
 
     def close(self) -> None:
         """Wait for all that was launched; twice does nothing."""
+
+
+def refuse_capture(streams: Streams) -> None:
+    """Refuse a call that waits, asks or records events: a graph capture does not survive it.
+
+    Raises:
+        CaptureError: a graph is being captured on the compute stream.
+    """
+    if streams.capturing():
+        raise CaptureError("a graph is being captured and cannot hold this call: make it before or after the capture")
 
 
 class _Fired:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams
+from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, refuse_capture
 from blockyard.engine.tasks import Task, Work
 from blockyard.errors import (
     BlockyardError,
@@ -35,7 +35,7 @@ OnFull: TypeAlias = Literal["wait", "refuse"]
 
 
 class Transfer:
-    """A transfer of the copy engine: under way, or ended.
+    """A transfer of the copy engine: under way, or ended. Every call raises `CaptureError` inside a graph capture.
 
     Attributes:
         error: what failed, `TransferCancelledError` if it never started; then no byte of its destinations can be
@@ -166,6 +166,16 @@ class Transfers:
     def __contains__(self, transfer: Transfer) -> bool:
         return transfer in self._open
 
+    def check(self) -> None:
+        """Refuse a call before it touches a stream.
+
+        Raises:
+            ForkedError: this is a fork of the process that made the engine.
+            CaptureError: a graph is being captured.
+        """
+        self.process.check()
+        refuse_capture(self.streams)
+
     def open(self) -> tuple[Transfer, ...]:
         """Give the transfers that have not been seen to end, in the order of submission."""
         return tuple(self._open)
@@ -243,19 +253,17 @@ class Transfers:
         """Put a transfer into the graph that the compute stream is recorded into; it counts as ended.
 
         Raises:
-            CaptureError: transfers are open, which a graph cannot wait for, or the task needs memory of its own.
+            CaptureError: transfers are open, which a graph cannot wait for.
         """
-        self._mend()
         if self._open:
             raise CaptureError(f"{len(self._open)} transfers are open: wait for them before the capture begins")
-        if task.kept or task.rows is not None:
-            raise CaptureError(f"{len(task.mapping)} blocks go through staging rows, which a graph does not keep")
         for piece in task.pieces:
             piece()
         return Transfer(self)
 
     def cancel(self, transfer: Transfer) -> bool:
         """Give a transfer up that has not started; see `Transfer.cancel`."""
+        self.check()
         self._mend()
         job = self._job(transfer)
         if job is None or job.events:
@@ -269,11 +277,13 @@ class Transfers:
 
     def poll(self) -> None:
         """End what has ended, and start prefetches that may start by now; never waits."""
+        self.check()
         self._mend()
         self._go_on()
 
     def has_ended(self, transfer: Transfer) -> bool:
         """Whether a transfer has ended; never waits."""
+        self.check()
         self._mend()
         job = self._job(transfer)
         if job is not None and (job.prefetch or job.ended):
@@ -287,6 +297,7 @@ class Transfers:
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for a transfer to end."""
+        self.check()
         self._mend()
         job = self._job(transfer)
         if job is not None:
@@ -296,6 +307,7 @@ class Transfers:
 
     def order_compute(self, transfer: Transfer, layer: int | None = None) -> None:
         """Let the compute stream wait for a transfer, or for its layers up to and with this one."""
+        self.check()
         self._mend()
         job = self._job(transfer)
         if job is None:
@@ -308,6 +320,7 @@ class Transfers:
 
     def synchronize(self, first_device_block: int | None = None) -> None:
         """Wait for all that is under way, or for what touches blocks of the device from one on."""
+        self.check()
         self._mend()
         for job in tuple(self._open.values()):
             if first_device_block is None or job.touches_device(first_device_block):

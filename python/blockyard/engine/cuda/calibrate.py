@@ -74,7 +74,7 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
         batch_pieces = choose_batch_pieces(
             lambda most: journal.measure(f"batches of {most}", lambda: {"batch": measure_batches(index, most)})
         )
-        say(f"batches of up to {batch_pieces} pieces")
+        say(f"batches of up to {batch_pieces} pieces" if batch_pieces else "no batches: the process ended in one")
         use_batch_pieces(index, batch_pieces)
         for direction in _HANDICAP:
             rules += _measure_direction(index, direction, journal, say)
@@ -110,11 +110,16 @@ def choose_batch_pieces(measure: Callable[[int], dict[StrategyName, float]]) -> 
     """Give the pieces of one batched call: more than the fewest only where that is faster.
 
     Args:
-        measure: gives the seconds of a copy in batches of so many pieces, nothing where it could not be measured.
+        measure: gives the seconds of a copy in batches of so many pieces, nothing if the process ended meanwhile.
+
+    Returns:
+        0, for no batches, if the shortest could not be measured. Batches longer than one that failed are not tried.
     """
-    chosen, best = BATCH_SIZES[0], float("inf")
+    chosen, best = 0, float("inf")
     for most in BATCH_SIZES:
-        seconds = measure(most).get("batch", float("inf"))
+        seconds = measure(most).get("batch")
+        if seconds is None:
+            break
         if seconds * _BATCH_GAIN < best:
             chosen, best = most, seconds
     return chosen

@@ -7,9 +7,10 @@ from typing import cast
 
 import torch
 
-from blockyard.engine.cuda.capture import relax_thread
+from blockyard.engine.cuda.capture import relax_thread, relaxed_capture
 from blockyard.engine.streams import Event, StreamName, WorkerStreams
 from blockyard.errors import BlockyardError
+from blockyard.workers import Process
 
 __all__ = ["CudaEvent", "CudaStreams", "with_index"]
 
@@ -69,6 +70,8 @@ class CudaStreams:
         }
         # Its thread waits for events of the device, which a capture would forbid.
         self._host = WorkerStreams(prepare=relax_thread)
+        self._computed: dict[torch.cuda.Stream, CudaEvent] = {}  # the last work on each stream of compute
+        self._process = Process("CUDA streams")
         self._closed = False
 
     def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
@@ -93,8 +96,14 @@ class CudaStreams:
                 work()
             except Exception as error:  # noqa: BLE001 (the transfer reports it)
                 failed = error
-        # A call that fails half-way has queued its first half.
-        return CudaEvent(target, failed)
+        try:
+            # A call that fails half-way has queued its first half.
+            event = CudaEvent(target, failed)
+        except torch.AcceleratorError as error:
+            raise error from failed
+        if stream == "compute":
+            self._computed[target] = event
+        return event
 
     def fence(self) -> Event:
         """Mark the present end of the current stream."""
@@ -113,10 +122,14 @@ class CudaStreams:
             event.synchronize()
 
     def close(self) -> None:
-        """Wait for all that was launched; twice does nothing."""
-        if self._closed:
+        """Wait for all that was launched. Idempotent; in a forked child it does nothing."""
+        if self._closed or not self._process.is_current:
             return
         self._closed = True
         self._host.close()
-        for stream in self._streams.values():
-            stream.synchronize()
+        # An engine may be collected during a capture.
+        with relaxed_capture():
+            for stream in self._streams.values():
+                stream.synchronize()
+            for event in self._computed.values():
+                event.synchronize()

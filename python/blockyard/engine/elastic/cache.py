@@ -144,7 +144,8 @@ class ElasticCache:
     def resize(self, num_blocks: int) -> Resized:
         """Have so many blocks from now on; those that stay keep their bytes, those that come are zeros.
 
-        It waits for transfers of copy engines that touch blocks which go, and on a GPU for the device. Like an engine's
+        A smaller number waits for transfers of copy engines that touch blocks which go, and on a GPU for the device. A
+        larger one waits for the device only where blocks share a chunk with blocks that are there. Like an engine's
         calls it belongs to the engine's thread.
 
         Args:
@@ -166,7 +167,7 @@ class ElasticCache:
             wait_for_engines(self._memory.tensor, num_blocks)
         before, after = self._chunks(self._num_blocks), self._chunks(num_blocks)
         come, gone = list(_without(after, before)), list(_without(before, after))
-        if come or gone:
+        if gone:
             self._memory.synchronize()
         self._commit(come)
         if num_blocks > self._num_blocks:

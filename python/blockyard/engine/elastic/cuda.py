@@ -125,13 +125,12 @@ class _Range:
                     self._mapped[self.address + place * chunk] = chunk
                 start, size = self.address + first * chunk, (last - first) * chunk
                 self.calls.call("cuMemSetAccess", start, size, [self.calls.access], 1)
-                self.calls.call("cuMemsetD8", start, 0, size)
+                self.calls.zero(start, size)
             except BaseException:
                 mapped = [place for place in range(first, last) if self.address + place * chunk in self._mapped]
                 for place in mapped:
                     self.unmap(place, place + 1, chunk)
                 raise
-        self.calls.synchronize()
 
     def unmap(self, first: int, last: int, chunk: int) -> None:
         with self.calls.context():
@@ -148,6 +147,7 @@ def _end(calls: _Calls, address: int, size: int, mapped: dict[int, int]) -> None
         for start, length in mapped.items():
             calls.call("cuMemUnmap", start, length)
         calls.call("cuMemAddressFree", address, size)
+        calls.call("cuStreamDestroy", calls.stream)
 
 
 class _Calls:
@@ -168,6 +168,8 @@ class _Calls:
         self.access = driver.CUmemAccessDesc()
         self.access.location = location
         self.access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        with self.context():
+            self.stream = self.call("cuStreamCreate", int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
     def context(self) -> AbstractContextManager[object]:
         """Make the device's context the current one for a while."""
@@ -189,12 +191,25 @@ class _Calls:
             return int(self.call("cuMemAddressReserve", size, 0, 0, 0))
 
     def map(self, address: int, size: int) -> None:
-        handle = self.call("cuMemCreate", size, self._kind, 0)
+        try:
+            handle = self.call("cuMemCreate", size, self._kind, 0)
+        except OutOfMemoryError:
+            torch.cuda.empty_cache()  # torch keeps what was freed to it
+            handle = self.call("cuMemCreate", size, self._kind, 0)
         try:
             self.call("cuMemMap", address, size, 0, handle, 0)
         finally:
             # The mapping keeps the memory; without one it goes now.
             self.call("cuMemRelease", handle)
+
+    def zero(self, address: int, size: int) -> None:
+        """Zero memory that nobody uses yet, beside the device's other work, and wait for that alone."""
+        self.call("cuMemsetD8Async", address, 0, size, self.stream)
+        try:
+            self.call("cuStreamSynchronize", self.stream)
+        except BaseException:
+            self.synchronize()  # the caller unmaps it
+            raise
 
     def call(self, name: str, *arguments: object) -> Any:
         """Call the driver.

@@ -237,6 +237,7 @@ def _register() -> torch.library.Library:
     library.define("run_gather(Tensor[] caches, Tensor(a!) rows, Tensor pairs) -> ()")
     library.define("run_scatter(Tensor rows, Tensor(a!)[] caches, Tensor pairs) -> ()")
     library.define("set_strategies(int device, Tensor rules) -> ()")
+    library.define("prepare(int device) -> ()")
     library.define("set_batch_pieces(int device, int most) -> ()")
     library.define("set_region(int address, int num_bytes, int chunk_bytes) -> ()")
     # Whether a device and the compiled library's code for it have the bulk engine.

@@ -137,6 +137,23 @@ def check_device(device: torch.device, library: OpLibrary) -> None:
         )
 
 
+def prepare_device(device: torch.device) -> None:
+    """Make what copies of a CUDA device need, before others take its memory: 24 MiB each way to stage them.
+
+    Where there is no memory for it a warning says so, and other copies take their place.
+
+    Args:
+        device: a CUDA device, with its index.
+
+    Raises:
+        OpLibraryError: the device is older than all that the library was built for.
+    """
+    library = op_library()
+    check_device(device, library)
+    if library.loaded:
+        torch.ops.blockyard.prepare(device.index)
+
+
 def _read_manifest(manifest: Path) -> dict[str, object]:
     try:
         written = json.loads(manifest.read_text(encoding="utf-8"))

@@ -38,8 +38,8 @@ _MOST_BLOCKS: Final = 2**16 - 1
 # Without a table, at least so many pieces of fewer bytes each take a kernel between host and device.
 _LEAST_PIECES: Final = 32
 _LARGE_PIECE: Final = 28 << 10
-# Of one batched call, where nothing was calibrated; as kBatchPieces in cuda/strategy.h. Longer batches than the most
-# crashed drivers.
+# Of one batched call, where nothing was calibrated; as kBatchPieces in cuda/strategy.h, which has none from compute
+# capability 10.0 on. Longer batches than the most crashed drivers.
 BATCH_PIECES: Final = 1024
 MOST_BATCH_PIECES: Final = 2048
 # Goes into every file: tables of another version must be measured again.
@@ -93,7 +93,7 @@ class StrategyTable:
         device: the device's name.
         torch_cuda: CUDA release of the torch it was measured with.
         rules: the first that holds decides; where none does, `default_strategy`.
-        batch_pieces: pieces of one batched call.
+        batch_pieces: pieces of one batched call; 0: pieces are copied one by one.
     """
 
     device: str
@@ -130,7 +130,7 @@ def read_table(path: Path) -> StrategyTable | None:
         rules = tuple(Rule(**rule) for rule in written["rules"])
         batch_pieces = written["batch_pieces"]
         known = all(rule.is_known for rule in rules)
-        known = known and isinstance(batch_pieces, int) and 1 <= batch_pieces <= MOST_BATCH_PIECES
+        known = known and isinstance(batch_pieces, int) and 0 <= batch_pieces <= MOST_BATCH_PIECES
         return StrategyTable(str(written["device"]), str(written["torch_cuda"]), rules, batch_pieces) if known else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -166,7 +166,7 @@ def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
 
 
 def use_batch_pieces(index: int, most: int) -> None:
-    """Set the most pieces of one batched call of a device, 1 to `MOST_BATCH_PIECES`."""
+    """Set the most pieces of one batched call of a device, 0 (no batches) to `MOST_BATCH_PIECES`."""
     if op_library().loaded:
         torch.ops.blockyard.set_batch_pieces(index, most)
 

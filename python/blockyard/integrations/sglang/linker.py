@@ -122,9 +122,9 @@ class BlockyardLinker(UnifiedCacheLinker):
         self.layer_done_counter = LayerWiseLoadCounter(self._group.num_layers)
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
-        self._start()
+        self._start(next(buffer.device for pool in self.pools.values() for buffer, _ in _parts(pool)))
 
-    def _start(self) -> None:
+    def _start(self, device: torch.device) -> None:
         self._changed = threading.Lock()
         self._staged: OrderedDict[str, _Pages] = OrderedDict()
         self._staged_bytes = 0
@@ -134,6 +134,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         self._readers = ThreadPoolExecutor(2, "blockyard-sglang-read")
         self._loads = ThreadPoolExecutor(1, "blockyard-sglang-load")
         self._stores = ThreadPoolExecutor(1, "blockyard-sglang-store")
+        self._load_stream, self._store_stream = _side_stream(device), _side_stream(device)
         self._copies: list[Future[Any]] = []  # loads, and offloads whose call was interrupted
         self._closed = False
 
@@ -277,6 +278,7 @@ class BlockyardLinker(UnifiedCacheLinker):
 
     def _copy_in(self, index: int, work: list[tuple[PoolTransfer, NDArray[np.uint8] | None]], ready: Any) -> None:
         try:
+            _enter(self._load_stream)
             ready.synchronize()
             lost = [transfer.name for transfer, data in work if data is None]
             if lost:
@@ -322,6 +324,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         return True
 
     def _put(self, transfers: list[PoolTransfer], ready: list[Any]) -> bool:
+        _enter(self._store_stream)
         for event in ready:
             event.synchronize()
         # Every pool is stored, also after one has failed.
@@ -371,6 +374,19 @@ class BlockyardLinker(UnifiedCacheLinker):
         for pool in (self._readers, self._loads, self._stores):
             pool.shutdown(cancel_futures=True)
         self._objects.close()
+
+
+def _side_stream(device: torch.device) -> Any:
+    """A stream for one worker, beside those that compute uses; None on a CPU."""
+    return None if device.type == "cpu" else get_device_module().Stream(device)
+
+
+def _enter(stream: Any) -> None:
+    """Make a stream and its device current in a worker: in a new thread device 0 is, and events are recorded there."""
+    if stream is not None:
+        module = get_device_module()
+        module.set_device(stream.device)
+        module.set_stream(stream)
 
 
 def _bytes_of(pages: _Pages) -> int:

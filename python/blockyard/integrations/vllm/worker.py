@@ -30,7 +30,8 @@ from blockyard.engine.cuda.streams import CudaStreams
 from blockyard.engine.host_pool import HostPool
 from blockyard.engine.mapping import unequal_pairs
 from blockyard.engine.ops import bind
-from blockyard.engine.streams import Event, StreamName, Streams, WorkerStreams
+from blockyard.engine.ops.library import prepare_device
+from blockyard.engine.streams import Event, StreamName, Streams, WorkerStreams, refuse_capture
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.workers import keep
@@ -70,6 +71,8 @@ class BlockyardWorker(OffloadingWorker):
 
     Loads go before stores, and expedited loads before other loads: each has a stream of its own on CUDA, and on a CPU a
     thread serves them in that order, piece by piece. All wait for compute that was queued before they were submitted.
+
+    While a CUDA graph is captured on the current stream, every call raises `CaptureError`; graph and jobs go on.
 
     Args:
         kv_caches: from vLLM, on a CPU or a CUDA device.
@@ -112,6 +115,8 @@ class BlockyardWorker(OffloadingWorker):
         )
         if self._host.problem:
             _LOG.warning("copies will be slow: %s", self._host.problem)
+        if self._on_cuda:
+            prepare_device(self._device)
         self._streams: Streams = CudaStreams(self._device) if self._on_cuda else WorkerStreams()
         self._groups: list[_Group] = []
         self._block_bytes: list[int] = []
@@ -155,6 +160,7 @@ class BlockyardWorker(OffloadingWorker):
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that have ended since the last call, in the order of their submission; never waits."""
+        refuse_capture(self._streams)
         ended = [job_id for job_id, job in self._jobs.items() if job.events[-1].query()]
         results = [self._result(job_id, self._jobs[job_id]) for job_id in ended]
         left = {job_id: job for job_id, job in self._jobs.items() if job_id not in ended} if ended else self._jobs
@@ -163,12 +169,14 @@ class BlockyardWorker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """Wait until jobs have ended; `get_finished` still reports them."""
+        refuse_capture(self._streams)
         for job_id in job_ids:
             if job_id in self._jobs:
                 self._jobs[job_id].events[-1].synchronize()
 
     def shutdown(self) -> None:
         """Wait for all jobs and give the host memory back; twice does nothing."""
+        refuse_capture(self._streams)
         self._streams.close()
         self._jobs.clear()
         self._groups = [_Group(None, None)] * len(self._groups)
@@ -185,6 +193,7 @@ class BlockyardWorker(OffloadingWorker):
         *,
         to: Literal["small", "large"],
     ) -> bool:
+        refuse_capture(self._streams)
         if job_id in self._jobs:
             raise InvalidArgumentError(f"job_id is {job_id}, which is under way already")
         chunks = np.asarray(host.block_ids, np.int64)
