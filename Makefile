@@ -49,7 +49,7 @@ SANITIZER := PYTORCH_NO_CUDA_MEMORY_CACHING=1 BLOCKYARD_TEST_GPU=require \
     compute-sanitizer --target-processes all --report-api-errors no --error-exitcode 9
 # Fails where the pass would, whatever the reason: no device, another driver, no right to attach.
 SANITIZER_PROBE := "import torch; torch.ones(8, device='cuda').add_(1); torch.cuda.synchronize()"
-NATIVE := cuda/*.cu cuda/*.cpp cuda/*.h tests/*.cpp benches/gpu/survey/*.cu
+NATIVE := cuda/*.cu cuda/*.cpp cuda/*.h tests/*.cpp tests/kernels/* benches/gpu/survey/*.cu
 
 SHELL := /bin/sh
 # rustup's folder comes last: it is missing from the path of many non-login shells.

@@ -2,9 +2,9 @@
 
     python benches/bench_submit.py [--repeat 7]
 
-A call checks 160 views of 8 KiB on each side and submits a swap of 64 blocks: the layers of a model of 70B on one of
-four ranks. `submit_64x160_us` is the time of such a call by the strategy that is chosen without a table; beside it are
-those of the others. The kernels' launches and the driver's own part are not in it. With BENCH_JSON=FILE it also adds
+A call checks 160 views of 8 KiB on each side and submits a swap of 64 or of 1,000 blocks: the layers of a model of 70B on
+one of four ranks. `submit_64x160_us` is the time of such a call by the strategy that is chosen without a table; beside it
+are those of the others. The kernels' launches and the driver's own part are not in it. With BENCH_JSON=FILE it also adds
 its figures to the flat JSON object in FILE. Without g++ or the headers of torch and CUDA it says so.
 """
 
@@ -29,8 +29,9 @@ from blockyard.engine.ops import compiled  # noqa: E402
 from blockyard.engine.ops.strategy import STRATEGIES  # noqa: E402
 from blockyard_build.toolchain import MissingError  # noqa: E402
 
-VIEWS, WIDTH, BLOCKS, MOVED = 160, 8 << 10, 256, 64
-CALLS = 50
+VIEWS, WIDTH, BLOCKS = 160, 8 << 10, 1000
+# Blocks that a call moves, and how many calls a turn has.
+MOVED = {64: 50, 1000: 5}
 TO_DEVICE, TO_HOST = 0, 1
 # On a stream of its own, no capture, with a bulk engine, a driver that tells ranges, and no bound on a batch.
 FLAGS = (True, False, True, True, 2**62)
@@ -50,7 +51,7 @@ def main() -> None:
     rows = torch.empty((BLOCKS, VIEWS * WIDTH), dtype=torch.uint8)
     host, device = list(rows.split(WIDTH, dim=1)), list(torch.empty((VIEWS, BLOCKS, WIDTH), dtype=torch.uint8).unbind())
     figures = {}
-    for name in ("", "kernel", "batch"):
+    for moved, name in [(64, ""), (64, "kernel"), (64, "batch"), (1000, "")]:
         taken = []
         for direction in (TO_DEVICE, TO_HOST):
             end = rows.data_ptr() + rows.numel()
@@ -59,10 +60,10 @@ def main() -> None:
             fake.fake_map(device[0].data_ptr(), device[0].data_ptr() + rows.numel())
             fake.fake_strategy(direction, STRATEGIES.get(name, 0), 4)
             sides = (host, device) if direction == TO_DEVICE else (device, host)
-            taken.append(best(partial(swap, *sides, direction), repeat))
+            taken.append(best(partial(swap, *sides, direction), moved, repeat))
             calls = fake.fake_calls().decode()
             assert ("F" in calls) == (name != "batch"), calls[:100]
-        figures[f"submit_64x160_{name}_us" if name else "submit_64x160_us"] = 1e6 * max(taken)
+        figures[f"submit_{moved}x160_{name}_us" if name else f"submit_{moved}x160_us"] = 1e6 * max(taken)
     for name, value in figures.items():
         print(f"{name:32} {value:8.1f}")
     keep(figures)
@@ -79,17 +80,17 @@ def swap(src: list[torch.Tensor], dst: list[torch.Tensor], direction: int, ids: 
     compiled._Compiled(run, compiled.BY_LIBRARY.copy_within).between(src, dst, mapping)  # noqa: SLF001
 
 
-def best(work: partial[None], repeat: int) -> float:
+def best(work: partial[None], moved: int, repeat: int) -> float:
     """Seconds of one call by this thread's clock, the best of some turns."""
     random = np.random.default_rng(0)
-    ids = np.column_stack((random.permutation(BLOCKS), random.permutation(BLOCKS)))[:MOVED]
+    ids = np.column_stack((random.permutation(BLOCKS), random.permutation(BLOCKS)))[:moved]
     work(ids)
     seconds = float("inf")
     for _ in range(repeat):
         start = time.thread_time()
-        for _ in range(CALLS):
+        for _ in range(MOVED[moved]):
             work(ids)
-        seconds = min(seconds, (time.thread_time() - start) / CALLS)
+        seconds = min(seconds, (time.thread_time() - start) / MOVED[moved])
     return seconds
 
 

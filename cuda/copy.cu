@@ -11,11 +11,17 @@ namespace {
 
 constexpr unsigned kHostKernelThreads = 512;
 
-template <typename Access, bool kHasAside>
-__global__ void __launch_bounds__(kThreads) copy_groups(const __grid_constant__ CopyParams params) {
+template <typename Access>
+__global__ void __launch_bounds__(kThreads)
+    copy_rows(const __grid_constant__ CopyParams params, uint32_t rows_per_block) {
     static_assert(sizeof(Access) == 1 || sizeof(Access) == 4 || sizeof(Access) == 8 || sizeof(Access) == 16,
                   "an access is 1, 4, 8 or 16 bytes wide");
-    walk_group<Access, kHasAside>(params, blockIdx.x, blockIdx.y, blockIdx.z, static_cast<int>(threadIdx.x));
+    walk_rows<Access>(params, blockIdx.x, blockIdx.y, blockIdx.z, rows_per_block, static_cast<int>(threadIdx.x));
+}
+
+template <typename Access>
+__global__ void __launch_bounds__(kThreads) copy_groups(const __grid_constant__ CopyParams params) {
+    walk_group<Access>(params, blockIdx.x, blockIdx.y, blockIdx.z, static_cast<int>(threadIdx.x));
 }
 
 template <typename Access>
@@ -28,17 +34,19 @@ __global__ void __launch_bounds__(kHostKernelThreads)
 
 // Launches one set of parameters.
 struct OnDevice {
-    bool has_aside;
+    bool is_independent;
 
     template <typename Access>
     cudaError_t launch(const CopyParams& params, size_t num_tensors, int64_t widest, cudaStream_t stream) const {
         const int64_t chunks = (widest + kChunk<Access> - 1) / kChunk<Access>;
         if (chunks > INT32_MAX) return cudaErrorInvalidValue;
-        const dim3 grid(static_cast<unsigned>(chunks), static_cast<unsigned>(num_tensors), params.num_groups);
-        if (has_aside) {
-            copy_groups<Access, true><<<grid, kThreads, 0, stream>>>(params);
+        const auto rows = is_independent ? rows_per_block<Access>(widest) : 1;
+        const dim3 grid(static_cast<unsigned>(chunks), static_cast<unsigned>(num_tensors),
+                        (params.num_groups + rows - 1) / rows);
+        if (is_independent) {
+            copy_rows<Access><<<grid, kThreads, 0, stream>>>(params, rows);
         } else {
-            copy_groups<Access, false><<<grid, kThreads, 0, stream>>>(params);
+            copy_groups<Access><<<grid, kThreads, 0, stream>>>(params);
         }
         return cudaGetLastError();
     }
@@ -76,7 +84,7 @@ cudaError_t launch_all(const Launcher& launcher, const CopyTensor* tensors, size
 }  // namespace
 
 cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream) {
-    return launch_all(OnDevice{has_aside(plan)}, tensors, num_tensors, plan, stream);
+    return launch_all(OnDevice{is_independent(plan)}, tensors, num_tensors, plan, stream);
 }
 
 cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks,

@@ -1,6 +1,7 @@
 // The work of one thread of each copy kernel. Plain C++ over indices, so tests can run it on a CPU.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -35,31 +36,69 @@ static_assert(kMaxSteps > kMaxRing, "a ring stays in one part");
 template <typename Access>
 constexpr int64_t kChunk = static_cast<int64_t>(sizeof(Access)) * kThreads * kUnroll;
 
-// Moves one chunk of rows of one tensor through the steps of one group. Only steps that set bytes aside take registers
-// for them.
-template <typename Access, bool kHasAside>
+// Rows that one block of threads moves if they are shorter than a chunk. More would leave multiprocessors idle where
+// there are few rows.
+constexpr uint32_t kMostRows = 16;
+
+// Rows of a launch's widest tensor that fill a block of threads.
+template <typename Access>
+uint32_t rows_per_block(int64_t widest) {
+    return static_cast<uint32_t>(std::clamp<int64_t>(kChunk<Access> / widest, 1, kMostRows));
+}
+
+// Copies some rows of one tensor, or one chunk of a row, in steps that do not wait for one another.
+template <typename Access>
+__device__ void walk_rows(const CopyParams& params, size_t chunk, size_t tensor_index, size_t part,
+                          uint32_t rows_per_block, int thread) {
+    const CopyTensor& tensor = params.tensors[tensor_index];
+    const int64_t count = tensor.width / static_cast<int64_t>(sizeof(Access));
+    if (count == 0) return;
+    // All loads are in flight before the first store waits for one.
+    Access values[kUnroll];
+    Access* targets[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+        const auto place = static_cast<uint32_t>(thread + i * kThreads);
+        // A chunk holds all of these rows, so their count has 32 bits.
+        const uint32_t row = rows_per_block > 1 ? place / static_cast<uint32_t>(count) : 0;
+        const int64_t at = static_cast<int64_t>(chunk) * (kThreads * kUnroll) + place - row * count;
+        const size_t step = part * rows_per_block + row;
+        const bool is_inside = row < rows_per_block && step < params.num_groups && at < count;
+        targets[i] = nullptr;
+        if (!is_inside) continue;
+        const CopyPair pair = params.steps[step];
+        values[i] = reinterpret_cast<const Access*>(tensor.src + pair.src * tensor.src_stride)[at];
+        targets[i] = reinterpret_cast<Access*>(tensor.dst + pair.dst * tensor.dst_stride) + at;
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+        if (targets[i] != nullptr) *targets[i] = values[i];
+    }
+}
+
+// Moves one chunk of rows of one tensor through the steps of one group.
+template <typename Access>
 __device__ void walk_group(const CopyParams& params, size_t chunk, size_t tensor_index, size_t group, int thread) {
     const CopyTensor& tensor = params.tensors[tensor_index];
     const int64_t count = tensor.width / static_cast<int64_t>(sizeof(Access));
     const int64_t first = static_cast<int64_t>(chunk) * (kThreads * kUnroll) + thread;
-    Access aside[kHasAside ? kUnroll : 1];
+    Access aside[kUnroll];
     for (int step = params.starts[group]; step < params.starts[group + 1]; ++step) {
         const CopyPair pair = params.steps[step];
         const auto* src = reinterpret_cast<const Access*>(tensor.src + pair.src * tensor.src_stride);
         auto* dst = reinterpret_cast<Access*>(tensor.dst + pair.dst * tensor.dst_stride);
-        // All loads are in flight before the first store waits for one.
         Access values[kUnroll];
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
             const int64_t at = first + i * kThreads;
-            if (at < count) values[i] = kHasAside && pair.src == kAside ? aside[kHasAside ? i : 0] : src[at];
+            if (at < count) values[i] = pair.src == kAside ? aside[i] : src[at];
         }
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
             const int64_t at = first + i * kThreads;
             if (at >= count) continue;
-            if (kHasAside && pair.dst == kAside) {
-                aside[kHasAside ? i : 0] = values[i];
+            if (pair.dst == kAside) {
+                aside[i] = values[i];
             } else {
                 dst[at] = values[i];
             }

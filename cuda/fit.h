@@ -37,11 +37,6 @@ inline bool fits_bulk(const CopyTensor* tensors, size_t num_tensors) {
            chunks <= kMostBulkPieces / (kMaxSteps * kMaxTensors);
 }
 
-// Whether a step sets bytes aside.
-inline bool has_aside(const Steps& plan) {
-    return std::any_of(plan.steps.begin(), plan.steps.end(), [](const CopyPair& step) { return step.dst == kAside; });
-}
-
 // Whether no step has to wait for another.
 inline bool is_independent(const Steps& plan) { return plan.steps.size() + 1 == plan.starts.size(); }
 

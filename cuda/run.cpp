@@ -258,7 +258,8 @@ StrategyChoice strategy_between(const std::vector<CopyTensor>& tensors, const st
                                 int32_t device, Direction direction, const HostMemory& memory, cudaStream_t stream) {
     if (!memory.pinned) return {Strategy::kLoop, kFewBlocks};
     const bool to_host = direction == Direction::kToHost;
-    const bool rows = has_host_rows(tensors, to_host);
+    // Rows of one piece each would reach the slots no sooner than the view.
+    const bool rows = tensors.size() > 1 && has_host_rows(tensors, to_host);
     StrategyChoice choice = strategy_of(tensors, pairs, device, direction, rows);
     if (choice.strategy == Strategy::kStaged && (is_capturing(stream) || !can_stage(device, to_host))) {
         choice = strategy_of(tensors, pairs, device, direction, false);

@@ -27,8 +27,8 @@ struct Ring {
 
 // Neighbouring tensors whose pieces of a block fit one slot.
 struct Columns {
-    size_t first, end;
-    int64_t width;
+    std::vector<CopyTensor> tensors;
+    int64_t width = 0;
 };
 
 Ring& ring_of(int device, bool to_host) {
@@ -51,19 +51,25 @@ cudaError_t allocate(Ring& ring) {
 
 std::vector<Columns> cut(const std::vector<CopyTensor>& tensors) {
     std::vector<Columns> columns;
-    for (size_t n = 0; n < tensors.size(); ++n) {
-        const int64_t width = tensors[n].width;
-        if (columns.empty() || columns.back().width + width > kSlotBytes) columns.push_back({n, n, 0});
-        columns.back().end = n + 1;
-        columns.back().width += width;
+    for (const CopyTensor& tensor : tensors) {
+        if (columns.empty() || columns.back().width + tensor.width > kSlotBytes) columns.emplace_back();
+        columns.back().tensors.push_back(tensor);
+        columns.back().width += tensor.width;
     }
     return columns;
+}
+
+// Rows of the next part, at least one: parts grow to `grown` bytes, and shrink again to half of what is left.
+size_t rows_of_part(int64_t width, size_t left, int64_t grown) {
+    const auto rows = [width](int64_t bytes) {
+        return std::max<size_t>(static_cast<size_t>(bytes / std::max<int64_t>(width, 1)), 1);
+    };
+    return std::min(left, std::max(rows(kLeastPartBytes), std::min(rows(grown), left / 2)));
 }
 
 // One staged copy: the same for each of its parts.
 struct StagedCopy {
     Ring& ring;
-    const std::vector<CopyTensor>& tensors;
     const std::vector<CopyPair>& pairs;
     bool to_host;
     unsigned blocks;
@@ -85,7 +91,7 @@ struct StagedCopy {
 
     // Between the host and the slot, whose row n belongs to pair first + n.
     cudaError_t rows(const Slot& slot, const Columns& columns, size_t first, size_t end) const {
-        CopyTensor row = tensors[columns.first];
+        CopyTensor row = columns.tensors[0];
         row.width = columns.width;
         if (to_host) {
             row.src = slot.memory;
@@ -99,8 +105,7 @@ struct StagedCopy {
 
     // Between the slot and the device's views.
     cudaError_t views(const Slot& slot, const Columns& columns, size_t first, size_t end) const {
-        std::vector<CopyTensor> pieces(tensors.begin() + static_cast<ptrdiff_t>(columns.first),
-                                       tensors.begin() + static_cast<ptrdiff_t>(columns.end));
+        std::vector<CopyTensor> pieces = columns.tensors;
         unsigned char* start = slot.memory;
         for (CopyTensor& piece : pieces) {
             if (to_host) {
@@ -157,12 +162,15 @@ cudaError_t copy_staged(int device, const std::vector<CopyTensor>& tensors, cons
                         bool to_host, unsigned blocks, const CopyRows& copy_rows, cudaStream_t stream) {
     Ring& ring = ring_of(device, to_host);
     const std::lock_guard<std::mutex> lock(ring.mutex);
-    const StagedCopy copy{ring, tensors, pairs, to_host, blocks, copy_rows, stream};
+    const StagedCopy copy{ring, pairs, to_host, blocks, copy_rows, stream};
     cudaError_t status = order(ring.fence, stream, ring.rows);
+    int64_t grown = kLeastPartBytes;
     for (const Columns& columns : cut(tensors)) {
-        const auto rows = static_cast<size_t>(kSlotBytes / std::max<int64_t>(columns.width, 1));
-        for (size_t first = 0; first < pairs.size() && status == cudaSuccess; first += rows) {
-            status = copy.copy_part(columns, first, std::min(first + rows, pairs.size()));
+        for (size_t first = 0; first < pairs.size() && status == cudaSuccess;) {
+            const size_t end = first + rows_of_part(columns.width, pairs.size() - first, grown);
+            status = copy.copy_part(columns, first, end);
+            first = end;
+            grown = std::min(2 * grown, kSlotBytes);
         }
     }
     // A copy that fails half-way has queued its first half: later work waits for that as well.

@@ -11,7 +11,10 @@ namespace blockyard {
 
 // Each direction of a device has a ring of so many slots. It is allocated once, at the first staged copy.
 constexpr size_t kSlots = 3;
-constexpr int64_t kSlotBytes = 8 << 20;
+constexpr int64_t kSlotBytes = 16 << 20;
+// Bytes of a copy's first and last part: the other half of the work waits for the first, and nothing runs beside the
+// last. In between, parts grow to a slot: each costs the caller a few calls of the driver.
+constexpr int64_t kLeastPartBytes = 2 << 20;
 // Shorter rows would not reach the rate of a large copy.
 constexpr int64_t kLeastRowBytes = 64 << 10;
 

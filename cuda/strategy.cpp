@@ -48,7 +48,9 @@ StrategyChoice choose_strategy(int32_t device, Direction direction, int64_t byte
         }
     }
     if (direction == Direction::kWithin) return {Strategy::kKernel, kFewBlocks};
-    if (bytes >= kLargePiece || count < kLeastPieces) return {Strategy::kBatch, kFewBlocks};
+    if (bytes >= (host_rows ? kLargeStagedPiece : kLargePiece) || count < kLeastPieces) {
+        return {Strategy::kBatch, kFewBlocks};
+    }
     return {host_rows ? Strategy::kStaged : Strategy::kKernel, kFewBlocks};
 }
 

@@ -39,8 +39,10 @@ struct StrategyChoice {
     unsigned blocks;
 };
 
-// Without a table, at least so many pieces of fewer bytes each take a kernel between host and device.
+// Without a table, at least so many pieces between host and device are staged if they have fewer bytes than the first
+// each, or take a kernel if they have fewer than the second: docs/benchmarks/copies.md.
 constexpr int64_t kLeastPieces = 32;
+constexpr int64_t kLargeStagedPiece = 512 << 10;
 constexpr int64_t kLargePiece = 28 << 10;
 
 constexpr int32_t kMaxDevices = 64;
@@ -62,9 +64,9 @@ int compute_capability(int32_t device);
 void set_batch_pieces(int32_t device, std::optional<size_t> most);
 size_t batch_pieces(int32_t device);
 
-// Chooses for so many pieces of so many bytes on average; `host_rows`: the host's pieces of a block are contiguous.
-// Without a matching rule: the kernel within a device; between host and device many small pieces are staged, or take
-// the kernel without host rows, and others take the batched call.
+// Chooses for so many pieces of so many bytes on average; `host_rows`: the host's pieces of a block are contiguous, and
+// more than one. Without a matching rule: the kernel within a device; between host and device many pieces are staged, or
+// take the kernel without host rows if they are small, and others take the batched call.
 StrategyChoice choose_strategy(int32_t device, Direction direction, int64_t bytes, int64_t count, bool host_rows);
 
 }  // namespace blockyard

@@ -44,6 +44,14 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip(f"no {missing}")
 
 
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The copy kernels for a CPU."""
+    import host_kernels
+
+    return host_kernels.load_kernels(tmp_path_factory.mktemp("kernels"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if GPU_TESTS in item.path.parents:

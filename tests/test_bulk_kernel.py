@@ -7,28 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from host_kernels import CUDA
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard_build.toolchain import find_cuda_home
 
-TESTS = Path(__file__).resolve().parent
-CUDA = TESTS.parent / "cuda"
 STAGE = 8192
 MODELS = ["as built", "reuses at once", "reuses one too early", "stores at once", "keeps parity", "leaves early"]
 MISTAKES = MODELS[1:]
-
-
-@pytest.fixture(scope="module")
-def ring(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    library = tmp_path_factory.mktemp("ring") / "ring.so"
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    flags += ["-fsanitize=undefined", "-fno-sanitize-recover"]
-    sources = [str(TESTS / "bulk_ring.cpp"), str(CUDA / "steps.cpp")]
-    subprocess.run(["g++", *flags, f"-I{CUDA}", *sources, "-o", str(library)], check=True)
-    loaded = ctypes.CDLL(str(library))
-    loaded.fits.restype = ctypes.c_bool
-    return loaded
 
 
 def aligned(blocks: int, width: int, seed: int) -> np.ndarray:
@@ -55,7 +42,7 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 
 def launch(
-    ring: ctypes.CDLL, model: str, pairs: np.ndarray, widths: list[int], *, blocks: int = 12, seed: int = 0
+    kernels: ctypes.CDLL, model: str, pairs: np.ndarray, widths: list[int], *, blocks: int = 12, seed: int = 0
 ) -> tuple[int, bool]:
     """Copy rows through a model: the faults it saw, and whether all bytes of the destination are right."""
     gap = 32
@@ -66,7 +53,7 @@ def launch(
         target[pairs[:, 1]] = source[pairs[:, 0]]
     ids, tensors = np.ascontiguousarray(pairs, np.uint32), tensors_of(cut(src, widths), cut(dst, widths))
     size = ctypes.c_size_t
-    fault = ring.launch(
+    fault = kernels.launch_bulk(
         MODELS.index(model), pointer(ids), size(len(ids)), pointer(tensors), size(len(widths)), blocks, seed
     )
     return fault, bool((dst == wanted).all())
@@ -87,21 +74,21 @@ WIDTHS = st.integers(0, 5 * STAGE // 16).map(lambda units: 16 * units)
     st.integers(0, 1 << 20),
 )
 def test_all_pieces_arrive_whatever_the_engine_does_first(
-    ring: ctypes.CDLL, widths: list[int], count: int, blocks: int, seed: int
+    kernels: ctypes.CDLL, widths: list[int], count: int, blocks: int, seed: int
 ):
     if sum(widths):
-        assert launch(ring, "as built", scattered(count, seed), widths, blocks=blocks, seed=seed) == (0, True)
+        assert launch(kernels, "as built", scattered(count, seed), widths, blocks=blocks, seed=seed) == (0, True)
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 8, 9, 11, 12, 13, 24, 25, 100])
-def test_every_length_of_the_ring_is_walked(ring: ctypes.CDLL, pieces: int):
+def test_every_length_of_the_ring_is_walked(kernels: ctypes.CDLL, pieces: int):
     for seed in range(20):
-        assert launch(ring, "as built", scattered(pieces), [STAGE], blocks=1, seed=seed) == (0, True)
+        assert launch(kernels, "as built", scattered(pieces), [STAGE], blocks=1, seed=seed) == (0, True)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_is_noticed(ring: ctypes.CDLL, mistake: str):
-    seen = [launch(ring, mistake, scattered(60), [STAGE, 48], blocks=2, seed=seed) for seed in range(20)]
+def test_a_planted_mistake_is_noticed(kernels: ctypes.CDLL, mistake: str):
+    seen = [launch(kernels, mistake, scattered(60), [STAGE, 48], blocks=2, seed=seed) for seed in range(20)]
     # Not in every run: the engine may be fast enough to hide it.
     assert sum(fault != 0 for fault, _ in seen) >= 5
     # Nor by the model's own checks alone: other bytes arrive.
@@ -110,10 +97,10 @@ def test_a_planted_mistake_is_noticed(ring: ctypes.CDLL, mistake: str):
 
 @pytest.mark.parametrize(("offset", "width", "stride"), [(8, 64, 128), (0, 40, 128), (0, 64, 120), (4, 60, 124)])
 def test_rows_that_the_engine_cannot_take_are_left_to_the_kernel(
-    ring: ctypes.CDLL, offset: int, width: int, stride: int
+    kernels: ctypes.CDLL, offset: int, width: int, stride: int
 ):
     def fits(*tensor: int) -> bool:
-        return ring.fits(pointer(np.array(tensor, np.int64)), ctypes.c_size_t(1))
+        return kernels.fits(pointer(np.array(tensor, np.int64)), ctypes.c_size_t(1))
 
     assert fits(4096, 8192, 128, 128, 64)
     assert not fits(4096 + offset, 8192, stride, 128, width)

@@ -1,4 +1,4 @@
-"""The kernels' bodies and the order of their steps, compiled for the CPU and run thread by thread."""
+"""The copy kernels and their launches on a CPU, thread by thread: given plans, and random ones beside a plain model."""
 
 import ctypes
 import subprocess
@@ -6,61 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from host_kernels import BESIDE_HOST, MISTAKES, MOST_STEPS, WITHIN_DEVICE, build_kernels
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard._core import Mapping
 
-CUDA = Path(__file__).resolve().parent.parent / "cuda"
-
-# A device of one thread at a time; blocks of threads run in a drawn order, as a device runs them in any.
-DEVICE = """
-#include <algorithm>
-#include <cstring>
-#include <numeric>
-#include <random>
-#include "copy_kernel.h"
-using namespace blockyard;
-template <typename Access>
-static void run(const CopyParams& p, size_t tensors, int64_t widest, bool with_host, bool aside, unsigned seed) {
-    const int64_t chunk = with_host ? kHostChunk<Access> : kChunk<Access>;
-    const size_t chunks = (widest + chunk - 1) / chunk;
-    if (with_host) {
-        for (uint32_t warp = 0; warp < 6; ++warp)
-            for (int lane = 0; lane < kWarp; ++lane) walk_host_pieces<Access>(p, tensors, chunks, warp, 6, lane);
-        return;
-    }
-    const auto walk = aside ? walk_group<Access, true> : walk_group<Access, false>;
-    std::vector<size_t> order(chunks * tensors * p.num_groups);
-    std::iota(order.begin(), order.end(), size_t{0});
-    std::shuffle(order.begin(), order.end(), std::mt19937(seed));
-    for (const size_t n : order)
-        for (int t = 0; t < kThreads; ++t)
-            walk(p, n % chunks, n / chunks % tensors, n / chunks / tensors, t);
-}
-extern "C" int launch(const CopyPair* steps, size_t num_steps, const uint32_t* starts, size_t num_starts,
-                      CopyTensor* tensors, size_t num_tensors, bool from_host, int access, size_t most, unsigned seed) {
-    const Steps plan{{steps, steps + num_steps}, {starts, starts + num_starts}};
-    const bool aside = has_aside(plan);
-    static CopyParams params;
-    int launches = 0;
-    for (const StepRange& part : split_steps(plan, most)) {
-        if (part.num_steps > most || part.starts.back() != part.num_steps) return -1;
-        std::memset(&params, 0xff, sizeof params);
-        std::copy_n(part.steps, part.num_steps, params.steps);
-        std::copy(part.starts.begin(), part.starts.end(), params.starts);
-        params.num_groups = part.starts.size() - 1;
-        std::copy_n(tensors, num_tensors, params.tensors);
-        int64_t widest = 0;
-        for (size_t t = 0; t < num_tensors; ++t) widest = std::max(widest, tensors[t].width);
-        if (access == 1) run<uint8_t>(params, num_tensors, widest, from_host, aside, seed);
-        else run<uint64_t>(params, num_tensors, widest, from_host, aside, seed);
-        ++launches;
-    }
-    return launches;
-}
-"""
-MOST = 2048
 SHORTEST = 513
 
 
@@ -75,29 +26,12 @@ class Tensor(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("device")
-    (folder / "device.cpp").write_text(DEVICE)
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    # Unset registers are never stored, which the compiler cannot know.
-    flags += ["-Wno-maybe-uninitialized", "-Wno-sign-compare", "-fsanitize=undefined", "-fno-sanitize-recover"]
-    flags += ["-fno-sanitize=alignment,pointer-overflow"]
-    sources = [str(folder / "device.cpp"), str(CUDA / "steps.cpp")]
-    command = ["g++", *flags, f"-I{CUDA}", *sources, "-o", str(folder / "device.so")]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(folder / "device.so"))
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_kernels(tmp_path_factory.mktemp("program"), program=True)
 
 
 def launch(
-    device: ctypes.CDLL,
-    rule: str,
-    pairs: np.ndarray,
-    src: list,
-    dst: list,
-    *,
-    from_host: bool = False,
-    access: int = 1,
-    most: int = MOST,
+    kernels: ctypes.CDLL, rule: str, pairs: np.ndarray, src: list, dst: list, *, route: int = 0, most: int = MOST_STEPS
 ) -> int:
     mapping = Mapping(pairs, src_blocks=len(src[0]), dst_blocks=len(dst[0]), rule=rule)
     steps, starts = (np.ascontiguousarray(array, np.int64).astype(np.uint32) for array in mapping.steps())
@@ -107,7 +41,36 @@ def launch(
     ]
     array, size, pointer = (Tensor * len(views))(*views), ctypes.c_size_t, ctypes.c_void_p
     plan = steps.ctypes.data_as(pointer), size(len(steps)), starts.ctypes.data_as(pointer), size(len(starts))
-    return device.launch(*plan, array, size(len(views)), from_host, access, size(most), 1)
+    return kernels.launch(route, *plan, array, size(len(views)), 6, size(most), 1)
+
+
+def random_copies(program: Path, seed: int, launches: int, mistake: int = 0) -> tuple[int, str]:
+    """Run the program: its exit status, and what it and the sanitizers say."""
+    # Those that were asked for; a sanitizer's report must not wait for a symbolizer.
+    environ = {"ASAN_OPTIONS": "symbolize=0:detect_leaks=0", "UBSAN_OPTIONS": "symbolize=0"}
+    command = [str(program), str(seed), str(launches), str(mistake)]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_random_layouts_widths_and_mappings_are_copied_as_a_plain_model_does(program: Path):
+    status, said = random_copies(program, 1, 2000)
+    assert status == 0, said
+    assert "all as the model" in said
+
+
+@pytest.mark.slow
+def test_a_million_random_launches_are_copied_as_a_plain_model_does(program: Path):
+    status, said = random_copies(program, 2, 1_000_000)
+    assert status == 0, said
+    assert "all as the model" in said
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_random_copies_find_a_planted_mistake(program: Path, mistake: str):
+    status, said = random_copies(program, 3, 5000, list(MISTAKES).index(mistake) + 1)
+    assert status != 0
+    assert "differs" in said or "Sanitizer" in said or "runtime error" in said, said
 
 
 def rows_of(blocks: int, widths: list[int], seed: int) -> list[np.ndarray]:
@@ -125,14 +88,14 @@ def moves(draw: st.DrawFn) -> tuple[int, np.ndarray]:
 
 
 @given(moves(), st.sampled_from([1, 8]))
-def test_moves_are_made_as_if_all_were_read_first(device: ctypes.CDLL, drawn: tuple[int, np.ndarray], access: int):
+def test_moves_are_made_as_if_all_were_read_first(kernels: ctypes.CDLL, drawn: tuple[int, np.ndarray], unit: int):
     blocks, pairs = drawn
-    caches = rows_of(blocks, [8, 1200 * access, 16], blocks)
+    caches = rows_of(blocks, [8, 1200 * unit, 15 + unit], blocks)
     wanted = caches[0].base.copy() if caches[0].base is not None else None
     expected = [cache.copy() for cache in caches]
     for rows in expected:
         rows[pairs[:, 1]] = rows[pairs[:, 0]].copy()
-    assert launch(device, "move", pairs, caches, caches, access=access) >= 0
+    assert launch(kernels, "move", pairs, caches, caches) >= 0
     for now, want in zip(caches, expected, strict=True):
         np.testing.assert_array_equal(now, want)
     assert wanted is None or caches[0].base[:, -8:].tolist() == wanted[:, -8:].tolist()
@@ -149,39 +112,38 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("most", [SHORTEST, MOST])
+@pytest.mark.parametrize("most", [SHORTEST, MOST_STEPS])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_plans_longer_than_a_launch_are_parted_where_they_may_be(device: ctypes.CDLL, shape: str, most: int):
+def test_plans_longer_than_a_launch_are_parted_where_they_may_be(kernels: ctypes.CDLL, shape: str, most: int):
     pairs = SHAPES[shape](5000)
     caches = rows_of(5000, [3, 8], 3)
     expected = [cache.copy() for cache in caches]
     for rows in expected:
         rows[pairs[:, 1]] = rows[pairs[:, 0]].copy()
-    launches = launch(device, "move", pairs, caches, caches, most=most)
+    launches = launch(kernels, "move", pairs, caches, caches, most=most)
     assert launches >= len(pairs) // most
     for now, want in zip(caches, expected, strict=True):
         np.testing.assert_array_equal(now, want)
 
 
-def test_exchanges_leave_nothing_aside_between_launches(device: ctypes.CDLL):
+def test_exchanges_leave_nothing_aside_between_launches(kernels: ctypes.CDLL):
     pairs = np.random.default_rng(0).permutation(4000).reshape(-1, 2)
     caches = rows_of(4000, [5], 1)
     expected = caches[0].copy()
     expected[pairs] = expected[pairs[:, ::-1]]
-    assert launch(device, "exchange", pairs, caches, caches) == 3
+    assert launch(kernels, "exchange", pairs, caches, caches) == 3
     np.testing.assert_array_equal(caches[0], expected)
 
 
-@pytest.mark.parametrize("access", [1, 8])
-@pytest.mark.parametrize("from_host", [False, True])
-@pytest.mark.parametrize("widths", [[8], [16, 4096, 8], [24, 24, 24, 24], [16384 + 8]])
-def test_copies_between_memories_arrive_whole(device: ctypes.CDLL, from_host: bool, widths: list[int], access: int):
+@pytest.mark.parametrize("route", [WITHIN_DEVICE, BESIDE_HOST])
+@pytest.mark.parametrize("widths", [[8], [7, 4096, 8], [24, 24, 24, 24], [16384 + 8]])
+def test_copies_between_memories_arrive_whole(kernels: ctypes.CDLL, route: int, widths: list[int]):
     random = np.random.default_rng(5)
     pairs = np.column_stack((random.integers(0, 30, 20), random.permutation(40)[:20]))
     src, dst = rows_of(30, widths, 1), rows_of(40, widths, 2)
     expected = [rows.copy() for rows in dst]
     for source, target in zip(src, expected, strict=True):
         target[pairs[:, 1]] = source[pairs[:, 0]]
-    assert launch(device, "swap", pairs, src, dst, from_host=from_host, access=access) == 1
+    assert launch(kernels, "swap", pairs, src, dst, route=route) == 1
     for now, want in zip(dst, expected, strict=True):
         np.testing.assert_array_equal(now, want)

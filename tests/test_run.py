@@ -138,22 +138,31 @@ def unreached(fake: ctypes.CDLL, **flags: bool) -> Case:
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_rows_of_the_host_are_staged_in_a_few_large_copies(fake: ctypes.CDLL, direction: str):
-    calls = staged(Case(fake, width=STAGED_WIDTH), direction)
-    # All 20 rows fit one slot: one batch of rows and one kernel, for 320 pieces.
+    calls = staged(Case(fake, width=STAGED_WIDTH), direction, pairs=scattered(16))
+    # All 16 rows are one part: one batch of rows and one kernel, for 256 pieces.
     assert calls.replace("A", "").translate(str.maketrans("", "", "rw01")) == ("BF" if direction == "h2d" else "FB")
-    neighbours = np.column_stack((np.arange(20), np.arange(20) + 3))
+    neighbours = np.column_stack((np.arange(16), np.arange(16) + 3))
     assert staged(Case(fake, width=STAGED_WIDTH), direction, pairs=neighbours).count("m") == 1
-    # 40 rows of 1.25 MiB, six to a slot: more parts than slots.
-    assert staged(Case(fake, width=10 * STAGED_WIDTH), direction, pairs=scattered(40)).count("F") == 7
+    # Parts of 1, 3, 6, 12, 9, 4, 2, 1, 1 and 1 rows of 1.25 MiB: they grow to half of what is left, and shrink.
+    assert staged(Case(fake, width=10 * STAGED_WIDTH), direction, pairs=scattered(40)).count("F") == 10
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_without_a_table_small_pieces_are_staged_and_others_batched(fake: ctypes.CDLL, direction: str):
+def test_without_a_table_pieces_below_half_a_mib_are_staged_and_others_batched(fake: ctypes.CDLL, direction: str):
     assert "F" in staged(Case(fake, width=STAGED_WIDTH), direction, "default")
     assert Case(fake, width=STAGED_WIDTH).go(direction, "default", scattered(), of_views) == "F"
     few = scattered(2)
     assert staged(Case(fake, width=STAGED_WIDTH), direction, "default", few[:1]) == "B"
-    assert staged(Case(fake, width=4 * STAGED_WIDTH), direction, "default") == "B"
+
+    def halves(rows: torch.Tensor) -> list[torch.Tensor]:
+        return list(rows.split(rows.shape[1] // 2, dim=1))
+
+    for width, letter in ((1 << 20, "B"), ((1 << 20) - 32, "F")):
+        case = Case(fake, width=width)
+        assert letter in case.go(direction, "default", scattered(), halves, lambda rows: list(rows.view(2, BLOCKS, -1)))
+        assert (letter == "F") == ("F" in fake.fake_calls().decode())
+    # A row of one piece is a large copy already.
+    assert Case(fake, width=STAGED_WIDTH).go(direction, "default", scattered(32)) == "B"
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])

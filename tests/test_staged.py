@@ -16,7 +16,11 @@ TESTS = Path(__file__).resolve().parent
 CUDA = TESTS.parent / "cuda"
 # Small slots: a few blocks go around the ring.
 SLOT, LEAST = 4096, 256
-SMALL = {"kSlotBytes = 8 << 20": f"kSlotBytes = {SLOT}", "kLeastRowBytes = 64 << 10": f"kLeastRowBytes = {LEAST}"}
+SMALL = {
+    "kSlotBytes = 16 << 20": f"kSlotBytes = {SLOT}",
+    "kLeastPartBytes = 2 << 20": f"kLeastPartBytes = {SLOT // 4}",
+    "kLeastRowBytes = 64 << 10": f"kLeastRowBytes = {LEAST}",
+}
 HOST_BLOCKS, DEVICE_BLOCKS = 40, 50
 TO_DEVICE, TO_HOST = False, True
 
@@ -35,8 +39,11 @@ MISTAKES = {
     "views one over the other": ("start += piece.width;", ""),
     "rows read before earlier work": ("status = order(ring.fence, stream, ring.rows)", "status = cudaSuccess"),
     "later work before the rows": ("joined = order(ring.fence, ring.rows, stream)", "joined = cudaSuccess"),
-    "the last part is left out": ("first < pairs.size() && status", "first + rows < pairs.size() && status"),
-    "the last column is left out": ("columns.back().end = n + 1;", "columns.back().end = std::max(n, size_t{1});"),
+    "the last part is left out": ("first < pairs.size() && status", "first + 1 < pairs.size() && status"),
+    "the last view is left out": (
+        "pieces = columns.tensors;",
+        "pieces(columns.tensors.begin(), columns.tensors.end() - 1);",
+    ),
 }
 
 Build = Callable[[str, str], ctypes.CDLL]

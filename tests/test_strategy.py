@@ -59,13 +59,14 @@ def test_the_first_rule_that_holds_decides():
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_without_a_rule_many_small_pieces_are_staged_or_take_the_kernel(direction: str):
+def test_without_a_rule_many_pieces_are_staged_or_take_the_kernel(direction: str):
     none = StrategyTable("", "", ())
-    small, many = (28 << 10) - 1, 32
-    assert none.strategy(direction, small, many, host_rows=True) == "staged"
+    staged, small, many = (512 << 10) - 1, (28 << 10) - 1, 32
+    assert none.strategy(direction, staged, many, host_rows=True) == "staged"
     assert none.strategy(direction, small, many) == "kernel"
-    for size, count in ((small + 1, many), (small, many - 1), (1 << 20, 1)):
+    for size, count in ((staged + 1, many), (small, many - 1), (1 << 20, 1)):
         assert none.strategy(direction, size, count, host_rows=True) == "batch"
+    assert none.strategy(direction, small + 1, many) == "batch"
 
 
 def test_a_rule_for_staging_holds_for_host_rows_alone():
@@ -236,7 +237,7 @@ def test_the_library_refuses_batches_of_less_than_nothing_and_unknown_devices(nu
         compiled._run(torch.ops.blockyard.set_batch_pieces, *numbers)
 
 
-SMALL = st.integers(0, 6) | st.sampled_from([31, 32, (28 << 10) - 1, 28 << 10])
+SMALL = st.integers(0, 6) | st.sampled_from([31, 32, (28 << 10) - 1, 28 << 10, (512 << 10) - 1, 512 << 10])
 DIRECTIONS = list(ALLOWED)
 RULES = st.sampled_from(DIRECTIONS).flatmap(
     lambda direction: st.builds(

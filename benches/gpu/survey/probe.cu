@@ -1,6 +1,6 @@
 // Asks a device and its driver, without torch, what they refuse and how fast each copy strategy can be.
 //   nvcc -O3 -std=c++17 -arch=sm_90 -Icuda benches/gpu/survey/probe.cu cuda/steps.cpp -o probe
-//   ./probe limits | ./probe batch PIECES BYTES | ./probe rates
+//   ./probe limits | ./probe batch PIECES BYTES | ./probe rates | ./probe counters
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <sys/mman.h>
@@ -322,6 +322,34 @@ void rates() {
     }
 }
 
+// Each kernel once, with the grid that a copy of an engine gives it: 160 views of 8 KiB.
+void counters() {
+    const Link l = make_link();
+    const size_t views = 160, bytes = 8 << 10, blocks = kMost / views / bytes;
+    const auto pairs = pairs_of(blocks);
+    std::vector<CopyTensor> apart, to_host, to_device;
+    for (size_t v = 0; v < views; ++v) {
+        char *row = l.host + v * bytes, *view = l.dev + v * blocks * bytes, *other = l.dev2 + v * blocks * bytes;
+        apart.push_back(tensor(view, other, bytes));
+        to_host.push_back(tensor(view, row, bytes));
+        to_host.back().dst_stride = views * bytes;
+        to_device.push_back(tensor(row, view, bytes));
+        to_device.back().src_stride = views * bytes;
+    }
+    Steps ring{{{0, kAside}}, {0, static_cast<uint32_t>(blocks + 1)}};
+    for (uint32_t b = 0; b + 1 < blocks; ++b) ring.steps.push_back({b + 1, b});
+    ring.steps.push_back({kAside, static_cast<uint32_t>(blocks - 1)});
+    const Steps plan = independent(pairs);
+    OK(copy_on_device(apart.data(), views, plan, l.s));
+    OK(copy_on_device(apart.data(), views, ring, l.s));
+    for (const auto& tensors : {to_host, to_device}) {
+        OK(copy_host_kernel(tensors.data(), views, plan, kFewBlocks, l.s));
+        if (has_bulk(0)) OK(copy_bulk(tensors.data(), views, plan, kFewBlocks, l.s));
+    }
+    OK(cudaDeviceSynchronize());
+    printf("%zu pieces of %zu bytes by each kernel\n", views * blocks, bytes);
+}
+
 int main(int argc, char** argv) {
     setvbuf(stdout, nullptr, _IOLBF, 0);
     std::string what = argc > 1 ? argv[1] : "limits";
@@ -333,4 +361,5 @@ int main(int argc, char** argv) {
     if (what == "limits") limits();
     if (what == "batch") one_batch(atoll(argv[2]), atoll(argv[3]));
     if (what == "rates") rates();
+    if (what == "counters") counters();
 }

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Final, get_args
 
 import numpy as np
@@ -50,6 +54,9 @@ _ROW_BYTES, _MOST_VIEWS = 1 << 20, 256
 _BLOCKS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 _BLOCKS_SHAPE: Final = (8192, 8192)
 _NEARLY = 1.03
+# Random bytes are drawn once and repeated: a GiB of them takes seconds. No block's size divides this, so no two blocks
+# have the same bytes.
+_DRAWN = (16 << 20) + 43
 Measure = Callable[[int, int], dict[StrategyName, float]]
 Blocks = dict[StrategyName, int]
 
@@ -242,9 +249,10 @@ class _Pieces:
     def __init__(self, device: torch.device, direction: Direction, size: int, count: int) -> None:
         self.device, self.direction, self.size, self.count = device, direction, size, count
         self.num_views, blocks = views_and_blocks(size, count)
-        rows = torch.randint(0, 256, (blocks, self.num_views * size), dtype=torch.uint8)
-        self.rows = rows.to(device) if direction == "d2d" else rows.pin_memory()
-        self.apart = torch.randint(0, 256, (self.num_views, blocks, size), dtype=torch.uint8).to(device)
+        cpu = torch.device("cpu")
+        rows = _random_bytes(device if direction == "d2d" else cpu, blocks, self.num_views * size)
+        self.rows = rows if direction == "d2d" else rows.pin_memory()
+        self.apart = _random_bytes(device, self.num_views, blocks, size)
         random = np.random.default_rng(0)
         self.pairs = torch.from_numpy(np.column_stack((random.permutation(blocks), random.permutation(blocks))))
         sides: list[list[torch.Tensor]] = [list(self.rows.split(size, dim=1)), list(self.apart.unbind())]
@@ -272,6 +280,16 @@ class _Pieces:
         return self.rows if self.direction == "d2h" else self.apart
 
 
+@cache
+def _drawn() -> torch.Tensor:
+    return torch.randint(0, 256, (_DRAWN,), dtype=torch.uint8)
+
+
+def _random_bytes(device: torch.device, *shape: int) -> torch.Tensor:
+    num_bytes = math.prod(shape)
+    return _drawn().to(device).repeat(-(-num_bytes // _DRAWN))[:num_bytes].view(shape)
+
+
 def _best(work: Callable[[], None]) -> float:
     best = float("inf")
     for _ in range(_REPEAT):
@@ -295,6 +313,8 @@ def run_calibrate() -> int:
     if not op_library().loaded:
         print(f"nothing to calibrate: {op_library().explain()}")
         return 0
+    # What ends the process from outside is no crash: the case under way is measured again.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("calibration was ended: the next one goes on where it stopped"))
     for index in range(torch.cuda.device_count()):
         table = calibrate_device(index, print)
         print(f"cuda:{index} {table.device}: written to {table_path(table.device)}")

@@ -35,8 +35,10 @@ MOST: Final = 2**62
 # Blocks of threads of a kernel that leaves the device to compute.
 FEW_BLOCKS: Final = 12
 _MOST_BLOCKS: Final = 2**16 - 1
-# Without a table, at least so many pieces of fewer bytes each take a kernel between host and device.
+# Without a table, at least so many pieces between host and device are staged if they have fewer bytes than the first
+# each, or take a kernel if they have fewer than the second; as in cuda/strategy.h.
 _LEAST_PIECES: Final = 32
+_LARGE_STAGED_PIECE: Final = 512 << 10
 _LARGE_PIECE: Final = 28 << 10
 # Of one batched call, where nothing was calibrated; as kBatchPieces in cuda/strategy.h, which has none from compute
 # capability 10.0 on. Longer batches than the most crashed drivers.
@@ -75,12 +77,12 @@ class Rule:
 def default_strategy(direction: Direction, num_bytes: int, count: int, *, host_rows: bool = False) -> StrategyName:
     """Give the strategy where no rule holds, for `count` pieces of `num_bytes` each.
 
-    Within a device, the kernel. Between host and device, many small pieces are staged, or take the kernel where the
-    host's pieces of a block are not contiguous (`host_rows`); others take the batched call.
+    Within a device, the kernel. Between host and device, many pieces are staged where the host's pieces of a block are
+    contiguous, and more than one (`host_rows`); elsewhere small ones take the kernel. Others take the batched call.
     """
     if direction == "d2d":
         return "kernel"
-    if num_bytes >= _LARGE_PIECE or count < _LEAST_PIECES:
+    if num_bytes >= (_LARGE_STAGED_PIECE if host_rows else _LARGE_PIECE) or count < _LEAST_PIECES:
         return "batch"
     return "staged" if host_rows else "kernel"
 
