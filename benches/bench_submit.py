@@ -2,11 +2,10 @@
 
     python benches/bench_submit.py [--repeat 7]
 
-A call checks 160 views of 8 KiB on each side and submits a swap of 64 or of 1,000 blocks: the layers of a model of
-70B on one of four ranks. `submit_64x160_us` is the time of such a call by the strategy that is chosen without a
-table; beside it are those of the others. The kernels' launches and the driver's own part are not in it. With
-BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. Without g++ or the headers of torch and CUDA
-it says so.
+A call checks 160 views of 8 KiB on each side and submits a swap of 64 or of 1,000 blocks: the layers of a model of 70B
+on one of four ranks. `submit_64x160_us` is the time of such a call by the strategy that is chosen without a table;
+beside it are those of the others. The kernels' launches and the driver's own part are not in it. With BENCH_JSON=FILE
+it also adds its figures to the flat JSON object in FILE. Without g++ or the headers of torch and CUDA it says so.
 """
 
 import argparse

@@ -11,8 +11,15 @@
 namespace blockyard {
 namespace {
 
+// Memory in extents that nobody has declared, and those that the driver has told of.
+struct Kept {
+    uintptr_t end = 0;
+    std::map<uintptr_t, Extent> told;  // by the last byte
+};
+
 struct Declared {
     std::mutex mutex;
+    std::map<uintptr_t, Kept> kept;                             // by the first byte
     std::map<uintptr_t, std::pair<uintptr_t, size_t>> regions;  // first byte: end, bytes of an extent
 };
 
@@ -55,7 +62,10 @@ Extent ask_device_extent(uintptr_t address) {
 
 void declare_region(uintptr_t first, size_t bytes, size_t chunk) {
     const std::lock_guard<std::mutex> lock(declared().mutex);
-    if (bytes == 0) {
+    if (chunk == 0) {
+        declared().kept.erase(first);
+        if (bytes > 0) declared().kept[first].end = first + bytes;
+    } else if (bytes == 0) {
         declared().regions.erase(first);
     } else {
         declared().regions[first] = {first + bytes, chunk};
@@ -95,6 +105,19 @@ Extent Extents::ask_host_extent(uintptr_t address) {
     return {first, first + size, true, true, shift};
 }
 
+Extent Extents::ask(uintptr_t address) {
+    if (is_host_) return ask_host_extent(address);
+    const std::lock_guard<std::mutex> lock(declared().mutex);
+    auto next = declared().kept.upper_bound(address);
+    if (next == declared().kept.begin() || std::prev(next)->second.end <= address) return ask_device_extent(address);
+    std::map<uintptr_t, Extent>& told = std::prev(next)->second.told;
+    const auto found = told.lower_bound(address);
+    if (found != told.end() && found->second.first <= address) return found->second;
+    const Extent answer = ask_device_extent(address);
+    if (answer.known) told.emplace(answer.end - 1, answer);
+    return answer;
+}
+
 Extent Extents::at(uintptr_t address) {
     if (in_region(address)) {
         const uintptr_t first = address - (address - region_.first) % region_.chunk;
@@ -103,7 +126,7 @@ Extent Extents::at(uintptr_t address) {
     const auto after = std::upper_bound(asked_.begin(), asked_.end(), address,
                                         [](uintptr_t sought, const Extent& extent) { return sought < extent.first; });
     if (after != asked_.begin() && address < std::prev(after)->end) return *std::prev(after);
-    Extent found = is_host_ ? ask_host_extent(address) : ask_device_extent(address);
+    Extent found = ask(address);
     // What is not page-locked ends where the next extent begins that is known here.
     if (!found.pinned && after != asked_.end()) found.end = std::min(found.end, after->first);
     // An answer about pageable memory is of this address on alone: later ones may lie in an extent.

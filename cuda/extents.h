@@ -21,6 +21,7 @@ struct Extent {
 
 // Declares that [first, first + bytes) consists of extents of `chunk` bytes, all page-locked or mapped; replaces what
 // was declared to start there. No bytes: takes it back. Calls over such memory need not ask the driver for each extent.
+// Chunk 0: memory of the device that stays as it is, in extents that nobody knows: each is asked for once, by any call.
 void declare_region(uintptr_t first, size_t bytes, size_t chunk);
 
 // What rows of a view fit into: one extent holds all of them, or each row, or not even that.
@@ -60,6 +61,7 @@ class Extents {
     };
 
     bool in_region(uintptr_t address);
+    Extent ask(uintptr_t address);
     Extent ask_host_extent(uintptr_t address);
 
     bool is_host_;

@@ -86,8 +86,8 @@ void set_device_batch_pieces(int64_t device, int64_t most) {
 }
 
 void set_region(int64_t address, int64_t num_bytes, int64_t chunk_bytes) {
-    if (num_bytes < 0 || chunk_bytes < 1) {
-        fail("layout", "a region of ", num_bytes, " bytes in chunks of ", chunk_bytes, ", wanted at least 0 and 1");
+    if (num_bytes < 0 || chunk_bytes < 0) {
+        fail("layout", "a region of ", num_bytes, " bytes in chunks of ", chunk_bytes, ", wanted at least 0 of both");
     }
     declare_region(static_cast<uintptr_t>(address), static_cast<size_t>(num_bytes), static_cast<size_t>(chunk_bytes));
 }

@@ -362,6 +362,7 @@ void fake_reset(uintptr_t host, uintptr_t host_end, bool own_stream, bool captur
     has_context = false;
     last_error = lost = cudaSuccess;
     blockyard::declared().regions.clear();
+    blockyard::declared().kept.clear();
     blockyard::set_batch_pieces(0, std::nullopt);
 }
 void fake_capability(int major) { fake.capability = major; }

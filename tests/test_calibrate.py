@@ -178,7 +178,8 @@ def test_a_crash_costs_calibration_the_case_under_way(tmp_path: Path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["copy-strategy-card.json"]
 
 
-def gpu_benchmark(repo: Path) -> ModuleType:
+def gpu_benchmark(repo: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(repo / "benches/gpu"))
     spec = importlib.util.spec_from_file_location("bench_transfer", repo / "benches/gpu/bench_transfer.py")
     assert spec is not None
     assert spec.loader is not None
@@ -190,7 +191,7 @@ def gpu_benchmark(repo: Path) -> ModuleType:
 def test_a_crash_costs_the_gpu_benchmark_the_case_under_way(
     repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    bench, path = gpu_benchmark(repo), tmp_path / "gpu.json"
+    bench, path = gpu_benchmark(repo, monkeypatch), tmp_path / "gpu.json"
 
     class Case:
         def __init__(self, direction: str, size: int, count: int, _device: int) -> None:

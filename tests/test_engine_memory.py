@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from blockyard._core import Mapping
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.memory import Memory, as_tensor
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, MappingError, OutOfMemoryError
@@ -145,3 +146,34 @@ def test_memory_that_the_device_has_not_is_said_with_its_bytes():
     wanted = 10**6 * layout.bytes_per_block
     with pytest.raises(OutOfMemoryError, match=f"device_blocks is 1000000: cpu gives no {wanted} bytes"):
         Memory(layout, device_blocks=10**6, host_blocks=0)
+
+
+@pytest.mark.parametrize(
+    ("least", "groups"),
+    [
+        (0, [[0], [1], [2], [3], [4], [5], [6]]),
+        (1, [[0], [1], [2], [3], [4], [5], [6]]),
+        (2, [[0, 1], [2, 3], [4, 5, 6]]),
+        (3, [[0, 1, 2], [3, 4, 5, 6]]),
+        (99, [[0, 1, 2, 3, 4, 5, 6]]),
+    ],
+)
+def test_neighbouring_layers_are_grouped_until_they_have_enough_bytes(least: int, groups: list[list[int]]):
+    layout = KVLayout("kv_first", num_layers=7, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    memory = Memory(layout, device_blocks=5, host_blocks=3)
+    assert memory.layer_groups(least * layout.bytes_per_block // 7) == groups
+
+
+def test_each_layer_comes_with_its_group(monkeypatch: pytest.MonkeyPatch):
+    layout = KVLayout("kv_first", num_layers=7, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    memory = Memory(layout, device_blocks=5, host_blocks=3)
+    monkeypatch.setattr(memory, "layer_groups", lambda _: [[0, 1], [2, 3, 4, 5, 6]])
+    memory.host_rows.copy_(torch.arange(memory.host_rows.numel()).view_as(memory.host_rows) % 251)
+    runs, groups = memory.run_by_layer("host", "device")
+    assert groups == [0, 0, 1, 1, 1, 1, 1]
+    runs[0](Mapping(np.array([[2, 4]]), src_blocks=3, dst_blocks=5, rule="swap"))
+    arrived = [bool(tensor.any()) for tensor in memory.tensors]
+    assert arrived == [True, True, False, False, False, False, False]
+    runs[1](Mapping(np.array([[2, 4]]), src_blocks=3, dst_blocks=5, rule="swap"))
+    row = torch.cat([view[4] for view in memory.views["device"]])
+    assert torch.equal(row, memory.host_rows[2])

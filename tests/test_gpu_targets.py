@@ -3,11 +3,9 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 # It notes what it is called with; PROBE and PASS are the exit status of the probe and of the sanitizer's pass.
 SANITIZER = """#!/bin/sh
@@ -69,21 +67,3 @@ def test_the_pass_is_left_out_where_it_could_not_run(repo: Path, tmp_path: Path,
 def test_the_probe_uses_the_device(repo: Path, tmp_path: Path):
     _, _, notes = make_test_gpu(repo, tmp_path, PROBE="0")
     assert "device='cuda'" in notes[1]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which the survey would use for minutes")
-@pytest.mark.parametrize(
-    ("script", "status", "said"),
-    [
-        ("smoke.py", 1, "no CUDA device"),
-        ("capture.py", 1, "no CUDA device"),
-        ("views.py", 0, "GB/s"),
-    ],
-)
-def test_the_survey_ends_properly_without_a_device(repo: Path, script: str, status: int, said: str):
-    finished = subprocess.run(
-        [sys.executable, repo / "benches/gpu/survey" / script, "global"], capture_output=True, text=True, check=False
-    )
-    assert finished.returncode == status, finished.stderr
-    assert said in finished.stdout
-    assert not finished.stderr

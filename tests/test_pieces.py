@@ -112,7 +112,27 @@ def test_a_driver_that_refuses_to_describe_memory_is_an_error(fake: ctypes.CDLL)
     assert fake.fake_calls() == b""
 
 
-@pytest.mark.parametrize(("num_bytes", "chunk_bytes"), [(-1, 1), (8, 0)])
+def test_the_driver_is_asked_once_for_each_mapping_of_declared_memory(fake: ctypes.CDLL):
+    case = Case(fake, mapped=(8 * WIDTH, 16 * WIDTH, 24 * WIDTH, 32 * WIDTH))
+    start = case.device.data_ptr()
+
+    def asked() -> int:
+        before = fake.fake_questions()
+        assert set(case.go("h2d", "batch", scattered())) == {"B"}
+        return int(fake.fake_questions() - before)
+
+    # About the registration and about five mappings, in each call.
+    assert [asked(), asked()] == [6, 6]
+    fake.fake_declare(start, BLOCKS * WIDTH, 0)
+    assert [asked(), asked(), asked()] == [6, 1, 1]
+    # Beyond what was declared, and once it is taken back, the driver is asked again.
+    fake.fake_declare(start, 8 * WIDTH, 0)
+    assert [asked(), asked()] == [6, 5]
+    fake.fake_declare(start, 0, 0)
+    assert [asked(), asked()] == [6, 6]
+
+
+@pytest.mark.parametrize(("num_bytes", "chunk_bytes"), [(-1, 1), (8, -1)])
 def test_a_region_of_no_size_is_refused(num_bytes: int, chunk_bytes: int):
     if not op_library().loaded:
         pytest.skip(op_library().explain())

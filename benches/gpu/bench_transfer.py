@@ -2,42 +2,63 @@
 
     python benches/gpu/bench_transfer.py [--json FILE] [--quick] [--require]
 
-Directions: d2h, h2d (page-locked memory), both (d2h and h2d at once, on two streams; bytes of both count), d2d. Ratios:
-`to_large` to one copy of the same bytes (d2d: `copy_`; both: two large copies at once), `to_loop` to one
-cudaMemcpyAsync a piece, called from C++. `host_us_per_100` is the time until the call returns, for a hundred pieces;
-`loop_host_us_per_100` the loop's. `strategy` is the calibrated table's choice, `sms` how many multiprocessors it may
-take, and `strategies` the GB/s of each strategy of the direction. `compute_kept` is the rate of matrix products on
-another stream while copies run, as a part of their rate alone, where copies last long enough to tell. `pool_gb_s` is
-the rate at which host memory is touched and page-locked. A block's pieces are contiguous on the host, as in an engine's
-host pool, in rows of up to 1 MiB; on the device each is in a view of its own.
+Directions: d2h, h2d (page-locked memory), both (d2h and h2d at once, on two streams; bytes of both count), d2d. Copies
+go through `bind`, as an engine's do. Times are the device's, by events: the device waits until the host has queued the
+work, so no time of the host is in them. `wall_` has the time until all is done by the host's clock.
 
-Without a CUDA device it says so; that is an error with --require.
+Ratios: `to_large` to one copy of the same bytes (d2d: `copy_`; both: two large copies at once), `predicted` what
+`copy_model.py` expects of it, `to_loop` to one cudaMemcpyAsync a piece, called from C++. `host_us_per_100` is the time
+until the call returns, for a hundred pieces; `loop_host_us_per_100` the loop's. `strategy` is the calibrated table's
+choice, `sms` how many multiprocessors it may take, and `strategies` the GB/s of each strategy of the direction.
+`compute_kept` is the rate of matrix products on another stream while copies run, as a part of their rate alone, where
+copies last long enough to tell. `pool_gb_s` is the rate at which host memory is touched and page-locked. A block's
+pieces are contiguous on the host, as in an engine's host pool, in rows of up to 1 MiB; on the device each is in a view
+of its own.
+
+The last lines compare with the goals, which hold for copies of 64 MiB and more. Without a CUDA device it says so; that
+is an error with --require.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from copy_model import to_large
 
+from blockyard._core import Mapping
 from blockyard.engine import ops
 from blockyard.engine.cuda.calibrate import calibrate_device, views_and_blocks
 from blockyard.engine.host_pool import HostPool
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import ALLOWED, Rule, StrategyTable, force_strategy, use_cached
 
+MOST_PIECE = 1 << 30
+DIRECTIONS = ("d2h", "h2d", "both", "d2d")
 SIZES = tuple(4096 << step for step in range(11))
 GOAL_SIZES = (4096, 8192, 16384, 65536, 262144)
 COUNTS = (16, 128, 1024, 8192, 50_000)
-DIRECTIONS = ("d2h", "h2d", "both", "d2d")
+# Goals hold for copies of at least so many bytes, each in the figure of some directions and pieces.
+GOAL_BYTES = 64 << 20
+GOALS = (
+    ("to_large", 0.95, ("h2d", "d2h"), range(64 << 10, MOST_PIECE)),
+    ("to_large", 0.85, ("h2d", "d2h", "both"), range(8 << 10, 64 << 10)),
+    ("to_large", 0.85, ("d2d",), range(8 << 10, MOST_PIECE)),
+    ("to_loop", 10.0, ("h2d", "d2h"), range(4 << 10, (16 << 10) + 1)),
+    ("compute_kept", 0.95, DIRECTIONS, range(MOST_PIECE)),
+)
 MOST_BYTES = 2 << 30
 # A loop of single copies over more pieces says nothing new.
 MOST_LOOPED = 8192
 # What copies are put beside: products of square matrices, and seconds of them.
 MATRIX, COMPUTE_SECONDS = 4096, 0.05
+# The device waits no longer than this for the host to queue a copy.
+MOST_HELD_SECONDS = 0.05
 Work = Callable[[], None]
 Views = list[torch.Tensor]
 
@@ -45,7 +66,7 @@ Views = list[torch.Tensor]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--quick", action="store_true", help="the sizes of the goals, 128 to 8,192 pieces")
+    parser.add_argument("--quick", action="store_true", help="the sizes of the goals, 128 pieces and 64 and 512 MiB")
     parser.add_argument("--repeat", type=int, default=7, help="turns; the best counts")
     parser.add_argument("--require", action="store_true", help="fail where there is no CUDA device")
     parser.add_argument("--no-calibrate", action="store_true", help="with the table there is, or none")
@@ -59,7 +80,7 @@ def main() -> int:
     if not arguments.no_calibrate:
         calibrate_device(device, lambda line: print(f"calibrating {line}"))
     table = use_cached(device)
-    results: list[dict[str, object]] = []
+    results: list[dict[str, Any]] = []
     figures: dict[str, object] = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__}
     figures["results"] = results
     for size, count in shapes(quick=arguments.quick):
@@ -72,6 +93,7 @@ def main() -> int:
         torch.cuda.empty_cache()
     pool = pool_figures(torch.device("cuda", device))
     print(" ".join(f"{name}={show(value)}" for name, value in pool.items()))
+    print("\n".join(judged(results)))
     write(arguments.json, figures | {"pool": pool})
     return 0
 
@@ -90,9 +112,29 @@ def pool_figures(device: torch.device, *, blocks: int = 4096, block_bytes: int =
 def shapes(*, quick: bool) -> Iterator[tuple[int, int]]:
     """Sizes and numbers of pieces whose bytes fit."""
     for size in GOAL_SIZES if quick else SIZES:
-        for count in COUNTS[1:4] if quick else COUNTS:
+        for count in (128, GOAL_BYTES // size, 8 * GOAL_BYTES // size) if quick else COUNTS:
             if size * count <= MOST_BYTES:
                 yield size, count
+
+
+def judged(results: list[dict[str, Any]]) -> list[str]:
+    """One line for each goal and direction: the worst case that it holds for."""
+    lines = []
+    for figure, goal, directions, sizes in GOALS:
+        for direction in directions:
+            cases = [
+                (result[figure], result["piece_bytes"], result["count"])
+                for result in results
+                if result["direction"] == direction
+                and result["piece_bytes"] in sizes
+                and result["piece_bytes"] * result["count"] >= GOAL_BYTES
+                and figure in result
+            ]
+            if cases:
+                least, size, count = min(cases)
+                met = "met" if least >= goal else "missed"
+                lines.append(f"goal {figure} {direction}: {least:.3f} of {goal}, {met} ({size} bytes x {count})")
+    return lines
 
 
 def show(value: object) -> str:
@@ -113,12 +155,16 @@ class Case:
         self.num_views, blocks = views_and_blocks(size, count)
         self.direction, self.size, self.count, self.device = direction, size, self.num_views * blocks, device
         random = np.random.default_rng(0)
-        self.pairs = torch.from_numpy(np.column_stack((random.permutation(blocks), random.permutation(blocks))))
+        ids = np.column_stack((random.permutation(blocks), random.permutation(blocks)))
+        self.pairs = torch.from_numpy(ids)
+        self.mapping = partial(Mapping, ids, src_blocks=blocks, dst_blocks=blocks, rule="swap")
         self.on_device = [torch.ones(self.count * size, dtype=torch.uint8, device="cuda") for _ in range(2)]
         hosts = 0 if direction == "d2d" else 2
         self.on_host = [torch.ones(self.count * size, dtype=torch.uint8, pin_memory=True) for _ in range(hosts)]
         self.streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         self.compute = torch.cuda.Stream()
+        # Made once, as an engine makes them.
+        self.bound = [ops.bind(self.views(src), self.views(dst)) for src, dst in self.routes()]
 
     def measure(self, repeat: int, table: StrategyTable | None) -> dict[str, object]:
         """Time ours, the large copy and the loop by turns, then each strategy, then compute beside ours."""
@@ -129,13 +175,17 @@ class Case:
         }
         if self.count <= MOST_LOOPED:
             works["loop"] = lambda: self.on_streams(
-                [lambda s=s, d=d: self.copy(torch.ops.blockyard.bench_copy_loop, s, d) for s, d in routes]
+                [
+                    partial(torch.ops.blockyard.bench_copy_loop, self.views(s), self.views(d), self.pairs)
+                    for s, d in routes
+                ]
             )
-        taken, host = self.best(works, repeat)
+        taken, wall, host = self.best(works, repeat)
         pieces = self.count * len(routes)
         moved = self.size * pieces
         result: dict[str, object] = {"direction": self.direction, "piece_bytes": self.size, "count": self.count}
         result |= {"gb_s": moved / taken["ours"] / 1e9, "to_large": taken["large"] / taken["ours"]}
+        result |= {"wall_gb_s": moved / wall["ours"] / 1e9, "wall_to_large": wall["large"] / wall["ours"]}
         result["host_us_per_100"] = host["ours"] * 1e8 / pieces
         if "loop" in taken:
             result["to_loop"] = taken["loop"] / taken["ours"]
@@ -144,6 +194,7 @@ class Case:
             held = table or StrategyTable("", "", ())
             rule = held.rule(self.direction, self.size, self.count, host_rows=self.num_views > 1)
             result |= {
+                "predicted": to_large(self.direction, self.size, self.count),
                 "strategy": rule.strategy,
                 "sms": self.multiprocessors(rule),
                 "strategies": self.by_strategy(repeat, moved),
@@ -153,14 +204,15 @@ class Case:
             result["compute_kept"] = self.compute_kept(taken["ours"])
         return result
 
-    def best(self, works: dict[str, Work], repeat: int) -> tuple[dict[str, float], dict[str, float]]:
-        """The least seconds of each, until all was done and until the call returned; they take turns."""
-        taken, host = (dict.fromkeys(works, float("inf")) for _ in range(2))
+    def best(self, works: dict[str, Work], repeat: int) -> tuple[dict[str, float], ...]:
+        """The least seconds of each on the device, until all was done, and until the call returned; by turns."""
+        least: tuple[dict[str, float], ...] = tuple(dict.fromkeys(works, float("inf")) for _ in range(3))
         for _ in range(repeat):
             for name, work in works.items():
-                seconds, returned = self.timed(work, name)
-                taken[name], host[name] = min(taken[name], seconds), min(host[name], returned)
-        return taken, host
+                wall, returned = self.timed(work, name)
+                for best, seconds in zip(least, (self.on_device_alone(work, returned), wall, returned), strict=True):
+                    best[name] = min(best[name], seconds)
+        return least
 
     def by_strategy(self, repeat: int, moved: int) -> dict[str, float]:
         """GB/s of every strategy that copies in this direction may take on this device."""
@@ -174,7 +226,7 @@ class Case:
             if left_out.get(strategy, False):
                 continue
             with force_strategy(self.device, strategy):
-                taken, _ = self.best({strategy: self.ours}, repeat)
+                taken, *_ = self.best({strategy: self.ours}, repeat)
             rates[strategy] = moved / taken[strategy] / 1e9
         return rates
 
@@ -215,12 +267,8 @@ class Case:
         return first.elapsed_time(last) / 1e3
 
     def ours(self) -> None:
-        """One call of the op for each route."""
-        self.on_streams([lambda s=s, d=d: self.copy(ops.swap_blocks, s, d) for s, d in self.routes()])
-
-    def copy(self, op: Callable[..., None], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Call an op over the views of a source and of a destination."""
-        op(self.views(src), self.views(dst), self.pairs)
+        """One call for each route, with a mapping of its own."""
+        self.on_streams([lambda run=run: run(self.mapping()) for run in self.bound])
 
     def views(self, memory: torch.Tensor) -> Views:
         """Cut memory: contiguous in rows on the host, apart on the device."""
@@ -240,6 +288,21 @@ class Case:
         for stream, work in zip(self.streams, works, strict=False):
             with torch.cuda.stream(stream):
                 work()
+
+    def on_device_alone(self, work: Work, queued: float) -> float:
+        """Seconds of the device from the first command to the last, which it begins once all are queued."""
+        first, *last = (torch.cuda.Event(enable_timing=True) for _ in range(1 + len(self.streams)))
+        torch.cuda.synchronize()
+        # At about 2 GHz. Longer than the driver's queue is deep, the caller would only wait for it.
+        torch.cuda._sleep(int(2e9 * min(2 * queued + 1e-4, MOST_HELD_SECONDS)))  # noqa: SLF001
+        first.record()
+        for stream in self.streams:
+            stream.wait_event(first)
+        work()
+        for stream, event in zip(self.streams, last, strict=True):
+            event.record(stream)
+        torch.cuda.synchronize()
+        return max(first.elapsed_time(event) for event in last) / 1e3
 
     def timed(self, work: Work, name: str) -> tuple[float, float]:
         """Seconds until all is done, and until the call returned."""

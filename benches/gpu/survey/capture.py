@@ -11,6 +11,8 @@ import torch
 
 from blockyard.engine.host_pool import HostPool
 
+BLOCKS = 8192
+
 
 def main(mode: str) -> int:
     if not torch.cuda.is_available():
@@ -20,7 +22,7 @@ def main(mode: str) -> int:
     x = torch.ones(1 << 20, device="cuda")
     x.add_(1)
     torch.cuda.synchronize()
-    pool = HostPool.for_device(8192, 1 << 20, torch.device("cuda", 0))
+    pool = HostPool.for_device(BLOCKS, 1 << 20, torch.device("cuda", 0))
     graph = torch.cuda.CUDAGraph()
     nodes, captured, start = 0, "ok", time.perf_counter()
     try:

@@ -189,7 +189,8 @@ class CacheEngine:
             tier: of a copy, move or exchange. Compute does not touch the host, so `after_compute` has no effect there.
             after: transfers that must have ended before.
             after_compute: a place in compute that must have been reached before; by default the present one.
-            by_layer: the layers of a swap in arrive one after another, for `Transfer.order_compute(layer)`.
+            by_layer: the layers of a swap in arrive one after another, for `Transfer.order_compute(layer)`; on CUDA in
+                groups of at least 128 KiB a block.
             prefetch: nobody waits for this swap in yet; `poll` starts it when no other load is under way.
             on_full: whether to `"wait"` or to `"refuse"` if too many bytes are under way.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeAlias
 
@@ -15,6 +16,7 @@ from blockyard._core import Mapping
 from blockyard.engine.cuda.streams import with_index
 from blockyard.engine.host_pool import HostPool, OnFailure
 from blockyard.engine.ops import bind
+from blockyard.engine.ops.regions import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.kv import BlockLayout
 
@@ -26,6 +28,9 @@ Run: TypeAlias = Callable[[Mapping], None]
 
 MOST_BLOCKS: Final = 2**31 - 1
 """Ids are int32 in block tables."""
+
+GROUP_BYTES: Final = 128 << 10
+"""On CUDA, layers are loaded in groups of at least so many bytes a block: shorter rows are not worth staging."""
 
 
 class Memory:
@@ -113,6 +118,12 @@ class Memory:
         self._num_blocks: dict[EngineTier, int] = {"device": device_blocks, "host": host_blocks * parts}
         self._parts = parts
         self._closed = False
+        storages = {tensor.untyped_storage() for tensor in self.tensors if tensor.is_cuda}
+        regions = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        for address, num_bytes in regions.items():
+            declare_region(address, num_bytes, 0)
+        self._take_back = weakref.finalize(self, _take_back, tuple(regions))
+        self._take_back.atexit = False
 
     def num_blocks(self, tier: EngineTier) -> int:
         """Give the number of device blocks that a tier has room for: its ids are below it.
@@ -140,15 +151,36 @@ class Memory:
             self._bound[src, dst] = bind(within) if src == dst else bind(self.views[src], self.views[dst])
         return self._bound[src, dst]
 
-    def run_by_layer(self, src: EngineTier, dst: EngineTier) -> list[Run]:
-        """Give for each layer what carries mappings out in its views; none where views do not follow the layers."""
-        places = self.by_layer()
-        for layer, chosen in enumerate(places):
-            if (src, dst, layer) not in self._bound:
+    def run_by_layer(self, src: EngineTier, dst: EngineTier) -> tuple[list[Run], list[int]]:
+        """Give what carries mappings out in groups of layers, and for each layer the group that it comes with.
+
+        Both are empty where views do not follow the layers.
+        """
+        groups = self.layer_groups(GROUP_BYTES if self.device.type == "cuda" else 0)
+        for number, layers in enumerate(groups):
+            if (src, dst, number) not in self._bound:
+                chosen = [at for layer in layers for at in self.by_layer()[layer]]
                 views = [[self.views[tier][at] for at in chosen] for tier in (src, dst)]
                 # A layer whose bytes come with those of another one has nothing left to do.
-                self._bound[src, dst, layer] = bind(*views) if chosen else _nothing
-        return [self._bound[src, dst, layer] for layer in range(len(places))]
+                self._bound[src, dst, number] = bind(*views) if chosen else _nothing
+        runs = [self._bound[src, dst, number] for number in range(len(groups))]
+        return runs, [number for number, layers in enumerate(groups) for _ in layers]
+
+    def layer_groups(self, least_bytes: int) -> list[list[int]]:
+        """Give the fewest neighbouring layers that have so many bytes of a block; the last group may have more."""
+        groups: list[list[int]] = []
+        held = least_bytes
+        for layer, places in enumerate(self.by_layer()):
+            if held >= least_bytes:
+                groups.append([])
+                held = 0
+            groups[-1].append(layer)
+            held += sum(self.views["device"][at].shape[1] for at in places)
+        # Layers that are left over would be too few for the copy engines.
+        if held < least_bytes and len(groups) > 1:
+            rest = groups.pop()
+            groups[-1] += rest
+        return groups
 
     def between(self, tier: EngineTier, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Give the views of a tier and of rows, uint8 `[n, bytes_per_block]`, that go together."""
@@ -176,11 +208,17 @@ class Memory:
     def release(self) -> None:
         """Let go of all memory."""
         self._closed = True
+        self._take_back()
         self.views.clear()
         self._bound.clear()
         self.tensors = []
         self.host_pool.close()
         self.host_rows = self.host_pool.rows
+
+
+def _take_back(addresses: Sequence[int]) -> None:
+    for address in addresses:
+        declare_region(address, 0, 0)
 
 
 def _nothing(mapping: Mapping) -> None:

@@ -46,7 +46,7 @@ class Task(NamedTuple):
         mapping: of block ids; of a read or a write one side counts rows.
         num_bytes: that it moves.
         pieces: the work, at least one.
-        layers: how many there are if each has a piece of its own; else 0.
+        layers: for each layer the piece that it comes with, if pieces follow the layers; else empty.
         kept: memory that must stay until it has ended.
         rows: what it fills for the caller.
     """
@@ -57,7 +57,7 @@ class Task(NamedTuple):
     mapping: Mapping
     num_bytes: int
     pieces: Sequence[Work]
-    layers: int = 0
+    layers: Sequence[int] = ()
     kept: tuple[Tensor, ...] = ()
     rows: Tensor | None = None
 
@@ -104,10 +104,10 @@ def moving(
     for end, side in zip(mapping.reach, (src, dst), strict=True):
         if side == "host":
             memory.wait_for_host(end)
-    layers = memory.run_by_layer(src, dst) if by_layer else []
-    if layers:
-        pieces = [partial(run, mapping) for run in layers]
-        return Task(kind, src, dst, mapping, num_bytes, pieces, layers=len(layers))
+    runs, layers = memory.run_by_layer(src, dst) if by_layer else ([], [])
+    if runs:
+        pieces = [partial(run, mapping) for run in runs]
+        return Task(kind, src, dst, mapping, num_bytes, pieces, layers=layers)
     # Within a tier in one piece: nothing comes between the steps of moves.
     return Task(
         kind, src, dst, mapping, num_bytes, _pieces(memory.run(src, dst), mapping, None if src == dst else chunk)

@@ -313,10 +313,10 @@ class Transfers:
         if job is None:
             return
         layers = job.task.layers
-        if layer is not None and layers and not 0 <= layer < layers:
-            raise InvalidArgumentError(f"layer {layer} of a transfer, there are {layers}")
+        if layer is not None and layers and not 0 <= layer < len(layers):
+            raise InvalidArgumentError(f"layer {layer} of a transfer, there are {len(layers)}")
         self._start(job)
-        self.streams.order_compute(job.end if layer is None or not layers else job.events[layer])
+        self.streams.order_compute(job.end if layer is None or not layers else job.events[layers[layer]])
 
     def synchronize(self, first_device_block: int | None = None) -> None:
         """Wait for all that is under way, or for what touches blocks of the device from one on."""

@@ -16,7 +16,8 @@ def declare_region(address: int, num_bytes: int, chunk_bytes: int) -> None:
     Args:
         address: of the first byte; replaces what was declared to start there.
         num_bytes: 0 takes it back.
-        chunk_bytes: bytes of each registration or mapping; the last one may be shorter.
+        chunk_bytes: bytes of each registration or mapping; the last one may be shorter. 0: memory of the device whose
+            mappings nobody knows, and that stays as it is until it is taken back; the driver is asked once for each.
     """
     if op_library().loaded:
         torch.ops.blockyard.set_region(address, num_bytes, chunk_bytes)
