@@ -290,7 +290,7 @@ def test_memory_for_staging_is_taken_before_the_first_copy_and_its_want_is_told_
     fake.fake_prepare(1)
     said = capfd.readouterr().err
     for way in ("to", "from"):
-        assert said.count(f"CUDA device 1 has no 24 MiB left to stage copies {way} the host") == 1
+        assert said.count(f"CUDA device 1 has no 48 MiB left to stage copies {way} the host") == 1
     fake.fake_prepare(1)
     assert not capfd.readouterr().err
 

@@ -64,7 +64,7 @@ class CacheEngine:
     `close` raises `ForkedError`, and `close` lets go of the child's view of the memory alone. When the interpreter
     ends, work that has not begun is given up.
 
-    On CUDA an engine reserves 48 MiB of the device, once in a process, for staged copies.
+    On CUDA an engine reserves 96 MiB of the device, once in a process, for staged copies.
 
     The blocks start as zeros: attention over a gathered block meets no NaN in slots that were never written.
 

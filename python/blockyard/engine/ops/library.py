@@ -138,7 +138,7 @@ def check_device(device: torch.device, library: OpLibrary) -> None:
 
 
 def prepare_device(device: torch.device) -> None:
-    """Make what copies of a CUDA device need, before others take its memory: 24 MiB each way to stage them.
+    """Make what copies of a CUDA device need, before others take its memory: 48 MiB each way to stage them.
 
     Where there is no memory for it a warning says so, and other copies take their place.
 
