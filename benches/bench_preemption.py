@@ -242,7 +242,7 @@ def legs(given: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, float]:
                 sizes = {"device_blocks": most, "host_blocks": most, "device": given.device}
                 with KVCache(layout, external=url, pin_memory=pin, max_staging="1GiB", **sizes) as cache:
                     times = time_legs(cache, given.repeat)
-                for (kind, src, dst), by_blocks in times.items():
+                for (_, src, dst), by_blocks in times.items():
                     cells = ""
                     for blocks, seconds in by_blocks.items():
                         rate = blocks * layout.bytes_per_block / 1e9 / seconds
@@ -251,7 +251,6 @@ def legs(given: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, float]:
                         figures |= {f"{leg}_ms": 1e3 * seconds, f"{leg}_gb_s": rate}
                     label = f"{src} -> {dst}".replace("external", name)
                     print(f"{label:<20}{cells}", flush=True)
-                    del kind
     return figures
 
 
