@@ -1,0 +1,182 @@
+"""The README's table of what works with which layers: each cell is tried."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from blockyard import BlockManager, CacheGroup, KVCache, KVLayout, Request, Scheduler
+from blockyard.errors import InvalidArgumentError, UnsupportedModelError
+from blockyard.integrations.transformers import Generator
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=4, dtype="float32")
+FULL, WINDOW = CacheGroup.full_attention(), CacheGroup.sliding_window(8)
+GROUPS = {
+    "sliding window": [WINDOW],
+    "hybrid: window and full": [FULL, WINDOW],
+    "recurrent and full": [FULL, CacheGroup.recurrent()],
+    "cross attention": [FULL, CacheGroup.cross_attention()],
+}
+HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+PROMPT = list(range(1, 18))
+
+Groups = Sequence[CacheGroup]
+
+
+def track(kind: str) -> None:
+    """Allocate, append and free."""
+    manager = manager_of(GROUPS[kind], prefix_caching=False)
+    (sequence,) = allocated(manager, GROUPS[kind])
+    complete(manager)
+    manager.append([sequence], [3])
+    manager.check()
+    assert manager.num_tokens(sequence) == len(PROMPT) + 3
+    manager.free([sequence])
+
+
+def find_a_prefix(kind: str) -> None:
+    """Compute a prompt; the next one with its tokens begins with what was computed."""
+    manager = manager_of(GROUPS[kind], prefix_caching=True)
+    first = manager.allocate(PROMPT, chunk_tokens=8)
+    complete(manager)
+    manager.mark_computed(first)
+    while chunk := manager.next_chunk(first, 8):
+        manager.append([first], chunk)
+        complete(manager)
+        manager.mark_computed(first)
+    manager.free([first])
+    assert manager.allocate(PROMPT).cached_tokens == 16
+
+
+def swap(kind: str) -> None:
+    """Bring a sequence to the host and to a store, and back, with its bytes."""
+    groups = GROUPS[kind]
+    options = {"device_blocks": 24, "host_blocks": 24, "external": "memory://table?size=1MiB", "groups": groups}
+    with KVCache(LAYOUT, **options) as cache:  # type: ignore[arg-type]
+        (sequence,) = allocated(cache.manager, groups)
+        with cache.step():
+            cache.engine.tensors[0].normal_()
+        written = held(cache, sequence, groups)
+        for tier in ("host", "external"):
+            cache.manager.swap_out(sequence, to=tier)
+            with cache.step():
+                pass
+            cache.drain()
+            cache.engine.tensors[0].zero_()
+            cache.manager.swap_in(sequence)
+            with cache.step() as step:
+                assert not len(step.lost)
+            assert np.array_equal(held(cache, sequence, groups), written)
+            assert written.any()
+        cache.manager.free([sequence])
+
+
+def schedule(kind: str) -> None:
+    """Let the reference scheduler serve a request to its end."""
+    scheduler = Scheduler(manager_of(GROUPS[kind], prefix_caching=False))
+    scheduler.add(Request("one", PROMPT, 5))
+    finished: list[object] = []
+    for _ in range(10):
+        step = scheduler.schedule()
+        scheduler.settle(step)
+        finished += scheduler.update(step, np.ones(step.samples, np.int64))
+        if finished:
+            break
+    assert len(finished) == 1
+
+
+def store_prefixes(kind: str) -> None:
+    """Keep cached blocks in a prefix store."""
+    options = {"device_blocks": 24, "prefix_store": "memory://prefixes?size=1MiB", "namespace": b"table"}
+    with KVCache(LAYOUT, groups=GROUPS[kind], prefix_caching=True, **options):  # type: ignore[arg-type]
+        pass
+
+
+def generate(kind: str) -> None:
+    """Serve a Hugging Face model with such layers."""
+    with Generator(MODELS[kind](), block_size=4, device_blocks=24, host_blocks=0) as generator:
+        (output,) = generator.generate([PROMPT], max_new_tokens=4)
+        assert len(output.tokens) == 4
+
+
+ROWS: dict[str, Callable[[str], None]] = {
+    "`BlockManager`": track,
+    "its prefix cache": find_a_prefix,
+    "`KVCache`: swap to the host and to a store": swap,
+    "`Scheduler`": schedule,
+    "prefix stores": store_prefixes,
+    "`Generator`": generate,
+}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "sliding window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, **HEADS, sliding_window=8)),
+    "hybrid: window and full": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, **HEADS, sliding_window=8)),
+    "recurrent and full": lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)),
+    "cross attention": lambda: T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    ),
+}
+
+
+def manager_of(groups: Groups, *, prefix_caching: bool) -> BlockManager:
+    return BlockManager(
+        block_size=4, device_blocks=64, host_blocks=32, watermark=0.0, groups=groups, prefix_caching=prefix_caching
+    )
+
+
+def allocated(manager: BlockManager, groups: Groups) -> list[int]:
+    encoder = {"encoder_tokens": [6]} if groups[-1].kind == "cross_attention" else {}
+    return list(manager.allocate(counts=[len(PROMPT)], **encoder))
+
+
+def complete(manager: BlockManager) -> None:
+    manager.complete(manager.take_decision().ticket)
+
+
+def held(cache: KVCache, sequence: int, groups: Groups) -> NDArray[np.uint8]:
+    """The bytes of a sequence's blocks, without the null block, which groups with windows and states have."""
+    blocks = np.concatenate([cache.manager.block_table(sequence, group=group) for group in range(len(groups))])
+    has_null = any(group.kind in {"sliding_window", "recurrent"} for group in groups)
+    rows = cache.engine.read("device", (blocks[blocks != 0] if has_null else blocks).astype(np.int64))
+    return np.asarray(rows)
+
+
+def cells() -> list[tuple[str, str, str]]:
+    lines = iter(README.read_text(encoding="utf-8").splitlines())
+    columns = next(line for line in lines if line.startswith("| works with |")).strip("| ").split(" | ")[1:]
+    next(lines)
+    found = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        row, *words = line.strip("| ").split(" | ")
+        found += [(row, column, word) for column, word in zip(columns, words, strict=True)]
+    return found
+
+
+def test_the_table_has_each_row_and_column():
+    assert {(row, column) for row, column, _ in cells()} == {(row, kind) for row in ROWS for kind in GROUPS}
+
+
+@pytest.mark.parametrize(("row", "column", "word"), cells())
+def test_each_cell_of_the_table_is_true(row: str, column: str, word: str):
+    assert word in {"yes", "no"}
+    if word == "yes":
+        ROWS[row](column)
+        return
+    with pytest.raises((InvalidArgumentError, UnsupportedModelError), match=r"group|window|layers|encoder|recurrent"):
+        ROWS[row](column)
