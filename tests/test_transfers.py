@@ -126,12 +126,22 @@ def test_a_limit_of_nothing_is_refused():
 
 def test_a_layer_that_there_is_not_is_refused():
     book = transfers()
-    load = book.submit("in", task("in", pairs(), 3, [lambda: None] * 3, layers=3))
+    load = book.submit("in", task("in", pairs(), 3, [lambda: None] * 3, layers=(0, 1, 2)))
     for layer in (-1, 3):
         with pytest.raises(InvalidArgumentError, match=f"layer {layer} of a transfer, there are 3"):
             load.order_compute(layer)
     book.synchronize()
     load.order_compute(3)
+
+
+def test_a_layer_waits_for_the_piece_that_it_comes_with():
+    book, log = transfers(), []
+    pieces = [partial(log.append, number) for number in range(2)]
+    load = book.submit("in", task("in", pairs(), 3, pieces, layers=(0, 0, 0, 1)))
+    for layer, arrived in ((2, [0]), (3, [0, 1])):
+        load.order_compute(layer)
+        book.streams.fence().synchronize()
+        assert log == arrived
 
 
 @pytest.mark.parametrize("seed", range(20))
