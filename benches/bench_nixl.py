@@ -8,8 +8,8 @@ with O_DIRECT and through the page cache. `nixl_aio` and `nixl_uring` are its PO
 with prepared descriptor lists. `slot` and `key` are our swap space (`lend_write`, `lend_read`) and prefix store
 (`lend_put`, `lend_get`).
 
-Host: 256 MiB of random blocks to random places. `ours` is the op `swap_blocks`. `nixl_ucx` are two agents of one
-process; `nixl_ucx_process_write` and `_read` reach the memory of another process.
+Host: 256 MiB of random blocks to random places. `ours` is the op `swap_blocks`, `one_copy` is torch's `copy_` of all.
+`nixl_ucx` are two agents of one process; `nixl_ucx_process_write` and `_read` reach the memory of another process.
 
 All ways take turns. Each figure is the median over the rounds: GB/s, and CPU seconds a GB of all processes that take
 part. NIXL reports completion only when asked, so its caller asks every 100 us.
@@ -211,7 +211,11 @@ def hosts(stack: ExitStack, size: int) -> dict[str, Way]:
         ops.swap_blocks([src], [dst], torch.from_numpy(pairs))
         return 0.0
 
-    ways: dict[str, Way] = {"ours": ours, "nixl_ucx": between_agents(stack, src, dst, size)}
+    def one_copy(_seed: int) -> float:
+        dst.copy_(src)
+        return 0.0
+
+    ways: dict[str, Way] = {"one_copy": one_copy, "ours": ours, "nixl_ucx": between_agents(stack, src, dst, size)}
     ways |= {
         f"nixl_ucx_process_{what.lower()}": way
         for what, way in stack.enter_context(between_processes(src, size)).items()
