@@ -3,12 +3,13 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from forks import in_child
 from blockyard import cli
 from blockyard.engine.cuda import calibrate
 from blockyard.engine.cuda.calibrate import BATCH_SIZES, choose_batch_pieces, choose_blocks
+from blockyard.engine.cuda.journal import Journal
 from blockyard.engine.ops import strategy
 from blockyard.engine.ops.strategy import StrategyTable
 from blockyard.errors import BlockyardError
@@ -176,6 +178,23 @@ def test_a_crash_costs_calibration_the_case_under_way(tmp_path: Path, monkeypatc
     strategy.use_cached.cache_clear()
     # All was measured: the next calibration begins afresh.
     assert [path.name for path in tmp_path.iterdir()] == ["copy-strategy-card.json"]
+
+
+def test_a_case_that_was_ended_from_outside_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def ended(*_: object) -> None:
+        Journal(tmp_path / "partial", {}).measure("case", lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(calibrate, "op_library", lambda: SimpleNamespace(loaded=True))
+    monkeypatch.setattr(calibrate, "calibrate_device", ended)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="the next one goes on where it stopped"):
+            calibrate.run_calibrate()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert Journal(tmp_path / "partial", {}).measure("case", lambda: {"batch": 1.0}) == {"batch": 1.0}
 
 
 def gpu_benchmark(repo: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

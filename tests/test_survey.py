@@ -59,12 +59,15 @@ def test_every_case_of_the_smoke_test_runs(
     repo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     smoke = load(repo, "survey/smoke.py", monkeypatch)
+    monkeypatch.setattr(smoke, "WIDTHS", (16, 24, 4096))
     cases = len(smoke.cases())
     assert smoke.main() == 0, capsys.readouterr().out
     out = capsys.readouterr().out
-    assert out.count(" ok ") == cases >= 50
+    assert out.count(" ok ") == cases >= 30
     assert "failed: 0" in out
     # It compares bytes: a swap that copies nothing is told.
+    first = smoke.cases()[:1]
+    monkeypatch.setattr(smoke, "cases", lambda: first)
     monkeypatch.setattr(smoke.ops, "swap_blocks", lambda *_: None)
     assert smoke.main() == 1
     assert "FAILED AssertionError: other bytes than plain indexing" in capsys.readouterr().out
