@@ -1,5 +1,6 @@
 """The scripts for the first minutes on a device: they end well without one, and with stand-ins run their whole path."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -52,6 +53,32 @@ def test_the_survey_ends_properly_without_a_device(repo: Path, script: str, stat
     assert finished.returncode == status, finished.stderr
     assert said in finished.stdout
     assert not finished.stderr
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_views_are_copied_by_every_strategy_each_way(
+    repo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    views = load(repo, "survey/views.py", monkeypatch)
+    engine, layout, forced = views.CacheEngine, views.KVLayout, []
+
+    def force(device: int, strategy: str) -> contextlib.AbstractContextManager[None]:
+        forced.append((device, strategy))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(views, "CUDA", True)
+    monkeypatch.setattr(views, "BLOCKS", 260)
+    monkeypatch.setattr(views, "KVLayout", lambda kind, layers, **sizes: layout(kind, 2, **sizes))
+    monkeypatch.setattr(views, "CacheEngine", lambda *sizes, device, **more: engine(*sizes, device="cpu", **more))
+    monkeypatch.setattr(views, "force_strategy", force)
+    views.main()
+    out = capsys.readouterr().out
+    strategies = ["default", *views.ALLOWED["h2d"]]
+    assert [strategy for _, strategy in forced] == strategies[1:] * 6
+    for count in (16, 64, 256):
+        for way in ("out", "in"):
+            for named in strategies:
+                assert f"{count:4d} blocks, {4 * count:6d} pieces, {way:3s} {named:7s}" in out
 
 
 @pytest.mark.usefixtures("on_cpu")
