@@ -43,6 +43,7 @@ MODULES = {
 # What engines call through interfaces of their own, which the engine's documentation explains. It is read from the
 # source, since most of these engines are not installed here.
 ADAPTERS = {
+    "blockyard.integrations.prompt_lookup": "Draft tokens for `Generator(num_lookahead_tokens=)`.",
     "blockyard.integrations.transformers.continuous": "Below transformers' own batching: `docs/transformers.md`.",
     "blockyard.integrations.vllm": "Loaded by vLLM by name: `docs/vllm.md`.",
     "blockyard.integrations.sglang": "Loaded by SGLang's HiCache by name: `docs/sglang.md`.",

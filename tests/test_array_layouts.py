@@ -64,7 +64,7 @@ def prompt(tokens: Array, call: Callable[[BlockManager, Array], Any]) -> object:
 
 
 def with_state(handles: Array, call: Callable[[BlockManager, Array], Any]) -> object:
-    manager, _ = new_manager()
+    manager = BlockManager.restore(STATE)  # which knows the handles
     return np.asarray(call(manager, handles)).tolist()
 
 
@@ -75,7 +75,8 @@ def stored(slots: Array, rows: Array, tmp_path: Any) -> object:
         return found.rows.tobytes(), store.wait(store.submit_read(slots)).rows.tobytes()
 
 
-HANDLES = new_manager()[1]
+MANAGER, HANDLES = new_manager()
+STATE = MANAGER.snapshot()
 IDS = np.array([5, 2, 1, 3], np.int64)
 PAIRS = np.array([[4, 6], [5, 7], [0, 3]], np.int64)
 TOKENS = np.array([0, 1, 2, 3, 9, 8], np.uint32)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from handles import first_handles
 
 from blockyard import AllocStatus, BlockManager, BlockyardError, CacheGroup, Pairs, PrefixCaching, StepDecision
 from blockyard._core import Completion, Mapping, StoreStats
@@ -26,7 +27,7 @@ def manager() -> BlockManager:
 
 def handles(manager: BlockManager) -> np.ndarray:
     """The two sequences of the fixture, whose rows are 0 and 1."""
-    return np.array([1 << 32, 1 << 32 | 1], dtype=np.uint64)
+    return np.array(first_handles(manager, 2), dtype=np.uint64)
 
 
 def test_sequences_may_be_an_array_a_strided_array_a_list_or_one_int(manager: BlockManager) -> None:

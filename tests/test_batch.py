@@ -48,11 +48,11 @@ def test_append_writes_slots_and_what_has_changed_of_the_tables():
 def test_append_with_a_table_gives_the_slots_of_append_alone():
     alone, together = new_manager(device=64), new_manager(device=64)
     handles, tables = started(alone, 3, 8, 13), np.zeros((3, 12), np.int32)
-    started(together, 3, 8, 13)
+    others = started(together, 3, 8, 13)
     for counts, lookahead in ((1, 0), ([1, 3, 2], 0), (2, 1), ([0, 4, 1], 5), (1, 0), (1, 0)):
         slots = alone.append(handles, counts, lookahead=lookahead)
-        assert together.append(handles, counts, lookahead=lookahead, block_tables=tables).tolist() == slots.tolist()
-        assert_right(together, handles, tables)
+        assert together.append(others, counts, lookahead=lookahead, block_tables=tables).tolist() == slots.tolist()
+        assert_right(together, others, tables)
 
 
 def test_a_fork_and_the_copy_on_write_show():

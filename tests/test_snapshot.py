@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from handles import first_handles
 from prompts import allocate_prompts
 
 from blockyard import BlockManager, BlockyardError, CacheGroup, PrefixCaching
@@ -174,7 +175,7 @@ def test_a_manager_of_a_forged_payload_holds_while_it_is_used(make: Callable[[],
             except SnapshotError:
                 continue
             accepted += 1
-            for handle in (1 << 32, 1 << 32 | 1):
+            for handle in first_handles(manager, 2):
                 use(manager, handle)
     assert accepted > 0
 

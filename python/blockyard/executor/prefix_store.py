@@ -8,10 +8,8 @@ A prompt that may have its beginning in the store is *prefetched* before it is a
         sequence = manager.allocate(prompt)
 
 The bytes are read into staging rows and checked there. Only then do they get host blocks (device blocks where the host
-keeps no copies) and can be found. So a hit is never a promise that the store has to keep. A block that does not come
-ends the prefix there; a prefetch whose deadline passes ends with what it has.
-
-Blocks that are computed go the other way as `writes` says. They are read into staging rows, whose bytes are limited.
+keeps no copies) and can be found: a hit is always there. A block that does not come ends the prefix there; a prefetch
+whose deadline passes ends with what it has. Blocks that are computed go the other way as `writes` says.
 """
 
 from __future__ import annotations

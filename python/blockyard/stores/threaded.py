@@ -221,8 +221,7 @@ class ThreadedStore(BatchStore):
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """Return whether each key is known to have a block; see `ExternalStore.contains`.
 
-        Never waits: unknown keys are looked up in the background, so ask again some milliseconds later. A key that was
-        absent is looked up again after a second.
+        Never waits: unknown keys are looked up in the background, so ask again some milliseconds later.
         """
         names = self._keys_of(keys)
         with self._lock:

@@ -194,7 +194,10 @@ class Generator:
         self._draft, self._num_lookahead_tokens = draft, num_lookahead_tokens
         self._params: dict[str, SamplingParams] = {}
         self._tickets: list[int] = []  # under way, the oldest first
-        # What calls have returned, until it is taken in: after an exception the next step does that.
+        self._make_empty()
+
+    def _make_empty(self) -> None:
+        """Begin without what calls have returned, until it is taken in: after an exception the next step does that."""
         self._steps: list[Step] = []
         self._ended: list[Iterable[StepDone]] = []
         self._finished: list[list[Finished]] = []
