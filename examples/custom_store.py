@@ -18,19 +18,26 @@ class SQLiteStore(ThreadedStore):
 
     num_slots, threads = 1000, 1
 
+    def connect(self):
+        """Open the database."""
+        database = sqlite3.connect(self.url.removeprefix("sqlite://"))
+        database.execute("CREATE TABLE IF NOT EXISTS blocks (key PRIMARY KEY, bytes)")
+        return closing(database)
+
     def put(self, keys, rows):
         """Store blocks under their keys. An exception is a miss."""
-        with closing(sqlite3.connect(self.url.removeprefix("sqlite://"))) as database, database:
-            database.execute("CREATE TABLE IF NOT EXISTS blocks (key PRIMARY KEY, bytes)")
+        with self.connect() as database, database:
             database.executemany("REPLACE INTO blocks VALUES (?, ?)", zip(keys, rows, strict=True))
         return np.ones(len(keys), dtype=bool)
 
     def get(self, keys, out):
-        """Read blocks by their keys."""
-        with closing(sqlite3.connect(self.url.removeprefix("sqlite://"))) as database:
-            for key, row in zip(keys, out, strict=True):
-                row.data[:] = database.execute("SELECT bytes FROM blocks WHERE key = ?", [key]).fetchone()[0]
-        return np.ones(len(keys), dtype=bool)
+        """Read blocks by their keys; False for those that are not there."""
+        with self.connect() as database:
+            found = [database.execute("SELECT bytes FROM blocks WHERE key = ?", [key]).fetchone() for key in keys]
+        for block, row in zip(found, out, strict=True):
+            if block is not None and len(block[0]) == len(row):
+                row.data[:] = block[0]
+        return np.array([block is not None for block in found], dtype=bool)
 
 
 with tempfile.TemporaryDirectory() as folder, open_store(f"sqlite://{folder}/kv", bytes_per_block=4096) as store:

@@ -8,8 +8,7 @@ A prompt that may have its beginning in the store is *prefetched* before it is a
         sequence = manager.allocate(prompt)
 
 The bytes are read into staging rows and checked there. Only then do they get host blocks (device blocks where the host
-keeps no copies) and can be found: a hit is always there. A block that does not come ends the prefix there; a prefetch
-whose deadline passes ends with what it has. Blocks that are computed go the other way as `writes` says.
+keeps no copies) and can be found. A prefix ends at the first block that does not come before its prefetch's deadline.
 """
 
 from __future__ import annotations
@@ -450,8 +449,8 @@ class PrefixStore:
         """Let the rows of a read be used again, once neither store nor engine has them."""
         if task is not None and task.ended and task.taken is not None:
             rows, task.taken = task.taken, None  # first: nobody gives them back twice
-            if task.answer is not None and task.answer.are_rows_free:
-                with self._buffers_lock:
+            with self._buffers_lock:
+                if task.answer is not None and task.answer.are_rows_free:
                     self._buffers.give_back(rows)
             task.answer = None
 

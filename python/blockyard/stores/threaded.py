@@ -111,7 +111,6 @@ class ThreadedStore(BatchStore):
         self._known = KnownKeys()
         self._wanted: dict[bytes, None] = {}  # keys to look up
         self._record_key = np.frombuffer(self._digest_of(b"BLKYEPOCH2"), np.uint8)
-        self._has_record = False  # it has been read once
         self._epochs = SharedEpoch(self._read_record, self._replace_record, revision)
 
     def __repr__(self) -> str:
@@ -488,8 +487,8 @@ class ThreadedStore(BatchStore):
     def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
         """Return the row that says which blocks count, uint8 `[192]`; None if there is none.
 
-        The default is a call of `get`, whose exceptions count as "none" until it has returned the row once: a `get`
-        may raise for a key that is absent. Runs in a worker thread; may block or raise.
+        The default is a call of `get`; its `LookupError` or `FileNotFoundError` counts as "none". While it raises
+        anything else, nothing is found or stored. Runs in a worker thread; may block or raise.
 
         Args:
             key: of the row, uint8 `[32]`.
@@ -497,11 +496,8 @@ class ThreadedStore(BatchStore):
         row = np.zeros((1, HEADER + EPOCH_BYTES), np.uint8)
         try:
             is_there = answered("get", self.get(key[None], row), 1)[0]
-        except Exception:
-            if self._has_record:
-                raise
+        except (LookupError, FileNotFoundError):
             return None
-        self._has_record |= is_there
         return row[0] if is_there else None
 
     def replace_epoch(
@@ -528,8 +524,7 @@ class ThreadedStore(BatchStore):
             return there
         if not answered("put", self.put(key[None], new[None]), 1)[0]:
             raise StoreError("put refused the epoch's record")
-        self._has_record = True
-        return self.read_epoch(key)
+        return new
 
     def _read_record(self) -> Record:
         return self._record(self.read_epoch(self._record_key))
