@@ -238,7 +238,8 @@ def ucx_agent(name: str, memory: torch.Tensor) -> tuple[Any, list[tuple[int, int
     """An agent with the UCX plugin that has registered a tensor, and the descriptors of its rows."""
     from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415 - it may be missing
 
-    agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+    # Its thread would spin during the others' turns.
+    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     agent.register_memory([(memory.data_ptr(), memory.nbytes, 0, "")], "DRAM")
     size = memory.shape[1]
     return agent, [(memory.data_ptr() + at, size, 0) for at in range(0, memory.nbytes, size)]
@@ -250,15 +251,15 @@ def between_agents(stack: ExitStack, src: torch.Tensor, dst: torch.Tensor, size:
     peer = mine.add_remote_agent(other.get_agent_metadata())
     local = mine.prep_xfer_dlist(LOCAL, blocks, "DRAM")
     remote = mine.prep_xfer_dlist(peer, places, "DRAM")
-    stack.callback(lambda: (mine.release_dlist_handle(local), mine.release_dlist_handle(remote), other))
-    return one_request(mine, local, remote, size, "WRITE")
+    stack.callback(lambda: (mine.release_dlist_handle(local), mine.release_dlist_handle(remote)))
+    return one_request(mine, local, remote, size, "WRITE", other)
 
 
-def one_request(agent: Any, local: Any, remote: Any, size: int, what: str) -> Way:
+def one_request(agent: Any, local: Any, remote: Any, size: int, what: str, other: Any = None) -> Way:
     def run(seed: int) -> float:
         at, to = places_of(seed, size)
         request = agent.make_prepped_xfer(what, local, at.astype(np.int32), remote, to.astype(np.int32))
-        finish(agent, begin(agent, request))
+        finish(agent, begin(agent, request), other)
         return 0.0
 
     return run
@@ -281,9 +282,10 @@ def between_processes(src: torch.Tensor, size: int) -> Iterator[dict[str, Way]]:
         run = one_request(agent, local, remote, size, what)
 
         def both(seed: int) -> float:
-            before = cpu_of(pipe)
+            pipe.send("turn")
             run(seed)
-            return cpu_of(pipe) - before
+            pipe.send("over")
+            return float(pipe.recv())
 
         return both
 
@@ -303,19 +305,19 @@ def between_processes(src: torch.Tensor, size: int) -> Iterator[dict[str, Way]]:
         process.join(30)
 
 
-def cpu_of(pipe: Any) -> float:
-    pipe.send("cpu")
-    return float(pipe.recv())
-
-
 def hold_memory(pipe: Any, size: int) -> None:
-    """In the other process: register memory, tell where it is, and answer for the processor time."""
+    """In the other process: register memory, tell where it is, and help with transfers during the turns."""
     logging.getLogger("nixl").setLevel(logging.ERROR)
     memory = torch.from_numpy(aligned(BYTES // size, size))
     agent, places = ucx_agent(f"holder-{size}", memory)
     pipe.send((agent.get_agent_metadata(), places))
-    while pipe.recv() == "cpu":
-        pipe.send(time.process_time())
+    while pipe.recv() == "turn":
+        cpu = time.process_time()
+        while not pipe.poll():
+            agent.get_new_notifs()
+            time.sleep(ASK_SECONDS)
+        pipe.recv()
+        pipe.send(time.process_time() - cpu)
 
 
 # ---- NIXL's requests ----
@@ -327,10 +329,12 @@ def begin(agent: Any, request: Any) -> Any:
     return request
 
 
-def finish(agent: Any, request: Any) -> None:
+def finish(agent: Any, request: Any, other: Any = None) -> None:
     while (state := agent.check_xfer_state(request)) != "DONE":
         if state == "ERR":
             raise SystemExit("a transfer of NIXL failed")
+        if other is not None:
+            other.get_new_notifs()  # it has no thread
         time.sleep(ASK_SECONDS)
     agent.release_xfer_handle(request)
 
