@@ -278,7 +278,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "    return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()",
                 "    return sha256(name).digest()",
             ),
-            ("    return found // size", "    return -(-found // size)"),
+            ("holds=size) // size", "holds=size) // size + 1"),
             (
                 "        if self.elastic is not None and blocks > self.elastic.num_blocks:",
                 "        if self.elastic is not None and blocks < self.elastic.num_blocks:",

@@ -6,7 +6,18 @@ from collections.abc import Callable
 
 import blockyard
 
-HANDLE = 1 << 32
+
+
+class _Handle:
+    """The handle of the first sequence of the manager that was made last."""
+
+    number = 0
+
+    def __index__(self) -> int:
+        return self.number
+
+
+HANDLE = _Handle()
 
 
 def new_manager() -> blockyard.BlockManager:
@@ -16,7 +27,7 @@ def new_manager() -> blockyard.BlockManager:
         block_size=4, device_blocks=16, host_blocks=4, external_blocks=4, watermark=0.0, prefix_caching=caching
     )
     manager.prefix.store_jobs.start("through")
-    manager.allocate(list(range(10)))
+    HANDLE.number = int(manager.allocate(list(range(10))))
     manager.complete(manager.take_decision().ticket)
     manager.mark_computed([HANDLE])
     manager.pins.pin(HANDLE, 100)
@@ -41,7 +52,7 @@ def shrinking() -> blockyard.BlockManager:
         block_size=4, device_blocks=16, host_blocks=3, external_blocks=4, watermark=0.0, prefix_caching=caching
     )
     manager.prefix.store_jobs.start("back")
-    manager.allocate(list(range(10)))
+    HANDLE.number = int(manager.allocate(list(range(10))))
     cached = manager.allocate(list(range(100, 108)))
     (moving, _) = manager.allocate(counts=[4, 4 * 10])
     manager.complete(manager.take_decision().ticket)
