@@ -51,7 +51,7 @@ def build_kernels(folder: Path, *, program: bool) -> Path:
     home = find_cuda_home({})
     if home is None:
         pytest.skip("no CUDA headers")
-    for source in [*CUDA.glob("*.h"), CUDA / "copy.cu", CUDA / "bulk.cu", CUDA / "steps.cpp", CUDA / "has_bulk.cpp"]:
+    for source in [*CUDA.glob("*.h"), CUDA / "copy.cu", CUDA / "bulk.cu", CUDA / "steps.cpp"]:
         # The ring of `tests/kernels/` takes the place of the device's.
         if source.name == "shared_ring.h":
             continue

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import blockyard
 
 
-
 class _Handle:
     """The handle of the first sequence of the manager that was made last."""
 
