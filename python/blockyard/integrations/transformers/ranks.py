@@ -78,7 +78,7 @@ class CacheOptions(NamedTuple):
         """Give the arguments for one rank's `KVCache`. No two ranks share a namespace: their bytes differ."""
         return {
             **self._asdict(),
-            "external": None if self.external is None else rank_url(self.external, rank),
+            "external": rank_url(self.external, rank) if isinstance(self.external, str) else self.external,
             "namespace": self.namespace if size == 1 else self.namespace + b" rank %d of %d" % (rank, size),
         }
 
