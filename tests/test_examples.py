@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
     [
         ("own_scheduler", 60, r"50 sequences, \d+ swap ins, 2000 tokens compared"),
         ("prefix_router", 64, r"engine 1 has 24 tokens of the prompt"),
-        ("custom_store", 40, r"100 blocks came back from SQLite"),
+        ("custom_store", 50, r"100 blocks came back from SQLite"),
         ("cpu_offload", 60, r"\d+ blocks loaded, \d+ chunks evicted, all bytes compared 40 times"),
     ],
 )
