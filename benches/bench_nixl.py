@@ -93,7 +93,7 @@ def measured(prefix: str, ways: dict[str, Way], rounds: int) -> dict[str, float]
 
 
 def files(stack: ExitStack, folder: str, size: int, io: str, *, direct: bool) -> dict[str, dict[str, Way]]:
-    """Open both sides over files of their own; each has a way to write and one to read."""
+    """Open both sides over their own files; each has a way to write and one to read."""
     ways: dict[str, dict[str, Way]] = {}
     for queue in ("aio", "uring"):
         posix = stack.enter_context(posix_file(f"{folder}/{queue}", size, queue, direct=direct))

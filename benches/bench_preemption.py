@@ -95,7 +95,7 @@ class Server(Generator):
 
 
 def arrivals(count: int, rate: float) -> NDArray[np.float64]:
-    """Seconds at which requests arrive: a Poisson process of so many a second, or all at once."""
+    """Arrival times in seconds: a Poisson process with the given rate a second, or all at once."""
     return np.random.default_rng(1).exponential(1 / rate, count).cumsum() if np.isfinite(rate) else np.zeros(count)
 
 

@@ -40,7 +40,7 @@ MODULES = {
     "blockyard.errors": "Errors.",
     "blockyard.integrations.transformers": "Hugging Face models served from a paged cache.",
 }
-# What engines call through interfaces of their own, which the engine's documentation explains. It is read from the
+# What engines call through their own interfaces, which the engine's documentation explains. It is read from the
 # source, since most of these engines are not installed here.
 ADAPTERS = {
     "blockyard.integrations.prompt_lookup": "Draft tokens for `Generator(num_lookahead_tokens=)`.",
@@ -57,7 +57,7 @@ ADAPTERS = {
 HEAD = """# API
 
 `make docs` writes this page from the code: every public name, its signature, and the first sentence of its docstring.
-`help(name)` shows the rest: shapes, dtypes, errors. `blockyard.testing` has [a page of its own](test-kit.md).
+`help(name)` shows the rest: shapes, dtypes, errors. `blockyard.testing` has [its own page](test-kit.md).
 """
 
 

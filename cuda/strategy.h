@@ -39,7 +39,7 @@ struct StrategyChoice {
     unsigned blocks;
 };
 
-// Without a table, at least so many pieces between host and device are staged if they have fewer bytes than the first
+// Without a table, at least this many pieces between host and device are staged if they have fewer bytes than the first
 // each, or take a kernel if they have fewer than the second: docs/benchmarks/copies.md.
 constexpr int64_t kLeastPieces = 32;
 constexpr int64_t kLargeStagedPiece = 512 << 10;

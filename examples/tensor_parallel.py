@@ -1,7 +1,7 @@
-"""One scheduler process decides; tensor-parallel workers carry out its decisions on three tiers of their own.
+"""One scheduler process decides; tensor-parallel workers carry out its decisions on their own three tiers.
 
 Run it with `python examples/tensor_parallel.py`. Block ids are the same on every worker, as each holds its share of
-every block's heads; so one `StepDecision` drives them all. Each worker has a swap store of its own. A worker that loses
+every block's heads; so one `StepDecision` drives them all. Each worker has its own swap store. A worker that loses
 a block voids the sequence everywhere: here stored blocks are damaged now and then, on one worker. At the end every
 token of every worker is compared with what it must be.
 """

@@ -1,5 +1,7 @@
 """Plug-ins whose functions raise: which blocks are misses, and what an operator sees of it."""
 
+import threading
+
 import numpy as np
 import pytest
 from memory_stores import KeyedStore, get, put
@@ -69,3 +71,18 @@ def test_a_store_that_fails_logs_each_cause_once_a_minute_and_that_it_works_agai
         f"{store!r} fails, blocks are misses: OSError: [Errno 5] no disk",
         f"{store!r} works again after 9 failures",
     ]
+
+
+def test_a_store_whose_only_thread_hangs_is_in_the_log(caplog: pytest.LogCaptureFixture):
+    goes_on = threading.Event()
+    with KeyedStore() as store:
+        store.threads, store.deadline = 1, 0.05
+        store.before = lambda name: goes_on.wait(60)
+        try:
+            assert set(put(store, 2)) <= {"timeout", "unavailable"}
+            store.poll()
+            assert [record.getMessage() for record in caplog.records] == [
+                f"{store!r} fails, blocks are misses: it does not answer"
+            ]
+        finally:
+            goes_on.set()

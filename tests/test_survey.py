@@ -95,7 +95,7 @@ def test_every_case_of_the_smoke_test_runs(
     out = capsys.readouterr().out
     assert out.count(" ok ") == cases >= 30
     assert "failed: 0" in out
-    # It compares bytes: a swap that copies nothing is told.
+    # It compares bytes: a swap that copies nothing is found.
     first = smoke.cases()[:1]
     monkeypatch.setattr(smoke, "cases", lambda: first)
     monkeypatch.setattr(smoke.ops, "swap_blocks", lambda *_: None)

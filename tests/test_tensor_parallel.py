@@ -29,7 +29,7 @@ def out(ticket: int, *blocks: int) -> StepDecision:
 
 
 class Losing(Wrapper):
-    """Loses one block of each decision, and reports it when it is told to."""
+    """Loses one block of each decision, and reports it on request."""
 
     def __init__(self, inner: Executor, block: int | None, *, held: bool = False) -> None:
         super().__init__(inner)

@@ -43,7 +43,7 @@ DIRECTIONS = ("d2h", "h2d", "both", "d2d")
 SIZES = tuple(4096 << step for step in range(11))
 GOAL_SIZES = (4096, 8192, 16384, 65536, 262144)
 COUNTS = (16, 128, 1024, 8192, 50_000)
-# Goals hold for copies of at least so many bytes, each in the figure of some directions and pieces.
+# Goals hold for copies of at least this many bytes; each names a figure, its directions and its piece sizes.
 GOAL_BYTES = 64 << 20
 GOALS = (
     ("to_large", 0.95, ("h2d", "d2h"), range(64 << 10, MOST_PIECE)),
@@ -267,7 +267,7 @@ class Case:
         return first.elapsed_time(last) / 1e3
 
     def ours(self) -> None:
-        """One call for each route, with a mapping of its own."""
+        """One call for each route, with its own mapping."""
         self.on_streams([lambda run=run: run(self.mapping()) for run in self.bound])
 
     def views(self, memory: torch.Tensor) -> Views:

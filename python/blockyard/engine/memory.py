@@ -30,7 +30,7 @@ MOST_BLOCKS: Final = 2**31 - 1
 """Ids are int32 in block tables."""
 
 GROUP_BYTES: Final = 128 << 10
-"""On CUDA, layers are loaded in groups of at least so many bytes a block: shorter rows are not worth staging."""
+"""On CUDA, layers are loaded in groups of at least this many bytes a block: shorter rows are not worth staging."""
 
 
 class Memory:
@@ -167,7 +167,7 @@ class Memory:
         return runs, [number for number, layers in enumerate(groups) for _ in layers]
 
     def layer_groups(self, least_bytes: int) -> list[list[int]]:
-        """Give the fewest neighbouring layers that have so many bytes of a block; the last group may have more."""
+        """Group neighbouring layers, as few as together have `least_bytes` of a block; the last group may have more."""
         groups: list[list[int]] = []
         held = least_bytes
         for layer, places in enumerate(self.by_layer()):

@@ -37,8 +37,8 @@ class BlockMover:
         graphed: always pass pairs of a length in `PAD_SIZES`, padded, and on a CPU or CUDA the same tensors again; what
             could be moved one way is exchanged.
         wrap: turns `exchange` into what is called, once: `torch.compile`, or the capture of a graph.
-        mark_step: called before and after each `exchange` and `move`, where a device collects work until it is told to
-            run it: `habana_frameworks.torch.core.mark_step`.
+        mark_step: called before and after each `exchange` and `move`, for devices that queue work until asked to:
+            `habana_frameworks.torch.core.mark_step`.
     """
 
     def __init__(

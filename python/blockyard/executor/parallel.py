@@ -25,7 +25,7 @@ class ParallelExecutor(Executor):
 
     Args:
         executors: one for each rank, rank 0 first. Each has an engine with the same numbers of blocks and, if there is
-            an external tier, a store of its own.
+            an external tier, its own store.
 
     Attributes:
         executors: as given.

@@ -147,7 +147,7 @@ def serve_executor(connection: Connection, executor: Executor, run: Callable[[An
 
     Raises:
         Exception: what `executor` or `run` raise, other than for a decision that cannot be carried out. The
-            `RemoteExecutor` is told first.
+            `RemoteExecutor` gets the error first.
     """
     worker = _Worker(executor, run)
     try:

@@ -274,7 +274,7 @@ class StepBuilder:
         self.counts, self.starts, self.ends = [], [], []
 
     def add_drafted(self, last: NDArray[np.uint32], drafts: NDArray[np.int64]) -> None:
-        """Take in the next tokens of decoding rows, and slots for so many draft tokens behind each."""
+        """Take in the next tokens of decoding rows, and `drafts` slots for draft tokens behind each."""
         self.drafts = drafts
         self.tokens = len(last) + int(drafts.sum())
         self.token_ids[: self.tokens] = np.repeat(last, drafts + 1)
@@ -293,7 +293,7 @@ class StepBuilder:
         self.ends += map(add, starts, counts)
 
     def insert(self, decodes: int, count: int) -> slice:
-        """Make room for so many rows of one token behind those that decode; give the place of their tokens."""
+        """Make room for `count` rows of one token behind those that decode; return the place of their tokens."""
         at = decodes
         if self.drafts is not None:
             at += int(self.drafts.sum())

@@ -13,7 +13,9 @@ import logging
 import re
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import TracebackType
@@ -386,7 +388,7 @@ class FailureLog:
         self._logged: dict[str, float] = {}  # causes of the last minute
         self._failures = 0  # since the store worked
         self._is_known = False  # whether one of them was logged
-        self._lines: list[str] = []
+        self._lines: deque[str] = deque()
 
     def failed(self, cause: str) -> None:
         """Note a failure.
@@ -410,11 +412,10 @@ class FailureLog:
             self._failures, self._is_known = 0, False
 
     def flush(self, store: object) -> None:
-        """Log what was noted; `store` names the store."""
-        if self._lines:
-            lines, self._lines = self._lines, []
-            for line in lines:
-                _log.warning("%s %s", store, line)
+        """Log what was noted; `store` names the store. Several threads can call it."""
+        while self._lines:
+            with suppress(IndexError):  # another thread has taken it
+                _log.warning("%s %s", store, self._lines.popleft())
 
 
 class Opener(Protocol):

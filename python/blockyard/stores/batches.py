@@ -134,6 +134,7 @@ class BatchStore(ExternalStore):
     def poll(self) -> list[int]:
         """Return the tickets that ended since the last call; see `ExternalStore.poll`."""
         self._process.check()
+        self._failures.flush(self)  # the workers may all hang
         with self._lock:
             now = time.monotonic()
             for batch in self._open.values():
@@ -150,6 +151,7 @@ class BatchStore(ExternalStore):
     def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
         """Collect a ticket; see `ExternalStore.wait`. Blocks of a read are copied into `out`; rows of misses stay."""
         self._process.check()
+        self._failures.flush(self)
         with self._lock:
             batch = self._open.get(ticket)
             if batch is not None:

@@ -510,7 +510,7 @@ class ThreadedStore(BatchStore):
 
         Args:
             key: uint8 `[32]`.
-            old: what must be there, uint8 `[192]`; None for nothing.
+            old: what must be there, uint8 `[192]`; None if there is none.
             new: uint8 `[192]`.
 
         Returns:

@@ -212,36 +212,20 @@ proptest! {
 }
 
 #[test]
-fn loads_of_a_forgotten_key_and_of_its_next_chunk_all_end() {
-    let mut plain = Plain::new(4, Eviction::Lru);
-    let (cache, keys) = (&mut plain.cache, [key(1)]);
-    let (mut stored, mut loaded) = (Vec::new(), Vec::new());
-    for _ in 0..2 {
-        assert!(cache.prepare_store(&keys, u64::MAX, &mut stored));
-        assert_eq!(cache.complete_store(&keys[0], true), Stored::Found);
-        cache.prepare_load(&keys, &mut loaded).unwrap();
-        assert_eq!(cache.forget(&keys[0]), loaded.last().copied());
-    }
-    assert_eq!((loaded.len(), cache.num_free()), (2, 2));
-    assert_eq!([(); 3].map(|()| cache.complete_load(&keys[0])), [true, true, false]);
-    assert_eq!(cache.num_free(), 4);
-    cache.check().unwrap();
-}
-
-#[test]
-fn a_load_of_a_key_that_was_stored_again_holds_its_chunk() {
-    let mut plain = Plain::new(4, Eviction::Lru);
-    let (cache, keys) = (&mut plain.cache, [key(1)]);
-    let (mut stored, mut loaded) = (Vec::new(), Vec::new());
-    for round in 0..2 {
-        assert!(cache.prepare_store(&keys, u64::MAX, &mut stored));
-        assert_eq!(cache.complete_store(&keys[0], true), Stored::Found);
-        cache.prepare_load(&keys, &mut loaded).unwrap();
-        if round == 0 {
-            cache.forget(&keys[0]);
+fn all_loads_of_a_key_end_though_it_was_forgotten_and_stored_again() {
+    for is_forgotten_again in [false, true] {
+        let mut plain = Plain::new(4, Eviction::Lru);
+        let (cache, keys) = (&mut plain.cache, [key(1)]);
+        let (mut stored, mut loaded) = (Vec::new(), Vec::new());
+        for forgets in [true, is_forgotten_again] {
+            assert!(cache.prepare_store(&keys, u64::MAX, &mut stored));
+            assert_eq!(cache.complete_store(&keys[0], true), Stored::Found);
+            cache.prepare_load(&keys, &mut loaded).unwrap();
+            assert!(!forgets || cache.forget(&keys[0]) == loaded.last().copied());
         }
+        assert_eq!((loaded.len(), cache.num_free()), (2, 2));
+        assert_eq!([(); 3].map(|()| cache.complete_load(&keys[0])), [true, true, false]);
+        assert_eq!((cache.lookup(&keys[0]) == Lookup::Hit, cache.num_free()), (!is_forgotten_again, 4));
+        cache.check().unwrap();
     }
-    assert_eq!([(); 3].map(|()| cache.complete_load(&keys[0])), [true, true, false]);
-    assert_eq!((cache.lookup(&keys[0]), cache.num_free()), (Lookup::Hit, 4));
-    cache.check().unwrap();
 }

@@ -117,7 +117,7 @@ def choose_batch_pieces(measure: Callable[[int], dict[StrategyName, float]]) -> 
     """Give the pieces of one batched call: more than the fewest only where that is faster.
 
     Args:
-        measure: gives the seconds of a copy in batches of so many pieces, nothing if the process ended meanwhile.
+        measure: gives the seconds of a copy in batches of that many pieces, nothing if the process ended meanwhile.
 
     Returns:
         0, for no batches, if the shortest could not be measured. Batches longer than one that failed are not tried.

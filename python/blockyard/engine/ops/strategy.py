@@ -35,7 +35,7 @@ MOST: Final = 2**62
 # Blocks of threads of a kernel that leaves the device to compute.
 FEW_BLOCKS: Final = 12
 _MOST_BLOCKS: Final = 2**16 - 1
-# Without a table, at least so many pieces between host and device are staged if they have fewer bytes than the first
+# Without a table, at least this many pieces between host and device are staged if they have fewer bytes than the first
 # each, or take a kernel if they have fewer than the second; as in cuda/strategy.h.
 _LEAST_PIECES: Final = 32
 _LARGE_STAGED_PIECE: Final = 512 << 10

@@ -34,6 +34,7 @@ from blockyard.scheduler import (
     Scheduler,
     Step,
 )
+from blockyard.stores import ExternalStore
 from blockyard.stores.url import public_url
 from blockyard.workers import keep
 
@@ -91,7 +92,8 @@ class Generator:
         device_blocks: blocks of the device; what there is room for if None.
         host_blocks: blocks of the host, 0 for none; what there is room for if None.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
-        external: URL of an external store, as `file:///dir?size=2GiB`. A rank's number stands for `{rank}`.
+        external: URL of an external store, as `file:///dir?size=2GiB`; a rank's number stands for `{rank}`. With one
+            rank, an open store too.
         prefix_caching: let prompts share the blocks of earlier ones that began alike.
         prefix_store: URL of a store for cached blocks that outlives the process, see `KVCache`.
         prefix_writes: which blocks go there, see `KVCache`.
@@ -136,7 +138,7 @@ class Generator:
         device_blocks: int | None = None,
         host_blocks: int | None = None,
         pin_memory: bool | None = None,
-        external: str | None = None,
+        external: str | ExternalStore | None = None,
         prefix_caching: bool = True,
         prefix_store: str | None = None,
         prefix_writes: str = "through",
@@ -156,7 +158,7 @@ class Generator:
         self._tokenizer, self._on_step, self._idle = tokenizer, on_step, 0
         with contextlib.ExitStack() as undo:
             size = tensor_parallel_size
-            _check_options(size, prefix_store=prefix_store, elastic=elastic)
+            _check_options(size, external=external, prefix_store=prefix_store, elastic=elastic)
             ranks = None if size == 1 else undo.enter_context(RankGroup(model, size, block_size=block_size, kind=kind))
             self.ranks = ranks
             self.model = ranks.model if ranks else PagedModel(model, block_size=block_size, kind=kind)
@@ -498,8 +500,10 @@ class Generator:
             )
 
 
-def _check_options(size: int, *, prefix_store: str | None, elastic: bool) -> None:
+def _check_options(size: int, *, external: str | ExternalStore | None, prefix_store: str | None, elastic: bool) -> None:
     """Refuse what several ranks do not share yet."""
+    if size != 1 and isinstance(external, ExternalStore):
+        raise InvalidArgumentError(f"external is an open store and tensor_parallel_size {size}: each rank opens a URL")
     for name, value in (("prefix_store", prefix_store), ("elastic", elastic)):
         if value and size != 1:
             shown = public_url(value) if isinstance(value, str) else value

@@ -1,6 +1,6 @@
 """Tensor parallelism for `Generator`: this process is rank 0, and starts a worker process for each other rank.
 
-Each process holds its share of the heads: weights, blocks in all tiers, and a swap store of its own. The driver sends
+Each process holds its share of the heads: weights, blocks in all tiers, and its own swap store. The driver sends
 each step's decision and input to the workers; only the sums of the row-parallel layers pass between the ranks.
 """
 
@@ -39,6 +39,7 @@ from blockyard.integrations.transformers.attention import StepInput
 from blockyard.integrations.transformers.model import PagedModel
 from blockyard.integrations.transformers.sharding import require_divisible, shard_model
 from blockyard.layout.kv import LayoutKind
+from blockyard.stores import ExternalStore
 from blockyard.stores.url import rank_url
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class CacheOptions(NamedTuple):
         device_blocks: blocks of the device.
         host_blocks: blocks of the host.
         pin_memory: see `KVCache`.
-        external: URL of the swap store, with `{rank}` where ranks differ; None for none.
+        external: URL of the swap store, with `{rank}` where ranks differ; None for none. With one rank, an open store.
         namespace: of the store, before the rank is added.
         max_staging: see `KVCache`.
     """
@@ -70,7 +71,7 @@ class CacheOptions(NamedTuple):
     device_blocks: int
     host_blocks: int
     pin_memory: bool | None
-    external: str | None
+    external: str | ExternalStore | None
     namespace: bytes
     max_staging: str
 
@@ -154,7 +155,7 @@ class RankGroup:
         processes: the workers, rank 1 first.
 
     Raises:
-        InvalidArgumentError: the KV heads cannot be shared by so many ranks, or the model is not on the CPU.
+        InvalidArgumentError: the KV heads cannot be shared by `size` ranks, or the model is not on the CPU.
         UnsupportedModelError: the model cannot be cut, or gives other logits when it is.
         WorkerError: a worker has failed, or does not answer.
     """

@@ -15,7 +15,7 @@ use pyo3::types::{PyDict, PyFrozenSet};
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
-/// A device; by name, since an engine has an enum of its own. V0 knows no external one.
+/// A device; by name, since each engine has its own enum. V0 knows no external one.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Device {
     Gpu,

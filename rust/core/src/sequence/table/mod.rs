@@ -497,8 +497,13 @@ mod tests {
         rows.close(last);
         let next = rows.open(Tier::Device, Vec::new());
         assert_eq!((next.row(), rows.len()), (1, 1));
-        assert_eq!(rows.get(last).unwrap_err(), Error::FreedSequence { sequence: last });
-        assert!(rows.require(MAX_SEQUENCES - 1).is_err());
+        let mut restored = Rows::restore(rows.image(), TicketId(1), 16).unwrap();
+        for rows in [&mut rows, &mut restored] {
+            assert_eq!(rows.get(last).unwrap_err(), Error::FreedSequence { sequence: last });
+            assert!(rows.get(next).is_ok());
+            assert!(rows.require(MAX_SEQUENCES - 1).is_err());
+            assert_eq!((rows.open(Tier::Device, Vec::new()).row(), rows.len()), (2, 2));
+        }
     }
 
     #[test]
