@@ -2,8 +2,8 @@
 
 use crate::apart::{check_apart, check_lists, reserved};
 use crate::error::CopyError;
-use crate::lanes::{PIECE_BYTES, in_lanes};
-use crate::lines::{exchange_line, fence, stream_line};
+use crate::lanes::{LANES, PIECE_BYTES, in_lanes};
+use crate::lines::{exchange_line, fence, stream_line, streams_one_piece};
 use crate::mapping::{ASIDE, Mapping, Rule, Steps};
 use crate::pieces::Pieces;
 use crate::rows::Rows;
@@ -91,7 +91,7 @@ impl Caches {
             // SAFETY: the rows are there and lie apart, as `run` and the rule say; who made them says that they are ours.
             unsafe {
                 let pieces = Pieces::new(caches[cache], caches[cache], part, PIECE_BYTES);
-                in_lanes(pieces, |odd| odd.exchange(), |from, to| exchange_line(from, to));
+                in_lanes::<LANES>(pieces, |odd| odd.exchange(), |from, to| exchange_line(from, to));
             }
         });
     }
@@ -141,7 +141,12 @@ unsafe fn copy_apart(sources: &[Rows], targets: &[Rows], pairs: &[[u32; 2]], thr
                 Pieces::new(sources[cache], targets[cache], part, usize::MAX).for_each(|piece| piece.copy());
             } else {
                 let pieces = Pieces::new(sources[cache], targets[cache], part, PIECE_BYTES);
-                in_lanes(pieces, |odd| odd.copy(), |from, to| stream_line(from, to));
+                let line = |from: *mut u8, to: *mut u8| stream_line(from, to);
+                if streams_one_piece() {
+                    in_lanes::<1>(pieces, |odd| odd.copy(), line);
+                } else {
+                    in_lanes::<LANES>(pieces, |odd| odd.copy(), line);
+                }
                 fence();
             }
         }

@@ -11,7 +11,7 @@ pub(crate) const PIECE_BYTES: usize = 64 << 10;
 pub(crate) const LINE: usize = 64;
 
 /// Pieces at a time.
-const LANES: usize = 4;
+pub(crate) const LANES: usize = 4;
 
 /// Whole lines of a piece that are still to be done; those of `to` begin where lines of memory do.
 #[derive(Clone, Copy)]
@@ -21,9 +21,13 @@ struct Lane {
     lines: usize,
 }
 
-/// Does all pieces: `line` for whole lines, [`LINE`] bytes `(from, to)` with `to` where a line of memory begins, and `odd`
+/// Does all pieces, `LANES` at a time: `line` for whole lines, [`LINE`] bytes `(from, to)` with `to` where a line of memory begins, and `odd`
 /// for what is left at both ends.
-pub(crate) fn in_lanes(mut pieces: impl Iterator<Item = Piece>, odd: impl Fn(Piece), line: impl Fn(*mut u8, *mut u8)) {
+pub(crate) fn in_lanes<const LANES: usize>(
+    mut pieces: impl Iterator<Item = Piece>,
+    odd: impl Fn(Piece),
+    line: impl Fn(*mut u8, *mut u8),
+) {
     let mut lanes = [Lane { from: std::ptr::null_mut(), to: std::ptr::null_mut(), lines: 0 }; LANES];
     loop {
         for lane in &mut lanes {
@@ -84,7 +88,7 @@ mod tests {
     fn each_byte_is_done_once_and_lines_begin_where_those_of_memory_do() {
         let base: *mut u8 = std::ptr::without_provenance_mut(1 << 20);
         let sizes = [0, 1, 63, 64, 65, 127, 128, 700, 4096, 5000, 190, 64];
-        for shift in [0, 1, 60] {
+        for (shift, is_single) in [0, 1, 60].into_iter().flat_map(|shift| [(shift, false), (shift, true)]) {
             let mut pieces = Vec::new();
             let mut at = shift;
             for bytes in sizes {
@@ -104,7 +108,12 @@ mod tests {
                 assert_eq!(to.addr() % LINE, 0);
                 note(from, to, LINE);
             };
-            in_lanes(pieces.iter().copied(), |odd| note(odd.from, odd.to, odd.bytes), lines);
+            let odd = |odd: Piece| note(odd.from, odd.to, odd.bytes);
+            if is_single {
+                in_lanes::<1>(pieces.iter().copied(), odd, lines);
+            } else {
+                in_lanes::<LANES>(pieces.iter().copied(), odd, lines);
+            }
             let mut wanted = vec![0; at];
             for piece in &pieces {
                 wanted[piece.to.addr() - base.addr()..][..piece.bytes].fill(1);
