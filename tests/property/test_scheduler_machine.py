@@ -2,8 +2,8 @@
 
 import random
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -292,8 +292,17 @@ class MixesUpRequestsOfOneName(Scheduler):
             if index < state.request.n:
                 state.seats |= owner.seats
                 self._rows.owners[int(step.seats[row])] = (state, index)
-        try:
+        with self._ended_twice():
             return super().update(step, sampled)
+
+    def schedule(self) -> Step:
+        with self._ended_twice():
+            return super().schedule()
+
+    @contextmanager
+    def _ended_twice(self) -> Iterator[None]:
+        try:
+            yield
         except LookupError as error:
             raise AssertionError(f"a request ended twice, or has too few sequences: {error!r}") from error
 

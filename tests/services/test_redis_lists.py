@@ -86,16 +86,21 @@ class ListsMachine(RuleBasedStateMachine):
                 pass
             self.model.set_quota(tenant, quota)
 
-    @rule()
-    def lose_the_list_and_sweep(self):
-        """As when the server drops the list for want of memory: blocks without an entry are found again."""
+    @rule(deleted=BLOCKS)
+    def lose_the_list_and_sweep(self, deleted: list[tuple[bytes, tuple[int, ...]]]):
+        """As when the server drops the list for want of memory: blocks without an entry are found again.
+
+        Some of them are deleted after the sweep has seen their names.
+        """
         if self.model.owners:
             return
         names = sorted(self.model.uses)
         self.client.delete(PREFIX + b"order")
         self.model.uses.clear()
+        gone = [name_of(*block) for block in deleted]
+        self.run(self.lists.drop(gone))
         self.run(self.lists.adopt(names))
-        self.model.adopt(names)
+        self.model.adopt([name for name in names if name not in gone])
         self.run(self.lists.end_sweep())
         assert not self.client.exists(PREFIX + b"sweep")
 

@@ -125,3 +125,20 @@ fn an_append_of_no_tokens_does_not_keep_a_block_that_another_tier_has_a_copy_of(
     let written = manager.block_table(child).unwrap()[0];
     assert!(!manager.block_table(parent).unwrap().contains(&written) && manager.tier(parent) == Ok(Tier::Device));
 }
+
+#[test]
+fn a_sequence_that_finds_its_blocks_on_the_device_waits_for_no_transfer_of_its_step() {
+    let mut manager = manager();
+    let sequence = admit(&mut manager, &[1, 2, 3, 4]);
+    let (twin, other) = (fork(&mut manager, sequence), admit(&mut manager, &[5]));
+    manager.swap_out(&[sequence], Tier::Host).unwrap();
+    rest(&mut manager);
+    manager.swap_out(&[other], Tier::Host).unwrap();
+    manager.swap_in(&[sequence], Tier::Device).unwrap();
+    let late = manager.take_decision();
+    assert_eq!(late.of(Kind::SwapIn).count(), 0);
+    append(&mut manager, sequence, &[6]);
+    manager.check().unwrap();
+    assert_eq!(manager.block_table(sequence).unwrap()[0], manager.block_table(twin).unwrap()[0]);
+    assert_eq!(manager.fail(late.ticket, &late.of(Kind::SwapOut).cloned().collect::<Vec<_>>()), Ok(vec![other]));
+}

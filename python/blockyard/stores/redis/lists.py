@@ -150,9 +150,11 @@ end
 
 _DROP: Final = "for i = 1, #ARGV do drop(ARGV[i]) end"
 
-# ARGV: most blocks, and names of blocks that are stored. Those in no list come first to go.
+# ARGV: most blocks, and names of blocks that were stored when the sweep looked. Those in no list come first to go.
 _ADOPT: Final = """
-for i = 2, #ARGV do redis.call('ZADD', order, 'NX', 0, ARGV[i]) end
+for i = 2, #ARGV do
+  if redis.call('EXISTS', prefix .. ARGV[i]) == 1 then redis.call('ZADD', order, 'NX', 0, ARGV[i]) end
+end
 drop_beyond(tonumber(ARGV[1]))
 """
 

@@ -7,7 +7,7 @@ use crate::decision::Kind;
 use crate::error::{Error, Result};
 use crate::fit::{AllocStatus, Fit};
 use crate::group::Group;
-use crate::id::{BlockId, SequenceId, Tier};
+use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::transfer::{Request, Step, View};
 
 /// From where to where, and what follows from it.
@@ -272,6 +272,9 @@ impl Sequences {
             }
         }
         debug_assert!(rest.next().is_none(), "more blocks were taken than moved");
+        if new == 0 {
+            self.settle_found(step, sequences, route.to);
+        }
         for block in found {
             step.tiers.release((route.to, block));
         }
@@ -280,6 +283,20 @@ impl Sequences {
             step.transfers.remove_fresh((route.to, block));
         }
         Ok(())
+    }
+
+    /// Rows that found all their blocks in the tier that they moved to have nothing to wait for.
+    fn settle_found(&mut self, step: &Step<'_>, sequences: &[SequenceId], tier: Tier) {
+        let pool = step.tiers.pool(tier);
+        let comes = |&sequence| self.rows.at(sequence).table.iter().any(|&block| pool.block(block).is_filling());
+        if sequences.iter().any(comes) {
+            return;
+        }
+        for &sequence in sequences {
+            let row = self.rows.at_mut(sequence);
+            row.moving = false;
+            row.ticket = TicketId(0);
+        }
     }
 
     /// Moves one row. Blocks that others share are linked to their copies, so that those find them; a partly filled one
