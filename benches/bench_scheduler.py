@@ -38,7 +38,7 @@ class Parts:
     """Microseconds a step: the least mean of a window, by part, and the mean and the largest of all steps."""
 
     schedule: float
-    settle: float
+    complete: float
     update: float
     mean: float
     largest: float
@@ -46,7 +46,7 @@ class Parts:
     @property
     def total(self) -> float:
         """The least mean of a window."""
-        return self.schedule + self.settle + self.update
+        return self.schedule + self.complete + self.update
 
 
 class Load:
@@ -92,25 +92,25 @@ class Load:
         self._scheduler.add(Request(str(self._added), prompt, max_tokens, stop_token_ids=frozenset((STOP,))))
 
     def _step(self, *, again: bool) -> tuple[int, int, int]:
-        """Run a step, and add a request for each that ended; nanoseconds of schedule, settle and update."""
+        """Run a step, and add a request for each that ended; nanoseconds of schedule, complete and update."""
         scheduler, clock = self._scheduler, time.thread_time_ns
         start = clock()
         step = scheduler.schedule()
         scheduled = clock()
         tokens = self._rng.integers(3, VOCABULARY, step.num_draws)
         drawn = clock()
-        scheduler.settle(step)
-        settled = clock()
+        scheduler.complete(step.decision.ticket)
+        completed = clock()
         finished = scheduler.update(step, tokens)
         updated = clock()
         for _ in finished if again else ():
             self._add(self._life)
-        return scheduled - start, settled - drawn, updated - settled
+        return scheduled - start, completed - drawn, updated - completed
 
 
 def show(name: str, parts: Parts) -> None:
     """Print one load's row."""
-    columns = (parts.total, parts.schedule, parts.settle, parts.update, parts.mean, parts.largest)
+    columns = (parts.total, parts.schedule, parts.complete, parts.update, parts.mean, parts.largest)
     print(f"{name:24}" + "".join(f"{value:10.1f}" for value in columns), flush=True)
 
 
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     found: dict[str, float] = {}
-    print(f"{'us a step':24}{'total':>10}{'schedule':>10}{'settle':>10}{'update':>10}{'mean':>10}{'largest':>10}")
+    print(f"{'us a step':24}{'total':>10}{'schedule':>10}{'complete':>10}{'update':>10}{'mean':>10}{'largest':>10}")
     for running in (256, 2000):
         for name, turnover in ((f"scheduler_{running}", False), (f"scheduler_{running}_turnover", True)):
             parts = Load(running, turnover=turnover, prefix_caching=options.prefix_caching).measure(options.steps)

@@ -107,8 +107,11 @@ def test_a_row_does_not_accept_the_tokens_of_the_next_row():
     scheduler = Scheduler(BlockManager(block_size=4, device_blocks=16), num_lookahead_tokens=1)
     for name in "ab":
         scheduler.add(Request(name, [1, 2, 3], 4))
-    scheduler.update(scheduler.settle(scheduler.schedule()), [5, 6])
-    step = scheduler.settle(scheduler.schedule())
+    step = scheduler.schedule()
+    scheduler.complete(step.decision.ticket)
+    scheduler.update(step, [5, 6])
+    step = scheduler.schedule()
+    scheduler.complete(step.decision.ticket)
     step.set_draft_token_ids([[7], [8]])
     scheduler.update(step, [7, 6, 9, 4])  # what follows the first row's draft token is the second row's own token
     step = scheduler.schedule()

@@ -264,7 +264,7 @@ def test_default_pools_send_blocks_every_way(seed: int) -> None:
     while scheduler.num_unfinished:
         step = scheduler.schedule()
         kinds |= {kind for kind, _ in step.decision.transfers()}
-        scheduler.settle(step)
+        scheduler.complete(step.decision.ticket)
         token += 1
         scheduler.update(step, [token % 251 + draw.sequence for draw in step.draws()])
     assert kinds == set(KINDS)

@@ -442,7 +442,7 @@ class Decoder:
         loads = any(kind == "swap_in" for kind, _ in step.decision.transfers())
         while True:
             for done in self.executor.poll():
-                self.scheduler.finish(done.ticket, done.lost)
+                self.scheduler.complete(done.ticket, done.lost)
             if not (loads and self.executor.is_open(ticket)):
                 return self.scheduler.update(step, sampled)
 
@@ -481,7 +481,7 @@ def test_tokens_are_those_of_endless_memory(tmp_path: Path, host_blocks: int):
                 outputs[finished.request.request_id] = finished.outputs
         while decoder.executor.num_in_flight:
             for done in decoder.executor.poll():
-                scheduler.finish(done.ticket, done.lost)
+                scheduler.complete(done.ticket, done.lost)
     assert outputs == {request.request_id: reference_tokens(request) for request in requests}
     assert scheduler.stats.resumed_fetch > 0
     assert bool(scheduler.stats.resumed_swap) == bool(host_blocks)

@@ -111,10 +111,10 @@ def test_a_window_that_gives_blocks_back_too_early_changes_tokens(windowed, work
     greedy = replace(params[0], n=1, max_tokens=40)
     wanted = reference_generate(windowed, prompts[0], greedy)
     with open_generator(windowed, tmp_path) as generator:
-        generator.manager = BlockManager(
+        generator.manager = generator.cache.manager = BlockManager(
             block_size=4, device_blocks=40, host_blocks=6, groups=[CacheGroup.sliding_window(3)]
         )
-        generator.scheduler = Scheduler(generator.manager)
+        generator.scheduler = Scheduler(generator.cache)
         assert generate(generator, [prompts[0]], [greedy]) != [[wanted]]
 
 

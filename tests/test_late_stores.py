@@ -366,34 +366,31 @@ def test_what_did_not_come_is_known_before_compute_and_refused(by_layer: bool):
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("overlap_io", [False, True])
 @pytest.mark.parametrize("lose", [0.0, 0.1])
+@pytest.mark.filterwarnings("ignore:.* blocks did not land:RuntimeWarning")
 def test_the_scheduler_reads_right_bytes_however_late_the_store_is(late: int, overlap_io: bool, lose: float):
     with opened(late, late, lose=lose, device_blocks=12, host_blocks=0, prefix_caching=late % 2 == 0) as cache:
-        scheduler = Scheduler(cache.manager, preemption_mode="swap", overlap_io=overlap_io, max_num_seqs=6)
+        scheduler = Scheduler(cache, preemption_mode="swap", overlap_io=overlap_io, max_num_seqs=6)
         for number in range(6):
             scheduler.add(Request(f"request {number}", [number + 1] * 3, max_tokens=12))
         cells = [tensor.view(torch.int64).numpy().reshape(2, -1) for tensor in cache.engine.tensors]
         finished = []
-        for _ in range(2000):
-            if not scheduler.num_unfinished:
-                break
-            step = scheduler.schedule()
-            cache.executor.submit(step.decision, by_layer=True)
-            starts, lengths = step.start.tolist(), step.lengths.tolist()
-            positions = [p for start, count in zip(starts, lengths, strict=True) for p in range(start, start + count)]
-            read = []
-            for layer in range(LAYERS):
-                cache.executor.wait_for_layer(step.decision.ticket, layer)
-                cells[layer][:, step.slot_mapping] = model_cells(step.token_ids.tolist(), positions, layer)
-                ends = np.array(starts) + lengths
-                for table, end in zip(step.block_tables, ends.tolist(), strict=True):
-                    at = np.arange(end)
-                    read.append(cells[layer][:, table[at // BLOCK].astype(np.int64) * BLOCK + at % BLOCK])
-            for done in cache.executor.collect(step.decision.ticket):
-                scheduler.finish(done.ticket, done.lost)
+        while scheduler.num_unfinished:
+            with scheduler.step(by_layer=True) as step:
+                starts, lengths = step.start.tolist(), step.lengths.tolist()
+                each = zip(starts, lengths, strict=True)
+                positions = [p for start, count in each for p in range(start, start + count)]
+                read = []
+                for layer in range(LAYERS):
+                    step.wait_for_layer(layer)
+                    cells[layer][:, step.slot_mapping] = model_cells(step.token_ids.tolist(), positions, layer)
+                    ends = np.array(starts) + lengths
+                    for table, end in zip(step.block_tables, ends.tolist(), strict=True):
+                        at = np.arange(end)
+                        read.append(cells[layer][:, table[at // BLOCK].astype(np.int64) * BLOCK + at % BLOCK])
             for index, found in enumerate(read):
                 row, layer = index % step.rows, index // step.rows
                 if step.void is None or not step.void[row]:
-                    tokens = scheduler._rows.text(row)[: found.shape[1]].tolist()
+                    tokens = step.all_token_ids(row)[: found.shape[1]].tolist()
                     assert np.array_equal(found, model_cells(tokens, range(len(tokens)), layer))
             finished += scheduler.update(step, [draw.position % 50 for draw in step.draws()])
         assert len(finished) == 6

@@ -433,7 +433,7 @@ def test_a_scheduler_loads_prompts_near_the_head_and_admits_others_meanwhile(
         step = scheduler.schedule()
         cache.cache.executor.submit(step.decision)
         for done in cache.cache.executor.collect(step.decision.ticket):
-            scheduler.finish(done.ticket, done.lost)
+            scheduler.complete(done.ticket, done.lost)
         for done in scheduler.update(step, np.zeros(step.num_draws, np.uint32)):
             finished.append(done.request.request_id)
             cached[done.request.request_id] = scheduler.stats.cached_tokens

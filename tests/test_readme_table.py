@@ -93,7 +93,7 @@ def schedule(kind: str) -> None:
     finished: list[object] = []
     for _ in range(10):
         step = scheduler.schedule()
-        scheduler.settle(step)
+        scheduler.complete(step.decision.ticket)
         finished += scheduler.update(step, np.ones(step.samples, np.int64))
         if finished:
             break

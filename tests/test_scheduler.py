@@ -367,9 +367,9 @@ def test_a_fetched_request_is_in_no_step_before_its_ticket_has_ended():
     other = engine.scheduler.schedule()
     assert other.rows == 0
     assert len(other.decision) == 0
-    engine.scheduler.finish(other.decision.ticket)
+    engine.scheduler.complete(other.decision.ticket)
     engine.memory.execute(step.decision)
-    assert engine.scheduler.finish(step.decision.ticket) == []
+    assert engine.scheduler.complete(step.decision.ticket) == []
     assert engine.step() == ["b:0"]
 
 
@@ -379,7 +379,7 @@ def test_others_run_while_a_request_is_fetched():
     new = engine.add("c", 3, 2)
     assert engine.step() == ["c"]
     engine.memory.execute(fetch.decision)
-    engine.scheduler.finish(fetch.decision.ticket)
+    engine.scheduler.complete(fetch.decision.ticket)
     assert sorted(engine.step()) == ["b:0", "c:0"]
     while engine.scheduler.num_unfinished:
         engine.step()
@@ -391,7 +391,7 @@ def test_a_request_whose_fetch_is_lost_starts_again():
     engine = overlapped()
     fetch = engine.scheduler.schedule()
     ((_, pairs),) = fetch.decision.transfers()
-    assert engine.scheduler.finish(fetch.decision.ticket, [pairs]) == ["b"]
+    assert engine.scheduler.complete(fetch.decision.ticket, [pairs]) == ["b"]
     assert engine.scheduler.stats.lost == 1
     assert engine.step() == ["b"]
 
@@ -402,7 +402,7 @@ def test_a_request_can_be_aborted_while_it_is_fetched_and_its_blocks_come_free_w
     engine.scheduler.abort("b")
     assert engine.scheduler.num_unfinished == 0
     assert engine.manager.pool("device").num_free < 4
-    engine.scheduler.finish(fetch.decision.ticket)
+    engine.scheduler.complete(fetch.decision.ticket)
     assert engine.manager.pool("device").num_free == 4
     assert engine.manager.pool("external").num_free == 8
 
@@ -414,7 +414,7 @@ def test_tokens_of_a_request_that_lost_bytes_meanwhile_are_passed_over():
     step = engine.scheduler.schedule()
     ((kind, pairs),) = step.decision.transfers()
     assert kind == "copy"
-    assert engine.scheduler.finish(step.decision.ticket, [pairs]) == ["a"]
+    assert engine.scheduler.complete(step.decision.ticket, [pairs]) == ["a"]
     assert step.void is not None
     assert step.void.all()
     assert engine.scheduler.update(step, [1] * step.num_draws) == []

@@ -141,7 +141,7 @@ class Rig:
         if self.overlap and step.decision.fetch and not step.rows:
             return
         for ticket, pairs in self.late:
-            self.again(lambda ticket=ticket, pairs=pairs: self.scheduler.finish(ticket, pairs))
+            self.again(lambda ticket=ticket, pairs=pairs: self.scheduler.complete(ticket, pairs))
         self.late.clear()
 
     def check_slots(self, step: Step) -> None:

@@ -162,7 +162,7 @@ def test_tokens_of_what_was_refused_meanwhile_are_passed_over():
     assert [after.owner(row) for row in range(after.rows)] == [("b", 0)], "which starts again: its step was given up"
     with pytest.raises(InvalidArgumentError, match="is not in flight"):
         engine.scheduler.update(step, [1, 1])
-    engine.scheduler.settle(step)
+    engine.scheduler.complete(step.decision.ticket)
     engine.finish(after)
     assert_refused(engine, large, 8, 0, 7)
     assert [len(tokens) for tokens in engine.refused["a"].outputs] == [1]

@@ -33,8 +33,8 @@ __all__ = ["CacheStep", "KVCache", "StepEnd"]
 class KVCache:
     """The paged KV cache of one device: `manager` decides, `executor` carries its decisions out.
 
-    The cache takes each decision and ends its ticket: call `step`, not `manager.take_decision`. A `Scheduler` takes and
-    ends decisions itself: then use `executor`.
+    The cache takes each decision and ends its ticket: call `step`, not `manager.take_decision`. A `Scheduler(cache)`
+    does that in its own `step`, `poll` and `drain`: call these instead.
 
     Args:
         layout: of the device's tensors.
@@ -188,9 +188,11 @@ class KVCache:
             The step, a context manager: its body computes, its exit takes in what has landed.
 
         Raises:
+            StepOrderError: a ticket is open that other code has taken from the manager, such as a `Scheduler`.
             MappingError: an executor's error. The ticket has failed as a whole: the next `poll`, `drain` or step end
                 names the sequences that lost bytes. So it is after any other exception.
         """
+        self._tickets.refuse_others("step")
         self.give_back()
         decision = self._tickets.take(prefetch=prefetch)
         try:
@@ -209,14 +211,23 @@ class KVCache:
         to compute: an idle engine's blocks reach the store that way.
 
         An exception, `KeyboardInterrupt` included, loses no `StepEnd`: what a call could not report, the next does.
+
+        Raises:
+            StepOrderError: as for `step`.
         """
+        self._tickets.refuse_others("poll")
         self._tickets.end(self.executor.poll())
         if self.prefix_store is not None:
             self.prefix_store.poll()
         return self._tickets.report()
 
     def drain(self) -> list[StepEnd]:
-        """Wait for all transfers that were started, and end their tickets."""
+        """Wait for all transfers that were started, and end their tickets.
+
+        Raises:
+            StepOrderError: as for `step`.
+        """
+        self._tickets.refuse_others("drain")
         self._tickets.wait()
         return self._tickets.report()
 

@@ -19,6 +19,7 @@ __all__ = [
     "PageLockError",
     "SequenceStateError",
     "SnapshotError",
+    "StepOrderError",
     "StoreError",
     "StoreFullError",
     "StoreURLError",
@@ -73,6 +74,10 @@ class UnknownTicketError(BlockyardError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class StepOrderError(BlockyardError):
+    """A step's calls came out of order; nothing was changed. The message says what to call."""
 
 
 class InvalidArgumentError(BlockyardError, ValueError):

@@ -22,6 +22,7 @@ from blockyard.errors import BlockyardError, OutOfBlocksError
 from blockyard.scheduler import PREEMPTION_MODES, DefragPolicy, Finished, PreemptionMode, Request, Scheduler, Step
 from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.request import Fetch, Parked, RequestState
+from blockyard.scheduler.room import capacity
 from blockyard.scheduler.rows import DONE
 from blockyard.testing import Config, SimulatedMemory
 from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine
@@ -182,8 +183,8 @@ class Interrupted:
     def schedule(self) -> Step:
         return self.again(self.scheduler.schedule)
 
-    def settle(self, step: Step, lost: Sequence[Pairs] = ()) -> Step:
-        return self.again(lambda: self.scheduler.settle(step, lost))
+    def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:
+        return self.again(lambda: self.scheduler.complete(ticket, lost))
 
     def update(self, step: Step, sampled: Sequence[int]) -> list[Finished]:
         return self.again(lambda: self.scheduler.update(step, sampled))
@@ -271,8 +272,8 @@ def test_a_scheduler_that_takes_an_exception_wrongly_is_noticed(buggy: type[Sche
 
 
 class ForgetsLosses(Scheduler):
-    def settle(self, step: Step, lost: Sequence[Pairs] = ()) -> Step:
-        return super().settle(step)
+    def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:
+        return super().complete(ticket)
 
 
 class KeepsBlocksOfTheAborted(Scheduler):
@@ -459,7 +460,7 @@ class RefusesWithoutFreeing(Scheduler):
 class RefusesWhatFits(Scheduler):
     def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
         lack = super()._lack_of_room(state)
-        wanted, room = state.blocks_to_end(self.manager.block_size), self._device_capacity()
+        wanted, room = state.blocks_to_end(self.manager.block_size), capacity(self._device)
         return lack or (OutOfBlocksError("a block too many", "device", wanted + 1, room) if wanted == room else None)
 
 

@@ -128,7 +128,7 @@ class ScheduledMachine(Machine):
             harmless = all(store.harmless for store in rig.stores())
             assert rig.disturbed or not harmless or not done.lost, f"{done.lost} is lost, and nothing has failed"
             rig.open.discard(done.ticket)
-            self.scheduler.finish(done.ticket, done.lost)
+            self.scheduler.complete(done.ticket, done.lost)
 
     def compute(self, rig: Rig, step: Step, *, by_layer: bool) -> list[list[Cells]]:
         """Write and read as a model does; returns what each layer has read for each row."""

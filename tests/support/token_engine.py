@@ -47,7 +47,7 @@ class Engine:
         self.memory.execute(step.decision)
         for pairs in lost or []:
             self.memory.lose(pairs)
-        step = self.scheduler.settle(step, lost or [])
+        self.scheduler.complete(step.decision.ticket, lost or [])
         for finished in self.scheduler.update(step, draw_tokens(step, self.memory)):
             if finished.error is None:
                 self.done[finished.request.request_id] = finished.outputs

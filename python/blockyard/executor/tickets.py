@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, StepDecision
-from blockyard.errors import BlockyardError, UnknownTicketError
+from blockyard.errors import BlockyardError, StepOrderError, UnknownTicketError
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.executor.parts import written
 from blockyard.workers import keep
@@ -56,6 +56,19 @@ class Tickets:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def refuse_others(self, call: str) -> None:
+        """Refuse a call of the cache while somebody else ends the manager's tickets: it would take their reports.
+
+        Raises:
+            StepOrderError: a ticket is open that was not taken here.
+        """
+        others = set(self._manager.stats().open_tickets).difference(decision.ticket for decision in self._open)
+        if others:
+            raise StepOrderError(
+                f"KVCache.{call} was called, but ticket {min(others)} was not taken by KVCache.step: "
+                f"make a scheduler with Scheduler(cache), and call its step, poll and drain"
+            )
 
     def take(self, *, prefetch: bool) -> StepDecision:
         """End the manager's step; see `BlockManager.take_decision`."""

@@ -1,21 +1,27 @@
-"""The reference continuous-batching scheduler over a `BlockManager`.
+"""The reference continuous-batching scheduler, over a `KVCache` or a `BlockManager` alone.
 
-    scheduler = Scheduler(manager)
+    scheduler = Scheduler(cache)
     scheduler.add(Request("a", prompt, max_tokens=64))
     while scheduler.num_unfinished:
-        step = scheduler.schedule()
-        lost = executor.execute(step.decision)     # move blocks between tiers
-        scheduler.settle(step, lost)               # end the step's ticket
-        sampled = model(step)                      # one token for each of step.draws()
+        with scheduler.step() as step:             # blocks move between tiers beside compute
+            sampled = model(step)                  # one token for each of step.draws()
         for finished in scheduler.update(step, sampled):
             ...
+
+Over a manager the caller carries out what a step decides:
+
+    step = scheduler.schedule()
+    lost = executor.execute(step.decision)
+    scheduler.complete(step.decision.ticket, lost)
+    finished = scheduler.update(step, model(step))
 
 `Step` documents the arrays that a model runner reads.
 """
 
 from blockyard.scheduler.defrag_policy import DefragPolicy, Goal
+from blockyard.scheduler.options import PREEMPTION_MODES, PreemptionMode
 from blockyard.scheduler.request import Finished, Request
-from blockyard.scheduler.scheduler import PREEMPTION_MODES, PreemptionMode, Scheduler
+from blockyard.scheduler.scheduler import Scheduler
 from blockyard.scheduler.step import Draw, SchedulerStats, Step
 
 __all__ = [

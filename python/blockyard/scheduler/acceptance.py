@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import BlockManager
+from blockyard.scheduler.opened import Opened
 from blockyard.scheduler.request import NO_TOKEN
-from blockyard.scheduler.rows import BASE, LENGTH, LIMIT, Rows
+from blockyard.scheduler.rows import BASE, LENGTH, LIMIT, SEAT, Rows
 from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, ragged
 from blockyard.scheduler.stop_tokens import StopTokens
 
@@ -26,7 +27,7 @@ class Acceptance:
     from a draft token that was rejected.
 
     Args:
-        manager: has the sequences.
+        opened: the sequences in the manager; takes in those that fork.
         rows: of the sequences.
         builder: of the step; knows the slots of each row.
         stop_tokens: which tokens end some request.
@@ -34,17 +35,24 @@ class Acceptance:
     """
 
     def __init__(
-        self, manager: BlockManager, rows: Rows, builder: StepBuilder, stop_tokens: StopTokens, stats: SchedulerStats
+        self, opened: Opened, rows: Rows, builder: StepBuilder, stop_tokens: StopTokens, stats: SchedulerStats
     ) -> None:
-        self._manager = manager
-        self._prefix_caching = manager.prefix.enabled
+        self._opened = opened
+        self._manager = opened.manager
+        self._prefix_caching = opened.manager.prefix.enabled
         self._rows = rows
         self._builder = builder
         self._stop_tokens = stop_tokens
         self._stats = stats
 
     def take_in(self, step: Step, sampled: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        """Add the tokens of sampled rows; say which rows end with them, bool `[samples]`."""
+        """Add a step's tokens, and the sequences that fork; say which rows end, bool `[decodes]` with the new ones."""
+        extra = len(step.extra_rows)
+        if not extra:
+            return self._take_in(step, sampled)
+        return self._fork(step, sampled[-extra:], self._take_in(step, sampled[:-extra]))
+
+    def _take_in(self, step: Step, sampled: NDArray[np.uint32]) -> NDArray[np.bool_]:
         if self._builder.drafts is not None:
             return self._accept(step, sampled, self._builder.drafts)
         if self._prefix_caching:
@@ -84,6 +92,27 @@ class Acceptance:
             void = step.void[:samples]
             ended &= ~void
             length -= void
+        return ended
+
+    def _fork(self, step: Step, tokens: NDArray[np.uint32], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Open the other sequences of requests whose prompt is computed; say which rows end, bool `[decodes]`."""
+        rows, manager, at = self._rows, self._manager, 0
+        parents, counts = np.unique(step.extra_rows, return_counts=True)
+        for row, count in zip(parents.tolist(), counts.tolist(), strict=True):
+            drawn = tokens[at : at + count]
+            at += count
+            state, index = rows.owner(row)
+            if not state.alive or state.lost:
+                continue
+            del rows.forks[int(rows.fields[SEAT, row])]
+            prompt = rows.text(row)[:-1]
+            children = self._opened.open(partial(manager.fork, int(rows.handles[row]), count)).tolist()
+            texts = [np.append(prompt, token) for token in drawn]
+            each = enumerate(zip(children, texts, strict=True), index + 1)
+            new = rows.insert([(state, i, text, handle, 0, 0) for i, (handle, text) in each])
+            manager.block_tables(rows.handles[new], out=rows.block_tables[new])
+            ends = [len(prompt) + 1 >= state.limit or token in state.stops for token in drawn.tolist()]
+            ended = np.concatenate((ended, np.array(ends, np.bool_)))
         return ended
 
     # ---- draft tokens ----

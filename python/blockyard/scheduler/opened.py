@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, Sequence, StepDecision
-from blockyard.errors import UnknownSequenceError
+from blockyard.errors import UnknownSequenceError, UnknownTicketError
 
 __all__ = ["Opened", "handles_of"]
 
@@ -65,10 +65,12 @@ class Opened:
         """Note that the caller has the last decision, and ends its ticket."""
         self._taken.clear()
 
-    def fail_decision(self) -> None:
-        """End the ticket of a decision that no caller has got: nothing of it will run."""
+    def fail_decision(self) -> bool:
+        """End the ticket of a decision that no caller has got: nothing of it will run. Return whether there is one."""
         for decision in self._taken:
-            self.manager.fail(decision.ticket)
+            with suppress(UnknownTicketError):
+                self.manager.fail(decision.ticket)
+        return bool(self._taken)
 
 
 def handles_of(found: NDArray[np.uint64] | Sequence | tuple[Sequence, ...]) -> list[int]:

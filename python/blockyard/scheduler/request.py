@@ -170,6 +170,10 @@ class RequestState:
         return Finished(self.request, tuple(map(self.generated, range(self.request.n))), self.error)
 
 
+Owner: TypeAlias = tuple[RequestState, int]
+"""The request of a seat, and which of its sequences sits there."""
+
+
 class Fetch(Protocol):
     """What `Scheduler(prefetch=...)` returns for a prompt, such as a `Prefetch`."""
 

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import InvariantError
-from blockyard.scheduler.request import NO_TOKEN, RequestState
-from blockyard.scheduler.step import Owner
+from blockyard.scheduler.request import NO_TOKEN, Owner, RequestState
 
 __all__ = ["BASE", "DONE", "HANDLE", "LENGTH", "LIMIT", "SEAT", "Rows", "Seated"]
 

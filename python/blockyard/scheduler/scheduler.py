@@ -17,45 +17,47 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import starmap
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from blockyard._core import AllocStatus, BlockManager, HashedPrompt, Pairs
-from blockyard.errors import InvalidArgumentError, OutOfBlocksError, UnknownTicketError
+from blockyard._core import BlockManager, HashedPrompt, Pairs
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StepOrderError, UnknownTicketError
 from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.defrag_policy import DefragPolicy
+from blockyard.scheduler.loop import Cache, CacheLoop
 from blockyard.scheduler.opened import Opened
+from blockyard.scheduler.options import PreemptionMode, check_options
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Finished, Parked, Request, RequestState
+from blockyard.scheduler.room import capacity, lack_of_room
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Rows
-from blockyard.scheduler.step import NO_ROWS, SchedulerStats, Step, StepBuilder, count_step, sampled_tokens
+from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, count_step, sampled_tokens
 from blockyard.scheduler.stop_tokens import StopTokens
 from blockyard.scheduler.swapping import Swapping
 
-__all__ = ["PREEMPTION_MODES", "PreemptionMode", "Scheduler"]
+if TYPE_CHECKING:
+    from blockyard.executor.executor import Executor
 
-PreemptionMode: TypeAlias = Literal["auto", "swap", "recompute"]
-
-PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Decides which sequences run, over one `BlockManager`.
+    """Decides which sequences run, over a `KVCache` or a `BlockManager`.
 
-    One step is in flight at a time: `schedule`, `settle` (or `finish`), `update`. Requests may be added and aborted in
-    between.
+    One step is in flight at a time. Over a cache: `step`, whose `with` block computes, then `update`; call `poll` and
+    `drain` here, not those of the cache. Over a manager the caller carries decisions out: `schedule`, `complete`,
+    `update`. Requests may be added and aborted in between.
 
     If a call raises, `KeyboardInterrupt` and errors of `prefetch` included, make it again, or go on with `schedule`. An
-    `add` or `abort` that raised has not happened. A `settle` or `finish` that raised must be made again. Where the
+    `add` or `abort` that raised has not happened. A `complete` that raised must be made again. Where the
     exception came in the middle of a change, all requests start again from their tokens.
 
     Args:
-        manager: has one cache group; nothing else may admit sequences of this engine.
+        cache: a `KVCache` or a `BlockManager`, with one cache group; nothing else may admit sequences of this engine.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: tokens of a step beyond which prompts wait, or are computed in chunks.
         preemption_mode: `"swap"` moves a victim's blocks out if there is room, `"recompute"` drops them, `"auto"` drops
@@ -64,42 +66,49 @@ class Scheduler:
             decoding or for several tokens a step; see `Step`. They count in `max_num_batched_tokens`. They preempt
             nobody: where blocks are short, a step has none.
         overlap_io: a sequence that is fetched from the external tier is left out of steps until it has arrived. Other
-            tickets must have ended before the next `schedule` if they load what the step computes.
+            tickets must have ended before the next `schedule` if they load what the step computes. None: over a cache.
         defragment: moves of device blocks to decide with every step, once all else has its blocks; none by default.
             The executor must carry `move` out.
         prefetch: starts to load the beginning of a prompt from a prefix store: `PrefixStore.prefetch`. It is called for
-            the prompts near the head of the queue. Others go first while a prompt loads.
+            the prompts near the head of the queue. Others go first while a prompt loads. None: the cache's, if it has
+            a prefix store.
+        executor: carries decisions out instead of the cache's `executor`, such as a `ParallelExecutor`.
 
     Raises:
         InvalidArgumentError: a limit is not positive, the mode is unknown, or the manager has several cache groups; or
-            there are draft tokens and a recurrent state, which cannot be taken back.
+            there are draft tokens and a recurrent state, which cannot be taken back; or an executor and no cache.
+
+    Example:
+        >>> from blockyard import KVCache, KVLayout
+        >>> layout = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+        >>> with KVCache(layout, device_blocks=8, host_blocks=8) as cache:
+        ...     scheduler = Scheduler(cache)
+        ...     scheduler.add(Request("a", [1, 2, 3], max_tokens=4))
+        ...     while scheduler.num_unfinished:
+        ...         with scheduler.step() as step:
+        ...             sampled = [7] * step.num_draws  # the model computes step.token_ids
+        ...         finished = scheduler.update(step, sampled)
+        >>> finished[0].outputs
+        ((7, 7, 7, 7),)
+
     Source: the policy of vLLM 0.7.3's V0 scheduler, with the chunked prefill and the prefix cache of vLLM V1.
     """
 
     def __init__(
         self,
-        manager: BlockManager,
+        cache: BlockManager | Cache,
         *,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         preemption_mode: PreemptionMode = "auto",
         num_lookahead_tokens: int = 0,
-        overlap_io: bool = False,
+        overlap_io: bool | None = None,
         defragment: DefragPolicy | None = None,
         prefetch: Callable[[HashedPrompt], Fetch] | None = None,
+        executor: Executor | None = None,
     ) -> None:
-        if max_num_seqs < 1 or max_num_batched_tokens < 1:
-            raise InvalidArgumentError(
-                f"max_num_seqs is {max_num_seqs}, max_num_batched_tokens {max_num_batched_tokens}, must be at least 1"
-            )
-        if preemption_mode not in PREEMPTION_MODES:
-            raise InvalidArgumentError(f"preemption_mode is {preemption_mode!r}, must be one of {PREEMPTION_MODES}")
-        if (groups := len(manager.pool().groups)) != 1:
-            raise InvalidArgumentError(f"the manager has {groups} cache groups, must have 1")
-        if num_lookahead_tokens < 0:
-            raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be at least 0")
-        if num_lookahead_tokens and (kind := manager.pool().groups[0].kind) == "recurrent":
-            raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be 0 for a {kind} group")
+        manager = cache if isinstance(cache, BlockManager) else cache.manager
+        check_options(manager, max_num_seqs, max_num_batched_tokens, preemption_mode, num_lookahead_tokens)
         self.manager = manager
         self.stats = SchedulerStats()
         self._prefix_caching = manager.prefix.enabled
@@ -107,12 +116,19 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._preemption_mode = preemption_mode
         self._num_lookahead_tokens = num_lookahead_tokens
-        self._overlap_io = overlap_io
+        self._loop: CacheLoop | None = None
+        if not isinstance(cache, BlockManager):
+            self._loop = CacheLoop(self, cache, executor)
+            overlap_io = True if overlap_io is None else overlap_io
+            prefetch = cache.prefix_store.prefetch if prefetch is None and cache.prefix_store is not None else prefetch
+        elif executor is not None:
+            raise InvalidArgumentError("executor is given with a BlockManager, needs a KVCache as the first argument")
+        self._overlap_io = bool(overlap_io)
         self._defragment = defragment
         self._prefetch = prefetch
         self._requests: dict[str, RequestState] = {}
         self._number = 0
-        self._opened = Opened(manager, overlap_io=overlap_io)
+        self._opened = Opened(manager, overlap_io=self._overlap_io)
         self._interrupted = False  # in the middle of a change, by an exception
         self._reported: list[RequestState] = []  # by the last `update`
         self._last_ended = 0  # ticket
@@ -128,11 +144,11 @@ class Scheduler:
         parts = (self._opened, self._rows, self._builder, self._waiting, self.stats)
         self._admission = Admission(*parts, self._prefetch)
         self._swapping = Swapping(*parts, overlap_io=self._overlap_io)
-        self._acceptance = Acceptance(self.manager, self._rows, self._builder, self._stop_tokens, self.stats)
+        self._acceptance = Acceptance(self._opened, self._rows, self._builder, self._stop_tokens, self.stats)
         self._leaving: list[RequestState] = []  # whose rows go once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
-        self._capacity = self._device_capacity()
+        self._capacity = capacity(self._device)
 
     @property
     def num_unfinished(self) -> int:
@@ -180,7 +196,7 @@ class Scheduler:
         try:
             self._stop_tokens.add(state.stops)
             # What is taken in now may not fit a device that shrinks to what it was at the last step.
-            self._capacity = max(self._capacity, self._device_capacity())
+            self._capacity = max(self._capacity, capacity(self._device))
             self._number += 1
             self._requests[request.request_id] = state
             self._waiting.push(Parked(state, [0], [state.prompt], forks=request.n - 1))
@@ -213,18 +229,81 @@ class Scheduler:
 
     # ---- a step ----
 
+    def step(self, *, by_layer: bool = False) -> Step:
+        """Decide one step over a `KVCache`, and start its transfers: `with scheduler.step() as step: ...`.
+
+        The block computes and samples, `update` takes the tokens after it. Blocks move beside compute: loads from the
+        host are waited for on the device, stores go on behind it, and what comes from the external tier joins a later
+        step. The end of the block takes in what has landed. If the step computes nothing, it waits until something has.
+        Transfers that failed are a `RuntimeWarning`; requests that lost bytes by them start again from their tokens.
+
+        An exception here or in the block gives the step up: its requests start again from their tokens.
+
+        Args:
+            by_layer: loads from the host arrive layer by layer; the model waits for each with `step.wait_for_layer`.
+
+        Raises:
+            StepOrderError: the step before has not ended, or was not given to `update`.
+            InvariantError: nothing can run although requests wait.
+        """
+        loop = self._cache_loop("step")
+        loop.check_order(self._in_flight)
+        try:
+            loop.prepare()
+            step = self._schedule()
+            loop.begin(step, by_layer=by_layer)
+            return step
+        except BaseException:
+            self.give_up()
+            raise
+
+    def poll(self) -> None:
+        """Over a `KVCache`: take in what has landed, and move the prefix store on; never waits.
+
+        `step` does it too. While there is nothing to compute, call it about every 10 ms.
+
+        Raises:
+            StepOrderError: there is no cache.
+        """
+        self._cache_loop("poll").poll()
+
+    def drain(self) -> None:
+        """Over a `KVCache`: wait for all transfers that are under way, so that no ticket is open.
+
+        Raises:
+            StepOrderError: there is no cache.
+        """
+        self._cache_loop("drain").drain()
+
+    def _cache_loop(self, call: str) -> CacheLoop:
+        if self._loop is None:
+            raise StepOrderError(f"{call} needs a Scheduler of a KVCache; of a BlockManager: schedule, complete, update")
+        return self._loop
+
     def schedule(self) -> Step:
         """Decide one step. Its decision is to be carried out before its rows are computed.
 
         A step that was never given to `update` is given up: its sequences start again from their tokens.
+
+        Raises:
+            StepOrderError: this is a scheduler over a `KVCache`.
         """
+        if self._loop is not None:
+            raise StepOrderError("schedule is for a Scheduler of a BlockManager; of a KVCache: step")
+        self._opened.hand_over()
+        try:
+            return self._schedule()
+        except BaseException:  # an interrupt after the call, too
+            self._interrupted |= self._opened.fail_decision()
+            raise
+
+    def _schedule(self) -> Step:
         self.give_up()
         if self._waiting:
             self._admission.load_ahead()
         self._opened.hand_over()
         try:
-            step = self._decide()
-            return step  # noqa: RET504 (an interrupt after the call is caught, too)
+            return self._decide()
         except BaseException:
             self._interrupted = True
             self._opened.fail_decision()
@@ -239,35 +318,23 @@ class Scheduler:
         if self._defragment is not None:
             self._defragment.plan(self.manager)
         count_step(self.stats, self.manager, self._builder.tokens, is_away=bool(self._swapping))
-        step = self._in_flight = self._take_step()
+        step = self._in_flight = self._builder.take(self._opened.take_decision(), self._rows)
         self._swapping.begin(step.decision.ticket)
         return step
 
-    def settle(self, step: Step, lost: Sequence[Pairs] = ()) -> Step:
-        """End the step's ticket once its transfers have run.
-
-        Args:
-            step: what `schedule` returned.
-            lost: pairs of its decision that did not land.
-
-        Returns:
-            The step, with its `void` rows marked: those of requests that lost bytes, which start again from their
-            tokens. Whether they are computed makes no difference.
-        """
-        self.finish(step.decision.ticket, lost)
-        return step
-
-    def finish(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:
+    def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:
         """End a ticket whose transfers have run; what it fetched runs in the next step.
 
-        Ending the last ticket once more does nothing, so that a call that was interrupted can be made again.
+        Ending the last ticket once more does nothing, so that a call that was interrupted can be made again. Over a
+        `KVCache`, `step`, `poll` and `drain` end tickets.
 
         Args:
             ticket: of a step's decision.
             lost: pairs of it that did not land.
 
         Returns:
-            Ids of the requests that lost bytes: they start again from their tokens.
+            Ids of the requests that lost bytes: they start again from their tokens. Their rows in the step in flight
+            are `void`; whether these are computed makes no difference.
         """
         ended: list[NDArray[np.uint64] | None] = []  # filled by the call itself, as in `Opened`
         names: list[str] = []
@@ -289,7 +356,7 @@ class Scheduler:
         """Take in a step's tokens.
 
         Args:
-            step: what `settle` returned.
+            step: what `step` or `schedule` returned, once its ticket, or what it loads, has landed.
             sampled: integers `[step.num_draws]`: one token for each of the first `samples` rows, then one for each of
                 `extra_rows`. Those of `void` rows are dropped. A decoding row with draft tokens has one more for each:
                 the token that follows it. Draft tokens are accepted as far as each equals the token sampled before it;
@@ -300,7 +367,10 @@ class Scheduler:
 
         Raises:
             InvalidArgumentError: the tokens do not match the step, or it is not in flight; nothing was changed.
+            StepOrderError: the step's `with` block has not ended.
         """
+        if self._loop is not None and self._loop.open is step:
+            raise StepOrderError(f"the step of ticket {step.decision.ticket} is not over: call update after its block")
         if step.rows and (self._in_flight is None or step.decision.ticket != self._in_flight.decision.ticket):
             raise InvalidArgumentError(f"the step of ticket {step.decision.ticket} is not in flight")
         tokens = sampled_tokens(step, sampled)
@@ -319,13 +389,10 @@ class Scheduler:
         if self._interrupted:
             self._start_over()
         elif step.rows:
-            extra = len(step.extra_rows)
-            ended = self._acceptance.take_in(step, tokens[:-extra] if extra else tokens)
-            if extra:
-                ended = self._fork(step, tokens[-extra:], ended)
-            gone = ended.nonzero()[0]
+            gone = self._acceptance.take_in(step, tokens).nonzero()[0]
             if len(gone):
                 ended_states = self._end(gone)
+        if self._in_flight is not None and self._in_flight.decision.ticket == step.decision.ticket:
             self._in_flight = None
         self._drop_leaving()
         self._reported = self._refused + ended_states
@@ -407,58 +474,7 @@ class Scheduler:
         self._opened.free(self._rows.handles[gone])
         self._rows.remove(gone)
 
-    def _take_step(self) -> Step:
-        builder, rows = self._builder, self._rows
-        decodes = samples = rows.decodes
-        count, used = decodes + len(builder.counts), builder.tokens
-        start: NDArray[np.int64] = rows.fields[LENGTH, :count] - 1
-        extra = NO_ROWS
-        if builder.counts:
-            start[decodes:] = builder.starts
-            rows.fields[DONE, decodes:count] = builder.ends
-            samples += sum(map(int.__eq__, builder.ends, rows.fields[LENGTH, decodes:count].tolist()))
-            if rows.forks:
-                forks = [rows.fork_count(row) for row in range(decodes, samples)]
-                extra = np.repeat(np.arange(decodes, samples, dtype=np.int32), forks)
-        return Step(
-            self._opened.take_decision(),
-            decodes,
-            samples,
-            rows.handles[:count].copy(),
-            rows.fields[SEAT, :count].copy(),
-            start,
-            builder.query_start_loc(decodes),
-            builder.token_ids[:used],
-            builder.slots[:used],
-            rows.block_tables[:count],
-            extra,
-            rows.owners,
-            rows.text,
-            0 if builder.drafts is None else int(builder.drafts.sum()),
-        )
-
     # ---- taking its tokens in ----
-
-    def _fork(self, step: Step, tokens: NDArray[np.uint32], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Open the other sequences of requests whose prompt is computed; say which rows end, bool `[decodes]`."""
-        rows, at = self._rows, 0
-        parents, counts = np.unique(step.extra_rows, return_counts=True)
-        for row, count in zip(parents.tolist(), counts.tolist(), strict=True):
-            drawn = tokens[at : at + count]
-            at += count
-            state, index = rows.owner(row)
-            if not state.alive or state.lost:
-                continue
-            del rows.forks[int(rows.fields[SEAT, row])]
-            prompt = rows.text(row)[:-1]
-            children = self._opened.open(partial(self.manager.fork, int(rows.handles[row]), count)).tolist()
-            texts = [np.append(prompt, token) for token in drawn]
-            each = enumerate(zip(children, texts, strict=True), index + 1)
-            new = rows.insert([(state, i, text, handle, 0, 0) for i, (handle, text) in each])
-            self.manager.block_tables(rows.handles[new], out=rows.block_tables[new])
-            ends = [len(prompt) + 1 >= state.limit or token in state.stops for token in drawn.tolist()]
-            ended = np.concatenate((ended, np.array(ends, np.bool_)))
-        return ended
 
     def _end(self, gone: NDArray[np.int64]) -> list[RequestState]:
         """Keep what the sequences of some rows have generated, and free them; give the requests that are done."""
@@ -480,6 +496,8 @@ class Scheduler:
 
         For a step whose transfers or computation failed.
         """
+        if self._loop is not None and self._in_flight is not None:
+            self._loop.drop(self._in_flight)
         if self._interrupted:
             self._start_over()
         self._interrupted = True  # if anything below raises
@@ -555,26 +573,12 @@ class Scheduler:
 
     # ---- a device that shrinks ----
 
-    def _device_capacity(self) -> int:
-        return self._device.num_blocks - self._device.reserved
-
     def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
-        """Why a request could never run to its end, if so: it would be preempted for ever."""
-        size, total, kept = self.manager.block_size, self._device.num_blocks, self._device.reserved
-        wanted = state.blocks_to_end(size)
-        if wanted + kept <= total and self.manager.can_allocate(wanted * size).status != AllocStatus.NEVER:
-            return None
-        # What the manager wants beyond these two is the null block of a window.
-        kept += wanted + kept <= total
-        message = (
-            f"request {state.request.request_id!r} needs up to {wanted} device blocks and {kept} kept free, "
-            f"there are {total}"
-        )
-        return OutOfBlocksError(message, "device", wanted, total - kept, total)
+        return lack_of_room(self.manager, state)
 
     def _refuse_what_no_longer_fits(self) -> None:
         """After the device has shrunk, end the requests that `add` would not take now. No step is in flight."""
-        before, self._capacity = self._capacity, self._device_capacity()
+        before, self._capacity = self._capacity, capacity(self._device)
         if self._capacity >= before:
             return
         for state in self._requests.values():

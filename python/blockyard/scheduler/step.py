@@ -6,19 +6,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import add
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from blockyard._core import BlockManager, StepDecision
-from blockyard.errors import InvalidArgumentError
-from blockyard.scheduler.request import NO_TOKEN, RequestState
+from blockyard.errors import InvalidArgumentError, StepOrderError
+from blockyard.scheduler.loop import CacheLoop
+from blockyard.scheduler.request import NO_TOKEN, Owner
+from blockyard.scheduler.rows import DONE, LENGTH, SEAT, Rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "NO_ROWS",
     "Draw",
-    "Owner",
     "SchedulerStats",
     "Step",
     "StepBuilder",
@@ -28,9 +33,6 @@ __all__ = [
 ]
 
 NO_ROWS = np.zeros(0, np.int32)
-
-Owner = tuple[RequestState, int]
-"""The request of a seat, and which of its sequences sits there."""
 
 
 class Draw(NamedTuple):
@@ -63,6 +65,9 @@ class Step:
     the step is computed: `set_draft_token_ids`. Or the model runs once for each token of a row, and writes the token
     that it draws into `token_ids` as the row's next one: then every draft token is accepted.
 
+    A step of `Scheduler.step` is a context manager: its body computes, its exit takes in what has landed. If the body
+    raises, the step is given up and its requests start again from their tokens.
+
     Attributes:
         decision: blocks to move; carry it out before the rows are computed.
         decodes: rows that compute the next token of a sequence that is past its prompt, and its draft tokens.
@@ -78,11 +83,12 @@ class Step:
         block_tables: device blocks of each row, int32 `[n, max_blocks]`. Entries beyond a row's blocks are undefined.
         extra_rows: rows that give one more token, int32 `[e]`: a row once for each sequence that forks off its prompt.
         num_draft_tokens: draft tokens that the decoding rows compute.
-        void: rows whose tokens `update` will drop since bytes were lost, bool `[n]`; None if there are none. `settle`
-            and `finish` set it.
+        void: rows whose tokens `update` will drop since bytes were lost, bool `[n]`; None if there are none. `complete`
+            sets it.
         owners: the scheduler's own, by seat; `draws` reads it.
         all_token_ids: gives all tokens of a row's sequence, prompt first, uint32 `[tokens]`; valid until `update`. A
             drafter reads it.
+        loop: the scheduler's own: what carries the decision out, after `Scheduler.step`.
     """
 
     decision: StepDecision
@@ -100,6 +106,29 @@ class Step:
     all_token_ids: Callable[[int], NDArray[np.uint32]] = field(repr=False)
     num_draft_tokens: int = 0
     void: NDArray[np.bool_] | None = None
+    loop: CacheLoop | None = field(default=None, repr=False)
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Let compute that is queued from now on wait until a layer's loads have arrived; on a CPU, wait for them.
+
+        For a step of `Scheduler.step(by_layer=True)`; of another step all has arrived.
+        """
+        if self.loop is not None:
+            self.loop.wait_for_layer(self.decision.ticket, layer)
+
+    def __enter__(self) -> Self:
+        if self.loop is None or self.loop.open is not self:
+            raise StepOrderError(
+                f"the step of ticket {self.decision.ticket} is no context manager now: write `with scheduler.step() as "
+                f"step:`, over a Scheduler of a KVCache"
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.loop is not None:
+            self.loop.end(self, failed=kind is not None)
 
     @property
     def rows(self) -> int:
@@ -310,6 +339,36 @@ class StepBuilder:
             lengths[:decodes] += self.drafts.astype(np.uint32)
         lengths[decodes:] = self.counts
         return lengths
+
+    def take(self, decision: StepDecision, rows: Rows) -> Step:
+        """Return the step that was put together."""
+        decodes = samples = rows.decodes
+        count, used = decodes + len(self.counts), self.tokens
+        start: NDArray[np.int64] = rows.fields[LENGTH, :count] - 1
+        extra = NO_ROWS
+        if self.counts:
+            start[decodes:] = self.starts
+            rows.fields[DONE, decodes:count] = self.ends
+            samples += sum(map(int.__eq__, self.ends, rows.fields[LENGTH, decodes:count].tolist()))
+            if rows.forks:
+                forks = [rows.fork_count(row) for row in range(decodes, samples)]
+                extra = np.repeat(np.arange(decodes, samples, dtype=np.int32), forks)
+        return Step(
+            decision,
+            decodes,
+            samples,
+            rows.handles[:count].copy(),
+            rows.fields[SEAT, :count].copy(),
+            start,
+            self.query_start_loc(decodes),
+            self.token_ids[:used],
+            self.slots[:used],
+            rows.block_tables[:count],
+            extra,
+            rows.owners,
+            rows.text,
+            0 if self.drafts is None else int(self.drafts.sum()),
+        )
 
     def query_start_loc(self, decodes: int) -> NDArray[np.int32]:
         """Where each row's tokens begin, and their end."""

@@ -480,7 +480,12 @@ class ReferenceManager:
                             partial.append(target)
                 moved.append(target.id)
                 self._state.drop(row, 0)
-            row.tier, row.table, row.ticket, row.moving = to, moved, self._state.ticket, True
+            row.tier, row.table = to, moved
+        rows, uses = [self._state.sequences[handle] for handle in handles], self._state.uses(to)
+        # Sequences that find all their blocks there have nothing to wait for.
+        comes = any("write" in uses[block] for row in rows for block in row.table)
+        for row in rows:
+            row.ticket, row.moving = self._state.ticket if comes else 0, comes
         # A partly filled block is shared among this batch only: its owners may write on.
         for block in partial:
             self._state.unlink(block)

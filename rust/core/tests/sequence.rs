@@ -1,6 +1,6 @@
 //! Sequences at their limits, and truncated ones among others that share their blocks.
 
-use blockyard_core::{AllocStatus, Config, Demand, Error, Group, KeySpec, Manager, Policies, Prompt, Tier};
+use blockyard_core::{AllocStatus, Config, Counts, Demand, Error, Group, KeySpec, Manager, Policies, Prompt, Tier};
 
 #[test]
 fn a_truncated_fork_is_swapped_in_with_its_origin_and_shares_its_blocks() {
@@ -90,4 +90,22 @@ fn fragmentation_counts_tables_and_their_runs() {
     manager.allocate(&[4], &mut opened).unwrap();
     let found = manager.fragmentation(2).unwrap();
     assert_eq!((found.tables, found.runs, found.holes), (3, 4, 5));
+}
+
+#[test]
+fn a_fork_that_is_too_long_for_a_shrinking_device_may_grow_within_its_last_block_once_it_is_alone() {
+    let config = Config { block_size: 4, blocks: [6, 0, 0], watermark: 0.0, prefix_caching: false };
+    let mut manager = Manager::new(config).unwrap();
+    let mut opened = Vec::new();
+    manager.allocate(&[17], &mut opened).unwrap();
+    manager.fork(opened[0], 1, &mut opened).unwrap();
+    let ticket = manager.take_decision().ticket;
+    manager.complete(ticket).unwrap();
+    manager.resize_device(1).unwrap();
+    let fit = manager.can_append(&opened[1..], Counts::All(3), 0).unwrap();
+    assert_eq!((fit.status, fit.blocks, fit.free), (AllocStatus::Later, 1, 0));
+    assert_eq!(manager.can_append(&opened[1..], Counts::All(4), 0).unwrap().status, AllocStatus::Never);
+    manager.free(&opened[..1]).unwrap();
+    manager.append(&opened[1..], Counts::All(3), 0, &mut [0; 3]).unwrap();
+    manager.check().unwrap();
 }

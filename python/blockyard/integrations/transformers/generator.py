@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -17,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from blockyard._core import CacheGroup, ResizeProgress
 from blockyard.cache import KVCache
-from blockyard.errors import InvalidArgumentError, InvariantError, UnknownTicketError
-from blockyard.executor.executor import Executor, StepDone
+from blockyard.errors import InvalidArgumentError
+from blockyard.executor.executor import Executor
 from blockyard.integrations.prompt_lookup import prompt_lookup
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.transformers.attention import StepInput
@@ -42,10 +40,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Prompt = Sequence[int] | NDArray[np.int64]
-# A step that moves nothing and computes nothing, though requests wait, would repeat for ever.
-IDLE_STEPS_ALLOWED = 2
-# Between two looks at what is under way, where nothing else is left to do.
-IDLE_SECONDS = 0.0002
 
 
 @dataclass(frozen=True)
@@ -155,7 +149,7 @@ class Generator:
         wrap_executor: Callable[[Executor], Executor] | None = None,
         on_step: Callable[[Step, list[Finished]], None] | None = None,
     ) -> None:
-        self._tokenizer, self._on_step, self._idle = tokenizer, on_step, 0
+        self._tokenizer, self._on_step = tokenizer, on_step
         with contextlib.ExitStack() as undo:
             size = tensor_parallel_size
             _check_options(size, external=external, prefix_store=prefix_store, elastic=elastic)
@@ -180,28 +174,21 @@ class Generator:
             undo.callback(self.cache.close)
             self.model.bind(self.cache.engine.tensors)
             self.manager, self.engine, self.store = self.cache.manager, self.cache.engine, self.cache.store
+            executor = ranks.executor(self.cache.executor) if ranks else self.cache.executor
+            self.executor: Executor = wrap_executor(executor) if wrap_executor else executor
             self.scheduler = Scheduler(
-                self.manager,
+                self.cache,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 preemption_mode=preemption_mode,
                 num_lookahead_tokens=num_lookahead_tokens,
-                overlap_io=True,
                 defragment=defragment,
-                prefetch=None if self.cache.prefix_store is None else self.cache.prefix_store.prefetch,
+                executor=self.executor,
             )
-            executor = ranks.executor(self.cache.executor) if ranks else self.cache.executor
-            self.executor: Executor = wrap_executor(executor) if wrap_executor else executor
             self._closing = undo.pop_all()
         self._draft, self._num_lookahead_tokens = draft, num_lookahead_tokens
         self._params: dict[str, SamplingParams] = {}
-        self._tickets: list[int] = []  # under way, the oldest first
-        self._make_empty()
-
-    def _make_empty(self) -> None:
-        """Begin without what calls have returned, until it is taken in: after an exception the next step does that."""
-        self._steps: list[Step] = []
-        self._ended: list[Iterable[StepDone]] = []
+        # What calls have returned, until it is taken in: after an exception the next step does that.
         self._finished: list[list[Finished]] = []
         self._to_abort: list[str] = []
 
@@ -298,44 +285,24 @@ class Generator:
         Raises:
             InvariantError: nothing can run although requests wait.
         """
-        if self._steps:
-            self._give_up()
+        self.scheduler.give_up()  # an interrupt may have kept the call before from it
         try:
             return self._step()
         except BaseException:
-            self._give_up()
+            self.scheduler.give_up()
             raise
 
     def _step(self) -> list[Finished]:
-        self.cache.give_back()
-        step = keep(self._steps, self.scheduler.schedule)
-        self.executor.submit(step.decision, by_layer=True)
-        self._tickets.append(step.decision.ticket)
-        sampled = self._compute(step) if step.rows else []
-        self._take_in_what_landed(step)
+        with self.scheduler.step(by_layer=True) as step:
+            sampled = self._compute(step) if step.rows else []
         keep(self._finished, self.scheduler.update, step, sampled)
-        del self._steps[:]
         finished = [done for some in self._finished for done in some]
         for done in finished:
             self._params.pop(done.request.request_id, None)
-        self._note_idle(step)
         if self._on_step is not None:
             self._on_step(step, finished)
         self._finished = []
         return finished
-
-    def _give_up(self) -> None:
-        """Drop a step that has raised: its requests start again from their tokens."""
-        for step in self._steps:
-            ticket = step.decision.ticket
-            if ticket not in self._tickets:
-                # What landed is not known: nothing counts as landed, and the leases end.
-                with contextlib.suppress(UnknownTicketError):
-                    self.executor.wait(ticket)
-                with contextlib.suppress(UnknownTicketError):
-                    self.scheduler.finish(ticket, [pairs for _, pairs in step.decision.transfers()])
-            self.scheduler.give_up()
-        self._steps.clear()
 
     def resize_device(self, device_blocks: int) -> ResizeProgress:
         """Give the device so many blocks from now on, while requests are under way.
@@ -429,11 +396,7 @@ class Generator:
 
     def drain(self) -> None:
         """Wait for all transfers that are under way, so that no ticket is open."""
-        self._end()
-        while self._tickets:
-            # One call of C code, from the executor's answer to the list.
-            self._ended.extend(zip(map(self.executor.wait, self._tickets[:1]), strict=True))
-            self._end()
+        self.scheduler.drain()
 
     def close(self) -> None:
         """Give back caches and store; twice does nothing."""
@@ -455,49 +418,15 @@ class Generator:
             step.set_draft_token_ids(
                 [draft(step.all_token_ids(row))[:most] if most else () for row, most in enumerate(slots)]
             )
-        wait = partial(self.executor.wait_for_layer, step.decision.ticket)
         where = StepInput(step.start, step.lengths.astype(np.int64), step.block_tables, step.slot_mapping)
         model = self.ranks or self.model
-        logits = model.forward(step.token_ids, where, logits_indices=step.logits_indices, before_layer=wait)
+        logits = model.forward(
+            step.token_ids, where, logits_indices=step.logits_indices, before_layer=step.wait_for_layer
+        )
         return [
             sample(scores, self._params[draw.request_id], draw.sequence, draw.position)
             for scores, draw in zip(logits.cpu().numpy(), step.draws(), strict=True)
         ]
-
-    def _take_in_what_landed(self, step: Step) -> None:
-        """End the tickets that are done, and wait for this step's if what it computed depends on it."""
-        ended = keep(self._ended, self.executor.collect, step.decision.ticket)
-        while not (step.rows or ended) and self._tickets:
-            time.sleep(IDLE_SECONDS)
-            ended = keep(self._ended, self.executor.poll)
-        self._end()
-        prefixes = self.cache.prefix_store
-        if prefixes is not None:
-            prefixes.poll()
-            if not (step.rows or self._tickets) and (loading := self.scheduler.num_loading):
-                prefixes.wait(until=lambda: self.scheduler.num_loading < loading)
-
-    def _end(self) -> None:
-        """Tell the scheduler which tickets have ended, and the user what went wrong."""
-        while self._ended:
-            for done in self._ended[0]:
-                if done.ticket in self._tickets:
-                    self.scheduler.finish(done.ticket, done.lost)
-                    self._tickets.remove(done.ticket)
-                    for error in done.errors:
-                        lost = sum(len(pairs) for pairs in done.lost)
-                        warnings.warn(f"{lost} blocks did not land: {error}", stacklevel=5)
-            del self._ended[0]
-
-    def _note_idle(self, planned: Step) -> None:
-        """Stop where the scheduler has nothing to do for requests that wait."""
-        idle = not planned.rows and not len(planned.decision) and not self._tickets and self.num_unfinished
-        self._idle = self._idle + 1 if idle else 0
-        if self._idle > IDLE_STEPS_ALLOWED:
-            raise InvariantError(
-                f"{self.num_unfinished} requests wait, {self.manager.pool('device').num_free} of "
-                f"{self.manager.pool('device').num_blocks} device blocks are free, and nothing is scheduled"
-            )
 
 
 def _check_options(size: int, *, external: str | ExternalStore | None, prefix_store: str | None, elastic: bool) -> None:

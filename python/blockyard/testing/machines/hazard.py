@@ -160,7 +160,7 @@ class HazardMachine(SchedulerMachine):
         """Tell the scheduler which tickets have ended."""
         ended = self.executor.poll()
         for done in ended:
-            self.scheduler.finish(done.ticket, done.lost)
+            self.scheduler.complete(done.ticket, done.lost)
         return bool(ended)
 
     def settle(self, step: Step) -> bool:

@@ -73,7 +73,7 @@ def draw_tokens(step: Step, memory: SimulatedMemory, window: int | None = None) 
     """Compute a step as a model does: write its tokens, read each row through its block table, and draw.
 
     Args:
-        step: what `settle` returned.
+        step: what `schedule` returned.
         memory: after the step's transfers.
         window: tokens that the model sees, the last ones; None for all.
 
@@ -199,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if when == "scheduled":
             self.resubmit(pick, again)
         losses = self.execute(step.decision, lost)
-        step = self.scheduler.settle(step, losses)
+        self.scheduler.complete(step.decision.ticket, losses)
         if when == "settled":
             self.resubmit(pick, again)
         rows = step.rows

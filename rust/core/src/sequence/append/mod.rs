@@ -97,7 +97,8 @@ impl Sequences {
         }
         let copies = result.and_then(|()| if shared.is_empty() { Ok(0) } else { copies(view, &mut shared) });
         self.scratch = shared;
-        let held = if self.groups.has_nulls() { 0 } else { held };
+        // Copies are needed only beside the sequences that share, even by what a shrinking device has no room for any more.
+        let held = if new == 0 || self.groups.has_nulls() { 0 } else { held };
         Ok(Request { least: new + held, ..Request::device(new + copies?) })
     }
 
