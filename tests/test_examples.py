@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 @pytest.mark.parametrize(
     ("name", "most_lines", "last"),
     [
-        ("own_scheduler", 60, r"50 sequences, \d+ swap ins, 2000 tokens compared"),
+        ("own_scheduler", 65, r"50 sequences, \d+ swap ins, \d+ tokens cached, 2000 compared"),
         ("prefix_router", 64, r"engine 1 has 24 tokens of the prompt"),
         ("custom_store", 50, r"100 blocks came back from SQLite"),
         ("cpu_offload", 60, r"\d+ blocks loaded, \d+ chunks evicted, all bytes compared 40 times"),

@@ -235,7 +235,7 @@ class Scheduler:
         The block computes and samples, `update` takes the tokens after it. Blocks move beside compute: loads from the
         host are waited for on the device, stores go on behind it, and what comes from the external tier joins a later
         step. The end of the block takes in what has landed. If the step computes nothing, it waits until something has.
-        Transfers that failed are a `RuntimeWarning`; requests that lost bytes by them start again from their tokens.
+        Requests that lost bytes start again from their tokens; an error of a transfer is a `RuntimeWarning`.
 
         An exception here or in the block gives the step up: its requests start again from their tokens.
 
@@ -277,7 +277,7 @@ class Scheduler:
 
     def _cache_loop(self, call: str) -> CacheLoop:
         if self._loop is None:
-            raise StepOrderError(f"{call} needs a Scheduler of a KVCache; of a BlockManager: schedule, complete, update")
+            raise StepOrderError(f"{call} needs a Scheduler of a KVCache; of a manager: schedule, complete, update")
         return self._loop
 
     def schedule(self) -> Step:
