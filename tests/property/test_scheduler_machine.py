@@ -21,8 +21,8 @@ from blockyard._core import HashedPrompt
 from blockyard.errors import BlockyardError, OutOfBlocksError
 from blockyard.scheduler import PREEMPTION_MODES, DefragPolicy, Finished, PreemptionMode, Request, Scheduler, Step
 from blockyard.scheduler.acceptance import Acceptance
+from blockyard.scheduler.options import capacity
 from blockyard.scheduler.request import Fetch, Parked, RequestState
-from blockyard.scheduler.room import capacity
 from blockyard.scheduler.rows import DONE
 from blockyard.testing import Config, SimulatedMemory
 from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine

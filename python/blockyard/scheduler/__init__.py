@@ -18,8 +18,7 @@ Over a manager the caller carries out what a step decides:
 `Step` documents the arrays that a model runner reads.
 """
 
-from blockyard.scheduler.defrag_policy import DefragPolicy, Goal
-from blockyard.scheduler.options import PREEMPTION_MODES, PreemptionMode
+from blockyard.scheduler.options import PREEMPTION_MODES, DefragPolicy, Goal, PreemptionMode
 from blockyard.scheduler.request import Finished, Request
 from blockyard.scheduler.scheduler import Scheduler
 from blockyard.scheduler.step import Draw, SchedulerStats, Step

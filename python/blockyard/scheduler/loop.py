@@ -9,7 +9,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from blockyard._core import BlockManager, Pairs
 from blockyard.errors import InvariantError, StepOrderError, UnknownTicketError
@@ -28,6 +28,7 @@ _IDLE_SECONDS: Final = 0.0002
 """Between two looks at what is under way, where nothing else is left to do."""
 
 
+@runtime_checkable
 class Cache(Protocol):
     """What a scheduler's steps move blocks in; a `KVCache`."""
 

@@ -1,17 +1,82 @@
-"""What a scheduler can be asked to do."""
+"""What a scheduler can be asked to do, and which requests fit its device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from blockyard._core import BlockManager
-from blockyard.errors import InvalidArgumentError
+from blockyard._core import AllocStatus, BlockManager, DefragReport, Pool
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.scheduler.request import RequestState
 
-__all__ = ["PREEMPTION_MODES", "PreemptionMode", "check_options"]
+__all__ = [
+    "PREEMPTION_MODES",
+    "DefragPolicy",
+    "Goal",
+    "PreemptionMode",
+    "capacity",
+    "check_options",
+    "lack_of_room",
+]
 
 PreemptionMode: TypeAlias = Literal["auto", "swap", "recompute"]
 
 PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
+
+GoalName = Literal["max_id", "free_tail", "dense", "empty_pages", "contiguous"]
+Goal = tuple[GoalName, int] | tuple[GoalName, int, int]
+"""A goal's name and number, and how far it may be missed before anything moves; see `manager.defrag.run`."""
+
+
+@dataclass(frozen=True)
+class DefragPolicy:
+    """What a scheduler wants of its device's pool: moves of blocks, decided once a step, with the step.
+
+    Args:
+        goals: the most important first. `("free_tail", 0)` keeps blocks off what a smaller pool gives back,
+            `("dense", n)` all of them as low as can be; see `manager.defrag.run`.
+        max_moves: most blocks to move in a step, at least one.
+        max_bytes: most bytes to write in a step; None for any number.
+        block_bytes: bytes of a block, all layers; needed for `max_bytes`.
+        cached: whether cached blocks in the way move, too, are dropped, or change places with those that move.
+
+    Raises:
+        InvalidArgumentError: there is no goal, one that is not known or malformed, or a number is out of range.
+
+    Example:
+        >>> from blockyard import BlockManager
+        >>> from blockyard.scheduler import Scheduler
+        >>> manager = BlockManager(block_size=16, device_blocks=64)
+        >>> scheduler = Scheduler(manager, defragment=DefragPolicy([("free_tail", 0), ("dense", 8)], max_moves=32))
+    """
+
+    goals: Sequence[Goal]
+    max_moves: int = 64
+    max_bytes: int | None = None
+    block_bytes: int | None = None
+    cached: Literal["move", "drop", "exchange"] = "move"
+
+    def __post_init__(self) -> None:
+        """Keep goals that nobody can change, and refuse what the manager would refuse in the middle of a step."""
+        object.__setattr__(self, "goals", tuple(self.goals))
+        if not self.goals:
+            raise InvalidArgumentError("there are no goals, wanted at least one")
+        for name in ("max_moves", "max_bytes", "block_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidArgumentError(f"{name} is {value}, must be at least 1")
+        self.plan(BlockManager(block_size=1, device_blocks=1))
+
+    def plan(self, manager: BlockManager) -> DefragReport:
+        """Decide this step's moves, as part of the decision that the manager gives next."""
+        return manager.defrag.run(
+            self.goals,
+            max_moves=self.max_moves,
+            max_bytes=self.max_bytes,
+            block_bytes=self.block_bytes,
+            cached=self.cached,
+        )
 
 
 def check_options(
@@ -39,3 +104,23 @@ def check_options(
         raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be at least 0")
     if num_lookahead_tokens and (kind := manager.pool().groups[0].kind) == "recurrent":
         raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be 0 for a {kind} group")
+
+
+def capacity(device: Pool) -> int:
+    """Blocks of the device that sequences may use."""
+    return device.num_blocks - device.reserved
+
+
+def lack_of_room(manager: BlockManager, state: RequestState) -> OutOfBlocksError | None:
+    """Why a request could never run to its end, if so: it would be preempted for ever."""
+    device, size = manager.pool(), manager.block_size
+    wanted, total, kept = state.blocks_to_end(size), device.num_blocks, device.reserved
+    if wanted + kept <= total and manager.can_allocate(wanted * size).status != AllocStatus.NEVER:
+        return None
+    # What the manager wants beyond these two is the null block of a window.
+    kept += wanted + kept <= total
+    message = (
+        f"request {state.request.request_id!r} needs up to {wanted} device blocks and {kept} kept free, "
+        f"there are {total}"
+    )
+    return OutOfBlocksError(message, "device", wanted, total - kept, total)

@@ -27,13 +27,11 @@ from blockyard._core import BlockManager, HashedPrompt, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StepOrderError, UnknownTicketError
 from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.admission import Admission
-from blockyard.scheduler.defrag_policy import DefragPolicy
 from blockyard.scheduler.loop import Cache, CacheLoop
 from blockyard.scheduler.opened import Opened
-from blockyard.scheduler.options import PreemptionMode, check_options
+from blockyard.scheduler.options import DefragPolicy, PreemptionMode, capacity, check_options, lack_of_room
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Finished, Parked, Request, RequestState
-from blockyard.scheduler.room import capacity, lack_of_room
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Rows
 from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, count_step, sampled_tokens
 from blockyard.scheduler.stop_tokens import StopTokens
@@ -107,7 +105,7 @@ class Scheduler:
         prefetch: Callable[[HashedPrompt], Fetch] | None = None,
         executor: Executor | None = None,
     ) -> None:
-        manager = cache if isinstance(cache, BlockManager) else cache.manager
+        manager = cache.manager if isinstance(cache, Cache) else cache
         check_options(manager, max_num_seqs, max_num_batched_tokens, preemption_mode, num_lookahead_tokens)
         self.manager = manager
         self.stats = SchedulerStats()
@@ -117,7 +115,7 @@ class Scheduler:
         self._preemption_mode = preemption_mode
         self._num_lookahead_tokens = num_lookahead_tokens
         self._loop: CacheLoop | None = None
-        if not isinstance(cache, BlockManager):
+        if isinstance(cache, Cache):
             self._loop = CacheLoop(self, cache, executor)
             overlap_io = True if overlap_io is None else overlap_io
             prefetch = cache.prefix_store.prefetch if prefetch is None and cache.prefix_store is not None else prefetch
