@@ -56,6 +56,15 @@ def lookups(manager: Any, context: Any, keys: list[bytes] = KEYS) -> str:
 # ---- the spec ----
 
 
+def test_a_misspelt_option_is_named_in_the_log(vllm: SimpleNamespace, caplog: pytest.LogCaptureFixture):
+    options = {"host_bytes": 640, "extrenal": "redis://", "spec_name": "BlockyardSpec", "others": 2}
+    with caplog.at_level("WARNING"):
+        spec_of(vllm, options)
+    assert [record.getMessage() for record in caplog.records] == [
+        "kv_connector_extra_config has 'extrenal', which is ignored: is it 'external'?"
+    ]
+
+
 def test_import_without_vllm_says_what_is_needed():
     code = "import sys; sys.modules['vllm'] = None; import blockyard.integrations.vllm"
     finished = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)

@@ -62,7 +62,10 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name in _MODULES:
-            return getattr(import_module(_MODULES[name]), name)
+            try:
+                return getattr(import_module(_MODULES[name]), name)
+            except ModuleNotFoundError as error:
+                raise import_module("blockyard.workers").missing(f"blockyard.{name}", error) from None
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

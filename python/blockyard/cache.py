@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["CacheStep", "KVCache", "StepEnd"]
+
+_MOST_BLOCKS: Final = (1 << 31) - 1
+"""Of one tier."""
 
 
 class KVCache:
@@ -126,6 +129,8 @@ class KVCache:
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
         staging = read_bytes("max_staging", max_staging, holds=size if external or prefix_store else 1)
         _check_device(tensors, device_blocks, max_device_blocks)
+        if prefix_store is not None and prefix_caching is False:
+            raise InvalidArgumentError("prefix_store is given and prefix_caching is False, must be True")
         if prefix_store is not None and prefix_caching is True:
             prefix_caching = PrefixCaching(host=host > 0)
         self.layout = layout
@@ -395,7 +400,12 @@ def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> 
         if (blocks or 0) < 0:
             raise InvalidArgumentError(f"host_blocks is {blocks}, must be at least 0")
         return blocks or 0
-    return read_bytes("host_bytes", num_bytes, holds=size) // size
+    found = read_bytes("host_bytes", num_bytes, holds=size) // size
+    if found > _MOST_BLOCKS:
+        raise InvalidArgumentError(
+            f"host_bytes is {num_bytes!r}, {found} blocks of {size} bytes, must be at most {_MOST_BLOCKS} blocks"
+        )
+    return found
 
 
 def _sized(

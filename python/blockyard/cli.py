@@ -25,6 +25,7 @@ from blockyard import __version__
 from blockyard._core import SlabReport, check_slab, inspect_slab
 from blockyard.errors import BlockyardError
 from blockyard.stores.file import calibrate_directory
+from blockyard.workers import missing
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a stream that cannot be written."""
@@ -94,6 +95,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     except Exception as error:  # Python would exit with 1, which means that tokens differ
         if isinstance(error, OSError) and error.filename is None and error.errno in _UNWRITABLE:
             raise
+        if isinstance(error, ModuleNotFoundError) and (found := missing("this command", error)) is not error:
+            print(f"blockyard: {found}", file=sys.stderr)
+            return EXIT_BAD_INPUT
         traceback.print_exc()
         return EXIT_FAULT
 

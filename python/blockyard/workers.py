@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 
 from blockyard.errors import ForkedError, StoreError
 
-__all__ = ["CallPool", "Process", "cache_folder", "keep", "start_worker"]
+__all__ = ["CallPool", "Process", "cache_folder", "keep", "missing", "start_worker"]
 
 _PARTING_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do
@@ -67,6 +67,15 @@ def keep(into: list[T], call: Callable[..., T], *arguments: object) -> T:
     """
     into.extend(starmap(call, (arguments,)))
     return into[-1]
+
+
+def missing(what: str, error: ModuleNotFoundError) -> ImportError:
+    """Say which extra brings a module that is not installed; of a module of another kind the error as it is."""
+    module = (error.name or "").partition(".")[0]
+    extra = {"torch": "torch", "transformers": "demo", "rich": "demo", "hypothesis": "testing"}.get(module)
+    if extra is None:
+        return error
+    return ImportError(f'{what} needs {module}: pip install "blockyard[{extra}]"', name=module)
 
 
 def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -> threading.Thread:

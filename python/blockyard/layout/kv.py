@@ -132,7 +132,8 @@ class KVLayout:
         if self.itemsize < 0 or (self.itemsize and known not in {0, self.itemsize}):
             raise LayoutError(f"itemsize is {self.itemsize} bytes, {self.dtype} has {known}")
         if not self.itemsize and not known:
-            raise LayoutError(f"dtype {self.dtype!r} is not known by its name: give its itemsize")
+            known_names = ", ".join(sorted(_ITEM_SIZES))
+            raise LayoutError(f"dtype is {self.dtype!r}, must be a name, or come with its itemsize: {known_names}")
         object.__setattr__(self, "itemsize", self.itemsize or known)
         object.__setattr__(self, "x", self._vector() if "x" in names else 0)
 

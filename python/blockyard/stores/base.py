@@ -516,6 +516,11 @@ def open_store(
     }
     if scheme in _registered:
         store = _registered[scheme](url, bytes_per_block=bytes_per_block, namespace=namespace, **options)
+        if store.bytes_per_block != bytes_per_block:
+            raise StoreError(
+                f"{public_url(url)!r}: {type(store).__name__} has blocks of {store.bytes_per_block} bytes, must have "
+                f"{bytes_per_block}: its __init__ must pass its arguments on to super().__init__"
+            )
         return _checked(store, url, num_slots or 1, use)
     if scheme in _BUILT_IN:
         require_room(url, bytes_per_block)

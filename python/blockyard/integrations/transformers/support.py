@@ -73,6 +73,9 @@ def paged_copy(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: the model cannot be served; the message says why.
     """
+    if isinstance(model, str):
+        load = f"AutoModelForCausalLM.from_pretrained({model!r})"
+        raise UnsupportedModelError(f"model is {model!r}, must be a model that is loaded: {load}")
     name = type(model).__name__
     reason = _config_reason(model) or _class_reason(model)
     if reason:

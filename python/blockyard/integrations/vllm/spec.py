@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingSpec
@@ -21,6 +22,17 @@ from blockyard.stores.url import read_bytes
 __all__ = ["BlockyardSpec"]
 
 _LOG = logging.getLogger(__name__)
+_OPTIONS = (
+    "host_bytes",
+    "cpu_bytes_to_use",
+    "policy",
+    "blocks_per_chunk",
+    "external",
+    "revision",
+    "external_deadline",
+    "weights_fixed",
+)
+_VLLMS = ("spec_name", "spec_module_path", "block_size", "offloaded_block_size", "num_cpu_blocks")
 _INFO = ("blockyard_num_chunks", "blockyard_blocks_per_chunk", "blockyard_bytes_per_chunk", "blockyard_policy")
 
 
@@ -50,6 +62,7 @@ class BlockyardSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         options = config.extra_config
+        _warn_of_typos(options)
         self.bytes_per_chunk: int = (
             config.worker_kv_bytes_per_block * config.parallel.world_size * config.cache.blocks_per_chunk
         )
@@ -128,6 +141,14 @@ class _External(NamedTuple):
     revision: str
     deadline: float
     weights_fixed: bool
+
+
+def _warn_of_typos(options: Any) -> None:
+    """Say which options are ignored whose names are nearly those of ours; vLLM has others of its own."""
+    for name in options:
+        near = [] if name in _OPTIONS else get_close_matches(str(name), _OPTIONS, n=1, cutoff=0.7)
+        if near and name not in _VLLMS:
+            _LOG.warning("kv_connector_extra_config has %r, which is ignored: is it %r?", name, near[0])
 
 
 def _external(options: Any) -> _External | None:

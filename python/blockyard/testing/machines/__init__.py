@@ -13,7 +13,12 @@
 How long they run is hypothesis' business: `TestMyManager.settings = settings(max_examples=500)`.
 """
 
-from hypothesis.stateful import run_state_machine_as_test
+from blockyard.workers import missing
+
+try:
+    from hypothesis.stateful import run_state_machine_as_test
+except ModuleNotFoundError as error:
+    raise missing("blockyard.testing.machines", error) from None
 
 from blockyard.testing.machines.manager import ManagerMachine, manager_machine
 from blockyard.testing.machines.own_scheduler import scheduler_machine
