@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from blockyard import KVCache, KVLayout, open_store
-from blockyard.errors import InvalidArgumentError, LayoutError, StoreError, UnsupportedModelError
+from blockyard import BlockManager, KVCache, KVLayout, open_store
+from blockyard.errors import InvalidArgumentError, LayoutError, OutOfBlocksError, StoreError, UnsupportedModelError
 from blockyard.integrations.transformers import Generator
 from blockyard.stores import ThreadedStore, register
 
@@ -65,6 +65,28 @@ def test_a_store_that_forgets_its_base_class_is_told_so():
         "'forgetful://here': Forgetful has blocks of 0 bytes, must have 512: its __init__ must pass its arguments on "
         "to super().__init__"
     )
+
+
+def test_a_token_id_that_is_none_is_shown_with_its_place():
+    manager = BlockManager(block_size=4, device_blocks=8, prefix_caching=True)
+    with pytest.raises(InvalidArgumentError) as error:
+        manager.allocate([7, 9], [1, 2, -1, 3])
+    assert str(error.value) == "prompts[1][2] is -1, must be in the range of uint32 token ids"
+    sequence = manager.allocate([7, 9])
+    with pytest.raises(InvalidArgumentError) as error:
+        manager.append(sequence, token_ids=[-1])
+    assert str(error.value) == "token_ids[0] is -1, must be in the range of uint32 token ids"
+
+
+def test_blocks_that_there_will_never_be_are_said_to_be_so():
+    manager = BlockManager(block_size=4, device_blocks=4)
+    with pytest.raises(OutOfBlocksError) as error:
+        manager.allocate(40)
+    assert str(error.value) == "asked for 10 device blocks, 4 of 4 are free: it can never fit"
+    manager.allocate(8)
+    with pytest.raises(OutOfBlocksError) as error:
+        manager.allocate(12)
+    assert str(error.value) == "asked for 3 device blocks, 2 of 4 are free"
 
 
 @pytest.mark.parametrize(

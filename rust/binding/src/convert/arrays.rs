@@ -48,7 +48,15 @@ where
     if let Some(numbers) = usual(value)? {
         return Ok(numbers);
     }
-    let number = |item: &Bound<'py, PyAny>, _| item.extract().map_err(|error| refused(error, value, what, must));
+    let number = |item: &Bound<'py, PyAny>, at| {
+        item.extract().map_err(|error| {
+            if !item.is_instance_of::<PyInt>() {
+                return refused(error, value, what, must);
+            }
+            let range = format!("in the range of {}", must.split(':').next().unwrap_or(must));
+            refused(error, item, &format_args!("{what}[{at}]"), &range)
+        })
+    };
     items(value, what, number)
 }
 

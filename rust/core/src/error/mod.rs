@@ -13,7 +13,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[non_exhaustive]
 pub enum Error {
     /// A tier has fewer free blocks than the whole call needs.
-    #[error("asked for {wanted} {tier} blocks, {free} of {total} are free")]
+    #[error("asked for {wanted} {tier} blocks, {free} of {total} are free{}", if wanted > total { ": it can never fit" } else { "" })]
     OutOfBlocks {
         /// Tier that is short.
         tier: Tier,
