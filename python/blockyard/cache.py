@@ -129,10 +129,8 @@ class KVCache:
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
         staging = read_bytes("max_staging", max_staging, holds=size if external or prefix_store else 1)
         _check_device(tensors, device_blocks, max_device_blocks)
-        if prefix_store is not None and prefix_caching is False:
-            raise InvalidArgumentError("prefix_store is given and prefix_caching is False, must be True")
-        if prefix_store is not None and prefix_caching is True:
-            prefix_caching = PrefixCaching(host=host > 0)
+        if prefix_store is not None:
+            prefix_caching = _prefix_caching(prefix_caching, host)
         self.layout = layout
         self._closers: list[Callable[[], object]] = []  # each does nothing the second time
         try:
@@ -376,6 +374,13 @@ class CacheStep:
 
 def _namespace(name: bytes, layout: KVLayout | GroupedLayout) -> bytes:
     return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()
+
+
+def _prefix_caching(given: bool | PrefixCaching, host: int) -> bool | PrefixCaching:
+    """Give the prefix cache above a prefix store."""
+    if given is False:
+        raise InvalidArgumentError("prefix_store is given and prefix_caching is False, must be True")
+    return PrefixCaching(host=host > 0) if given is True else given
 
 
 def _check_device(tensors: Sequence[Tensor] | None, blocks: int | None, most: int | None) -> None:

@@ -516,12 +516,7 @@ def open_store(
     }
     if scheme in _registered:
         store = _registered[scheme](url, bytes_per_block=bytes_per_block, namespace=namespace, **options)
-        if store.bytes_per_block != bytes_per_block:
-            raise StoreError(
-                f"{public_url(url)!r}: {type(store).__name__} has blocks of {store.bytes_per_block} bytes, must have "
-                f"{bytes_per_block}: its __init__ must pass its arguments on to super().__init__"
-            )
-        return _checked(store, url, num_slots or 1, use)
+        return _checked(store, url, bytes_per_block, num_slots or 1, use)
     if scheme in _BUILT_IN:
         require_room(url, bytes_per_block)
         module, name = _BUILT_IN[scheme]
@@ -532,10 +527,13 @@ def open_store(
     return opener(url, bytes_per_block=bytes_per_block, num_slots=num_slots, namespace=namespace, **options)
 
 
-def _checked(store: ExternalStore, url: str, wanted: int, use: Use) -> ExternalStore:
-    """Refuse a store that is too small or has no keys."""
+def _checked(store: ExternalStore, url: str, size: int, wanted: int, use: Use) -> ExternalStore:
+    """Refuse a store that is too small, has other blocks or has no keys."""
     url = public_url(url)
     error: StoreError | None = None
+    if store.bytes_per_block != size:
+        found = f"{type(store).__name__} has blocks of {store.bytes_per_block} bytes, must have {size}"
+        raise StoreError(f"{url!r}: {found}: its __init__ must pass its arguments on to super().__init__")
     if store.num_slots < wanted:
         error = StoreFullError(f"{url!r}: the store has {store.num_slots} slots, must have at least {wanted}")
     elif use == "prefix":
