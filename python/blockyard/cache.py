@@ -130,7 +130,7 @@ class KVCache:
         staging = read_bytes("max_staging", max_staging, holds=size if external or prefix_store else 1)
         _check_device(tensors, device_blocks, max_device_blocks)
         if prefix_store is not None:
-            prefix_caching = _prefix_caching(prefix_caching, host)
+            prefix_caching = _prefix_caching(given=prefix_caching, host=host)
         self.layout = layout
         self._closers: list[Callable[[], object]] = []  # each does nothing the second time
         try:
@@ -376,7 +376,7 @@ def _namespace(name: bytes, layout: KVLayout | GroupedLayout) -> bytes:
     return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()
 
 
-def _prefix_caching(given: bool | PrefixCaching, host: int) -> bool | PrefixCaching:
+def _prefix_caching(*, given: bool | PrefixCaching, host: int) -> bool | PrefixCaching:
     """Give the prefix cache above a prefix store."""
     if given is False:
         raise InvalidArgumentError("prefix_store is given and prefix_caching is False, must be True")
