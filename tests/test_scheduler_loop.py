@@ -171,6 +171,8 @@ def test_a_body_that_raises_gives_the_step_up(cache: KVCache):
     for _ in range(3):
         with pytest.raises(ZeroDivisionError), scheduler.step() as step:
             _ = 1 // 0
+    with scheduler.step():
+        scheduler.give_up()
     with scheduler.step() as step:
         assert step.token_ids.tolist() == [1, 2, 3]
     scheduler.update(step, [4])

@@ -99,13 +99,9 @@ class CacheLoop:
         self._executor.wait_for_layer(ticket, layer)
 
     def end(self, step: Step, *, failed: bool) -> None:
-        """Take in what has landed, at the end of a step's `with` block; give the step up if the block has raised.
-
-        Raises:
-            StepOrderError: the block has ended before.
-        """
+        """Take in what has landed, at the end of a step's `with` block; give the step up if the block has raised."""
         if self.open is not step:
-            raise StepOrderError(f"the `with` block of the step of ticket {step.decision.ticket} has ended before")
+            return  # its block has given it up
         if failed:
             self._scheduler.give_up()
             return
