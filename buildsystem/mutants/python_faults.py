@@ -25,6 +25,7 @@ SCHEDULER = (
     "property/test_scheduler_machine.py",
     "test_scheduler_interrupts.py",
 )
+LOOP = ("test_scheduler_loop.py", "test_generator.py", "test_generator_interrupts.py")
 EXECUTOR = ("test_executor.py", "test_executors.py", "test_engine_stores.py")
 STAGING = ("test_staging.py", "test_store_side.py", *EXECUTOR)
 SIDE = ("test_store_side.py", "test_executor.py", "test_interrupts.py")
@@ -41,7 +42,6 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "self._waiting.push(Parked(state, [0], [state.prompt], forks=request.n - 1))",
                 "self._waiting.push(Parked(state, [0], [state.prompt], forks=request.n))",
             ),
-            ("if wanted + kept <= total and self.manager", "if wanted + kept <= total or self.manager"),
             ("        self._opened.free(self._rows.handles[gone])\n", ""),
             ("        self._stop_tokens.add(state.stops)\n            # What", "        # What"),
             (
@@ -53,8 +53,6 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            if state.seats:\n                state.lost = True",
                 "            if not state.seats:\n                state.lost = True",
             ),
-            ("            at += count\n            state, index", "            state, index"),
-            ("            rows.fields[DONE, decodes:count] = builder.ends\n", ""),
             ("            self._opened.fail_decision()\n", ""),
             ("        self._capacity = sys.maxsize  # which fit", "        self._capacity = 0  # which fit"),
             ("        if self._capacity >= before:", "        if self._capacity <= before:"),
@@ -65,6 +63,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         ("test_acceptance.py", *SCHEDULER),
         [
             ("            length -= void\n", ""),
+            ("            at += count\n            state, index", "            state, index"),
             ("        due[step.decodes :] = True  # a chunk", "        due[: step.decodes] = True  # a chunk"),
             (
                 "ended: NDArray[np.bool_] = length >= rows.fields[LIMIT, :samples]",
@@ -151,6 +150,24 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            array[at + count : self.tokens + count] = array[at : self.tokens][::-1].copy()",
             ),
             ("            counts[-1] -= total - self.left", "            counts[0] -= total - self.left"),
+            ("            rows.fields[DONE, decodes:count] = self.ends\n", ""),
+        ],
+    ),
+    (
+        "scheduler/options.py",
+        SCHEDULER,
+        [("if wanted + kept <= total and manager", "if wanted + kept <= total or manager")],
+    ),
+    (
+        "scheduler/loop.py",
+        LOOP,
+        [
+            ("        self._tickets.remove(ticket)\n", ""),
+            ("        self._scheduler.complete(ticket, lost)", "        self._scheduler.complete(ticket)"),
+            (
+                "        self._idle = self._idle + 1 if is_idle and not len(step.decision) else 0",
+                "        self._idle = 0",
+            ),
         ],
     ),
     (
@@ -365,8 +382,6 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         "integrations/transformers/generator.py",
         ("test_generator.py", "test_generator_interrupts.py"),
         [
-            ("                    self._tickets.remove(done.ticket)\n", ""),
-            ("        self.scheduler.finish(done.ticket, done.lost)", "        self.scheduler.finish(done.ticket)"),
             ("        self._finished = [left]\n        self._params.pop(request_id, None)\n", ""),
         ],
     ),
