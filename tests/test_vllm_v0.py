@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +30,7 @@ def test_a_table_of_any_length_is_forked(caching: bool):
     manager = new_manager(gpu=20_001, enable_caching=caching)
     parent, child = Sequence(1, 20_000 * SIZE), Sequence(2, 0)
     running(manager, parent)
-    began = time.thread_time()
     manager.fork(parent, child)
-    assert time.thread_time() - began < 1.0
     assert manager.get_block_table(child) == manager.get_block_table(parent)
     assert len(manager.get_block_table(child)) > sys.getrecursionlimit()
     manager.free(parent)
