@@ -60,7 +60,7 @@ def test_one_numpy_number_is_a_handle_and_a_count(manager: BlockManager) -> None
 
 @pytest.mark.parametrize("token", [-1, 1 << 32, 1 << 70, 1.5, "a", None])
 def test_a_list_with_what_is_no_token_is_refused(token: object) -> None:
-    with pytest.raises(InvalidArgumentError, match="tokens is list, must be uint32"):
+    with pytest.raises(InvalidArgumentError, match=r"tokens is list, must be uint32|tokens\[100\] is .* uint32"):
         export_keys([*range(100), token], block_size=16)  # type: ignore[list-item]
 
 
