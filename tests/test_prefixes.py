@@ -482,7 +482,7 @@ def test_bad_arguments_are_refused(tmp_path: Path):
     good = {"device_blocks": 8, "prefix_caching": True, "prefix_store": url, "namespace": b"m"}
     bad = [
         ({"namespace": b""}, "namespace is b''"),
-        ({"prefix_caching": False}, "with prefix caching"),
+        ({"prefix_caching": False}, "prefix_caching is False, must be True"),
         ({"prefix_writes": "sometimes"}, 'writes is "sometimes"'),
         ({"prefix_deadline": 0}, "deadline is 0"),
         ({"max_staging": WIDTH - 1}, f"max_staging is {WIDTH - 1}: .* hold no block of {WIDTH} bytes"),
