@@ -429,7 +429,7 @@ def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor):
         ({"kind": "heads_first"}, "'heads_first' is not one of kv_first, blocks_first"),
         ({"num_layers": 0}, "num_layers is 0"),
         ({"head_size": -3}, "head_size is -3"),
-        ({"dtype": "float7"}, "'float7' is not known"),
+        ({"dtype": "float7"}, "dtype is 'float7', must be a name"),
         ({"dtype": "float16", "itemsize": 4}, "itemsize is 4 bytes, float16 has 2"),
     ],
 )

@@ -50,9 +50,9 @@ class Scheduler:
     `drain` here, not those of the cache. Over a manager the caller carries decisions out: `schedule`, `complete`,
     `update`. Requests may be added and aborted in between.
 
-    If a call raises, `KeyboardInterrupt` and errors of `prefetch` included, make it again, or go on with `schedule`. An
-    `add` or `abort` that raised has not happened. A `complete` that raised must be made again. Where the
-    exception came in the middle of a change, all requests start again from their tokens.
+    If a call raises, `KeyboardInterrupt` and errors of `prefetch` included, make it again, or go on with the next step.
+    An `add` or `abort` that raised has not happened. A `complete` that raised must be made again. Where the exception
+    came in the middle of a change, all requests start again from their tokens.
 
     Args:
         cache: a `KVCache` or a `BlockManager`, with one cache group; nothing else may admit sequences of this engine.

@@ -412,7 +412,7 @@ class FailureLog:
             self._failures, self._is_known = 0, False
 
     def flush(self, store: object) -> None:
-        """Log what was noted; `store` names the store. Several threads can call it."""
+        """Log what was noted. `store` is the name in the log line. Thread-safe."""
         while self._lines:
             with suppress(IndexError):  # another thread has taken it
                 _log.warning("%s %s", store, self._lines.popleft())

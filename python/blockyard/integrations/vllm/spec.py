@@ -32,7 +32,6 @@ _OPTIONS = (
     "external_deadline",
     "weights_fixed",
 )
-_VLLMS = ("spec_name", "spec_module_path", "block_size", "offloaded_block_size", "num_cpu_blocks")
 _INFO = ("blockyard_num_chunks", "blockyard_blocks_per_chunk", "blockyard_bytes_per_chunk", "blockyard_policy")
 
 
@@ -144,10 +143,10 @@ class _External(NamedTuple):
 
 
 def _warn_of_typos(options: Any) -> None:
-    """Say which options are ignored whose names are nearly those of ours; vLLM has others of its own."""
+    """Warn of options that look like ours, misspelt. vLLM's own options look like none of ours."""
     for name in options:
         near = [] if name in _OPTIONS else get_close_matches(str(name), _OPTIONS, n=1, cutoff=0.7)
-        if near and name not in _VLLMS:
+        if near:
             _LOG.warning("kv_connector_extra_config has %r, which is ignored: is it %r?", name, near[0])
 
 
