@@ -130,7 +130,7 @@ class Driver:
         for worker in self.workers:
             worker.tell(("compute", writes))
         done = self.executor.wait(decision.ticket)  # with the losses of all workers
-        void = self.manager.fail(done.ticket, done.lost)
+        void = self.manager.complete(done.ticket, done.lost)
         self.manager.free(void)
         for handle in void.tolist():
             del self.tags[handle]  # an engine computes it again from its tokens

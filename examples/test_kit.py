@@ -57,7 +57,7 @@ class MyScheduler:
             slots += manager.slot_mapping(job.sequence, 0, len(job.tokens)).tolist()
             batch.append((job, job.tokens))
         decision = manager.take_decision()
-        manager.fail(decision.ticket, execute(decision))
+        manager.complete(decision.ticket, execute(decision))
         sampled = forward(
             [token for _, new in batch for token in new],
             slots,

@@ -158,7 +158,7 @@ def test_pairs_whose_array_was_changed_are_counted_and_refused() -> None:
     assert len(pairs) == 0
     manager, handles = new_manager()
     with pytest.raises(InvalidArgumentError, match="must be ints"):
-        manager.fail(1, [pairs])
+        manager.complete(1, [pairs])
     assert manager.num_tokens(int(handles[0])) == 3
 
 

@@ -51,7 +51,7 @@ class Bench:
         decision = self.manager.take_decision()
         executor.submit(decision)
         lost = executor.wait(decision.ticket).lost
-        self.manager.fail(decision.ticket, lost)
+        self.manager.complete(decision.ticket, lost)
         return list(lost)
 
     def move(self, executor: Executor, *moves: str) -> list[Pairs]:

@@ -82,7 +82,7 @@ def test_a_copy_that_did_not_land_is_never_found() -> None:
     manager.swap_out([handle])
     decision = manager.take_decision()
     (pairs,) = decision.swap_out
-    assert manager.fail(decision.ticket, [Pairs("device", "host", pairs.ids[1:2])]).tolist() == [handle]
+    assert manager.complete(decision.ticket, [Pairs("device", "host", pairs.ids[1:2])]).tolist() == [handle]
     manager.free([handle, int(manager.allocate(counts=[16])[0])])
     step(manager)
     assert manager.prefix.lookup(PROMPT).tokens == 4
@@ -95,7 +95,7 @@ def test_a_load_that_failed_leaves_no_hit_in_either_tier() -> None:
     handles, _ = allocate_prompts(manager, [PROMPT])
     decision = manager.take_decision()
     (pairs,) = decision.swap_in
-    assert manager.fail(decision.ticket, [Pairs("host", "device", pairs.ids[:1])]).tolist() == handles.tolist()
+    assert manager.complete(decision.ticket, [Pairs("host", "device", pairs.ids[:1])]).tolist() == handles.tolist()
     manager.free(handles)
     manager.check()
     assert manager.prefix.lookup(PROMPT).tokens == 0, "the copy that could not be read is not tried again"

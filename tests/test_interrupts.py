@@ -83,10 +83,7 @@ class Rig:
     def carry_out(self, decision: StepDecision, interrupt: Interrupt) -> None:
         lost = self.polled(decision, interrupt) if self.polls else self.executed(decision, interrupt)
         assert not self.executor.is_open(decision.ticket)
-        if not lost:
-            self.manager.complete(decision.ticket)
-            return
-        for handle in self.manager.fail(decision.ticket, lost).tolist():
+        for handle in self.manager.complete(decision.ticket, lost).tolist():
             self.live.remove(handle)
             self.manager.free([handle])
 

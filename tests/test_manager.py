@@ -362,10 +362,10 @@ def test_a_ticket_of_which_nothing_landed_fails_without_pairs():
     manager = new_manager()
     one, other = manager.allocate(5, 3)
     settle(manager)
-    for handle, lost, hit in ((one, None, [one]), (other, [], [])):
+    for handle, end, hit in ((one, manager.fail, [one]), (other, manager.complete, [])):
         manager.swap_out(handle)
         ticket = manager.take_decision().ticket
-        assert manager.fail(ticket, lost).tolist() == hit
+        assert end(ticket).tolist() == hit
         with pytest.raises(UnknownTicketError):
             manager.fail(ticket)
     manager.free([one, other])

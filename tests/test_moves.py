@@ -65,7 +65,7 @@ def test_a_failed_move_leaves_its_block_where_it_was() -> None:
     sequence = holey(manager)
     manager.defrag.run("max_id", 3)
     decision = manager.take_decision()
-    lost = manager.fail(decision.ticket, [Pairs("device", "device", np.array([[5, 1]]))])
+    lost = manager.complete(decision.ticket, [Pairs("device", "device", np.array([[5, 1]]))])
     assert lost.tolist() == []
     assert manager.block_table(sequence).tolist() == [0, 5, 2, 3]
     assert (manager.stats().moved_blocks, manager.stats().failed_moves) == (3, 1)
@@ -174,7 +174,7 @@ def test_what_a_failed_exchange_was_to_keep_is_lost_and_the_table_stays() -> Non
     before = manager.block_table(sequence).tolist()
     manager.defrag.run("contiguous", 1, cached="exchange")
     decision = manager.take_decision()
-    assert manager.fail(decision.ticket, decision.move).size == 0
+    assert manager.complete(decision.ticket, decision.move).size == 0
     assert manager.block_table(sequence).tolist() == before
     assert hits(manager) == [1, 0]
     manager.check()

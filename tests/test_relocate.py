@@ -320,7 +320,7 @@ def test_fail_names_exactly_the_sequences_that_were_hit():
     a, b, c = engine.open(BLOCK), engine.open(BLOCK), engine.open(BLOCK)
     (d,) = engine.fork(c)
     ticket, pairs = loaded(engine, a, b, c, d)
-    hit = engine.manager.fail(ticket, [Pairs("external", "device", pairs.ids[[0, 2]])])
+    hit = engine.manager.complete(ticket, [Pairs("external", "device", pairs.ids[[0, 2]])])
     assert sorted(hit.tolist()) == sorted([a, c, d])
     for handle in (a, c, d):
         spill = partial(engine.manager.swap_out, to="external")
@@ -345,7 +345,7 @@ def test_a_copy_made_from_what_did_not_land_is_lost_too():
     decision = engine.manager.take_decision()
     assert len(decision.copy) == 1
     lost = Pairs("external", "device", decision.fetch[0].ids[1:])
-    assert sorted(engine.manager.fail(decision.ticket, [lost]).tolist()) == sorted([a, b])
+    assert sorted(engine.manager.complete(decision.ticket, [lost]).tolist()) == sorted([a, b])
 
 
 def test_a_copy_of_what_did_not_land_is_lost_even_after_the_copy_has_ended():
@@ -362,7 +362,7 @@ def test_a_copy_of_what_did_not_land_is_lost_even_after_the_copy_has_ended():
     assert len(copy.copy) == 1
     engine.manager.complete(copy.ticket)
     lost = Pairs("external", "device", load.fetch[0].ids[1:])
-    assert sorted(engine.manager.fail(load.ticket, [lost]).tolist()) == sorted([a, b])
+    assert sorted(engine.manager.complete(load.ticket, [lost]).tolist()) == sorted([a, b])
 
 
 def test_a_lost_copy_is_not_shared_again():
@@ -371,7 +371,7 @@ def test_a_lost_copy_is_not_shared_again():
     a, b = engine.fork(stays, 2)
     engine.manager.swap_out([a], to="external")
     decision = engine.manager.take_decision()
-    assert engine.manager.fail(decision.ticket, [decision.spill[0]]).tolist() == [a]
+    assert engine.manager.complete(decision.ticket, [decision.spill[0]]).tolist() == [a]
     engine.manager.swap_out([b], to="external")
     assert len(engine.step()["spill"]) == 1
     del engine.tokens[a]
@@ -384,7 +384,7 @@ def test_a_loss_that_is_not_in_the_ticket_is_refused():
     ticket, pairs = loaded(engine, a)
     strange = Pairs("external", "device", pairs.ids + np.array([0, 1]))
     with pytest.raises(MappingError, match=f"ticket {ticket} writes no block 1 in the device tier"):
-        engine.manager.fail(ticket, [pairs, strange])
+        engine.manager.complete(ticket, [pairs, strange])
     engine.manager.check()
     engine.manager.complete(ticket)
     engine.manager.append([a])
@@ -396,7 +396,7 @@ def test_a_ticket_ends_once():
     with pytest.raises(UnknownTicketError):
         engine.manager.complete(ticket + 1)
     engine.manager.complete(ticket)
-    for call in (lambda: engine.manager.complete(ticket), lambda: engine.manager.fail(ticket, [])):
+    for call in (lambda: engine.manager.complete(ticket), lambda: engine.manager.complete(ticket, [])):
         with pytest.raises(UnknownTicketError, match=f"ticket {ticket} is not open"):
             call()
 

@@ -79,7 +79,7 @@ def test_open_tickets_hold_blocks_until_they_end() -> None:
     stats = manager.stats()
     assert (stats.open_tickets, stats.leased_blocks) == ([decision.ticket], {"device": 2, "host": 2, "external": 0})
     assert stats.used_blocks == {"device": 2, "host": 2, "external": 0}
-    manager.fail(decision.ticket, [Pairs("device", "host", decision.swap_out[0].ids)])
+    manager.complete(decision.ticket, [Pairs("device", "host", decision.swap_out[0].ids)])
     stats = manager.stats()
     assert (stats.open_tickets, sum(stats.leased_blocks.values())) == ([], 0)
     assert stats.used_blocks == {"device": 0, "host": 2, "external": 0}

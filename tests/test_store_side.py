@@ -127,12 +127,9 @@ def test_every_step_ends_once_and_no_byte_is_wrong_whatever_the_store_does(seed:
             decision = manager.take_decision()
             executor.submit(decision)
             done = finish(executor, decision.ticket, polls=bool(random.integers(2)))
-            if done.lost:
-                for gone in manager.fail(done.ticket, done.lost).tolist():
-                    del rows[gone]
-                    manager.free([gone])
-            else:
-                manager.complete(done.ticket)
+            for gone in manager.complete(done.ticket, done.lost).tolist():
+                del rows[gone]
+                manager.free([gone])
             manager.check()
             assert (executor.num_in_flight, executor.staged_bytes, executor.poll()) == (0, 0, [])
         manager.free(list(rows))

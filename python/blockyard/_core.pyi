@@ -961,7 +961,7 @@ class BlockManager:
             all groups share the pools. None: one group with full attention.
         prefix_caching: whether prompts share the blocks of earlier prompts that begin alike; True, False or a
             `PrefixCaching` with options.
-        max_open_tickets: above so many open tickets `take_decision` warns: a `complete` is probably missing. A manager
+        max_open_tickets: open tickets above which `take_decision` warns: a `complete` is probably missing. A manager
             that `restore` returns has the default.
     Raises:
         InvalidArgumentError: a size or fraction is out of range, or an option has another name.
@@ -987,7 +987,7 @@ class BlockManager:
         reuse_order: str = "lowest",
         groups: Iterable[CacheGroup] | None = None,
         prefix_caching: bool | PrefixCaching = ...,
-        max_open_tickets: int = 1000,
+        max_open_tickets: int = 16,
     ) -> BlockManager: ...
     @property
     def block_size(self) -> int:
@@ -1286,22 +1286,34 @@ class BlockManager:
         Raises:
             UnknownTicketError: the ticket has ended or expired; its transfers must not run.
         """
-    def complete(self, ticket: int) -> None:
-        """End a ticket whose bytes have all landed.
+    def complete(self, ticket: int, lost: Iterable[Pairs] = ()) -> NDArray[np.uint64]:
+        """End a ticket whose transfers have ended.
 
         Args:
             ticket: `decision.ticket`.
+            lost: the `Pairs` that did not land.
+        Returns:
+            Sequences that lost bytes, uint64 `[n]`. They can only be freed.
+        Raises:
+            UnknownTicketError: the ticket was never handed out, or has ended.
+            MappingError: the ticket writes no such block.
+        """
+    def fail(self, ticket: int) -> NDArray[np.uint64]:
+        """End a ticket of which nothing landed, for instance because it was never carried out.
+
+        Args:
+            ticket: `decision.ticket`.
+        Returns:
+            Sequences that lost bytes, uint64 `[n]`. They can only be freed.
         Raises:
             UnknownTicketError: the ticket was never handed out, or has ended.
         """
-    def fail(self, ticket: int, lost: Iterable[Pairs] | None = None, *, end: bool = True) -> NDArray[np.uint64]:
-        """End a ticket of which some transfers did not land.
+    def lose(self, ticket: int, lost: Iterable[Pairs]) -> NDArray[np.uint64]:
+        """Mark the sequences that have lost bytes while the ticket's other transfers still run.
 
         Args:
-            ticket: `decision.ticket`.
-            lost: the `Pairs` that did not land; `[]` completes the ticket; None means that nothing landed.
-            end: False only marks the sequences that lost bytes, while the ticket's other transfers run on. End the
-                ticket later, with these pairs too.
+            ticket: `decision.ticket`. It stays open; give `complete` the same pairs when it ends.
+            lost: the `Pairs` that are known not to land.
         Returns:
             Sequences that lost bytes, uint64 `[n]`. They can only be freed.
         Raises:

@@ -126,16 +126,11 @@ class FreesUnderCopies:
         self.open.clear()
         self.manager.free(sequences)
 
-    def complete(self, ticket: int) -> None:
-        if ticket in self.open:
-            self.open.remove(ticket)
-            self.manager.complete(ticket)
-
-    def fail(self, ticket: int, lost: Sequence[Pairs]) -> object:
+    def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> object:
         if ticket not in self.open:
             return []
         self.open.remove(ticket)
-        return self.manager.fail(ticket, lost)
+        return self.manager.complete(ticket, lost)
 
 
 def test_freeing_blocks_under_a_copy_in_flight_is_noticed():
@@ -298,18 +293,14 @@ class MovingManager:
                 ids[:, side] = self.place[ids[:, side]]
         return Pairs(pairs.src, pairs.dst, ids)
 
-    def complete(self, ticket: int) -> None:
-        self.end(ticket, set())
-        self.manager.complete(ticket)
-
-    def fail(self, ticket: int, lost: Sequence[Pairs]) -> object:
+    def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> object:
         names = self.sent[ticket]
         # A move is not in the manager, one that was abandoned neither.
         mine = [pairs for pairs in lost if (pairs.src, pairs.dst, *pairs.ids[0].tolist()) not in names]
         rest = [pairs for pairs in lost if pairs not in mine]
         self.end(ticket, {int(hole) for pairs in mine for hole in pairs.ids[:, 1]})
         known = [Pairs(p.src, p.dst, self.before(names, p)) for p in rest]
-        return self.manager.fail(ticket, known)
+        return self.manager.complete(ticket, known)
 
     @staticmethod
     def before(names: dict[tuple[str, str, int, int], list[int]], pairs: Pairs) -> np.ndarray:

@@ -164,7 +164,7 @@ class World:
 
     def _end(self, done: StepDone) -> None:
         self.open.remove(done.ticket)
-        void = self.manager.fail(done.ticket, done.lost)
+        void = self.manager.complete(done.ticket, done.lost)
         self.manager.free(void)
         for handle in void.tolist():
             self.tags.pop(handle)

@@ -45,7 +45,7 @@ class ParallelExecutor(Executor):
         >>> manager.swap_out(sequence)
         >>> executor.submit(decision := manager.take_decision())
         >>> done = executor.wait(decision.ticket)
-        >>> manager.fail(done.ticket, done.lost).tolist(), manager.tier(sequence)
+        >>> manager.complete(done.ticket, done.lost).tolist(), manager.tier(sequence)
         ([], 'host')
     """
 

@@ -103,7 +103,7 @@ class Tickets:
         found = [lost for _, lost, _ in self._ended]
         for ticket in [decision.ticket for decision in self._open]:
             pairs = self._executor.lost(ticket)
-            found += [self._manager.fail(ticket, pairs, end=False)] if pairs else []
+            found += [self._manager.lose(ticket, pairs)] if pairs else []
         return np.unique(np.concatenate(found)) if found else _NONE
 
     def report(self) -> list[StepEnd]:
@@ -127,7 +127,7 @@ class Tickets:
         ticket = done.ticket
         if not self._ended or ticket not in [end[0] for end in self._ended]:
             # C code runs this as a whole: no interrupt comes between the manager's answer and the list.
-            ends = zip((ticket,), map(self._manager.fail, (ticket,), (done.lost,)), (done.errors,))  # noqa: B905
+            ends = zip((ticket,), map(self._manager.complete, (ticket,), (done.lost,)), (done.errors,))  # noqa: B905
             try:  # noqa: SIM105 (a `with` costs a step more)
                 self._ended.extend(ends)
             except UnknownTicketError:

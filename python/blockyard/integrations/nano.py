@@ -12,7 +12,7 @@ pass that to `allocate(seq, n)`, and call `hash_blocks(seq)` after each step. No
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
@@ -357,7 +357,7 @@ class BlockManager:
 
     def _mend(self) -> None:
         """Give back what a call that raised had taken, and have every sequence as the manager has it."""
-        self._end_decisions(None)  # what landed is not known
+        self._end_decisions(self.manager.fail)  # what landed is not known
         self._land(())  # what was decided before blocks change hands
         for pin, _ in self._pins:
             with suppress(UnknownTicketError):
@@ -384,12 +384,12 @@ class BlockManager:
         except SequenceStateError:
             self._lost.add(entry.handle)
 
-    def _end_decisions(self, lost: list[_core.Pairs] | None) -> set[int]:
-        """End what was decided; give the sequences that have lost blocks."""
+    def _end_decisions(self, end: Callable[[int], NDArray[np.uint64]]) -> set[int]:
+        """End the ticket of what was decided; give the sequences that have lost blocks."""
         gone: set[int] = set()
         for decision in self._decisions:
             with suppress(UnknownTicketError):
-                gone.update(self.manager.fail(decision.ticket, lost).tolist())
+                gone.update(end(decision.ticket).tolist())
         self._lost |= gone
         self._decisions.clear()
         return gone
@@ -505,7 +505,7 @@ class BlockManager:
             else:
                 lost = self.executor.execute(decision)
         finally:
-            gone = self._end_decisions(lost).intersection(handles)
+            gone = self._end_decisions(lambda ticket: self.manager.complete(ticket, lost)).intersection(handles)
         if gone:
             raise SequenceStateError(f"{sum(map(len, lost))} of {len(decision)} blocks did not reach the device")
 

@@ -337,7 +337,7 @@ class Scheduler:
         ended: list[NDArray[np.uint64] | None] = []  # filled by the call itself, as in `Opened`
         names: list[str] = []
         try:
-            ended[:] = starmap(self.manager.fail, ((ticket, lost),)) if lost else map(self.manager.complete, (ticket,))
+            ended[:] = starmap(self.manager.complete, ((ticket, lost),))
             if ended[0] is not None and not self._interrupted:
                 names = self._start_again(ended[0])
             self._swapping.end(ticket)

@@ -293,21 +293,13 @@ class ReferenceManager:
         transfers = [(k[0], Pairs(k[1], k[2], np.array(step.transfers[k], dtype=np.int64))) for k in order]
         return StepDecision(ticket, transfers, after=drains if step.reuses_drained else [])
 
-    def complete(self, ticket: int) -> None:
-        """End a ticket whose bytes have all landed."""
-        if ticket not in self._state.running:
-            raise UnknownTicketError(f"ticket {ticket} is not open")
-        del self._state.running[ticket]
-        for block, transfers in self._state.unlanded.items():
-            self._state.unlanded[block] = {(other, target) for other, target in transfers if other != ticket}
-
-    def fail(self, ticket: int, lost: Sequence[Pairs] | None = None) -> NDArray[np.uint64]:
-        """End a ticket of which some pairs, or none, landed; returns the sequences that lost bytes."""
+    def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> NDArray[np.uint64]:
+        """End a ticket, of which some pairs may not have landed; returns the sequences that lost bytes."""
         if ticket not in self._state.running:
             raise UnknownTicketError(f"ticket {ticket} is not open")
         step = self._state.running[ticket]
         written = {lease.block for lease in step.leases if lease.use == "write"}
-        gone = written if lost is None else {Block(pairs.dst, int(to)) for pairs in lost for to in pairs.ids[:, 1]}
+        gone = {Block(pairs.dst, int(to)) for pairs in lost for to in pairs.ids[:, 1]}
         if not gone <= written:
             raise MappingError(f"ticket {ticket} does not write all of {sorted(gone)}")
         # A copy made from what did not land has copied nothing of use.
@@ -318,7 +310,9 @@ class ReferenceManager:
         hit = [h for h, row in self._state.sequences.items() if any(Block(row.tier, b) in gone for b in row.table)]
         for handle in hit:
             self._state.sequences[handle].lost = True
-        self.complete(ticket)
+        del self._state.running[ticket]
+        for block, transfers in self._state.unlanded.items():
+            self._state.unlanded[block] = {(other, target) for other, target in transfers if other != ticket}
         return np.array(hit, dtype=np.uint64)
 
     # ---- sequences ----

@@ -398,10 +398,7 @@ class PrefixMachine(RuleBasedStateMachine):
         """Finish a ticket's transfers and tell the manager."""
         self.memory.finish(ticket)
         _, lost = self.running.pop(ticket)
-        if not lost:
-            self.manager.complete(ticket)
-            return
-        hit = set(self.manager.fail(ticket, lost).tolist())
+        hit = set(self.manager.complete(ticket, lost).tolist())
         for sequence in self.sequences:
             sequence.lost = sequence.lost or sequence.handle in hit
 

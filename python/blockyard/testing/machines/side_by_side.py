@@ -133,10 +133,7 @@ class SideBySide:
         self.memory.finish(ticket)
         self.tickets.remove(ticket)
         lost = self.losses.pop(ticket)
-        if not lost:
-            self.do(lambda m: m.complete(ticket), lambda m: m.complete(ticket))
-            return
-        real, model = self.manager.fail(ticket, lost), self.model.fail(ticket, lost)
+        real, model = self.manager.complete(ticket, lost), self.model.complete(ticket, lost)
         hit = {int(handle) for handle in real}
         expected = {int(handle) for handle in model}
         same("lost sequences", hit, {s.real for s in self.sequences if s.model in expected}, when=self.same_ids)

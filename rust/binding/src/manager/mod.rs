@@ -3,6 +3,7 @@
 pub(crate) mod defrag;
 pub(crate) mod fit;
 pub(crate) mod group;
+mod open_tickets;
 pub(crate) mod pins;
 pub(crate) mod policies;
 pub(crate) mod pool;
@@ -22,6 +23,7 @@ use crate::decision::{PyPairs, PyStepDecision};
 use crate::manager::defrag::PyDefrag;
 use crate::manager::fit::PyFit;
 use crate::manager::group::PyCacheGroup;
+use crate::manager::open_tickets::OpenTickets;
 use crate::manager::pins::{PyExpired, PyPins};
 use crate::manager::policies::CachingOptions;
 use crate::manager::pool::PyPool;
@@ -33,20 +35,15 @@ use crate::manager::stats::PyManagerStats;
 use blockyard_core::{self as core, BlockId, Config, Demand, Manager, SequenceId, TableRows, Tier};
 use blockyard_locks::Guard;
 use numpy::{PyArray1, PyArrayMethods};
-use pyo3::exceptions::PyRuntimeWarning;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
-use std::ffi::CString;
-use std::sync::atomic::{AtomicBool, AtomicU16, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 
 /// Slots of one call that are many: whether there are blocks is asked before memory for the slots is taken.
 const MANY_SLOTS: usize = 1 << 16;
 
 /// Why options of token ids are refused where there are only counts.
 const KEYED: &str = "salt, lora_id, extras or chunk_tokens are given with counts, give token ids with them";
-
-/// Open tickets above which `take_decision` warns, if nothing else is said.
-const MANY_TICKETS: u32 = 1000;
 
 /// Managers of this process that were numbered before.
 static NUMBERED: AtomicU16 = AtomicU16::new(0);
@@ -75,7 +72,7 @@ fn next_number() -> u16 {
 ///         all groups share the pools. None: one group with full attention.
 ///     prefix_caching: whether prompts share the blocks of earlier prompts that begin alike; True, False or a
 ///         `PrefixCaching` with options.
-///     max_open_tickets: above so many open tickets `take_decision` warns: a `complete` is probably missing. A manager
+///     max_open_tickets: open tickets above which `take_decision` warns: a `complete` is probably missing. A manager
 ///         that `restore` returns has the default.
 /// Raises:
 ///     InvalidArgumentError: a size or fraction is out of range, or an option has another name.
@@ -91,13 +88,12 @@ fn next_number() -> u16 {
 #[pyclass(frozen, name = "BlockManager", module = "blockyard._core")]
 pub(crate) struct PyBlockManager {
     shared: Shared,
-    max_open_tickets: u32,
-    warned: AtomicBool,
+    open_tickets: OpenTickets,
 }
 
 impl PyBlockManager {
-    fn from_core(manager: Manager) -> Self {
-        Self { shared: Shared::new(manager), max_open_tickets: MANY_TICKETS, warned: AtomicBool::new(false) }
+    fn from_core(manager: Manager, max_open_tickets: u32) -> Self {
+        Self { shared: Shared::new(manager), open_tickets: OpenTickets::new(max_open_tickets) }
     }
 
     fn lock(&self) -> Guard<'_, Manager> {
@@ -114,26 +110,6 @@ impl PyBlockManager {
         call(&mut self.lock(), &sequences).map_err(to_py)
     }
 
-    /// Warns once if too many tickets are open. A warning may be an exception, so nothing has changed yet.
-    fn warn_of_tickets(&self, py: Python<'_>) -> PyResult<()> {
-        let (first, count, steps) = {
-            let manager = self.lock();
-            let count = manager.num_open_tickets();
-            if count <= self.max_open_tickets as usize || self.warned.swap(true, Relaxed) {
-                return Ok(());
-            }
-            (manager.open_tickets().take(8).collect::<Vec<_>>(), count, manager.stats().steps + 1)
-        };
-        let ages = first.iter().map(|ticket| format!("{} ({} steps ago)", ticket.0, steps - ticket.0));
-        let text = format!(
-            "{count} tickets are open, max_open_tickets is {}: complete or fail each ticket, its blocks stay leased until \
-             then; the oldest are {}",
-            self.max_open_tickets,
-            ages.collect::<Vec<_>>().join(", ")
-        );
-        PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &CString::new(text)?, 1)
-    }
-
     /// Opens sequences of which only the lengths are known.
     fn allocate_counts(&self, counts: &[u32], encoder: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<SequenceId>> {
         let encoder = encoder.map(|tokens| Tokens::new(tokens, "encoder_tokens")).transpose()?.map(Tokens::into_vec);
@@ -147,11 +123,15 @@ impl PyBlockManager {
     }
 }
 
+fn core_pairs(py: Python<'_>, pairs: &[Py<PyPairs>]) -> PyResult<Vec<core::Pairs>> {
+    pairs.iter().map(|pairs| pairs.get().to_core(py)).collect()
+}
+
 #[pymethods]
 impl PyBlockManager {
     #[new]
     #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01,
-        reuse_order = "lowest", groups = None, prefix_caching = CachingOptions::Off, max_open_tickets = 1000))]
+        reuse_order = "lowest", groups = None, prefix_caching = CachingOptions::Off, max_open_tickets = 16))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         #[pyo3(from_py_with = args::block_size)] block_size: u32,
@@ -172,7 +152,7 @@ impl PyBlockManager {
         if let CachingOptions::On(options) = prefix_caching {
             options.apply(&mut manager)?;
         }
-        Ok(Self { max_open_tickets, ..Self::from_core(manager) })
+        Ok(Self::from_core(manager, max_open_tickets))
     }
 
     /// Token slots in a block.
@@ -634,7 +614,7 @@ impl PyBlockManager {
         prefetch: bool,
         #[pyo3(from_py_with = args::deadline)] deadline: Option<u64>,
     ) -> PyResult<PyStepDecision> {
-        self.warn_of_tickets(py)?;
+        self.open_tickets.warn(py, &self.shared)?;
         let decision = {
             let mut manager = self.lock();
             let decision = if prefetch { manager.take_prefetch() } else { manager.take_decision() };
@@ -643,6 +623,7 @@ impl PyBlockManager {
             }
             decision
         };
+        self.open_tickets.note(py, decision.ticket, &self.shared);
         PyStepDecision::from_core(py, &decision)
     }
 
@@ -658,44 +639,68 @@ impl PyBlockManager {
         self.lock().submit(ticket.0).map_err(to_py)
     }
 
-    /// End a ticket whose bytes have all landed.
+    /// End a ticket whose transfers have ended.
     ///
     /// Args:
     ///     ticket: `decision.ticket`.
-    /// Raises:
-    ///     UnknownTicketError: the ticket was never handed out, or has ended.
-    fn complete(&self, #[pyo3(from_py_with = args::ticket)] ticket: Ticket) -> PyResult<()> {
-        self.lock().complete(ticket.0).map_err(to_py)
-    }
-
-    /// End a ticket of which some transfers did not land.
-    ///
-    /// Args:
-    ///     ticket: `decision.ticket`.
-    ///     lost: the `Pairs` that did not land; `[]` completes the ticket; None means that nothing landed.
-    ///     end: False only marks the sequences that lost bytes, while the ticket's other transfers run on. End the
-    ///         ticket later, with these pairs too.
+    ///     lost: the `Pairs` that did not land.
     /// Returns:
     ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
     /// Raises:
     ///     UnknownTicketError: the ticket was never handed out, or has ended.
     ///     MappingError: the ticket writes no such block.
-    #[pyo3(signature = (ticket, lost = None, *, end = true))]
+    #[pyo3(signature = (ticket, lost = Vec::new()), text_signature = "($self, ticket, lost=())")]
+    fn complete<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
+        #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
+    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        if lost.is_empty() {
+            let none = handles(py, &[])?;
+            return self.lock().complete(ticket.0).map(|()| none).map_err(to_py);
+        }
+        let lost = core_pairs(py, &lost)?;
+        let hit = self.lock().fail(ticket.0, &lost).map_err(to_py)?;
+        handles(py, &hit)
+    }
+
+    /// End a ticket of which nothing landed, for instance because it was never carried out.
+    ///
+    /// Args:
+    ///     ticket: `decision.ticket`.
+    /// Returns:
+    ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
+    /// Raises:
+    ///     UnknownTicketError: the ticket was never handed out, or has ended.
     fn fail<'py>(
         &self,
         py: Python<'py>,
         #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
-        #[pyo3(from_py_with = args::lost)] lost: Option<Vec<Py<PyPairs>>>,
-        end: bool,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        let lost = lost.map(|lost| lost.iter().map(|pairs| pairs.get().to_core(py)).collect::<PyResult<Vec<_>>>());
-        let lost = lost.transpose()?;
-        let hit = match &lost {
-            _ if !end => self.lock().lose(ticket.0, lost.as_deref()),
-            Some(lost) => self.lock().fail(ticket.0, lost),
-            None => self.lock().fail_whole(ticket.0),
-        };
-        handles(py, &hit.map_err(to_py)?)
+        let hit = self.lock().fail_whole(ticket.0).map_err(to_py)?;
+        handles(py, &hit)
+    }
+
+    /// Mark the sequences that have lost bytes while the ticket's other transfers still run.
+    ///
+    /// Args:
+    ///     ticket: `decision.ticket`. It stays open; give `complete` the same pairs when it ends.
+    ///     lost: the `Pairs` that are known not to land.
+    /// Returns:
+    ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
+    /// Raises:
+    ///     UnknownTicketError: the ticket was never handed out, or has ended.
+    ///     MappingError: the ticket writes no such block.
+    fn lose<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
+        #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
+    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let lost = core_pairs(py, &lost)?;
+        let hit = self.lock().lose(ticket.0, &lost).map_err(to_py)?;
+        handles(py, &hit)
     }
 
     /// End every ticket and pin whose deadline has passed and that was not submitted.
@@ -879,7 +884,7 @@ impl PyBlockManager {
     ///     SnapshotError: the bytes are of another version, cut short, damaged, too long, or contradict themselves.
     #[staticmethod]
     fn restore(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
-        py.detach(|| Manager::restore(data)).map(Self::from_core).map_err(to_py)
+        py.detach(|| Manager::restore(data)).map(|manager| Self::from_core(manager, open_tickets::MOST)).map_err(to_py)
     }
 
     fn __repr__(&self) -> String {

@@ -97,16 +97,12 @@ impl Manager {
         Ok(self.end_without(ticket, blocks, true))
     }
 
-    /// Marks the sequences of blocks that are known not to land, of all blocks if none are named, while the ticket's other
-    /// transfers run on; returns them. They can only be freed. [`Manager::fail`] with these pairs too is to end the ticket.
+    /// Marks the sequences of blocks that are known not to land, while the ticket's other transfers run on; returns them. They can only be freed. [`Manager::fail`] with these pairs too is to end the ticket.
     ///
     /// # Errors
     /// As [`Manager::fail`].
-    pub fn lose(&mut self, ticket: TicketId, lost: Option<&[Pairs]>) -> Result<Vec<SequenceId>> {
-        let mut blocks = match lost {
-            Some(lost) => self.lost_blocks(ticket, lost)?,
-            None => self.transfers.get(ticket)?.written().collect(),
-        };
+    pub fn lose(&mut self, ticket: TicketId, lost: &[Pairs]) -> Result<Vec<SequenceId>> {
+        let mut blocks = self.lost_blocks(ticket, lost)?;
         self.transfers.follow_copies(ticket, self.tiers.device(), &mut blocks);
         Ok(self.sequences.lose(&blocks))
     }
