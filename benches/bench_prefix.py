@@ -77,6 +77,26 @@ def compare_policies() -> None:
             print(f"{eviction:10} {blocks:6} blocks  hit rate {hit:.4f}  {us:6.2f} us per request")
 
 
+def host_fill(copies: int, blocks: int = 4_000) -> tuple[float, float, float]:
+    """W-prefix with a host of 16,000 blocks: microseconds per request, hit rate, and blocks copied per request."""
+    caching = PrefixCaching(eviction="lru", host=True, host_copies_per_step=copies)
+    manager = BlockManager(
+        block_size=BLOCK_SIZE, device_blocks=blocks, host_blocks=16_000, watermark=0.0, prefix_caching=caching
+    )
+    requests, live = prompts(), deque()  # type: ignore[var-annotated]
+    start = time.thread_time_ns()
+    for prompt in requests:
+        if len(live) == LIVE:
+            manager.free(live.popleft())
+        sequence = manager.allocate(prompt)
+        manager.complete(manager.take_decision().ticket)
+        manager.mark_computed(sequence)
+        live.append(sequence)
+    spent = time.thread_time_ns() - start
+    stats = manager.stats()
+    return spent / len(requests) / 1000, stats.hit_rate, stats.swapped_out_blocks / len(requests)
+
+
 def full_of_chains(evictable: int, chain: int = 4) -> BlockManager:
     """A pool full of cached chains, released in no order of ids, as in a server that has run for a while."""
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=evictable, watermark=0.0, prefix_caching=LRU)
@@ -153,6 +173,10 @@ def figures(repeats: int) -> dict[str, float]:
         runs = [w_prefix(arrays, blocks) for _ in range(repeats)]
         found[f"w_prefix_{name}_us"] = min(us for us, _ in runs)
         found[f"w_prefix_{name}_hit"] = runs[0][1]
+    for name, copies in (("off", 0), ("64", 64), ("256", 256)):
+        fills = [host_fill(copies) for _ in range(repeats)]
+        found[f"host_fill_{name}_us"] = min(us for us, _, _ in fills)
+        _, found[f"host_fill_{name}_hit"], found[f"host_fill_{name}_blocks"] = fills[0]
     lists = [array.tolist() for array in arrays]
     found["w_prefix_lists_us"] = min(w_prefix(lists, 20_000)[0] for _ in range(repeats))
     for name, evictable in (("1k", 1_000), ("10k", 10_000), ("100k", 100_000), ("1m", 10**6), ("10m", 10**7)):

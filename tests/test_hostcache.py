@@ -15,6 +15,7 @@ PROMPT = list(range(100, 113))
 
 
 def new_manager(device: int = 4, host: int = 8, **options: int) -> BlockManager:
+    options = {"host_copies_per_step": 0, **options}
     return make_manager(block_size=SIZE, device_blocks=device, host_blocks=host, watermark=0.0, host=True, **options)
 
 
@@ -147,6 +148,50 @@ def test_offloaded_blocks_leave_the_device_for_the_host() -> None:
     assert manager.stats().cached_blocks == {"device": 1, "host": 2, "external": 0}
     assert manager.prefix.lookup(PROMPT).tokens == 12
     assert manager.prefix.offload(0) == 0
+
+
+def test_what_the_next_step_may_evict_is_on_the_host_first() -> None:
+    manager = new_manager(device=16, host=64, host_copies_per_step=2)
+    prompts = [[at, *range(100, 111)] for at in range(20)]
+    for prompt in prompts:  # 3 blocks each: 60 in all, of which 16 fit
+        manager.free([run(manager, prompt)])
+    # A decision copies two: one of the three blocks that each prompt evicts is not on the host.
+    stats = manager.stats()
+    assert 0 < stats.cached_blocks["host"] == stats.swapped_out_blocks <= 2 * len(prompts)
+    assert all(manager.prefix.lookup([*prompt, 7]).tokens < 12 for prompt in prompts[:3])
+
+
+def test_a_step_that_takes_no_more_than_is_copied_ahead_loses_nothing() -> None:
+    manager = new_manager(device=32, host=128, host_copies_per_step=4)
+    prompts = [[at, *range(100, 111)] for at in range(40)]
+    for prompt in prompts:
+        manager.free([run(manager, prompt)])
+    assert [manager.prefix.lookup([*prompt, 7]).tokens for prompt in prompts] == [12] * 40
+    step(manager)
+    assert len(step(manager)) == 0, "an idle manager copies once"
+
+
+def test_blocks_that_are_being_copied_can_be_taken() -> None:
+    manager = new_manager(device=16, host=32, host_copies_per_step=8)
+    manager.free([run(manager, list(range(100, 100 + 16 * SIZE)))])
+    decision = manager.take_decision()
+    assert [len(pairs) for pairs in decision.swap_out] == [2], "an eighth of the device"
+    assert manager.can_allocate(16 * SIZE)
+    manager.allocate(counts=[16 * SIZE])
+    assert list(manager.take_decision().after) == [decision.ticket]
+    manager.complete(decision.ticket)
+    manager.check()
+    assert manager.prefix.lookup(list(range(100, 100 + 16 * SIZE))).tokens == 0, "what has no copy is gone"
+
+
+def test_the_bound_is_kept_in_a_snapshot_and_shown() -> None:
+    options = PrefixCaching(host=True, host_copies_per_step=3)
+    assert "host_copies_per_step=3" in repr(options)
+    manager = new_manager(device=32, host=32, host_copies_per_step=3)
+    other = BlockManager.restore(manager.snapshot())
+    for at in range(12):
+        other.free([run(other, [at, *range(100, 111)])])
+    assert other.stats().swapped_out_blocks > 0
 
 
 def test_a_block_that_is_hit_while_it_is_offloaded_stays() -> None:

@@ -237,8 +237,8 @@ def test_each_binding_file_has_a_class_or_a_partner_in_a_crate():
     concepts |= {path.name for path in (ROOT / "rust").iterdir()}
     source = ROOT / "rust" / "binding" / "src"
     files = [path for path in source.rglob("*.rs") if "#[pyclass(" not in path.read_text()]
-    # These convert arguments, or hold the lock that facets share; V0's classes are made of macros.
-    plain = {"lib", "mod", "shared"}
+    # These convert arguments, hold the lock that facets share, or warn; V0's classes are made of macros.
+    plain = {"lib", "mod", "open_tickets", "shared"}
     apart = {path.stem for path in files if path.parent.name not in {"convert", "v0"}}
     assert not sorted(apart - concepts - plain)
 

@@ -457,8 +457,12 @@ class PrefixCaching:
             finds out by trying each on a sample of the blocks: rarely far from the best of the others, for 10 % more
             time a request than `"lru"`. `"priority"`: by `prefix.set_priority`. Each takes a
             prompt's blocks from its end.
-        host: whether copies of cached blocks on the host can be found too. A hit there is loaded by the step's decision
-            (`swap_in`). The least recently used copy goes first.
+        host: whether the host is a second level of the cache. Blocks that would be evicted from the device are copied
+            there by the step's decision (`swap_out`), and a hit there is loaded by it (`swap_in`). The least recently
+            used copy goes first.
+        host_copies_per_step: with `host=True`, the most blocks that one decision copies before they are evicted, at
+            most an eighth of the device or the host. Steps that take more new blocks than this evict the others without
+            a copy. 0 copies only what is swapped out and what `prefix.offload` is told to.
         max_events: most events that wait for `prefix.take_events`; 0 records none.
         max_pinned: fraction of the device blocks that pins may hold, 0 to below 1.
     Raises:
@@ -470,6 +474,7 @@ class PrefixCaching:
         *,
         eviction: str = "adaptive",
         host: bool = False,
+        host_copies_per_step: int = 256,
         max_events: int = 0,
         max_pinned: float = 0.5,
     ) -> PrefixCaching: ...
@@ -478,7 +483,10 @@ class PrefixCaching:
         """Name of the eviction policy."""
     @property
     def host(self) -> bool:
-        """Whether copies on the host can be found."""
+        """Whether the host is a second level of the cache."""
+    @property
+    def host_copies_per_step(self) -> int:
+        """Most blocks that a decision copies to the host before they are evicted."""
     @property
     def max_events(self) -> int:
         """Most events that wait."""
@@ -751,11 +759,12 @@ class Prefix:
     def offload(self, max_blocks: int) -> int:
         """Copy the blocks that would be evicted next to the host, by this step's decision (`swap_out`).
 
-        Prompts still find the blocks meanwhile, and this step's own work may take them. When the ticket completes, the
-        remaining device blocks are freed and found on the host. Older copies there make room.
+        Each step does so by itself for as many blocks as the next one may take, see `PrefixCaching`. Prompts still find
+        the blocks meanwhile, and this step's own work may take them. When the ticket completes, the remaining device
+        blocks are freed and found on the host. Older copies there make room.
 
         Args:
-            max_blocks: cached device blocks to look at, in the order of eviction; those with a copy are skipped.
+            max_blocks: cached device blocks to look at, in the order of eviction; those with a copy are freed.
         Returns:
             Blocks that are copied.
         Raises:

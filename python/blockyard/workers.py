@@ -9,6 +9,7 @@ aborts the process, and its exit code and traceback are lost.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ __all__ = ["CallPool", "Process", "cache_folder", "keep", "missing", "start_work
 _PARTING_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do
 T = TypeVar("T")
+_log = logging.getLogger("blockyard.workers")
 _running: dict[threading.Thread, Callable[[], None]] = {}  # each with what makes it end
 
 
@@ -93,6 +95,8 @@ def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -
     def work() -> None:
         try:
             run()
+        except MemoryError:  # as the thread began: what needs one starts another
+            _log.warning("thread %s ends for want of memory", name)
         finally:
             _running.pop(thread, None)
 

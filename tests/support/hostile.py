@@ -198,6 +198,7 @@ VALID: dict[str, Any] = {
     "heads": np.zeros((1, 16), np.uint8),
     "host": False,
     "host_blocks": 4,
+    "host_copies_per_step": 2,
     "hot": [1],
     "ids": [1],
     "io": "threads",

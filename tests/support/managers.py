@@ -4,7 +4,7 @@ from typing import Any
 
 from blockyard import BlockManager, PrefixCaching
 
-CACHING = ("eviction", "host", "max_events", "max_pinned")
+CACHING = ("eviction", "host", "host_copies_per_step", "max_events", "max_pinned")
 
 
 def make_manager(*, prefix_caching: bool = True, **options: Any) -> BlockManager:

@@ -72,7 +72,10 @@ class StoreWorker:
         self._under_way: list[StoreTask] = []  # of the worker's thread
         self._is_closed = False
         self._is_torn = False  # an exception has ended a turn of the worker's thread
-        self._thread = start_worker("blockyard-prefix-store", self._run, self._stop)
+        self._thread = self._start()
+
+    def _start(self) -> threading.Thread:
+        return start_worker("blockyard-prefix-store", self._run, self._stop)
 
     def submit(self, task: StoreTask) -> None:
         """Take a task in; never waits for the store. Does nothing for one that it has."""
@@ -85,6 +88,8 @@ class StoreWorker:
                 return
             self._tasks.append(task)
             self._changed.notify()
+            if not self._thread.is_alive():  # want of memory ended it as it began
+                self._thread = self._start()
 
     def close(self, timeout: float) -> bool:
         """End the thread. False if the store holds it up, and it was left behind."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 from blockyard import _core
@@ -422,7 +423,7 @@ class BlockManager:
             device_blocks=self.num_blocks,
             host_blocks=host_blocks,
             watermark=0.0,
-            prefix_caching=_core.PrefixCaching(host=host_blocks > 0, max_pinned=max_pinned),
+            prefix_caching=_core.PrefixCaching(host=host_blocks > 0, host_copies_per_step=0, max_pinned=max_pinned),
         )
 
     def _check_new(self, seq: NanoSequence, tokens: int) -> None:
@@ -505,7 +506,8 @@ class BlockManager:
             else:
                 lost = self.executor.execute(decision)
         finally:
-            gone = self._end_decisions(lambda ticket: self.manager.complete(ticket, lost)).intersection(handles)
+            end = self.manager.fail if lost is None else partial(self.manager.complete, lost=lost)
+            gone = self._end_decisions(end).intersection(handles)
         if gone:
             raise SequenceStateError(f"{sum(map(len, lost))} of {len(decision)} blocks did not reach the device")
 

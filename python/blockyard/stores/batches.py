@@ -143,7 +143,8 @@ class BatchStore(ExternalStore):
             if self._event is not None:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._event)
-            found = [batch for batch in self._open.values() if batch.ended and not batch.reported]
+            ended = [batch for batch in self._open.values() if batch.ended and not batch.reported]
+            found = [batch for batch in ended if batch.kind != "forget"]  # `forget` waits for its own
             for batch in found:
                 batch.reported = True
             return [batch.ticket for batch in found]
@@ -158,16 +159,19 @@ class BatchStore(ExternalStore):
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
                 check_out(out, shape, batch.lent)
                 result = np.zeros(shape, np.uint8) if out is None or not batch.is_read else out
-                now = time.monotonic()
-                left = batch.deadline - now if timeout is None else min(timeout, batch.deadline - now)
+                left = min(batch.deadline - time.monotonic(), float("inf") if timeout is None else timeout)
                 self._changed.wait_for(lambda: batch.ended, max(0.0, left))
-            if batch is None or self._open.pop(ticket, None) is None:
+            if batch is None or ticket not in self._open:
                 raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
+            # The ticket goes last: a call that is interrupted can be made again, at worst for a miss.
             self._give_up(batch, "timeout")
             rows, lent = batch.rows if batch.is_read else None, batch.lent
             reasons = batch.reasons if batch.spread is None else [batch.reasons[index] for index in batch.spread]
+            if batch.is_read and rows is None:
+                reasons = [reason or "error" for reason in reasons]
             if not batch.running:
                 self._release(batch)
+            del self._open[ticket]
         ok = np.array([not reason for reason in reasons], dtype=np.bool_)
         if rows is not None and not _is_same(rows, result):
             if ok.all():

@@ -7,7 +7,6 @@
 
 use crate::block::{LeaseKind, TierBlock};
 use crate::decision::Kind;
-use crate::error::{Result, invalid};
 use crate::hash::Key;
 use crate::id::{BlockId, TicketId, Tier};
 use crate::prefix::CachedIdentity;
@@ -106,33 +105,52 @@ impl Step<'_> {
         self.transfers.publish(PendingPublish { from, to, identity, demotes, event });
     }
 
-    /// Copies the next `count` device blocks to be evicted to the host.
-    pub(crate) fn offload_cached(&mut self, count: usize) -> Result<usize> {
-        if !self.tiers.keeps_host_copies() {
-            return Err(invalid("blocks to offload", count as i128, "asked for with host copies kept".to_owned()));
-        }
+    /// Takes the next `count` device blocks to be evicted to the host: those that have no copy there are copied. Returns
+    /// how many.
+    pub(crate) fn offload_cached(&mut self, count: usize) -> usize {
+        let blocks = self.tiers.pop_evictable(count.min(self.tiers.host().free()));
         let (device, host) = (self.tiers.device(), self.tiers.host());
-        let mut sources = device.eviction_candidates(count);
-        sources.retain(|&block| device.key(block).is_some_and(|key| host.find(&key).is_none()));
-        sources.truncate(host.free());
-        let mut targets = Vec::with_capacity(sources.len());
-        self.take(Tier::Host, sources.len(), true, &mut targets);
-        for (&source, &target) in sources.iter().zip(&targets) {
-            let (from, to) = ((Tier::Device, source), (Tier::Host, target));
-            self.transfer_cached(Kind::SwapOut, from, to, LeaseKind::OverlappableRead);
-            self.tiers.release(to);
-            if let Some(key) = self.tiers.device().key(source) {
-                self.publish_later(from, to, CachedIdentity { key, depth: 0, tenant: 0 }, true);
+        let (mut sources, mut copied) = (Vec::new(), Vec::new());
+        for block in blocks {
+            let Some(key) = device.key(block) else { continue };
+            match host.find(&key) {
+                Some(copy) => copied.push((block, copy)),
+                None => sources.push((block, key)),
             }
         }
-        Ok(sources.len())
+        // In use meanwhile, so that the targets are not among them; then they are the last to go.
+        for &(block, copy) in &copied {
+            self.tiers.claim((Tier::Host, copy));
+            self.tiers.drop_popped(block);
+        }
+        let mut targets = Vec::with_capacity(sources.len());
+        self.take(Tier::Host, sources.len(), true, &mut targets);
+        for (&(source, key), &target) in sources.iter().zip(&targets) {
+            let (from, to) = ((Tier::Device, source), (Tier::Host, target));
+            self.transfer_popped(Kind::SwapOut, from, to);
+            self.tiers.release(to);
+            self.publish_later(from, to, CachedIdentity { key, depth: 0, tenant: 0 }, true);
+        }
+        for &(_, copy) in &copied {
+            self.tiers.release((Tier::Host, copy));
+        }
+        sources.len()
     }
 
-    /// Frees device blocks that have become evictable, and whose bytes are on the host.
+    /// Offloads so many blocks that the next step finds free ones and evicts none that has no copy.
+    pub(crate) fn offload_ahead(&mut self) {
+        let (device, wanted) = (self.tiers.device(), self.tiers.blocks_ahead());
+        let empty = device.free().saturating_sub(device.evictable());
+        if empty < wanted && device.evictable() > 0 {
+            self.offload_cached(wanted.saturating_sub(empty + self.transfers.num_demoting()));
+        }
+    }
+
+    /// Forgets device blocks that nothing but the ending copy reads, and whose bytes are on the host.
     pub(crate) fn demote(&mut self, blocks: &[(BlockId, Key)]) {
         for (block, key) in blocks {
             if self.tiers.device().key(*block) == Some(*key) {
-                self.tiers.drop_cached((Tier::Device, *block));
+                self.tiers.demote(*block);
             }
         }
     }
@@ -195,7 +213,7 @@ mod tests {
     fn swapped() -> (Manager, SequenceId) {
         let config = Config { block_size: 2, blocks: [8, 8, 0], watermark: 0.0, prefix_caching: true };
         let mut manager = Manager::new(config).unwrap();
-        manager.keep_host_copies().unwrap();
+        manager.keep_host_copies(0).unwrap();
         let sequence = admit(&mut manager, &TOKENS);
         step(&mut manager);
         manager.mark_computed(&[sequence]).unwrap();

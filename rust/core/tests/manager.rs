@@ -96,7 +96,7 @@ impl World {
         let config = Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching };
         let mut manager = Manager::with_groups(config, policies, groups).unwrap();
         if host_cache {
-            manager.keep_host_copies().unwrap();
+            manager.keep_host_copies(2).unwrap();
         }
         if let Some(writes) = store {
             manager.use_store(writes).unwrap();

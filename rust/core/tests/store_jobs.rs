@@ -19,7 +19,7 @@ fn manager(host: usize, writes: StoreWrites) -> Manager {
     let config = Config { block_size: 4, blocks: [12, host, 0], watermark: 0.0, prefix_caching: true };
     let mut manager = Manager::new(config).unwrap();
     if host > 0 {
-        manager.keep_host_copies().unwrap();
+        manager.keep_host_copies(0).unwrap();
     }
     manager.use_store(writes).unwrap();
     manager

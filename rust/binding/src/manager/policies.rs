@@ -18,8 +18,12 @@ use std::fmt::Display;
 ///         finds out by trying each on a sample of the blocks: rarely far from the best of the others, for 10 % more
 ///         time a request than `"lru"`. `"priority"`: by `prefix.set_priority`. Each takes a
 ///         prompt's blocks from its end.
-///     host: whether copies of cached blocks on the host can be found too. A hit there is loaded by the step's decision
-///         (`swap_in`). The least recently used copy goes first.
+///     host: whether the host is a second level of the cache. Blocks that would be evicted from the device are copied
+///         there by the step's decision (`swap_out`), and a hit there is loaded by it (`swap_in`). The least recently
+///         used copy goes first.
+///     host_copies_per_step: with `host=True`, the most blocks that one decision copies before they are evicted, at
+///         most an eighth of the device or the host. Steps that take more new blocks than this evict the others without
+///         a copy. 0 copies only what is swapped out and what `prefix.offload` is told to.
 ///     max_events: most events that wait for `prefix.take_events`; 0 records none.
 ///     max_pinned: fraction of the device blocks that pins may hold, 0 to below 1.
 /// Raises:
@@ -29,8 +33,10 @@ use std::fmt::Display;
 pub(crate) struct PyPrefixCaching {
     /// Name of the eviction policy.
     eviction: String,
-    /// Whether copies on the host can be found.
+    /// Whether the host is a second level of the cache.
     host: bool,
+    /// Most blocks that a decision copies to the host before they are evicted.
+    host_copies_per_step: u32,
     /// Most events that wait.
     max_events: u32,
     /// Fraction of the device blocks that pins may hold.
@@ -40,10 +46,11 @@ pub(crate) struct PyPrefixCaching {
 #[pymethods]
 impl PyPrefixCaching {
     #[new]
-    #[pyo3(signature = (*, eviction = "adaptive", host = false, max_events = 0, max_pinned = 0.5))]
+    #[pyo3(signature = (*, eviction = "adaptive", host = false, host_copies_per_step = 256, max_events = 0, max_pinned = 0.5))]
     fn new(
         eviction: &str,
         host: bool,
+        #[pyo3(from_py_with = args::host_copies_per_step)] host_copies_per_step: u32,
         #[pyo3(from_py_with = args::max_events)] max_events: u32,
         #[pyo3(from_py_with = args::max_pinned)] max_pinned: f64,
     ) -> PyResult<Self> {
@@ -53,7 +60,7 @@ impl PyPrefixCaching {
         if max_events as usize > MAX_EVENTS {
             return Err(invalid(format!("max_events is {max_events}, must be 0 to {MAX_EVENTS}")));
         }
-        Ok(Self { eviction: policy(eviction)?.name().into_owned(), host, max_events, max_pinned })
+        Ok(Self { eviction: policy(eviction)?.name().into_owned(), host, host_copies_per_step, max_events, max_pinned })
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
@@ -61,6 +68,7 @@ impl PyPrefixCaching {
         let options = PyDict::new(py);
         options.set_item("eviction", &this.eviction)?;
         options.set_item("host", this.host)?;
+        options.set_item("host_copies_per_step", this.host_copies_per_step)?;
         options.set_item("max_events", this.max_events)?;
         options.set_item("max_pinned", this.max_pinned)?;
         let make = py.import("functools")?.getattr("partial")?.call((slf.get_type(),), Some(&options))?;
@@ -68,9 +76,12 @@ impl PyPrefixCaching {
     }
 
     fn __repr__(&self) -> String {
-        let Self { eviction, host, max_events, max_pinned } = self;
+        let Self { eviction, host, host_copies_per_step, max_events, max_pinned } = self;
         let host = if *host { "True" } else { "False" };
-        format!("PrefixCaching(eviction='{eviction}', host={host}, max_events={max_events}, max_pinned={max_pinned})")
+        format!(
+            "PrefixCaching(eviction='{eviction}', host={host}, host_copies_per_step={host_copies_per_step}, \
+             max_events={max_events}, max_pinned={max_pinned})"
+        )
     }
 }
 
@@ -81,7 +92,9 @@ impl PyPrefixCaching {
         if self.host {
             let blocks = manager.pool(Tier::Host).len();
             let must = "must be at least 1 with PrefixCaching(host=True), 2 where a group has a sliding window";
-            manager.keep_host_copies().map_err(|_| invalid(format!("host_blocks is {blocks}, {must}")))?;
+            manager
+                .keep_host_copies(self.host_copies_per_step)
+                .map_err(|_| invalid(format!("host_blocks is {blocks}, {must}")))?;
         }
         if self.max_events > 0 {
             manager.record_events(self.max_events as usize).map_err(to_py)?;
@@ -114,6 +127,7 @@ impl<'py> Argument<'py> for CachingOptions {
         let default = PyPrefixCaching {
             eviction: Eviction::default().name().into_owned(),
             host: false,
+            host_copies_per_step: 0,
             max_events: 0,
             max_pinned: 0.5,
         };

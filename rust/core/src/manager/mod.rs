@@ -233,12 +233,14 @@ impl Manager {
         }
     }
 
-    /// Keeps host copies of published blocks from now on, least recently used first to go.
+    /// Keeps host copies of published blocks from now on, least recently used first to go. Each step copies up to
+    /// `per_step` of the blocks that would be evicted next, as many as the next step may need, at most an eighth of either
+    /// tier; 0 copies only what is asked for.
     ///
     /// # Errors
     /// The prefix cache is off, there are no host blocks or some are in use, events are recorded already, or copies are.
-    pub fn keep_host_copies(&mut self) -> Result<()> {
-        self.tiers.keep_host_copies()
+    pub fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
+        self.tiers.keep_host_copies(per_step)
     }
 
     /// Whether host copies are kept.
@@ -247,16 +249,18 @@ impl Manager {
         self.tiers.keeps_host_copies()
     }
 
-    /// Copies the next `count` device blocks to be evicted to the host, those that have no copy there and as far as there
-    /// is room; returns how many. Nobody waits for them: as long as they are copied a prompt may still use them, or device
-    /// work may have them; what is left once its copy has landed goes free, and is cached on the host.
-    ///
-    /// With the policy `lru` the time is in proportion to `count`; with others the policy is copied to be asked.
+    /// Takes the next `count` device blocks to be evicted to the host, as far as there is room: those that have a copy
+    /// there go free, the others are copied; returns how many. Nobody waits for them: as long as they are copied a prompt
+    /// may still use them, or device work may have them; what is left once its copy has landed goes free, and is cached on
+    /// the host.
     ///
     /// # Errors
     /// Host copies are not kept.
     pub fn offload_cached(&mut self, count: usize) -> Result<usize> {
-        self.step().offload_cached(count)
+        if !self.keeps_host_copies() {
+            return Err(invalid("blocks to offload", count as i128, "asked for with host copies kept".to_owned()));
+        }
+        Ok(self.step().offload_cached(count))
     }
 
     /// What it takes to decide a transfer.

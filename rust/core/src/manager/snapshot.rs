@@ -36,6 +36,8 @@ struct Image {
     pin_limit: f64,
     /// Number of the next pin, so that one from before never names another's.
     next_pin: u64,
+    /// Most cached device blocks that a step copies to the host unasked.
+    host_copies_per_step: u32,
     /// Salts of the tenants with quotas, in the order of their numbers.
     salts: Vec<[u8; 32]>,
 }
@@ -56,7 +58,7 @@ impl Manager {
             let open = self.open_tickets().take(error::MAX_NAMED).collect();
             return Err(Error::Busy { tickets, open, pairs });
         }
-        let TiersImage { pools, copies, events, salts } = self.tiers.image();
+        let TiersImage { pools, copies, events, host_copies_per_step, salts } = self.tiers.image();
         // Named one by one: a new field has to be thought of here.
         let Self { tiers: _, sequences, transfers, pins, jobs: _, defrag } = &*self;
         seal(&Image {
@@ -74,6 +76,7 @@ impl Manager {
             events,
             pin_limit: pins.limit().fraction(),
             next_pin: pins.next(),
+            host_copies_per_step,
             salts,
         })
     }
@@ -107,6 +110,7 @@ impl Image {
             events,
             pin_limit,
             next_pin,
+            host_copies_per_step,
             salts,
         } = self;
         let groups = Groups::new(&groups).map_err(|error| error.to_string())?;
@@ -125,7 +129,8 @@ impl Image {
         let null = groups.has_nulls();
         let sequences = Sequences::new(block_size, groups, watermark, rows, stats);
         let refs = sequences.count_references(pools.each_ref().map(PoolImage::extent))?;
-        let tiers = Tiers::restore(TiersImage { pools, copies, events, salts }, &refs, block_size, null)?;
+        let tiers = TiersImage { pools, copies, events, host_copies_per_step, salts };
+        let tiers = Tiers::restore(tiers, &refs, block_size, null)?;
         sequences.check_places(&tiers)?;
         Ok(Manager {
             tiers,

@@ -1,5 +1,5 @@
 //! Ends of steps and of tickets: decisions go out, results come back. The order matters: what has landed is published before
-//! its leases end, leases end backwards, then moves take effect, then blocks whose bytes are on the host are freed.
+//! its leases end, device blocks whose bytes are on the host are forgotten, leases end backwards, then moves take effect.
 
 use super::Manager;
 use crate::block::{LeaseKind, TierBlock};
@@ -37,7 +37,9 @@ impl Manager {
     fn end_step(&mut self, prefetch: bool) -> StepDecision {
         self.tiers.enforce_quotas();
         let Self { tiers, transfers, defrag, jobs, .. } = self;
-        defrag.decide(&mut Step { tiers, transfers, jobs });
+        let mut step = Step { tiers, transfers, jobs };
+        step.offload_ahead();
+        defrag.decide(&mut step);
         self.sequences.end_step();
         self.transfers.submit(self.tiers.device(), prefetch)
     }
@@ -66,6 +68,7 @@ impl Manager {
     /// Ends what hung on a ticket.
     fn end(&mut self, mut ended: Ticket) {
         let demoted = self.step().publish_landed(ended.publishes());
+        self.step().demote(&demoted);
         // Backwards, so that what these leases were the last to hold is evicted from the ends of its chains.
         for held in ended.held().iter().rev() {
             match held {
@@ -82,7 +85,6 @@ impl Manager {
         if !moves.is_empty() {
             self.defrag.finish(&mut self.sequences, &mut self.tiers, &moves);
         }
-        self.step().demote(&demoted);
         self.tiers.enforce_quotas();
     }
 

@@ -1,6 +1,7 @@
 //! What a pool does with its prefix cache: it publishes blocks, forgets them, and gives cached ones out again.
 
 use super::Pool;
+use crate::block::{BlockState, LeaseKind, Leases};
 use crate::error::Result;
 use crate::hash::Key;
 use crate::id::BlockId;
@@ -179,6 +180,32 @@ impl Pool {
         Some(identity)
     }
 
+    /// Takes the first `count` blocks to be evicted out of their order, or as many as there are.
+    pub(crate) fn pop_evictable(&mut self, count: usize) -> Vec<BlockId> {
+        let mut out = Vec::new();
+        let Some(cache) = &mut self.cache else { return out };
+        cache.pop_into(count, &mut out);
+        let tags: Vec<u32> = out.iter().map(|block| self.blocks[block.index()].tag()).collect();
+        cache.begin_eviction(&tags);
+        out
+    }
+
+    /// Takes a lease that device work overlaps on a block that has left the order of eviction.
+    pub(crate) fn lease_popped(&mut self, block: BlockId) {
+        self.blocks[block.index()].add_lease(LeaseKind::OverlappableRead);
+        self.overlappable.insert(block);
+        self.refresh(block.0..block.0 + 1);
+    }
+
+    /// Forgets what an unused block holds, if its only lease is one that device work overlaps.
+    pub(crate) fn demote(&mut self, block: BlockId) {
+        let last = Leases { overlappable: 1, ..Leases::default() };
+        if self.block(block).state() == BlockState::Overlappable(last) && !self.is_beyond(block) {
+            self.evict_bytes(block);
+            self.refresh(block.0..block.0 + 1);
+        }
+    }
+
     /// Frees a block, if it is evictable.
     pub(crate) fn drop_cached(&mut self, block: BlockId) {
         if self.is_evictable(block) {
@@ -195,7 +222,7 @@ impl Pool {
     }
 
     /// Frees a cached block that has left the order of eviction.
-    fn drop_bytes(&mut self, block: BlockId) {
+    pub(crate) fn drop_bytes(&mut self, block: BlockId) {
         let before = self.block(block);
         self.evict_bytes(block);
         self.moved(block, before);

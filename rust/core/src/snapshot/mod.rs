@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 pub(crate) use envelope::Contents;
 
 /// Version of the payload: any change of the contents needs another.
-pub const SNAPSHOT_VERSION: u32 = 9;
+pub const SNAPSHOT_VERSION: u32 = 10;
 
 /// Counters that a snapshot may hold at most, so that counting on cannot overflow.
 pub(crate) const MAX_COUNT: u64 = 1 << 62;

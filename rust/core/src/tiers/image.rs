@@ -14,6 +14,7 @@ pub(crate) struct TiersImage {
     /// Blocks of two tiers that hold the same bytes, each pair once.
     pub(crate) copies: Vec<(TierBlock, TierBlock)>,
     pub(crate) events: Option<EventsImage>,
+    pub(crate) host_copies_per_step: u32,
     /// Salts of the tenants with quotas, in the order of their numbers.
     pub(crate) salts: Vec<[u8; 32]>,
 }
@@ -22,7 +23,7 @@ impl Tiers {
     /// What a snapshot keeps of tiers without leases.
     pub(crate) fn image(&mut self) -> TiersImage {
         // Named one by one: a new field has to be thought of here.
-        let Self { pools, events, outbox: _, tenants, block_size: _, null: _ } = self;
+        let Self { pools, events, outbox: _, tenants, host_copies_per_step, block_size: _, null: _ } = self;
         let events = events.as_mut().map(|events| events.image(pools));
         let mut copies = Vec::new();
         for pool in &*pools {
@@ -32,12 +33,18 @@ impl Tiers {
             }
         }
         let salts = tenants.all().iter().map(|(salt, _)| *salt).collect();
-        TiersImage { pools: pools.each_ref().map(Pool::image), copies, events, salts }
+        TiersImage {
+            pools: pools.each_ref().map(Pool::image),
+            copies,
+            events,
+            host_copies_per_step: *host_copies_per_step,
+            salts,
+        }
     }
 
     /// The tiers of a snapshot, given the references that the tables hold.
     pub(crate) fn restore(image: TiersImage, refs: &[Vec<u32>; 3], block_size: u32, null: bool) -> Contents<Self> {
-        let TiersImage { pools, copies, events, salts } = image;
+        let TiersImage { pools, copies, events, host_copies_per_step, salts } = image;
         let mut images = Tier::ALL.into_iter().zip(pools).zip(refs);
         let mut next = || match images.next() {
             Some(((tier, image), refs)) => Pool::restore(tier, image, refs),
@@ -53,6 +60,6 @@ impl Tiers {
         }
         let events = events.map(|events| Events::restore(events, &mut pools).map(Box::new)).transpose()?;
         let tenants = Tenants::restore(salts, pools[0].quotas())?;
-        Ok(Self { pools, events, outbox: None, tenants, block_size, null })
+        Ok(Self { pools, events, outbox: None, tenants, host_copies_per_step, block_size, null })
     }
 }

@@ -32,6 +32,8 @@ pub(crate) struct Tiers {
     /// With a prefix store: what it is to be given.
     outbox: Option<Box<Outbox>>,
     tenants: Tenants,
+    /// Most cached device blocks that a step copies to the host unasked.
+    host_copies_per_step: u32,
     /// Token slots in a block.
     block_size: u32,
     /// Whether block 0 of each tier stands for what is not there.
@@ -59,7 +61,15 @@ impl Tiers {
         if null {
             pools.iter_mut().filter(|pool| !pool.is_empty()).for_each(Pool::reserve_null);
         }
-        Ok(Self { pools, events: None, outbox: None, tenants: Tenants::default(), block_size, null })
+        Ok(Self {
+            pools,
+            events: None,
+            outbox: None,
+            tenants: Tenants::default(),
+            host_copies_per_step: 0,
+            block_size,
+            null,
+        })
     }
 
     /// The blocks of a tier.
@@ -305,15 +315,24 @@ impl Tiers {
         self.pools[block.0.index()].unpublish(block.1);
     }
 
-    /// Keeps host copies of published blocks from now on.
-    pub(crate) fn keep_host_copies(&mut self) -> Result<()> {
+    /// Keeps host copies of published blocks from now on; a step copies at most so many unasked.
+    pub(crate) fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
         let (device, host, null) = (self.device(), self.host(), usize::from(self.null));
         let fits = device.is_caching() && host.len() > null && host.free() + null == host.len();
         if !fits || self.events.is_some() || self.keeps_host_copies() {
             let must = "at least 1, none in use, with prefix caching, and asked for once and before events".to_owned();
             return Err(invalid("host blocks of a prefix cache", host.len() as i128, must));
         }
-        self.pools[1].start_caching()
+        self.pools[1].start_caching()?;
+        self.host_copies_per_step = per_step;
+        Ok(())
+    }
+
+    /// Empty device blocks that a step leaves to the next one, as far as that takes copies to the host: no more of a small
+    /// tier than an eighth.
+    #[inline]
+    pub(crate) fn blocks_ahead(&self) -> usize {
+        (self.host_copies_per_step as usize).min(self.device().len().div_ceil(8)).min(self.host().len().div_ceil(8))
     }
 
     /// Whether prompts find host copies.
@@ -340,6 +359,28 @@ impl Tiers {
             }
         }
         true
+    }
+
+    /// Takes the first device blocks to be evicted out of their order, as many as there are: each is to be leased or dropped.
+    pub(crate) fn pop_evictable(&mut self, count: usize) -> Vec<BlockId> {
+        self.pools[0].pop_evictable(count)
+    }
+
+    /// Leases a block that has left the order of eviction to device work.
+    pub(crate) fn lease_popped(&mut self, block: BlockId) {
+        self.pools[0].lease_popped(block);
+    }
+
+    /// Frees a block that has left the order of eviction.
+    pub(crate) fn drop_popped(&mut self, block: BlockId) {
+        self.pools[0].drop_bytes(block);
+        self.unlink_orphans(Tier::Device);
+    }
+
+    /// Forgets what an unused device block holds, if its only lease is one that device work overlaps.
+    pub(crate) fn demote(&mut self, block: BlockId) {
+        self.pools[0].demote(block);
+        self.unlink_orphans(Tier::Device);
     }
 
     /// Frees an evictable block, if it is one.

@@ -50,6 +50,12 @@ impl Step<'_> {
         self.add(kind, from, to, reads);
     }
 
+    /// As [`Step::transfer`], from a device block that has left the order of eviction.
+    pub(crate) fn transfer_popped(&mut self, kind: Kind, from: TierBlock, to: TierBlock) {
+        self.tiers.lease_popped(from.1);
+        self.add(kind, from, to, LeaseKind::OverlappableRead);
+    }
+
     fn add(&mut self, kind: Kind, from: TierBlock, to: TierBlock, reads: LeaseKind) {
         self.transfers.step.lease(Lease { tier: from.0, kind: reads, block: from.1 });
         self.transfers.step.lease(Lease { tier: to.0, kind: LeaseKind::Write, block: to.1 });

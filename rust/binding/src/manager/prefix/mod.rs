@@ -164,11 +164,12 @@ impl PyPrefix {
 
     /// Copy the blocks that would be evicted next to the host, by this step's decision (`swap_out`).
     ///
-    /// Prompts still find the blocks meanwhile, and this step's own work may take them. When the ticket completes, the
-    /// remaining device blocks are freed and found on the host. Older copies there make room.
+    /// Each step does so by itself for as many blocks as the next one may take, see `PrefixCaching`. Prompts still find
+    /// the blocks meanwhile, and this step's own work may take them. When the ticket completes, the remaining device
+    /// blocks are freed and found on the host. Older copies there make room.
     ///
     /// Args:
-    ///     max_blocks: cached device blocks to look at, in the order of eviction; those with a copy are skipped.
+    ///     max_blocks: cached device blocks to look at, in the order of eviction; those with a copy are freed.
     /// Returns:
     ///     Blocks that are copied.
     /// Raises:
