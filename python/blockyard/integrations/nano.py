@@ -17,6 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from blockyard import _core
 from blockyard.engine.engine import CacheEngine
 from blockyard.errors import (
@@ -39,6 +42,7 @@ KIND: Final = "kv layers blocks tokens heads dim"
 """Dimensions of the KV tensor, outermost first."""
 
 Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
+"""A goal of `BlockManager.defragment`; see `manager.defrag.run`."""
 
 
 class NanoSequence(Protocol):
