@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import doctest
 import inspect
 import re
 import sys
@@ -31,6 +32,7 @@ MODULES = {
     "blockyard.engine": "Copies between device, host and staging rows; needs torch.",
     "blockyard.engine.ops": "The copies as torch ops: also `torch.ops.blockyard.swap_blocks` and so on.",
     "blockyard.executor": "Carries decisions out with an engine and a store; needs torch.",
+    "blockyard.executor.prefix_store": "A prefix cache in an external store, as `cache.prefix_store`; needs torch.",
     "blockyard.stores": "External storage.",
     "blockyard.scheduler": "The reference scheduler.",
     "blockyard.offload": "A host cache below an engine's own block manager.",
@@ -39,6 +41,12 @@ MODULES = {
     "blockyard.defrag": "Defragmentation beside an allocator that is not Blockyard's.",
     "blockyard.errors": "Errors.",
     "blockyard.integrations.transformers": "Hugging Face models served from a paged cache.",
+    "blockyard.testing": "Models and simulated memory for your own tests: [test-kit.md](test-kit.md).",
+    "blockyard.testing.machines": "Hypothesis state machines; needs hypothesis.",
+    "blockyard.testing.machines.strategies": "Hypothesis strategies; needs hypothesis.",
+    "blockyard.testing.device": "A simulated device and an external tier like it; needs torch.",
+    "blockyard.testing.store_suite": "Test suites of external stores; need pytest.",
+    "blockyard.testing.faults": "Damage to a store, and stores that fail.",
 }
 # What engines call through their own interfaces, which the engine's documentation explains. It is read from the
 # source, since most of these engines are not installed here.
@@ -56,9 +64,10 @@ ADAPTERS = {
 }
 HEAD = """# API
 
-`make docs` writes this page from the code: every public name, its signature, and the first sentence of its docstring.
-`help(name)` shows the rest: shapes, dtypes, errors. `blockyard.testing` has [its own page](test-kit.md).
+`make docs` writes this page from the code: every public name once, with its signature, what its docstring says first,
+and an example. `help(name)` shows the rest: shapes, dtypes, errors.
 """
+FIELD = re.compile(r"^    (\w+): (.*(?:\n     .*)*)", re.MULTILINE)
 
 
 def documented_stub() -> str:
@@ -111,15 +120,27 @@ def replace_docstring(lines: list[str], node: ast.ClassDef | ast.FunctionDef, ta
 def api_page() -> str:
     """Give the page of all public names."""
     parts = [HEAD]
-    for name, purpose in MODULES.items():
-        module = import_module(name)
-        parts.append(f"\n## `{name}`\n\n{purpose}\n")
-        names = [public for public in module.__all__ if public != "__version__"]
-        parts += ["\n" + entry(public, getattr(module, public)) for public in names]
-    for name, purpose in ADAPTERS.items():
-        parts.append(f"\n## `{name}`\n\n{purpose}\n")
-        parts += ["\n" + source_entry(name, public) for public in public_names(name)]
+    seen: dict[str, object] = {}
+    for module, purpose in MODULES.items():
+        parts.append(f"\n## `{module}`\n\n{purpose}\n")
+        names = [name for name in import_module(module).__all__ if name != "__version__"]
+        again = [name for name in names if seen.get(name) is getattr(import_module(module), name)]
+        parts += [f"\nAlso {' and '.join(f'`{name}`' for name in again)}, above.\n"] if again else []
+        for name in names:
+            if name not in again:
+                target = seen[name] = getattr(import_module(module), name)
+                parts.append("\n" + (entry(name, target) if is_defined(target) else constant_entry(module, name)))
+    for module, purpose in ADAPTERS.items():
+        parts.append(f"\n## `{module}`\n\n{purpose}\n")
+        for name in public_names(module):
+            parts.append("\n" + source_entry(module, name, f"{module.split('.')[-1]}." if name in seen else ""))
+            seen[name] = None
     return "".join(parts)
+
+
+def is_defined(target: object) -> bool:
+    """Whether it has a docstring of its own: a class or function, not a constant or an alias of a type."""
+    return inspect.isclass(target) or inspect.isroutine(target)
 
 
 def public_names(module: str) -> list[str]:
@@ -131,17 +152,51 @@ def public_names(module: str) -> list[str]:
     raise SystemExit(f"{module} has no __all__")
 
 
-def source_entry(module: str, name: str) -> str:
-    """Give what the page says of one name of a module that is not imported."""
+def source_entry(module: str, name: str, prefix: str = "") -> str:
+    """Give what the page says of one name of a module that is not imported; `prefix` tells equal names apart."""
     node = defined(module, name)
-    shown, text = name, ""
-    if isinstance(node, ast.ClassDef | ast.FunctionDef):
-        functions = [node, *node.body] if isinstance(node, ast.FunctionDef) else node.body
-        makers = {name, "__init__", "__new__"}
-        called = next((f for f in functions if isinstance(f, ast.FunctionDef) and f.name in makers), None)
-        shown += "" if called is None else f"({plain_arguments(called.args)})"
-        text = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ").strip()
-    return f"### `{shown}`\n\n{text}".rstrip() + "\n"
+    if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return constant_entry(module, name, prefix)
+    functions = [member for member in node.body if isinstance(member, ast.FunctionDef)]
+    called = node if isinstance(node, ast.FunctionDef) else None
+    if isinstance(node, ast.ClassDef):
+        called = next((member for member in functions if member.name in {"__init__", "__new__"}), None)
+    text = ast.get_docstring(node) or ""
+    lines = [f"### `{prefix}{name}{'' if called is None else source_arguments(called)}`", "", opening(text)]
+    members = dict(fields_of(text))
+    if isinstance(node, ast.ClassDef):
+        for member in functions:
+            if not member.name.startswith("_") and (said := opening(ast.get_docstring(member) or "")):
+                decorators = {ast.unparse(decorator).split(".")[-1] for decorator in member.decorator_list}
+                is_called = not decorators & {"property", "cached_property", "setter"}
+                members.setdefault(member.name + (source_arguments(member) if is_called else ""), said)
+    return assembled(lines, members, text)
+
+
+def constant_entry(module: str, name: str, prefix: str = "") -> str:
+    """Give what the page says of a constant or an alias of a type: its value, and the string below it."""
+    value, text = assigned(module, name)
+    shown = f" = {value}" if len(value) <= WIDTH - 20 and "\n" not in value else ""
+    return f"### `{prefix}{name}{shown}`\n\n{text}".rstrip() + "\n"
+
+
+def assigned(module: str, name: str) -> tuple[str, str]:
+    """Find the value of a module's constant, and the string below it."""
+    body = parsed(module).body
+    for node, below in zip(body, [*body[1:], ast.Pass()], strict=True):
+        if isinstance(node, ast.ImportFrom) and node.module and name in [alias.name for alias in node.names]:
+            return assigned(node.module, name)
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and target and ast.unparse(target) == name:
+            said = below.value if isinstance(below, ast.Expr) else None
+            text = said.value if isinstance(said, ast.Constant) else ""
+            return ast.unparse(node.value), opening(inspect.cleandoc(str(text)))
+    raise SystemExit(f"{module}.{name} is assigned nowhere")
+
+
+def source_arguments(function: ast.FunctionDef) -> str:
+    """Give the arguments of a function with their brackets."""
+    return f"({plain_arguments(function.args)})"
 
 
 def plain_arguments(arguments: ast.arguments) -> str:
@@ -178,21 +233,65 @@ def parsed(module: str) -> ast.Module:
 def entry(name: str, target: object) -> str:
     """Give what the page says of one name."""
     lines = [f"### `{heading(name, target)}`", "", summary(target)]
+    members: dict[str, str] = {}
     if inspect.isclass(target) and not issubclass(target, BaseException):
-        lines += [""] * any(True for _ in members_of(target))
-        lines += [
-            f"- `{heading(member, value)}`"
-            + (f": {summary(value)}" if type(value) is not target and summary(value) else "")
-            for member, value in members_of(target)
-        ]
+        own = dict(members_of(target))
+        members = described_fields(target)
+        members |= {heading(member, value): summary(value) for member, value in own.items() if member not in members}
+        bases = [base for base in target.__mro__[1:] if base in listed_classes()]
+        if any(member not in own for base in bases for member, _ in members_of(base)):
+            lines[2] += f" Has the members of `{bases[0].__name__}`, too."
+    return assembled(lines, members, docstring(target))
+
+
+def assembled(lines: list[str], members: dict[str, str], doc: str) -> str:
+    """Give an entry: its head, its members, and the example of its docstring."""
+    # The members of an interface are those of the class that it names.
+    plain = [f"`{member}`" for member, text in members.items() if not text]
+    lines += ["", f"Members: {', '.join(plain)}."] if plain else []
+    lines += [""] * (len(members) > len(plain)) + [f"- `{member}`: {text}" for member, text in members.items() if text]
+    code = example(doc)
+    lines += ["", "```python", *code, "```"] if code else []
     return "\n".join(lines).rstrip() + "\n"
 
 
+def example(doc: str) -> list[str]:
+    """Give the example of a docstring as code, with what it prints as comments."""
+    lines: list[str] = []
+    for step in doctest.DocTestParser().get_examples(doc):
+        lines += step.source.splitlines()
+        lines += [f"# {line}".rstrip() for line in step.want.splitlines()]
+    return lines
+
+
+def described_fields(target: type) -> dict[str, str]:
+    """Give the attributes that a class's docstring describes."""
+    is_record = hasattr(target, "__dataclass_fields__") or hasattr(target, "_fields")
+    found = dict(fields_of(docstring(target), ("Attributes", "Args") if is_record else ("Attributes",)))
+    return {name: text for name, text in found.items() if not name.startswith("_")}
+
+
+def fields_of(doc: str, sections: tuple[str, ...] = ("Attributes",)) -> Iterator[tuple[str, str]]:
+    """Give the names that sections of a docstring describe, and what they say."""
+    for section in sections:
+        for part in re.findall(rf"^{section}:\n((?:(?: .*)?\n?)*)", doc, re.MULTILINE):
+            for name, text in FIELD.findall(part):
+                joined = re.sub(r"\s+", " ", text).strip()
+                yield name, joined[0].upper() + joined[1:]
+
+
+@cache
+def listed_classes() -> frozenset[type]:
+    """Give the classes that the page lists."""
+    found = (getattr(import_module(module), name) for module in MODULES for name in import_module(module).__all__)
+    return frozenset(value for value in found if inspect.isclass(value))
+
+
 def members_of(target: type) -> Iterator[tuple[str, object]]:
-    """Give the public members that a class defines, or inherits from another public class of ours."""
+    """Give the public members that a class defines, or inherits from a class of ours that the page does not list."""
     seen: set[str] = set()
     for owner in target.__mro__:
-        if owner.__module__.partition(".")[0] != "blockyard":
+        if owner.__module__.partition(".")[0] != "blockyard" or (owner is not target and owner in listed_classes()):
             continue
         # A class of the core keeps its members in any order; the stub's is the one to read them in.
         order = stub_members().get(owner.__name__, []) if owner.__module__ == "blockyard._core" else []
@@ -200,7 +299,8 @@ def members_of(target: type) -> Iterator[tuple[str, object]]:
         for name, value in members:
             described = inspect.isroutine(value) or isinstance(value, property | staticmethod | classmethod)
             described |= type(value).__name__ in {"getset_descriptor", "member_descriptor", "cached_property"}
-            if name.startswith("_") or name in seen or not (described or type(value) is target):
+            is_hidden = name.startswith(("_", "test_"))  # the names of tests are sentences
+            if is_hidden or name in seen or not (described or type(value) is target):
                 continue
             seen.add(name)
             yield name, value
@@ -218,6 +318,9 @@ def heading(name: str, target: object) -> str:
     called = target.__func__ if isinstance(target, staticmethod | classmethod) else target
     if isinstance(target, property) or inspect.isdatadescriptor(target) or not callable(called):
         return name
+    # Made by calls of others: an exported class without a constructor, and an interface.
+    if inspect.isclass(target) and (getattr(target, "_is_protocol", False) or has_no_constructor(target)):
+        return name
     try:
         signature = inspect.signature(called)
     except (TypeError, ValueError):
@@ -231,9 +334,19 @@ def heading(name: str, target: object) -> str:
     return name + re.sub(r"<[^>]*>|Ellipsis", "...", text).replace("(/, ", "(").replace("(/)", "()")
 
 
+def has_no_constructor(target: type) -> bool:
+    """Whether a class of the core is only made by the core."""
+    return target.__module__ == "blockyard._core" and target.__text_signature__ is None
+
+
 def summary(target: object) -> str:
-    """Give the first sentence of a docstring."""
-    return docstring(target).partition("\n\n")[0].replace("\n", " ").strip()
+    """Give the first paragraph of a docstring."""
+    return opening(docstring(target))
+
+
+def opening(text: str) -> str:
+    """Give the first paragraph of a text as one line."""
+    return text.partition("\n\n")[0].replace("\n", " ").strip()
 
 
 def docstring(target: object) -> str:

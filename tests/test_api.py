@@ -2,15 +2,18 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import blockyard
-from blockyard import BlockManager
+from blockyard import BlockManager, KVCache, KVLayout, Pairs, PrefixCaching, Request, Scheduler
 from blockyard.engine import ops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +54,7 @@ def test_the_page_lists_the_copy_ops_and_each_integration():
 
 
 def test_a_manager_has_few_names():
-    assert len([name for name in dir(BlockManager) if not name.startswith("_")]) <= 32
+    assert len([name for name in dir(BlockManager) if not name.startswith("_")]) <= 33
 
 
 def test_the_package_offers_few_names():
@@ -66,10 +69,93 @@ def test_the_package_offers_few_names():
 def test_each_public_member_has_a_docstring_at_run_time(cls: type):
     assert inspect.getdoc(cls)
     # The fields of a dataclass are explained by the class.
-    fields = write_api.docstring(cls)
-    members = write_api.members_of(cls)
-    missing = [name for name, value in members if not write_api.summary(value) and f"{name}:" not in fields]
+    fields = write_api.described_fields(cls)
+    missing = [name for name, value in write_api.members_of(cls) if not write_api.summary(value) and name not in fields]
+    assert not missing or getattr(cls, "_is_protocol", False)
+
+
+def entries() -> dict[str, str]:
+    """Give the page's entries by the names in their headings."""
+    parts = re.split(r"^### `", write_api.PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return {re.match(r"[\w.]+", part)[0]: part.partition("\n## ")[0] for part in parts}
+
+
+def held_by_users(folder: Path) -> list[object]:
+    """Give what a program holds that serves one request and uses each tier, store and facet."""
+    layout = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    cache = KVCache(
+        layout,
+        device_blocks=16,
+        max_device_blocks=32,
+        host_blocks=16,
+        external=f"file://{folder}/swap?size=1MiB",
+        prefix_caching=PrefixCaching(max_events=100),
+        prefix_store=f"file://{folder}/prefixes?size=1MiB",
+        namespace=b"model",
+    )
+    with cache:
+        manager, scheduler = cache.manager, Scheduler(cache)
+        scheduler.add(request := Request("a", list(range(9)), max_tokens=1))
+        draws, finished = [], []
+        while not finished:
+            with scheduler.step() as step:
+                draws += step.draws()
+            finished = scheduler.update(step, [1] * step.num_draws)
+        scheduler.drain()
+        sequence = manager.allocate(range(9))
+        with cache.step() as cache_step:
+            pass
+        ended = cache_step.ended + cache.drain()
+        manager.swap_out(sequence)
+        cache.executor.submit(decision := manager.take_decision())
+        done = cache.executor.wait(decision.ticket)
+        manager.complete(decision.ticket, done.lost)
+        read = cache.store.wait(cache.store.submit_read(np.array([0])))
+        transfer = cache.engine.submit("swap_out", [(0, 0)])
+        facets = [manager.prefix, manager.pins, manager.defrag, manager.pool()]
+        answers = [manager.stats(), manager.can_allocate(4), manager.expire(0), manager.defrag.fragmentation()]
+        answers += [manager.prefix.lookup([1, 2]), manager.prefix.hash([1, 2]), manager.prefix.take_events()]
+        answers += [manager.defrag.run("dense", 0), cache.resize(8), cache.give_back(), iter(manager.pool())]
+        prefixes = [cache.prefix_store, cache.prefix_store.stats, cache.prefix_store.prefetch(list(range(50, 60)))]
+        parts = [manager, cache.engine, cache.executor, cache.elastic, scheduler, scheduler.stats, cache.store.stats()]
+        counters = [*cache.engine.counters.values(), *draws, *finished, *ended]
+        steps = [sequence, request, step, cache_step, decision, done, read, transfer]
+        return [cache, layout, Pairs("device", "host", []), *facets, *answers, *prefixes, *parts, *counters, *steps]
+
+
+def test_the_page_lists_each_public_attribute_of_what_users_hold(tmp_path: Path):
+    page, missing = entries(), set()
+    for value in held_by_users(tmp_path):
+        name = type(value).__name__
+        listed = set(re.findall(r"^- `(\w+)", page[name], re.MULTILINE))
+        if base := re.search(r"Has the members of `(\w+)`", page[name]):
+            listed |= set(re.findall(r"^- `(\w+)", page[base[1]], re.MULTILINE))
+        public = {member for member in dir(value) if not member.startswith("_")}
+        public -= set(dir(tuple)) if isinstance(value, tuple) else set()
+        missing |= {f"{name}.{member}" for member in public - listed}
     assert not missing
+
+
+def test_the_page_has_each_name_once_and_says_what_each_is():
+    page = write_api.PAGE.read_text(encoding="utf-8")
+    headings = re.findall(r"^### `([\w.]+).*\n\n(.*)", page, re.MULTILINE)
+    assert [name for name, count in Counter(name for name, _ in headings).items() if count > 1] == []
+    assert [name for name, text in headings if not text or text.startswith(("-", "#", "Built-in"))] == []
+    assert not re.findall(r"^- `[^`]*`$", page, re.MULTILINE)
+    in_modules = {name for module in MODULES for name in import_module(module).__all__}
+    assert in_modules - {"__version__"} <= {name for name, _ in headings}
+
+
+def test_each_main_class_has_an_example_on_the_page():
+    page = entries()
+    main = [
+        name for name in blockyard.__all__ if inspect.isclass(getattr(blockyard, name)) and name != "BlockyardError"
+    ]
+    main += ["Defrag", "Pins", "Pool", "Prefix", "HashedPrompt", "PrefixStore", "OffloadManager", "EventBatch"]
+    main += ["GroupedLayout", "BlockMover", "ElasticCache", "HostPool", "ParallelExecutor", "ThreadedStore", "Codec"]
+    main += ["NaiveAllocator", "PrefixCachingAllocator", "BlockObserver", "DefragPolicy", "Generator", "PagedModel"]
+    main += ["ReferenceManager", "ReferencePrefixCache", "EventReplay", "FailingStore"]
+    assert [name for name in main if "```python" not in page[name]] == []
 
 
 def documented(node: ast.FunctionDef) -> bool:

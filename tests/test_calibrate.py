@@ -238,7 +238,26 @@ def test_the_command_says_that_there_is_nothing_to_calibrate(
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["calibrate"]) == 0
-    assert capsys.readouterr().out == "no CUDA device that torch can use: nothing to calibrate\n"
+    assert capsys.readouterr().out == (
+        "no CUDA device that torch can use: nothing was measured or saved; "
+        "`blockyard calibrate DIR` measures the I/O of file stores\n"
+    )
+
+
+def test_the_command_says_where_it_saved_a_table_and_what_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(calibrate, "op_library", lambda: SimpleNamespace(loaded=True))
+    monkeypatch.setattr(calibrate, "calibrate_device", lambda *_: SimpleNamespace(device="card"))
+    monkeypatch.setattr(calibrate, "table_path", lambda name: tmp_path / f"{name}.json")
+    monkeypatch.setattr(calibrate.signal, "signal", lambda *_: None)
+    assert calibrate.run_calibrate() == 0
+    assert capsys.readouterr().out == (
+        f"cuda:0 card: saved to {tmp_path}/card.json; processes that start from now on choose their copy strategies "
+        "by it\n"
+    )
 
 
 @pytest.mark.parametrize("required", [False, True])

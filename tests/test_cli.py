@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from blockyard.sim import demo
 BIG_URL_SIZE = "900TiB"
 MODULE = [sys.executable, "-m", "blockyard"]
 DEMO = [*MODULE, "demo"]
+ONE_REQUEST = ("--requests", "1")
 
 
 def run(*arguments: str) -> int:
@@ -305,3 +307,36 @@ def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cli, "_demo", interrupt)
     assert run("demo") == 130
+
+
+def test_the_help_shows_no_default_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("demo", "--help") == 0
+    text = capsys.readouterr().out
+    assert "default: None" not in text
+    assert "default: False" not in text
+    assert "seed of texts, lengths and samplers (default: 0)" in text
+
+
+@pytest.mark.parametrize("flag", ["-q", "--quiet"])
+def test_quiet_prints_nothing_and_still_writes_the_json(
+    flag: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    assert run("demo", *ONE_REQUEST, flag, "--json", str(path)) == 0
+    assert capfd.readouterr() == ("", "")
+    assert json.loads(path.read_text())["identical"] is True
+
+
+def test_json_to_standard_output_is_alone_there(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("demo", *ONE_REQUEST, "--json", "-") == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["exit_code"] == 0
+    assert "tokens identical to the unpaged Hugging Face generate run: 1/1" in printed.err
+    assert not Path("-").exists()
+
+
+def test_json_to_standard_output_that_is_full_has_an_exit_code_of_its_own() -> None:
+    command = [sys.executable, "-m", "blockyard", "demo", *ONE_REQUEST, "-q", "--json", "-"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (3, "blockyard: cannot write standard output: No space left on device\n")

@@ -293,7 +293,9 @@ def test_a_directory_whose_parent_is_missing_is_refused(tmp_path: Path):
 
 
 def test_a_size_that_holds_no_slot_is_refused(tmp_path: Path):
-    with pytest.raises(StoreFullError, match="size is 16383 bytes, one slot of 12288 and a superblock of 4096 need"):
+    with pytest.raises(
+        StoreFullError, match="size is 16383 bytes, must be at least 16384: one slot of 12288 and a superblock"
+    ):
         open_file(f"file://{tmp_path}?size=16383", bytes_per_block=WIDTH)
     open_file(f"file://{tmp_path}?size=16384", bytes_per_block=WIDTH).close()
 

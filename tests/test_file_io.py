@@ -89,7 +89,10 @@ def test_calibrating_a_directory_chooses_for_its_stores(
     monkeypatch.setattr(file, "_pass", timed)
     assert io_of(folder) == "threads"
     assert cli.main(["calibrate", str(folder)]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(f"{folder}: {faster}")
+    (saved,) = cache.iterdir()
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"{folder}: saved io={faster} to {saved}; file stores opened here use it unless their URL has io="
+    )
     assert not list(folder.iterdir()), "the files that were measured go"
     assert io_of(folder) == faster
     assert io_of(tmp_path / "other") == "threads"

@@ -1,14 +1,24 @@
 """Mistakes of new users: each is refused with a message that says what to do."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from blockyard import BlockManager, KVCache, KVLayout, open_store
-from blockyard.errors import InvalidArgumentError, LayoutError, OutOfBlocksError, StoreError, UnsupportedModelError
+from blockyard import BlockManager, CacheEngine, KVCache, KVLayout, Pairs, StepDecision, StepExecutor, open_store
+from blockyard.errors import (
+    InvalidArgumentError,
+    LayoutError,
+    MappingError,
+    OutOfBlocksError,
+    StoreError,
+    StoreFullError,
+    UnsupportedModelError,
+)
 from blockyard.integrations.transformers import Generator
 from blockyard.stores import ThreadedStore, register
 
@@ -87,6 +97,127 @@ def test_blocks_that_there_will_never_be_are_said_to_be_so():
     with pytest.raises(OutOfBlocksError) as error:
         manager.allocate(12)
     assert str(error.value) == "asked for 3 device blocks, 2 of 4 are free"
+
+
+def test_a_list_of_token_ids_is_one_prompt_and_a_list_of_prompts_says_how_to_give_them():
+    manager = BlockManager(block_size=4, device_blocks=64)
+    assert manager.num_tokens(manager.allocate([40, 40])) == 2
+    assert [manager.num_tokens(sequence) for sequence in manager.allocate(40, 40)] == [40, 40]
+    assert "`allocate([40, 40])` opens one sequence" in (manager.allocate.__doc__ or "")
+    with pytest.raises(InvalidArgumentError) as error:
+        manager.allocate([[1, 2], [3]])  # type: ignore[list-item]
+    assert str(error.value) == (
+        "prompts[0] is a list of lists, give each prompt as an argument of its own: allocate([1, 2], [3])"
+    )
+    with pytest.raises(TypeError, match="cannot unpack non-iterable"):
+        _first, _second = manager.allocate([40, 40])  # type: ignore[misc]
+
+
+def test_a_store_whose_size_holds_no_slot_says_how_much_it_needs(tmp_path: Path):
+    with pytest.raises(StoreFullError) as error:
+        open_store(f"file://{tmp_path}?size=1KiB", bytes_per_block=512)
+    assert str(error.value) == "size is 1024 bytes, must be at least 12288: one slot of 8192 and a superblock of 4096"
+    with pytest.raises(StoreFullError) as error:
+        open_store(f"local://{tmp_path}?size=520", bytes_per_block=512)
+    assert str(error.value) == (
+        f"'local://{tmp_path}?size=520': size holds 0 blocks of 640 bytes, must hold at least 1"
+    )
+
+
+def test_a_store_without_slots_is_no_external_tier():
+    class Empty(ThreadedStore):
+        num_slots = 0
+
+        def put(self, keys: Any, rows: Any) -> Any: ...
+        def get(self, keys: Any, out: Any) -> Any: ...
+
+    store = Empty("empty://", bytes_per_block=LAYOUT.bytes_per_block, namespace=bytes(32))
+    with store, pytest.raises(InvalidArgumentError) as error:
+        KVCache(LAYOUT, device_blocks=4, external=store)
+    assert str(error.value) == "external has 0 slots, must have at least 1"
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ([], "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are"),
+        (["AWS_ACCESS_KEY_ID"], "AWS_SECRET_ACCESS_KEY is"),
+        (["AWS_SECRET_ACCESS_KEY"], "AWS_ACCESS_KEY_ID is"),
+    ],
+)
+def test_an_s3_store_without_credentials_is_not_opened_and_names_them(
+    given: list[str], missing: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name in given:
+        monkeypatch.setenv(name, "example")
+    nowhere = "http://127.0.0.1:1"
+    url = f"s3://bucket?size=1MiB&deadline=0.1&endpoint={nowhere}&metadata_endpoint={nowhere}"
+    with pytest.raises(StoreError) as error:
+        open_store(url, bytes_per_block=512)
+    assert str(error.value).startswith(f"{url!r}: ")
+    assert str(error.value).endswith(
+        f"; {missing} not set: set both, give the machine a role, or add skip_signature=true to the URL for a public "
+        "bucket"
+    )
+    with pytest.raises(StoreError) as error:
+        open_store(f"{url}&skip_signature=true", bytes_per_block=512)
+    assert "not set" not in str(error.value)
+
+
+ENGINE_OF_4 = {
+    "a swap out from beyond the device": (
+        [("swap_out", "device", "host", (10, 0))],
+        (
+            "entry 0: block 10 is to be read, there are 4 blocks; the engine has device_blocks=4, give its manager "
+            "the same"
+        ),
+    ),
+    "a swap out beyond the host": (
+        [("swap_out", "device", "host", (0, 5))],
+        (
+            "entry 0: block 5 is to be written, there are 2 blocks; the engine has host_blocks=2, give its manager "
+            "the same"
+        ),
+    ),
+    "a copy beyond the device": (
+        [("copy", "device", "device", (0, 9))],
+        (
+            "entry 0: block 9 is to be written, there are 4 blocks; the engine has device_blocks=4, give its manager "
+            "the same"
+        ),
+    ),
+    "a fetch beyond the host": (
+        [("fetch", "external", "host", (0, 9))],
+        "1 pairs of kind 'fetch' name host block 9, the engine has host_blocks=2, give its manager the same",
+    ),
+    "a spill beyond the store": (
+        [("spill", "device", "external", (0, 50))],
+        "1 pairs of kind 'spill' name external block 50, the store has external_blocks=3, give its manager the same",
+    ),
+}
+
+
+@pytest.mark.parametrize(("transfers", "message"), ENGINE_OF_4.values(), ids=list(ENGINE_OF_4))
+def test_a_manager_that_is_larger_than_the_engine_names_the_tier_and_both_numbers(
+    transfers: list[tuple[str, str, str, tuple[int, int]]], message: str, tmp_path: Path
+):
+    engine = CacheEngine(LAYOUT, device_blocks=4, host_blocks=2)
+    store = open_store(f"file://{tmp_path}", bytes_per_block=LAYOUT.bytes_per_block, num_slots=3)
+    executor = StepExecutor(engine, store)
+    decision = StepDecision(1, [(kind, Pairs(src, dst, [pair])) for kind, src, dst, pair in transfers])
+    with pytest.raises(MappingError) as error:
+        executor.submit(decision)
+    assert str(error.value) == message
+    store.close()
+
+
+def test_tensors_of_another_number_of_blocks_name_both_numbers():
+    tensors = [torch.zeros(LAYOUT.tensor_shape(4)) for _ in range(2)]
+    with pytest.raises(LayoutError) as error:
+        KVCache(LAYOUT, tensors=tensors, device_blocks=8)
+    assert str(error.value) == "device_blocks is 8, must be 4, the blocks of the tensors"
 
 
 @pytest.mark.parametrize(

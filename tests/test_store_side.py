@@ -240,7 +240,7 @@ def test_sizes_are_compared_when_engine_and_store_meet():
         executor = StepExecutor(engine, SimulatedStore(1, SIZE, seed=0))
         swap = ("swap_out", Pairs("device", "host", np.zeros((0, 2), np.int64)))
         for decision in (spill(), fetch(), StepDecision(3, [swap, *spill().transfers()])):
-            with pytest.raises(MappingError, match="name slots 0 to 1, the store has 1"):
+            with pytest.raises(MappingError, match="name external block 1, the store has external_blocks=1"):
                 executor.submit(decision)
             assert executor.num_in_flight == 0
 

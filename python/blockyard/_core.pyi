@@ -84,7 +84,19 @@ _Counts: TypeAlias = NDArray[np.uint32] | _Each[int] | int
 
 @final
 class AllocStatus:
-    """Whether a request fits: now, later or never. Only `OK` is true."""
+    """Whether a request fits: now, later or never. Only `OK` is true.
+
+    Attributes:
+        OK: it fits now.
+        LATER: it fits once other sequences have left.
+        NEVER: it does not fit even into an empty tier.
+
+    Example:
+        >>> from blockyard import AllocStatus, BlockManager
+        >>> manager = BlockManager(block_size=16, device_blocks=8, watermark=0)
+        >>> manager.can_allocate(1000).status is AllocStatus.NEVER
+        True
+    """
 
     OK: AllocStatus
     LATER: AllocStatus
@@ -210,6 +222,14 @@ class NaiveAllocator(BlockAllocator):
         num_blocks: blocks of the tier.
         tier: name of the tier in errors.
         reuse: which free block goes next: `"lowest"` id, `"fifo"` (or `"lru"`), or `"lifo"`.
+
+    Example:
+        >>> from blockyard.allocators import NaiveAllocator
+        >>> allocator = NaiveAllocator(8)
+        >>> blocks = allocator.allocate(3)
+        >>> blocks.tolist(), allocator.num_free
+        ([0, 1, 2], 5)
+        >>> allocator.free(blocks)
     """
 
     def __new__(cls, num_blocks: int, *, tier: _Tier = "device", reuse: _Reuse = "lowest") -> NaiveAllocator: ...
@@ -223,6 +243,17 @@ class PrefixCachingAllocator(BlockAllocator):
         tier: name of the tier in errors.
         reuse: which free block goes next, as for `NaiveAllocator`.
         eviction: which cached block goes once none is free: the one `"released"` or `"accessed"` least recently.
+
+    Example:
+        >>> from blockyard.allocators import PrefixCachingAllocator, chain_keys
+        >>> allocator = PrefixCachingAllocator(8)
+        >>> keys = chain_keys([1, 2, 3, 4, 5, 6, 7, 8], block_size=4)
+        >>> blocks = allocator.allocate(2)
+        >>> blocks = [allocator.publish(block, key, depth) for depth, (block, key) in enumerate(zip(blocks, keys))]
+        >>> allocator.mark_computed(blocks)
+        >>> allocator.free(blocks)
+        >>> allocator.find(keys).tolist()
+        [0, 1]
     """
 
     def __new__(
@@ -257,6 +288,12 @@ class Pairs:
     Raises:
         MappingError: an id is negative or too large, or the array has another dtype or shape.
         InvalidArgumentError: a tier has another name.
+
+    Example:
+        >>> from blockyard import Pairs
+        >>> pairs = Pairs("device", "host", [(3, 0), (4, 1)])
+        >>> len(pairs), pairs.ids.tolist()
+        (2, [[3, 0], [4, 1]])
     """
 
     def __new__(cls, src: _Tier, dst: _Tier, ids: _IdPairs) -> Pairs: ...
@@ -285,8 +322,20 @@ class StepDecision:
         transfers: kind and pairs; sorted into the order in which they are safe to run.
         after: tickets to wait for.
         prefetch: whether nothing that the step computes reads what it loads.
+    Attributes:
+        MAX_BYTES: most bytes of a decision that `to_bytes` writes and `from_bytes` reads.
     Raises:
         InvalidArgumentError: a kind has another name.
+
+    Example:
+        >>> from blockyard import BlockManager
+        >>> manager = BlockManager(block_size=16, device_blocks=8, host_blocks=8)
+        >>> sequence = manager.allocate(20)
+        >>> _ = manager.complete(manager.take_decision().ticket)
+        >>> manager.swap_out([sequence])
+        >>> decision = manager.take_decision()
+        >>> [(kind, pairs.ids.tolist()) for kind, pairs in decision.transfers()]
+        [('swap_out', [[0, 0], [1, 1]])]
     """
 
     def __new__(
@@ -361,7 +410,15 @@ class StepDecision:
 
 @final
 class CacheGroup:
-    """What the layers of one cache group need of the tokens before."""
+    """What the layers of one cache group need of the tokens before.
+
+    Example:
+        >>> from blockyard import BlockManager, CacheGroup
+        >>> groups = [CacheGroup.full_attention(), CacheGroup.sliding_window(32)]
+        >>> manager = BlockManager(block_size=16, device_blocks=64, groups=groups)
+        >>> [group.peak_blocks(100, block_size=16, chunk_tokens=16) for group in groups]
+        [7, 4]
+    """
 
     @staticmethod
     def full_attention() -> CacheGroup:
@@ -467,6 +524,11 @@ class PrefixCaching:
         max_pinned: fraction of the device blocks that pins may hold, 0 to below 1.
     Raises:
         InvalidArgumentError: an option is out of range or has another name.
+
+    Example:
+        >>> from blockyard import BlockManager, PrefixCaching
+        >>> options = PrefixCaching(eviction="lru", host=True, max_events=1000)
+        >>> manager = BlockManager(block_size=16, device_blocks=64, host_blocks=64, prefix_caching=options)
     """
 
     def __new__(
@@ -498,7 +560,16 @@ class PrefixCaching:
 
 @final
 class Pool:
-    """The blocks of one tier, as `manager.pool("device")`. Iterate over it for the free blocks, one by one."""
+    """The blocks of one tier, as `manager.pool("device")`. Iterate over it for the free blocks, one by one.
+
+    Example:
+        >>> from blockyard import BlockManager
+        >>> manager = BlockManager(block_size=4, device_blocks=8)
+        >>> _ = manager.allocate(12)
+        >>> pool = manager.pool("device")
+        >>> pool.num_free, pool.free_ids(limit=2).tolist()
+        (5, [3, 4])
+    """
 
     @property
     def tier(self) -> _Tier:
@@ -545,6 +616,14 @@ class HashedPrompt:
 
     `manager.prefix.hash` makes it. Any manager with the same block size takes it in place of a prompt's token ids; it
     has its salt, adapter and extras. `len()` is its number of tokens.
+
+    Example:
+        >>> from blockyard import BlockManager
+        >>> manager = BlockManager(block_size=4, device_blocks=8, prefix_caching=True)
+        >>> prompt = manager.prefix.hash([1, 2, 3, 4, 5, 6])
+        >>> len(prompt), manager.prefix.lookup(prompt).tokens
+        (6, 0)
+        >>> sequence = manager.allocate(prompt)
     """
 
     def __len__(self) -> int: ...
@@ -686,6 +765,17 @@ class Prefix:
 
     A block is cached once its tokens are computed (`mark_computed`) and its bytes have landed. It stays cached after
     its sequences are freed, until its place is needed.
+
+    Example:
+        >>> from blockyard import BlockManager
+        >>> manager = BlockManager(block_size=4, device_blocks=8, prefix_caching=True)
+        >>> prompt = [1, 2, 3, 4, 5, 6]
+        >>> first = manager.allocate(prompt)
+        >>> decision = manager.take_decision()  # the model computes the prompt
+        >>> manager.mark_computed([first])
+        >>> _ = manager.complete(decision.ticket)
+        >>> manager.prefix.lookup(prompt).tokens
+        4
     """
 
     @property
@@ -817,6 +907,18 @@ class Pins:
 
     Pinned blocks are neither evicted nor written, whatever becomes of their sequences. A pin ends with `unpin`, or with
     `manager.expire(now)` at its deadline if it was not submitted. Deadlines are numbers of a clock of yours.
+
+    Example:
+        >>> from blockyard import BlockManager
+        >>> manager = BlockManager(block_size=4, device_blocks=8, prefix_caching=True)
+        >>> sequence = manager.allocate([1, 2, 3, 4, 5])
+        >>> ticket = manager.take_decision().ticket
+        >>> manager.mark_computed([sequence])
+        >>> _ = manager.complete(ticket)
+        >>> pin = manager.pins.pin(sequence, deadline=30)
+        >>> manager.pins.blocks(pin).tolist()
+        [0]
+        >>> manager.pins.unpin(pin)
     """
 
     def pin(self, sequence: _Handle, deadline: int) -> int:
@@ -877,7 +979,18 @@ class Pins:
 
 @final
 class Defrag:
-    """Defragmentation of a manager's device pool, as `manager.defrag`."""
+    """Defragmentation of a manager's device pool, as `manager.defrag`.
+
+    Example:
+        >>> from blockyard import BlockManager
+        >>> manager = BlockManager(block_size=4, device_blocks=8)
+        >>> first, second = manager.allocate(8, 8)
+        >>> _ = manager.complete(manager.take_decision().ticket)
+        >>> manager.free([first])
+        >>> report = manager.defrag.run("dense", 0)
+        >>> [pairs.ids.tolist() for pairs in manager.take_decision().move]
+        [[[2, 0], [3, 1]]]
+    """
 
     def run(
         self,
@@ -1057,6 +1170,9 @@ class BlockManager:
         encoder_tokens: _Counts | None = None,
     ) -> Sequence:
         """Open sequences, all or none. Each positional argument is one sequence.
+
+        `allocate([40, 40])` opens one sequence, whose prompt has two token ids. `allocate(40, 40)` opens two sequences
+        of 40 tokens.
 
         With prefix caching a prompt shares the longest cached prefix; its last token is always computed. A prefix that
         is only on the host is loaded by this step's decision (`swap_in`): the step that computes the rest runs after
@@ -1454,6 +1570,22 @@ class EventBatch:
     - Of `removed` alone: `reasons`, uint8 `[n]`, indexes `REASONS`; `remaining`, uint8 `[n]`, copies of the bytes in
       other tiers, those on their way included: they cannot be found until a swapped sequence brings them back, by a
       new `stored`.
+
+    Attributes:
+        KINDS: names of the numbers in `kinds`.
+        TIERS: names of the numbers in `tiers`.
+        REASONS: names of the numbers in `reasons`; the first is of what was not removed.
+
+    Example:
+        >>> from blockyard import BlockManager, PrefixCaching
+        >>> manager = BlockManager(block_size=4, device_blocks=8, prefix_caching=PrefixCaching(max_events=100))
+        >>> sequence = manager.allocate([1, 2, 3, 4, 5])
+        >>> ticket = manager.take_decision().ticket
+        >>> manager.mark_computed([sequence])
+        >>> _ = manager.complete(ticket)
+        >>> events = manager.prefix.take_events()
+        >>> [(events.KINDS[kind], block) for kind, block in zip(events.kinds, events.blocks.tolist())]
+        [('stored', 0)]
     """
 
     KINDS: tuple[str, str, str]
@@ -2542,6 +2674,18 @@ class BlockObserver:
 
     Raises:
         InvalidArgumentError: the number of blocks is out of range.
+
+    Example:
+        >>> import numpy as np
+        >>> from blockyard.defrag import BlockObserver
+        >>> observer = BlockObserver(8)
+        >>> observer.use_ids([5, 6])
+        >>> plan = observer.plan("dense", 0)
+        >>> plan.pairs.tolist()
+        [[5, 1], [6, 2]]
+        >>> observer.commit(plan)  # once the bytes have moved
+        >>> observer.resolve(np.array([5, 6])).tolist()
+        [1, 2]
     """
 
     def __new__(cls, num_blocks: int | None = None) -> Self: ...
@@ -2780,20 +2924,23 @@ class OffloadManager:
     forgotten. Loads hold their chunks. A key that is forgotten while transfers of it run is a miss at once; its chunk
     is given out again only after they have ended.
 
-        manager = OffloadManager(1024)
-        store = manager.prepare_store([b"a", b"b"])
-        # copy to store.chunks
-        manager.complete_store(store.keys)
-        chunks = manager.prepare_load([b"a"])
-        # copy from chunks
-        manager.complete_load([b"a"])
-
     Args:
         num_chunks: chunks of the host cache.
         eviction: which stored chunk is given out again first, as for `PrefixCaching`.
     Raises:
         InvalidArgumentError: `num_chunks` is out of range, or `eviction` has another name.
         OutOfMemoryError: there is no memory to keep track of so many.
+
+    Example:
+        >>> from blockyard.offload import OffloadManager
+        >>> manager = OffloadManager(1024)
+        >>> store = manager.prepare_store([b"a", b"b"])
+        >>> store.chunks.tolist()  # copy the blocks there
+        [0, 1]
+        >>> _ = manager.complete_store(store.keys)
+        >>> manager.prepare_load([b"a"]).tolist()  # copy from there
+        [0]
+        >>> manager.complete_load([b"a"])
     """
 
     def __new__(cls, num_chunks: int, *, eviction: str = "lru") -> OffloadManager: ...

@@ -84,7 +84,7 @@ class KVCache:
         StoreError: the store cannot be opened.
 
     Example:
-        >>> from blockyard import KVLayout
+        >>> from blockyard import KVCache, KVLayout
         >>> layout = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=64, dtype="float32")
         >>> with KVCache(layout, device_blocks=8, host_bytes="1MiB") as cache:
         ...     sequence = cache.manager.allocate(40)
@@ -430,6 +430,8 @@ def _store(external: str | ExternalStore | None, size: int, namespace: bytes) ->
         return open_store(external, bytes_per_block=size, namespace=namespace)
     if external is not None and external.bytes_per_block != size:
         raise InvalidArgumentError(f"external has blocks of {external.bytes_per_block} bytes, must have {size}")
+    if external is not None and external.num_slots < 1:
+        raise InvalidArgumentError(f"external has {external.num_slots} slots, must have at least 1")
     return external
 
 

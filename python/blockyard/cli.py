@@ -118,7 +118,11 @@ def _forget_output() -> None:
 
 
 class _DemoHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults and keeps the layout of the exit codes."""
+    """Shows the defaults that say something, and keeps the layout of the exit codes."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says_nothing = action.default is None or action.default is False
+        return action.help if says_nothing else super()._get_help_string(action)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,10 +147,16 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="show what is installed, and why something is missing")
     doctor.set_defaults(command=_doctor)
     calibrate = commands.add_parser(
-        "calibrate", help="measure what is fastest once, and keep it: copies of each CUDA device, or I/O of directories"
+        "calibrate",
+        help="measure what is fastest once, and save it: copies of each CUDA device, or I/O of directories",
+        description="Measure what is fastest on this machine, save it in a file and print the file's name. Processes "
+        "of this user that start from then on use it.",
     )
     calibrate.add_argument(
-        "directories", nargs="*", metavar="DIR", help="of file stores: measure threads and io_uring there instead"
+        "directories",
+        nargs="*",
+        metavar="DIR",
+        help="of file stores: choose between threads and io_uring there, instead of measuring CUDA devices",
     )
     calibrate.set_defaults(command=_calibrate)
     look = commands.add_parser("inspect", help="show what the file of a store holds; the store may be in use")
@@ -234,8 +244,19 @@ def _add_fault_options(demo: argparse.ArgumentParser) -> None:
         choices=SABOTAGE_KINDS,
         help="silently drop one transfer of this kind; with a prefix cache, nothing may read it back (exit code 0)",
     )
-    group.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
-    group.add_argument("--quiet", action="store_true", help="no live progress")
+    group.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write all figures to this file; - for standard output, where nothing else goes then: the report goes to "
+        "standard error",
+    )
+    group.add_argument(
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="print errors only, neither progress nor report; the exit code has the result, and --json is written",
+    )
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -243,7 +264,7 @@ def _demo(options: argparse.Namespace) -> int:
 
     fields = {name: value for name, value in vars(options).items() if name not in ("command", "quiet")}
     with _orderly_end():
-        return run_demo(DemoOptions(**fields), live=sys.stderr.isatty() and not options.quiet)
+        return run_demo(DemoOptions(**fields), live=sys.stderr.isatty(), quiet=options.quiet)
 
 
 @contextlib.contextmanager
@@ -276,7 +297,7 @@ def _doctor(_options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace) -> int:
     if options.directories:
         for directory in options.directories:
-            print(f"{directory}: {calibrate_directory(directory, print)}")
+            calibrate_directory(directory, print)
         return EXIT_OK
     from blockyard.engine.cuda.calibrate import run_calibrate  # noqa: PLC0415 - it imports torch
 

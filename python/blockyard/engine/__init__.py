@@ -1,6 +1,6 @@
 """The copy engine: moves blocks between device, host and staging rows, and the torch ops that it is made of."""
 
-from blockyard.engine.elastic.cache import ElasticCache
+from blockyard.engine.elastic.cache import ElasticCache, Resized
 from blockyard.engine.engine import CacheEngine, Traffic
 from blockyard.engine.host_pool import HostPool
 from blockyard.engine.mapping import unequal_pairs
@@ -13,6 +13,7 @@ __all__ = [
     "CacheEngine",
     "ElasticCache",
     "HostPool",
+    "Resized",
     "Streams",
     "Traffic",
     "Transfer",

@@ -34,7 +34,12 @@ _alive: weakref.WeakSet[CacheEngine] = weakref.WeakSet()
 
 
 class Traffic(NamedTuple):
-    """What went from one tier to another."""
+    """What went from one tier to another.
+
+    Attributes:
+        blocks: blocks that have landed.
+        num_bytes: their bytes.
+    """
 
     blocks: int
     num_bytes: int
@@ -87,6 +92,8 @@ class CacheEngine:
             memory from there on, which copies slowly (`"unpinned"`; `memory.host_pool.problem` says why).
 
     Attributes:
+        layout: as given.
+        device: where the device's tensors are.
         memory: the blocks of both tiers.
         transfers: those that are open.
         streams: what runs their work.
@@ -99,6 +106,16 @@ class CacheEngine:
         OutOfMemoryError: memory of the host cannot be had; later, from transfers.
         PageLockError: it cannot be page-locked; later, from transfers.
         OpLibraryError: the op library has no code for this device.
+
+    Example:
+        >>> from blockyard import CacheEngine, KVLayout
+        >>> layout = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=64, dtype="float32")
+        >>> engine = CacheEngine(layout, device_blocks=8, host_blocks=8)
+        >>> transfer = engine.submit("swap_out", [(0, 3), (1, 4)])  # device blocks 0 and 1 to host blocks 3 and 4
+        >>> transfer.wait()
+        Transfer(landed)
+        >>> engine.run("copy", [(0, 2)])
+        >>> engine.close()
     """
 
     def __init__(

@@ -100,6 +100,14 @@ class HostPool:
         OutOfMemoryError: the system gives no such memory.
         PageLockError: its first chunk could not be page-locked.
         InvalidArgumentError: a number is too small, or `on_failure` is neither `"raise"` nor `"unpinned"`.
+
+    Example:
+        >>> from blockyard.engine import HostPool
+        >>> pool = HostPool(8, 4096)
+        >>> pool.wait(8)
+        >>> pool.rows.shape
+        torch.Size([8, 4096])
+        >>> pool.close()
     """
 
     def __init__(

@@ -54,6 +54,8 @@ def unequal_pairs(
     Example:
         Load the second half of host block 7 and the first quarter of host block 9:
 
+        >>> import numpy as np
+        >>> from blockyard.engine import unequal_pairs
         >>> pairs = unequal_pairs(np.array([5, 6, 3]), np.array([7, 9]), per_block=4, first=2, last=1, to="small")
         >>> pairs.tolist()
         [[30, 5], [31, 6], [36, 3]]

@@ -112,9 +112,10 @@ class Memory:
         self._bound: dict[object, Run] = {}
         found = self.views["device"][0]
         wrong_device = found.device.type != self.device.type or (found.device.index or 0) != (self.device.index or 0)
-        if len(found) != device_blocks or wrong_device:
-            wanted = f"{device_blocks} on {self.device}"
-            raise LayoutError(f"the tensors hold {len(found)} blocks on {found.device}, wanted {wanted}")
+        if wrong_device:
+            raise LayoutError(f"the tensors are on {found.device}, device is {self.device}")
+        if len(found) != device_blocks:
+            raise LayoutError(f"device_blocks is {device_blocks}, must be {len(found)}, the blocks of the tensors")
         self._num_blocks: dict[EngineTier, int] = {"device": device_blocks, "host": host_blocks * parts}
         self._parts = parts
         self._closed = False

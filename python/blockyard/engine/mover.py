@@ -39,6 +39,15 @@ class BlockMover:
         wrap: turns `exchange` into what is called, once: `torch.compile`, or the capture of a graph.
         mark_step: called before and after each `exchange` and `move`, for devices that queue work until asked to:
             `habana_frameworks.torch.core.mark_step`.
+
+    Example:
+        >>> import numpy as np
+        >>> import torch
+        >>> from blockyard.engine import BlockMover
+        >>> view = torch.arange(4, dtype=torch.uint8)[:, None].repeat(1, 64)
+        >>> BlockMover([view]).exchange(np.array([[0, 3]]))
+        >>> view[:, 0].tolist()
+        [3, 1, 2, 0]
     """
 
     def __init__(

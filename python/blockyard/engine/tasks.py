@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -15,7 +16,7 @@ from blockyard.engine.memory import EngineTier, Memory, Rows, Run, as_tensor
 from blockyard.engine.ops import bind
 from blockyard.engine.ops.checks import Rule
 from blockyard.engine.streams import StreamName
-from blockyard.errors import InvalidArgumentError, LayoutError
+from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
 
 __all__ = ["KINDS", "Kind", "Task", "Work", "moving", "reading", "writing"]
 
@@ -99,7 +100,8 @@ def moving(
     src, dst = _BETWEEN.get(kind, (tier, tier))
     blocks = memory.num_blocks(src), memory.num_blocks(dst)
     rule: Rule = "swap" if kind in _BETWEEN else kind  # type: ignore[assignment]
-    mapping = Mapping(ids, src_blocks=blocks[0], dst_blocks=blocks[1], rule=rule)
+    with _naming_tier(memory, {0: src, 1: dst}, ids):
+        mapping = Mapping(ids, src_blocks=blocks[0], dst_blocks=blocks[1], rule=rule)
     num_bytes = len(mapping) * memory.bytes_per_block * (2 if kind == "exchange" else 1)
     for end, side in zip(mapping.reach, (src, dst), strict=True):
         if side == "host":
@@ -116,7 +118,8 @@ def moving(
 
 def reading(memory: Memory, tier: EngineTier, blocks: Ids, *, chunk: int | None) -> Task:
     """Check ids of blocks, int64 `[n]`, to be copied into fresh rows; raises MappingError."""
-    mapping = with_rows(blocks, memory.num_blocks(tier), written=False)
+    with _naming_tier(memory, {0: tier}, blocks):
+        mapping = with_rows(blocks, memory.num_blocks(tier), written=False)
     rows = memory.staging(len(mapping))
     pieces = _pieces(bind(*memory.between(tier, rows)), mapping, chunk)
     return Task("read", tier, "rows", mapping, rows.numel(), pieces, rows=rows)
@@ -129,7 +132,8 @@ def writing(
 
     Rows for a CUDA device are copied, if they are not page-locked and staging memory is; with `copies` in any case.
     """
-    mapping = with_rows(blocks, memory.num_blocks(tier), written=True)
+    with _naming_tier(memory, {0: tier}, blocks):
+        mapping = with_rows(blocks, memory.num_blocks(tier), written=True)
     wanted = (len(mapping), memory.bytes_per_block)
     if rows.dtype != np.uint8 or rows.shape != wanted:
         raise LayoutError(f"rows are {rows.dtype} {list(rows.shape)}, wanted uint8 {list(wanted)}")
@@ -141,6 +145,22 @@ def writing(
     cache, views = memory.between(tier, source)
     pieces = _pieces(bind(views, cache), mapping, chunk)
     return Task("write", "rows", tier, mapping, source.numel(), pieces, kept=(source,))
+
+
+@contextmanager
+def _naming_tier(memory: Memory, tiers: dict[int, EngineTier], ids: Ids) -> Iterator[None]:
+    """Name the tier of an id that is too large, by its column: its manager was made with another number of blocks."""
+    try:
+        yield
+    except MappingError as error:
+        highest = np.atleast_1d(np.max(ids, axis=0, initial=-1))
+        for column, tier in tiers.items():
+            num_blocks = memory.num_blocks(tier)
+            if highest[column] >= num_blocks:
+                raise MappingError(
+                    f"{error}; the engine has {tier}_blocks={num_blocks}, give its manager the same"
+                ) from None
+        raise
 
 
 def _pieces(run: Run, mapping: Mapping, chunk: int | None) -> list[Work]:

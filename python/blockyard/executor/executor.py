@@ -146,9 +146,26 @@ class StepExecutor(Executor):
             spill beyond it is lost, which costs a recompute and holds nobody up.
         chunk_bytes: longer transfers with the external tier are cut into pieces of this size.
 
+    Attributes:
+        engine: as given.
+        store: as given, or None.
+
     Raises:
         InvalidArgumentError: a number of bytes is not positive, or the store's blocks have another size than the
             engine's.
+
+    Example:
+        >>> from blockyard import BlockManager, CacheEngine, KVLayout, StepExecutor
+        >>> layout = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=64, dtype="float32")
+        >>> engine = CacheEngine(layout, device_blocks=8, host_blocks=8)
+        >>> manager, executor = BlockManager(block_size=16, device_blocks=8, host_blocks=8), StepExecutor(engine)
+        >>> sequence = manager.allocate(40)
+        >>> decision = manager.take_decision()
+        >>> executor.submit(decision)
+        >>> # the model computes
+        >>> for done in executor.collect(decision.ticket):
+        ...     _ = manager.complete(done.ticket, done.lost)
+        >>> engine.close()
     """
 
     def __init__(
@@ -467,15 +484,17 @@ class StepExecutor(Executor):
 
     def _refuse(self, transfers: Sequence[tuple[str, Pairs]]) -> None:
         for kind, pairs in transfers:
+            if "external" not in {pairs.src, pairs.dst}:
+                continue  # the engine checks them at once
+            if self._side is None:
+                raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, and there is none")
             for tier, ids in ((pairs.src, pairs.ids[:, 0]), (pairs.dst, pairs.ids[:, 1])):
-                if tier != "external":
-                    continue
-                if self._side is None:
-                    raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, and there is none")
-                if len(ids) and not 0 <= ids.min() <= ids.max() < self._side.num_slots:
+                num_slots = self._side.num_slots if tier == "external" else self.engine.num_blocks(tier)
+                if len(ids) and ids.max() >= num_slots:
+                    owner = "the store" if tier == "external" else "the engine"
                     raise MappingError(
-                        f"{len(pairs)} pairs of kind {kind!r} name slots {ids.min()} to {ids.max()}, the store has "
-                        f"{self._side.num_slots}, and the manager's external_blocks may be no more"
+                        f"{len(pairs)} pairs of kind {kind!r} name {tier} block {ids.max()}, {owner} has "
+                        f"{tier}_blocks={num_slots}, give its manager the same"
                     )
 
     def _cut(self, decision: StepDecision, fence: Event, *, by_layer: bool) -> tuple[tuple[Part, ...], list[Part]]:

@@ -36,12 +36,13 @@ class ParallelExecutor(Executor):
     Example:
         >>> import numpy as np
         >>> from blockyard import BlockManager, CacheEngine, KVLayout, StepExecutor
+        >>> from blockyard.executor import ParallelExecutor
         >>> layout = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
         >>> engines = [CacheEngine(layout, device_blocks=8, host_blocks=8) for rank in range(2)]
         >>> executor = ParallelExecutor([StepExecutor(engine) for engine in engines])
         >>> manager = BlockManager(block_size=4, device_blocks=8, host_blocks=8)
         >>> sequence = manager.allocate(6)
-        >>> manager.complete(manager.take_decision().ticket)
+        >>> _ = manager.complete(manager.take_decision().ticket)
         >>> manager.swap_out(sequence)
         >>> executor.submit(decision := manager.take_decision())
         >>> done = executor.wait(decision.ticket)

@@ -60,22 +60,6 @@ class Prefetch:
         tokens: tokens that were loaded for it.
     """
 
-    __slots__ = (
-        "_store",
-        "_task",
-        "_transfer",
-        "_until",
-        "began",
-        "brought",
-        "is_behind",
-        "job",
-        "keys",
-        "landed",
-        "prompt",
-        "state",
-        "tokens",
-    )
-
     def __init__(self, store: PrefixStore, prompt: HashedPrompt, keys: NDArray[np.uint8]) -> None:
         self._store = store
         self._task: StoreTask | None = None
@@ -83,23 +67,23 @@ class Prefetch:
         self._until = 0.0
         self.prompt = prompt
         self.tokens = 0
-        self.began = time.monotonic()
-        self.keys = keys
-        self.landed = np.zeros(0, np.bool_)
-        self.brought: set[bytes] = set()  # keys of blocks that were loaded
-        self.job: StoreJob | None = None
-        self.is_behind = False  # another prefetch reads the same blocks
-        self.state = "waiting"
+        self._began = time.monotonic()
+        self._keys = keys
+        self._landed = np.zeros(0, np.bool_)
+        self._brought: set[bytes] = set()  # keys of blocks that were loaded
+        self._job: StoreJob | None = None
+        self._is_behind = False  # another prefetch reads the same blocks
+        self._state = "waiting"
 
     @property
     def done(self) -> bool:
         """Whether the prompt can be admitted: what the store had is loaded, or its time is over. Never waits."""
-        if self.state != "done":
+        if self._state != "done":
             self._store.poll()
-        return self.state == "done"
+        return self._state == "done"
 
     def __repr__(self) -> str:
-        return f"Prefetch({len(self.prompt)} tokens, {self.tokens} loaded, {self.state})"
+        return f"Prefetch({len(self.prompt)} tokens, {self.tokens} loaded, {self._state})"
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +114,28 @@ class PrefixStore:
     Raises:
         InvalidArgumentError: an argument is out of range, the store's blocks have another size, or the manager has
             several cache groups, a window, cached blocks or no prefix caching.
+
+    Attributes:
+        store: as given.
+        stats: the `PrefixStoreStats`.
+
+    Example:
+        >>> import tempfile
+        >>> from blockyard import KVCache, KVLayout
+        >>> layout = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+        >>> options = {"device_blocks": 8, "prefix_caching": True, "namespace": b"model"}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for _ in range(2):
+        ...         with KVCache(layout, prefix_store=f"file://{folder}?size=1MiB", **options) as cache:
+        ...             fetch = cache.prefix_store.prefetch([1, 2, 3, 4, 5])
+        ...             while not fetch.done:
+        ...                 pass  # steps go on
+        ...             print(fetch.tokens)
+        ...             sequence = cache.manager.allocate(fetch.prompt)
+        ...             with cache.step():
+        ...                 cache.manager.mark_computed([sequence])  # the model computes the rest
+        0
+        4
     """
 
     def __init__(
@@ -200,13 +206,12 @@ class PrefixStore:
         hashed = prompt if isinstance(prompt, HashedPrompt) else prefix.hash(prompt, salt=salt, lora_id=lora_id)
         self._mend()
         fetch = Prefetch(self, hashed, self._missing(hashed))
-        if not len(fetch.keys):
-            fetch.state = "done"
+        if not len(fetch._keys):
+            fetch._state = "done"
             return fetch
         self._torn = True
         self.stats.prefetches += 1
-        seconds = self._deadline + len(fetch.keys) * self._size / 200e6
-        fetch._until = fetch.began + seconds  # noqa: SLF001 (one file, one concept)
+        fetch._until = fetch._began + self._deadline + len(fetch._keys) * self._size / 200e6
         self._open.append(fetch)
         self._advance(fetch)
         self._torn = False
@@ -337,10 +342,10 @@ class PrefixStore:
             del self._write_jobs[-1]
         while self._open:
             fetch = self._open[-1]
-            if fetch._task is not None:  # noqa: SLF001
-                self._abandoned.append(fetch._task)  # noqa: SLF001
-            fetch.job = fetch._transfer = fetch._task = None  # noqa: SLF001
-            fetch.state = "done"
+            if fetch._task is not None:
+                self._abandoned.append(fetch._task)
+            fetch._job = fetch._transfer = fetch._task = None
+            fetch._state = "done"
             del self._open[-1]
             self.stats.misses[why] += 1
         self.stats.unwritten_blocks += sum(len(write.job) for write in self._writing if write.task is None)
@@ -369,17 +374,17 @@ class PrefixStore:
 
     def _advance(self, fetch: Prefetch) -> None:
         """Take a prefetch as far as it goes."""
-        while fetch.state != "done":
-            before = fetch.state
+        while fetch._state != "done":
+            before = fetch._state
             if before == "waiting":
                 self._begin_read(fetch)
             elif before == "reading":
                 self._take_rows(fetch)
             elif before == "copying":
                 self._take_copies(fetch)
-            if fetch.state == before:
+            if fetch._state == before:
                 # Copies end by themselves: nothing gives their blocks back before.
-                if before != "copying" and time.monotonic() >= fetch._until:  # noqa: SLF001
+                if before != "copying" and time.monotonic() >= fetch._until:
                     self._give_up(fetch)
                 return
 
@@ -387,32 +392,31 @@ class PrefixStore:
         if time.monotonic() < self._retry_at:
             self._finish(fetch, "unavailable")
             return
-        first = fetch.keys[0].tobytes()
-        others = (other for other in self._open if other.state != "waiting")
-        if any(other.keys[0].tobytes() == first for other in others):
-            fetch.is_behind = True
+        first = fetch._keys[0].tobytes()
+        others = (other for other in self._open if other._state != "waiting")
+        if any(other._keys[0].tobytes() == first for other in others):
+            fetch._is_behind = True
             return
-        if fetch.is_behind:  # another one has brought these blocks, or found out that the store has them not
-            fetch.keys, fetch.is_behind = self._missing(fetch.prompt), False
-            if not len(fetch.keys):
+        if fetch._is_behind:  # another one has brought these blocks, or found out that the store has them not
+            fetch._keys, fetch._is_behind = self._missing(fetch.prompt), False
+            if not len(fetch._keys):
                 self._finish(fetch)
                 return
         room = self._max_blocks - sum(len(task.keys) for task in self._reads())
-        if room < min(len(fetch.keys), self._max_blocks // 4 or 1):
+        if room < min(len(fetch._keys), self._max_blocks // 4 or 1):
             return
-        keys = fetch.keys[:room]
-        fetch._task = StoreTask(keys, take=self._take)  # noqa: SLF001
-        fetch.state = "reading"
-        self._worker.submit(fetch._task)  # noqa: SLF001
+        keys = fetch._keys[:room]
+        fetch._task = StoreTask(keys, take=self._take)
+        fetch._state = "reading"
+        self._worker.submit(fetch._task)
 
     def _reads(self) -> list[StoreTask]:
-        return [fetch._task for fetch in self._open if fetch._task is not None] + self._abandoned  # noqa: SLF001
+        return [fetch._task for fetch in self._open if fetch._task is not None] + self._abandoned
 
     def _take_rows(self, fetch: Prefetch) -> None:
         """Give the blocks that came a place, up to the first that did not."""
-        task = fetch._task  # noqa: SLF001
-        assert task is not None  # noqa: S101 (for the type checker)
-        if not task.ended or task.answer is None:
+        task = fetch._task
+        if task is None or not task.ended or task.answer is None:
             return
         self._pause = PAUSES[0]
         ok = task.answer.ok
@@ -427,16 +431,12 @@ class PrefixStore:
             self._load_jobs.remove(job)
             self._finish(fetch, "no_room" if len(self._missing(fetch.prompt)) else "")
             return
-        fetch.job, fetch.state = job, "copying"
+        fetch._job, fetch._state = job, "copying"
         # The job has later blocks of the prompt if another prefetch has brought those that came.
-        blocks, rows, fetch.landed = _rows_of(job, task.keys[:count], task.answer.rows[:count])
+        blocks, rows, fetch._landed = _rows_of(job, task.keys[:count], task.answer.rows[:count])
         try:
-            fetch._transfer = self._engine.submit_write(  # noqa: SLF001
-                job.tier,
-                blocks,
-                rows,
-                after_compute=self._engine.fence(),
-                on_full="refuse",
+            fetch._transfer = self._engine.submit_write(
+                job.tier, blocks, rows, after_compute=self._engine.fence(), on_full="refuse"
             )
         except BlockyardError:
             self._end_load(fetch, has_landed=False)
@@ -467,34 +467,34 @@ class PrefixStore:
             del self._failed[next(iter(self._failed))]
 
     def _take_copies(self, fetch: Prefetch) -> None:
-        transfer = fetch._transfer  # noqa: SLF001
+        transfer = fetch._transfer
         if transfer is not None and transfer.done:
             self._end_load(fetch, has_landed=transfer.error is None)
 
     def _end_load(self, fetch: Prefetch, *, has_landed: bool) -> None:
-        job = fetch.job
+        job = fetch._job
         assert job is not None  # noqa: S101 (for the type checker)
-        found = self._manager.prefix.store_jobs.end_load(job.job, fetch.landed & has_landed)
+        found = self._manager.prefix.store_jobs.end_load(job.job, fetch._landed & has_landed)
         self._load_jobs.remove(job)
-        self._give_back(fetch._task)  # noqa: SLF001
-        fetch.job = fetch._transfer = fetch._task = None  # noqa: SLF001
+        self._give_back(fetch._task)
+        fetch._job = fetch._transfer = fetch._task = None
         if not has_landed:
             self._finish(fetch, "copy_failed")
             return
         self.stats.hit_blocks += found
         self.stats.hit_bytes += found * self._size
         fetch.tokens += found * self._manager.block_size
-        fetch.brought.update(key.tobytes() for key in job.keys[fetch.landed])
-        fetch.keys = self._missing(fetch.prompt)
-        fetch.state = "waiting"
-        if not len(fetch.keys):
+        fetch._brought.update(key.tobytes() for key in job.keys[fetch._landed])
+        fetch._keys = self._missing(fetch.prompt)
+        fetch._state = "waiting"
+        if not len(fetch._keys):
             self._finish(fetch)
-        elif fetch.keys[0].tobytes() in fetch.brought:  # it has been evicted since, for this prompt or another
+        elif fetch._keys[0].tobytes() in fetch._brought:  # it has been evicted since, for this prompt or another
             self._finish(fetch, "no_room")
 
     def _give_up(self, fetch: Prefetch) -> None:
         """The deadline has passed: go on without the store, and leave it alone for a while."""
-        task = fetch._task  # noqa: SLF001
+        task = fetch._task
         if task is not None:
             self._abandoned.append(task)
             self._fail(task.keys[0].tobytes(), FAILED_SECONDS)
@@ -505,17 +505,17 @@ class PrefixStore:
     def _finish(self, fetch: Prefetch, miss: str = "") -> None:
         if miss:
             self.stats.misses[miss] += 1
-        if fetch.job is not None:
+        if fetch._job is not None:
             # The engine may still write there: its transfers end without any storage.
-            if fetch._transfer is not None:  # noqa: SLF001
-                self._engine.transfers.wait(fetch._transfer)  # noqa: SLF001
-            self._manager.prefix.store_jobs.end_load(fetch.job.job, [False] * len(fetch.job))
-            self._load_jobs.remove(fetch.job)
-        self._give_back(fetch._task)  # noqa: SLF001
-        fetch.job = fetch._transfer = fetch._task = None  # noqa: SLF001
-        fetch.state = "done"
+            if fetch._transfer is not None:
+                self._engine.transfers.wait(fetch._transfer)
+            self._manager.prefix.store_jobs.end_load(fetch._job.job, [False] * len(fetch._job))
+            self._load_jobs.remove(fetch._job)
+        self._give_back(fetch._task)
+        fetch._job = fetch._transfer = fetch._task = None
+        fetch._state = "done"
         self._open.remove(fetch)
-        self.stats.load_seconds[bisect_left(LOAD_SECONDS, time.monotonic() - fetch.began)] += 1
+        self.stats.load_seconds[bisect_left(LOAD_SECONDS, time.monotonic() - fetch._began)] += 1
 
     # ---- to the store ----
 

@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from blockyard import _core
 from blockyard.engine.engine import CacheEngine
 from blockyard.errors import (
@@ -40,6 +43,7 @@ KIND: Final = "kv layers blocks tokens heads dim"
 """Dimensions of the KV tensor, outermost first."""
 
 Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
+"""A goal of `BlockManager.defragment`; see `manager.defrag.run`."""
 
 
 class NanoSequence(Protocol):

@@ -30,6 +30,8 @@ def prompt_lookup(
     Source: prompt lookup decoding (Saxena, 2023); vLLM's n-gram proposer.
 
     Example:
+        >>> import numpy as np
+        >>> from blockyard.integrations.prompt_lookup import prompt_lookup
         >>> prompt_lookup(np.array([7, 1, 2, 3, 9, 1, 2], np.uint32), 2).tolist()
         [3, 9]
     """

@@ -126,7 +126,7 @@ class EventPublisher:
         >>> from blockyard.integrations.router_events import EventPublisher
         >>> manager = BlockManager(block_size=2, device_blocks=8, prefix_caching=PrefixCaching(max_events=100))
         >>> sequence = manager.allocate([1, 2, 3, 4, 5])
-        >>> manager.complete(manager.take_decision().ticket)
+        >>> _ = manager.complete(manager.take_decision().ticket)
         >>> manager.mark_computed(sequence)
         >>> with EventPublisher("inproc://example", block_size=2) as publisher:
         ...     publisher.know([1, 2, 3, 4, 5])

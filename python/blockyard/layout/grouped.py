@@ -25,6 +25,15 @@ class GroupedLayout:
 
     Raises:
         LayoutError: there are none, or a name is there twice.
+
+    Example:
+        >>> from blockyard.layout import GroupedLayout, KVLayout
+        >>> full = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=64, dtype="float32")
+        >>> shape = {"num_layers": 4, "block_size": 16, "num_kv_heads": 1, "head_size": 64}
+        >>> latent = KVLayout("blocks tokens dim", dtype="float32", **shape)
+        >>> layout = GroupedLayout((("full", full), ("latent", latent)))
+        >>> layout.bytes_per_block == full.bytes_per_block + latent.bytes_per_block
+        True
     """
 
     groups: tuple[tuple[str, KVLayout], ...]

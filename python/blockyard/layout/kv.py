@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 LayoutKind = Literal["kv_first", "blocks_first"]
+"""Layouts with a name of their own; see `KVLayout` for all others."""
 KINDS: Final[tuple[LayoutKind, ...]] = get_args(LayoutKind)
 
 # What ROCm's paged attention reads at a time.
@@ -101,6 +102,16 @@ class KVLayout:
 
     Raises:
         LayoutError: a number is not positive, kind or dtype is unknown, or what the kind names does not go together.
+
+    Example:
+        >>> import torch
+        >>> from blockyard import KVLayout
+        >>> layout = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=64, dtype="bfloat16")
+        >>> layout.bytes_per_block, layout.tensor_shape(100)
+        (16384, (2, 100, 16, 2, 64))
+        >>> tensors = [torch.zeros(2, 100, 16, 2, 64, dtype=torch.bfloat16) for _ in range(2)]
+        >>> KVLayout.from_tensors(tensors, kind="kv_first") == layout
+        True
     """
 
     kind: str

@@ -21,8 +21,10 @@ __all__ = [
 ]
 
 PreemptionMode: TypeAlias = Literal["auto", "swap", "recompute"]
+"""What becomes of the blocks of a preempted request; see `Scheduler`."""
 
 PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
+"""All values of `PreemptionMode`."""
 
 GoalName = Literal["max_id", "free_tail", "dense", "empty_pages", "contiguous"]
 Goal = tuple[GoalName, int] | tuple[GoalName, int, int]
@@ -46,7 +48,7 @@ class DefragPolicy:
 
     Example:
         >>> from blockyard import BlockManager
-        >>> from blockyard.scheduler import Scheduler
+        >>> from blockyard.scheduler import DefragPolicy, Scheduler
         >>> manager = BlockManager(block_size=16, device_blocks=64)
         >>> scheduler = Scheduler(manager, defragment=DefragPolicy([("free_tail", 0), ("dense", 8)], max_moves=32))
     """

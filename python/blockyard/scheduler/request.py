@@ -40,6 +40,10 @@ class Request:
         stop_token_ids: a sequence ends with any of these.
         salt: keeps tenants apart in the prefix cache: prompts share blocks only with prompts of the same salt.
         lora_id: adapter that the request runs with; 0 for none. Prompts share blocks only within an adapter.
+
+    Example:
+        >>> from blockyard import Request
+        >>> request = Request("a", [1, 2, 3], max_tokens=64, stop_token_ids=frozenset({2}))
     """
 
     request_id: str

@@ -72,12 +72,16 @@ class Scheduler:
             a prefix store.
         executor: carries decisions out instead of the cache's `executor`, such as a `ParallelExecutor`.
 
+    Attributes:
+        manager: the `BlockManager`.
+        stats: the `SchedulerStats`.
+
     Raises:
         InvalidArgumentError: a limit is not positive, the mode is unknown, or the manager has several cache groups; or
             there are draft tokens and a recurrent state, which cannot be taken back; or an executor and no cache.
 
     Example:
-        >>> from blockyard import KVCache, KVLayout
+        >>> from blockyard import KVCache, KVLayout, Request, Scheduler
         >>> layout = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
         >>> with KVCache(layout, device_blocks=8, host_blocks=8) as cache:
         ...     scheduler = Scheduler(cache)

@@ -22,6 +22,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler import PreemptionMode
 from blockyard.sim.pool import PoolReport
 from blockyard.sim.report import (
+    STDOUT,
     Damage,
     Difference,
     FileTier,
@@ -82,7 +83,7 @@ class DemoOptions:
             if None.
         corrupt: blocks to damage in the file.
         sabotage: kind of transfer to drop one of; none if None.
-        json: file to write the report to; none if None.
+        json: file to write the report to, `-` for standard output; none if None.
     """
 
     model: Path | None = None
@@ -115,12 +116,13 @@ class DemoOptions:
     json: Path | None = None
 
 
-def run_demo(options: DemoOptions, *, live: bool = False) -> int:
-    """Run the demo and print its report.
+def run_demo(options: DemoOptions, *, live: bool = False, quiet: bool = False) -> int:
+    """Run the demo and print its report: on standard error if its JSON goes to standard output.
 
     Args:
         options: what to do.
         live: show progress on standard error.
+        quiet: print errors only.
 
     Returns:
         The exit code: 0; 1 if tokens differ; 2 if a requested fault could not happen; 3 if the report could not be
@@ -129,14 +131,20 @@ def run_demo(options: DemoOptions, *, live: bool = False) -> int:
     Raises:
         BlockyardError: the options cannot be met; the message says which and why.
     """
-    report = make_report(options, live=live)
-    written = options.json is None or _output(partial(write_json, report, options.json), str(options.json))
-    if not _output(partial(print_report, report), "standard output") or not written:
+    report = make_report(options, live=live and not quiet)
+    written = options.json is None or _output(partial(write_json, report, options.json), _name(options.json))
+    stream, name = (sys.stderr, "standard error") if options.json == STDOUT else (sys.stdout, "standard output")
+    printed = quiet or _output(partial(print_report, report, stream), name)
+    if not (written and printed):
         return EXIT_OUTPUT
     if report.exit_code == 2:
         kind = "damaged block was read" if report.damage else f"{options.sabotage} could be dropped"
         print(f"blockyard: no {kind} in this run; give it smaller pools or more requests", file=sys.stderr)
     return report.exit_code
+
+
+def _name(path: Path) -> str:
+    return "standard output" if path == STDOUT else str(path)
 
 
 def _output(write: Callable[[], None], name: str) -> bool:
@@ -242,7 +250,7 @@ def compare(items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs) -> tup
 
 def _check(options: DemoOptions) -> None:
     """Refuse options that fail without loading a model."""
-    if options.json is not None:
+    if options.json is not None and options.json != STDOUT:
         _check_file(options.json)
     if options.model is not None and not (options.model / "config.json").is_file():
         raise InvalidArgumentError(f"no model in {options.model}: there is no config.json")

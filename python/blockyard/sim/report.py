@@ -20,6 +20,8 @@ from typing import Protocol, TextIO
 from blockyard.sim.pool import LEGEND, PoolReport, draw_pool, pool_rows
 
 TIERS = ("device", "host", "external")
+STDOUT = Path("-")
+"""As the path of the JSON file: standard output."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,11 @@ def write_json(report: Report, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    path.write_text(report.to_json(), encoding="utf-8")
+    if path == STDOUT:
+        sys.stdout.write(report.to_json())
+        sys.stdout.flush()
+    else:
+        path.write_text(report.to_json(), encoding="utf-8")
 
 
 def rows(report: Report) -> list[tuple[str, str]]:

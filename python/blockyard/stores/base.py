@@ -493,6 +493,7 @@ def open_store(
     Example:
         >>> import tempfile
         >>> import numpy as np
+        >>> from blockyard import open_store
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with open_store(f"file://{folder}?size=1MiB", bytes_per_block=4096) as store:
         ...         slots = np.array([3, 5])

@@ -33,13 +33,17 @@ class Codec:
         max_bytes: most bytes of an encoded block; a block, one sixty-fourth of it and 256 bytes if None.
 
     Example:
+        >>> import tempfile
         >>> import zlib
         >>> import numpy as np
         >>> from blockyard.stores import Codec, open_store
         >>> codec = Codec("zlib-6", zlib.compress, zlib.decompress)
-        >>> url = "memory://example?size=1MiB"
-        >>> with open_store(url, bytes_per_block=4096, use="prefix", codec=codec) as store:  # doctest: +SKIP
-        ...     done = store.wait(store.submit_put([bytes(32)], np.ones((1, 4096), np.uint8)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     url = f"local://{folder}?size=1MiB"
+        ...     with open_store(url, bytes_per_block=4096, use="prefix", codec=codec) as store:
+        ...         written = store.wait(store.submit_put([bytes(32)], np.ones((1, 4096), np.uint8)))
+        >>> written.ok.tolist()
+        [True]
     """
 
     name: str

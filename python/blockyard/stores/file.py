@@ -326,7 +326,7 @@ def calibrate_directory(
 
     Args:
         directory: of a store; it is made if it is missing.
-        say: takes one line for each size of blocks.
+        say: takes one line for each size of blocks, and one that names the file.
         slab_bytes: of blocks in each of two files, which go at the end.
         rounds: of each measurement; the two take turns.
 
@@ -365,6 +365,7 @@ def calibrate_directory(
     scratch = path.with_suffix(f".{os.getpid()}")
     scratch.write_text(json.dumps(found) + "\n", encoding="utf-8")
     scratch.replace(path)
+    say(f"{directory}: saved io={chosen} to {path}; file stores opened here use it unless their URL has io=")
     return chosen
 
 

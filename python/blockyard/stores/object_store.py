@@ -14,8 +14,8 @@
 | others | go to obstore: `endpoint`, `region`, `virtual_hosted_style_request`, `unsigned_payload`, ... | obstore's |
 
 Credentials come from where obstore takes them: environment variables such as `AWS_ACCESS_KEY_ID` and
-`AWS_SECRET_ACCESS_KEY`, or the machine's role. A URL that holds one is refused, and no message shows it. It needs
-`pip install 'blockyard[s3]'`.
+`AWS_SECRET_ACCESS_KEY`, or the machine's role; with `skip_signature=true` there are none. A URL that holds one is
+refused, and no message shows it. It needs `pip install 'blockyard[s3]'`.
 
 - Swap space: objects of this store alone, which are deleted when it is closed. What a killed process leaves stays.
 - Prefix store: shared by every process with this namespace. A block is stored only if it is absent. A value is checked
@@ -61,6 +61,9 @@ _BATCHES: Final = 4  # that work at once
 _ERRORS: Final = 4  # more calls of a batch than have succeeded may fail before it is given up
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 _SECRET: Final = re.compile(r"secret|token|password|credential|sas|signature$|access_key|account_key|private|^key$")
+_UNSIGNED: Final = "skip_signature"  # for a bucket that everybody can read
+_S3_KEYS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_S3_ROLES: Final = re.compile(r"^AWS_(WEB_IDENTITY_TOKEN_FILE|CONTAINER_CREDENTIALS_\w+|SKIP_SIGNATURE)$")
 _SECRET_NAME: Final = re.compile(r"^(AWS|AZURE|GOOGLE)_.*(SECRET|TOKEN|PASSWORD|KEY)")
 _in_memory: dict[str, Any] = {}  # obstore's stores of `memory` URLs
 _process: Process | None = None  # that has obstore's threads
@@ -87,7 +90,7 @@ def read_url(url: str) -> ObjectURL:
     parts = StoreURL.parse(url)
     scheme, split = url.partition(":")[0], urlsplit(url)
     for name in parts.options:
-        if _SECRET.search(name.lower()):
+        if name.lower() != _UNSIGNED and _SECRET.search(name.lower()):
             parts.url = re.sub(r"\?.*", "?***", parts.url, flags=re.DOTALL)
             parts.reject(name, "is a credential, which must come from the environment")
     if "@" in url.partition("?")[0]:
@@ -142,11 +145,17 @@ def open_object_store(
     if fit is None and num_slots is None:
         found.parts.reject(found.parts.host or found.parts.path, "needs ?size=, for example ?size=1TiB")
     if fit is not None and fit < (num_slots or 1):
-        raise StoreFullError(f"{found.parts.url!r}: size holds {fit} blocks, must hold at least {num_slots or 1}")
+        raise StoreFullError(
+            f"{found.parts.url!r}: size holds {fit} blocks of {HEADER + bytes_per_block} bytes, must hold at least "
+            f"{num_slots or 1}"
+        )
     store = ObjectStore(
         found, bytes_per_block=bytes_per_block, num_slots=num_slots or fit or 1, namespace=namespace, use=use, **options
     )
-    store.ping()
+    try:
+        store.ping()
+    except StoreError as error:
+        raise StoreError(f"{error}{_missing_credentials(found)}") from None
     return store
 
 
@@ -423,6 +432,20 @@ class ObjectStore(RemoteStore):
         return StoreError(re.sub(r"\?\S*", "?***", text))  # signed URLs have their signature there
 
 
+def _missing_credentials(found: ObjectURL) -> str:
+    """Say which credentials of S3 the environment lacks; obstore reads no files of the AWS command line."""
+    names = {name.upper() for name in os.environ}
+    if found.scheme != "s3" or _UNSIGNED in found.config or any(map(_S3_ROLES.match, names)):
+        return ""
+    missing = [name for name in _S3_KEYS if name not in names]
+    if not missing:
+        return ""
+    return (
+        f"; {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: set both, give the machine a role, "
+        f"or add {_UNSIGNED}=true to the URL for a public bucket"
+    )
+
+
 def _connect(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
     """Return the module obstore and a store of its."""
     global _process  # noqa: PLW0603 (obstore has threads for the whole process)
@@ -451,4 +474,4 @@ def _connect(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
         return obstore, stores.from_url("".join(more), client_options=client, retry_config=retry, **found.config)
     except Exception as error:  # noqa: BLE001 (whatever the client raises)
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise StoreError(f"{found.parts.url!r}: {text}") from None
+        raise StoreError(f"{found.parts.url!r}: {text}{_missing_credentials(found)}") from None

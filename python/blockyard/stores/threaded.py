@@ -60,6 +60,7 @@ class ThreadedStore(BatchStore):
         deadline: least seconds for a batch; it grows by a second for every 16 MB in flight.
 
     Example:
+        >>> import numpy as np
         >>> from blockyard.stores import ThreadedStore, open_store, register
         >>> @register("dict")
         ... class DictStore(ThreadedStore):

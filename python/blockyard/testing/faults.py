@@ -60,6 +60,7 @@ def corrupt_slots(
         >>> import tempfile
         >>> import numpy as np
         >>> from blockyard.stores import open_store
+        >>> from blockyard.testing.faults import corrupt_slots
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with open_store(f"file://{folder}?size=1MiB", bytes_per_block=4096) as store:
         ...         slots = np.array([3, 5])
@@ -240,6 +241,7 @@ class FailingStore(ExternalStore):
     Example:
         >>> import tempfile
         >>> from blockyard.stores import open_store
+        >>> from blockyard.testing.faults import FailingStore
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     inner = open_store(f"file://{folder}?size=1MiB", bytes_per_block=4096, use="prefix")
         ...     with FailingStore(inner) as store:

@@ -314,6 +314,14 @@ impl PyBlockAllocator {
 ///     num_blocks: blocks of the tier.
 ///     tier: name of the tier in errors.
 ///     reuse: which free block goes next: `"lowest"` id, `"fifo"` (or `"lru"`), or `"lifo"`.
+///
+/// Example:
+///     >>> from blockyard.allocators import NaiveAllocator
+///     >>> allocator = NaiveAllocator(8)
+///     >>> blocks = allocator.allocate(3)
+///     >>> blocks.tolist(), allocator.num_free
+///     ([0, 1, 2], 5)
+///     >>> allocator.free(blocks)
 #[pyclass(frozen, extends = PyBlockAllocator, name = "NaiveAllocator", module = "blockyard._core")]
 pub(crate) struct PyNaiveAllocator;
 
@@ -339,6 +347,17 @@ impl PyNaiveAllocator {
 ///     tier: name of the tier in errors.
 ///     reuse: which free block goes next, as for `NaiveAllocator`.
 ///     eviction: which cached block goes once none is free: the one `"released"` or `"accessed"` least recently.
+///
+/// Example:
+///     >>> from blockyard.allocators import PrefixCachingAllocator, chain_keys
+///     >>> allocator = PrefixCachingAllocator(8)
+///     >>> keys = chain_keys([1, 2, 3, 4, 5, 6, 7, 8], block_size=4)
+///     >>> blocks = allocator.allocate(2)
+///     >>> blocks = [allocator.publish(block, key, depth) for depth, (block, key) in enumerate(zip(blocks, keys))]
+///     >>> allocator.mark_computed(blocks)
+///     >>> allocator.free(blocks)
+///     >>> allocator.find(keys).tolist()
+///     [0, 1]
 #[pyclass(frozen, extends = PyBlockAllocator, name = "PrefixCachingAllocator", module = "blockyard._core")]
 pub(crate) struct PyPrefixCachingAllocator;
 

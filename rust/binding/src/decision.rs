@@ -26,6 +26,12 @@ pub(crate) fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'p
 /// Raises:
 ///     MappingError: an id is negative or too large, or the array has another dtype or shape.
 ///     InvalidArgumentError: a tier has another name.
+///
+/// Example:
+///     >>> from blockyard import Pairs
+///     >>> pairs = Pairs("device", "host", [(3, 0), (4, 1)])
+///     >>> len(pairs), pairs.ids.tolist()
+///     (2, [[3, 0], [4, 1]])
 #[pyclass(frozen, name = "Pairs", module = "blockyard._core")]
 pub(crate) struct PyPairs {
     src: Tier,
@@ -110,8 +116,20 @@ impl PyPairs {
 ///     transfers: kind and pairs; sorted into the order in which they are safe to run.
 ///     after: tickets to wait for.
 ///     prefetch: whether nothing that the step computes reads what it loads.
+/// Attributes:
+///     MAX_BYTES: most bytes of a decision that `to_bytes` writes and `from_bytes` reads.
 /// Raises:
 ///     InvalidArgumentError: a kind has another name.
+///
+/// Example:
+///     >>> from blockyard import BlockManager
+///     >>> manager = BlockManager(block_size=16, device_blocks=8, host_blocks=8)
+///     >>> sequence = manager.allocate(20)
+///     >>> _ = manager.complete(manager.take_decision().ticket)
+///     >>> manager.swap_out([sequence])
+///     >>> decision = manager.take_decision()
+///     >>> [(kind, pairs.ids.tolist()) for kind, pairs in decision.transfers()]
+///     [('swap_out', [[0, 0], [1, 1]])]
 #[pyclass(frozen, name = "StepDecision", module = "blockyard._core")]
 pub(crate) struct PyStepDecision {
     /// Number to complete or fail.

@@ -23,6 +23,22 @@ const NO_KEY: ExportedKey = ExportedKey([0; 32]);
 /// - Of `removed` alone: `reasons`, uint8 `[n]`, indexes `REASONS`; `remaining`, uint8 `[n]`, copies of the bytes in
 ///   other tiers, those on their way included: they cannot be found until a swapped sequence brings them back, by a
 ///   new `stored`.
+///
+/// Attributes:
+///     KINDS: names of the numbers in `kinds`.
+///     TIERS: names of the numbers in `tiers`.
+///     REASONS: names of the numbers in `reasons`; the first is of what was not removed.
+///
+/// Example:
+///     >>> from blockyard import BlockManager, PrefixCaching
+///     >>> manager = BlockManager(block_size=4, device_blocks=8, prefix_caching=PrefixCaching(max_events=100))
+///     >>> sequence = manager.allocate([1, 2, 3, 4, 5])
+///     >>> ticket = manager.take_decision().ticket
+///     >>> manager.mark_computed([sequence])
+///     >>> _ = manager.complete(ticket)
+///     >>> events = manager.prefix.take_events()
+///     >>> [(events.KINDS[kind], block) for kind, block in zip(events.kinds, events.blocks.tolist())]
+///     [('stored', 0)]
 #[pyclass(frozen, get_all, name = "EventBatch", module = "blockyard._core")]
 pub(crate) struct PyEventBatch {
     /// Number of the first event.

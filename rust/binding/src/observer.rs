@@ -157,6 +157,18 @@ impl State {
 ///
 /// Raises:
 ///     InvalidArgumentError: the number of blocks is out of range.
+///
+/// Example:
+///     >>> import numpy as np
+///     >>> from blockyard.defrag import BlockObserver
+///     >>> observer = BlockObserver(8)
+///     >>> observer.use_ids([5, 6])
+///     >>> plan = observer.plan("dense", 0)
+///     >>> plan.pairs.tolist()
+///     [[5, 1], [6, 2]]
+///     >>> observer.commit(plan)  # once the bytes have moved
+///     >>> observer.resolve(np.array([5, 6])).tolist()
+///     [1, 2]
 #[pyclass(frozen, name = "BlockObserver", module = "blockyard._core")]
 pub(crate) struct PyBlockObserver {
     inner: InnerLock<State>,

@@ -38,20 +38,23 @@ impl PyPreparedStore {
 /// forgotten. Loads hold their chunks. A key that is forgotten while transfers of it run is a miss at once; its chunk
 /// is given out again only after they have ended.
 ///
-///     manager = OffloadManager(1024)
-///     store = manager.prepare_store([b"a", b"b"])
-///     # copy to store.chunks
-///     manager.complete_store(store.keys)
-///     chunks = manager.prepare_load([b"a"])
-///     # copy from chunks
-///     manager.complete_load([b"a"])
-///
 /// Args:
 ///     num_chunks: chunks of the host cache.
 ///     eviction: which stored chunk is given out again first, as for `PrefixCaching`.
 /// Raises:
 ///     InvalidArgumentError: `num_chunks` is out of range, or `eviction` has another name.
 ///     OutOfMemoryError: there is no memory to keep track of so many.
+///
+/// Example:
+///     >>> from blockyard.offload import OffloadManager
+///     >>> manager = OffloadManager(1024)
+///     >>> store = manager.prepare_store([b"a", b"b"])
+///     >>> store.chunks.tolist()  # copy the blocks there
+///     [0, 1]
+///     >>> _ = manager.complete_store(store.keys)
+///     >>> manager.prepare_load([b"a"]).tolist()  # copy from there
+///     [0]
+///     >>> manager.complete_load([b"a"])
 #[pyclass(frozen, name = "OffloadManager", module = "blockyard._core")]
 pub(crate) struct PyOffloadManager {
     state: InnerLock<State>,

@@ -82,7 +82,10 @@ pub enum Error {
         limit: String,
     },
     /// The size holds no slot.
-    #[error("size is {size} bytes, one slot of {stride} and a superblock of {superblock} need more")]
+    #[error(
+        "size is {size} bytes, must be at least {}: one slot of {stride} and a superblock of {superblock}",
+        stride.saturating_add(*superblock)
+    )]
     TooSmall {
         /// Bytes allowed.
         size: u64,

@@ -82,7 +82,10 @@ mod tests {
     #[test]
     fn too_small_says_what_is_needed() {
         let error = Geometry::fit(65536, Some(69632), None).unwrap_err();
-        assert_eq!(error.to_string(), "size is 69632 bytes, one slot of 69632 and a superblock of 4096 need more");
+        assert_eq!(
+            error.to_string(),
+            "size is 69632 bytes, must be at least 73728: one slot of 69632 and a superblock of 4096"
+        );
     }
 
     #[test]

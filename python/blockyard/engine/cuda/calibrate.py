@@ -308,14 +308,20 @@ def run_calibrate() -> int:
         The exit status, 0: nothing to calibrate is not an error.
     """
     if not torch.cuda.is_available():
-        print("no CUDA device that torch can use: nothing to calibrate")
+        print(
+            "no CUDA device that torch can use: nothing was measured or saved; "
+            "`blockyard calibrate DIR` measures the I/O of file stores"
+        )
         return 0
     if not op_library().loaded:
-        print(f"nothing to calibrate: {op_library().explain()}")
+        print(f"nothing was measured or saved: {op_library().explain()}")
         return 0
     # What ends the process from outside is no crash: the case under way is measured again.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("calibration was ended: the next one goes on where it stopped"))
     for index in range(torch.cuda.device_count()):
         table = calibrate_device(index, print)
-        print(f"cuda:{index} {table.device}: written to {table_path(table.device)}")
+        print(
+            f"cuda:{index} {table.device}: saved to {table_path(table.device)}; processes that start from now on "
+            f"choose their copy strategies by it"
+        )
     return 0

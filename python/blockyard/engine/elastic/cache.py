@@ -85,12 +85,19 @@ class ElasticCache:
             driver's unit if that keeps more.
         memory: what to lay the tensors over; `reserve` makes it if None.
 
+    Attributes:
+        layout: as given.
+        max_blocks: as given.
+        tensors: with room for `max_blocks`, group after group.
+
     Raises:
         InvalidArgumentError: a number is out of range, or the system cannot give memory back.
         LayoutError: torch has no such dtype.
         OutOfMemoryError: there is not enough of it.
 
     Example:
+        >>> from blockyard import KVLayout
+        >>> from blockyard.engine import ElasticCache
         >>> layout = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=64, dtype="float32")
         >>> with ElasticCache(layout, num_blocks=64, max_blocks=1024) as cache:
         ...     cache.tensors[0][:, :64] = 1.0

@@ -115,6 +115,7 @@ class Generator:
         WorkerError: another rank's process has failed. Later calls may raise it, too: then close the generator.
 
     Example:
+        >>> from blockyard.integrations.transformers import Generator
         >>> from blockyard.sim.demo_model import demo_model
         >>> with Generator(demo_model(), device_blocks=8, host_blocks=8) as generator:
         ...     outputs = list(generator.generate([[72, 105], [33]], max_new_tokens=4))

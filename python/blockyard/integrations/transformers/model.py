@@ -47,6 +47,9 @@ class PagedModel:
         UnsupportedModelError: the model cannot be served; the message names it and says why.
 
     Example:
+        >>> import numpy as np
+        >>> import torch
+        >>> from blockyard.integrations.transformers.model import PagedModel, StepInput
         >>> from blockyard.sim.demo_model import demo_model
         >>> paged = PagedModel(demo_model(), block_size=16)
         >>> paged.bind([torch.zeros(paged.layout.tensor_shape(8)) for _ in range(paged.layout.num_layers)])

@@ -67,7 +67,10 @@ def open_redis(
     if fit is None and num_slots is None:
         found.parts.reject(found.parts.host or found.parts.path, "needs ?size=, for example ?size=2GiB")
     if fit is not None and fit < (num_slots or 1):
-        raise StoreFullError(f"{found.parts.url!r}: size holds {fit} blocks, must hold at least {num_slots or 1}")
+        raise StoreFullError(
+            f"{found.parts.url!r}: size holds {fit} blocks of {HEADER + bytes_per_block} bytes, must hold at least "
+            f"{num_slots or 1}"
+        )
     blocks = num_slots or fit or 1
     if found.client["cluster"] and use == "prefix" and blocks < SEGMENTS:
         raise StoreFullError(f"{found.parts.url!r}: there is room for {blocks} blocks, a cluster needs {SEGMENTS}")

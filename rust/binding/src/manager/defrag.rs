@@ -74,6 +74,16 @@ impl PyResizeProgress {
 }
 
 /// Defragmentation of a manager's device pool, as `manager.defrag`.
+///
+/// Example:
+///     >>> from blockyard import BlockManager
+///     >>> manager = BlockManager(block_size=4, device_blocks=8)
+///     >>> first, second = manager.allocate(8, 8)
+///     >>> _ = manager.complete(manager.take_decision().ticket)
+///     >>> manager.free([first])
+///     >>> report = manager.defrag.run("dense", 0)
+///     >>> [pairs.ids.tolist() for pairs in manager.take_decision().move]
+///     [[[2, 0], [3, 1]]]
 #[pyclass(frozen, name = "Defrag", module = "blockyard._core")]
 pub(crate) struct PyDefrag(Shared);
 

@@ -6,6 +6,17 @@ use pyo3::prelude::*;
 use pyo3::types::PyType;
 
 /// Whether a request fits: now, later or never. Only `OK` is true.
+///
+/// Attributes:
+///     OK: it fits now.
+///     LATER: it fits once other sequences have left.
+///     NEVER: it does not fit even into an empty tier.
+///
+/// Example:
+///     >>> from blockyard import AllocStatus, BlockManager
+///     >>> manager = BlockManager(block_size=16, device_blocks=8, watermark=0)
+///     >>> manager.can_allocate(1000).status is AllocStatus.NEVER
+///     True
 #[pyclass(frozen, eq, hash, from_py_object, name = "AllocStatus", module = "blockyard._core")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum PyAllocStatus {

@@ -8,6 +8,13 @@ use pyo3::types::PyTuple;
 use std::fmt::Display;
 
 /// What the layers of one cache group need of the tokens before.
+///
+/// Example:
+///     >>> from blockyard import BlockManager, CacheGroup
+///     >>> groups = [CacheGroup.full_attention(), CacheGroup.sliding_window(32)]
+///     >>> manager = BlockManager(block_size=16, device_blocks=64, groups=groups)
+///     >>> [group.peak_blocks(100, block_size=16, chunk_tokens=16) for group in groups]
+///     [7, 4]
 #[pyclass(frozen, eq, hash, from_py_object, name = "CacheGroup", module = "blockyard._core")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PyCacheGroup(Group);

@@ -239,6 +239,9 @@ impl PyBlockManager {
 
     /// Open sequences, all or none. Each positional argument is one sequence.
     ///
+    /// `allocate([40, 40])` opens one sequence, whose prompt has two token ids. `allocate(40, 40)` opens two sequences
+    /// of 40 tokens.
+    ///
     /// With prefix caching a prompt shares the longest cached prefix; its last token is always computed. A prefix that
     /// is only on the host is loaded by this step's decision (`swap_in`): the step that computes the rest runs after
     /// it.

@@ -46,6 +46,18 @@ impl PyExpired {
 ///
 /// Pinned blocks are neither evicted nor written, whatever becomes of their sequences. A pin ends with `unpin`, or with
 /// `manager.expire(now)` at its deadline if it was not submitted. Deadlines are numbers of a clock of yours.
+///
+/// Example:
+///     >>> from blockyard import BlockManager
+///     >>> manager = BlockManager(block_size=4, device_blocks=8, prefix_caching=True)
+///     >>> sequence = manager.allocate([1, 2, 3, 4, 5])
+///     >>> ticket = manager.take_decision().ticket
+///     >>> manager.mark_computed([sequence])
+///     >>> _ = manager.complete(ticket)
+///     >>> pin = manager.pins.pin(sequence, deadline=30)
+///     >>> manager.pins.blocks(pin).tolist()
+///     [0]
+///     >>> manager.pins.unpin(pin)
 #[pyclass(frozen, name = "Pins", module = "blockyard._core")]
 pub(crate) struct PyPins(Shared);
 

@@ -28,6 +28,11 @@ use std::fmt::Display;
 ///     max_pinned: fraction of the device blocks that pins may hold, 0 to below 1.
 /// Raises:
 ///     InvalidArgumentError: an option is out of range or has another name.
+///
+/// Example:
+///     >>> from blockyard import BlockManager, PrefixCaching
+///     >>> options = PrefixCaching(eviction="lru", host=True, max_events=1000)
+///     >>> manager = BlockManager(block_size=16, device_blocks=64, host_blocks=64, prefix_caching=options)
 #[pyclass(frozen, eq, get_all, from_py_object, name = "PrefixCaching", module = "blockyard._core")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct PyPrefixCaching {

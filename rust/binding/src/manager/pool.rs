@@ -11,6 +11,14 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 
 /// The blocks of one tier, as `manager.pool("device")`. Iterate over it for the free blocks, one by one.
+///
+/// Example:
+///     >>> from blockyard import BlockManager
+///     >>> manager = BlockManager(block_size=4, device_blocks=8)
+///     >>> _ = manager.allocate(12)
+///     >>> pool = manager.pool("device")
+///     >>> pool.num_free, pool.free_ids(limit=2).tolist()
+///     (5, [3, 4])
 #[pyclass(frozen, name = "Pool", module = "blockyard._core")]
 pub(crate) struct PyPool {
     shared: Shared,

@@ -18,6 +18,14 @@ pub(crate) type PyExtra = (usize, usize, u32, PyBackedBytes);
 ///
 /// `manager.prefix.hash` makes it. Any manager with the same block size takes it in place of a prompt's token ids; it
 /// has its salt, adapter and extras. `len()` is its number of tokens.
+///
+/// Example:
+///     >>> from blockyard import BlockManager
+///     >>> manager = BlockManager(block_size=4, device_blocks=8, prefix_caching=True)
+///     >>> prompt = manager.prefix.hash([1, 2, 3, 4, 5, 6])
+///     >>> len(prompt), manager.prefix.lookup(prompt).tokens
+///     (6, 0)
+///     >>> sequence = manager.allocate(prompt)
 #[pyclass(frozen, name = "HashedPrompt", module = "blockyard._core")]
 pub(crate) struct PyHashedPrompt(HashedPrompt);
 
@@ -102,6 +110,14 @@ impl<'py> Prompts<'py> {
     pub(crate) fn new(prompts: &Bound<'py, PyTuple>) -> PyResult<Self> {
         let (mut counts, mut tokens) = (Vec::new(), Vec::new());
         for (i, prompt) in prompts.iter().enumerate() {
+            if prompt
+                .cast::<PyList>()
+                .is_ok_and(|list| list.get_item(0).is_ok_and(|item| item.is_instance_of::<PyList>()))
+            {
+                return Err(invalid(format!(
+                    "prompts[{i}] is a list of lists, give each prompt as an argument of its own: allocate([1, 2], [3])"
+                )));
+            }
             match PromptLike::new(&prompt, &format_args!("prompts[{i}]"))? {
                 PromptLike::Count(count) => counts.push(count),
                 PromptLike::Tokens(ids) => tokens.push(ids),

@@ -42,6 +42,17 @@ impl PyPrefixHit {
 ///
 /// A block is cached once its tokens are computed (`mark_computed`) and its bytes have landed. It stays cached after
 /// its sequences are freed, until its place is needed.
+///
+/// Example:
+///     >>> from blockyard import BlockManager
+///     >>> manager = BlockManager(block_size=4, device_blocks=8, prefix_caching=True)
+///     >>> prompt = [1, 2, 3, 4, 5, 6]
+///     >>> first = manager.allocate(prompt)
+///     >>> decision = manager.take_decision()  # the model computes the prompt
+///     >>> manager.mark_computed([first])
+///     >>> _ = manager.complete(decision.ticket)
+///     >>> manager.prefix.lookup(prompt).tokens
+///     4
 #[pyclass(frozen, name = "Prefix", module = "blockyard._core")]
 pub(crate) struct PyPrefix(Shared);
 
