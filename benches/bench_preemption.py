@@ -133,8 +133,8 @@ def serve(server: Server, prompts: list[list[int]], due: NDArray[np.float64], ou
         **percentiles("tpot", gaps),
         "preemptions": metrics["num_preemptions_total"],
         "swapped_out_blocks": sum(metrics[f"swapped_out_blocks_{tier}_total"] for tier in ("host", "external")),
-        "lost": server.scheduler.stats.lost,
-        "steps": server.scheduler.stats.steps,
+        "lost": server.scheduler.stats().lost,
+        "steps": server.scheduler.stats().steps,
         "seconds": seconds,
         "cpu_s": cpu,
     }
@@ -162,7 +162,7 @@ def options_of(mode: str, given: argparse.Namespace, urls: Mapping[str, str], fo
         size = f"size={STORE_BYTES}"
         store = {"prefix_store": f"file://{folder}/prefixes?{size}", "prefix_deadline": 10, "namespace": b"bench"}
         return swap | store | {"host_blocks": 4 * blocks, "pin_memory": given.pin_memory, "prefix_caching": True}
-    return swap | {"external": urls[mode], "pin_memory": given.pin_memory}
+    return swap | {"swap_store": urls[mode], "pin_memory": given.pin_memory}
 
 
 @contextmanager
@@ -240,7 +240,7 @@ def legs(given: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, float]:
                 print(f"{name}, {memory} host memory, blocks of {layout.bytes_per_block >> 10} KiB, {given.device}")
                 print(f"{'leg':<20}" + "".join(f"{f'{n} blocks: ms':>16}{'GB/s':>8}" for n in PAYLOADS))
                 sizes = {"device_blocks": most, "host_blocks": most, "device": given.device}
-                with KVCache(layout, external=url, pin_memory=pin, max_staging="1GiB", **sizes) as cache:
+                with KVCache(layout, swap_store=url, pin_memory=pin, max_staging="1GiB", **sizes) as cache:
                     times = time_legs(cache, given.repeat)
                 for (_, src, dst), by_blocks in times.items():
                     cells = ""

@@ -1,6 +1,6 @@
 """A store of your own: blocks in an SQLite database. Run it with `python examples/custom_store.py`.
 
-`KVCache(layout, device_blocks=64, external="sqlite:///path/kv")` opens it in the same way.
+`KVCache(layout, device_blocks=64, swap_store="sqlite:///path/kv")` opens it in the same way.
 """
 
 import sqlite3

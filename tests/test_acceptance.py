@@ -163,7 +163,7 @@ def test_slots_for_draft_tokens_preempt_nobody():
     requests = [engine.add(name, 6, 5) for name in "ab"]
     engine.step()
     step = engine.scheduler.schedule()  # each could have slots for 2 draft tokens, in a third block
-    assert (step.lengths.tolist(), engine.scheduler.stats.preempted_recompute) == ([1, 1], 0)
+    assert (step.lengths.tolist(), engine.scheduler.stats().preempted_recompute) == ([1, 1], 0)
     engine.finish(step)
     engine.run(*requests)
 

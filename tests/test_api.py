@@ -88,7 +88,7 @@ def held_by_users(folder: Path) -> list[object]:
         device_blocks=16,
         max_device_blocks=32,
         host_blocks=16,
-        external=f"file://{folder}/swap?size=1MiB",
+        swap_store=f"file://{folder}/swap?size=1MiB",
         prefix_caching=PrefixCaching(max_events=100),
         prefix_store=f"file://{folder}/prefixes?size=1MiB",
         namespace=b"model",
@@ -110,14 +110,22 @@ def held_by_users(folder: Path) -> list[object]:
         cache.executor.submit(decision := manager.take_decision())
         done = cache.executor.wait(decision.ticket)
         manager.complete(decision.ticket, done.lost)
-        read = cache.store.wait(cache.store.submit_read(np.array([0])))
+        read = cache.swap_store.wait(cache.swap_store.submit_read(np.array([0])))
         transfer = cache.engine.submit("swap_out", [(0, 0)])
         facets = [manager.prefix, manager.pins, manager.defrag, manager.pool()]
         answers = [manager.stats(), manager.can_allocate(4), manager.expire(0), manager.defrag.fragmentation()]
         answers += [manager.prefix.lookup([1, 2]), manager.prefix.hash([1, 2]), manager.prefix.take_events()]
         answers += [manager.defrag.run("dense", 0), cache.resize(8), cache.give_back(), iter(manager.pool())]
-        prefixes = [cache.prefix_store, cache.prefix_store.stats, cache.prefix_store.prefetch(list(range(50, 60)))]
-        parts = [manager, cache.engine, cache.executor, cache.elastic, scheduler, scheduler.stats, cache.store.stats()]
+        prefixes = [cache.prefix_store, cache.prefix_store.stats(), cache.prefix_store.prefetch(list(range(50, 60)))]
+        parts = [
+            manager,
+            cache.engine,
+            cache.executor,
+            cache.elastic,
+            scheduler,
+            scheduler.stats(),
+            cache.swap_store.stats(),
+        ]
         counters = [*cache.engine.counters.values(), *draws, *finished, *ended]
         steps = [sequence, request, step, cache_step, decision, done, read, transfer]
         return [cache, layout, Pairs("device", "host", []), *facets, *answers, *prefixes, *parts, *counters, *steps]

@@ -31,18 +31,18 @@ def held(cache: KVCache, sequence: object) -> np.ndarray:
 
 
 def test_sizes_are_given_once(tmp_path: Path):
-    with KVCache(LAYOUT, device_blocks=6, host_bytes=3 * SIZE + 1, external=url(tmp_path)) as cache:
+    with KVCache(LAYOUT, device_blocks=6, host_bytes=3 * SIZE + 1, swap_store=url(tmp_path)) as cache:
         pools = [cache.manager.pool(tier).num_blocks for tier in ("device", "host", "external")]
         assert pools[:2] == [6, 3]
-        assert pools[2] == cache.store.num_slots > 0
+        assert pools[2] == cache.swap_store.num_slots > 0
         assert [cache.engine.num_blocks(tier) for tier in ("device", "host")] == [6, 3]
         assert cache.manager.block_size == 4
-        assert cache.store.bytes_per_block == SIZE
+        assert cache.swap_store.bytes_per_block == SIZE
 
 
 def test_metrics_count_swaps_and_usage_by_tier():
-    with KVCache(LAYOUT, device_blocks=8, host_blocks=4, external="memory://cache-metrics?size=64KiB") as cache:
-        slots = cache.store.num_slots
+    with KVCache(LAYOUT, device_blocks=8, host_blocks=4, swap_store="memory://cache-metrics?size=64KiB") as cache:
+        slots = cache.swap_store.num_slots
         sequences = cache.manager.allocate(counts=[8, 12])
         with cache.step():
             pass
@@ -92,12 +92,15 @@ def test_a_grouped_layout_has_one_block_size():
         ({"device_blocks": 4, "host_blocks": -1}, "host_blocks is -1"),
         ({"device_blocks": 4, "max_staging": 0}, "max_staging is 0"),
         ({"device_blocks": 4, "external_blocks": -1}, "external_blocks is -1, must be at least 0"),
-        ({"device_blocks": 4, "max_staging": 40, "external": "memory://a?size=1MiB"}, 'max_staging is 40.*"40GiB"'),
-        ({"device_blocks": 4, "external": "memory://a", "external_bytes": 40}, "external_bytes is 40.*did you mean"),
-        ({"device_blocks": 4, "external_bytes": "1TiB"}, "external_bytes is 1TiB, but external is no URL"),
+        ({"device_blocks": 4, "max_staging": 40, "swap_store": "memory://a?size=1MiB"}, 'max_staging is 40.*"40GiB"'),
         (
-            {"device_blocks": 4, "external": "memory://a?size=1MiB", "external_bytes": "2MiB"},
-            r"'memory://a\?size=1MiB' has size=1MiB and external_bytes is 2MiB, give one of them",
+            {"device_blocks": 4, "swap_store": "memory://a", "swap_store_bytes": 40},
+            "store_bytes is 40.*did you mean",
+        ),
+        ({"device_blocks": 4, "swap_store_bytes": "1TiB"}, "swap_store_bytes is 1TiB, but swap_store is no URL"),
+        (
+            {"device_blocks": 4, "swap_store": "memory://a?size=1MiB", "swap_store_bytes": "2MiB"},
+            r"'memory://a\?size=1MiB' has size=1MiB and swap_store_bytes is 2MiB, give one of them",
         ),
         (
             {"device_blocks": 4, "prefix_store": "memory://a?deadline=9&size=1MiB", "prefix_store_bytes": "2MiB"},
@@ -114,39 +117,39 @@ def test_sizes_that_do_not_fit_are_named(options: dict[str, object], message: st
 @pytest.mark.parametrize(("wanted", "used"), [(None, 8), (5, 5), (9, 8), (0, 0)])
 def test_slots_of_the_store_are_used_as_far_as_is_said(tmp_path: Path, wanted: int | None, used: int):
     store = open_store(url(tmp_path), bytes_per_block=SIZE, num_slots=8)
-    with KVCache(LAYOUT, device_blocks=4, external=store, external_blocks=wanted) as cache:
+    with KVCache(LAYOUT, device_blocks=4, swap_store=store, external_blocks=wanted) as cache:
         assert cache.manager.pool("external").num_blocks == used
 
 
 def test_a_stores_size_can_stand_beside_its_url():
     options: Any = {"device_blocks": 4, "prefix_caching": True, "namespace": b"test"}
-    options |= {"external": "memory://swap?deadline=9", "external_bytes": "1MiB"}
+    options |= {"swap_store": "memory://swap?deadline=9", "swap_store_bytes": "1MiB"}
     options |= {"prefix_store": "memory://kept", "prefix_store_bytes": 1 << 20}
     with KVCache(LAYOUT, **options) as beside:
         assert beside.store is not None
         assert beside.prefix_store is not None
-        with KVCache(LAYOUT, device_blocks=4, external="memory://other?size=1MiB") as inside:
-            assert inside.store is not None
-            assert beside.store.num_slots == inside.store.num_slots == beside.prefix_store.store.num_slots
+        with KVCache(LAYOUT, device_blocks=4, swap_store="memory://other?size=1MiB") as inside:
+            assert inside.swap_store is not None
+            assert beside.store.num_slots == inside.swap_store.num_slots == beside.prefix_store.store.num_slots
 
 
 def test_what_was_opened_is_closed_when_a_later_part_is_refused(tmp_path: Path):
     store = open_store(url(tmp_path), bytes_per_block=SIZE)
     with pytest.raises(InvalidArgumentError, match="watermark"):
-        KVCache(LAYOUT, device_blocks=4, external=store, watermark=7.0)
+        KVCache(LAYOUT, device_blocks=4, swap_store=store, watermark=7.0)
     with pytest.raises(Exception, match="closed"):
         store.submit_read(np.array([0]))
-    message = f"external has blocks of {2 * SIZE} bytes, must have {SIZE}"
+    message = f"swap_store has blocks of {2 * SIZE} bytes, must have {SIZE}"
     other = open_store(url(tmp_path), bytes_per_block=2 * SIZE)
     with other, pytest.raises(InvalidArgumentError, match=message):
-        KVCache(LAYOUT, device_blocks=4, external=other)
+        KVCache(LAYOUT, device_blocks=4, swap_store=other)
     with pytest.raises(LayoutError):
         KVCache(LAYOUT, tensors=[torch.zeros(3)])
 
 
 @pytest.mark.parametrize("to", ["host", "external"])
 def test_a_sequence_comes_back_byte_for_byte(tmp_path: Path, to: str):
-    with KVCache(LAYOUT, device_blocks=6, host_blocks=6, external=url(tmp_path)) as cache:
+    with KVCache(LAYOUT, device_blocks=6, host_blocks=6, swap_store=url(tmp_path)) as cache:
         sequence = cache.manager.allocate(10)
         with cache.step():
             rows = fill(cache, cache.manager.block_table(sequence), seed=1)
@@ -212,7 +215,7 @@ def test_several_steps_can_be_open_at_once():
 
 
 def test_a_decision_that_cannot_be_carried_out_fails_its_ticket(tmp_path: Path):
-    with KVCache(LAYOUT, device_blocks=4, external=url(tmp_path)) as cache:
+    with KVCache(LAYOUT, device_blocks=4, swap_store=url(tmp_path)) as cache:
         sequence = cache.manager.allocate(4)
         cache.step().finish()
         cache.executor = type(cache.executor)(cache.engine)  # without the store
@@ -225,13 +228,13 @@ def test_a_decision_that_cannot_be_carried_out_fails_its_ticket(tmp_path: Path):
 
 
 def test_blocks_that_are_lost_are_named(tmp_path: Path):
-    with KVCache(LAYOUT, device_blocks=4, external=url(tmp_path)) as cache:
+    with KVCache(LAYOUT, device_blocks=4, swap_store=url(tmp_path)) as cache:
         sequence = cache.manager.allocate(4)
         cache.step().finish()
         cache.manager.swap_out(sequence, "external")
         cache.step().finish()
         cache.drain()
-        path = cache.store.path
+        path = cache.swap_store.path
         path.write_bytes(bytes(path.stat().st_size))
         cache.manager.swap_in(sequence)
         with cache.step() as step:
@@ -260,13 +263,13 @@ def test_a_device_shrinks_and_grows_with_its_memory():
 
 
 def test_blocks_of_another_namespace_are_misses(tmp_path: Path):
-    options = {"device_blocks": 4, "external": url(tmp_path)}
+    options = {"device_blocks": 4, "swap_store": url(tmp_path)}
     with KVCache(LAYOUT, namespace=b"one", **options) as cache:
-        own = cache.store
+        own = cache.swap_store
         own.wait(own.submit_write(np.array([0]), np.ones((1, SIZE), np.uint8)))
         assert own.wait(own.submit_read(np.array([0]))).ok.all()
     with KVCache(LAYOUT, namespace=b"other", **options) as cache:
-        assert not cache.store.wait(cache.store.submit_read(np.array([0]))).ok.any()
+        assert not cache.swap_store.wait(cache.swap_store.submit_read(np.array([0]))).ok.any()
 
 
 def test_the_prefix_cache_is_an_option():

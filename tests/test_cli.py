@@ -49,7 +49,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_the_options_under_engines_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("demo", "--help") == 0
     text = capsys.readouterr().out
-    for option in ("--num-device-blocks", "--swap-space", "--external-swapper-space", "--preemption-mode"):
+    for option in ("--num-device-blocks", "--swap-space", "--swap-store-space", "--preemption-mode"):
         assert option in text
 
 
@@ -112,26 +112,26 @@ def test_trace_in_no_known_format_is_refused_by_line(capsys: pytest.CaptureFixtu
     "url", ["file:", "file://", "http://example.org/swap", "file:///tmp?size=lots", "file:///tmp?sise=1GiB", "swap"]
 )
 def test_malformed_url_of_the_file_tier_is_refused(capsys: pytest.CaptureFixture[str], url: str) -> None:
-    assert complaint(capsys, "demo", "--external-swapper", url).startswith("blockyard: ")
+    assert complaint(capsys, "demo", "--swap-store", url).startswith("blockyard: ")
 
 
 def test_size_that_the_disk_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    line = complaint(capsys, "demo", "--external-swapper", f"file://{tmp_path}?size={BIG_URL_SIZE}")
+    line = complaint(capsys, "demo", "--swap-store", f"file://{tmp_path}?size={BIG_URL_SIZE}")
     assert line.startswith("blockyard: ")
     assert any(character.isdigit() for character in line)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_space_without_a_unit_that_exists_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "12XiB" in complaint(capsys, "demo", "--external-swapper-space", "12XiB")
+    assert "12XiB" in complaint(capsys, "demo", "--swap-store-space", "12XiB")
 
 
 @pytest.mark.parametrize(("text", "space"), [("40", "40GiB"), ("0.5", "0.5GiB"), ("64MiB", "64MiB")])
 def test_a_bare_number_of_an_operator_is_in_gibibytes(text: str, space: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[demo.DemoOptions] = []
     monkeypatch.setattr(demo, "run_demo", lambda options, **_: given.append(options) or 0)
-    assert run("demo", "--swap-space", text, "--external-swapper-space", text, "--external-space", text) == 0
-    assert (given[0].swap_space, given[0].external_swapper_space, given[0].external_space) == (space, space, space)
+    assert run("demo", "--swap-space", text, "--swap-store-space", text, "--prefix-store-space", text) == 0
+    assert (given[0].swap_space, given[0].swap_store_space, given[0].prefix_store_space) == (space, space, space)
 
 
 def test_model_folder_that_is_absent_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def start(command: list[str], temporary: Path) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_demo_that_is_stopped_leaves_no_file_behind(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "swap").mkdir()
-    command = [*DEMO, "--device", "cpu", "--external-swapper", f"file://{tmp_path}/swap?size=64MiB"]
+    command = [*DEMO, "--device", "cpu", "--swap-store", f"file://{tmp_path}/swap?size=64MiB"]
     process = start(command, tmp_path)
     try:
         while not list(tmp_path.glob("swap/*.slab")):
@@ -206,16 +206,16 @@ def test_a_signal_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch)
     [
         ["--json", "."],
         ["--json", "/absent/report.json"],
-        ["--external-swapper", "file:///tmp/a\tb?size=1GiB"],
-        ["--external-swapper", "file:///tmp?size=1GiB", "--external-swapper-space", "1GiB"],
-        ["--external-swapper", "nfs://server/dir"],
-        ["--external-swapper", "file:///tmp?sise=1GiB"],
-        ["--external-swapper-space", "9" * 400 + ".5GiB"],
+        ["--swap-store", "file:///tmp/a\tb?size=1GiB"],
+        ["--swap-store", "file:///tmp?size=1GiB", "--swap-store-space", "1GiB"],
+        ["--swap-store", "nfs://server/dir"],
+        ["--swap-store", "file:///tmp?sise=1GiB"],
+        ["--swap-store-space", "9" * 400 + ".5GiB"],
         ["--swap-space", "4 G"],
         ["--swap-space", "-4"],
         ["--swap-space", "4", "--num-host-blocks", "8"],
-        ["--external-space", "4"],
-        ["--external", "file:///tmp?size=1GiB", "--external-space", "4"],
+        ["--prefix-store-space", "4"],
+        ["--prefix-store", "file:///tmp?size=1GiB", "--prefix-store-space", "4"],
     ],
 )
 def test_bad_input_is_refused_before_torch_is_loaded(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

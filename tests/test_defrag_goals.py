@@ -250,7 +250,7 @@ def test_the_defragmenter_works_for_several_goals_by_priority():
     assert (after.max_id, after.gap, after.holes, after.empty_pages) == (120, 0, 279, 34)
     assert before.empty_pages < 5
     assert after.runs < before.runs
-    stats = defragmenter.stats
+    stats = defragmenter.stats()
     assert stats.gap == 0
     assert stats.seconds > 0
     assert stats.num_bytes == (stats.moves + 2 * stats.exchanges) * 2 * 4 * 8

@@ -200,7 +200,7 @@ def test_folder_made_for_the_file_tier_is_removed(tmp_path: Path, monkeypatch: p
 
 
 def test_folder_given_for_the_file_tier_stays_without_its_slab(tmp_path: Path) -> None:
-    report = make_report(replace(SMALL, external_swapper=f"file://{tmp_path}", external_swapper_space="4MiB"))
+    report = make_report(replace(SMALL, swap_store=f"file://{tmp_path}", swap_store_space="4MiB"))
     assert report.identical
     assert report.blocks("fetch") > 0
     assert list(tmp_path.iterdir()) == []
@@ -238,13 +238,13 @@ def test_bad_options_are_refused_before_any_model_is_made(tmp_path: Path) -> Non
     with pytest.raises(InvalidArgumentError, match=r"there is no config\.json"):
         make_report(replace(SMALL, model=tmp_path))
     with pytest.raises(StoreURLError, match="has no scheme"):
-        make_report(replace(SMALL, external_swapper="/tmp/swap"))
+        make_report(replace(SMALL, swap_store="/tmp/swap"))
     with pytest.raises(InvalidArgumentError, match="'2G' is no size"):
-        make_report(replace(SMALL, external_swapper_space="2G"))
+        make_report(replace(SMALL, swap_store_space="2G"))
     with pytest.raises(InvalidArgumentError, match="swap_space is 4GiB and num_host_blocks 3, give one of them"):
         make_report(replace(SMALL, swap_space="4GiB", num_host_blocks=3))
-    with pytest.raises(InvalidArgumentError, match="external_space is 4GiB, but external is None"):
-        make_report(replace(SMALL, external_space="4GiB"))
+    with pytest.raises(InvalidArgumentError, match="prefix_store_space is 4GiB, but prefix_store is None"):
+        make_report(replace(SMALL, prefix_store_space="4GiB"))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -268,7 +268,7 @@ def test_default_pools_send_blocks_every_way(seed: int) -> None:
         token += 1
         scheduler.update(step, [token % 251 + draw.sequence for draw in step.draws()])
     assert kinds == set(KINDS)
-    assert scheduler.stats.preempted_recompute > 0
+    assert scheduler.stats().preempted_recompute > 0
     manager.check()
 
 

@@ -483,8 +483,8 @@ def test_tokens_are_those_of_endless_memory(tmp_path: Path, host_blocks: int):
             for done in decoder.executor.poll():
                 scheduler.complete(done.ticket, done.lost)
     assert outputs == {request.request_id: reference_tokens(request) for request in requests}
-    assert scheduler.stats.resumed_fetch > 0
-    assert bool(scheduler.stats.resumed_swap) == bool(host_blocks)
+    assert scheduler.stats().resumed_fetch > 0
+    assert bool(scheduler.stats().resumed_swap) == bool(host_blocks)
     assert all(manager.pool(tier).num_free == manager.pool(tier).num_blocks for tier in ("device", "host", "external"))
 
 

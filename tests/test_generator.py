@@ -53,7 +53,7 @@ def wanted(model, work):
 
 def open_generator(model, tmp_path, **options):
     small = {"block_size": 4, "device_blocks": 40, "host_blocks": 6}
-    tier = {"external": f"file://{tmp_path}/swap?size=1MiB"}
+    tier = {"swap_store": f"file://{tmp_path}/swap?size=1MiB"}
     return Generator(model, **small | tier | options)
 
 
@@ -82,7 +82,7 @@ def test_tokens_are_the_unpaged_ones_though_all_kinds_of_transfer_happen(model, 
         assert generator.executor.kinds == set(KINDS)
         generator.manager.check()
         assert generator.manager.pool("device").num_free == 40
-        assert generator.manager.pool("external").num_free == generator.store.num_slots
+        assert generator.manager.pool("external").num_free == generator.swap_store.num_slots
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_a_sliding_window_keeps_no_more_blocks_than_it_needs_and_its_tokens(wind
     wanted = [[reference_generate(windowed, p, s, index) for index in range(s.n)] for p, s in alone]
     with open_generator(windowed, tmp_path, host_blocks=host, preemption_mode="swap") as generator:
         assert generate(generator, prompts, params) == wanted
-        assert generator.scheduler.stats.preempted_swap + generator.scheduler.stats.preempted_spill > 0
+        assert generator.scheduler.stats().preempted_swap + generator.scheduler.stats().preempted_spill > 0
         generator.manager.check()
         assert generator.manager.pool("device").num_free == 39, "all but the null block"
 
@@ -124,7 +124,7 @@ def test_every_way_of_preemption_gives_the_same_tokens(model, work, wanted, tmp_
     options = {"host_blocks": host, "preemption_mode": mode, "wrap_executor": SteadyExecutor}
     with open_generator(model, tmp_path, **options) as generator:
         assert generate(generator, *work) == wanted
-        stats = generator.scheduler.stats
+        stats = generator.scheduler.stats()
         assert (stats.preempted_recompute > 0) == (mode != "swap")
         assert (stats.preempted_swap > 0) == (mode != "recompute" and host > 0)
         assert (stats.preempted_spill > 0) == (mode != "recompute" and host == 0)
@@ -162,7 +162,7 @@ def test_draft_tokens_change_no_token_whatever_the_preemption(model, work, wante
     drafts = {"num_lookahead_tokens": 4, "draft": Guessing(work[0], wanted)}
     with open_generator(model, tmp_path, **options, **drafts) as generator:
         assert generate(generator, *work) == wanted
-        stats = generator.scheduler.stats
+        stats = generator.scheduler.stats()
         assert (stats.preempted_recompute > 0) or mode == "swap"
         assert (stats.preempted_swap > 0) == (mode != "recompute" and host > 0)
         assert (stats.preempted_spill > 0) == (mode != "recompute" and host == 0)
@@ -178,7 +178,7 @@ def test_draft_tokens_change_no_token_of_a_sliding_window(windowed, work, tmp_pa
     drafts = {"num_lookahead_tokens": 6, "draft": Guessing(prompts, outputs)}
     with open_generator(windowed, tmp_path, preemption_mode="swap", **drafts) as generator:
         assert generate(generator, prompts, params) == outputs
-        assert_drafts_were_used(generator.scheduler.stats)
+        assert_drafts_were_used(generator.scheduler.stats())
 
 
 def test_draft_tokens_change_no_token_of_chunked_prompts_with_a_prefix_store(model, work, wanted, tmp_path):
@@ -191,8 +191,8 @@ def test_draft_tokens_change_no_token_of_chunked_prompts_with_a_prefix_store(mod
     for turn in range(2):
         with open_generator(model, tmp_path, **options, **drafts) as generator:
             assert generate(generator, *work) == wanted
-            assert_drafts_were_used(generator.scheduler.stats)
-            assert turn == 0 or generator.scheduler.stats.cached_tokens > 0
+            assert_drafts_were_used(generator.scheduler.stats())
+            assert turn == 0 or generator.scheduler.stats().cached_tokens > 0
 
 
 def test_a_text_that_repeats_itself_is_drafted_from_its_prompt(model):
@@ -200,7 +200,7 @@ def test_a_text_that_repeats_itself_is_drafted_from_its_prompt(model):
     wanted = reference_generate(model, prompt, greedy)
     with Generator(model, block_size=4, device_blocks=40, host_blocks=0, num_lookahead_tokens=4) as generator:
         assert generate(generator, [prompt], [greedy]) == [[wanted]]
-        stats = generator.scheduler.stats
+        stats = generator.scheduler.stats()
         assert stats.spec_decode_num_draft_tokens > 0
         assert stats.steps == 40 - stats.spec_decode_num_accepted_tokens
 
@@ -253,15 +253,15 @@ def test_transfers_that_end_late_cost_no_token(model, work, wanted, tmp_path, ho
     with open_generator(model, tmp_path, **options) as generator:
         assert generate(generator, *work) == wanted
         assert generator.executor.late > 0
-        assert generator.scheduler.stats.preempted_spill > 0
+        assert generator.scheduler.stats().preempted_spill > 0
         generator.manager.check()
 
 
 def test_without_host_and_tier_everything_is_computed_again(model, work, wanted):
     with Generator(model, block_size=4, device_blocks=40, host_blocks=0, preemption_mode="swap") as generator:
-        assert generator.store is None
+        assert generator.swap_store is None
         assert generate(generator, *work) == wanted
-        assert generator.scheduler.stats.preempted_recompute > 0
+        assert generator.scheduler.stats().preempted_recompute > 0
 
 
 class Losing(Wrapper):
@@ -298,7 +298,7 @@ def test_lost_blocks_cost_a_recompute_and_no_token(model, work, wanted, tmp_path
     with open_generator(model, tmp_path, **options) as generator:
         assert generate(generator, *work) == wanted
         assert generator.executor.losses > 0
-        assert generator.scheduler.stats.lost > 0
+        assert generator.scheduler.stats().lost > 0
         generator.manager.check()
 
 
@@ -408,7 +408,7 @@ def test_prompts_in_chunks_give_the_unpaged_tokens(model, work, wanted, tmp_path
     options = {"max_num_batched_tokens": 7, "prefix_caching": prefix_caching, "device_blocks": 240}
     with open_generator(model, tmp_path, **options) as generator:
         assert [generate(generator, *work) for _ in range(2)] == [wanted, wanted]
-        assert (generator.scheduler.stats.cached_tokens > 0) == prefix_caching
+        assert (generator.scheduler.stats().cached_tokens > 0) == prefix_caching
 
 
 @pytest.mark.gpu
@@ -495,7 +495,7 @@ def test_what_was_opened_is_closed_when_the_start_fails(model, tmp_path):
         open_generator(model, tmp_path, preemption_mode="never")
     assert not list((tmp_path / "swap").iterdir())
     with pytest.raises(StoreURLError, match="size=lots"):
-        open_generator(model, tmp_path, external=f"file://{tmp_path}/swap?size=lots")
+        open_generator(model, tmp_path, swap_store=f"file://{tmp_path}/swap?size=lots")
 
 
 class ByteTokenizer:

@@ -54,7 +54,7 @@ class GeneratorProgram(Caller):
             block_size=4,
             device_blocks=BLOCKS["device"],
             host_blocks=BLOCKS["host"],
-            external=f"file://{root}?size=1MiB",
+            swap_store=f"file://{root}?size=1MiB",
             preemption_mode="swap",
         )
         self.finished: dict[str, list[list[int]]] = {}

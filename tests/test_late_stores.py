@@ -234,7 +234,7 @@ def slots(late: int, seed: int, *, lose: float = 0.0) -> LateStore:
 def opened(late: int, seed: int, *, lose: float = 0.0, **options) -> Iterator[KVCache]:
     store = slots(late, seed, lose=lose)
     sizes = {"device_blocks": 24, "host_blocks": 16, "watermark": 0.0, "max_staging": 6 * SIZE}
-    with KVCache(LAYOUT, external=store, **(sizes | options)) as cache:
+    with KVCache(LAYOUT, swap_store=store, **(sizes | options)) as cache:
         yield cache
 
 
@@ -283,7 +283,7 @@ def test_prefetched_sequences_are_refused_until_their_ticket_has_ended():
         served.step()
         served.note(cache.drain())
         manager.swap_in(handle)
-        waits = cache.store.waits
+        waits = cache.swap_store.waits
         step = served.step(prefetch=True)
         ticket, length, blocks = step.decision.ticket, len(served.texts[handle]), -(-len(served.texts[handle]) // BLOCK)
         assert (step.ended, served.late) == ([], {ticket})
@@ -299,7 +299,7 @@ def test_prefetched_sequences_are_refused_until_their_ticket_has_ended():
         ):
             with pytest.raises(SequenceStateError, match=message):
                 call()
-        assert cache.store.waits == waits, "it waited for the store"
+        assert cache.swap_store.waits == waits, "it waited for the store"
         until = time.monotonic() + 30
         while served.late:
             assert time.monotonic() < until
@@ -321,7 +321,7 @@ def test_a_prefetch_waits_for_what_its_own_step_computes_with(ask: str):
         served.step()
         served.note(cache.drain())
         manager.swap_in(handle)
-        waits = cache.store.waits
+        waits = cache.swap_store.waits
         if ask == "append":
             served.append()
         elif ask == "fork":
@@ -332,7 +332,7 @@ def test_a_prefetch_waits_for_what_its_own_step_computes_with(ask: str):
             getattr(manager, ask)(handle)
         step = served.step(prefetch=True)
         assert not step.decision.prefetch
-        assert cache.store.waits == waits + 1
+        assert cache.swap_store.waits == waits + 1
         assert served.refused == 0
 
 
@@ -394,7 +394,7 @@ def test_the_scheduler_reads_right_bytes_however_late_the_store_is(late: int, ov
                     assert np.array_equal(found, model_cells(tokens, range(len(tokens)), layer))
             finished += scheduler.update(step, [draw.position % 50 for draw in step.draws()])
         assert len(finished) == 6
-        assert scheduler.stats.resumed_fetch > 0
+        assert scheduler.stats().resumed_fetch > 0
 
 
 @pytest.mark.parametrize("late", [5])
@@ -406,7 +406,7 @@ def test_a_generator_gives_the_same_tokens_however_late_the_store_is(late: int):
         wanted = {output.index: output.tokens for output in generator.generate(prompts, max_new_tokens=8)}
         size = generator.cache.layout.bytes_per_block
     store = LateStore(PromptStore(100, size, seed=late), late)
-    with Generator(model, device_blocks=6, external=store, **options) as generator:
+    with Generator(model, device_blocks=6, swap_store=store, **options) as generator:
         found = {output.index: output.tokens for output in generator.generate(prompts, max_new_tokens=8)}
-        assert generator.scheduler.stats.resumed_fetch > 0
+        assert generator.scheduler.stats().resumed_fetch > 0
     assert found == wanted

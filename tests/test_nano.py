@@ -64,7 +64,7 @@ def test_a_sequence_gets_blocks_and_gives_them_back():
     empty = Sequence([])
     manager.allocate(empty)
     manager.deallocate(empty)
-    assert manager.stats.sequences == 0
+    assert manager.stats().sequences == 0
 
 
 def test_a_sequence_that_has_become_shorter_is_refused():
@@ -103,7 +103,7 @@ def test_a_block_computed_twice_becomes_one():
         manager.hash_blocks(seq)
     assert pair[0].block_table[0] == pair[1].block_table[0]
     assert pair[0].block_table[1] != pair[1].block_table[1]
-    assert manager.stats.merged_blocks == 1
+    assert manager.stats().merged_blocks == 1
 
 
 def test_what_was_never_run_is_never_found():
@@ -141,7 +141,7 @@ def test_a_block_that_a_token_evicts_is_on_the_host_first():
         if one is gone:
             manager.deallocate(gone)
     assert len(seq.block_table) == BLOCKS - 1
-    assert manager.stats.swapped_out_blocks == 1
+    assert manager.stats().swapped_out_blocks == 1
     assert manager.can_allocate(Sequence([0] * 4)) == 0
     manager.deallocate(seq)
     assert manager.can_allocate(gone) == 2
@@ -163,7 +163,7 @@ def test_blocks_move_down_between_steps_and_their_tables_follow():
     assert sorted(table) == [0, 1, 2]
     assert torch.equal(kv_cache[:, :, table], before)
     assert manager.defragment() == 0
-    assert manager.stats.moved_blocks == 3
+    assert manager.stats().moved_blocks == 3
     manager.manager.check()
 
 
@@ -188,7 +188,7 @@ def test_blocks_move_by_themselves_when_a_sequence_leaves_as_many_as_allowed():
     for seq in sequences:
         manager.allocate(seq, 0)
     manager.deallocate(sequences[0])
-    assert manager.stats.moved_blocks == 2
+    assert manager.stats().moved_blocks == 2
     assert max(manager.used_block_ids) == 9
 
 
@@ -269,13 +269,13 @@ def test_a_load_that_fails_leaves_the_sequence_without_blocks(error: bool):
         manager.allocate(seq)
         seq.token_ids.append(7)
         manager.deallocate(seq)
-    assert manager.stats.swapped_out_blocks == BLOCKS - 1
+    assert manager.stats().swapped_out_blocks == BLOCKS - 1
     inner, manager.executor = manager.executor, Failing(manager.executor, error=error)
     seq = Sequence([0] * 9)
     with pytest.raises(RuntimeError if error else SequenceStateError):
         manager.allocate(seq)
     assert (seq.block_table, manager.used_block_ids) == ([], set())
-    assert (manager.stats.sequences, manager.stats.open_tickets) == (0, [])
+    assert (manager.stats().sequences, manager.stats().open_tickets) == (0, [])
     assert manager.can_allocate(seq) == 0, "what could not be brought back is not tried again"
     manager.manager.check()
     manager.executor = inner

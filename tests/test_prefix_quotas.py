@@ -65,10 +65,10 @@ def test_a_tenant_loses_its_own_blocks_beyond_its_quota_in_all_processes(host: i
         for stream, salt in ((9, OTHER), (1, MINE), (2, MINE)):
             use(cache, tokens(stream, 9), salt)
         assert cache.prefixes.quota(MINE) == (3 * WIDTH, 3 * WIDTH)
-        assert (cache.prefixes.stats.written_blocks, cache.prefixes.stats.unwritten_blocks) == (6, 0)
+        assert (cache.prefixes.stats().written_blocks, cache.prefixes.stats().unwritten_blocks) == (6, 0)
     with checked(store_of(quotas), device=40, host=host) as cache:
         use(cache, tokens(3, 33))
-        assert cache.prefixes.stats.unwritten_blocks == 5, "eight blocks are too many for a quota of three"
+        assert cache.prefixes.stats().unwritten_blocks == 5, "eight blocks are too many for a quota of three"
         assert not cache.prefixes.store.stats().errors
         assert cache.prefixes.quota(MINE) == (3 * WIDTH, 3 * WIDTH)
     with checked(store_of(quotas), device=40, host=host) as cache:
@@ -84,7 +84,7 @@ def test_a_quota_of_0_refuses_every_block_and_none_takes_them_again():
     with checked(store_of(quotas), device=40, host=0) as cache:
         cache.prefixes.set_quota(MINE, 0)
         use(cache, tokens(4, 9))
-        assert (cache.prefixes.stats.written_blocks, stored(quotas)) == (0, 0)
+        assert (cache.prefixes.stats().written_blocks, stored(quotas)) == (0, 0)
         assert cache.prefixes.quota(MINE) == (0, 0)
         cache.prefixes.set_quota(MINE, None)
         assert cache.prefixes.quota(MINE) is None
@@ -136,7 +136,7 @@ def test_the_beginning_of_a_prompt_longer_than_its_quota_is_hit_at_every_use(cha
             hits.append(use(cache, prompt))
             use(cache, unlike(chance, 159), None)
         assert hits == [0, 9, 9, 9, 9, 9]
-        assert cache.prefixes.stats.written_blocks == 9
+        assert cache.prefixes.stats().written_blocks == 9
 
 
 def test_a_put_that_lands_after_its_deadline_counts(chance: random.Random):
@@ -162,7 +162,7 @@ def test_a_put_that_lands_after_its_deadline_counts(chance: random.Random):
                 time.sleep(0.01)
             assert cache.prefixes.quota(MINE) == (stored(quotas) * WIDTH, 3 * WIDTH)
             assert stored(quotas) <= 3
-        assert cache.prefixes.stats.written_blocks == 1
+        assert cache.prefixes.stats().written_blocks == 1
         assert stored(quotas) == 3, "late blocks have landed"
 
 
@@ -202,4 +202,4 @@ def test_a_store_without_quotas_refuses_them(url: str):
         with pytest.raises(StoreError, match="this store cannot keep quotas"):
             cache.prefixes.quota(MINE)
         use(cache, tokens(1, 9))
-        assert cache.prefixes.stats.written_blocks == 2
+        assert cache.prefixes.stats().written_blocks == 2

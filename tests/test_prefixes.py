@@ -49,13 +49,13 @@ def test_a_prompt_is_found_after_a_restart(tmp_path: Path, host: int):
         assert cache.fetch(tokens(1, 11)).tokens == 0
         assert cache.serve(tokens(1, 11)) == 0
         assert cache.prefixes.wait(60)
-        assert (cache.prefixes.stats.written_blocks, cache.prefixes.stats.unwritten_blocks) == (2, 0)
+        assert (cache.prefixes.stats().written_blocks, cache.prefixes.stats().unwritten_blocks) == (2, 0)
     with checked(url, host=host) as cache:
         assert cache.manager.prefix.lookup(tokens(1, 30)).tokens == 0, "nothing is promised before it is there"
         fetch = cache.fetch(tokens(1, 30))
         assert (fetch.tokens, cache.manager.prefix.lookup(tokens(1, 30)).tokens) == (8, 8)
         assert cache.serve(tokens(1, 30)) == 8
-        assert cache.prefixes.stats.hit_blocks == 2
+        assert cache.prefixes.stats().hit_blocks == 2
 
 
 def test_close_writes_what_was_computed_last(tmp_path: Path):
@@ -75,7 +75,7 @@ def test_an_idle_cache_writes_its_blocks_while_it_is_polled():
         while cache.prefixes.waiting_blocks and time.monotonic() < until:
             assert not cache.cache.poll()
             time.sleep(0.001)
-        assert (cache.prefixes.stats.written_blocks, cache.prefixes.waiting_blocks) == (40, 0)
+        assert (cache.prefixes.stats().written_blocks, cache.prefixes.waiting_blocks) == (40, 0)
 
 
 def test_two_caches_share_one_store_while_both_run():
@@ -89,7 +89,7 @@ def test_two_caches_share_one_store_while_both_run():
         other.serve(tokens(9, 9))
         assert other.prefixes.wait(60)
         assert one.fetch(tokens(9, 9)).tokens == 8
-        assert other.prefixes.stats.written_blocks == 2, "what came from the store is not written there again"
+        assert other.prefixes.stats().written_blocks == 2, "what came from the store is not written there again"
 
 
 def test_other_weights_find_nothing(tmp_path: Path):
@@ -140,7 +140,7 @@ def test_blocks_that_a_store_refuses_are_counted_as_not_written():
     with checked(store) as cache:
         cache.serve(tokens(1, 11))
         assert cache.prefixes.wait(60)
-        stats = cache.prefixes.stats
+        stats = cache.prefixes.stats()
         assert (stats.written_blocks, stats.written_bytes, stats.unwritten_blocks) == (0, 0, 2)
 
 
@@ -174,7 +174,7 @@ def test_a_damaged_block_ends_the_prefix_there_and_is_computed_again():
     rows[2][200] ^= 1
     with checked(keyed(medium)) as cache:
         assert cache.fetch(tokens(1, 17)).tokens == 8
-        assert cache.prefixes.stats.misses["payload_checksum"] == 1
+        assert cache.prefixes.stats().misses["payload_checksum"] == 1
         assert cache.serve(tokens(1, 17)) == 8
         assert cache.prefixes.wait(60)
     with checked(keyed(medium)) as cache:
@@ -199,7 +199,7 @@ def test_a_store_that_says_hit_for_ever_is_asked_once():
         assert cache.serve(tokens(1, 17)) == 0
         # The store's own calls read and write its epoch's row: before it is put, and after.
         assert store.asked <= 3
-        assert cache.prefixes.stats.misses["failed_before"] == 49
+        assert cache.prefixes.stats().misses["failed_before"] == 49
 
 
 @pytest.mark.parametrize(("host", "busy"), [(0, 0), (0, 16), (0, 28), (8, 16), (8, 26), (16, 20)])
@@ -212,7 +212,7 @@ def test_a_prompt_longer_than_what_is_free_gets_its_beginning_and_blames_nobody(
     with checked(keyed(medium), device=32, host=host) as cache:
         held = cache.manager.allocate(tokens(9, 4 * busy)) if busy else None
         fetch = cache.fetch(tokens(1, 4 * count + 1))
-        stats = cache.prefixes.stats
+        stats = cache.prefixes.stats()
         found = cache.manager.prefix.lookup(fetch.prompt).tokens // 4
         assert stats.hit_blocks == found, "each block is loaded once, and the first ones stay"
         assert (32 - busy) // 2 <= found <= 32 - busy + host
@@ -269,11 +269,11 @@ def test_a_store_that_hangs_costs_one_deadline_and_then_nothing(
         store.before, goes = hang
         goes.clear()
         assert cache.fetch(tokens(0, 9)).tokens == 0
-        assert cache.prefixes.stats.misses["timeout"] == 1
+        assert cache.prefixes.stats().misses["timeout"] == 1
         second = cache.prefixes.prefetch(tokens(1, 9))
         assert second.done
         assert second.tokens == 0
-        assert cache.prefixes.stats.misses["unavailable"] == 1
+        assert cache.prefixes.stats().misses["unavailable"] == 1
         assert cache.serve(tokens(1, 9)) == 0
         goes.set()
         assert cache.prefixes.wait(60)
@@ -325,7 +325,7 @@ def test_staged_bytes_are_limited_and_nothing_is_lost_for_it(
         assert 0 < sum(write.num_bytes for write in cache.prefixes._writing) <= 3 * WIDTH
         goes.set()
         assert cache.prefixes.wait(60)
-        assert cache.prefixes.stats.written_blocks == 24
+        assert cache.prefixes.stats().written_blocks == 24
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_what_is_written_when(writes: str, after_one: int, after_two: int):
         for _ in range(2):
             cache.serve(tokens(1, 9))
             assert cache.prefixes.wait(60)
-            counts.append(cache.prefixes.stats.written_blocks)
+            counts.append(cache.prefixes.stats().written_blocks)
         assert counts == [after_one, after_two]
 
 
@@ -345,14 +345,14 @@ def test_blocks_about_to_be_evicted_are_written_back_and_come_again():
     with checked(keyed(), device=32, host=0, prefix_writes="back") as cache:
         cache.serve(tokens(0, 9))
         assert cache.prefixes.wait(60)
-        assert cache.prefixes.stats.written_blocks == 0
+        assert cache.prefixes.stats().written_blocks == 0
         stream = 0
         while cache.manager.prefix.lookup(tokens(0, 9)).tokens:
             stream += 1
             cache.serve(tokens(stream, 9))
             assert cache.prefixes.wait(60)
             cache.check()
-        assert cache.prefixes.stats.written_blocks
+        assert cache.prefixes.stats().written_blocks
         assert cache.fetch(tokens(0, 9)).tokens == 8
         assert cache.serve(tokens(0, 9)) == 8
 
@@ -373,7 +373,7 @@ def test_prompts_that_share_a_beginning_read_it_once():
     with checked(keyed(medium)) as cache:
         fetches = [cache.prefixes.prefetch([*tokens(1, 16), 7, stream]) for stream in range(4)]
         assert cache.prefixes.wait(60, until=lambda: all(fetch.done for fetch in fetches))
-        assert cache.prefixes.stats.hit_blocks == 4
+        assert cache.prefixes.stats().hit_blocks == 4
         assert cache.prefixes.store.stats().read_blocks == 4
         assert cache.manager.prefix.lookup([*tokens(1, 16), 7]).tokens == 16
 
@@ -436,7 +436,7 @@ def test_a_scheduler_loads_prompts_near_the_head_and_admits_others_meanwhile(
             scheduler.complete(done.ticket, done.lost)
         for done in scheduler.update(step, np.zeros(step.num_draws, np.uint32)):
             finished.append(done.request.request_id)
-            cached[done.request.request_id] = scheduler.stats.cached_tokens
+            cached[done.request.request_id] = scheduler.stats().cached_tokens
         if finished == ["short"]:
             assert scheduler.num_loading == 1
             goes.set()
@@ -456,7 +456,7 @@ def test_blocks_that_are_read_for_the_store_are_there_for_a_prompt_that_needs_th
         assert cache.manager.pool("device").num_free == 12
         cache.serve(tokens(2, 63))
         assert cache.prefixes.wait(60)
-        assert cache.prefixes.stats.unwritten_blocks == 4
+        assert cache.prefixes.stats().unwritten_blocks == 4
     with checked(keyed(medium), device=40) as cache:
         assert cache.fetch(tokens(1, 17)).tokens == 0
         assert cache.fetch(tokens(2, 63)).tokens == cache.serve(tokens(2, 63)) == 60

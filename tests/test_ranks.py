@@ -98,7 +98,7 @@ def generator(model, folder):
     options = {"block_size": 4, "device_blocks": 40, "host_blocks": 12, "preemption_mode": "swap"}
     with Generator(
         model,
-        external=f"file://{folder}/{{rank}}?size=1MiB",
+        swap_store=f"file://{folder}/{{rank}}?size=1MiB",
         tensor_parallel_size=2,
         wrap_executor=lambda inner: Damaging(inner, folder / "1"),
         **options,
@@ -113,8 +113,8 @@ def test_blocks_that_only_rank_1_loses_cost_a_recompute_and_no_token(generator, 
     assert generate(generator, work) == wanted
     assert generator.executor.kinds >= {"swap_out", "swap_in", "spill", "fetch", "copy"}
     assert generator.executor.lost_pairs > 0
-    assert generator.scheduler.stats.lost > 0
-    assert generator.store.stats().damaged_blocks == 0, "rank 0 has lost nothing itself"
+    assert generator.scheduler.stats().lost > 0
+    assert generator.swap_store.stats().damaged_blocks == 0, "rank 0 has lost nothing itself"
     generator.manager.check()
 
 
@@ -139,13 +139,13 @@ def test_ranks_share_a_server_and_a_rank_that_dies_ends_the_driver_with_its_name
                 block_size=4,
                 device_blocks=40,
                 host_blocks=0,
-                external=f"redis://127.0.0.1:{server.port}?size=1MiB",
+                swap_store=f"redis://127.0.0.1:{server.port}?size=1MiB",
                 tensor_parallel_size=2,
                 preemption_mode="swap",
             )
         )
         assert generate(generator, work) == wanted
-        assert generator.scheduler.stats.resumed_fetch > 0
+        assert generator.scheduler.stats().resumed_fetch > 0
         processes = generator.ranks.processes
         steps = iter(generator.generate(*work))
         next(steps)
@@ -193,7 +193,7 @@ def test_what_several_ranks_cannot_do_is_refused_before_a_process_starts(model, 
         Generator(model, device_blocks=8, host_blocks=0, **{"tensor_parallel_size": 2} | options)
 
 
-@pytest.mark.parametrize("options", [{"external": "memory://a"}, {"shrink_to": 20}])
+@pytest.mark.parametrize("options", [{"prefix_store": "memory://a"}, {"shrink_to": 20}])
 def test_the_demo_refuses_what_needs_a_single_rank(options):
     with pytest.raises(InvalidArgumentError, match="and tensor_parallel_size 2: it needs a single rank"):
         make_report(replace(DemoOptions(tensor_parallel_size=2), **options))
@@ -206,7 +206,7 @@ def test_a_worker_that_cannot_start_is_an_error_and_none_is_left(model, tmp_path
             device_blocks=8,
             host_blocks=0,
             tensor_parallel_size=2,
-            external=f"file://{tmp_path}/{{rank}}/a?size=1MiB",
+            swap_store=f"file://{tmp_path}/{{rank}}/a?size=1MiB",
         )
 
 

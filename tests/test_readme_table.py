@@ -66,7 +66,7 @@ def find_a_prefix(kind: str) -> None:
 def swap(kind: str) -> None:
     """Bring a sequence to the host and to a store, and back, with its bytes."""
     groups = GROUPS[kind]
-    options = {"device_blocks": 24, "host_blocks": 24, "external": "memory://table?size=1MiB", "groups": groups}
+    options = {"device_blocks": 24, "host_blocks": 24, "swap_store": "memory://table?size=1MiB", "groups": groups}
     with KVCache(LAYOUT, **options) as cache:  # type: ignore[arg-type]
         (sequence,) = allocated(cache.manager, groups)
         with cache.step():

@@ -62,7 +62,7 @@ def test_a_prompt_that_is_not_through_keeps_new_ones_waiting_and_the_blocks_that
     assert [engine.step() for _ in range(3)] == [["a"]] * 3
     assert engine.step() == ["a:0", "b"]
     engine.run(*requests)
-    assert engine.scheduler.stats.preempted_recompute == 0
+    assert engine.scheduler.stats().preempted_recompute == 0
 
 
 def test_a_step_never_has_more_sequences_than_there_are_seats():
@@ -129,7 +129,7 @@ def test_the_preemption_mode_decides_how_a_victim_leaves(mode: str, n: int, expe
     engine = Engine(6, 16, preemption_mode=mode)
     requests = [engine.add("a", 8, 8), engine.add("b", 6, 6, n=n)]
     engine.run(*requests)
-    stats = engine.scheduler.stats
+    stats = engine.scheduler.stats()
     counts = {"swap": stats.preempted_swap, "recompute": stats.preempted_recompute}
     assert counts[expected] > 0
     assert sum(counts.values()) == counts[expected]
@@ -141,7 +141,7 @@ def test_a_full_host_spills_to_the_external_tier_and_a_full_external_tier_recomp
     requests = [engine.add(name, 8, 8) for name in "abcdefg"]
     engine.step()
     engine.step()
-    stats = engine.scheduler.stats
+    stats = engine.scheduler.stats()
     assert engine.kinds[-1] == ["spill", "swap_out"]
     assert (stats.preempted_swap, stats.preempted_spill, stats.preempted_recompute) == (1, 1, 1)
     metrics = engine.scheduler.metrics()
@@ -157,8 +157,8 @@ def test_without_a_host_victims_go_to_the_external_tier():
     engine = Engine(6, 0, 16, preemption_mode="swap")
     requests = [engine.add(name, 8, 8) for name in "abc"]
     engine.run(*requests)
-    assert engine.scheduler.stats.preempted_spill > 0
-    assert engine.scheduler.stats.preempted_recompute == 0
+    assert engine.scheduler.stats().preempted_spill > 0
+    assert engine.scheduler.stats().preempted_recompute == 0
 
 
 def test_swapped_requests_come_back_before_new_prompts_start():
@@ -207,7 +207,7 @@ def test_a_swapped_group_whose_return_needs_every_block_comes_back():
     engine = Engine(3, 8)
     requests = [engine.add("b", 1, 3), engine.add("a", 6, 2, n=2, priority=1)]
     engine.run(*requests)
-    assert engine.scheduler.stats.preempted_swap == 1
+    assert engine.scheduler.stats().preempted_swap == 1
 
 
 def test_a_request_that_comes_back_goes_before_the_chunk_of_a_prompt():
@@ -218,7 +218,7 @@ def test_a_request_that_comes_back_goes_before_the_chunk_of_a_prompt():
         requests.append(engine.add(*request))
         engine.step()
         engine.step()
-    while engine.scheduler.stats.resumed_swap == 0:
+    while engine.scheduler.stats().resumed_swap == 0:
         ran = engine.step()
     assert ran == ["b:0", "c"]
     engine.run(*requests)
@@ -324,10 +324,10 @@ def test_tokens_that_do_not_match_the_batch_are_refused_and_change_nothing():
 def test_a_request_that_lost_pairs_starts_again_from_its_tokens():
     engine = Engine(6, 0, 16, preemption_mode="swap")
     requests = [engine.add(name, 8, 8) for name in "abc"]
-    while engine.scheduler.stats.lost < 2:
+    while engine.scheduler.stats().lost < 2:
         step = engine.scheduler.schedule()
         lost = [Pairs(p.src, p.dst, p.ids[:1]) for p in (*step.decision.fetch, *step.decision.spill)]
-        engine.finish(step, lost if engine.scheduler.stats.steps < 40 else [])
+        engine.finish(step, lost if engine.scheduler.stats().steps < 40 else [])
     engine.run(*requests)
 
 
@@ -335,7 +335,7 @@ def test_counters_say_what_happened():
     engine = Engine(8, 4, preemption_mode="swap")
     requests = [engine.add("a", 8, 12), engine.add("b", 8, 12)]
     engine.run(*requests)
-    stats = engine.scheduler.stats
+    stats = engine.scheduler.stats()
     assert stats.steps == len(engine.kinds)
     assert stats.tokens == sum(len(request.prompt) + request.max_tokens - 1 for request in requests)
     assert (stats.preempted_swap, stats.resumed_swap, stats.lost) == (1, 1, 0)
@@ -392,7 +392,7 @@ def test_a_request_whose_fetch_is_lost_starts_again():
     fetch = engine.scheduler.schedule()
     ((_, pairs),) = fetch.decision.transfers()
     assert engine.scheduler.complete(fetch.decision.ticket, [pairs]) == ["b"]
-    assert engine.scheduler.stats.lost == 1
+    assert engine.scheduler.stats().lost == 1
     assert engine.step() == ["b"]
 
 

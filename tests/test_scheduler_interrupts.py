@@ -266,11 +266,11 @@ def test_a_fetch_that_raises_changes_nothing():
     rig.step()
     rig.scheduler._prefetch = rig.scheduler._admission._prefetch = lambda _prompt: Raises(2)
     rig.add(Request("b", [4, 5, 6], 4))
-    steps = rig.scheduler.stats.steps
+    steps = rig.scheduler.stats().steps
     for _ in range(2):
         with pytest.raises(ConnectionError):
             rig.scheduler.schedule()
-        assert (rig.scheduler.stats.steps, rig.manager.stats().sequences) == (steps, 1)
+        assert (rig.scheduler.stats().steps, rig.manager.stats().sequences) == (steps, 1)
     step = rig.scheduler.schedule()
     assert [step.owner(row) for row in range(step.rows)] == [("a", 0), ("b", 0)]
     assert (step.decodes, step.start.tolist()) == (1, [3, 0]), "a goes on"
@@ -284,7 +284,7 @@ def test_a_recomputed_sequence_shares_nothing_that_a_window_gave_back():
     while rig.live:
         assert rig.steps < 50
         rig.step()
-    assert rig.scheduler.stats.preempted_recompute > 0
+    assert rig.scheduler.stats().preempted_recompute > 0
     rig.check_end()
 
 

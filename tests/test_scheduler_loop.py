@@ -63,11 +63,11 @@ def requests_of(count: int) -> list[Request]:
 def test_the_loop_serves_from_three_tiers_and_ends_every_ticket(tmp_path: Path, mode: str, overlap_io: bool | None):
     with KVCache(LAYOUT, device_blocks=200) as roomy:
         _, wanted = serve(roomy, requests_of(8))
-    swap = {"host_blocks": 4, "external": f"file://{tmp_path}?size=1MiB"}
+    swap = {"host_blocks": 4, "swap_store": f"file://{tmp_path}?size=1MiB"}
     with KVCache(LAYOUT, device_blocks=12, watermark=0.0, prefix_caching=True, **swap) as cache:
         scheduler, found = serve(cache, requests_of(8), preemption_mode=mode, overlap_io=overlap_io)
         assert found == wanted
-        stats = scheduler.stats
+        stats = scheduler.stats()
         assert (stats.preempted_swap > 0, stats.preempted_spill > 0) == (mode == "swap", mode == "swap")
 
 
@@ -75,13 +75,13 @@ def test_the_loop_serves_from_three_tiers_and_ends_every_ticket(tmp_path: Path, 
 def test_blocks_that_are_lost_cost_a_recompute_and_no_token(tmp_path: Path, full: bool):
     with KVCache(LAYOUT, device_blocks=200) as roomy:
         _, wanted = serve(roomy, requests_of(8))
-    options = {"external": SimulatedStore(200, LAYOUT.bytes_per_block, seed=1, fail=0.3)}
+    options = {"swap_store": SimulatedStore(200, LAYOUT.bytes_per_block, seed=1, fail=0.3)}
     if full:  # what is on its way at once, and is said to be lost
-        options = {"external": f"file://{tmp_path}?size=1MiB", "max_staging": LAYOUT.bytes_per_block}
+        options = {"swap_store": f"file://{tmp_path}?size=1MiB", "max_staging": LAYOUT.bytes_per_block}
     with KVCache(LAYOUT, device_blocks=12, watermark=0.0, **options) as cache:
         with pytest.warns(RuntimeWarning, match="blocks did not land: .* staged") if full else nullcontext():
             scheduler, found = serve(cache, requests_of(8), preemption_mode="swap")
-        assert scheduler.stats.lost > 0
+        assert scheduler.stats().lost > 0
         assert found == wanted
 
 
@@ -102,7 +102,7 @@ def test_prompts_are_loaded_from_the_prefix_store_that_an_idle_engine_has_filled
             time.sleep(0.01)
     with KVCache(LAYOUT, **options) as cache:
         scheduler, found = serve(cache, requests_of(2))
-        assert scheduler.stats.cached_tokens >= 2 * BLOCK
+        assert scheduler.stats().cached_tokens >= 2 * BLOCK
         assert found == wanted
 
 
@@ -134,7 +134,7 @@ def test_calls_out_of_order_are_refused_at_once_and_say_what_to_call(cache: KVCa
 
 
 def test_the_calls_of_cache_and_scheduler_do_not_mix(cache: KVCache, tmp_path: Path):
-    with KVCache(LAYOUT, device_blocks=4, host_blocks=8, external=f"file://{tmp_path}?size=1MiB") as other:
+    with KVCache(LAYOUT, device_blocks=4, host_blocks=8, swap_store=f"file://{tmp_path}?size=1MiB") as other:
         scheduler = Scheduler(other.manager)
         scheduler.add(Request("a", [1, 2, 3], max_tokens=3))
         step = scheduler.schedule()

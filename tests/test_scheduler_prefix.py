@@ -20,7 +20,7 @@ def test_a_prompt_computes_only_what_earlier_ones_have_not():
     assert (ran(step), step.start.tolist(), step.lengths.tolist()) == (["a:0", "a2"], [13, 12], [1, 1])
     assert step.block_tables[0, :3].tolist() == step.block_tables[1, :3].tolist()
     engine.finish(step)
-    assert engine.scheduler.stats.cached_tokens == 12
+    assert engine.scheduler.stats().cached_tokens == 12
     engine.run(first, second)
 
 
@@ -40,8 +40,8 @@ def test_a_request_computed_again_finds_its_own_blocks():
     engine = Engine(6, preemption_mode="recompute", prefix_caching=True)
     requests = [engine.add("a", 8, 8), engine.add("b", 8, 8)]
     engine.run(*requests)
-    assert engine.scheduler.stats.preempted_recompute > 0
-    assert engine.scheduler.stats.cached_tokens > 0
+    assert engine.scheduler.stats().preempted_recompute > 0
+    assert engine.scheduler.stats().cached_tokens > 0
 
 
 def test_sequences_of_one_request_computed_again_share_the_first_ones_blocks():
@@ -52,7 +52,7 @@ def test_sequences_of_one_request_computed_again_share_the_first_ones_blocks():
     engine.scheduler._preempt(engine.scheduler._rows.worst())
     engine.manager.prefix.reset()
     assert [len(engine.step()) for _ in range(3)] == [1, 2, 3], "one after the other, each once the last is computed"
-    assert engine.scheduler.stats.cached_tokens == 2 * 2 * BLOCK
+    assert engine.scheduler.stats().cached_tokens == 2 * 2 * BLOCK
     engine.run(request)
 
 

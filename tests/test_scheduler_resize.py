@@ -34,7 +34,7 @@ def test_what_waits_and_is_larger_than_a_device_that_shrank_is_refused_and_other
     assert engine.step() == ["a:0", "c"]
     assert_refused(engine, large, 9, 0, 8)
     assert engine.refused["b"].outputs == ((),)
-    assert engine.scheduler.stats.refused == 1
+    assert engine.scheduler.stats().refused == 1
     engine.run(first, small)
 
 

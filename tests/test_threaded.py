@@ -463,7 +463,7 @@ def test_a_class_that_is_defined_again_takes_its_scheme_and_another_does_not(sch
 def test_sequences_come_back_from_a_store_of_ones_own(schemes: None):
     layout = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
     register("mine")(MemoryStore)
-    with KVCache(layout, device_blocks=8, host_blocks=8, external="mine://") as cache:
+    with KVCache(layout, device_blocks=8, host_blocks=8, swap_store="mine://") as cache:
         sequence = cache.manager.allocate(13)
         with cache.step():
             cache.engine.tensors[0].copy_(cache.engine.tensors[0].normal_())

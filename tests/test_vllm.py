@@ -106,12 +106,15 @@ def test_the_capacity_is_the_bytes_over_those_of_a_chunk(vllm: SimpleNamespace):
         ({"host_bytes": -1}, "host_bytes is -1"),
         ({"host_bytes": True}, "host_bytes is True"),
         ({"host_bytes": "64G"}, "host_bytes: '64G' is no size"),
-        ({"host_bytes": 640, "external": 7}, "external is 7, must be a URL"),
+        ({"host_bytes": 640, "prefix_store": 7}, "prefix_store is 7, must be a URL"),
         (
-            {"host_bytes": 640, "external": "file:///x", "external_deadline": 0},
-            "external_deadline is 0, must be seconds",
+            {"host_bytes": 640, "prefix_store": "file:///x", "prefix_store_deadline": 0},
+            "prefix_store_deadline is 0, must be seconds",
         ),
-        ({"host_bytes": 640, "external": "file:///x", "weights_fixed": 1}, "weights_fixed is 1, must be true or false"),
+        (
+            {"host_bytes": 640, "prefix_store": "file:///x", "weights_fixed": 1},
+            "weights_fixed is 1, must be true",
+        ),
     ],
 )
 def test_an_option_out_of_range_is_refused(vllm: SimpleNamespace, options: dict[str, Any], message: str):
@@ -144,7 +147,7 @@ def test_each_configuration_of_the_guide_makes_what_it_names(vllm: SimpleNamespa
         extra = transfer["kv_connector_extra_config"]
         if extra.get("spec_module_path") == vllm.ours.__name__:
             if "external" in extra:
-                extra |= {"external": f"file://{tmp_path}?size=8MiB", "host_bytes": "16MiB"}
+                extra |= {"prefix_store": f"file://{tmp_path}?size=8MiB", "host_bytes": "16MiB"}
                 spec = vllm.ours.BlockyardSpec(vllm_modules.config(vllm, extra, engine_id=str(tmp_path)))
                 assert spec.get_manager().num_chunks == 65536
                 spec.get_manager().shutdown()

@@ -83,7 +83,7 @@ def test_a_request_waits_no_longer_than_its_deadline(engine: Callable[..., Engin
     first = engine()
     first.compute(KEYS[:4])
     first.close()
-    again = engine(external_deadline=0.05)
+    again = engine(prefix_store_deadline=0.05)
     release = threading.Event()
     wait = again.store.wait
     monkeypatch.setattr(again.store, "wait", lambda *arguments: (release.wait(), wait(*arguments))[1])
@@ -200,7 +200,10 @@ def test_a_store_that_cannot_be_opened_ends_the_start(vllm: SimpleNamespace, tmp
 def test_two_engines_share_a_server_and_go_on_without_it(engine: Callable[..., Engine], tmp_path: Path):
     with serving("valkey-server", tmp_path) as server:
         url = f"redis://127.0.0.1:{server.port}?size=1MiB&deadline=20"
-        first, second = engine(external=url, external_deadline=30), engine(external=url, external_deadline=30)
+        first, second = (
+            engine(prefix_store=url, prefix_store_deadline=30),
+            engine(prefix_store=url, prefix_store_deadline=30),
+        )
         first.compute(KEYS[:4])
         # Neither knows what the server has: it is asked.
         assert second.found(KEYS[:5]) == 4

@@ -147,7 +147,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         ours = {**SPEC, "host_bytes": "256MiB"}
-        below = {"external": f"file://{folder / 'store'}?size=512MiB", "weights_fixed": True, "external_deadline": 60}
+        below = {
+            "prefix_store": f"file://{folder / 'store'}?size=512MiB",
+            "weights_fixed": True,
+            "prefix_store_deadline": 60,
+        }
         engines = {}
         for subject, extra in {ALONE: {}, "host": ours, "file": {**ours, **below}}.items():
             engine = Engine(

@@ -49,10 +49,10 @@ class KVCache:
         host_blocks: blocks in host memory.
         host_bytes: instead of `host_blocks`, bytes of host memory: an int or text such as `"64GiB"`.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
-        external: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store; `close` closes it.
+        swap_store: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store; `close` closes it.
         external_blocks: slots of that store to use; all if None or if there are fewer. Ranks of a tensor-parallel model
             use as many as the smallest of their stores has.
-        external_bytes: instead of `size` in that URL, bytes of the store: an int or text such as `"1TiB"`.
+        swap_store_bytes: instead of `size` in that URL, bytes of the store: an int or text such as `"1TiB"`.
         prefix_caching: a bool or `PrefixCaching`, see `BlockManager`.
         prefix_store: URL of a store for cached blocks, such as `"file:///var/prefixes?size=1TiB"`, or one that was
             opened with `use="prefix"`; `close` closes it. Prompts find there what they or other processes computed
@@ -72,7 +72,7 @@ class KVCache:
         layout: as given.
         manager: the `BlockManager`.
         engine: the `CacheEngine`; `engine.tensors` are the device's tensors.
-        store: the external store, or None.
+        swap_store: the external store that backs the external tier, or None.
         executor: the `StepExecutor`.
         prefix_store: the `PrefixStore`, or None.
         elastic: the memory under the tensors, with `max_device_blocks`; else None.
@@ -109,9 +109,9 @@ class KVCache:
         host_blocks: int | None = None,
         host_bytes: int | str | None = None,
         pin_memory: bool | None = None,
-        external: str | ExternalStore | None = None,
+        swap_store: str | ExternalStore | None = None,
         external_blocks: int | None = None,
-        external_bytes: int | str | None = None,
+        swap_store_bytes: int | str | None = None,
         prefix_caching: bool | PrefixCaching = False,
         prefix_store: str | ExternalStore | None = None,
         prefix_store_bytes: int | str | None = None,
@@ -125,9 +125,9 @@ class KVCache:
     ) -> None:
         size = layout.bytes_per_block
         host = _host_blocks(host_blocks, host_bytes, size)
-        external = _sized("external", external, external_bytes, size)
+        swap_store = _sized("swap_store", swap_store, swap_store_bytes, size)
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
-        staging = read_bytes("max_staging", max_staging, holds=size if external or prefix_store else 1)
+        staging = read_bytes("max_staging", max_staging, holds=size if swap_store or prefix_store else 1)
         _check_device(tensors, device_blocks, max_device_blocks)
         if prefix_store is not None:
             prefix_caching = _prefix_caching(given=prefix_caching, host=host)
@@ -147,15 +147,15 @@ class KVCache:
                 tensors=tensors,
             )
             self._closers.append(self.engine.close)
-            self.store = _store(external, size, _namespace(namespace, layout))
-            if self.store is not None:
-                self._closers.append(self.store.close)
-            self.executor = StepExecutor(self.engine, self.store, max_staging=staging)
+            self.swap_store = _store(swap_store, size, _namespace(namespace, layout))
+            if self.swap_store is not None:
+                self._closers.append(self.swap_store.close)
+            self.executor = StepExecutor(self.engine, self.swap_store, max_staging=staging)
             self.manager = BlockManager(
                 block_size=_block_size(layout),
                 device_blocks=device_blocks or self.engine.num_blocks("device"),
                 host_blocks=host,
-                external_blocks=_external_blocks(self.store, external_blocks),
+                external_blocks=_external_blocks(self.swap_store, external_blocks),
                 watermark=watermark,
                 reuse_order=reuse_order,
                 groups=groups,
@@ -280,7 +280,7 @@ class KVCache:
         """
         found = self.manager.stats().as_dict()
         if self.prefix_store is not None:
-            found |= self.prefix_store.stats.as_dict()
+            found |= self.prefix_store.stats().as_dict()
             found["prefix_store_waiting_blocks"] = self.prefix_store.waiting_blocks
             pool, store = self.manager.pool("external"), self.prefix_store.store
             used = found["used_blocks_external"] + store.stats().stored_blocks
@@ -425,14 +425,14 @@ def _sized(
     return sized_url(store, f"{name}_bytes", num_bytes)
 
 
-def _store(external: str | ExternalStore | None, size: int, namespace: bytes) -> ExternalStore | None:
-    if isinstance(external, str):
-        return open_store(external, bytes_per_block=size, namespace=namespace)
-    if external is not None and external.bytes_per_block != size:
-        raise InvalidArgumentError(f"external has blocks of {external.bytes_per_block} bytes, must have {size}")
-    if external is not None and external.num_slots < 1:
-        raise InvalidArgumentError(f"external has {external.num_slots} slots, must have at least 1")
-    return external
+def _store(swap_store: str | ExternalStore | None, size: int, namespace: bytes) -> ExternalStore | None:
+    if isinstance(swap_store, str):
+        return open_store(swap_store, bytes_per_block=size, namespace=namespace)
+    if swap_store is not None and swap_store.bytes_per_block != size:
+        raise InvalidArgumentError(f"swap_store has blocks of {swap_store.bytes_per_block} bytes, must have {size}")
+    if swap_store is not None and swap_store.num_slots < 1:
+        raise InvalidArgumentError(f"swap_store has {swap_store.num_slots} slots, must have at least 1")
+    return swap_store
 
 
 def _external_blocks(store: ExternalStore | None, blocks: int | None) -> int:

@@ -198,16 +198,16 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
     group.add_argument("--num-host-blocks", type=_count(0), metavar="N", help="0: swap from device to file")
     group.add_argument("--swap-space", type=_space, metavar="GIB", help=f"or host memory for swapping; {_UNITS}")
     group.add_argument(
-        "--external",
+        "--prefix-store",
         nargs="?",
         const=f"file://{Path(tempfile.gettempdir()) / 'blockyard-demo-prefixes'}",
         metavar="URL",
         help="store that keeps cached blocks for the next run: redis://HOST, or file:///DIR, a temporary folder "
         "if no URL is given",
     )
-    group.add_argument("--external-space", type=_space, metavar="GIB", help=f"that store's size; {_UNITS}")
-    group.add_argument("--external-swapper", metavar="URL", help="file:///DIR?size=2GiB; default: a temporary folder")
-    group.add_argument("--external-swapper-space", type=_space, metavar="GIB", help=f"that store's size; {_UNITS}")
+    group.add_argument("--prefix-store-space", type=_space, metavar="GIB", help=f"that store's size; {_UNITS}")
+    group.add_argument("--swap-store", metavar="URL", help="file:///DIR?size=2GiB; default: a temporary folder")
+    group.add_argument("--swap-store-space", type=_space, metavar="GIB", help=f"that store's size; {_UNITS}")
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="what to do with a victim")
     group.add_argument(
         "--num-lookahead-tokens", type=_count(0), default=0, metavar="N", help="draft tokens of a sequence in a step"

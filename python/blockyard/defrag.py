@@ -330,9 +330,8 @@ class OnlineDefragmenter:
         if self.mover is None:
             yield from count(len(self._observer))
 
-    @property
     def stats(self) -> DefragStats:
-        """What has been done, and the gap as it is."""
+        """Return what has been done, and the gap as it is."""
         num_bytes = (self._moves + 2 * self._exchanges) * (self.mover.bytes_per_block if self.mover else 0)
         return DefragStats(self._steps, self._moves, self._exchanges, num_bytes, self._observer.gap, self._seconds)
 

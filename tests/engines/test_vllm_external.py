@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 SECRET = "a-secret-of-the-tests"
-ROOMY = {**SPEC, "host_bytes": "16MiB", "weights_fixed": True, "external_deadline": 60}
+ROOMY = {**SPEC, "host_bytes": "16MiB", "weights_fixed": True, "prefix_store_deadline": 60}
 
 
 class FileStorage:
@@ -84,7 +84,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_tokens_are_the_same_cold_warm_after_a_restart_and_over_damage(folder: Path, alone: Any, storage: Any):
-    extra = {**ROOMY, "external": storage.url}
+    extra = {**ROOMY, "prefix_store": storage.url}
     cold = serve(folder, extra=extra, rounds=1)
     assert cold["tokens"] == alone["tokens"][:1]
     assert cold["external"][-1]["written"] > 0
@@ -101,7 +101,7 @@ def test_tokens_are_the_same_cold_warm_after_a_restart_and_over_damage(folder: P
 
 def test_a_store_that_loses_refuses_or_hangs_costs_no_token_and_no_engine(folder: Path, alone: Any, storage: Any):
     faults = ["", "", "lose", "refuse", "hang", ""]
-    found = serve(folder, extra={**ROOMY, "external": storage.url}, faults=faults)
+    found = serve(folder, extra={**ROOMY, "prefix_store": storage.url}, faults=faults)
     assert found["tokens"] == [alone["tokens"][0]] * len(faults)
     loaded = [count["loaded"] for count in found["external"]]
     after = [late - early for early, late in pairwise(loaded)]
@@ -120,7 +120,7 @@ def test_engines_share_a_store_that_is_killed_under_them(folder: Path, alone: An
         for user in ("first", "second", "third"):  # so that the server tells who is connected
             client.acl_setuser(user, enabled=True, nopass=True, categories=["+@all"], keys=["*"])
             url = f"redis://{user}:any@127.0.0.1:{server.port}?size=64MiB"
-            extra[user] = {**ROOMY, "external": url}
+            extra[user] = {**ROOMY, "prefix_store": url}
         first = serve(folder, extra=extra.pop("first"), rounds=1)
         assert first["external"][-1]["written"] > 0
         others = [threads.submit(serve, folder, extra=one, faults=rounds) for one in extra.values()]
@@ -138,6 +138,6 @@ def test_engines_share_a_store_that_is_killed_under_them(folder: Path, alone: An
 
 
 def test_a_copy_to_the_host_that_is_left_out_shows_in_the_tokens(folder: Path, alone: Any, tmp_path: Path):
-    extra = {**ROOMY, "external": FileStorage(tmp_path).url}
+    extra = {**ROOMY, "prefix_store": FileStorage(tmp_path).url}
     serve(folder, extra=extra, rounds=1)
     assert serve(folder, extra=extra, rounds=1, sabotage="staging")["tokens"] != alone["tokens"][:1]

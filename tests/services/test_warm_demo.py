@@ -22,7 +22,7 @@ OPTIONS = {"requests": 3, "prompt_tokens": (48, 96), "output_tokens": (8, 16), "
 CHILD = """
 import sys
 from blockyard.sim.demo import DemoOptions, make_report
-make_report(DemoOptions(external=sys.argv[1], **eval(sys.argv[2])))
+make_report(DemoOptions(prefix_store=sys.argv[1], **eval(sys.argv[2])))
 """
 ENOUGH = 8
 
@@ -72,7 +72,7 @@ def test_a_killed_run_leaves_its_blocks_to_the_next_and_the_tokens_are_the_same(
     finally:
         child.kill()
         child.wait()
-    report = make_report(DemoOptions(external=url, **OPTIONS))  # type: ignore[arg-type]
+    report = make_report(DemoOptions(prefix_store=url, **OPTIONS))  # type: ignore[arg-type]
     assert report.identical_requests == report.compared == OPTIONS["requests"]
     assert report.prefix_store is not None
     assert report.prefix_store["prefix_store_hit_blocks"] > 0

@@ -45,7 +45,7 @@ class Program:
             device_blocks=BLOCKS["device"],
             max_device_blocks=BLOCKS["device"],
             host_blocks=BLOCKS["host"],
-            external=external,
+            swap_store=external,
             prefix_caching=PrefixCaching(host=True),
             prefix_store=prefix,
             prefix_deadline=PATIENCE,
@@ -194,7 +194,7 @@ class Program:
         self.free(*handles)
         self.step()
         self.drain()
-        store = self.cache.store
+        store = self.cache.swap_store
         assert store is not None
         until = time.monotonic() + PATIENCE
         while store.stats().pending_bytes or prefixes.store.stats().pending_bytes:

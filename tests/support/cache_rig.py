@@ -230,7 +230,7 @@ class Rig:
                 device_blocks=config.device,
                 max_device_blocks=config.most,
                 host_blocks=config.host,
-                external=self.store,
+                swap_store=self.store,
                 prefix_caching=caching,
                 prefix_store=self.kept,
                 prefix_writes=config.store or "never",

@@ -26,7 +26,7 @@ class Engine:
     ) -> None:
         Engine.made += 1
         self.vllm = vllm
-        extra = {"host_bytes": world * chunks * BLOCK, "external": f"file://{root}?size=1MiB", **options}
+        extra = {"host_bytes": world * chunks * BLOCK, "prefix_store": f"file://{root}?size=1MiB", **options}
         config = vllm_modules.config(
             vllm, extra, block_bytes=BLOCK, world_size=world, engine_id=f"test-{os.getpid()}-{Engine.made}"
         )

@@ -19,7 +19,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from copy import deepcopy
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -33,7 +33,7 @@ from blockyard.errors import BlockyardError, InvalidArgumentError, UnknownTicket
 from blockyard.executor.staging import Buffers
 from blockyard.executor.store_side import StoreSide
 from blockyard.executor.store_stats import LOAD_SECONDS, PrefixStoreStats
-from blockyard.executor.store_worker import StoreTask, StoreWorker
+from blockyard.executor.store_worker import StoreTask, StoreWorker, StoreWrite
 from blockyard.stores.base import ExternalStore, Owners
 from blockyard.stores.url import read_bytes
 from blockyard.stores.value import is_damage
@@ -86,16 +86,6 @@ class Prefetch:
         return f"Prefetch({len(self.prompt)} tokens, {self.tokens} loaded, {self._state})"
 
 
-@dataclass(slots=True, eq=False)
-class _Write:
-    """Blocks on their way to the store: read by the engine as `job`, then given to the store as `task`."""
-
-    job: StoreJob
-    transfer: Transfer
-    num_bytes: int
-    task: StoreTask | None = None
-
-
 class PrefixStore:
     """Loads blocks from a prefix store before their prompts are admitted, and writes blocks to it.
 
@@ -117,7 +107,6 @@ class PrefixStore:
 
     Attributes:
         store: as given.
-        stats: the `PrefixStoreStats`.
 
     Example:
         >>> import tempfile
@@ -155,7 +144,7 @@ class PrefixStore:
         side = StoreSide(store, size)
         manager.prefix.store_jobs.start(writes)
         self.store = store
-        self.stats = PrefixStoreStats()
+        self._stats = PrefixStoreStats()
         self._manager, self._engine, self._size = manager, engine, size
         self._deadline = deadline
         self._max_blocks = max_staging // size
@@ -166,7 +155,7 @@ class PrefixStore:
         self._worker = StoreWorker(side, self._notify)
         self._open: list[Prefetch] = []
         self._abandoned: list[StoreTask] = []  # reads past their deadline: their rows are the store's until they end
-        self._writing: list[_Write] = []
+        self._writing: list[StoreWrite] = []
         self._load_jobs: list[StoreJob] = []  # the manager's jobs that have not ended
         self._write_jobs: list[StoreJob] = []
         self._failed: dict[bytes, float] = {}
@@ -210,7 +199,7 @@ class PrefixStore:
             fetch._state = "done"
             return fetch
         self._torn = True
-        self.stats.prefetches += 1
+        self._stats.prefetches += 1
         fetch._until = fetch._began + self._deadline + len(fetch._keys) * self._size / 200e6
         self._open.append(fetch)
         self._advance(fetch)
@@ -254,6 +243,10 @@ class PrefixStore:
                 if write.task is None:
                     self._engine.transfers.wait(write.transfer)
             self._news.acquire(timeout=0.001)
+
+    def stats(self) -> PrefixStoreStats:
+        """Return the counters since the store was connected."""
+        return deepcopy(self._stats)
 
     def forget(self, revision: str | None = None) -> bool:
         """Forget all that is cached, in the manager and in the store, for instance because the weights change.
@@ -347,8 +340,8 @@ class PrefixStore:
             fetch._job = fetch._transfer = fetch._task = None
             fetch._state = "done"
             del self._open[-1]
-            self.stats.misses[why] += 1
-        self.stats.unwritten_blocks += sum(len(write.job) for write in self._writing if write.task is None)
+            self._stats.misses[why] += 1
+        self._stats.unwritten_blocks += sum(len(write.job) for write in self._writing if write.task is None)
         self._writing = [write for write in self._writing if write.task is not None]
         tasks = [write.task for write in self._writing if write.task is not None]
         for task in (*tasks, *self._abandoned):
@@ -368,7 +361,7 @@ class PrefixStore:
             for index, key in enumerate(keys):
                 until = self._failed.get(key.tobytes())
                 if until is not None and until > now:
-                    self.stats.misses["failed_before"] += not index
+                    self._stats.misses["failed_before"] += not index
                     return keys[:index]
         return keys
 
@@ -456,7 +449,7 @@ class PrefixStore:
 
     def _note_failed(self, task: StoreTask, index: int, answer: Answer) -> None:
         reason = answer.reasons[index] if index < len(answer.reasons) else "error"
-        self.stats.misses[reason or "error"] += 1
+        self._stats.misses[reason or "error"] += 1
         seconds = ABSENT_SECONDS if reason == "absent" or is_damage(reason) else FAILED_SECONDS  # damage is deleted
         self._fail(task.keys[index].tobytes(), seconds)
 
@@ -481,8 +474,8 @@ class PrefixStore:
         if not has_landed:
             self._finish(fetch, "copy_failed")
             return
-        self.stats.hit_blocks += found
-        self.stats.hit_bytes += found * self._size
+        self._stats.hit_blocks += found
+        self._stats.hit_bytes += found * self._size
         fetch.tokens += found * self._manager.block_size
         fetch._brought.update(key.tobytes() for key in job.keys[fetch._landed])
         fetch._keys = self._missing(fetch.prompt)
@@ -504,7 +497,7 @@ class PrefixStore:
 
     def _finish(self, fetch: Prefetch, miss: str = "") -> None:
         if miss:
-            self.stats.misses[miss] += 1
+            self._stats.misses[miss] += 1
         if fetch._job is not None:
             # The engine may still write there: its transfers end without any storage.
             if fetch._transfer is not None:
@@ -515,7 +508,7 @@ class PrefixStore:
         fetch._job = fetch._transfer = fetch._task = None
         fetch._state = "done"
         self._open.remove(fetch)
-        self.stats.load_seconds[bisect_left(LOAD_SECONDS, time.monotonic() - fetch._began)] += 1
+        self._stats.load_seconds[bisect_left(LOAD_SECONDS, time.monotonic() - fetch._began)] += 1
 
     # ---- to the store ----
 
@@ -536,9 +529,9 @@ class PrefixStore:
                 transfer = self._engine.submit_read(job.tier, job.blocks, after_compute=fence, on_full="refuse")
             except BlockyardError:
                 self._end_write(job)
-                self.stats.unwritten_blocks += len(job)
+                self._stats.unwritten_blocks += len(job)
                 return
-            self._writing.append(_Write(job, transfer, len(job) * self._size))
+            self._writing.append(StoreWrite(job, transfer, len(job) * self._size))
             self._advance_write(self._writing[-1])
 
     def _end_write(self, job: StoreJob) -> bool:
@@ -546,7 +539,7 @@ class PrefixStore:
         self._write_jobs.remove(job)
         return is_whole
 
-    def _advance_write(self, write: _Write) -> bool:
+    def _advance_write(self, write: StoreWrite) -> bool:
         """Take a write as far as it goes. Returns whether it has ended."""
         if write.task is None:
             if not write.transfer.done:
@@ -561,9 +554,9 @@ class PrefixStore:
         if task.answer is not None:
             ok, task.answer = task.answer.ok, None
             written = int(ok.sum())
-            self.stats.written_blocks += written
-            self.stats.written_bytes += written * self._size
-            self.stats.unwritten_blocks += len(ok) - written
+            self._stats.written_blocks += written
+            self._stats.written_bytes += written * self._size
+            self._stats.unwritten_blocks += len(ok) - written
             if self._failed:
                 for key in task.keys:
                     self._failed.pop(key.tobytes(), None)
@@ -572,7 +565,7 @@ class PrefixStore:
     def _put_task(self, job: StoreJob, rows: NDArray[np.uint8] | None) -> StoreTask:
         """Give the store the blocks that were read."""
         if rows is None:
-            self.stats.unwritten_blocks += len(job)
+            self._stats.unwritten_blocks += len(job)
             return StoreTask(job.keys, ended=True)
         task = StoreTask(job.keys, rows=rows, owners=Owners(job.tenants, job.parents))
         self._worker.submit(task)

@@ -15,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from blockyard._core import StoreJob
+from blockyard.engine.transfers import Transfer
 from blockyard.executor.store_side import Answer, Batch, StoreSide
 from blockyard.stores.base import Owners
 from blockyard.workers import Process, start_worker
 
-__all__ = ["StoreTask", "StoreWorker"]
+__all__ = ["StoreTask", "StoreWorker", "StoreWrite"]
 
 _POLL_SECONDS: Final = 0.0005
 PROBED: Final = 4
@@ -52,6 +54,16 @@ class StoreTask:
     begun: bool = False
     batch: Batch | None = None
     is_new: NDArray[np.bool_] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class StoreWrite:
+    """Blocks on their way to the store: read by the engine as `job`, then given to the store as `task`."""
+
+    job: StoreJob
+    transfer: Transfer
+    num_bytes: int
+    task: StoreTask | None = None
 
 
 class StoreWorker:

@@ -184,9 +184,8 @@ class BlockManager:
         """Blocks that sequences use."""
         return {block for entry in self._running.values() for block in entry.sequence.block_table}
 
-    @property
     def stats(self) -> _core.ManagerStats:
-        """Counters: hits, blocks swapped out, loaded, merged, evicted."""
+        """Return the counters: hits, blocks swapped out, loaded, merged, evicted."""
         return self.manager.stats()
 
     # ---- prompts ----
@@ -411,13 +410,13 @@ class BlockManager:
         # What the step before wrote counts as being filled; here it is queued, and moves come after it.
         self._land(())
         self._land(())
-        before = self.stats.moved_blocks
+        before = self.stats().moved_blocks
         if not self.manager.defrag.run(goal, number, max_moves=max_moves).planned:
             return 0
         self._land(())
         for entry in self._running.values():
             self._show(entry)
-        return self.stats.moved_blocks - before
+        return self.stats().moved_blocks - before
 
     def _make_manager(self, host_blocks: int) -> _core.BlockManager:
         # Pins last for one call and hold a prompt's cached blocks: never all blocks.

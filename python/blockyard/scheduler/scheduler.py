@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import starmap
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,6 @@ class Scheduler:
 
     Attributes:
         manager: the `BlockManager`.
-        stats: the `SchedulerStats`.
 
     Raises:
         InvalidArgumentError: a limit is not positive, the mode is unknown, or the manager has several cache groups; or
@@ -112,7 +112,7 @@ class Scheduler:
         manager = cache.manager if isinstance(cache, Cache) else cache
         check_options(manager, max_num_seqs, max_num_batched_tokens, preemption_mode, num_lookahead_tokens)
         self.manager = manager
-        self.stats = SchedulerStats()
+        self._stats = SchedulerStats()
         self._prefix_caching = manager.prefix.enabled
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -143,10 +143,10 @@ class Scheduler:
         self._builder = StepBuilder(self._max_num_batched_tokens, self._max_num_seqs, self._num_lookahead_tokens)
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue("waiting")
-        parts = (self._opened, self._rows, self._builder, self._waiting, self.stats)
+        parts = (self._opened, self._rows, self._builder, self._waiting, self._stats)
         self._admission = Admission(*parts, self._prefetch)
         self._swapping = Swapping(*parts, overlap_io=self._overlap_io)
-        self._acceptance = Acceptance(self._opened, self._rows, self._builder, self._stop_tokens, self.stats)
+        self._acceptance = Acceptance(self._opened, self._rows, self._builder, self._stop_tokens, self._stats)
         self._leaving: list[RequestState] = []  # whose rows go once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
@@ -172,9 +172,13 @@ class Scheduler:
         """Waiting requests that are held back while their prompts are loaded from a prefix store."""
         return self._admission.num_loading
 
+    def stats(self) -> SchedulerStats:
+        """Return the counters since the start, as of now."""
+        return replace(self._stats)
+
     def metrics(self) -> dict[str, float]:
         """Return the manager's counters and the preemptions by name, as a metrics exporter wants them."""
-        return self.manager.stats().as_dict() | self.stats.preemptions()
+        return self.manager.stats().as_dict() | self._stats.preemptions()
 
     # ---- requests ----
 
@@ -319,7 +323,7 @@ class Scheduler:
                 self._admission.admit()
         if self._defragment is not None:
             self._defragment.plan(self.manager)
-        count_step(self.stats, self.manager, self._builder.tokens, is_away=bool(self._swapping))
+        count_step(self._stats, self.manager, self._builder.tokens, is_away=bool(self._swapping))
         step = self._in_flight = self._builder.take(self._opened.take_decision(), self._rows)
         self._swapping.begin(step.decision.ticket)
         return step
@@ -460,7 +464,7 @@ class Scheduler:
         swaps = len(gone) > 1 if self._preemption_mode == "auto" else self._preemption_mode == "swap"
         if whole and swaps and self._swapping.move_out(gone):
             return
-        self.stats.preempted_recompute += 1
+        self._stats.preempted_recompute += 1
         self._recompute(gone)
 
     def _recompute(self, gone: NDArray[np.int64]) -> None:
@@ -542,7 +546,7 @@ class Scheduler:
         running = [rows.owner(row)[0] for row in rows.find_handles(handles).tolist()]
         lost = [state for state in dict.fromkeys(running + self._swapping.holders(handles)) if state.alive]
         for state in lost:
-            self.stats.lost += 1
+            self._stats.lost += 1
             for parked in [parked for parked in state.parked if parked.place != "waiting"]:
                 self._swapping.recompute(parked)
             if state.seats:
@@ -589,4 +593,4 @@ class Scheduler:
                 state.error = lack
                 self._release(state)
                 self._refused.append(state)
-                self.stats.refused += 1
+                self._stats.refused += 1

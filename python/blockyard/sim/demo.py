@@ -69,10 +69,10 @@ class DemoOptions:
         num_device_blocks: blocks of the device; too few for the workload if None.
         num_host_blocks: blocks of the host; few if None, 0 for no host tier.
         swap_space: instead of `num_host_blocks`, bytes of host memory as text, such as `4GiB`.
-        external: URL of a store for cached blocks that outlives the run; none if None.
-        external_space: its size as text, such as `2GiB`, if the URL has none.
-        external_swapper: URL of the external tier, `{rank}` stands for a rank's number; a temporary folder if None.
-        external_swapper_space: its size as text, such as `2GiB`, if the URL has none.
+        prefix_store: URL of a store for cached blocks that outlives the run; none if None.
+        prefix_store_space: its size as text, such as `2GiB`, if the URL has none.
+        swap_store: URL of the external tier, `{rank}` stands for a rank's number; a temporary folder if None.
+        swap_store_space: its size as text, such as `2GiB`, if the URL has none.
         preemption_mode: `auto`, `swap` or `recompute`.
         num_lookahead_tokens: most draft tokens that a step verifies for each sequence.
         prefix_caching: let prompts share the blocks of earlier prompts with the same beginning.
@@ -100,10 +100,10 @@ class DemoOptions:
     num_device_blocks: int | None = None
     num_host_blocks: int | None = None
     swap_space: str | None = None
-    external: str | None = None
-    external_space: str | None = None
-    external_swapper: str | None = None
-    external_swapper_space: str | None = None
+    prefix_store: str | None = None
+    prefix_store_space: str | None = None
+    swap_store: str | None = None
+    swap_store_space: str | None = None
     preemption_mode: PreemptionMode = "auto"
     num_lookahead_tokens: int = 0
     prefix_caching: bool = True
@@ -220,7 +220,7 @@ def pool_sizes(options: DemoOptions, items: Sequence[WorkItem]) -> tuple[int, in
     device, host = options.num_device_blocks, options.num_host_blocks
     if device is None:
         device = max(largest + 2 + largest // 50, min(-(-sum(filled) // 6), 4 * largest))
-    chosen = device if options.external is not None else max(2, largest * 2 // 5)
+    chosen = device if options.prefix_store is not None else max(2, largest * 2 // 5)
     return device, chosen if host is None else host
 
 
@@ -257,30 +257,32 @@ def _check(options: DemoOptions) -> None:
     if options.tensor_parallel_size > 1:
         _check_ranks(options)
     _check_sizes(options)
-    if options.external is not None:
+    if options.prefix_store is not None:
         check_url(_prefix_url(options))
         if not options.prefix_caching:
-            raise InvalidArgumentError(f"external is {public_url(options.external)!r}, which needs prefix caching")
-    if options.external_swapper is not None:
-        check_url(sized_url(options.external_swapper, "external_swapper_space", options.external_swapper_space))
+            raise InvalidArgumentError(
+                f"prefix_store is {public_url(options.prefix_store)!r}, which needs prefix caching"
+            )
+    if options.swap_store is not None:
+        check_url(sized_url(options.swap_store, "swap_store_space", options.swap_store_space))
 
 
 def _check_sizes(options: DemoOptions) -> None:
     """Refuse sizes that are none, or are given twice."""
-    for name in ("swap_space", "external_space", "external_swapper_space"):
+    for name in ("swap_space", "prefix_store_space", "swap_store_space"):
         if (space := getattr(options, name)) is not None:
             read_bytes(name, space, holds=1)
     if options.swap_space is not None and options.num_host_blocks is not None:
         raise InvalidArgumentError(
             f"swap_space is {options.swap_space} and num_host_blocks {options.num_host_blocks}, give one of them"
         )
-    if options.external is None and options.external_space is not None:
-        raise InvalidArgumentError(f"external_space is {options.external_space}, but external is None")
+    if options.prefix_store is None and options.prefix_store_space is not None:
+        raise InvalidArgumentError(f"prefix_store_space is {options.prefix_store_space}, but prefix_store is None")
 
 
 def _check_ranks(options: DemoOptions) -> None:
     """Refuse what needs a single rank."""
-    for name, value in (("external", options.external), ("shrink_to", options.shrink_to)):
+    for name, value in (("prefix_store", options.prefix_store), ("shrink_to", options.shrink_to)):
         if value is not None:
             shown = public_url(value) if isinstance(value, str) else value
             raise InvalidArgumentError(
@@ -301,25 +303,25 @@ def _check_file(path: Path) -> None:
 
 def _prefix_url(options: DemoOptions) -> str:
     """Give the URL of the prefix store; a file without a size gets one."""
-    url = options.external or ""
-    if options.external_space is None and (not url.startswith("file:") or "size=" in url):
+    url = options.prefix_store or ""
+    if options.prefix_store_space is None and (not url.startswith("file:") or "size=" in url):
         return url
     default = SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS
-    return sized_url(url, "external_space", options.external_space or default)
+    return sized_url(url, "prefix_store_space", options.prefix_store_space or default)
 
 
 @contextmanager
-def _external(options: DemoOptions) -> Iterator[str]:
+def _swap_store(options: DemoOptions) -> Iterator[str]:
     """Give the URL of the external store, with a size; remove a temporary folder at the end."""
-    url, space = options.external_swapper, options.external_swapper_space
+    url, space = options.swap_store, options.swap_store_space
     default = SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS
     if url is not None:
         sized = space is not None or "size=" in url or not url.startswith("file:")
-        yield sized_url(url, "external_swapper_space", space if sized else default)
+        yield sized_url(url, "swap_store_space", space if sized else default)
         return
     folder = tempfile.mkdtemp(prefix="blockyard-demo-")
     try:
-        yield sized_url(f"file://{folder}", "external_swapper_space", space or default)
+        yield sized_url(f"file://{folder}", "swap_store_space", space or default)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -340,19 +342,19 @@ def _serve(
     require_memory(model, options.block_size, device_blocks, host_blocks)
     watched = options.shrink_to is not None or options.defrag is not None
     with (
-        _external(options) as url,
+        _swap_store(options) as url,
         Generator(
             model,
             block_size=options.block_size,
             device_blocks=device_blocks,
             host_blocks=host_blocks,
-            external=url,
+            swap_store=url,
             tensor_parallel_size=options.tensor_parallel_size,
             preemption_mode=options.preemption_mode,
             num_lookahead_tokens=options.num_lookahead_tokens,
             prefix_caching=options.prefix_caching,
-            prefix_store=_prefix_url(options) if options.external else None,
-            namespace=name_of_weights(model) if options.external else b"",
+            prefix_store=_prefix_url(options) if options.prefix_store else None,
+            namespace=name_of_weights(model) if options.prefix_store else b"",
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             defragment=defragmentation(options.defrag),
@@ -480,7 +482,7 @@ def _settings(options: DemoOptions, served: Served) -> dict[str, int | float | s
     given = {
         name: value if isinstance(value, int | float | None) else str(value) for name, value in asdict(options).items()
     }
-    for name in ("external", "external_swapper"):
+    for name in ("prefix_store", "swap_store"):
         if given[name] is not None:
             given[name] = public_url(str(given[name]))
     return given | {f"num_{tier}_blocks": count for tier, count in served.totals.items()}

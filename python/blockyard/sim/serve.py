@@ -148,12 +148,12 @@ def serve(
     return Served(
         outputs=outputs,
         seconds=time.perf_counter() - started,
-        stats=generator.scheduler.stats,
-        tier=generator.store.stats() if generator.store is not None else StoreStats(),
+        stats=generator.scheduler.stats(),
+        tier=generator.swap_store.stats() if generator.swap_store is not None else StoreStats(),
         blocks=dict(faults.counting.blocks) if faults.counting is not None else {},
         bytes_per_block=generator.engine.layout.bytes_per_block,
         totals=totals,
-        prefix_store=None if prefixes is None else prefixes.stats.as_dict(),
+        prefix_store=None if prefixes is None else prefixes.stats().as_dict(),
     )
 
 

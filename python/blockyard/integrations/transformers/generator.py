@@ -86,7 +86,7 @@ class Generator:
         device_blocks: blocks of the device; what there is room for if None.
         host_blocks: blocks of the host, 0 for none; what there is room for if None.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
-        external: URL of an external store, as `file:///dir?size=2GiB`; a rank's number stands for `{rank}`. With one
+        swap_store: URL of an external store, as `file:///dir?size=2GiB`; a rank's number stands for `{rank}`. With one
             rank, an open store too.
         prefix_caching: let prompts share the blocks of earlier ones that began alike.
         prefix_store: URL of a store for cached blocks that outlives the process, see `KVCache`.
@@ -133,7 +133,7 @@ class Generator:
         device_blocks: int | None = None,
         host_blocks: int | None = None,
         pin_memory: bool | None = None,
-        external: str | ExternalStore | None = None,
+        swap_store: str | ExternalStore | None = None,
         prefix_caching: bool = True,
         prefix_store: str | None = None,
         prefix_writes: str = "through",
@@ -153,13 +153,13 @@ class Generator:
         self._tokenizer, self._on_step = tokenizer, on_step
         with contextlib.ExitStack() as undo:
             size = tensor_parallel_size
-            _check_options(size, external=external, prefix_store=prefix_store, elastic=elastic)
+            _check_options(size, swap_store=swap_store, prefix_store=prefix_store, elastic=elastic)
             ranks = None if size == 1 else undo.enter_context(RankGroup(model, size, block_size=block_size, kind=kind))
             self.ranks = ranks
             self.model = ranks.model if ranks else PagedModel(model, block_size=block_size, kind=kind)
             undo.callback(self.model.close)
             device_blocks, host_blocks = _sizes(self.model, device_blocks, host_blocks, size, max_num_batched_tokens)
-            options = CacheOptions(device_blocks, host_blocks, pin_memory, external, namespace, "1GiB")
+            options = CacheOptions(device_blocks, host_blocks, pin_memory, swap_store, namespace, "1GiB")
             self.cache = KVCache(
                 self.model.layout,
                 **options.of_rank(0, size),
@@ -174,7 +174,7 @@ class Generator:
             )
             undo.callback(self.cache.close)
             self.model.bind(self.cache.engine.tensors)
-            self.manager, self.engine, self.store = self.cache.manager, self.cache.engine, self.cache.store
+            self.manager, self.engine, self.swap_store = self.cache.manager, self.cache.engine, self.cache.swap_store
             executor = ranks.executor(self.cache.executor) if ranks else self.cache.executor
             self.executor: Executor = wrap_executor(executor) if wrap_executor else executor
             self.scheduler = Scheduler(
@@ -430,10 +430,14 @@ class Generator:
         ]
 
 
-def _check_options(size: int, *, external: str | ExternalStore | None, prefix_store: str | None, elastic: bool) -> None:
+def _check_options(
+    size: int, *, swap_store: str | ExternalStore | None, prefix_store: str | None, elastic: bool
+) -> None:
     """Refuse what several ranks do not share yet."""
-    if size != 1 and isinstance(external, ExternalStore):
-        raise InvalidArgumentError(f"external is an open store and tensor_parallel_size {size}: each rank opens a URL")
+    if size != 1 and isinstance(swap_store, ExternalStore):
+        raise InvalidArgumentError(
+            f"swap_store is an open store and tensor_parallel_size {size}: each rank opens a URL"
+        )
     for name, value in (("prefix_store", prefix_store), ("elastic", elastic)):
         if value and size != 1:
             shown = public_url(value) if isinstance(value, str) else value

@@ -63,7 +63,7 @@ class CacheOptions(NamedTuple):
         device_blocks: blocks of the device.
         host_blocks: blocks of the host.
         pin_memory: see `KVCache`.
-        external: URL of the swap store, with `{rank}` where ranks differ; None for none. With one rank, an open store.
+        swap_store: URL, with `{rank}` where ranks differ; None for none. With one rank, an open store.
         namespace: of the store, before the rank is added.
         max_staging: see `KVCache`.
     """
@@ -71,7 +71,7 @@ class CacheOptions(NamedTuple):
     device_blocks: int
     host_blocks: int
     pin_memory: bool | None
-    external: str | ExternalStore | None
+    swap_store: str | ExternalStore | None
     namespace: bytes
     max_staging: str
 
@@ -79,7 +79,7 @@ class CacheOptions(NamedTuple):
         """Give the arguments for one rank's `KVCache`. No two ranks share a namespace: their bytes differ."""
         return {
             **self._asdict(),
-            "external": rank_url(self.external, rank) if isinstance(self.external, str) else self.external,
+            "swap_store": rank_url(self.swap_store, rank) if isinstance(self.swap_store, str) else self.swap_store,
             "namespace": self.namespace if size == 1 else self.namespace + b" rank %d of %d" % (rank, size),
         }
 
@@ -208,7 +208,7 @@ class RankGroup:
         """
         answers = [worker.begin("ask", options) for worker in self._workers]
         found = [answer() for answer in answers]
-        return None if options.external is None else min(found)
+        return None if options.swap_store is None else min(found)
 
     def executor(self, own: StepExecutor) -> ParallelExecutor:
         """Join rank 0's executor with those of the workers."""
@@ -338,7 +338,7 @@ def _work(connection: Connection) -> None:
     _, options = connection.recv()
     with KVCache(model.layout, **options.of_rank(start.rank, start.size)) as cache:
         model.bind(cache.engine.tensors)
-        connection.send(("result", 0 if cache.store is None else cache.store.num_slots))
+        connection.send(("result", 0 if cache.swap_store is None else cache.swap_store.num_slots))
 
         def compute(step: tuple[NDArray[np.integer], StepInput], ticket: int) -> None:
             token_ids, where = step

@@ -27,9 +27,9 @@ _OPTIONS = (
     "cpu_bytes_to_use",
     "policy",
     "blocks_per_chunk",
-    "external",
+    "prefix_store",
     "revision",
-    "external_deadline",
+    "prefix_store_deadline",
     "weights_fixed",
 )
 _INFO = ("blockyard_num_chunks", "blockyard_blocks_per_chunk", "blockyard_bytes_per_chunk", "blockyard_policy")
@@ -46,9 +46,9 @@ class BlockyardSpec(OffloadingSpec):
     | `cpu_bytes_to_use` | the same, by the name that vLLM's own spec has for it | |
     | `policy` | which chunk is evicted first, a name as for `blockyard.PrefixCaching` | `"lru"` |
     | `blocks_per_chunk` | device blocks that are stored under one key | 1 |
-    | `external` | URL of a prefix store below the host, as for `blockyard.open_store` | none |
+    | `prefix_store` | URL of a prefix store below the host, as for `blockyard.open_store` | none |
     | `revision` | of the weights; chunks of another revision are not found | empty |
-    | `external_deadline` | least seconds that a request waits for the store | 5 |
+    | `prefix_store_deadline` | least seconds that a request waits for the store | 5 |
     | `weights_fixed` | whether the weights stay the same while the engine runs, also over sleep and reset | false |
 
     Args:
@@ -152,14 +152,14 @@ def _warn_of_typos(options: Any) -> None:
 
 def _external(options: Any) -> _External | None:
     """Read the options of the external store; None if there is none."""
-    url = options.get("external")
+    url = options.get("prefix_store")
     if url is None:
         return None
     if not isinstance(url, str):
-        raise InvalidArgumentError(f"external is {url!r}, must be a URL: file:///dir?size=500GiB")
-    deadline = options.get("external_deadline", DEADLINE_SECONDS)
+        raise InvalidArgumentError(f"prefix_store is {url!r}, must be a URL: file:///dir?size=500GiB")
+    deadline = options.get("prefix_store_deadline", DEADLINE_SECONDS)
     if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline <= 3600:
-        raise InvalidArgumentError(f"external_deadline is {deadline!r}, must be seconds above 0, at most 3600")
+        raise InvalidArgumentError(f"prefix_store_deadline is {deadline!r}, must be seconds above 0, at most 3600")
     fixed = options.get("weights_fixed", False)
     if not isinstance(fixed, bool):
         raise InvalidArgumentError(f"weights_fixed is {fixed!r}, must be true or false")

@@ -308,14 +308,14 @@ class RotatingScheduler(Scheduler):
         self._period = period
 
     def _append_to_running(self) -> bool:
-        turn = self._period and self.stats.steps % self._period == 0
+        turn = self._period and self.stats().steps % self._period == 0
         if turn and self._swapping.swapped and self.num_running > 1:
             first = self._rows.owner(0)[0]
             self._preempt(self._rows.find(first.seats))
             for parked in first.parked:
                 if parked.place == "swapped":  # behind those that it makes room for
                     self._swapping.swapped.discard(parked)
-                    parked.rank = (1 << 30, 0.0, self.stats.steps)
+                    parked.rank = (1 << 30, 0.0, self.stats().steps)
                     self._swapping.swapped.push(parked)
         return super()._append_to_running()
 

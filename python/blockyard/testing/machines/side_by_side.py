@@ -65,10 +65,10 @@ class SideBySide:
             return None, None
         return found, expected
 
-    def do(self, real: Callable[[ManagerLike], None], model: Callable[[ManagerLike], None]) -> bool:
+    def do(self, real: Callable[[ManagerLike], object], model: Callable[[ManagerLike], object]) -> bool:
         """Call manager and model for what they change; returns whether they have done it."""
 
-        def did(call: Callable[[ManagerLike], None], manager: ManagerLike) -> bool:
+        def did(call: Callable[[ManagerLike], object], manager: ManagerLike) -> bool:
             call(manager)
             return True
 
