@@ -100,7 +100,7 @@ def moving(
     src, dst = _BETWEEN.get(kind, (tier, tier))
     blocks = memory.num_blocks(src), memory.num_blocks(dst)
     rule: Rule = "swap" if kind in _BETWEEN else kind  # type: ignore[assignment]
-    with _naming_tier(memory, {0: src, 1: dst}, ids):
+    with _naming_tier(memory, (src, dst), ids):
         mapping = Mapping(ids, src_blocks=blocks[0], dst_blocks=blocks[1], rule=rule)
     num_bytes = len(mapping) * memory.bytes_per_block * (2 if kind == "exchange" else 1)
     for end, side in zip(mapping.reach, (src, dst), strict=True):
@@ -118,7 +118,7 @@ def moving(
 
 def reading(memory: Memory, tier: EngineTier, blocks: Ids, *, chunk: int | None) -> Task:
     """Check ids of blocks, int64 `[n]`, to be copied into fresh rows; raises MappingError."""
-    with _naming_tier(memory, {0: tier}, blocks):
+    with _naming_tier(memory, [tier], blocks):
         mapping = with_rows(blocks, memory.num_blocks(tier), written=False)
     rows = memory.staging(len(mapping))
     pieces = _pieces(bind(*memory.between(tier, rows)), mapping, chunk)
@@ -132,7 +132,7 @@ def writing(
 
     Rows for a CUDA device are copied, if they are not page-locked and staging memory is; with `copies` in any case.
     """
-    with _naming_tier(memory, {0: tier}, blocks):
+    with _naming_tier(memory, [tier], blocks):
         mapping = with_rows(blocks, memory.num_blocks(tier), written=True)
     wanted = (len(mapping), memory.bytes_per_block)
     if rows.dtype != np.uint8 or rows.shape != wanted:
@@ -148,15 +148,15 @@ def writing(
 
 
 @contextmanager
-def _naming_tier(memory: Memory, tiers: dict[int, EngineTier], ids: Ids) -> Iterator[None]:
-    """Name the tier of an id that is too large, by its column: its manager was made with another number of blocks."""
+def _naming_tier(memory: Memory, tiers: Sequence[EngineTier], ids: Ids) -> Iterator[None]:
+    """Name the tier of an id that is too large: its manager was made with another number of blocks."""
     try:
         yield
     except MappingError as error:
-        highest = np.atleast_1d(np.max(ids, axis=0, initial=-1))
-        for column, tier in tiers.items():
+        columns = np.asarray(ids).T if np.ndim(ids) == 2 else [np.asarray(ids)]
+        for column, tier in zip(columns, tiers, strict=False):
             num_blocks = memory.num_blocks(tier)
-            if highest[column] >= num_blocks:
+            if column.dtype.kind in "iu" and column.size and column.max() >= num_blocks:
                 raise MappingError(
                     f"{error}; the engine has {tier}_blocks={num_blocks}, give its manager the same"
                 ) from None

@@ -496,9 +496,8 @@ def open_store(
         >>> from blockyard import open_store
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with open_store(f"file://{folder}?size=1MiB", bytes_per_block=4096) as store:
-        ...         slots = np.array([3, 5])
-        ...         written = store.wait(store.submit_write(slots, np.ones((2, 4096), np.uint8)))
-        ...         read = store.wait(store.submit_read(slots))
+        ...         written = store.wait(store.submit_write(np.array([3, 5]), np.ones((2, 4096), np.uint8)))
+        ...         read = store.wait(store.submit_read(np.array([3, 5])))
         >>> bool(written.ok.all()), int(read.rows.sum())
         (True, 8192)
     """
