@@ -126,11 +126,11 @@ def test_a_stores_size_can_stand_beside_its_url():
     options |= {"swap_store": "memory://swap?deadline=9", "swap_store_bytes": "1MiB"}
     options |= {"prefix_store": "memory://kept", "prefix_store_bytes": 1 << 20}
     with KVCache(LAYOUT, **options) as beside:
-        assert beside.store is not None
+        assert beside.swap_store is not None
         assert beside.prefix_store is not None
         with KVCache(LAYOUT, device_blocks=4, swap_store="memory://other?size=1MiB") as inside:
             assert inside.swap_store is not None
-            assert beside.store.num_slots == inside.swap_store.num_slots == beside.prefix_store.store.num_slots
+            assert beside.swap_store.num_slots == inside.swap_store.num_slots == beside.prefix_store.store.num_slots
 
 
 def test_what_was_opened_is_closed_when_a_later_part_is_refused(tmp_path: Path):

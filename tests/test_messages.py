@@ -134,7 +134,7 @@ def test_a_store_without_slots_is_no_external_tier():
     store = Empty("empty://", bytes_per_block=LAYOUT.bytes_per_block, namespace=bytes(32))
     with store, pytest.raises(InvalidArgumentError) as error:
         KVCache(LAYOUT, device_blocks=4, swap_store=store)
-    assert str(error.value) == "external has 0 slots, must have at least 1"
+    assert str(error.value) == "swap_store has 0 slots, must have at least 1"
 
 
 @pytest.mark.parametrize(

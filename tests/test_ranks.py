@@ -214,5 +214,5 @@ def test_each_rank_has_a_namespace_and_a_url_of_its_own():
     options = CacheOptions(8, 0, None, "file:///kv/{rank}?size=1MiB", b"model", "1MiB")
     each = [options.of_rank(rank, size) for size in (1, 2) for rank in range(size)]
     assert len({one["namespace"] for one in each}) == 3
-    assert [one["external"] for one in each] == [rank_url(options.external, rank) for rank in (0, 0, 1)]
-    assert each[2]["external"] == "file:///kv/1?size=1MiB"
+    assert [one["swap_store"] for one in each] == [rank_url(options.swap_store, rank) for rank in (0, 0, 1)]
+    assert each[2]["swap_store"] == "file:///kv/1?size=1MiB"

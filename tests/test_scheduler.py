@@ -149,6 +149,7 @@ def test_a_full_host_spills_to_the_external_tier_and_a_full_external_tier_recomp
     assert [metrics[f"num_preemptions_{name}"] for name in names] == [3, 1, 1, 1]
     assert [metrics[f"swapped_out_blocks_{tier}_total"] for tier in ("host", "external")] == [2, 2]
     engine.run(*requests)
+    stats = engine.scheduler.stats()
     assert stats.resumed_swap == stats.preempted_swap
     assert stats.resumed_fetch == stats.preempted_spill
 

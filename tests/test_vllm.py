@@ -57,11 +57,11 @@ def lookups(manager: Any, context: Any, keys: list[bytes] = KEYS) -> str:
 
 
 def test_a_misspelt_option_is_named_in_the_log(vllm: SimpleNamespace, caplog: pytest.LogCaptureFixture):
-    options = {"host_bytes": 640, "extrenal": "redis://", "spec_name": "BlockyardSpec", "others": 2}
+    options = {"host_bytes": 640, "prefix_stroe": "redis://", "spec_name": "BlockyardSpec", "others": 2}
     with caplog.at_level("WARNING"):
         spec_of(vllm, options)
     assert [record.getMessage() for record in caplog.records] == [
-        "kv_connector_extra_config has 'extrenal', which is ignored: is it 'external'?"
+        "kv_connector_extra_config has 'prefix_stroe', which is ignored: is it 'prefix_store'?"
     ]
 
 
@@ -146,7 +146,7 @@ def test_each_configuration_of_the_guide_makes_what_it_names(vllm: SimpleNamespa
     for transfer in documented():
         extra = transfer["kv_connector_extra_config"]
         if extra.get("spec_module_path") == vllm.ours.__name__:
-            if "external" in extra:
+            if "prefix_store" in extra:
                 extra |= {"prefix_store": f"file://{tmp_path}?size=8MiB", "host_bytes": "16MiB"}
                 spec = vllm.ours.BlockyardSpec(vllm_modules.config(vllm, extra, engine_id=str(tmp_path)))
                 assert spec.get_manager().num_chunks == 65536

@@ -169,7 +169,7 @@ def serve(llm: Any, options: dict[str, Any], asked: dict[str, Any]) -> dict[str,
         "cached": sum(output.num_cached_tokens or 0 for output in outputs),
         "first_token": [output.metrics.first_token_latency for output in outputs],
     }
-    if options.get("extra", {}).get("external"):
+    if options.get("extra", {}).get("prefix_store"):
         found["external"] = {**settled(llm), "seconds": time.monotonic() - began}
     if asked.get("clear"):
         assert llm.reset_prefix_cache(reset_connector=asked["clear"] == "host")

@@ -652,6 +652,7 @@ impl PyBlockManager {
     /// Raises:
     ///     UnknownTicketError: the ticket was never handed out, or has ended.
     ///     MappingError: the ticket writes no such block.
+    #[expect(clippy::needless_pass_by_value, reason = "an argument from Python")]
     #[pyo3(signature = (ticket, lost = Vec::new()), text_signature = "($self, ticket, lost=())")]
     fn complete<'py>(
         &self,
@@ -695,6 +696,7 @@ impl PyBlockManager {
     /// Raises:
     ///     UnknownTicketError: the ticket was never handed out, or has ended.
     ///     MappingError: the ticket writes no such block.
+    #[expect(clippy::needless_pass_by_value, reason = "an argument from Python")]
     fn lose<'py>(
         &self,
         py: Python<'py>,
