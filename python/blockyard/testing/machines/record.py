@@ -1,0 +1,232 @@
+"""What a machine reports when it fails: one sentence, then the last steps, call by call."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+import unittest
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Final, cast
+
+import hypothesis
+import numpy as np
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from blockyard._core import BlockManager, Pairs, Sequence, StepDecision
+from blockyard.errors import BlockyardError
+
+__all__ = ["Record", "RecordingMachine", "named", "show"]
+
+STEPS: Final = 10
+"""Steps that a failure shows."""
+LONGEST: Final = 12
+"""Elements of a list that are shown."""
+CALLS: Final = frozenset(
+    "allocate fork free append truncate mark_computed swap_out swap_in take_decision submit complete fail lose expire "
+    "resize run note_tokens reset".split()
+)
+"""Calls that change a manager."""
+
+
+class Record:
+    """The calls of each step; `watch` wraps a manager so that its calls are recorded.
+
+    Attributes:
+        step: number of the step at hand.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._steps: deque[tuple[int, list[str]]] = deque([(0, [])], maxlen=STEPS)
+        self._refused: tuple[BaseException, str, dict[str, Any]] | None = None
+
+    def next_step(self) -> None:
+        """Begin a step."""
+        self.step += 1
+        self._steps.append((self.step, []))
+
+    def note(self, line: str) -> None:
+        """Add a line to the step at hand."""
+        self._steps[-1][1].append(line)
+
+    def watch(self, manager: Any) -> Any:
+        """Wrap a manager, so that the calls that change it are recorded; everything else passes through."""
+        return _Recorded(manager, self)
+
+    def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Make a call of the manager and note it."""
+        args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
+        options = {key: list(value) if isinstance(value, Iterator) else value for key, value in options.items()}
+        arguments = named(name, function, args, options)
+        text = f"{name}({', '.join(f'{key}={show(value)}' for key, value in arguments.items())})"
+        self.before(name, arguments, text)
+        try:
+            result = function(*args, **options)
+        except BlockyardError as error:
+            self.note(f"{text} raised {type(error).__name__}")
+            self._refused = (error, f"step {self.step}: {text} raised {type(error).__name__}: {error}", arguments)
+            raise
+        self.note(text if result is None else f"{text} -> {show(result)}")
+        self.after(name, arguments, result)
+        return result
+
+    def before(self, name: str, arguments: dict[str, Any], text: str) -> None:
+        """Check a call before it is made; `text` is how it is shown."""
+
+    def after(self, name: str, arguments: dict[str, Any], result: Any) -> None:
+        """Follow a call that was made."""
+
+    def sentence(self, error: BaseException) -> str:
+        """What an error says, in one line: with the call that raised it, if a call of the manager did."""
+        if self._refused is not None and self._refused[0] is error:
+            return self._refused[1]
+        text = " ".join(str(error).split())
+        return text if isinstance(error, AssertionError) and text else f"{type(error).__name__}: {text}"
+
+    def timeline(self) -> str:
+        """The last steps, one call a line."""
+        blocks = [f"  step {number}" + "".join(f"\n    {line}" for line in lines) for number, lines in self._steps]
+        return f"The last {len(blocks)} of {self.step + 1} steps (step 0 is the start):\n" + "\n".join(blocks)
+
+
+class _Recorded:
+    """A manager, or one of its parts, whose changing calls go to a `Record`."""
+
+    def __init__(self, inner: Any, record: Record) -> None:
+        self._inner, self._record = inner, record
+
+    @property
+    def __class__(self) -> type[Any]:
+        return type(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        if name in ("prefix", "defrag"):
+            return _Recorded(value, self._record)
+        if name not in CALLS:
+            return value
+        return lambda *args, **options: self._record.call(name, value, args, options)
+
+
+@cache
+def _parameters(name: str) -> tuple[tuple[str, ...], str | None]:
+    """Names of a call's positional parameters, and of the one that takes the rest."""
+    try:
+        parameters = inspect.signature(getattr(BlockManager, name)).parameters.values()
+    except (AttributeError, ValueError):
+        return (), None
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    names = (p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    return tuple(name for name in names if name != "self"), rest
+
+
+def named(name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of the manager by name."""
+    names, rest = _parameters(name)
+    if not names and rest is None:
+        try:
+            return dict(inspect.signature(function).bind(*args, **options).arguments)
+        except (TypeError, ValueError):
+            names = tuple(f"argument {i + 1}" for i in range(len(args)))
+    bound = dict(zip(names, args, strict=False))
+    if rest is not None and len(args) > len(names):
+        bound[rest] = args[len(names) :]
+    return bound | options
+
+
+def show(value: Any) -> str:
+    """A short text of an argument or result."""
+    if isinstance(value, StepDecision):
+        transfers = [f"{kind} {show(pairs)}" for kind, pairs in value.transfers()]
+        return f"ticket {value.ticket}: {'; '.join(transfers) or 'no transfers'}"
+    if isinstance(value, Pairs):
+        return ", ".join(f"{value.src} {a} -> {value.dst} {b}" for a, b in value.ids.tolist())
+    if isinstance(value, Sequence):
+        return str(int(value)) + (f" ({value.cached_tokens} tokens cached)" if value.cached_tokens else "")
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple | deque):
+        items = list(value)
+        shown = ", ".join(show(item) for item in items[:LONGEST])
+        return f"[{shown}, ... {len(items)} in all]" if len(items) > LONGEST else f"[{shown}]"
+    return repr(value)
+
+
+class _TestCaseOf:
+    """The `TestCase` of a machine."""
+
+    def __get__(self, instance: object, machine: type[RecordingMachine]) -> type[unittest.TestCase]:
+        return _test_case(machine)
+
+
+@cache
+def _test_case(machine: type[RecordingMachine]) -> type[unittest.TestCase]:
+    class MachineTestCase(unittest.TestCase):
+        # Without shrinking: a fault shows within a second, its shortest example a minute later.
+        settings = hypothesis.settings(
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.explicit, Phase.reuse, Phase.generate),
+            report_multiple_bugs=False,
+            print_blob=False,
+        )
+
+        def runTest(self) -> None:  # noqa: N802 (unittest's name)
+            __tracebackhide__ = True
+            failure = None
+            try:
+                run_state_machine_as_test(machine, settings=self.settings)
+            except Exception as error:  # noqa: BLE001 (whatever the object under test raises is its failure)
+                failure = _failure(machine, error, self.settings)
+            if failure is not None:
+                raise failure from None
+
+    run: Any = MachineTestCase.runTest
+    run.is_hypothesis_test = True
+    run._hypothesis_state_machine_class = machine  # noqa: SLF001 (hypothesis' own mark)
+    MachineTestCase.__name__ = f"{machine.__name__}.TestCase"
+    MachineTestCase.__qualname__ = f"{machine.__qualname__}.TestCase"
+    return MachineTestCase
+
+
+def _failure(machine: type[RecordingMachine], error: Exception, used: settings) -> Exception:
+    """An error whose text is the sentence, the last steps, and where it was raised."""
+    record = machine.last
+    if record is None or isinstance(error, hypothesis.errors.HypothesisException):
+        return error
+    lines = [record.sentence(error), "", record.timeline()]
+    if frames := list(_own_frames(error)):
+        lines += ["", "Raised at:", *frames]
+    if Phase.shrink in used.phases:
+        lines += ["", *getattr(error, "__notes__", ())]
+    return AssertionError("\n".join(lines))
+
+
+def _own_frames(error: BaseException) -> Iterable[str]:
+    """Lines of the code under test that the error passed through."""
+    apart = (Path(hypothesis.__file__).parent, Path(__file__).parents[1])
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not any(folder in Path(frame.filename).parents for folder in apart):
+            yield f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+
+
+class RecordingMachine(RuleBasedStateMachine):
+    """A machine that records its steps, and whose `TestCase` begins a failure with one sentence.
+
+    Attributes:
+        record: calls of the last steps.
+        last: the record of the example that ran last.
+    """
+
+    last: ClassVar[Record | None] = None
+    make_record: ClassVar[Callable[[], Record]] = Record
+    TestCase = cast("Any", _TestCaseOf())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = type(self).make_record()
+        type(self).last = self.record
