@@ -68,8 +68,8 @@ class Embedder:
 
     def step(self, simulation: Any) -> dict[str, list[int]]:
         self.batch = []
-        self.grow()
         self.fork()
+        self.grow()
         self.resume()
         self.admit()
         return self.finish(self.run(self.manager.take_decision(), simulation))
@@ -104,8 +104,8 @@ class Embedder:
             return
         job = self.waiting[0]
         for parent in self.running:
-            shared = len(parent.tokens)
-            if len(job.tokens) > shared and job.tokens[:shared] == parent.tokens:
+            shared = len(parent.tokens) - 1  # its last token is yet to be appended
+            if len(job.tokens) > shared and job.tokens[:shared] == parent.tokens[:shared]:
                 child, new = self.manager.fork(parent.sequence), job.tokens[shared:]
                 if not self.manager.can_append(child, len(new)):
                     self.manager.free(child)
@@ -243,7 +243,7 @@ class ReadsAnOldTable(Embedder):
 
     def table(self, row):
         new = super().table(row)
-        used = self.old.get(row.job.sequence, new)
+        used = self.old.get(row.job.sequence) or new
         self.old = {**self.old, row.job.sequence: new}
         return used
 

@@ -16,7 +16,7 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from blockyard._core import BlockManager, Pairs, Sequence, StepDecision
+from blockyard._core import BlockManager, Defrag, Pairs, Prefix, Sequence, StepDecision
 from blockyard.errors import BlockyardError
 
 __all__ = ["Record", "RecordingMachine", "named", "show"]
@@ -26,10 +26,10 @@ STEPS: Final = 10
 LONGEST: Final = 12
 """Elements of a list that are shown."""
 CALLS: Final = frozenset(
-    "allocate fork free append truncate mark_computed swap_out swap_in take_decision submit complete fail lose expire "
-    "resize run note_tokens reset".split()
+    ("allocate", "fork", "free", "append", "truncate", "mark_computed", "swap_out", "swap_in", "take_decision")
+    + ("submit", "complete", "fail", "lose", "expire", "resize", "run", "note_tokens", "reset")
 )
-"""Calls that change a manager."""
+"""Calls that change a manager; of the others only an error is recorded."""
 
 
 class Record:
@@ -59,20 +59,28 @@ class Record:
 
     def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Make a call of the manager and note it."""
+        if name not in CALLS:
+            return self.query(name, function, args, options)
         args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
         options = {key: list(value) if isinstance(value, Iterator) else value for key, value in options.items()}
-        arguments = named(name, function, args, options)
-        text = f"{name}({', '.join(f'{key}={show(value)}' for key, value in arguments.items())})"
+        arguments = named(name, args, options)
+        text = show_call(name, arguments)
         self.before(name, arguments, text)
-        try:
-            result = function(*args, **options)
-        except BlockyardError as error:
-            self.note(f"{text} raised {type(error).__name__}")
-            self._refused = (error, f"step {self.step}: {text} raised {type(error).__name__}: {error}", arguments)
-            raise
+        result = self.query(name, function, args, options)
         self.note(text if result is None else f"{text} -> {show(result)}")
         self.after(name, arguments, result)
         return result
+
+    def query(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Make a call of the manager; only its error is noted."""
+        try:
+            return function(*args, **options)
+        except BlockyardError as error:
+            arguments = named(name, args, options)
+            text = f"{show_call(name, arguments)} raised {type(error).__name__}"
+            self.note(text)
+            self._refused = (error, f"step {self.step}: {text}: {error}", arguments)
+            raise
 
     def before(self, name: str, arguments: dict[str, Any], text: str) -> None:
         """Check a call before it is made; `text` is how it is shown."""
@@ -107,39 +115,49 @@ class _Recorded:
         value = getattr(self._inner, name)
         if name in ("prefix", "defrag"):
             return _Recorded(value, self._record)
-        if name not in CALLS:
+        if not callable(value) or name == "pool":
             return value
         return lambda *args, **options: self._record.call(name, value, args, options)
 
 
 @cache
-def _parameters(name: str) -> tuple[tuple[str, ...], str | None]:
-    """Names of a call's positional parameters, and of the one that takes the rest."""
-    try:
-        parameters = inspect.signature(getattr(BlockManager, name)).parameters.values()
-    except (AttributeError, ValueError):
-        return (), None
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-    names = (p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-    return tuple(name for name in names if name != "self"), rest
-
-
-def named(name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of the manager by name."""
-    names, rest = _parameters(name)
-    if not names and rest is None:
+def _parameters(name: str) -> tuple[tuple[str, ...], str | None] | None:
+    """Names of a call's positional parameters, and of the one that takes the rest; None if they are not known."""
+    for facet in (BlockManager, Prefix, Defrag):
         try:
-            return dict(inspect.signature(function).bind(*args, **options).arguments)
-        except (TypeError, ValueError):
-            names = tuple(f"argument {i + 1}" for i in range(len(args)))
+            parameters = inspect.signature(getattr(facet, name)).parameters.values()
+        except (AttributeError, ValueError):
+            continue
+        rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+        names = (p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+        return tuple(name for name in names if name != "self"), rest
+    return None
+
+
+def named(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of the manager by name."""
+    names, rest = _parameters(name) or (tuple(f"argument {i}" for i in range(len(args))), None)
     bound = dict(zip(names, args, strict=False))
     if rest is not None and len(args) > len(names):
         bound[rest] = args[len(names) :]
     return bound | options
 
 
+def show_call(name: str, arguments: dict[str, Any]) -> str:
+    """A call with its arguments by name."""
+    return f"{name}({', '.join(f'{key}={show(value)}' for key, value in arguments.items())})"
+
+
 def show(value: Any) -> str:
     """A short text of an argument or result."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, int | str | bool | None):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        numbers = len(value) > 0 and type(value[0]) is int
+        shown = ", ".join(map(str if numbers else show, value[:LONGEST]))
+        return f"[{shown}, ... {len(value)} in all]" if len(value) > LONGEST else f"[{shown}]"
     if isinstance(value, StepDecision):
         transfers = [f"{kind} {show(pairs)}" for kind, pairs in value.transfers()]
         return f"ticket {value.ticket}: {'; '.join(transfers) or 'no transfers'}"
@@ -147,12 +165,6 @@ def show(value: Any) -> str:
         return ", ".join(f"{value.src} {a} -> {value.dst} {b}" for a, b in value.ids.tolist())
     if isinstance(value, Sequence):
         return str(int(value)) + (f" ({value.cached_tokens} tokens cached)" if value.cached_tokens else "")
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, list | tuple | deque):
-        items = list(value)
-        shown = ", ".join(show(item) for item in items[:LONGEST])
-        return f"[{shown}, ... {len(items)} in all]" if len(items) > LONGEST else f"[{shown}]"
     return repr(value)
 
 
@@ -171,6 +183,7 @@ def _test_case(machine: type[RecordingMachine]) -> type[unittest.TestCase]:
             deadline=None,
             suppress_health_check=list(HealthCheck),
             phases=(Phase.explicit, Phase.reuse, Phase.generate),
+            stateful_step_count=30,
             report_multiple_bugs=False,
             print_blob=False,
         )

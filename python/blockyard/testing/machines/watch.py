@@ -101,8 +101,9 @@ class Watch(Record):
         if self._refused is None or self._refused[0] is not error:
             return text
         arguments = self._refused[2]
-        known = [handle for handle in handles(arguments.get("sequences", arguments.get("sequence", ())))]
-        gone = [f"sequence {h} {self.state(h)}" for h in known if h in self.sequences]
+        known = [h for h in handles(arguments.get("sequences", arguments.get("sequence", ()))) if h in self.sequences]
+        states = {handle: self.state(handle) for handle in known}
+        gone = [f"sequence {h} {text}" for h, text in states.items() if len(known) == 1 or "on the device" not in text]
         ticket = self.tickets.get(arguments.get("ticket", -1))
         if ticket is not None and ticket.ended:
             gone.append(f"ticket {arguments['ticket']} had ended: {ticket.ended}")
