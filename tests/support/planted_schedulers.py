@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from hypothesis import seed, settings
 
-from blockyard import BlockManager, Pairs, StepDecision
+from blockyard import BlockManager, PrefixCaching, StepDecision
 from blockyard.testing import Config, LateMemory
 from blockyard.testing.machines import manager_machine, prefix_machine, scheduler_machine
 
@@ -192,11 +191,12 @@ class NeverCompletes(Embedder):
 
 
 class CompletesAnother(Embedder):
-    last = None
+    first: int | None = None
 
     def transfer(self, decision, simulation):
-        lost, ticket, self.last = simulation.execute(decision), self.last, decision.ticket
-        return [] if ticket is None else self.manager.complete(ticket, lost).tolist()
+        lost = simulation.execute(decision)
+        self.first = decision.ticket if self.first is None else self.first
+        return self.manager.complete(self.first, lost).tolist()
 
 
 class NeverExecutes(Embedder):
@@ -417,8 +417,8 @@ class ForgetsTheSalt(LosesCopiesOfAppend):
         return self.inner.allocate(*prompts, **options)
 
 
-def caching(config: Config) -> BlockManager:
-    return BlockManager(**config.arguments(), prefix_caching=True)
+def caching(config: Config, events: int = 0) -> BlockManager:
+    return BlockManager(**config.arguments(), prefix_caching=PrefixCaching(max_events=events))
 
 
 def machine_of(scheduler: type[Embedder], memory: type[LateMemory] | None = None) -> type[Any]:
@@ -449,16 +449,14 @@ class Fault:
         if issubclass(self.planted, LateMemory):
             return machine_of(Embedder, self.planted)
         if self.planted is ForgetsTheSalt:
-            return prefix_machine(
-                lambda config, events: ForgetsTheSalt(BlockManager(**config.arguments(), prefix_caching=True))
-            )
+            return prefix_machine(lambda config, events: ForgetsTheSalt(caching(config, events)))
         return manager_machine(lambda config: self.planted(BlockManager(**config.arguments())))
 
 
 FAULTS = [
     Fault("`complete` before `execute`", CompletesFirst, r"complete\(ticket=\d+"),
     Fault("`complete` left out", NeverCompletes, r"ticket \d+"),
-    Fault("`complete` of another ticket", CompletesAnother, r"ticket=\d+"),
+    Fault("`complete` of an old ticket", CompletesAnother, r"complete\(ticket=\d+.*ticket \d+"),
     Fault("a decision never executed", NeverExecutes, r"complete\(ticket=\d+"),
     Fault("a decision executed twice", ExecutesTwice, r"ticket \d+"),
     Fault("a step computed before its swap-ins", ComputesBeforeLoads, r"sequence \d+.*block \d+"),
@@ -483,8 +481,8 @@ FAULTS = [
     Fault("a preempted request restarted without its outputs", RestartsWithThePrompt, r"sequence \d+"),
     Fault("a copy engine that drops a block of a swap-out", ForgetsTheLastPair, r"block \d+"),
     Fault("a copy engine that loads the next block", LoadsTheNextBlock, r"block \d+"),
-    Fault("a manager that forgets copies on write", LosesCopiesOfAppend, "copy"),
-    Fault("a manager whose tenants share blocks", ForgetsTheSalt, "tokens"),
+    Fault("a manager that forgets copies on write", LosesCopiesOfAppend, r"sequence \d+.*blocks"),
+    Fault("a manager whose tenants share blocks", ForgetsTheSalt, r"sequence \d+|salt"),
 ]
 
 

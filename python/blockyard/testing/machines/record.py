@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, cast
 
 import hypothesis
 import numpy as np
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from blockyard._core import BlockManager, Defrag, Pairs, Prefix, Sequence, StepDecision
@@ -56,6 +56,10 @@ class Record:
     def watch(self, manager: Any) -> Any:
         """Wrap a manager, so that the calls that change it are recorded; everything else passes through."""
         return _Recorded(manager, self)
+
+    def unwrap(self, manager: Any) -> Any:
+        """The manager that `watch` wrapped."""
+        return manager._inner if type(manager) is _Recorded else manager  # noqa: SLF001 (of this module)
 
     def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Make a call of the manager and note it."""
@@ -178,23 +182,22 @@ class _TestCaseOf:
 @cache
 def _test_case(machine: type[RecordingMachine]) -> type[unittest.TestCase]:
     class MachineTestCase(unittest.TestCase):
-        # Without shrinking: a fault shows within a second, its shortest example a minute later.
+        # A fault shows within a second, its shortest example minutes later.
+        shrink = False
         settings = hypothesis.settings(
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            phases=(Phase.explicit, Phase.reuse, Phase.generate),
-            stateful_step_count=30,
-            report_multiple_bugs=False,
-            print_blob=False,
+            deadline=None, suppress_health_check=list(HealthCheck), stateful_step_count=30, print_blob=False
         )
 
         def runTest(self) -> None:  # noqa: N802 (unittest's name)
             __tracebackhide__ = True
             failure = None
+            left_out = () if self.shrink else (Phase.shrink, Phase.explain)
+            phases = [phase for phase in self.settings.phases if phase not in left_out]
+            used = hypothesis.settings(self.settings, phases=phases, report_multiple_bugs=False)
             try:
-                run_state_machine_as_test(machine, settings=self.settings)
+                run_state_machine_as_test(machine, settings=used)
             except Exception as error:  # noqa: BLE001 (whatever the object under test raises is its failure)
-                failure = _failure(machine, error, self.settings)
+                failure = _failure(machine, error, calls=self.shrink)
             if failure is not None:
                 raise failure from None
 
@@ -206,7 +209,7 @@ def _test_case(machine: type[RecordingMachine]) -> type[unittest.TestCase]:
     return MachineTestCase
 
 
-def _failure(machine: type[RecordingMachine], error: Exception, used: settings) -> Exception:
+def _failure(machine: type[RecordingMachine], error: Exception, *, calls: bool) -> Exception:
     """An error whose text is the sentence, the last steps, and where it was raised."""
     record = machine.last
     if record is None or isinstance(error, hypothesis.errors.HypothesisException):
@@ -214,7 +217,7 @@ def _failure(machine: type[RecordingMachine], error: Exception, used: settings) 
     lines = [record.sentence(error), "", record.timeline()]
     if frames := list(_own_frames(error)):
         lines += ["", "Raised at:", *frames]
-    if Phase.shrink in used.phases:
+    if calls:
         lines += ["", *getattr(error, "__notes__", ())]
     return AssertionError("\n".join(lines))
 

@@ -247,7 +247,7 @@ class SchedulerMachine(RecordingMachine):
         why = self.explain_end()
         if self.live or self.unfinished():
             raise AssertionError(f"{why}{len(self.live)} requests are left, {self.unfinished()} in the scheduler")
-        refuse_open(self.manager)
+        refuse_open(self.manager, why)
         for tier in TIERS:
             free, blocks = self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks
             blocks -= blocks > 0 and self.window is not None  # the null block
@@ -398,6 +398,8 @@ class ResizingSchedulerMachine(SchedulerMachine):
         super().check_shape(step)
         self.room = self.manager.pool("device").num_blocks - self.manager.pool().reserved
         for name in {step.owner(row)[0] for row in range(step.rows)}:
+            if name not in self.live:
+                raise AssertionError(f"request {name!r} runs and is not live")
             needed = least_blocks(self.live[name], self.manager.block_size)
             if needed > self.room:
                 raise AssertionError(f"request {name!r} runs and needs {needed} blocks, there is room for {self.room}")

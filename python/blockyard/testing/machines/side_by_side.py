@@ -144,7 +144,7 @@ class SideBySide:
         """Every token of a sequence must be where its table says."""
         table, tier = self.manager.block_table(sequence.real), self.manager.tier(sequence.real)
         found = self.memory.read(table, len(sequence.tokens), tier)
-        same(f"tokens read through {tier} blocks {table.tolist()}", found, sequence.tokens)
+        same(f"sequence {sequence.real}: tokens read through {tier} blocks {table.tolist()}", found, sequence.tokens)
 
 
 def _outcome(call: Callable[[ManagerLike], T], manager: ManagerLike) -> tuple[T | None, BlockyardError | None]:
@@ -188,8 +188,8 @@ def same(what: str, found: object, expected: object, *, when: bool = True) -> No
         raise AssertionError(f"{what}: found {found}, expected {expected}")
 
 
-def refuse_open(manager: object) -> None:
+def refuse_open(manager: object, why: str = "") -> None:
     """Fail if a manager has open tickets at the end; managers that do not tell which they have are not asked."""
     stats = getattr(manager, "stats", None)
     if left := list(stats().open_tickets if stats else ()):
-        raise AssertionError(f"tickets {', '.join(map(str, left[:20]))} were neither completed nor failed")
+        raise AssertionError(f"{why}tickets {', '.join(map(str, left[:20]))} were neither completed nor failed")

@@ -204,8 +204,15 @@ class _Row:
             return self.explain_table(owner, writer)
         if owner is None:
             return self.explain_stranger()
-        name, length = self.watch.name(owner), self.watch.manager.num_tokens(owner)
-        here = f"row {self.row}, {name}"
+        length = self.watch.manager.num_tokens(owner)
+        here = f"row {self.row}, {self.watch.name(owner)}"
+        if self.watch.sequences[owner].lost:
+            return f"{here}: it {self.watch.state(owner)}"
+        if not text:
+            return (
+                f"{here}: block_tables[{self.row}] has {len(self.table)} blocks of {self.size} for "
+                f"seq_lens[{self.row}] = {self.length}; block_table(sequence={owner}) is {show(self.watch.blocks(owner))}"
+            )
         wanted = self.slots_of(owner, self.length - len(self.slots), self.length) if self.length <= length else []
         if self.slots and self.slots != wanted:
             if self.slots == self.slots_of(owner, length - len(self.slots), length) or not wanted:

@@ -39,6 +39,7 @@ class Followed:
     told: list[str]  # for each token: the call that named it
     request: str = ""
     freed: int | None = None
+    lost: str = ""  # the call that said so
     table: tuple[int, ...] = ()  # the last that was seen
 
 
@@ -91,6 +92,10 @@ class Watch(Record):
             self.tickets[result.ticket] = Ticket(result, self.step)
             if len(self.open_tickets()) > MOST_OPEN:
                 raise AssertionError(self.open_ticket())
+        elif name in ("complete", "fail", "lose"):
+            for handle in handles(result):
+                if handle in self.sequences:
+                    self.sequences[handle].lost = f"{name}(ticket={arguments['ticket']}) in step {self.step}"
         elif name == "expire":
             for ticket in result.tickets:
                 self._abandon(ticket, f"expire(now={arguments['now']})")
@@ -101,7 +106,8 @@ class Watch(Record):
         if self._refused is None or self._refused[0] is not error:
             return text
         arguments = self._refused[2]
-        known = [h for h in handles(arguments.get("sequences", arguments.get("sequence", ()))) if h in self.sequences]
+        named = handles(arguments.get("sequences", arguments.get("sequence", ())))
+        known = [handle for handle in named if handle in self.sequences]
         states = {handle: self.state(handle) for handle in known}
         gone = [f"sequence {h} {text}" for h, text in states.items() if len(known) == 1 or "on the device" not in text]
         ticket = self.tickets.get(arguments.get("ticket", -1))
@@ -267,6 +273,8 @@ class Watch(Record):
         owner = f" for request {followed.request!r}" if followed.request else ""
         if followed.freed is not None:
             return f"was opened in step {followed.opened}{owner} and freed in step {followed.freed}"
+        if followed.lost:
+            return f"has lost bytes, {followed.lost} returned it: free it and start again"
         return f"was opened in step {followed.opened}{owner} and is on the {self.manager.tier(handle)}"
 
     def culprit(self, live: Iterable[str]) -> str:
