@@ -98,7 +98,6 @@ class HazardMachine(SchedulerMachine):
     )
     def step(self, when: str, pick: int, again: Request | None, by_layer: bool = True) -> None:
         """Run one step, in which a request may be aborted and its id used again."""
-        self.broken = True
         step = self.scheduler.schedule()
         self.check_shape(step)
         if when == "scheduled":
@@ -119,7 +118,6 @@ class HazardMachine(SchedulerMachine):
         self.idle = 0 if progress or rows or not self.live else self.idle + 1
         if self.idle > PATIENCE:
             raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
-        self.broken = False
 
     @rule(pick=st.integers(0, 3))
     def cancel(self, pick: int) -> None:
@@ -137,7 +135,7 @@ class HazardMachine(SchedulerMachine):
 
     def teardown(self) -> None:
         """Run to the end; every block must be free then, and every ticket ended."""
-        if self.broken or not hasattr(self, "executor"):
+        if self.failed or not hasattr(self, "executor"):
             return
         for _ in range(100 * PATIENCE):
             if not self.live and not self.executor.num_in_flight:

@@ -336,7 +336,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
 
     def teardown(self) -> None:
         """Let all transfers end, read every token of every sequence, free all."""
-        if not hasattr(self, "manager"):
+        if self.failed or not hasattr(self, "manager"):
             return
         self.step(everyone=True, lost=[])
         self.settle(keep=0)

@@ -51,6 +51,7 @@ class OwnSchedulerMachine(SchedulerMachine):
     abort_request: ClassVar[Callable[[Any, str], object] | None] = None
     make_memory: ClassVar[Callable[[Config], LateMemory]] = LateMemory
     make_record = Watch
+    step_count = 30
     record: Watch
     memory: LateMemory
 
@@ -111,7 +112,6 @@ class OwnSchedulerMachine(SchedulerMachine):
         """Run one step, before which requests may arrive, and in which pairs may be lost."""
         for request, like in arrivals:
             self.add(request, like)
-        self.broken = True
         self.record.next_step()
         simulation = Simulation(self.record, lambda decision: self.losses(decision, lost))
         finished = type(self).run_step(self.scheduler, simulation)
@@ -124,7 +124,6 @@ class OwnSchedulerMachine(SchedulerMachine):
                 f"step {self.record.step}: {self.record.culprit(self.live)}{len(self.live)} requests wait "
                 f"({', '.join(map(repr, sorted(self.live)[:8]))}) and {self.idle} steps did nothing"
             )
-        self.broken = False
 
     @rule(count=st.integers(2, 8), arrivals=ARRIVALS)
     def run(self, count: int, arrivals: Sequence[tuple[Request, FollowUp | None]]) -> None:

@@ -330,7 +330,7 @@ class PrefixMachine(RecordingMachine):
 
     def teardown(self) -> None:
         """Let all transfers end, read every token of every sequence, free all."""
-        if not hasattr(self, "manager"):
+        if self.failed or not hasattr(self, "manager"):
             return
         self.rest()
         self.books_agree()
@@ -394,6 +394,7 @@ class PrefixMachine(RecordingMachine):
 
     def compare_free(self) -> None:
         """After a step: free is what no table names and no running transfer uses; moves do not hold what they read."""
+        ticket = max(self.running)
         for tier in TIERS:
             used = self.held(tier)
             for decision, _ in self.running.values():
@@ -402,7 +403,9 @@ class PrefixMachine(RecordingMachine):
                         if side == tier and (kind, column) != ("move", 0):
                             used |= set(pairs.ids[:, column].tolist())
             _same(
-                f"free {tier} blocks", self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks - len(used)
+                f"free {tier} blocks after the decision of ticket {ticket}",
+                self.manager.pool(tier).num_free,
+                self.manager.pool(tier).num_blocks - len(used),
             )
 
     def end(self, ticket: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import traceback
 import unittest
 from collections import deque
@@ -26,8 +27,10 @@ STEPS: Final = 10
 LONGEST: Final = 12
 """Elements of a list that are shown."""
 CALLS: Final = frozenset(
-    ("allocate", "fork", "free", "append", "truncate", "mark_computed", "swap_out", "swap_in", "take_decision")
-    + ("submit", "complete", "fail", "lose", "expire", "resize", "run", "note_tokens", "reset")
+    (
+        *("allocate", "fork", "free", "append", "truncate", "mark_computed", "swap_out", "swap_in", "take_decision"),
+        *("submit", "complete", "fail", "lose", "expire", "resize", "run", "note_tokens", "reset"),
+    )
 )
 """Calls that change a manager; of the others only an error is recorded."""
 
@@ -111,7 +114,7 @@ class _Recorded:
     def __init__(self, inner: Any, record: Record) -> None:
         self._inner, self._record = inner, record
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
         return type(self._inner)
 
@@ -185,7 +188,10 @@ def _test_case(machine: type[RecordingMachine]) -> type[unittest.TestCase]:
         # A fault shows within a second, its shortest example minutes later.
         shrink = False
         settings = hypothesis.settings(
-            deadline=None, suppress_health_check=list(HealthCheck), stateful_step_count=30, print_blob=False
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            stateful_step_count=machine.step_count,
+            print_blob=False,
         )
 
         def runTest(self) -> None:  # noqa: N802 (unittest's name)
@@ -236,13 +242,21 @@ class RecordingMachine(RuleBasedStateMachine):
     Attributes:
         record: calls of the last steps.
         last: the record of the example that ran last.
+        step_count: rules of an example, by default.
     """
 
     last: ClassVar[Record | None] = None
     make_record: ClassVar[Callable[[], Record]] = Record
+    step_count: ClassVar[int] = 50
     TestCase = cast("Any", _TestCaseOf())
 
     def __init__(self) -> None:
         super().__init__()
         self.record = type(self).make_record()
         type(self).last = self.record
+        self._outer = sys.exc_info()[1]
+
+    @property
+    def failed(self) -> bool:
+        """In `teardown`: whether a rule has raised. What the checks of the end find would only hide its error."""
+        return sys.exc_info()[1] is not self._outer

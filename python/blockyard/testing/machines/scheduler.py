@@ -132,7 +132,6 @@ class SchedulerMachine(RecordingMachine):
         self.live: dict[str, Request] = {}
         self.earlier: list[tuple[list[int], list[int]]] = []  # prompts, and prompts with outputs
         self.idle = 0
-        self.broken = False  # in a step: if it raises, what comes after would only hide the error
 
     @initialize(
         config=configs(device_blocks=st.integers(4, 16), host_blocks=st.integers(0, 8)),
@@ -208,7 +207,6 @@ class SchedulerMachine(RecordingMachine):
             drafts: for each decoding row, in turn: draft tokens, and how many of them are right. If empty, each token
                 is computed by a pass of its own.
         """
-        self.broken = True
         self.record.next_step()
         step = self.scheduler.schedule()
         self.check_shape(step)
@@ -227,7 +225,6 @@ class SchedulerMachine(RecordingMachine):
         self.idle = 0 if busy else self.idle + 1
         if self.idle > IDLE_STEPS:
             raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
-        self.broken = False
 
     @rule(count=st.integers(2, 8), lost=st.lists(st.integers(0, 63), max_size=1), drafts=DRAFTS)
     def run(self, count: int, lost: list[int], drafts: Sequence[tuple[int, int]]) -> None:
@@ -237,7 +234,7 @@ class SchedulerMachine(RecordingMachine):
 
     def teardown(self) -> None:
         """Run to the end; every block must be free then."""
-        if self.broken or not hasattr(self, "scheduler"):
+        if self.failed or not hasattr(self, "scheduler"):
             return
         longest = max((len(r.prompt) + r.max_tokens for r in self.live.values()), default=0)
         for _ in range((longest + IDLE_STEPS + 2) * (len(self.live) + 1) * 4):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from blockyard._core import AllocStatus, Pairs, StepDecision
 from blockyard.errors import BlockyardError, OutOfBlocksError, SequenceStateError
 from blockyard.testing.interfaces import FitLike, ManagerLike, TierName
+from blockyard.testing.machines.record import show
 from blockyard.testing.memory import LateMemory
 from blockyard.testing.model import ReferenceManager
 
@@ -65,10 +66,10 @@ class SideBySide:
             return None, None
         return found, expected
 
-    def do(self, real: Callable[[ManagerLike], None], model: Callable[[ManagerLike], None]) -> bool:
+    def do(self, real: Callable[[ManagerLike], object], model: Callable[[ManagerLike], object]) -> bool:
         """Call manager and model for what they change; returns whether they have done it."""
 
-        def did(call: Callable[[ManagerLike], None], manager: ManagerLike) -> bool:
+        def did(call: Callable[[ManagerLike], object], manager: ManagerLike) -> bool:
             call(manager)
             return True
 
@@ -117,7 +118,8 @@ class SideBySide:
 
     def compare_decisions(self, decision: StepDecision, expected: StepDecision) -> None:
         """Every pair must be the same; what a step need not wait for again, an earlier one has waited for."""
-        same("transfers", _plain(decision), _plain(expected))
+        if _plain(decision) != _plain(expected):
+            raise AssertionError(f"take_decision returned {show(decision)}; the model: {show(expected)}")
         missing = set(expected.after) - set(decision.after) - self.waited
         if missing or not set(decision.after) <= {*self.tickets, decision.ticket}:
             raise AssertionError(f"the step runs after {decision.after}, must run after {expected.after}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -83,8 +84,8 @@ class Simulation:
         )
         self.worked |= bool(tokens)
         rows = [
-            _Row(self.watch, i, tokens[first:end], slots[first:end], _ints(block_tables[i]), lengths[i], first)
-            for i, (first, end) in enumerate(zip(ends, ends[1:], strict=False))
+            _Row(self.watch, i, first, tokens[first:end], slots[first:end], _ints(block_tables[i]), lengths[i])
+            for i, (first, end) in enumerate(pairwise(ends))
         ]
         self._refuse_shared_slots(rows, slots)
         try:
@@ -110,16 +111,21 @@ class Simulation:
         )
 
 
+@dataclass
 class _Row:
     """One sequence of a step, as `forward` was given it."""
 
-    def __init__(
-        self, watch: Watch, row: int, tokens: list[int], slots: list[int], table: list[int], length: int, first: int
-    ) -> None:
-        self.watch, self.row, self.tokens, self.slots, self.length = watch, row, tokens, slots, length
-        self.first = first  # index of its first token in the arrays
-        self.size = watch.memory.block_size
-        self.table = table[: -(-length // self.size)]
+    watch: Watch
+    row: int
+    first: int  # index of its first token in the arrays
+    tokens: list[int]
+    slots: list[int]
+    table: list[int]
+    length: int
+
+    def __post_init__(self) -> None:
+        self.size = self.watch.memory.block_size
+        self.table = self.table[: -(-self.length // self.size)]
 
     def read(self) -> list[int]:
         """Read the tokens of the row; they must be those of a request."""
@@ -204,44 +210,44 @@ class _Row:
             return self.explain_table(owner, writer)
         if owner is None:
             return self.explain_stranger()
-        length = self.watch.manager.num_tokens(owner)
         here = f"row {self.row}, {self.watch.name(owner)}"
         if self.watch.sequences[owner].lost:
             return f"{here}: it {self.watch.state(owner)}"
         if not text:
             return (
-                f"{here}: block_tables[{self.row}] has {len(self.table)} blocks of {self.size} for "
-                f"seq_lens[{self.row}] = {self.length}; block_table(sequence={owner}) is {show(self.watch.blocks(owner))}"
+                f"{here}: block_tables[{self.row}] has {len(self.table)} blocks of {self.size} for seq_lens[{self.row}] "
+                f"= {self.length}; block_table(sequence={owner}) is {show(self.watch.blocks(owner))}"
             )
+        return self.explain_slots(owner, here) or self.explain_tokens(owner, here, text)
+
+    def explain_slots(self, owner: int, here: str) -> str:
+        """The slots are those of other positions, if they are."""
+        length = self.watch.manager.num_tokens(owner)
         wanted = self.slots_of(owner, self.length - len(self.slots), self.length) if self.length <= length else []
-        if self.slots and self.slots != wanted:
-            if self.slots == self.slots_of(owner, length - len(self.slots), length) or not wanted:
-                return f"{here}: seq_lens[{self.row}] is {self.length}, num_tokens(sequence={owner}) is {length}"
-            at = next(i for i, (a, b) in enumerate(zip(self.slots, wanted, strict=False)) if a != b)
-            return (
-                f"{here}: slot_mapping[{self.first + at}] is {self.slots[at]} (block {self.slots[at] // self.size}), "
-                f"position {self.length - len(self.slots) + at} is slot {wanted[at]} (block {wanted[at] // self.size})"
-            )
-        return self.explain_tokens(owner, here, text)
+        if self.slots == wanted:
+            return ""
+        if not wanted or self.slots == self.slots_of(owner, length - len(self.slots), length):
+            return f"{here}: seq_lens[{self.row}] is {self.length}, num_tokens(sequence={owner}) is {length}"
+        at = next(i for i, (a, b) in enumerate(zip(self.slots, wanted, strict=False)) if a != b)
+        return (
+            f"{here}: slot_mapping[{self.first + at}] is {self.slots[at]} (block {self.slots[at] // self.size}), "
+            f"position {self.length - len(self.slots) + at} is slot {wanted[at]} (block {wanted[at] // self.size})"
+        )
 
     def explain_table(self, owner: int | None, writer: int) -> str:
         """The block table is not that of the sequence whose slots are written."""
         blocks = self.watch.blocks(writer)
         theirs = f", the table of {self.watch.name(owner)}" if owner is not None else ""
         at = common(self.table, blocks)
-        block = (
-            f"block {self.table[at]} stands for block {blocks[at]}"
-            if at < min(len(self.table), len(blocks))
-            else (
-                f"block {blocks[at]} is missing"
-                if at < len(blocks)
-                else f"block {self.table[at]} is not of the sequence"
-            )
-        )
+        if at >= len(blocks):
+            block = f"block {self.table[at]} is not its own"
+        elif at >= len(self.table):
+            block = f"block {blocks[at]} is missing"
+        else:
+            block = f"block {self.table[at]} stands for block {blocks[at]}"
         return (
-            f"row {self.row} writes slots {show(self.slots)} of {self.watch.name(writer)}: "
-            f"block_tables[{self.row}] is {show(self.table)}{theirs}; block_table(sequence={writer}) is {show(blocks)}: "
-            f"{block}"
+            f"row {self.row} writes slots {show(self.slots)} of {self.watch.name(writer)}: block_tables[{self.row}] is "
+            f"{show(self.table)}{theirs}; block_table(sequence={writer}) is {show(blocks)}: {block}"
         )
 
     def explain_stranger(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from blockyard._core import BlockManager, Pairs, StepDecision
+from blockyard._core import BlockManager, Expired, Pairs, StepDecision
 from blockyard.errors import BlockyardError
 from blockyard.testing.machines.record import Record, show
 from blockyard.testing.memory import EMPTY, LOST, LateMemory
@@ -76,29 +76,13 @@ class Watch(Record):
 
     def after(self, name: str, arguments: dict[str, Any], result: Any) -> None:
         """Follow what a call has changed."""
-        if name in ("allocate", "fork"):
-            self._open(name, arguments, result)
-        elif name == "append":
-            self._append(arguments)
-        elif name == "note_tokens":
-            self._note_tokens(arguments)
-        elif name == "truncate":
-            followed = self.sequences[int(arguments["sequence"])]
-            del followed.tokens[int(arguments["num_tokens"]) :], followed.told[int(arguments["num_tokens"]) :]
-        elif name == "free":
-            for handle in handles(arguments["sequences"]):
-                self.sequences[handle].freed = self.step
-        elif name == "take_decision":
-            self.tickets[result.ticket] = Ticket(result, self.step)
-            if len(self.open_tickets()) > MOST_OPEN:
-                raise AssertionError(self.open_ticket())
+        follow = getattr(self, f"_after_{name}", None)
+        if follow is not None:
+            follow(arguments, result)
         elif name in ("complete", "fail", "lose"):
             for handle in handles(result):
                 if handle in self.sequences:
                     self.sequences[handle].lost = f"{name}(ticket={arguments['ticket']}) in step {self.step}"
-        elif name == "expire":
-            for ticket in result.tickets:
-                self._abandon(ticket, f"expire(now={arguments['now']})")
 
     def sentence(self, error: BaseException) -> str:
         """What an error says, with the end of the ticket or sequence that its call names."""
@@ -167,25 +151,38 @@ class Watch(Record):
                     f"{holds(found[wrong])}"
                 )
 
-    def _open(self, name: str, arguments: dict[str, Any], result: Any) -> None:
+    def _after_allocate(self, arguments: dict[str, Any], result: Any) -> None:
         opened = handles(result)
-        if name == "fork":
-            parent = self.sequences[int(arguments["sequence"])]
-            shared = arguments.get("shared_tokens")
-            tokens, told = parent.tokens[:shared], parent.told[:shared]
-            rest = 0 if shared is None else int(arguments["num_tokens"]) - int(shared)
-            texts: list[list[int | None]] = [[*tokens, *[None] * rest] for _ in opened]
-            calls = [[*told, *[""] * rest] for _ in opened]
-        else:
-            prompts = arguments.get("prompts", ())
-            texts = [_tokens(prompt) for prompt in prompts] or [
-                [None] * n for n in map(self.manager.num_tokens, opened)
-            ]
-            calls = [[f"allocate in step {self.step}"] * len(text) for text in texts]
-        for handle, text, told in zip(opened, texts, calls, strict=True):
-            self.sequences[handle] = Followed(self.step, text, told)
+        texts = [_tokens(prompt) for prompt in arguments.get("prompts", ())]
+        texts = texts or [[None] * length for length in map(self.manager.num_tokens, opened)]
+        for handle, text in zip(opened, texts, strict=True):
+            self.sequences[handle] = Followed(self.step, text, [f"allocate in step {self.step}"] * len(text))
 
-    def _append(self, arguments: dict[str, Any]) -> None:
+    def _after_fork(self, arguments: dict[str, Any], result: Any) -> None:
+        parent, shared = self.sequences[int(arguments["sequence"])], arguments.get("shared_tokens")
+        rest = 0 if shared is None else int(arguments["num_tokens"]) - int(shared)
+        for handle in handles(result):
+            tokens, told = [*parent.tokens[:shared], *[None] * rest], [*parent.told[:shared], *[""] * rest]
+            self.sequences[handle] = Followed(self.step, tokens, told)
+
+    def _after_truncate(self, arguments: dict[str, Any], _: Any) -> None:
+        followed, kept = self.sequences[int(arguments["sequence"])], int(arguments["num_tokens"])
+        del followed.tokens[kept:], followed.told[kept:]
+
+    def _after_free(self, arguments: dict[str, Any], _: Any) -> None:
+        for handle in handles(arguments["sequences"]):
+            self.sequences[handle].freed = self.step
+
+    def _after_take_decision(self, _: dict[str, Any], decision: StepDecision) -> None:
+        self.tickets[decision.ticket] = Ticket(decision, self.step)
+        if len(self.open_tickets()) > MOST_OPEN:
+            raise AssertionError(f"step {self.step}: {self.open_ticket()}")
+
+    def _after_expire(self, arguments: dict[str, Any], expired: Expired) -> None:
+        for ticket in expired.tickets:
+            self._abandon(ticket, f"expire(now={arguments['now']})")
+
+    def _after_append(self, arguments: dict[str, Any], _: Any) -> None:
         batch = handles(arguments["sequences"])
         counts = _counts(arguments.get("num_tokens"), len(batch))
         ids = arguments.get("token_ids")
@@ -198,7 +195,7 @@ class Watch(Record):
             followed.tokens += new[count - more :]
             followed.told += [f"append(sequences={show(batch)}, token_ids={show(new)}) in step {self.step}"] * more
 
-    def _note_tokens(self, arguments: dict[str, Any]) -> None:
+    def _after_note_tokens(self, arguments: dict[str, Any], _: Any) -> None:
         batch, ids = handles(arguments["sequences"]), list(map(int, arguments["token_ids"]))
         for handle, count in zip(batch, _counts(arguments.get("num_tokens"), len(batch)), strict=True):
             followed = self.sequences[handle]
@@ -252,7 +249,7 @@ class Watch(Record):
         ticket = self.tickets[oldest]
         done = "was never executed" if ticket.executed is None else f"was executed in step {ticket.executed}"
         return (
-            f"step {self.step}: ticket {oldest} of step {ticket.step} {done} and was neither completed nor failed, "
+            f"ticket {oldest} of step {ticket.step} {done} and was neither completed nor failed, "
             f"{len(self.open_tickets())} tickets are open: call complete(ticket={oldest}, lost=...)"
         )
 
@@ -281,11 +278,16 @@ class Watch(Record):
         """What keeps the requests from ending, if it can be named."""
         live = set(live)
         for handle in self.live():
+            if self.sequences[handle].lost:
+                return f"{self.name(handle)} {self.state(handle)}: "
+        if self.open_tickets():
+            return f"{self.open_ticket()}: "
+        for handle in self.live():
             followed = self.sequences[handle]
             if followed.request and followed.request not in live:
                 where = self.manager.tier(handle)
                 return f"{self.name(handle)} was not freed and holds {where} blocks {show(self.blocks(handle))}: "
-        return f"{self.open_ticket()}: " if self.open_tickets() else ""
+        return ""
 
     def blocks(self, handle: int) -> list[int]:
         """The block table of a sequence, empty if the manager refuses it."""
