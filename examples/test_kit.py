@@ -57,7 +57,11 @@ class MyScheduler:
             slots += manager.slot_mapping(job.sequence, 0, len(job.tokens)).tolist()
             batch.append((job, job.tokens))
         decision = manager.take_decision()
-        manager.complete(decision.ticket, execute(decision))
+        lost = manager.complete(decision.ticket, execute(decision)).tolist()
+        for jobs in (self.swapped, arriving):
+            for job in [job for job in jobs if job.sequence in lost]:  # a transfer failed: start again
+                jobs.remove(job)
+                self.restart(job)
         sampled = forward(
             [token for _, new in batch for token in new],
             slots,
@@ -79,8 +83,12 @@ class MyScheduler:
             self.manager.swap_out(job.sequence)
             self.swapped.append(job)
         else:
-            self.manager.free(job.sequence)
-            self.waiting.appendleft(job)
+            self.restart(job)
+
+    def restart(self, job: Job) -> None:
+        """Free a job's blocks and compute all its tokens again later."""
+        self.manager.free(job.sequence)
+        self.waiting.appendleft(job)
 
 
 TestManager = manager_machine(lambda config: BlockManager(**config.arguments())).TestCase

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from simulated_device import SimulatedFaultError, SimulatedStore, SimulatedStreams
 
 from blockyard.engine.streams import WorkerStreams
 from blockyard.errors import InvalidArgumentError
-from blockyard.testing.device import SimulatedFaultError, SimulatedStore, SimulatedStreams
 
 
 def run(seed: int) -> list[str]:

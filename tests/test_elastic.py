@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from simulated_device import SimulatedStreams
 
 from blockyard.engine.elastic.cache import ElasticCache, plane_spans, reserve
 from blockyard.engine.elastic.host import resident_bytes
@@ -18,7 +19,6 @@ from blockyard.engine.engine import CacheEngine
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KVLayout
-from blockyard.testing.device import SimulatedStreams
 
 PAGE = mmap.PAGESIZE
 KINDS = ["kv_first", "blocks_first", "slots kv heads dim", "kv heads blocks tokens dim", "tokens blocks heads dim"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_device import SimulatedFaultError, SimulatedStreams
 
 from blockyard.engine import engine as engine_module
 from blockyard.engine.engine import CacheEngine
@@ -24,7 +25,6 @@ from blockyard.errors import (
 )
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KINDS, KVLayout
-from blockyard.testing.device import SimulatedFaultError, SimulatedStreams
 
 BLOCKS = 8
 LAYERS = 3

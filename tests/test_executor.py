@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prompts import allocate_prompts
+from simulated_device import SimulatedStore, SimulatedStreams
 
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
@@ -17,7 +18,6 @@ from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.scheduler import Request, Scheduler, Step
 from blockyard.stores import ExternalStore, open_store
-from blockyard.testing.device import SimulatedStore, SimulatedStreams
 from blockyard.testing.faults import corrupt_slots
 from blockyard.testing.machines.scheduler import draw_token, reference_tokens
 

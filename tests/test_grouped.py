@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from simulated_device import SimulatedStreams
 
 from blockyard import AllocStatus, BlockManager, CacheGroup
 from blockyard.engine.engine import CacheEngine
@@ -12,7 +13,6 @@ from blockyard.errors import LayoutError
 from blockyard.executor.executor import StepExecutor
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KVLayout
-from blockyard.testing.device import SimulatedStreams
 
 FULL = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=3, head_size=8, dtype="float16")
 STATE = KVLayout("blocks tokens dim", num_layers=1, block_size=4, num_kv_heads=1, head_size=5, dtype="float8_e4m3fn")

@@ -17,13 +17,13 @@ from cache_program import BLOCKS as CACHE_BLOCKS
 from cache_program import WIDTH, Program, open_files, own_threads
 from interrupts import Interrupt, sweep
 from memory_stores import MemoryStore, QuotaStore
+from simulated_device import SimulatedStore
 
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.stores import Completion, ExternalStore, open_store
-from blockyard.testing.device import SimulatedStore
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 BLOCKS = 8

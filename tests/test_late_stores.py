@@ -8,6 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from hazard_machine import model_cells
+from simulated_device import SimulatedStore
 
 from blockyard import KVCache, KVLayout, PrefixCaching
 from blockyard.cache import CacheStep
@@ -16,8 +18,6 @@ from blockyard.integrations.transformers import Generator
 from blockyard.scheduler import Request, Scheduler
 from blockyard.sim.demo_model import demo_model
 from blockyard.stores import Completion, ExternalStore, open_store
-from blockyard.testing.device import SimulatedStore
-from blockyard.testing.machines.hazard import model_cells
 
 LAYERS = 2
 BLOCK = 2

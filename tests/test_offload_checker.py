@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
+from offload_checker import OffloadChecker, exact_name
 
 from blockyard.errors import InvariantError
 from blockyard.offload import OffloadManager
-from blockyard.testing.offload_checker import OffloadChecker, exact_name
 
 CHUNKS = 10
 

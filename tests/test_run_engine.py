@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_device import SimulatedStreams
 
 from blockyard import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.ops import cpu
 from blockyard.errors import BlockyardError, CaptureError, InvalidArgumentError, LayoutError, MappingError
 from blockyard.layout.kv import KINDS, KVLayout
-from blockyard.testing.device import SimulatedStreams
 
 LAYOUT = KVLayout(kind="kv_first", num_layers=2, block_size=2, num_kv_heads=3, head_size=4, dtype="bfloat16")
 TIERS = ("device", "host")

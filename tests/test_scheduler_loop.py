@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from simulated_device import SimulatedStore
 
 from blockyard import BlockManager, KVCache, KVLayout
 from blockyard.errors import InvalidArgumentError, InvariantError, StepOrderError
 from blockyard.scheduler import Request, Scheduler, Step
-from blockyard.testing.device import SimulatedStore
 
 BLOCK, LAYERS = 4, 2
 LAYOUT = KVLayout("kv_first", LAYERS, BLOCK, num_kv_heads=1, head_size=1, dtype="int64")

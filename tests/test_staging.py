@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from simulated_device import SimulatedStore
 
 from blockyard import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
@@ -10,7 +11,6 @@ from blockyard.executor.parts import Part, cut, written
 from blockyard.executor.staging import Staging, engine_tier
 from blockyard.executor.store_side import Answer, StoreSide
 from blockyard.layout.kv import KVLayout
-from blockyard.testing.device import SimulatedStore
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 SIZE = LAYOUT.bytes_per_block

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_device import SimulatedFaultError, SimulatedStreams
 
 from blockyard._core import Mapping
 from blockyard.engine.streams import WorkerStreams
 from blockyard.engine.tasks import Task
 from blockyard.engine.transfers import Transfer, Transfers
 from blockyard.errors import CaptureError, InvalidArgumentError, TransferCancelledError, TransferQueueFullError
-from blockyard.testing.device import SimulatedFaultError, SimulatedStreams
 
 
 class StoppedStreams(SimulatedStreams):

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 import noticing
 import numpy as np
 import pytest
+from hazard_machine import HazardMachine, ResizingHazardMachine, overlapping
 from hypothesis import seed, settings
+from simulated_device import SimulatedStore, SimulatedStreams
 
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine, Kind
@@ -18,10 +20,8 @@ from blockyard.executor.parts import Part
 from blockyard.layout.kv import KVLayout
 from blockyard.stores import ExternalStore
 from blockyard.testing import Config
-from blockyard.testing.device import SimulatedStore, SimulatedStreams
 from blockyard.testing.faults import UnrulyStore
 from blockyard.testing.machines import run_state_machine_as_test
-from blockyard.testing.machines.hazard import HazardMachine, ResizingHazardMachine, overlapping
 
 STEP_COUNT = 30
 

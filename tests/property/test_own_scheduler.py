@@ -7,12 +7,13 @@ from typing import Any
 import noticing
 import pytest
 
+from blockyard import BlockManager
 from blockyard.errors import InvalidArgumentError
-from blockyard.testing import Config
+from blockyard.testing import Config, LateMemory
 from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine
 from blockyard.testing.machines.own_scheduler import Simulation
 from blockyard.testing.machines.scheduler import SchedulerMachine, draw_token
-from blockyard.testing.memory import SimulatedMemory
+from blockyard.testing.machines.watch import Watch
 
 KIT = Path(__file__).parents[2] / "examples" / "test_kit.py"
 spec = importlib.util.spec_from_file_location("test_kit", KIT)
@@ -115,9 +116,9 @@ class Waits(kit.MyScheduler):
 @pytest.mark.parametrize(
     ("bug", "says"),
     [
-        (WritesToTheWrongSlots, "where it has just written"),
-        (ReadsAnOldTable, None),
-        (MovesNothing, "in endless memory"),
+        (WritesToTheWrongSlots, "row 0 writes slots"),
+        (ReadsAnOldTable, "block_table"),
+        (MovesNothing, r"complete\(ticket=\d+, lost=\[\]\) came before execute"),
         (ForgetsTheSwapped, "steps did nothing|requests are left"),
         (KeepsBlocks, "blocks are free|steps did nothing"),
         (EndsEarly, "in endless memory"),
@@ -129,15 +130,28 @@ def test_a_bug_is_noticed(bug: type, says: str | None):
     noticing.assert_noticed(machine(bug), step_count=30, match=says)
 
 
-def test_the_model_refuses_what_no_model_could_run():
-    simulation = Simulation(SimulatedMemory(Config(block_size=2, device_blocks=4)), lambda decision: [])
+@pytest.fixture
+def simulation() -> Simulation:
+    config = Config(block_size=2, device_blocks=4)
+    watch = Watch()
+    watch.manager, watch.memory = BlockManager(**config.arguments()), LateMemory(config)
+    watch.texts["a"] = [1, 2, 3, draw_token([1, 2, 3], 0)]
+    return Simulation(watch, lambda decision: [])
+
+
+def test_the_model_draws_from_what_it_reads(simulation: Simulation):
     assert simulation.forward([1, 2, 3], [2, 3, 4], [[1, 2]], [3], [3]) == [draw_token([1, 2, 3], 0)]
-    with pytest.raises(AssertionError, match="2 tokens, 3 slots, query_lens sum to 3"):
+
+
+def test_the_model_refuses_what_no_model_could_run(simulation: Simulation):
+    with pytest.raises(AssertionError, match="2 token_ids and 3 slots in slot_mapping, query_lens sum to 3"):
         simulation.forward([1, 2], [2, 3, 4], [[1, 2]], [3], [3])
-    with pytest.raises(AssertionError, match="two tokens of a step share a slot"):
+    with pytest.raises(AssertionError, match=r"share slot 2 \(block 1\): row 0"):
         simulation.forward([1, 2], [2, 2], [[1]], [2], [2])
-    with pytest.raises(AssertionError, match=r"row 0 reads \[1\] where it has just written \[7\]"):
+    with pytest.raises(AssertionError, match=r"block_tables\[0\] is \[1\] and slot_mapping \[6\], of no sequence"):
         simulation.forward([7], [6], [[1]], [1], [1])
+    with pytest.raises(AssertionError, match="slots \\[99\\] for 1 tokens, the device has 8"):
+        simulation.forward([1], [99], [[1]], [1], [1])
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ from unittest import mock
 
 import numpy as np
 import torch
+from hazard_machine import GarbageMemory
 from late_store import LateStore
 from memory_stores import Quotas
 from numpy.typing import NDArray
+from simulated_device import SimulatedStreams
 
 from blockyard import CacheGroup, KVCache, KVLayout, PrefixCaching
 from blockyard import cache as cache_module
@@ -24,8 +26,6 @@ from blockyard.executor import prefix_store, store_side, store_worker
 from blockyard.executor.executor import StepExecutor
 from blockyard.executor.store_side import StoreSide
 from blockyard.executor.store_worker import StoreWorker
-from blockyard.testing.device import SimulatedStreams
-from blockyard.testing.machines.hazard import GarbageMemory
 
 LAYERS = 2
 MASK = (1 << 55) - 1

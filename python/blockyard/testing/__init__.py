@@ -6,8 +6,6 @@
 - `blockyard.testing.machines`: hypothesis state machines that drive a manager, its prefix cache or a scheduler
   (needs hypothesis);
 - `blockyard.testing.machines.strategies`: hypothesis strategies for configurations and requests (needs hypothesis);
-- `blockyard.testing.device`: a simulated device, which runs transfers in any order that events allow, and an external
-  tier like it; `blockyard.testing.machines.hazard`: a whole engine over them (needs hypothesis and torch);
 - `blockyard.testing.store_suite`, `blockyard.testing.faults`: tests of an external tier, and damage to one.
 
 A scheduler of your own, tested by pytest or unittest:
@@ -20,7 +18,7 @@ A scheduler of your own, tested by pytest or unittest:
         step=lambda mine, simulation: mine.step(simulation.execute, simulation.forward),
     ).TestCase
 
-Nothing else here needs torch.
+Nothing here needs torch.
 
 Example:
     >>> import numpy as np

@@ -180,6 +180,11 @@ class LateMemory(SimulatedMemory):
         for transfer in transfers:
             self._land(transfer)
 
+    def abandon(self, ticket: int) -> None:
+        """Give up a decision: its destinations hold garbage; then the ticket is to be failed."""
+        for transfer in self._running.pop(ticket):
+            self.lose(transfer.pairs)
+
     def _drain(self, ticket: int) -> None:
         for transfer in self._running[ticket]:
             if transfer.pairs.src == "device":

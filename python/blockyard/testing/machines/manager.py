@@ -7,11 +7,12 @@ from typing import ClassVar, Final, Literal
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from blockyard._core import AllocStatus, BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, SnapshotError
 from blockyard.testing.interfaces import Config, ManagerLike, TierName
+from blockyard.testing.machines.record import RecordingMachine
 from blockyard.testing.machines.side_by_side import (
     SideBySide,
     Tracked,
@@ -47,7 +48,7 @@ _losses = st.lists(_pick, min_size=1, max_size=2)
 _lookahead = st.integers(0, 3)
 
 
-class ManagerMachine(SideBySide, RuleBasedStateMachine):
+class ManagerMachine(SideBySide, RecordingMachine):
     """Random steps of an engine, on a manager and on the reference model.
 
     After each rule the state is checked and compared: free blocks of each tier, and tier, length and block table of
@@ -69,7 +70,8 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
     @initialize(config=configs(), lengths=_lengths)
     def start(self, config: Config, lengths: list[int]) -> None:
         """Make manager, model and memory, and a few sequences."""
-        self.manager = type(self).make_manager(config)
+        self.record.note(f"manager: {config}")
+        self.manager = self.record.watch(type(self).make_manager(config))
         self.model = ReferenceManager(**config.arguments())
         self.memory = type(self).make_memory(config)
         for length in lengths:
@@ -258,6 +260,7 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
     @rule(everyone=st.booleans(), lost=st.builds(list) | st.builds(list) | _losses)
     def step(self, everyone: bool, lost: list[int]) -> None:  # noqa: FBT001 (drawn)
         """Take the decision, begin its transfers, write the step's tokens, read them through the tables."""
+        self.record.next_step()
         decision, expected = self.manager.take_decision(), self.model.take_decision()
         same("ticket", decision.ticket, expected.ticket, when=self.same_ids)
         if self.same_ids:
@@ -306,7 +309,7 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
             self.step(everyone=False, lost=[])
             self.settle(keep=0)
         try:
-            self.manager = restore(self.manager)
+            self.manager = self.record.watch(restore(self.record.unwrap(self.manager)))
         except SnapshotError:
             if settled:
                 raise
@@ -324,16 +327,16 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
         for tier in TIERS:
             same(f"free {tier} blocks", self.manager.pool(tier).num_free, self.model.pool(tier).num_free)
         for s in self.sequences:
-            same("tokens", self.manager.num_tokens(s.real), len(s.tokens))
-            same("tokens", self.model.num_tokens(s.model), len(s.tokens))
-            same("tier", self.manager.tier(s.real), self.model.tier(s.model))
+            same(f"tokens of sequence {s.real}", self.manager.num_tokens(s.real), len(s.tokens))
+            same("tokens in the model", self.model.num_tokens(s.model), len(s.tokens))
+            same(f"tier of sequence {s.real}", self.manager.tier(s.real), self.model.tier(s.model))
             real, model = self.manager.block_table(s.real).tolist(), self.model.block_table(s.model).tolist()
-            same("block table", real, model, when=self.same_ids)
-            same("blocks", len(real), len(model))
+            same(f"block table of sequence {s.real}", real, model, when=self.same_ids)
+            same(f"blocks of sequence {s.real}", len(real), len(model))
 
     def teardown(self) -> None:
         """Let all transfers end, read every token of every sequence, free all."""
-        if not hasattr(self, "manager"):
+        if self.failed or not hasattr(self, "manager"):
             return
         self.step(everyone=True, lost=[])
         self.settle(keep=0)

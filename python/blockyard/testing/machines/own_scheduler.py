@@ -3,123 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
-from numpy.typing import NDArray
+from hypothesis.stateful import initialize, rule
 
-from blockyard._core import BlockManager, Pairs, StepDecision
+from blockyard._core import BlockManager
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler import Request, Scheduler
 from blockyard.testing.interfaces import Config
+from blockyard.testing.machines.record import show
 from blockyard.testing.machines.scheduler import (
     IDLE_STEPS,
     ResizingSchedulerMachine,
     SchedulerMachine,
-    draw_token,
-    least_blocks,
-    read_back,
     reference_tokens,
 )
-from blockyard.testing.machines.strategies import requests
-from blockyard.testing.memory import SimulatedMemory
+from blockyard.testing.machines.simulation import Simulation
+from blockyard.testing.machines.strategies import FollowUp, configs, follow_up, follow_ups, requests
+from blockyard.testing.machines.watch import Watch, common
+from blockyard.testing.memory import LateMemory
 
 __all__ = ["OwnSchedulerMachine", "Simulation", "scheduler_machine"]
 
-Ints = Sequence[int] | NDArray[np.integer[Any]]
-
-
-class Simulation:
-    """The device and the model in one step of a scheduler under test.
-
-    Args:
-        memory: holds tokens in place of keys and values.
-        lose: carries out a decision and returns the pairs that it loses.
-    """
-
-    def __init__(self, memory: SimulatedMemory, lose: Callable[[StepDecision], list[Pairs]]) -> None:
-        self.memory = memory
-        self._lose = lose
-        self.worked = False
-
-    def execute(self, decision: StepDecision) -> list[Pairs]:
-        """Carry out a decision's transfers; returns the pairs that did not land, as `BlockManager.fail` takes them."""
-        lost = self._lose(decision)
-        self.worked |= len(decision) > 0
-        return lost
-
-    def forward(
-        self,
-        token_ids: Ints,
-        slot_mapping: Ints,
-        block_tables: Sequence[Ints] | NDArray[np.integer[Any]],
-        query_lens: Ints,
-        seq_lens: Ints,
-    ) -> list[int]:
-        """Write the new tokens to their slots, read each sequence through its block table, and draw its next token.
-
-        Args:
-            token_ids: new tokens, sequence by sequence, `[tokens]`.
-            slot_mapping: their slots, `[tokens]`.
-            block_tables: blocks of each sequence, `[sequences, blocks]`.
-            query_lens: new tokens of each sequence, `[sequences]`.
-            seq_lens: tokens of each sequence, the new ones among them, `[sequences]`.
-
-        Returns:
-            The next token of each sequence; of no meaning where the prompt goes on.
-
-        Raises:
-            AssertionError: the lengths do not agree, two tokens share a slot, or a sequence does not read the tokens
-                that it has just written.
-        """
-        tokens, slots = np.asarray(token_ids, np.int64), np.asarray(slot_mapping, np.int64)
-        ends = list(accumulate((int(count) for count in query_lens), initial=0))
-        if not (len(tokens) == len(slots) == ends[-1] and len(block_tables) == len(query_lens) == len(seq_lens)):
-            raise AssertionError(
-                f"{len(tokens)} tokens, {len(slots)} slots, query_lens sum to {ends[-1]}; {len(block_tables)} block "
-                f"tables, {len(query_lens)} query_lens, {len(seq_lens)} seq_lens"
-            )
-        if len(set(slots.tolist())) < len(slots):
-            raise AssertionError(f"two tokens of a step share a slot: {slots.tolist()}")
-        self.memory.write(slots, tokens.tolist())
-        self.worked |= len(tokens) > 0
-        drawn = []
-        for row, (table, length) in enumerate(zip(block_tables, seq_lens, strict=True)):
-            new = tokens[ends[row] : ends[row + 1]].tolist()
-            drawn.append(draw_token(read_back(self.memory, row, np.asarray(table, np.int32), int(length), new), 0))
-        return drawn
+REQUESTS = st.tuples(requests(max_n=1, priorities=1), follow_ups())
+ARRIVALS = st.lists(REQUESTS, max_size=2)
+LOSSES: st.SearchStrategy[list[int]] = st.just([]) | st.lists(st.integers(0, 63), min_size=1, max_size=2)
 
 
 class OwnSchedulerMachine(SchedulerMachine):
     """Random requests and losses on a scheduler that has one call for a step; `scheduler_machine` makes it.
 
+    Requests fit alone but not together, so that most steps have a batch and many preempt. Half of the prompts begin as
+    an earlier one did. What is read in a step must be the tokens of a request, at once: the failure then names the
+    sequence, the block, the ticket or the call.
+
     Attributes:
         add_request: gives a request to the scheduler.
         run_step: runs one step and returns the outputs of the requests that it finished, by request id.
         abort_request: aborts a request by its id; None where the scheduler cannot.
+        make_memory: makes the memory; override it to plant a fault.
     """
 
     add_request: ClassVar[Callable[[Any, Request], object]]
     run_step: ClassVar[Callable[[Any, Simulation], Mapping[str, Sequence[int]]]]
     abort_request: ClassVar[Callable[[Any, str], object] | None] = None
+    make_memory: ClassVar[Callable[[Config], LateMemory]] = LateMemory
+    make_record = Watch
+    step_count = 30
+    record: Watch
+    memory: LateMemory
 
     def __init__(self) -> None:
         super().__init__()
         self.added = 0
 
-    @rule(request=requests(max_n=1, priorities=1))
-    def add(self, request: Request) -> None:
-        """Give a request to the scheduler, if the device can hold it to its end."""
+    @initialize(
+        config=configs(
+            block_sizes=st.integers(1, 4),
+            device_blocks=st.integers(4, 16),
+            host_blocks=st.integers(0, 12),
+            watermarks=st.sampled_from([0.0, 0.0, 0.1]),
+        ),
+        first=st.lists(requests(max_n=1, priorities=1), min_size=2, max_size=8),
+    )
+    def start(self, config: Config, first: list[Request]) -> None:
+        """Make manager, scheduler and memory, and submit a few requests."""
+        real = type(self).make_manager(config)
+        self.memory = type(self).make_memory(config)
+        self.record.manager, self.record.memory = real, self.memory
+        self.manager = self.record.watch(real)
+        self.scheduler = type(self).make_scheduler(self.manager, config)
+        for request in first:
+            self.add(request)
+
+    @rule(request=requests(max_n=1, priorities=1), like=follow_ups())
+    def add(self, request: Request, like: FollowUp | None = None) -> None:
+        """Give a request to the scheduler, cut so that the device can hold it to its end."""
         device = self.manager.pool("device")
-        if least_blocks(request, self.manager.block_size) > device.num_blocks - device.reserved:
+        slots = (device.num_blocks - device.reserved) * self.manager.block_size
+        request = follow_up(request, self.earlier, like)
+        prompt = list(request.prompt)[: max(1, slots // 2)]
+        most = min(request.max_tokens, slots - len(prompt))
+        if most < 1:
             return
         self.added += 1
-        request = Request(f"{request.request_id}{self.added}", request.prompt, request.max_tokens)
+        name = f"{request.request_id[0]}{self.added}"
+        request = replace(request, request_id=name, prompt=prompt, max_tokens=most, stop_token_ids=frozenset())
+        self.accept(request)
+        self.record.texts[name] = self.earlier[-1][1]
         type(self).add_request(self.scheduler, request)
-        self.live[request.request_id] = request
         self.manager.check()
 
     @rule(pick=st.integers(0, 7))
@@ -128,38 +102,60 @@ class OwnSchedulerMachine(SchedulerMachine):
         abort_request = type(self).abort_request
         if self.live and abort_request is not None:
             name = sorted(self.live)[pick % len(self.live)]
+            self.record.note(f"abort(request_id={name!r})")
             abort_request(self.scheduler, name)
             del self.live[name]
             self.manager.check()
 
-    @rule(lost=st.builds(list) | st.lists(st.integers(0, 63), min_size=1, max_size=2))
-    def step(self, lost: list[int]) -> None:
-        """Run one step, in which pairs may be lost."""
-        self.broken = True
-        simulation = Simulation(self.memory, lambda decision: self.execute(decision, lost))
+    @rule(lost=LOSSES, arrivals=ARRIVALS)
+    def step(self, lost: list[int], arrivals: Sequence[tuple[Request, FollowUp | None]] = ()) -> None:
+        """Run one step, before which requests may arrive, and in which pairs may be lost."""
+        for request, like in arrivals:
+            self.add(request, like)
+        self.record.next_step()
+        simulation = Simulation(self.record, lambda decision: self.losses(decision, lost))
         finished = type(self).run_step(self.scheduler, simulation)
         for name, tokens in finished.items():
-            request = self.live.pop(name, None)
-            if request is None:
-                raise AssertionError(f"request {name!r} finished and is not live")
-            (expected,) = reference_tokens(request)
-            if tuple(map(int, tokens)) != expected:
-                raise AssertionError(f"{request}: drew {list(tokens)}, in endless memory {list(expected)}")
+            self.end(name, list(map(int, tokens)))
         self.manager.check()
         self.idle = 0 if simulation.worked or finished or not self.live else self.idle + 1
         if self.idle > IDLE_STEPS:
-            raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
-        self.broken = False
+            raise AssertionError(
+                f"step {self.record.step}: {self.record.culprit(self.live)}{len(self.live)} requests wait "
+                f"({', '.join(map(repr, sorted(self.live)[:8]))}) and {self.idle} steps did nothing"
+            )
 
-    @rule(count=st.integers(2, 8))
-    def run(self, count: int) -> None:
+    @rule(count=st.integers(2, 8), arrivals=ARRIVALS)
+    def run(self, count: int, arrivals: Sequence[tuple[Request, FollowUp | None]]) -> None:
         """Run some steps without a loss."""
-        for _ in range(count):
+        for request, like in arrivals:
+            self.add(request, like)
+        for _ in range(count if self.live else 1):
             self.step(lost=[])
+
+    def end(self, name: str, tokens: list[int]) -> None:
+        """A finished request must be live, and have drawn what endless memory gives."""
+        self.record.note(f"finished {name!r}")
+        request = self.live.pop(name, None)
+        if request is None:
+            raise AssertionError(f"step {self.record.step}: request {name!r} finished and is not live")
+        (expected,) = reference_tokens(request)
+        if tuple(tokens) != expected:
+            at = common(tokens, expected)
+            owners = [handle for handle, followed in self.record.sequences.items() if followed.request == name]
+            of = f" (sequence {owners[-1]})" if owners else ""
+            raise AssertionError(
+                f"step {self.record.step}: request {name!r}{of} drew {show(tokens)}, in endless memory "
+                f"{show(expected)}: output {at} differs"
+            )
 
     def run_undisturbed(self) -> None:
         """Run one step at the end."""
         self.step(lost=[])
+
+    def explain_end(self) -> str:
+        """Name the sequence or ticket that is left."""
+        return f"after step {self.record.step}: {self.record.culprit(self.live)}"
 
     def unfinished(self) -> int:
         """What is left in the scheduler: it has no call to say so."""

@@ -10,11 +10,12 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from blockyard._core import BlockManager, Pairs, PrefixCaching, StepDecision
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfBlocksError, SequenceStateError, SnapshotError
 from blockyard.testing.interfaces import Config, PrefixManagerLike, TierName
+from blockyard.testing.machines.record import RecordingMachine
 from blockyard.testing.machines.strategies import configs
 from blockyard.testing.memory import LOST, LateMemory
 from blockyard.testing.prefix_model import EventReplay, ReferencePrefixCache
@@ -52,7 +53,7 @@ class _Tracked:
         return values
 
 
-class PrefixMachine(RuleBasedStateMachine):
+class PrefixMachine(RecordingMachine):
     """Random steps of an engine whose prompts begin alike.
 
     Hits must be of tokens that were computed under the same salt, and be read back as such; what a sequence has
@@ -83,7 +84,8 @@ class PrefixMachine(RuleBasedStateMachine):
     @initialize(config=configs(device_blocks=st.integers(3, 16)), events=st.sampled_from([3, 10_000, 10_000]))
     def start(self, config: Config, events: int) -> None:
         """Make manager, model and memory."""
-        self.manager = type(self).make_manager(config, events)
+        self.record.note(f"manager: {config}, {events} events")
+        self.manager = self.record.watch(type(self).make_manager(config, events))
         self.model = ReferencePrefixCache(config.block_size)
         self.memory = type(self).make_memory(config)
 
@@ -103,8 +105,12 @@ class PrefixMachine(RuleBasedStateMachine):
         sequences = found if isinstance(found, tuple) else (found,)
         for prompt, sequence, before in zip(batch, sequences, cached, strict=True):
             handle, hit = int(sequence), sequence.cached_tokens
-            _at_most("cached tokens", before, self.model.most(prompt, salt=salt))
-            _same("hit tokens", hit, self.model.usable(before, len(prompt)))
+            _at_most(
+                f"cached tokens of a prompt of {len(prompt)} under salt {salt!r}",
+                before,
+                self.model.most(prompt, salt=salt),
+            )
+            _same(f"hit tokens of sequence {handle}", hit, self.model.usable(before, len(prompt)))
             self.model.count(prompt, hit)
             table = self.manager.block_table(handle)[: hit // self.model.block_size].tolist()
             if self.replay.complete and not set(table) <= cached_blocks:
@@ -246,6 +252,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(lost=_losses)
     def step(self, lost: list[int]) -> None:
         """Take the decision, begin its transfers, compute the step's tokens."""
+        self.record.next_step()
         decision = self.manager.take_decision()
         size = self.model.block_size
         readers = [s for s in self.sequences if s.handle in self.dirty and self.manager.tier(s.handle) == "device"]
@@ -292,7 +299,7 @@ class PrefixMachine(RuleBasedStateMachine):
             self.rest()
         before = self.describe()
         try:
-            self.manager = restore(self.manager)
+            self.manager = self.record.watch(restore(self.record.unwrap(self.manager)))
         except SnapshotError:
             if settled:
                 raise
@@ -312,14 +319,18 @@ class PrefixMachine(RuleBasedStateMachine):
         if self.replay.complete:
             _same("cached blocks", len(self.replay.blocks), stats.cached_blocks["device"])
         for s in self.sequences:
-            _same("tokens", self.manager.num_tokens(s.handle), len(s.tokens))
+            _same(f"tokens of sequence {s.handle}", self.manager.num_tokens(s.handle), len(s.tokens))
             known = s.tokens[: s.published * self.model.block_size]
             if known and not s.lost:
-                _at_most("tokens published", len(known), self.manager.prefix.lookup([*known, 0], salt=s.salt).tokens)
+                _at_most(
+                    f"tokens of sequence {s.handle} published under salt {s.salt!r}",
+                    len(known),
+                    self.manager.prefix.lookup([*known, 0], salt=s.salt).tokens,
+                )
 
     def teardown(self) -> None:
         """Let all transfers end, read every token of every sequence, free all."""
-        if not hasattr(self, "manager"):
+        if self.failed or not hasattr(self, "manager"):
             return
         self.rest()
         self.books_agree()
@@ -383,6 +394,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def compare_free(self) -> None:
         """After a step: free is what no table names and no running transfer uses; moves do not hold what they read."""
+        ticket = max(self.running)
         for tier in TIERS:
             used = self.held(tier)
             for decision, _ in self.running.values():
@@ -391,7 +403,9 @@ class PrefixMachine(RuleBasedStateMachine):
                         if side == tier and (kind, column) != ("move", 0):
                             used |= set(pairs.ids[:, column].tolist())
             _same(
-                f"free {tier} blocks", self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks - len(used)
+                f"free {tier} blocks after the decision of ticket {ticket}",
+                self.manager.pool(tier).num_free,
+                self.manager.pool(tier).num_blocks - len(used),
             )
 
     def end(self, ticket: int) -> None:
@@ -406,7 +420,9 @@ class PrefixMachine(RuleBasedStateMachine):
         """Every token of a sequence must be where its table says."""
         table, tier = self.manager.block_table(sequence.handle), self.manager.tier(sequence.handle)
         found = self.memory.read(table, len(sequence.tokens), tier)
-        _same(f"tokens read through {tier} blocks {table.tolist()}", found, sequence.values())
+        _same(
+            f"sequence {sequence.handle}: tokens read through {tier} blocks {table.tolist()}", found, sequence.values()
+        )
 
 
 def prefix_machine(

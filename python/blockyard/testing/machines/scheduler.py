@@ -8,15 +8,16 @@ from typing import ClassVar
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import initialize, rule
 from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, Pairs, StepDecision
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.scheduler import Finished, Request, Step
 from blockyard.testing.interfaces import Config, SchedulerLike, TierName
+from blockyard.testing.machines.record import RecordingMachine, show
 from blockyard.testing.machines.side_by_side import refuse_open
-from blockyard.testing.machines.strategies import VOCABULARY, configs, requests
+from blockyard.testing.machines.strategies import VOCABULARY, FollowUp, configs, follow_up, follow_ups, requests
 from blockyard.testing.memory import SimulatedMemory
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
 
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
 DRAFTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4)
+LOSSY = ("spill", "swap_out", "swap_in", "fetch")
+"""Transfers that can be lost."""
 IDLE_STEPS = 3
 """Steps in a row that may do nothing while requests wait."""
 
@@ -105,7 +108,7 @@ def read_back(memory: SimulatedMemory, row: int, table: NDArray[np.int32], lengt
     return text
 
 
-class SchedulerMachine(RuleBasedStateMachine):
+class SchedulerMachine(RecordingMachine):
     """Random requests, aborts and losses, on a scheduler over simulated memory.
 
     Each step is carried out as an engine would: transfers, writes of the new tokens, reads through the block tables.
@@ -127,8 +130,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.live: dict[str, Request] = {}
+        self.earlier: list[tuple[list[int], list[int]]] = []  # prompts, and prompts with outputs
         self.idle = 0
-        self.broken = False  # in a step: if it raises, what comes after would only hide the error
 
     @initialize(
         config=configs(device_blocks=st.integers(4, 16), host_blocks=st.integers(0, 8)),
@@ -136,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, config: Config, first: list[Request]) -> None:
         """Make manager, scheduler and memory, and submit a few requests."""
-        self.manager = type(self).make_manager(config)
+        self.manager = self.record.watch(type(self).make_manager(config))
         self.scheduler = type(self).make_scheduler(self.manager, config)
         self.memory = type(self).make_memory(config)
         for request in first:
@@ -148,9 +151,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         window: int | None = self.manager.pool().groups[0].window
         return window
 
-    @rule(request=requests())
-    def add(self, request: Request) -> None:
+    @rule(request=requests(), like=follow_ups())
+    def add(self, request: Request, like: FollowUp | None = None) -> None:
         """Submit a request; an id in use is refused, and what could never fit, with the numbers."""
+        request = follow_up(request, self.earlier, like)
         try:
             self.scheduler.add(request)
         except InvalidArgumentError as error:
@@ -162,8 +166,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             if request.request_id in self.live:
                 raise AssertionError(f"the id of {request} is in use, and was taken")
-            self.live[request.request_id] = request
+            self.accept(request)
         self.manager.check()
+
+    def accept(self, request: Request) -> None:
+        """Keep a request that the scheduler has taken."""
+        self.live[request.request_id] = request
+        prompt = list(map(int, request.prompt))
+        self.earlier = [*self.earlier[-7:], (prompt, [*prompt, *reference_tokens(request, self.window)[0]])]
+        self.record.note(
+            f"add(request_id={request.request_id!r}, prompt={show(prompt)}, n={request.n}, "
+            f"max_tokens={request.max_tokens})"
+        )
 
     @rule(pick=st.integers(0, 7))
     def abort(self, pick: int) -> None:
@@ -193,12 +207,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafts: for each decoding row, in turn: draft tokens, and how many of them are right. If empty, each token
                 is computed by a pass of its own.
         """
-        self.broken = True
+        self.record.next_step()
         step = self.scheduler.schedule()
         self.check_shape(step)
         if when == "scheduled":
             self.resubmit(pick, again)
         losses = self.execute(step.decision, lost)
+        self.record.note(f"{step.rows} rows of {show(step.lengths)} tokens, lost: {show(losses)}")
         self.scheduler.complete(step.decision.ticket, losses)
         if when == "settled":
             self.resubmit(pick, again)
@@ -210,7 +225,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.idle = 0 if busy else self.idle + 1
         if self.idle > IDLE_STEPS:
             raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
-        self.broken = False
 
     @rule(count=st.integers(2, 8), lost=st.lists(st.integers(0, 63), max_size=1), drafts=DRAFTS)
     def run(self, count: int, lost: list[int], drafts: Sequence[tuple[int, int]]) -> None:
@@ -220,22 +234,23 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Run to the end; every block must be free then."""
-        if self.broken or not hasattr(self, "scheduler"):
+        if self.failed or not hasattr(self, "scheduler"):
             return
         longest = max((len(r.prompt) + r.max_tokens for r in self.live.values()), default=0)
         for _ in range((longest + IDLE_STEPS + 2) * (len(self.live) + 1) * 4):
             if not self.live:
                 break
             self.run_undisturbed()
+        why = self.explain_end()
         if self.live or self.unfinished():
-            raise AssertionError(f"{len(self.live)} requests are left, {self.unfinished()} in the scheduler")
-        refuse_open(self.manager)
+            raise AssertionError(f"{why}{len(self.live)} requests are left, {self.unfinished()} in the scheduler")
+        refuse_open(self.manager, why)
         for tier in TIERS:
             free, blocks = self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks
             blocks -= blocks > 0 and self.window is not None  # the null block
             if free != blocks or self.manager.stats().sequences:
                 raise AssertionError(
-                    f"{free} of {blocks} {tier} blocks are free, {self.manager.stats().sequences} sequences"
+                    f"{why}{free} of {blocks} {tier} blocks are free, {self.manager.stats().sequences} sequences"
                 )
 
     # ---- helpers ----
@@ -243,6 +258,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run_undisturbed(self) -> None:
         """Run one step at the end."""
         self.step(lost=[], when="never", pick=0, again=None)
+
+    def explain_end(self) -> str:
+        """What the message of a bad end begins with."""
+        return ""
 
     def unfinished(self) -> int:
         """Requests in the scheduler."""
@@ -267,17 +286,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             raise AssertionError(f"two rows of a step share a seat: {step.seats.tolist()}")
 
     def execute(self, decision: StepDecision, numbers: Sequence[int]) -> list[Pairs]:
-        """Carry out a decision; some transfers with the external tier are lost, before copies are made from them."""
-        transfers = [(kind, pairs) for kind, pairs in decision.transfers() if kind in ("spill", "fetch")]
-        single = [Pairs(pairs.src, pairs.dst, ids[None]) for _, pairs in transfers for ids in pairs.ids]
-        losses = [single[number % len(single)] for number in sorted(set(numbers))] if single else []
-        lossy = {id(loss): loss for loss in losses}
+        """Carry out a decision; some transfers between tiers are lost, before copies are made from them."""
+        losses = self.losses(decision, numbers)
         for kind, pairs in decision.transfers():
             self.memory.transfer(kind, pairs)
-            for loss in lossy.values():
-                if kind in ("spill", "fetch") and (loss.src, loss.dst) == (pairs.src, pairs.dst):
+            for loss in losses:
+                if kind in LOSSY and (loss.src, loss.dst) == (pairs.src, pairs.dst):
                     self.memory.lose(loss)
         return losses
+
+    def losses(self, decision: StepDecision, numbers: Sequence[int]) -> list[Pairs]:
+        """Pairs of a decision for some numbers, each once: those that move between tiers can be lost."""
+        transfers = [pairs for kind, pairs in decision.transfers() if kind in LOSSY]
+        single = [Pairs(pairs.src, pairs.dst, ids[None]) for pairs in transfers for ids in pairs.ids]
+        return [single[at] for at in sorted({number % len(single) for number in numbers})] if single else []
 
     def compute_drafts(self, step: Step, drafts: Sequence[tuple[int, int]]) -> list[int]:
         """Fill in a step's draft tokens, and compute it."""
@@ -373,6 +395,8 @@ class ResizingSchedulerMachine(SchedulerMachine):
         super().check_shape(step)
         self.room = self.manager.pool("device").num_blocks - self.manager.pool().reserved
         for name in {step.owner(row)[0] for row in range(step.rows)}:
+            if name not in self.live:
+                raise AssertionError(f"request {name!r} runs and is not live")
             needed = least_blocks(self.live[name], self.manager.block_size)
             if needed > self.room:
                 raise AssertionError(f"request {name!r} runs and needs {needed} blocks, there is room for {self.room}")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from blockyard._core import AllocStatus, Pairs, StepDecision
 from blockyard.errors import BlockyardError, OutOfBlocksError, SequenceStateError
 from blockyard.testing.interfaces import FitLike, ManagerLike, TierName
+from blockyard.testing.machines.record import show
 from blockyard.testing.memory import LateMemory
 from blockyard.testing.model import ReferenceManager
 
@@ -117,7 +118,8 @@ class SideBySide:
 
     def compare_decisions(self, decision: StepDecision, expected: StepDecision) -> None:
         """Every pair must be the same; what a step need not wait for again, an earlier one has waited for."""
-        same("transfers", _plain(decision), _plain(expected))
+        if _plain(decision) != _plain(expected):
+            raise AssertionError(f"take_decision returned {show(decision)}; the model: {show(expected)}")
         missing = set(expected.after) - set(decision.after) - self.waited
         if missing or not set(decision.after) <= {*self.tickets, decision.ticket}:
             raise AssertionError(f"the step runs after {decision.after}, must run after {expected.after}")
@@ -144,7 +146,7 @@ class SideBySide:
         """Every token of a sequence must be where its table says."""
         table, tier = self.manager.block_table(sequence.real), self.manager.tier(sequence.real)
         found = self.memory.read(table, len(sequence.tokens), tier)
-        same(f"tokens read through {tier} blocks {table.tolist()}", found, sequence.tokens)
+        same(f"sequence {sequence.real}: tokens read through {tier} blocks {table.tolist()}", found, sequence.tokens)
 
 
 def _outcome(call: Callable[[ManagerLike], T], manager: ManagerLike) -> tuple[T | None, BlockyardError | None]:
@@ -188,8 +190,8 @@ def same(what: str, found: object, expected: object, *, when: bool = True) -> No
         raise AssertionError(f"{what}: found {found}, expected {expected}")
 
 
-def refuse_open(manager: object) -> None:
+def refuse_open(manager: object, why: str = "") -> None:
     """Fail if a manager has open tickets at the end; managers that do not tell which they have are not asked."""
     stats = getattr(manager, "stats", None)
     if left := list(stats().open_tickets if stats else ()):
-        raise AssertionError(f"tickets {', '.join(map(str, left[:20]))} were neither completed nor failed")
+        raise AssertionError(f"{why}tickets {', '.join(map(str, left[:20]))} were neither completed nor failed")

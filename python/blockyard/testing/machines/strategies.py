@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
 from hypothesis import strategies as st
 
 from blockyard.scheduler import Request
 from blockyard.testing.interfaces import Config
 
-__all__ = ["VOCABULARY", "configs", "prompts", "requests"]
+__all__ = ["VOCABULARY", "FollowUp", "configs", "follow_up", "follow_ups", "prompts", "requests"]
 
 VOCABULARY = 97
 """Token ids are below this."""
+LONGEST_PROMPT = 24
 
+FollowUp: TypeAlias = tuple[int, Literal["repeat", "extend", "branch"], int]
+"""Which earlier request a prompt follows, how, and the tokens up to a branch."""
 
 _BLOCK_SIZES = st.integers(1, 5)
 _DEVICE_BLOCKS = st.integers(3, 24)
@@ -39,7 +46,14 @@ def configs(
     Returns:
         A strategy of configurations.
     """
-    return st.builds(Config, block_sizes, device_blocks, host_blocks, external_blocks, watermarks)
+    return st.builds(
+        Config,
+        block_size=block_sizes,
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        external_blocks=external_blocks,
+        watermark=watermarks,
+    )
 
 
 def prompts(*, max_size: int = 24) -> st.SearchStrategy[list[int]]:
@@ -84,3 +98,29 @@ def requests(
         arrival=st.sampled_from([0.0, 1.0]),
         stop_token_ids=st.frozensets(st.integers(0, VOCABULARY - 1), max_size=3),
     )
+
+
+def follow_ups() -> st.SearchStrategy[FollowUp | None]:
+    """How a prompt begins: in half of the cases as an earlier one did, so that a prefix cache has hits."""
+    hows: st.SearchStrategy[Literal["repeat", "extend", "branch"]] = st.sampled_from(["repeat", "extend", "branch"])
+    return st.none() | st.tuples(st.integers(0, 7), hows, st.integers(1, LONGEST_PROMPT))
+
+
+def follow_up(request: Request, earlier: Sequence[tuple[list[int], list[int]]], how: FollowUp | None) -> Request:
+    """Let the prompt of a request begin as an earlier one.
+
+    Args:
+        request: its prompt is what follows.
+        earlier: prompt, and prompt with outputs, of earlier requests.
+        how: from `follow_ups`.
+
+    Returns:
+        The same prompt again, a prompt that extends the earlier outputs, or one that branches off; None: `request`.
+    """
+    if how is None or not earlier:
+        return request
+    pick, way, kept = how
+    prompt, whole = earlier[-1 - pick % len(earlier)]
+    own = list(request.prompt)
+    text = {"repeat": prompt, "extend": [*whole, *own], "branch": [*whole[:kept], *own]}[way]
+    return replace(request, prompt=text[:LONGEST_PROMPT])

@@ -23,7 +23,7 @@ class OffloadManagerLike(Protocol):
     def prepare_store(self, keys: Sequence[bytes], *, deadline: int | None = None) -> Any:
         """Give chunks to keys that have none; None if it cannot."""
 
-    def complete_store(self, keys: Sequence[bytes], success: bool = True) -> object:  # noqa: FBT001, FBT002 (as there)
+    def complete_store(self, keys: Sequence[bytes], success: bool = True) -> object:
         """End stores."""
 
     def prepare_load(self, keys: Sequence[bytes]) -> Any:
@@ -61,14 +61,6 @@ class OffloadChecker:
         name: the key of a chunk; what a tier below makes of keys can be checked with one that forgets something.
         groups: cache groups of the model.
         seed: of all that is random.
-
-    Example:
-        >>> from blockyard.offload import OffloadManager
-        >>> from blockyard.testing.offload_checker import OffloadChecker
-        >>> checker = OffloadChecker(OffloadManager(10), 10, groups=2)
-        >>> checker.run(2000)
-        >>> checker.loaded > 0
-        True
     """
 
     DEADLINE = 20

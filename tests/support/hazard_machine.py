@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from numpy.typing import NDArray
+from simulated_device import SimulatedStore, SimulatedStreams
 
 from blockyard._core import BlockManager
 from blockyard.engine.elastic.cache import ElasticCache
@@ -20,7 +21,6 @@ from blockyard.executor.executor import StepExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.scheduler import Draw, Request, Scheduler, Step
 from blockyard.stores.base import ExternalStore
-from blockyard.testing.device import SimulatedStore, SimulatedStreams
 from blockyard.testing.interfaces import Config
 from blockyard.testing.machines.scheduler import TIERS, ResizingSchedulerMachine, SchedulerMachine, draw_token
 from blockyard.testing.machines.side_by_side import refuse_open
@@ -96,9 +96,8 @@ class HazardMachine(SchedulerMachine):
         again=st.none() | requests(),
         by_layer=st.booleans(),
     )
-    def step(self, when: str, pick: int, again: Request | None, by_layer: bool = True) -> None:  # noqa: FBT001, FBT002
+    def step(self, when: str, pick: int, again: Request | None, by_layer: bool = True) -> None:
         """Run one step, in which a request may be aborted and its id used again."""
-        self.broken = True
         step = self.scheduler.schedule()
         self.check_shape(step)
         if when == "scheduled":
@@ -119,7 +118,6 @@ class HazardMachine(SchedulerMachine):
         self.idle = 0 if progress or rows or not self.live else self.idle + 1
         if self.idle > PATIENCE:
             raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
-        self.broken = False
 
     @rule(pick=st.integers(0, 3))
     def cancel(self, pick: int) -> None:
@@ -137,7 +135,7 @@ class HazardMachine(SchedulerMachine):
 
     def teardown(self) -> None:
         """Run to the end; every block must be free then, and every ticket ended."""
-        if self.broken or not hasattr(self, "executor"):
+        if self.failed or not hasattr(self, "executor"):
             return
         for _ in range(100 * PATIENCE):
             if not self.live and not self.executor.num_in_flight:
@@ -152,7 +150,7 @@ class HazardMachine(SchedulerMachine):
 
     # ---- helpers ----
 
-    def make_caches(self, layout: KVLayout, config: Config) -> Sequence[torch.Tensor] | None:  # noqa: ARG002
+    def make_caches(self, layout: KVLayout, config: Config) -> Sequence[torch.Tensor] | None:
         """Make the device's tensors; None leaves that to the engine."""
         return None
 
@@ -201,10 +199,10 @@ class HazardMachine(SchedulerMachine):
 
     def text(self, step: Step, row: int) -> list[int]:
         """Tokens of a row up to this step's last; none if it is void, or its request is gone: its token is dropped."""
-        state, _ = self.scheduler._rows.owner(row)  # noqa: SLF001 - what the scheduler believes is what is checked
+        state, _ = self.scheduler._rows.owner(row)
         if not state.alive or (step.void is not None and step.void[row]):
             return []
-        tokens: list[int] = self.scheduler._rows.text(row)[: step.start[row] + step.lengths[row]].tolist()  # noqa: SLF001
+        tokens: list[int] = self.scheduler._rows.text(row)[: step.start[row] + step.lengths[row]].tolist()
         return tokens
 
     def check_cells(self, row: int, tokens: Sequence[int], found: Sequence[Cells]) -> None:

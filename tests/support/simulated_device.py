@@ -267,7 +267,7 @@ class SimulatedStore(ExternalStore):
     def wait(
         self,
         ticket: int,
-        timeout: float | None = None,  # noqa: ARG002 (nothing here takes time)
+        timeout: float | None = None,
         out: NDArray[np.uint8] | None = None,
     ) -> Completion:
         """Run operations until a ticket is finished, and collect it."""
@@ -287,7 +287,7 @@ class SimulatedStore(ExternalStore):
         """Return empty counters."""
         return StoreStats()
 
-    def close(self, timeout: float = 5.0) -> bool:  # noqa: ARG002 (nothing here takes time)
+    def close(self, timeout: float = 5.0) -> bool:
         """Give up what is under way."""
         self._closed = True
         return True

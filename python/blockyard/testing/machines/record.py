@@ -1,0 +1,262 @@
+"""What a machine reports when it fails: one sentence, then the last steps, call by call."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+import unittest
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Final, cast
+
+import hypothesis
+import numpy as np
+from hypothesis import HealthCheck, Phase
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from blockyard._core import BlockManager, Defrag, Pairs, Prefix, Sequence, StepDecision
+from blockyard.errors import BlockyardError
+
+__all__ = ["Record", "RecordingMachine", "named", "show"]
+
+STEPS: Final = 10
+"""Steps that a failure shows."""
+LONGEST: Final = 12
+"""Elements of a list that are shown."""
+CALLS: Final = frozenset(
+    (
+        *("allocate", "fork", "free", "append", "truncate", "mark_computed", "swap_out", "swap_in", "take_decision"),
+        *("submit", "complete", "fail", "lose", "expire", "resize", "run", "note_tokens", "reset"),
+    )
+)
+"""Calls that change a manager; of the others only an error is recorded."""
+
+
+class Record:
+    """The calls of each step; `watch` wraps a manager so that its calls are recorded.
+
+    Attributes:
+        step: number of the step at hand.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._steps: deque[tuple[int, list[str]]] = deque([(0, [])], maxlen=STEPS)
+        self._refused: tuple[BaseException, str, dict[str, Any]] | None = None
+
+    def next_step(self) -> None:
+        """Begin a step."""
+        self.step += 1
+        self._steps.append((self.step, []))
+
+    def note(self, line: str) -> None:
+        """Add a line to the step at hand."""
+        self._steps[-1][1].append(line)
+
+    def watch(self, manager: Any) -> Any:
+        """Wrap a manager, so that the calls that change it are recorded; everything else passes through."""
+        return _Recorded(manager, self)
+
+    def unwrap(self, manager: Any) -> Any:
+        """The manager that `watch` wrapped."""
+        return manager._inner if type(manager) is _Recorded else manager  # noqa: SLF001 (of this module)
+
+    def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Make a call of the manager and note it."""
+        if name not in CALLS:
+            return self.query(name, function, args, options)
+        args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
+        options = {key: list(value) if isinstance(value, Iterator) else value for key, value in options.items()}
+        arguments = named(name, args, options)
+        text = show_call(name, arguments)
+        self.before(name, arguments, text)
+        result = self.query(name, function, args, options)
+        self.note(text if result is None else f"{text} -> {show(result)}")
+        self.after(name, arguments, result)
+        return result
+
+    def query(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Make a call of the manager; only its error is noted."""
+        try:
+            return function(*args, **options)
+        except BlockyardError as error:
+            arguments = named(name, args, options)
+            text = f"{show_call(name, arguments)} raised {type(error).__name__}"
+            self.note(text)
+            self._refused = (error, f"step {self.step}: {text}: {error}", arguments)
+            raise
+
+    def before(self, name: str, arguments: dict[str, Any], text: str) -> None:
+        """Check a call before it is made; `text` is how it is shown."""
+
+    def after(self, name: str, arguments: dict[str, Any], result: Any) -> None:
+        """Follow a call that was made."""
+
+    def sentence(self, error: BaseException) -> str:
+        """What an error says, in one line: with the call that raised it, if a call of the manager did."""
+        if self._refused is not None and self._refused[0] is error:
+            return self._refused[1]
+        text = " ".join(str(error).split())
+        return text if isinstance(error, AssertionError) and text else f"{type(error).__name__}: {text}"
+
+    def timeline(self) -> str:
+        """The last steps, one call a line."""
+        blocks = [f"  step {number}" + "".join(f"\n    {line}" for line in lines) for number, lines in self._steps]
+        return f"The last {len(blocks)} of {self.step + 1} steps (step 0 is the start):\n" + "\n".join(blocks)
+
+
+class _Recorded:
+    """A manager, or one of its parts, whose changing calls go to a `Record`."""
+
+    def __init__(self, inner: Any, record: Record) -> None:
+        self._inner, self._record = inner, record
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        return type(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        if name in ("prefix", "defrag"):
+            return _Recorded(value, self._record)
+        if not callable(value) or name == "pool":
+            return value
+        return lambda *args, **options: self._record.call(name, value, args, options)
+
+
+@cache
+def _parameters(name: str) -> tuple[tuple[str, ...], str | None] | None:
+    """Names of a call's positional parameters, and of the one that takes the rest; None if they are not known."""
+    for facet in (BlockManager, Prefix, Defrag):
+        try:
+            parameters = inspect.signature(getattr(facet, name)).parameters.values()
+        except (AttributeError, ValueError):
+            continue
+        rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+        names = (p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+        return tuple(name for name in names if name != "self"), rest
+    return None
+
+
+def named(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of the manager by name."""
+    names, rest = _parameters(name) or (tuple(f"argument {i}" for i in range(len(args))), None)
+    bound = dict(zip(names, args, strict=False))
+    if rest is not None and len(args) > len(names):
+        bound[rest] = args[len(names) :]
+    return bound | options
+
+
+def show_call(name: str, arguments: dict[str, Any]) -> str:
+    """A call with its arguments by name."""
+    return f"{name}({', '.join(f'{key}={show(value)}' for key, value in arguments.items())})"
+
+
+def show(value: Any) -> str:
+    """A short text of an argument or result."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, int | str | bool | None):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        numbers = len(value) > 0 and type(value[0]) is int
+        shown = ", ".join(map(str if numbers else show, value[:LONGEST]))
+        return f"[{shown}, ... {len(value)} in all]" if len(value) > LONGEST else f"[{shown}]"
+    if isinstance(value, StepDecision):
+        transfers = [f"{kind} {show(pairs)}" for kind, pairs in value.transfers()]
+        return f"ticket {value.ticket}: {'; '.join(transfers) or 'no transfers'}"
+    if isinstance(value, Pairs):
+        return ", ".join(f"{value.src} {a} -> {value.dst} {b}" for a, b in value.ids.tolist())
+    if isinstance(value, Sequence):
+        return str(int(value)) + (f" ({value.cached_tokens} tokens cached)" if value.cached_tokens else "")
+    return repr(value)
+
+
+class _TestCaseOf:
+    """The `TestCase` of a machine."""
+
+    def __get__(self, instance: object, machine: type[RecordingMachine]) -> type[unittest.TestCase]:
+        return _test_case(machine)
+
+
+@cache
+def _test_case(machine: type[RecordingMachine]) -> type[unittest.TestCase]:
+    class MachineTestCase(unittest.TestCase):
+        # A fault shows within a second, its shortest example minutes later.
+        shrink = False
+        settings = hypothesis.settings(
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            stateful_step_count=machine.step_count,
+            print_blob=False,
+        )
+
+        def runTest(self) -> None:  # noqa: N802 (unittest's name)
+            __tracebackhide__ = True
+            failure = None
+            left_out = () if self.shrink else (Phase.shrink, Phase.explain)
+            phases = [phase for phase in self.settings.phases if phase not in left_out]
+            used = hypothesis.settings(self.settings, phases=phases, report_multiple_bugs=False)
+            try:
+                run_state_machine_as_test(machine, settings=used)
+            except Exception as error:  # noqa: BLE001 (whatever the object under test raises is its failure)
+                failure = _failure(machine, error, calls=self.shrink)
+            if failure is not None:
+                raise failure from None
+
+    run: Any = MachineTestCase.runTest
+    run.is_hypothesis_test = True
+    run._hypothesis_state_machine_class = machine  # noqa: SLF001 (hypothesis' own mark)
+    MachineTestCase.__name__ = f"{machine.__name__}.TestCase"
+    MachineTestCase.__qualname__ = f"{machine.__qualname__}.TestCase"
+    return MachineTestCase
+
+
+def _failure(machine: type[RecordingMachine], error: Exception, *, calls: bool) -> Exception:
+    """An error whose text is the sentence, the last steps, and where it was raised."""
+    record = machine.last
+    if record is None or isinstance(error, hypothesis.errors.HypothesisException):
+        return error
+    lines = [record.sentence(error), "", record.timeline()]
+    if frames := list(_own_frames(error)):
+        lines += ["", "Raised at:", *frames]
+    if calls:
+        lines += ["", *getattr(error, "__notes__", ())]
+    return AssertionError("\n".join(lines))
+
+
+def _own_frames(error: BaseException) -> Iterable[str]:
+    """Lines of the code under test that the error passed through."""
+    apart = (Path(hypothesis.__file__).parent, Path(__file__).parents[1])
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not any(folder in Path(frame.filename).parents for folder in apart):
+            yield f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+
+
+class RecordingMachine(RuleBasedStateMachine):
+    """A machine that records its steps, and whose `TestCase` begins a failure with one sentence.
+
+    Attributes:
+        record: calls of the last steps.
+        last: the record of the example that ran last.
+        step_count: rules of an example, by default.
+    """
+
+    last: ClassVar[Record | None] = None
+    make_record: ClassVar[Callable[[], Record]] = Record
+    step_count: ClassVar[int] = 50
+    TestCase = cast("Any", _TestCaseOf())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = type(self).make_record()
+        type(self).last = self.record
+        self._outer = sys.exc_info()[1]
+
+    @property
+    def failed(self) -> bool:
+        """In `teardown`: whether a rule has raised. What the checks of the end find would only hide its error."""
+        return sys.exc_info()[1] is not self._outer

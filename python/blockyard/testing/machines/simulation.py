@@ -1,0 +1,294 @@
+"""`Simulation`: the device and the model of one step, which name the sequence, block or ticket that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import Pairs, StepDecision
+from blockyard.errors import BlockyardError, MappingError
+from blockyard.testing.machines.record import show
+from blockyard.testing.machines.scheduler import draw_token
+from blockyard.testing.machines.watch import Watch, common, holds
+
+__all__ = ["Simulation"]
+
+Ints = Sequence[int] | NDArray[np.integer[Any]]
+
+
+class Simulation:
+    """The device and the model in one step of a scheduler under test.
+
+    Args:
+        watch: follows the manager's calls; its memory holds tokens in place of keys and values.
+        lose: picks the pairs of a decision that are lost.
+    """
+
+    def __init__(self, watch: Watch, lose: Callable[[StepDecision], list[Pairs]]) -> None:
+        self.watch = watch
+        self._lose = lose
+        self.worked = False
+
+    def execute(self, decision: StepDecision) -> list[Pairs]:
+        """Carry out a decision's transfers; returns the pairs that did not land, as `BlockManager.complete` takes them.
+
+        Raises:
+            AssertionError: the decision was executed before, its ticket has ended, or it is not what the manager gave.
+        """
+        lost = self._lose(decision)
+        self.watch.note(f"execute(ticket {decision.ticket}) -> {show(lost)}")
+        self.watch.execute(decision, lost)
+        self.worked |= len(decision) > 0
+        return lost
+
+    def forward(
+        self,
+        token_ids: Ints,
+        slot_mapping: Ints,
+        block_tables: Sequence[Ints] | NDArray[np.integer[Any]],
+        query_lens: Ints,
+        seq_lens: Ints,
+    ) -> list[int]:
+        """Write the new tokens to their slots, read each sequence through its block table, and draw its next token.
+
+        Args:
+            token_ids: new tokens, sequence by sequence, `[tokens]`.
+            slot_mapping: their slots, `[tokens]`.
+            block_tables: blocks of each sequence, `[sequences, blocks]`.
+            query_lens: new tokens of each sequence, `[sequences]`.
+            seq_lens: tokens of each sequence, the new ones among them, `[sequences]`.
+
+        Returns:
+            The next token of each sequence; of no meaning where the prompt goes on.
+
+        Raises:
+            AssertionError: the lengths do not agree, two tokens share a slot, or a sequence reads other tokens than its
+                request has.
+        """
+        tokens, slots = _ints(token_ids), _ints(slot_mapping)
+        lengths, ends = _ints(seq_lens), list(accumulate(_ints(query_lens), initial=0))
+        if not (len(tokens) == len(slots) == ends[-1] and len(block_tables) == len(query_lens) == len(lengths)):
+            raise AssertionError(
+                f"step {self.watch.step}: forward got {len(tokens)} token_ids and {len(slots)} slots in slot_mapping, "
+                f"query_lens sum to {ends[-1]}; {len(block_tables)} block_tables, {len(query_lens)} query_lens, "
+                f"{len(lengths)} seq_lens"
+            )
+        self.watch.note(
+            f"forward(token_ids={show(tokens)}, slot_mapping={show(slots)}, block_tables={show(list(block_tables))}, "
+            f"query_lens={show(_ints(query_lens))}, seq_lens={show(lengths)})"
+        )
+        self.worked |= bool(tokens)
+        rows = [
+            _Row(self.watch, i, first, tokens[first:end], slots[first:end], _ints(block_tables[i]), lengths[i])
+            for i, (first, end) in enumerate(pairwise(ends))
+        ]
+        self._refuse_shared_slots(rows, slots)
+        try:
+            self.watch.memory.write(slots, tokens)
+        except MappingError as error:
+            raise AssertionError(f"step {self.watch.step}: forward: {error}") from error
+        for row in rows:
+            for slot in row.slots:
+                self.watch.writers[slot // self.watch.memory.block_size] = f"forward of step {self.watch.step}"
+        drawn = [draw_token(row.read(), 0) for row in rows]
+        self.watch.note(f"forward -> {show(drawn)}")
+        return drawn
+
+    def _refuse_shared_slots(self, rows: Sequence[_Row], slots: Sequence[int]) -> None:
+        """Two tokens of a step must not share a slot."""
+        if len(set(slots)) == len(slots):
+            return
+        twice = next(slot for slot in slots if slots.count(slot) > 1)
+        names = " and ".join(dict.fromkeys(row.title() for row in rows if twice in row.slots))
+        raise AssertionError(
+            f"step {self.watch.step}: two tokens of slot_mapping share slot {twice} "
+            f"(block {twice // self.watch.memory.block_size}): {names}"
+        )
+
+
+@dataclass
+class _Row:
+    """One sequence of a step, as `forward` was given it."""
+
+    watch: Watch
+    row: int
+    first: int  # index of its first token in the arrays
+    tokens: list[int]
+    slots: list[int]
+    table: list[int]
+    length: int
+
+    def __post_init__(self) -> None:
+        self.size = self.watch.memory.block_size
+        self.table = self.table[: -(-self.length // self.size)]
+
+    def read(self) -> list[int]:
+        """Read the tokens of the row; they must be those of a request."""
+        try:
+            text = self.watch.memory.read(self.table, self.length)
+        except MappingError:
+            raise AssertionError(f"step {self.watch.step}: {self.explain([])}") from None
+        names = [name for name, whole in self.watch.texts.items() if whole[: self.length] == text]
+        if not names or text[self.length - len(self.tokens) :] != self.tokens:
+            raise AssertionError(f"step {self.watch.step}: {self.explain(text)}")
+        owner = self.owner()
+        if owner is not None:
+            self.claim(owner, names)
+            self.compare_told(owner, text)
+        return text
+
+    def claim(self, handle: int, names: Sequence[str]) -> None:
+        """Note whose sequence this is."""
+        followed = self.watch.sequences[handle]
+        taken = {self.watch.sequences[other].request for other in self.watch.live() if other != handle}
+        followed.table = tuple(self.table)
+        if followed.request not in names:
+            followed.request = next((name for name in reversed(names) if name not in taken), names[-1])
+
+    def compare_told(self, handle: int, text: Sequence[int]) -> None:
+        """What the manager was told of the tokens must be what the model has computed."""
+        followed = self.watch.sequences[handle]
+        if not self.watch.manager.prefix.enabled:
+            return
+        for at, (told, token) in enumerate(zip(followed.tokens, text, strict=False)):
+            if told is not None and told != token:
+                raise AssertionError(
+                    f"step {self.watch.step}: {followed.told[at]} named token {told}, the model has token {token} "
+                    f"at position {at} of {self.watch.name(handle)}, slot {self.slot(at)} (block {self.table_at(at)})"
+                )
+
+    def owner(self) -> int | None:
+        """The sequence whose block table this is."""
+        for handle in self.watch.live():
+            blocks = self.watch.blocks(handle) if self.watch.manager.tier(handle) == "device" else []
+            if blocks and blocks[: len(self.table)] == self.table:
+                return handle
+        return None
+
+    def writer(self) -> int | None:
+        """The sequence that the slots of the new tokens belong to."""
+        blocks = {slot // self.size for slot in self.slots}
+        found = None
+        for handle in self.watch.live():
+            if blocks and self.watch.manager.tier(handle) == "device" and blocks <= set(self.watch.blocks(handle)):
+                end = self.watch.manager.num_tokens(handle)
+                if self.slots == self.slots_of(handle, end - len(self.slots), end):
+                    return handle
+                found = handle if found is None else found
+        return found
+
+    def slots_of(self, handle: int, first: int, end: int) -> list[int]:
+        """Slots of a sequence's tokens."""
+        try:
+            return [int(slot) for slot in self.watch.manager.slot_mapping(handle, max(0, first), end)]
+        except BlockyardError:
+            return []
+
+    def title(self) -> str:
+        """The row's sequence."""
+        handle = self.owner()
+        handle = self.writer() if handle is None else handle
+        return f"row {self.row}" + ("" if handle is None else f", {self.watch.name(handle)}")
+
+    def table_at(self, position: int) -> int:
+        """Block of a position."""
+        return self.table[position // self.size]
+
+    def slot(self, position: int) -> int:
+        """Slot of a position."""
+        return self.table_at(position) * self.size + position % self.size
+
+    def explain(self, text: Sequence[int]) -> str:
+        """What is wrong with a row that reads other tokens than its request has."""
+        owner, writer = self.owner(), self.writer()
+        if writer is not None and owner != writer:
+            return self.explain_table(owner, writer)
+        if owner is None:
+            return self.explain_stranger()
+        here = f"row {self.row}, {self.watch.name(owner)}"
+        if self.watch.sequences[owner].lost:
+            return f"{here}: it {self.watch.state(owner)}"
+        if not text:
+            return (
+                f"{here}: block_tables[{self.row}] has {len(self.table)} blocks of {self.size} for seq_lens[{self.row}] "
+                f"= {self.length}; block_table(sequence={owner}) is {show(self.watch.blocks(owner))}"
+            )
+        return self.explain_slots(owner, here) or self.explain_tokens(owner, here, text)
+
+    def explain_slots(self, owner: int, here: str) -> str:
+        """The slots are those of other positions, if they are."""
+        length = self.watch.manager.num_tokens(owner)
+        wanted = self.slots_of(owner, self.length - len(self.slots), self.length) if self.length <= length else []
+        if self.slots == wanted:
+            return ""
+        if not wanted or self.slots == self.slots_of(owner, length - len(self.slots), length):
+            return f"{here}: seq_lens[{self.row}] is {self.length}, num_tokens(sequence={owner}) is {length}"
+        at = next(i for i, (a, b) in enumerate(zip(self.slots, wanted, strict=False)) if a != b)
+        return (
+            f"{here}: slot_mapping[{self.first + at}] is {self.slots[at]} (block {self.slots[at] // self.size}), "
+            f"position {self.length - len(self.slots) + at} is slot {wanted[at]} (block {wanted[at] // self.size})"
+        )
+
+    def explain_table(self, owner: int | None, writer: int) -> str:
+        """The block table is not that of the sequence whose slots are written."""
+        blocks = self.watch.blocks(writer)
+        theirs = f", the table of {self.watch.name(owner)}" if owner is not None else ""
+        at = common(self.table, blocks)
+        if at >= len(blocks):
+            block = f"block {self.table[at]} is not its own"
+        elif at >= len(self.table):
+            block = f"block {blocks[at]} is missing"
+        else:
+            block = f"block {self.table[at]} stands for block {blocks[at]}"
+        return (
+            f"row {self.row} writes slots {show(self.slots)} of {self.watch.name(writer)}: block_tables[{self.row}] is "
+            f"{show(self.table)}{theirs}; block_table(sequence={writer}) is {show(blocks)}: {block}"
+        )
+
+    def explain_stranger(self) -> str:
+        """The block table is that of no sequence, and the slots are of none."""
+        was = [(h, f) for h, f in self.watch.sequences.items() if list(f.table[: len(self.table)]) == self.table]
+        before = f"; it was that of sequence {was[-1][0]}, which {self.watch.state(was[-1][0])}" if was else ""
+        return (
+            f"row {self.row}: block_tables[{self.row}] is {show(self.table)} and slot_mapping {show(self.slots)}, "
+            f"of no sequence on the device{before}"
+        )
+
+    def explain_tokens(self, owner: int, here: str, text: Sequence[int]) -> str:
+        """Table, slots and length are right, and the tokens are not."""
+        request = self.watch.sequences[owner].request
+        whole = self.watch.texts.get(request) or max(
+            self.watch.texts.values(), key=lambda tokens: common(text, tokens), default=[]
+        )
+        at = min(common(text, whole), self.length - 1)
+        expected = f"wanted token {whole[at]}" if at < len(whole) else f"its request ends after {len(whole)} tokens"
+        first = self.length - len(self.tokens)
+        if at >= first and text[at] == self.tokens[at - first]:
+            return (
+                f"{here}: token_ids[{self.first + at - first}] is {text[at]} for position {at} "
+                f"(block {self.table_at(at)}), {expected}" + (f" for request {request!r}" if request else "")
+            )
+        block = self.table_at(at)
+        late = [
+            f"; {kind} {pairs.src} {a} -> device {b} of ticket {number} was not executed before forward"
+            for number, ticket in self.watch.tickets.items()
+            if ticket.executed is None and not ticket.ended
+            for kind, pairs in ticket.decision.transfers()
+            for a, b in pairs.ids.tolist()
+            if pairs.dst == "device" and b == block
+        ]
+        written = self.watch.writers.get(block)
+        last = f"; block {block} was last written by {written}" if written else ""
+        return (
+            f"{here}: position {at} is slot {self.slot(at)} (block {block}), which {holds(text[at])}, "
+            f"{expected}{late[0] if late else last}"
+        )
+
+
+def _ints(values: Any) -> list[int]:
+    return [int(value) for value in values]

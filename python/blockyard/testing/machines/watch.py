@@ -1,0 +1,326 @@
+"""`Watch`: what a scheduler tells its manager, checked against what it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from blockyard._core import BlockManager, Expired, Pairs, StepDecision
+from blockyard.errors import BlockyardError
+from blockyard.testing.machines.record import Record, show
+from blockyard.testing.memory import EMPTY, LOST, LateMemory
+
+__all__ = ["Followed", "Ticket", "Watch", "common", "holds"]
+
+MOST_OPEN: Final = 16
+"""Tickets that may be open at once; `execute` returns when the transfers have ended, so one is enough."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A decision that was taken."""
+
+    decision: StepDecision
+    step: int
+    executed: int | None = None  # the step
+    ended: str = ""  # how
+    losses: tuple[Pairs, ...] = ()
+
+
+@dataclass(slots=True)
+class Followed:
+    """A sequence: what the manager was told of it."""
+
+    opened: int  # the step
+    tokens: list[int | None]  # None: the manager does not know the id
+    told: list[str]  # for each token: the call that named it
+    request: str = ""
+    freed: int | None = None
+    lost: str = ""  # the call that said so
+    table: tuple[int, ...] = ()  # the last that was seen
+
+
+class Watch(Record):
+    """Follows tickets and sequences through the calls of a scheduler under test.
+
+    Attributes:
+        manager: the manager under the scheduler.
+        memory: what the decisions run on.
+        texts: all tokens of each request, the prompt first, as endless memory gives them.
+        writers: what wrote a device block last.
+    """
+
+    manager: BlockManager
+    memory: LateMemory
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tickets: dict[int, Ticket] = {}
+        self.sequences: dict[int, Followed] = {}
+        self.texts: dict[str, list[int]] = {}
+        self.writers: dict[int, str] = {}
+
+    # ---- calls of the manager ----
+
+    def before(self, name: str, arguments: dict[str, Any], text: str) -> None:
+        """Refuse a ticket that ends too early, and tokens marked before they are computed."""
+        if name == "complete":
+            self._complete(int(arguments["ticket"]), list(arguments.get("lost", ())), text)
+        elif name == "mark_computed" and self.manager.prefix.enabled:
+            self._mark(arguments, text)
+        elif name == "fail" and arguments["ticket"] in self.tickets:
+            self._abandon(int(arguments["ticket"]), text)
+
+    def after(self, name: str, arguments: dict[str, Any], result: Any) -> None:
+        """Follow what a call has changed."""
+        follow = getattr(self, f"_after_{name}", None)
+        if follow is not None:
+            follow(arguments, result)
+        elif name in ("complete", "fail", "lose"):
+            for handle in handles(result):
+                if handle in self.sequences:
+                    self.sequences[handle].lost = f"{name}(ticket={arguments['ticket']}) in step {self.step}"
+
+    def sentence(self, error: BaseException) -> str:
+        """What an error says, with the end of the ticket or sequence that its call names."""
+        text = super().sentence(error)
+        if self._refused is None or self._refused[0] is not error:
+            return text
+        arguments = self._refused[2]
+        named = handles(arguments.get("sequences", arguments.get("sequence", ())))
+        known = [handle for handle in named if handle in self.sequences]
+        states = {handle: self.state(handle) for handle in known}
+        gone = [f"sequence {h} {text}" for h, text in states.items() if len(known) == 1 or "on the device" not in text]
+        ticket = self.tickets.get(arguments.get("ticket", -1))
+        if ticket is not None and ticket.ended:
+            gone.append(f"ticket {arguments['ticket']} had ended: {ticket.ended}")
+        elif "ticket" in arguments and ticket is not None:
+            gone.append(f"ticket {arguments['ticket']} is of step {ticket.step}")
+        return "; ".join([text, *gone])
+
+    def _complete(self, ticket: int, lost: Sequence[Pairs], text: str) -> None:
+        taken = self.tickets.get(ticket)
+        if taken is None or taken.ended:
+            return  # the manager refuses it
+        if taken.executed is None and len(taken.decision):
+            raise AssertionError(
+                f"step {self.step}: {text} came before execute(decision): "
+                f"of ticket {ticket} nothing has run, {show(taken.decision)}"
+            )
+        named = {(pairs.src, pairs.dst, *ids) for pairs in lost for ids in pairs.ids.tolist()}
+        missing = [p for p in taken.losses if (p.src, p.dst, *p.ids[0].tolist()) not in named]
+        if missing:
+            raise AssertionError(
+                f"step {self.step}: {text} leaves out what execute returned as lost: {', '.join(map(show, missing))}"
+            )
+        taken.ended = f"{text} in step {self.step}"
+        if taken.executed is not None:
+            self.memory.finish(ticket)
+
+    def _abandon(self, ticket: int, text: str) -> None:
+        taken = self.tickets[ticket]
+        if not taken.ended:
+            taken.ended = f"{text} in step {self.step}"
+            if taken.executed is not None:
+                self.memory.abandon(ticket)
+
+    def _mark(self, arguments: dict[str, Any], text: str) -> None:
+        batch = handles(arguments["sequences"])
+        counts = arguments.get("num_computed")
+        for row, handle in enumerate(batch):
+            try:
+                if self.manager.tier(handle) != "device":
+                    continue
+                table = self.manager.block_table(handle).tolist()
+                length = self.manager.num_tokens(handle) if counts is None else int(np.atleast_1d(counts)[row])
+                found = self.memory.read(table, length)
+            except BlockyardError:
+                continue  # the manager refuses it
+            size = self.memory.block_size
+            wrong = next((at for at, token in enumerate(found) if token in (EMPTY, LOST)), None)
+            if wrong is None and not any(whole[:length] == found for whole in self.texts.values()):
+                best = max((common(found, whole) for whole in self.texts.values()), default=0)
+                wrong = min(best, length - 1)
+            if wrong is not None:
+                raise AssertionError(
+                    f"step {self.step}: {text}: token {wrong} of {self.name(handle)} is not computed yet, "
+                    f"its slot {table[wrong // size] * size + wrong % size} (block {table[wrong // size]}) "
+                    f"{holds(found[wrong])}"
+                )
+
+    def _after_allocate(self, arguments: dict[str, Any], result: Any) -> None:
+        opened = handles(result)
+        texts = [_tokens(prompt) for prompt in arguments.get("prompts", ())]
+        texts = texts or [[None] * length for length in map(self.manager.num_tokens, opened)]
+        for handle, text in zip(opened, texts, strict=True):
+            self.sequences[handle] = Followed(self.step, text, [f"allocate in step {self.step}"] * len(text))
+
+    def _after_fork(self, arguments: dict[str, Any], result: Any) -> None:
+        parent, shared = self.sequences[int(arguments["sequence"])], arguments.get("shared_tokens")
+        rest = 0 if shared is None else int(arguments["num_tokens"]) - int(shared)
+        for handle in handles(result):
+            tokens, told = [*parent.tokens[:shared], *[None] * rest], [*parent.told[:shared], *[""] * rest]
+            self.sequences[handle] = Followed(self.step, tokens, told)
+
+    def _after_truncate(self, arguments: dict[str, Any], _: Any) -> None:
+        followed, kept = self.sequences[int(arguments["sequence"])], int(arguments["num_tokens"])
+        del followed.tokens[kept:], followed.told[kept:]
+
+    def _after_free(self, arguments: dict[str, Any], _: Any) -> None:
+        for handle in handles(arguments["sequences"]):
+            self.sequences[handle].freed = self.step
+
+    def _after_take_decision(self, _: dict[str, Any], decision: StepDecision) -> None:
+        self.tickets[decision.ticket] = Ticket(decision, self.step)
+        if len(self.open_tickets()) > MOST_OPEN:
+            raise AssertionError(f"step {self.step}: {self.open_ticket()}")
+
+    def _after_expire(self, arguments: dict[str, Any], expired: Expired) -> None:
+        for ticket in expired.tickets:
+            self._abandon(ticket, f"expire(now={arguments['now']})")
+
+    def _after_append(self, arguments: dict[str, Any], _: Any) -> None:
+        batch = handles(arguments["sequences"])
+        counts = _counts(arguments.get("num_tokens"), len(batch))
+        ids = arguments.get("token_ids")
+        tokens = [None] * sum(counts) if ids is None else list(map(int, ids))
+        for handle, count in zip(batch, counts, strict=True):
+            followed = self.sequences[handle]
+            new, tokens = tokens[:count], tokens[count:]
+            # A chunk of a prompt was named when the sequence was opened.
+            more = max(0, self.manager.num_tokens(handle) - len(followed.tokens))
+            followed.tokens += new[count - more :]
+            followed.told += [f"append(sequences={show(batch)}, token_ids={show(new)}) in step {self.step}"] * more
+
+    def _after_note_tokens(self, arguments: dict[str, Any], _: Any) -> None:
+        batch, ids = handles(arguments["sequences"]), list(map(int, arguments["token_ids"]))
+        for handle, count in zip(batch, _counts(arguments.get("num_tokens"), len(batch)), strict=True):
+            followed = self.sequences[handle]
+            first = followed.tokens.index(None) if None in followed.tokens else len(followed.tokens)
+            new, ids = ids[:count], ids[count:]
+            followed.tokens[first : first + count] = new
+            followed.told[first : first + count] = [
+                f"note_tokens(sequences={show(batch)}, token_ids={show(new)}) in step {self.step}"
+            ] * count
+
+    # ---- tickets ----
+
+    def execute(self, decision: StepDecision, losses: Sequence[Pairs]) -> None:
+        """Begin a decision's transfers: loads and copies run now, what else may be late until its ticket ends."""
+        ticket = decision.ticket
+        taken = self.tickets.get(ticket)
+        if taken is None:
+            raise AssertionError(f"step {self.step}: execute got ticket {ticket}, which the manager has not handed out")
+        if taken.executed is not None:
+            raise AssertionError(
+                f"step {self.step}: execute(decision) ran ticket {ticket} twice, before in step {taken.executed}"
+            )
+        if taken.ended:
+            raise AssertionError(f"step {self.step}: execute(decision) of ticket {ticket} came after {taken.ended}")
+        if decision.transfers() != taken.decision.transfers():
+            raise AssertionError(
+                f"step {self.step}: execute got another decision of ticket {ticket} than take_decision returned: "
+                f"{show(decision)}; wanted {show(taken.decision)}"
+            )
+        early = [t for t in decision.after if t != ticket and self.tickets[t].executed is None]
+        if early:
+            raise AssertionError(
+                f"step {self.step}: ticket {ticket} runs after ticket {early[0]} of step "
+                f"{self.tickets[early[0]].step}, which was never executed"
+            )
+        taken.executed, taken.losses = self.step, tuple(losses)
+        loads = [pairs for _, pairs in decision.transfers() if pairs.dst == "device"]
+        needed = () if decision.prefetch else {int(block) for pairs in loads for block in pairs.ids[:, 1]}
+        self.memory.submit(decision, needed, losses)
+        for kind, pairs in decision.transfers():
+            for a, b in pairs.ids.tolist() if pairs.dst == "device" else ():
+                self.writers[b] = f"{kind} {pairs.src} {a} -> device {b} of ticket {ticket} in step {self.step}"
+
+    def open_tickets(self) -> list[int]:
+        """Tickets that were neither completed nor failed, the oldest first."""
+        return [number for number, ticket in self.tickets.items() if not ticket.ended]
+
+    def open_ticket(self) -> str:
+        """Name the oldest open ticket."""
+        oldest = self.open_tickets()[0]
+        ticket = self.tickets[oldest]
+        done = "was never executed" if ticket.executed is None else f"was executed in step {ticket.executed}"
+        return (
+            f"ticket {oldest} of step {ticket.step} {done} and was neither completed nor failed, "
+            f"{len(self.open_tickets())} tickets are open: call complete(ticket={oldest}, lost=...)"
+        )
+
+    # ---- sequences ----
+
+    def live(self) -> list[int]:
+        """Sequences that are not freed."""
+        return [handle for handle, followed in self.sequences.items() if followed.freed is None]
+
+    def name(self, handle: int) -> str:
+        """A sequence and its request."""
+        request = self.sequences[handle].request
+        return f"sequence {handle}" + (f" (request {request!r})" if request else "")
+
+    def state(self, handle: int) -> str:
+        """Where a sequence is."""
+        followed = self.sequences[handle]
+        owner = f" for request {followed.request!r}" if followed.request else ""
+        if followed.freed is not None:
+            return f"was opened in step {followed.opened}{owner} and freed in step {followed.freed}"
+        if followed.lost:
+            return f"has lost bytes, {followed.lost} returned it: free it and start again"
+        return f"was opened in step {followed.opened}{owner} and is on the {self.manager.tier(handle)}"
+
+    def culprit(self, live: Iterable[str]) -> str:
+        """What keeps the requests from ending, if it can be named."""
+        live = set(live)
+        for handle in self.live():
+            if self.sequences[handle].lost:
+                return f"{self.name(handle)} {self.state(handle)}: "
+        if self.open_tickets():
+            return f"{self.open_ticket()}: "
+        for handle in self.live():
+            followed = self.sequences[handle]
+            if followed.request and followed.request not in live:
+                where = self.manager.tier(handle)
+                return f"{self.name(handle)} was not freed and holds {where} blocks {show(self.blocks(handle))}: "
+        return ""
+
+    def blocks(self, handle: int) -> list[int]:
+        """The block table of a sequence, empty if the manager refuses it."""
+        try:
+            return [int(block) for block in self.manager.block_table(handle)]
+        except BlockyardError:
+            return []
+
+
+def holds(token: int) -> str:
+    """What a slot holds."""
+    return {EMPTY: "was never written", LOST: "was lost by a transfer"}.get(token, f"holds token {token}")
+
+
+def handles(given: Any) -> list[int]:
+    """Handles as the manager's calls take and return them."""
+    if isinstance(given, list | tuple | np.ndarray):
+        return [int(handle) for handle in given]
+    return [int(given)]
+
+
+def _counts(given: Any, rows: int) -> list[int]:
+    if given is None or isinstance(given, int):
+        return [1 if given is None else given] * rows
+    return [int(count) for count in np.broadcast_to(given, rows)]
+
+
+def _tokens(prompt: Any) -> list[int | None]:
+    if isinstance(prompt, int):
+        return [None] * prompt
+    return list(map(int, prompt)) if hasattr(prompt, "__iter__") else [None] * len(prompt)
+
+
+def common(found: Sequence[int], whole: Sequence[int]) -> int:
+    """How many first tokens two texts share."""
+    return next((i for i, (a, b) in enumerate(zip(found, whole, strict=False)) if a != b), min(len(found), len(whole)))
