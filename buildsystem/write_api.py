@@ -44,7 +44,6 @@ MODULES = {
     "blockyard.testing": "Models and simulated memory for your own tests: [test-kit.md](test-kit.md).",
     "blockyard.testing.machines": "Hypothesis state machines; needs hypothesis.",
     "blockyard.testing.machines.strategies": "Hypothesis strategies; needs hypothesis.",
-    "blockyard.testing.device": "A simulated device and an external tier like it; needs torch.",
     "blockyard.testing.store_suite": "Test suites of external stores; need pytest.",
     "blockyard.testing.faults": "Damage to a store, and stores that fail.",
 }

@@ -72,7 +72,7 @@ impl World {
         let config = Config { block_size, blocks, watermark, prefix_caching };
         let mut manager = Manager::with_groups(config, policies, groups).unwrap();
         if options & 4 == 0 && prefix_caching {
-            let _ = manager.keep_host_copies((options & 24) as u32 / 8);
+            let _ = manager.keep_host_copies(block_size - 1);
         }
         if options & 8 == 0 && prefix_caching {
             manager.record_events(6).unwrap();
