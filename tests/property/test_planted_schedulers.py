@@ -5,7 +5,7 @@ import re
 import planted_schedulers
 import pytest
 from hypothesis import Phase, settings
-from planted_schedulers import FAULTS, Embedder, Fault, find, machine_of
+from planted_schedulers import FAULTS, Embedder, Fault, Row, find, machine_of
 
 QUICK = [
     planted_schedulers.CompletesFirst,
@@ -40,8 +40,52 @@ def test_every_planted_fault_is_found_and_named_with_ten_seeds(fault: Fault):
         assert_found(fault, seed)
 
 
-def test_the_scheduler_without_a_fault_passes():
-    machine = machine_of(Embedder)
+class CompletesLater(Embedder):
+    """A ticket ends a step later; what it has lost is known at once."""
+
+    late: tuple = ()
+
+    def transfer(self, decision, simulation):
+        pairs = simulation.execute(decision)
+        lost = self.manager.lose(decision.ticket, pairs).tolist()
+        self.complete_late()
+        self.late = (decision.ticket, pairs)
+        return lost
+
+    def finish(self, sampled):
+        finished = super().finish(sampled)
+        if not self.running and not self.swapped:
+            self.complete_late()
+        return finished
+
+    def complete_late(self):
+        if self.late:
+            self.manager.complete(*self.late)
+            self.late = ()
+
+
+class NamesTokensLater(Embedder):
+    """The slots are given before the tokens are named."""
+
+    def append(self, jobs):
+        last = [job.tokens[-1] for job in jobs]
+        slots = self.manager.append([job.sequence for job in jobs]).tolist()
+        self.manager.prefix.note_tokens([job.sequence for job in jobs], last)
+        self.batch += [Row(job, [token], [slot]) for job, token, slot in zip(jobs, last, slots, strict=True)]
+
+
+class FailsWhatItSkips(Embedder):
+    """Every seventh decision is not carried out but failed."""
+
+    def transfer(self, decision, simulation):
+        if decision.ticket % 7 == 0:
+            return self.manager.fail(decision.ticket).tolist()
+        return super().transfer(decision, simulation)
+
+
+@pytest.mark.parametrize("sound", [Embedder, CompletesLater, NamesTokensLater, FailsWhatItSkips])
+def test_a_scheduler_without_a_fault_passes(sound: type[Embedder]):
+    machine = machine_of(sound)
     machine.TestCase.settings = settings(machine.TestCase.settings, max_examples=15)
     assert find(machine, 0)[1] == ""
 

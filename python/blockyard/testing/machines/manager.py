@@ -14,6 +14,7 @@ from blockyard.errors import InvalidArgumentError, SnapshotError
 from blockyard.testing.interfaces import Config, ManagerLike, TierName
 from blockyard.testing.machines.record import RecordingMachine
 from blockyard.testing.machines.side_by_side import (
+    MOST_OPEN,
     SideBySide,
     Tracked,
     answer,
@@ -261,6 +262,8 @@ class ManagerMachine(SideBySide, RecordingMachine):
     def step(self, everyone: bool, lost: list[int]) -> None:  # noqa: FBT001 (drawn)
         """Take the decision, begin its transfers, write the step's tokens, read them through the tables."""
         self.record.next_step()
+        for ticket in self.tickets[: 1 - MOST_OPEN]:
+            self.end(ticket)
         decision, expected = self.manager.take_decision(), self.model.take_decision()
         same("ticket", decision.ticket, expected.ticket, when=self.same_ids)
         if self.same_ids:

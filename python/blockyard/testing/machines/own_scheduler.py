@@ -31,6 +31,9 @@ REQUESTS = st.tuples(requests(max_n=1, priorities=1), follow_ups())
 ARRIVALS = st.lists(REQUESTS, max_size=2)
 LOSSES: st.SearchStrategy[list[int]] = st.just([]) | st.lists(st.integers(0, 63), min_size=1, max_size=2)
 
+BEYOND = 4
+"""Tokens that a scheduler may compute beyond the end of a request."""
+
 
 class OwnSchedulerMachine(SchedulerMachine):
     """Random requests and losses on a scheduler that has one call for a step; `scheduler_machine` makes it.
@@ -92,7 +95,9 @@ class OwnSchedulerMachine(SchedulerMachine):
         name = f"{request.request_id[0]}{self.added}"
         request = replace(request, request_id=name, prompt=prompt, max_tokens=most, stop_token_ids=frozenset())
         self.accept(request)
-        self.record.texts[name] = self.earlier[-1][1]
+        # A scheduler that is a step ahead runs beyond the end and drops what it draws.
+        (drawn,) = reference_tokens(replace(request, max_tokens=most + BEYOND))
+        self.record.texts[name] = [*prompt, *drawn]
         type(self).add_request(self.scheduler, request)
         self.manager.check()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from blockyard._core import AllocStatus, Pairs, StepDecision
 from blockyard.errors import BlockyardError, OutOfBlocksError, SequenceStateError
@@ -13,9 +13,11 @@ from blockyard.testing.machines.record import show
 from blockyard.testing.memory import LateMemory
 from blockyard.testing.model import ReferenceManager
 
-__all__ = ["SideBySide", "Tracked", "answer", "can_move", "handles_of", "move", "same"]
+__all__ = ["MOST_OPEN", "SideBySide", "Tracked", "answer", "can_move", "handles_of", "move", "same"]
 
 T = TypeVar("T")
+MOST_OPEN: Final = 16
+"""Tickets that a machine leaves open; with more a manager warns."""
 
 
 @dataclass(slots=True, eq=False)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from blockyard._core import BlockManager, Expired, Pairs, StepDecision
 from blockyard.errors import BlockyardError
 from blockyard.testing.machines.record import Record, show
+from blockyard.testing.machines.side_by_side import MOST_OPEN
 from blockyard.testing.memory import EMPTY, LOST, LateMemory
 
 __all__ = ["Followed", "Ticket", "Watch", "common", "holds"]
-
-MOST_OPEN: Final = 16
-"""Tickets that may be open at once; `execute` returns when the transfers have ended, so one is enough."""
 
 
 @dataclass(slots=True)
@@ -69,6 +67,8 @@ class Watch(Record):
         """Refuse a ticket that ends too early, and tokens marked before they are computed."""
         if name == "complete":
             self._complete(int(arguments["ticket"]), list(arguments.get("lost", ())), text)
+        elif name == "take_decision" and len(self.open_tickets()) >= MOST_OPEN:
+            raise AssertionError(f"step {self.step}: {self.open_ticket()}")
         elif name == "mark_computed" and self.manager.prefix.enabled:
             self._mark(arguments, text)
         elif name == "fail" and arguments["ticket"] in self.tickets:
@@ -175,8 +175,6 @@ class Watch(Record):
 
     def _after_take_decision(self, _: dict[str, Any], decision: StepDecision) -> None:
         self.tickets[decision.ticket] = Ticket(decision, self.step)
-        if len(self.open_tickets()) > MOST_OPEN:
-            raise AssertionError(f"step {self.step}: {self.open_ticket()}")
 
     def _after_expire(self, arguments: dict[str, Any], expired: Expired) -> None:
         for ticket in expired.tickets:
