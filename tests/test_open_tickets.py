@@ -1,7 +1,10 @@
 """Tickets that nobody ends are named: by a warning, by `open_tickets`, by errors and by the test kit."""
 
 import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +25,31 @@ def test_too_many_open_tickets_are_warned_of_once_with_their_ages() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert manager.take_decision().ticket == 7
+
+
+FORGETS = """
+from blockyard import BlockManager
+manager = BlockManager(block_size=2, device_blocks=8)
+def forgets():
+    return manager.take_decision()
+for _ in range(17):
+    forgets()
+    manager.complete(manager.take_decision().ticket)
+forgets()
+"""
+
+
+@pytest.mark.parametrize("mode", [[], ["-X", "dev"]])
+def test_seventeen_open_tickets_are_warned_of_with_their_lines_in_development_mode(
+    tmp_path: Path, mode: list[str]
+) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text(FORGETS, encoding="utf-8")
+    ended = subprocess.run([sys.executable, *mode, script], check=True, capture_output=True, text=True)
+    assert ended.stderr.count("RuntimeWarning") == 1
+    assert "17 tickets are open, max_open_tickets is 16: complete or fail each ticket" in ended.stderr
+    assert (f"1 (33 steps ago, {script}:5)" in ended.stderr) == bool(mode)
+    assert ("python -X dev names the lines that took them" in ended.stderr) != bool(mode)
 
 
 def test_a_warning_that_is_an_error_loses_no_decision() -> None:
