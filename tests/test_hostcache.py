@@ -6,7 +6,7 @@ import pytest
 from managers import make_manager
 from prompts import allocate_prompts
 
-from blockyard import BlockManager, Pairs, PrefixCaching, StepDecision
+from blockyard import BlockManager, CacheGroup, Pairs, PrefixCaching, StepDecision
 from blockyard.errors import InvalidArgumentError
 from blockyard.events import export_keys
 
@@ -182,6 +182,18 @@ def test_blocks_that_are_being_copied_can_be_taken() -> None:
     manager.complete(decision.ticket)
     manager.check()
     assert manager.prefix.lookup(list(range(100, 100 + 16 * SIZE))).tokens == 0, "what has no copy is gone"
+
+
+def test_nothing_is_copied_where_prompts_do_not_look_on_the_host() -> None:
+    caching = PrefixCaching(host=True)
+    for groups in ([CacheGroup.sliding_window(8)], [CacheGroup.full_attention(), CacheGroup.sliding_window(8)]):
+        manager = BlockManager(
+            block_size=SIZE, device_blocks=24, host_blocks=32, watermark=0.0, groups=groups, prefix_caching=caching
+        )
+        for at in range(12):
+            manager.free([run(manager, [at, *range(100, 111)])])
+        assert manager.stats().evicted_blocks["device"] > 0
+        assert manager.stats().swapped_out_blocks == 0
 
 
 def test_the_bound_is_kept_in_a_snapshot_and_shown() -> None:

@@ -516,7 +516,7 @@ class PrefixCaching:
             prompt's blocks from its end.
         host: whether the host is a second level of the cache. Blocks that would be evicted from the device are copied
             there by the step's decision (`swap_out`), and a hit there is loaded by it (`swap_in`). The least recently
-            used copy goes first.
+            used copy goes first. Prompts of several cache groups, or of a window, do not look there yet.
         host_copies_per_step: with `host=True`, the most blocks that one decision copies before they are evicted, at
             most an eighth of the device or the host. Steps that take more new blocks than this evict the others without
             a copy. 0 copies only what is swapped out and what `prefix.offload` is told to.

@@ -36,9 +36,11 @@ impl Manager {
 
     fn end_step(&mut self, prefetch: bool) -> StepDecision {
         self.tiers.enforce_quotas();
-        let Self { tiers, transfers, defrag, jobs, .. } = self;
+        let Self { tiers, transfers, defrag, jobs, sequences, .. } = self;
         let mut step = Step { tiers, transfers, jobs };
-        step.offload_ahead();
+        if sequences.finds_on_host() {
+            step.offload_ahead();
+        }
         defrag.decide(&mut step);
         self.sequences.end_step();
         self.transfers.submit(self.tiers.device(), prefetch)

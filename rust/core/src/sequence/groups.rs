@@ -24,6 +24,11 @@ pub struct Demand {
 }
 
 impl Sequences {
+    /// Whether prompts find copies on the host: those of several groups or of a window do not look there.
+    pub(crate) fn finds_on_host(&self) -> bool {
+        self.groups.is_single() && !self.groups.has_nulls()
+    }
+
     pub(crate) fn groups(&self) -> &[Group] {
         self.groups.all()
     }

@@ -379,7 +379,7 @@ impl Sequences {
         // Room for the whole table, which it becomes.
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
-        let alone = self.groups.is_single() && !self.groups.has_nulls();
+        let alone = self.finds_on_host();
         let keys = match self.own_keys(prompt)? {
             Some(keys) => Cow::Borrowed(keys),
             None => Cow::Owned(hash(prompt, self.block_size, |i, key| {
