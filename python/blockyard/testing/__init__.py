@@ -28,11 +28,11 @@ Example:
     >>> manager, memory = BlockManager(**config.arguments()), SimulatedMemory(config)
     >>> sequence = int(manager.allocate(counts=[6])[0])
     >>> memory.write(manager.slot_mapping(sequence, 0, 6), [11, 12, 13, 14, 15, 16])
-    >>> manager.complete(manager.take_decision().ticket)
+    >>> _ = manager.complete(manager.take_decision().ticket)
     >>> manager.swap_out([sequence])
     >>> decision = manager.take_decision()
     >>> _ = memory.execute(decision)
-    >>> manager.complete(decision.ticket)
+    >>> _ = manager.complete(decision.ticket)
     >>> memory.read(manager.block_table(sequence), 6, tier=manager.tier(sequence))
     [11, 12, 13, 14, 15, 16]
 """

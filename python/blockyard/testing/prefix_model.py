@@ -95,7 +95,7 @@ class EventReplay:
         >>> caching = PrefixCaching(max_events=100)
         >>> manager = BlockManager(block_size=2, device_blocks=4, prefix_caching=caching)
         >>> sequence = manager.allocate([1, 2, 3, 4, 5])
-        >>> manager.complete(manager.take_decision().ticket)
+        >>> _ = manager.complete(manager.take_decision().ticket)
         >>> manager.mark_computed(sequence)
         >>> replay = EventReplay()
         >>> replay.apply(manager.prefix.take_events())
