@@ -97,7 +97,7 @@ TestScheduler = scheduler_machine(
     add=lambda scheduler, request: scheduler.enqueue(request.request_id, request.prompt, request.max_tokens),
     step=lambda scheduler, simulation: scheduler.step(simulation.execute, simulation.forward),
 ).TestCase
-TestManager.settings = TestScheduler.settings = settings(max_examples=25, deadline=None)
+TestManager.settings = TestScheduler.settings = settings(TestScheduler.settings, max_examples=25)
 
 if __name__ == "__main__":
     unittest.main()

@@ -10,7 +10,9 @@
         step=lambda mine, simulation: mine.step(simulation.execute, simulation.forward),
     ).TestCase
 
-How long they run is hypothesis' business: `TestMyManager.settings = settings(max_examples=500)`.
+A failure starts with one sentence, then the last ten steps. `TestMyManager.settings =
+settings(TestMyManager.settings, max_examples=500)` runs longer; `TestMyManager.shrink = True` also searches for the
+shortest example, for minutes.
 """
 
 from blockyard.workers import missing

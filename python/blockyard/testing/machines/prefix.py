@@ -30,7 +30,8 @@ _pick = st.integers(0, 63)
 _picks = st.lists(_pick, min_size=1, max_size=4)
 _salts = st.sampled_from([None, None, b"", b"tenant"])
 # Prompts of a family are prefixes of each other, but for their last token.
-_prompts = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=3)
+_prompt = st.tuples(st.integers(0, 20), st.integers(0, 1), st.integers(0, 2))
+_prompts = st.lists(_prompt, min_size=1, max_size=3)
 _losses: st.SearchStrategy[list[int]] = st.builds(list) | st.builds(list) | st.lists(_pick, min_size=1, max_size=2)
 
 
@@ -173,6 +174,15 @@ class PrefixMachine(RecordingMachine):
             sequence.published = len(self.manager.prefix.common_blocks([sequence.handle]))
             if sequence.lost or self.manager.tier(sequence.handle) != "device":
                 sequence.published = 0
+
+    @rule(prompt=_prompt, salt=_salts)
+    def prefill(self, prompt: tuple[int, int, int], salt: bytes | None) -> None:
+        """What chance alone seldom does: a prompt is admitted, computed and published."""
+        before = len(self.sequences)
+        self.allocate_prompts([prompt], salt)
+        self.step([])
+        if len(self.sequences) > before:
+            self.mark_computed([before])
 
     @precondition(lambda self: self.sequences)
     @rule(pick=_pick, count=st.integers(1, 2))

@@ -215,9 +215,8 @@ class _Row:
             return f"{here}: it {self.watch.state(owner)}"
         if not text:
             return (
-                f"{here}: block_tables[{self.row}] has {len(self.table)} blocks of {self.size}, "
-                f"seq_lens[{self.row}] is {self.length}; "
-                f"block_table(sequence={owner}) is {show(self.watch.blocks(owner))}"
+                f"{here}: block_tables[{self.row}] has {len(self.table)} blocks of {self.size}, seq_lens[{self.row}] "
+                f"is {self.length}; block_table(sequence={owner}) is {show(self.watch.blocks(owner))}"
             )
         return self.explain_slots(owner, here) or self.explain_tokens(owner, here, text)
 
