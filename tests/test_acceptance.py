@@ -46,7 +46,7 @@ def test_each_accepted_draft_token_saves_a_pass(right: int, steps: int):
     engine = Engine(16, num_lookahead_tokens=3)
     request = engine.add("a", 6, 12)
     assert run(engine, [request], right) == steps
-    stats = engine.scheduler.stats
+    stats = engine.scheduler.stats()
     assert stats.spec_decode_num_accepted_tokens == 12 - steps
     assert stats.spec_decode_num_drafts <= steps - 1
     assert stats.spec_decode_num_draft_tokens >= stats.spec_decode_num_accepted_tokens
@@ -153,7 +153,7 @@ def test_tokens_survive_preemption_between_draft_tokens(mode: str, tiers: tuple[
     engine = Engine(10, *tiers, num_lookahead_tokens=3, preemption_mode=mode)
     requests = [engine.add(name, 7, 14) for name in "abcd"]
     run(engine, requests, right=1)
-    stats = engine.scheduler.stats
+    stats = engine.scheduler.stats()
     assert (stats.preempted_swap + stats.preempted_spill if mode == "swap" else stats.preempted_recompute) > 0
     assert stats.spec_decode_num_accepted_tokens > 0
 

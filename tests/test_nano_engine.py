@@ -338,7 +338,7 @@ def engine_of(kind: type[Engine], *, host: int = HOST, moves: int = 4, attached:
 def test_tokens_are_those_of_the_unpaged_model_without_an_engine(kind: type[Engine]):
     engine = engine_of(kind, attached=False)
     assert serve(engine, REQUESTS) == wanted(REQUESTS)
-    stats = engine.manager.stats
+    stats = engine.manager.stats()
     assert engine.preempted > 0
     assert engine.prefix_hits == stats.hit_blocks > 0
     assert (stats.swapped_out_blocks, stats.loaded_blocks, stats.moved_blocks) == (0, 0, 0)
@@ -348,7 +348,7 @@ def test_tokens_are_those_of_the_unpaged_model_without_an_engine(kind: type[Engi
 def test_tokens_are_those_of_the_unpaged_model_with_copies_on_the_host_and_moves(kind: type[Engine]):
     alone, engine = engine_of(kind, attached=False), engine_of(kind)
     assert serve(engine, REQUESTS) == wanted(REQUESTS)
-    stats = engine.manager.stats
+    stats = engine.manager.stats()
     assert engine.preempted > 0
     assert stats.swapped_out_blocks > 0
     assert stats.loaded_blocks > 0
@@ -375,7 +375,7 @@ def test_tokens_are_those_of_the_unpaged_model_under_nano_vllms_own_scheduler(
         importlib.import_module(f"nanovllm.{name}")
     engine = engine_of(Original, attached=attached)
     assert serve(engine, REQUESTS) == wanted(REQUESTS)
-    stats = engine.manager.stats
+    stats = engine.manager.stats()
     assert stats.hit_blocks > 0
     assert all(count > 0 for count in (stats.loaded_blocks, stats.moved_blocks)) is attached
 

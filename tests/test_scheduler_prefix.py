@@ -169,7 +169,7 @@ def test_every_token_is_right_whatever_is_lost_aborted_moved_or_shared(prefix_ca
     for seed in range(8):
         crowd = Crowd(seed, prefix_caching=prefix_caching, mode=mode)
         crowd.run()
-        stats = crowd.engine.scheduler.stats
+        stats = crowd.engine.scheduler.stats()
         cached += stats.cached_tokens
         away += stats.preempted_swap + stats.preempted_spill + stats.preempted_recompute
     assert (cached > 0) == prefix_caching
