@@ -47,7 +47,7 @@ class StepDone(NamedTuple):
     """A step's decision that has been carried out.
 
     Attributes:
-        ticket: of the decision; the manager's `complete`, or `fail` if something was lost, is next.
+        ticket: of the decision; `manager.complete(ticket, lost)` is next.
         lost: pairs that did not land.
         errors: why, where more is known than that a block did not come back.
     """
@@ -280,7 +280,7 @@ class StepExecutor(Executor):
         """Give up what has not begun of a decision: fetches that wait for room, and loads that nobody waits for yet.
 
         What has begun runs to its end. The ticket ends as others do: `poll` reports it, with what was given up among
-        the lost pairs, so that the manager's `fail` ends the leases.
+        the lost pairs, so that the manager's `complete` ends the leases.
 
         Args:
             ticket: of a decision that was submitted.
