@@ -76,7 +76,7 @@ def test_tensors_that_there_are_already_are_used_and_checked(memory: Memory):
     given = Memory(layout, device_blocks=5, host_blocks=3, tensors=mine)
     given.views["device"][0][1, 0] = 7
     assert mine[0].view(torch.uint8).sum() == 7
-    with pytest.raises(LayoutError, match="hold 5 blocks on cpu, wanted 6"):
+    with pytest.raises(LayoutError, match="device_blocks is 6, must be 5, the blocks of the tensors"):
         Memory(layout, device_blocks=6, host_blocks=3, tensors=mine)
     with pytest.raises(LayoutError, match="1 tensors were given"):
         Memory(layout, device_blocks=5, host_blocks=3, tensors=mine[:1])
@@ -119,7 +119,7 @@ def test_tensors_that_are_there_already_are_used_and_must_fit(memory: Memory):
     given = [tensor.clone() for tensor in memory.tensors]
     again = Memory(memory.layout, device_blocks=5, host_blocks=3, tensors=given)
     assert [tensor.data_ptr() for tensor in again.tensors] == [tensor.data_ptr() for tensor in given]
-    with pytest.raises(LayoutError, match="hold 5 blocks on cpu, wanted 4"):
+    with pytest.raises(LayoutError, match="device_blocks is 4, must be 5, the blocks of the tensors"):
         Memory(memory.layout, device_blocks=4, host_blocks=3, tensors=given)
     with pytest.raises(LayoutError, match="1 tensors were given"):
         Memory(memory.layout, device_blocks=5, host_blocks=3, tensors=given[:1])

@@ -247,8 +247,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ),
             ("        del self._done[ticket]\n", ""),
             (
-                "len(ids) and not 0 <= ids.min() <= ids.max() < self._side.num_slots:",
-                "len(ids) and not 0 <= ids.min() <= ids.max() <= self._side.num_slots:",
+                "len(ids) and ids.max() >= num_slots:",
+                "len(ids) and ids.max() > num_slots:",
             ),
             ("        step.failed = error\n", ""),
             (
