@@ -193,8 +193,8 @@ ENGINE_OF_4 = {
         "1 pairs of kind 'fetch' name host block 9, the engine has host_blocks=2, give its manager the same",
     ),
     "a spill beyond the store": (
-        [("spill", "device", "external", (0, 50))],
-        "1 pairs of kind 'spill' name external block 50, the store has external_blocks=3, give its manager the same",
+        [("spill", "device", "external", (0, 3))],
+        "1 pairs of kind 'spill' name external block 3, the store has external_blocks=3, give its manager the same",
     ),
 }
 

@@ -231,7 +231,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "executor/executor.py",
-        (*EXECUTOR, "test_interrupts.py", "test_staging.py"),
+        (*EXECUTOR, "test_interrupts.py", "test_staging.py", "test_messages.py"),
         [
             (
                 "        if ticket in self._steps or ticket in self._done:\n            raise",
