@@ -342,11 +342,11 @@ class Scheduler:
             Ids of the requests that lost bytes: they start again from their tokens. Their rows in the step in flight
             are `void`; whether these are computed makes no difference.
         """
-        ended: list[NDArray[np.uint64] | None] = []  # filled by the call itself, as in `Opened`
+        ended: list[NDArray[np.uint64]] = []  # filled by the call itself, as in `Opened`
         names: list[str] = []
         try:
             ended[:] = starmap(self.manager.complete, ((ticket, lost),))
-            if ended[0] is not None and not self._interrupted:
+            if ended[0].size and not self._interrupted:
                 names = self._start_again(ended[0])
             self._swapping.end(ticket)
             self._last_ended = ticket
