@@ -50,9 +50,8 @@ def prompts() -> list[NDArray[np.uint32]]:
     return [np.ascontiguousarray(row) for row in all_tokens.astype(np.uint32)]
 
 
-def w_prefix(requests: Prompts, blocks: int, caching: PrefixCaching = LRU) -> tuple[float, float]:
-    """Microseconds per request, and the block hit rate; 16 requests live at a time, first in, first out."""
-    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, watermark=0.0, prefix_caching=caching)
+def serve(manager: BlockManager, requests: Prompts) -> float:
+    """Serve requests, 16 live at a time, first in, first out; returns microseconds per request."""
     live: deque[Handle] = deque()
     start = time.thread_time_ns()
     for prompt in requests:
@@ -65,7 +64,13 @@ def w_prefix(requests: Prompts, blocks: int, caching: PrefixCaching = LRU) -> tu
     while live:
         manager.free(live.popleft())
     spent = time.thread_time_ns() - start
-    return spent / len(requests) / 1000, manager.stats().hit_rate
+    return spent / len(requests) / 1000
+
+
+def w_prefix(requests: Prompts, blocks: int, caching: PrefixCaching = LRU) -> tuple[float, float]:
+    """Microseconds per request, and the block hit rate; 16 requests live at a time, first in, first out."""
+    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, watermark=0.0, prefix_caching=caching)
+    return serve(manager, requests), manager.stats().hit_rate
 
 
 def compare_policies() -> None:
@@ -77,24 +82,17 @@ def compare_policies() -> None:
             print(f"{eviction:10} {blocks:6} blocks  hit rate {hit:.4f}  {us:6.2f} us per request")
 
 
-def host_fill(copies: int, blocks: int = 4_000) -> tuple[float, float, float]:
-    """W-prefix with a host of 16,000 blocks: microseconds per request, hit rate, and blocks copied per request."""
-    caching = PrefixCaching(eviction="lru", host=True, host_copies_per_step=copies)
+def host_fill(requests: Prompts, copies: int) -> tuple[float, float, float]:
+    """W-prefix over 4,000 device and 16,000 host blocks: as `w_prefix`, and blocks copied to the host per request."""
     manager = BlockManager(
-        block_size=BLOCK_SIZE, device_blocks=blocks, host_blocks=16_000, watermark=0.0, prefix_caching=caching
+        block_size=BLOCK_SIZE,
+        device_blocks=4_000,
+        host_blocks=16_000,
+        watermark=0.0,
+        prefix_caching=PrefixCaching(eviction="lru", host=True, host_copies_per_step=copies),
     )
-    requests, live = prompts(), deque()  # type: ignore[var-annotated]
-    start = time.thread_time_ns()
-    for prompt in requests:
-        if len(live) == LIVE:
-            manager.free(live.popleft())
-        sequence = manager.allocate(prompt)
-        manager.complete(manager.take_decision().ticket)
-        manager.mark_computed(sequence)
-        live.append(sequence)
-    spent = time.thread_time_ns() - start
-    stats = manager.stats()
-    return spent / len(requests) / 1000, stats.hit_rate, stats.swapped_out_blocks / len(requests)
+    us = serve(manager, requests)
+    return us, manager.stats().hit_rate, manager.stats().swapped_out_blocks / len(requests)
 
 
 def full_of_chains(evictable: int, chain: int = 4) -> BlockManager:
@@ -174,7 +172,7 @@ def figures(repeats: int) -> dict[str, float]:
         found[f"w_prefix_{name}_us"] = min(us for us, _ in runs)
         found[f"w_prefix_{name}_hit"] = runs[0][1]
     for name, copies in (("off", 0), ("64", 64), ("256", 256)):
-        fills = [host_fill(copies) for _ in range(repeats)]
+        fills = [host_fill(arrays, copies) for _ in range(repeats)]
         found[f"host_fill_{name}_us"] = min(us for us, _, _ in fills)
         _, found[f"host_fill_{name}_hit"], found[f"host_fill_{name}_blocks"] = fills[0]
     lists = [array.tolist() for array in arrays]
