@@ -86,7 +86,7 @@ def window(store: ExternalStore, call: str, seed: int) -> tuple[float, float]:
     keys = random.integers(0, 256, (blocks, 32), dtype=np.uint8)
     order: NDArray[np.generic] = random.permutation(blocks) if call in {"write", "read"} else random.permutation(keys)
     rows = [aligned(count, store.bytes_per_block) for _ in range(AHEAD)]
-    submit = getattr(store, f"lend_{call}")
+    submit = getattr(store, f"submit_{call}")
     tickets: list[int] = []
     wall, cpu = time.perf_counter(), time.process_time()
     for number, batch in enumerate(np.array_split(order, max(1, blocks // count))):

@@ -5,8 +5,8 @@
 
 Files: random blocks of a file of 256 MiB on one file system, rows on pages, batches of 8 MiB, four of them in flight;
 with O_DIRECT and through the page cache. `nixl_aio` and `nixl_uring` are its POSIX plugin over Linux AIO and io_uring,
-with prepared descriptor lists. `slot` and `key` are our swap space (`lend_write`, `lend_read`) and prefix store
-(`lend_put`, `lend_get`).
+with prepared descriptor lists. `slot` and `key` are our swap space (`submit_write`, `submit_read`) and prefix store
+(`submit_put`, `submit_get`).
 
 Host: 256 MiB of random blocks to random places. `ours` is the op `swap_blocks`, `one_copy` is torch's `copy_` of all.
 `nixl_ucx` are two agents of one process; `nixl_ucx_process_write` and `_read` reach the memory of another process.
@@ -168,7 +168,7 @@ def through_store(store: ExternalStore, call: str) -> Way:
     size = store.bytes_per_block
     count = max(1, BATCH_BYTES // size)
     rows = [aligned(count, size) for _ in range(AHEAD)]
-    submit = getattr(store, f"lend_{call}")
+    submit = getattr(store, f"submit_{call}")
 
     def run(seed: int) -> float:
         keyed = call in {"put", "get"}

@@ -103,21 +103,19 @@ def ours(
     store: ExternalStore, keys: NDArray[np.uint8], rows: NDArray[np.uint8], out: NDArray[np.uint8], verb: str
 ) -> None:
     """Put or get in batches of 16 blocks, four of them under way."""
-    tickets: list[tuple[int, slice]] = []
+    tickets: list[int] = []
     for start in range(0, len(rows), BATCH):
         part = slice(start, start + BATCH)
         is_put = verb == "put"
-        tickets.append(
-            (store.submit_put(keys[part], rows[part]) if is_put else store.lend_get(keys[part], out[part]), part)
-        )
+        tickets.append(store.submit_put(keys[part], rows[part]) if is_put else store.submit_get(keys[part], out[part]))
         if len(tickets) == AHEAD:
-            collect(store, *tickets.pop(0), out, verb)
-    for ticket, part in tickets:
-        collect(store, ticket, part, out, verb)
+            collect(store, tickets.pop(0))
+    for ticket in tickets:
+        collect(store, ticket)
 
 
-def collect(store: ExternalStore, ticket: int, part: slice, out: NDArray[np.uint8], verb: str) -> None:
-    done = store.wait(ticket, out=out[part] if verb == "get" else None)
+def collect(store: ExternalStore, ticket: int) -> None:
+    done = store.wait(ticket)
     if not done.ok.all():
         raise SystemExit(f"{done.reasons}; {store.stats()}")
 

@@ -3,8 +3,10 @@
     python benches/bench_prefix_store.py [--calls 20000]
 
 Times of `prefetch` and of `poll`, in microseconds: over a store that answers, and over one whose every call hangs. Then
-a prompt of 64 blocks of 256 KiB is written to a file store and loaded by another cache, best of five. With
-BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
+the time of a hit: from `prefetch` of a prompt whose 4 small blocks are in a file store until they are on the device,
+polled without a pause, the median of 500; and the threads of the process meanwhile. Last, a prompt of 64 blocks of
+256 KiB is written to a file store and loaded by another cache, best of five. With BENCH_JSON=FILE it also adds its
+figures to the flat JSON object in FILE.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,6 +91,29 @@ def call_times(store: Any, calls: int) -> NDArray[np.float64]:
     return np.array(times) * 1e6
 
 
+def hit_time(folder: str, hits: int = 500) -> tuple[float, int]:
+    """Microseconds of a hit, and the threads of this process meanwhile."""
+    url, times, threads = f"file://{folder}/hits?size=64MiB", [], 0
+    prompts = [[number * 1000 + at for at in range(4 * BLOCK + 1)] for number in range(hits)]
+    with open_cache(url, SMALL) as cache:
+        for prompt in prompts:
+            compute(cache, prompt)
+        assert cache.prefix_store is not None
+        cache.prefix_store.wait()
+    with open_cache(url, SMALL, prefix_deadline=60) as cache:
+        assert cache.prefix_store is not None
+        for prompt in prompts:
+            began = time.perf_counter()
+            fetch = cache.prefix_store.prefetch(prompt)
+            while not fetch.done:
+                pass
+            times.append(time.perf_counter() - began)
+            assert fetch.tokens == 4 * BLOCK
+            compute(cache, prompt)
+            threads = max(threads, len(list(Path("/proc/self/task").iterdir())))
+    return float(np.median(times)) * 1e6, threads
+
+
 def load_rates(folder: str) -> tuple[float, float]:
     """MiB/s of a prefix that is written, and loaded by the next cache."""
     prompt = list(range(64 * BLOCK + 1))
@@ -127,8 +153,11 @@ def main() -> None:
             half, most, worst = np.percentile(call_times(store, calls), [50, 99.9, 100])
             print(f"{name} store: calls take {half:.1f} us, p99.9 {most:.0f} us, worst {worst:.0f} us")
             figures[f"prefix_store_{name}_call_p999_us"] = float(most)
+        hit, threads = hit_time(folder)
         written, loaded = load_rates(folder)
+    print(f"a hit of 4 blocks of {SMALL.bytes_per_block >> 10} KiB takes {hit:.0f} us; {threads} threads")
     print(f"64 blocks of {LARGE.bytes_per_block >> 10} KiB: {written:.0f} MiB/s written, {loaded:.0f} MiB/s loaded")
+    figures |= {"prefix_store_hit_us": hit, "prefix_store_threads": threads}
     keep(figures | {"prefix_store_write_mibs": written, "prefix_store_load_mibs": loaded})
 
 

@@ -126,21 +126,21 @@ def ours(
     store: ExternalStore, keys: NDArray[np.uint8], rows: NDArray[np.uint8], out: NDArray[np.uint8], verb: str
 ) -> None:
     step = max(1, BATCH_BYTES // rows.shape[1])
-    tickets: list[tuple[int, NDArray[np.uint8] | None]] = []
+    tickets: list[int] = []
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
         if len(tickets) == AHEAD:
-            collect(store, *tickets.pop(0))
+            collect(store, tickets.pop(0))
         if verb == "set":
-            tickets.append((store.submit_put(keys[part], rows[part]), None))
+            tickets.append(store.submit_put(keys[part], rows[part]))
         else:
-            tickets.append((store.lend_get(keys[part], out[part]), out[part]))
+            tickets.append(store.submit_get(keys[part], out[part]))
     for ticket in tickets:
-        collect(store, *ticket)
+        collect(store, ticket)
 
 
-def collect(store: ExternalStore, ticket: int, out: NDArray[np.uint8] | None) -> None:
-    done = store.wait(ticket, out=out)
+def collect(store: ExternalStore, ticket: int) -> None:
+    done = store.wait(ticket)
     if not done.ok.all():
         raise SystemExit(f"{done.reasons}; {store.stats()}")
 

@@ -32,7 +32,7 @@ MODULES = {
     "blockyard.engine": "Copies between device, host and staging rows; needs torch.",
     "blockyard.engine.ops": "The copies as torch ops: also `torch.ops.blockyard.swap_blocks` and so on.",
     "blockyard.executor": "Carries decisions out with an engine and a store; needs torch.",
-    "blockyard.executor.prefix_store": "A prefix cache in an external store, as `cache.prefix_store`; needs torch.",
+    "blockyard.prefix_store": "A prefix cache in an external store, as `cache.prefix_store`; needs torch.",
     "blockyard.stores": "External storage.",
     "blockyard.scheduler": "The reference scheduler.",
     "blockyard.offload": "A host cache below an engine's own block manager.",

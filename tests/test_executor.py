@@ -40,9 +40,9 @@ class FrozenStore(SimulatedStore):
             pass
         return super().poll()
 
-    def wait(self, ticket: int, timeout: float | None = None, out: np.ndarray | None = None) -> object:
+    def wait(self, ticket: int, timeout: float | None = None) -> object:
         assert not self._batches[ticket].left, "a call waits for storage"
-        return super().wait(ticket, timeout, out)
+        return super().wait(ticket, timeout)
 
 
 @pytest.fixture

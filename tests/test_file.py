@@ -87,19 +87,19 @@ def reasons(store: SlabStore, slots: list[int]) -> tuple[str, ...]:
 def test_blocks_are_read_into_the_callers_rows_and_misses_leave_theirs(store: SlabStore):
     rows = write(store, [2, 4])
     out = np.full((3, WIDTH), 7, np.uint8)
-    ticket = store.submit_read(np.array([2, 3, 4]))
+    slots = np.array([2, 3, 4])
     bad = [out[:2], out[:, :-1], out.view(np.int8), np.asfortranarray(out), out[0], "rows"]
     out.flags.writeable = False
     for given in (*bad, out):
-        with pytest.raises(InvalidArgumentError, match="out"):
-            store.wait(ticket, None, given)
+        with pytest.raises(InvalidArgumentError, match="rows"):
+            store.submit_read(slots, given)
     out.flags.writeable = True
-    read = store.wait(ticket, None, out)
-    assert read.rows is out
+    read = store.wait(store.submit_read(slots, out))
+    assert np.shares_memory(read.rows, out)
     assert read.ok.tolist() == [True, False, True]
     assert np.array_equal(out[[0, 2]], rows)
     assert (out[1] == 7).all()
-    written = store.wait(store.submit_write(np.array([5]), rows[:1]), None, out)
+    written = store.wait(store.submit_write(np.array([5]), rows[:1]))
     assert written.rows.shape == (0, WIDTH), "only reads have rows"
 
 

@@ -10,7 +10,6 @@ import pytest
 from memory_stores import PATIENCE, SIZE, KeyedStore
 from numpy.typing import NDArray
 
-from blockyard.errors import InvalidArgumentError
 from blockyard.integrations import objects
 from blockyard.stores import ExternalStore, batches, open_store
 from blockyard.stores.value import is_damage
@@ -175,7 +174,7 @@ def test_nothing_whole_is_deleted_and_all_of_it_comes_back(seed: int, monkeypatc
     ],
 )
 @pytest.mark.parametrize("keyed", [True, False])
-def test_a_read_into_lent_rows_is_collected_into_these_alone(url: str, keyed: bool, tmp_path: Any):
+def test_a_read_fills_the_rows_that_it_was_given(url: str, keyed: bool, tmp_path: Any):
     width = 4096
     (tmp_path / "s").mkdir()
     use: Any = "prefix" if keyed else "swap"
@@ -185,11 +184,8 @@ def test_a_read_into_lent_rows_is_collected_into_these_alone(url: str, keyed: bo
         for start in (0, 1):  # on a page, and beside it
             memory = np.zeros(10 * width, np.uint8)
             begin = -memory.ctypes.data % width + start
-            lent, other = memory[begin:][: 8 * width].reshape(8, width), np.zeros((8, width), np.uint8)
-            ticket = store.lend_get(KEYS, lent) if keyed else store.lend_read(slots, lent)
-            with pytest.raises(InvalidArgumentError, match="other memory than the rows"):
-                store.wait(ticket, out=other)
-            found = store.wait(ticket, out=lent)
+            given = memory[begin:][: 8 * width].reshape(8, width)
+            found = store.wait(store.submit_get(KEYS, given) if keyed else store.submit_read(slots, given))
             assert found.ok.all()
-            assert np.array_equal(lent, rows)
-            assert not other.any()
+            assert np.shares_memory(found.rows, given)
+            assert np.array_equal(given, rows)

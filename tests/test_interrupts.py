@@ -32,11 +32,12 @@ CACHE = (
     "blockyard/cache.py",
     "executor/executor.py",
     "executor/parts.py",
-    "executor/prefix_store.py",
     "executor/staging.py",
     "executor/store_side.py",
-    "executor/store_worker.py",
     "executor/tickets.py",
+    "prefix_store/loads.py",
+    "prefix_store/store.py",
+    "prefix_store/writes.py",
 )
 STORES = ("stores/batches.py", "stores/threaded.py", "stores/value.py", "blockyard/workers.py")
 TIERS = ("device", "host", "external")
@@ -194,10 +195,10 @@ class SlowStore(SimulatedStore):
     def poll(self) -> list[int]:
         return []
 
-    def wait(self, ticket: int, timeout: float | None = None, out: np.ndarray | None = None) -> Completion:
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
         if timeout != 0:
             time.sleep(0.5)
-        return super().wait(ticket, timeout, out)
+        return super().wait(ticket, timeout)
 
 
 def test_an_interrupted_wait_for_storage_loses_nothing_and_can_be_made_again():

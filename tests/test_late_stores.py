@@ -56,14 +56,14 @@ class LateStore(ExternalStore):
     def submit_write(self, slots, rows):
         return self._note(self.inner.submit_write(slots, rows))
 
-    def submit_read(self, slots):
-        return self._note(self.inner.submit_read(slots))
+    def submit_read(self, slots, rows=None):
+        return self._note(self.inner.submit_read(slots, rows))
 
     def submit_put(self, keys, rows):
         return self._note(self.inner.submit_put(keys, rows))
 
-    def submit_get(self, keys):
-        return self._note(self.inner.submit_get(keys))
+    def submit_get(self, keys, rows=None):
+        return self._note(self.inner.submit_get(keys, rows))
 
     def contains(self, keys):
         return self.inner.contains(keys)
@@ -75,9 +75,9 @@ class LateStore(ExternalStore):
         self.ready = [ticket for ticket in self.ready if ticket not in found]
         return found
 
-    def wait(self, ticket, timeout=None, out=None):
+    def wait(self, ticket, timeout=None):
         self.waits += self.due[ticket] > self.polls
-        answer = self.inner.wait(ticket, timeout, out)
+        answer = self.inner.wait(ticket, timeout)
         if not len(answer.rows) or not self.lose:
             return answer
         ok = answer.ok & [self.random.random() >= self.lose for _ in answer.ok]

@@ -126,8 +126,8 @@ def test_a_block_is_read_into_the_callers_rows(tmp_path: Path):
     with store_at(tmp_path) as store:
         put(store, 2)
         out = np.full((3, WIDTH), 7, np.uint8)
-        read = store.wait(store.submit_get(keys_of(3)), None, out)
-        assert read.rows is out
+        read = store.wait(store.submit_get(keys_of(3), out))
+        assert np.shares_memory(read.rows, out)
         assert np.array_equal(out[:2], rows_of(2))
         assert (out[2] == 7).all()
 

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from blockyard import KVCache
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.executor.store_stats import LOAD_SECONDS
 from blockyard.layout.kv import KVLayout
+from blockyard.prefix_store import LOAD_SECONDS
 from blockyard.scheduler import Request, Scheduler
 from blockyard.stores import ExternalStore
-from blockyard.stores.base import Keys
 from blockyard.testing.faults import UnrulyStore
 
 Medium = dict[bytes, NDArray[np.uint8]]
@@ -118,8 +117,8 @@ def test_other_weights_find_nothing(tmp_path: Path):
 
 
 def test_a_block_that_was_absent_is_asked_for_again_sooner_than_one_that_failed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("blockyard.executor.prefix_store.ABSENT_SECONDS", 0.0)
-    monkeypatch.setattr("blockyard.executor.prefix_store.FAILED_SECONDS", 1000.0)
+    monkeypatch.setattr("blockyard.prefix_store.loads.ABSENT_SECONDS", 0.0)
+    monkeypatch.setattr("blockyard.prefix_store.loads.FAILED_SECONDS", 1000.0)
     medium: Medium = {}
     with checked(keyed(medium)) as one, checked(keyed(medium)) as other:
         assert one.fetch(tokens(1, 11)).tokens == 0
@@ -222,26 +221,15 @@ def test_a_prompt_longer_than_what_is_free_gets_its_beginning_and_blames_nobody(
             cache.manager.free(held)
 
 
-@pytest.mark.parametrize("where", ["put", "contains"])
-def test_close_takes_no_longer_than_said(where: str):
+def test_close_takes_no_longer_than_said():
     goes = threading.Event()
-
-    class Hanging(KeyedStore):
-        hangs = False
-
-        def contains(self, keys: Keys) -> NDArray[np.bool_]:
-            if self.hangs and where == "contains":
-                goes.wait(60)
-            return super().contains(keys)
-
-    store = Hanging(bytes_per_block=WIDTH)
+    store = keyed()
     with contextlib.ExitStack() as closing:
         closing.callback(goes.set)
         cache = closing.enter_context(checked(store))
         cache.serve(tokens(1, 17))
         assert cache.prefixes.wait(60)
-        store.hangs = True
-        store.before = lambda name: goes.wait(60) if name == where else None
+        store.before = lambda name: goes.wait(60) if name == "put" else None
         cache.serve(tokens(2, 17))
         began = time.monotonic()
         assert not cache.prefixes.close(1.0)
@@ -283,32 +271,15 @@ def test_a_store_that_hangs_costs_one_deadline_and_then_nothing(
             time.sleep(0.01)
 
 
-def test_no_call_of_the_engine_enters_the_store():
-    """Whatever a plug-in does in the calls that must not wait, another thread does it."""
+def test_the_engines_thread_calls_no_function_that_may_block():
     threads = set()
-
-    class Noting(KeyedStore):
-        def submit_put(self, keys: object, rows: NDArray[np.uint8]) -> int:
-            threads.add(threading.current_thread())
-            return super().submit_put(keys, rows)  # type: ignore[arg-type]
-
-        def submit_get(self, keys: object) -> int:
-            threads.add(threading.current_thread())
-            return super().submit_get(keys)  # type: ignore[arg-type]
-
-        def contains(self, keys: object) -> NDArray[np.bool_]:
-            threads.add(threading.current_thread())
-            return super().contains(keys)  # type: ignore[arg-type]
-
-        def poll(self) -> list[int]:
-            threads.add(threading.current_thread())
-            return super().poll()
-
-    with checked(Noting(bytes_per_block=WIDTH)) as cache:
+    store = keyed()
+    store.before = lambda name: threads.add(threading.current_thread())
+    with checked(store) as cache:
         cache.fetch(tokens(1, 9))
         cache.serve(tokens(1, 9))
         assert cache.prefixes.wait(60)
-    assert len(threads) == 1
+    assert threads
     assert threading.current_thread() not in threads
 
 
@@ -322,7 +293,7 @@ def test_staged_bytes_are_limited_and_nothing_is_lost_for_it(
         for stream in range(6):
             cache.serve(tokens(stream, 17))
         cache.prefixes.poll()
-        assert 0 < sum(write.num_bytes for write in cache.prefixes._writing) <= 3 * WIDTH
+        assert 0 < cache.prefixes._writes.num_blocks <= 3
         goes.set()
         assert cache.prefixes.wait(60)
         assert cache.prefixes.stats().written_blocks == 24
@@ -451,7 +422,7 @@ def test_blocks_that_are_read_for_the_store_are_there_for_a_prompt_that_needs_th
     with checked(keyed(medium), device=16, host=0) as cache:
         cache.serve(tokens(1, 17))
         with monkeypatch.context() as patch:
-            patch.setattr(cache.prefixes, "_advance_write", lambda write: None)  # the copies take their time
+            patch.setattr(cache.prefixes._writes, "_advance", lambda write: None)  # the copies take their time
             cache.prefixes.poll()
         assert cache.manager.pool("device").num_free == 12
         cache.serve(tokens(2, 63))

@@ -136,8 +136,8 @@ def test_lent_rows_have_owners_too(tmp_path: Path):
         start = -lent.ctypes.data % 4096
         pages = lent[start : start + 3 * 4096].reshape(3, 4096)
         pages[:] = rows
-        assert store.wait(store.lend_put(found, pages, owners)).reasons == ("", "", "refused")
-        assert store.wait(store.lend_put(found, rows, owners)).reasons == ("", "", "refused")
+        assert store.wait(store.submit_put(found, pages, owners)).reasons == ("", "", "refused")
+        assert store.wait(store.submit_put(found, rows, owners)).reasons == ("", "", "refused")
         assert held(store, 0, 3) == [0, 1]
 
 
@@ -158,9 +158,8 @@ def test_lent_rows_have_owners_too(tmp_path: Path):
 def test_wrong_owners_are_refused_by_name(tmp_path: Path, guard: dict[str, Any], field: str, wrong: Any):
     with opened(tmp_path, guard) as store:
         found, rows, owners = chain(TENANT, 0, 3)
-        for submit in (store.submit_put, store.lend_put):
-            with pytest.raises(InvalidArgumentError, match=rf"^owners\.{field} "):
-                submit(found, rows, owners._replace(**{field: wrong}))
+        with pytest.raises(InvalidArgumentError, match=rf"^owners\.{field} "):
+            store.submit_put(found, rows, owners._replace(**{field: wrong}))
         assert held(store, 0, 3) == []
 
 

@@ -225,7 +225,7 @@ def test_a_ticket_that_the_store_forgets_is_given_up_in_time():
 
 def test_of_two_batches_with_one_ticket_neither_is_believed():
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
-        store = Odd(submit_read=lambda _slots: 9, poll=list)
+        store = Odd(submit_read=lambda *_: 9, poll=list)
         executor = StepExecutor(engine, store, chunk_bytes=SIZE)
         executor.submit(fetch())
         done = executor.wait(2)
@@ -249,10 +249,10 @@ def test_rows_for_fetched_blocks_are_used_again_when_the_engine_has_written_them
     seen: list[int] = []
 
     class Watched(SimulatedStore):
-        def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
-            if out is not None:
-                seen.append(out.ctypes.data)
-            return super().wait(ticket, timeout, out)
+        def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
+            if rows is not None:
+                seen.append(rows.ctypes.data)
+            return super().submit_read(slots, rows)
 
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         engine.write("device", np.arange(2), np.arange(2 * SIZE, dtype=np.uint8).reshape(2, SIZE))
@@ -267,7 +267,7 @@ def test_rows_for_fetched_blocks_are_used_again_when_the_engine_has_written_them
 
 
 def test_a_ticket_that_was_issued_twice_is_refused_for_good():
-    side = store_side.StoreSide(Odd(lend_write=lambda slots, rows: 9), SIZE)
+    side = store_side.StoreSide(Odd(submit_write=lambda slots, rows: 9), SIZE)
     slots, rows = np.zeros(1, np.int64), np.zeros((1, SIZE), np.uint8)
     first = side.write(slots, rows)
     with pytest.raises(StoreError, match="ticket 9 twice"):

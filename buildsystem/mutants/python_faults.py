@@ -272,13 +272,28 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         ],
     ),
     (
-        "executor/prefix_store.py",
+        "prefix_store/loads.py",
         PREFIXES,
         [
             ("        count = len(ok) if ok.all() else int(ok.argmin())", "        count = int(ok.sum())"),
-            ("        seconds = ABSENT_SECONDS if reason", "        seconds = FAILED_SECONDS if reason"),
-            ("        fetch.tokens += found * self._manager.block_size", "        fetch.tokens += found"),
-            ("            written = int(ok.sum())", "            written = len(ok)"),
+            ("ABSENT_SECONDS if reason ==", "FAILED_SECONDS if reason =="),
+            ("        load.tokens += found * self._manager.block_size", "        load.tokens += found"),
+            (
+                "        found = self._end_job(copy.job, copy.landed & has_landed)",
+                "        found = self._end_job(copy.job, copy.landed)",
+            ),
+        ],
+    ),
+    (
+        "prefix_store/writes.py",
+        PREFIXES,
+        [
+            (
+                "            self._count(int(ok.sum()) + len(write.job) - len(ok))",
+                "            self._count(len(write.job))",
+            ),
+            ("        is_new = ~self._side.contains(job.keys)", "        is_new = self._side.contains(job.keys)"),
+            ("if not is_whole or rows is None or", "if rows is None or"),
         ],
     ),
     (

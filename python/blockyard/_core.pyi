@@ -2070,39 +2070,26 @@ class SlabStore:
     def slot_offset(self, slot: int) -> int:
         """Where a slot's header begins in the file, in bytes."""
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`, of any layout. The bytes are
-        copied before this returns a ticket. See `ExternalStore.submit_write`.
+        """Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`. Rows that are no whole pages
+        are copied before this returns a ticket. See `ExternalStore.submit_write`.
         """
-    def submit_read(self, slots: NDArray[np.int64]) -> int:
-        """Start to read blocks: `slots` int64 `[n]`. Returns a ticket. See `ExternalStore.submit_read`."""
+    def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
+        """Start to read blocks: `slots` int64 `[n]`, into `rows` uint8 `[n, bytes_per_block]`. Returns a ticket.
+        See `ExternalStore.submit_read`.
+        """
     def submit_put(
         self,
         keys: NDArray[np.uint8] | _Each[bytes],
         rows: NDArray[np.uint8],
         owners: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None,
     ) -> int:
-        """Start to store blocks under their keys: `keys` uint8 `[n, 32]` or 32 bytes each, `rows` uint8
-        `[n, bytes_per_block]`. The bytes are copied before this returns a ticket. See `ExternalStore.submit_put`.
+        """Start to store blocks under their keys: `keys` uint8 `[n, 32]` or 32 bytes each, and `rows` as for
+        `submit_write`. Returns a ticket. See `ExternalStore.submit_put`.
         """
-    def submit_get(self, keys: NDArray[np.uint8] | _Each[bytes]) -> int:
-        """Start to read blocks by key. Returns a ticket. See `ExternalStore.submit_get`."""
-    def lend_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Start to write blocks straight from `rows` if these are whole pages, else as `submit_write`.
-        See `ExternalStore.lend_write`.
+    def submit_get(self, keys: NDArray[np.uint8] | _Each[bytes], rows: NDArray[np.uint8] | None = None) -> int:
+        """Start to read blocks by key, with `rows` as for `submit_read`. Returns a ticket.
+        See `ExternalStore.submit_get`.
         """
-    def lend_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Start to read blocks straight into `rows` if these are whole pages, else when the ticket is collected.
-        See `ExternalStore.lend_read`.
-        """
-    def lend_put(
-        self,
-        keys: NDArray[np.uint8] | _Each[bytes],
-        rows: NDArray[np.uint8],
-        owners: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None,
-    ) -> int:
-        """Start to store blocks straight from `rows`, else as `submit_put`. See `ExternalStore.lend_write`."""
-    def lend_get(self, keys: NDArray[np.uint8] | _Each[bytes], rows: NDArray[np.uint8]) -> int:
-        """Start to read blocks by key straight into `rows`, else as `submit_get`. See `ExternalStore.lend_read`."""
     def submit_delete(self, keys: NDArray[np.uint8] | _Each[bytes]) -> int:
         """Start to delete keys. Returns a ticket. See `ExternalStore.submit_delete`."""
     def contains(self, keys: NDArray[np.uint8] | _Each[bytes]) -> NDArray[np.bool_]:
@@ -2119,10 +2106,8 @@ class SlabStore:
         """File descriptor, readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`."""
     def poll(self) -> list[int]:
         """Tickets that finished or expired since the last call, not collected yet. Never waits."""
-    def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
-        """Collect a ticket; waits until its deadline, or for `timeout` seconds. Blocks that were read go into `out`,
-        uint8 `[n, bytes_per_block]`, or into new rows. See `ExternalStore.wait`.
-        """
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
+        """Collect a ticket; waits until its deadline, or for `timeout` seconds. See `ExternalStore.wait`."""
     def stats(self) -> StoreStats:
         """Counters since the store was opened."""
     def close(self, timeout: float = 5.0) -> bool:

@@ -18,9 +18,9 @@ from blockyard.engine.elastic.cache import ElasticCache, Resized
 from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError
 from blockyard.executor.executor import StepExecutor
-from blockyard.executor.prefix_store import PrefixStore
 from blockyard.executor.tickets import StepEnd, Tickets
 from blockyard.layout import GroupedLayout, KVLayout
+from blockyard.prefix_store import PrefixStore
 from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.url import read_bytes, sized_url
 

@@ -188,7 +188,7 @@ def test_blocks_are_read_into_the_callers_rows(server: Server, client: "redis.Re
     with opened(server) as store:
         put(store, 2)
         out = np.full((3, WIDTH), 7, np.uint8)
-        read = store.wait(store.submit_get(keys_of(3)), None, out)
+        read = store.wait(store.submit_get(keys_of(3), out))
         assert read.rows is out
         assert np.array_equal(out[:2], rows_of(2))
         assert (out[2] == 7).all()

@@ -58,8 +58,6 @@ class Machine(World):
         if op.name not in self.without:
             with simulated(self.clock), suppress(Interrupted):
                 getattr(self, "do_" + op.name)(rig, op)
-        if self.random.random() < 0.5:
-            rig.work()
         rig.manager.check()
         self.check_quotas()
 
@@ -347,7 +345,6 @@ class Machine(World):
 
     def do_store_poll(self, rig: Rig, op: Op) -> None:
         if rig.prefixes is not None:
-            rig.work()
             self.risky(rig, rig.prefixes.poll)
 
     def do_store_quota(self, rig: Rig, op: Op) -> None:

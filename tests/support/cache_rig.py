@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,10 +22,10 @@ from blockyard import cache as cache_module
 from blockyard._core import StoreJob
 from blockyard.engine.elastic.cache import ElasticCache
 from blockyard.engine.engine import CacheEngine
-from blockyard.executor import prefix_store, store_side, store_worker
+from blockyard.executor import store_side
 from blockyard.executor.executor import StepExecutor
-from blockyard.executor.store_side import StoreSide
-from blockyard.executor.store_worker import StoreWorker
+from blockyard.prefix_store import Prefetch, loads
+from blockyard.prefix_store import store as prefix_store
 
 LAYERS = 2
 MASK = (1 << 55) - 1
@@ -113,50 +113,8 @@ class Clock:
         self.seconds += 1e-5
         return self.seconds
 
-
-class NoWait:
-    """A condition that nobody waits for."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        pass
-
-    def notify(self) -> None:
-        pass
-
-
-class SteppedWorker(StoreWorker):
-    """The thread of a prefix store, one turn at a time."""
-
-    def __init__(self, side: StoreSide, notify: Callable[[], None]) -> None:
-        with mock.patch.object(store_worker, "start_worker"):
-            super().__init__(side, notify)
-        self._changed = NoWait()  # type: ignore[assignment]
-
-    def run(self) -> None:
-        """Do what the thread would do once it is awake."""
-        if self._tasks or self._under_way or self._side.is_busy:
-            self._turn()
-
-    def close(self, timeout: float) -> bool:
-        self._stop()
-        self._run()
-        return True
-
-
-class Awaited:
-    """The lock that the engine's thread waits for: meanwhile the store's thread runs, and time passes."""
-
-    def __init__(self, clock: Clock, run: Callable[[], None]) -> None:
-        self._clock, self._run = clock, run
-
-    def acquire(self, blocking: bool = True, timeout: float = 0.0) -> bool:
-        if blocking:
-            self._clock.seconds += timeout
-            self._run()
-        return True
-
-    def release(self) -> None:
-        pass
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
 
 
 @dataclass(eq=False)
@@ -244,14 +202,12 @@ class Rig:
         if config.jobs:
             self.manager.prefix.store_jobs.start(config.jobs)
         self.prefixes = self.cache.prefix_store
-        if self.prefixes is not None:
-            self.prefixes._news = Awaited(clock, self.work)  # type: ignore[assignment]
         self.cells = [tensor.view(torch.int64).numpy().reshape(2, -1) for tensor in self.cache.engine.tensors]
         self.groups = [(number, group.kind, group.window) for number, group in enumerate(GROUPS[config.groups])]
         self.sequences: list[Tracked] = []
         self.freed: list[int] = []
         self.pins: list[tuple[int, NDArray[np.int64], Cells]] = []
-        self.fetches: list[prefix_store.Prefetch] = []
+        self.fetches: list[Prefetch] = []
         self.loads: list[StoreJob] = []
         self.writes: list[StoreJob] = []
         self.open: set[int] = set()
@@ -259,11 +215,6 @@ class Rig:
         self.named: set[int] = set()  # sequences that a step has named as lost, and no ticket's end yet
         self.cached: dict[tuple[str, int], bytes] = {}  # keys of all blocks that can be found
         self.disturbed = config.fail > 0 or config.staging < 64  # whether sequences may be lost
-
-    def work(self) -> None:
-        """Let the thread of the prefix store go round once."""
-        if self.prefixes is not None:
-            self.prefixes._worker.run()  # type: ignore[attr-defined]
 
     def stores(self) -> list[LateStore]:
         return [store for store in (self.store, self.kept) if store is not None]
@@ -297,10 +248,10 @@ class Rig:
 
 @contextmanager
 def simulated(clock: Clock) -> Iterator[None]:
-    """Let prefix stores have no thread, and everything that has deadlines this clock."""
+    """Let everything that has deadlines have this clock."""
     with (
-        mock.patch.object(prefix_store, "StoreWorker", SteppedWorker),
         mock.patch.object(prefix_store, "time", clock),
+        mock.patch.object(loads, "time", clock),
         mock.patch.object(store_side, "time", clock),
     ):
         yield

@@ -345,11 +345,8 @@ VALID: dict[str, Any] = {
         for name, value in (CLIENT | dict.fromkeys(("first", "last"), CLIENT["commands"])).items()
     },
     **dict.fromkeys(("RedisClient.out", "RedisClient.rows"), lambda: np.zeros((1, 512), np.uint8)),
-    "SlabStore.lend_read.slots": lambda: np.array([1]),
-    "SlabStore.lend_write.slots": lambda: np.array([1]),
     "SlabStore.submit_read.slots": lambda: np.array([1]),
     "SlabStore.submit_write.slots": lambda: np.array([1]),
-    "SlabStore.wait.out": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.rows": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.wait.ticket": lambda files: files.submit_read(np.array([1])),
     "expand_span.blocks": lambda: np.array([1]),

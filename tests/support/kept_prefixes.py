@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from blockyard import KVCache, KVLayout, PrefixCaching
 from blockyard.events import export_keys
-from blockyard.executor.prefix_store import Prefetch, PrefixStore
+from blockyard.prefix_store import Prefetch, PrefixStore
 from blockyard.stores import ExternalStore
 
 BLOCK = 4

@@ -73,33 +73,24 @@ class LateStore(ExternalStore):
         return self._swap.get(slot)
 
     def submit_write(self, slots: NDArray[np.int64], rows: Rows) -> int:
-        return self._submit("write", slots.tolist(), rows.copy())
+        return self._submit("write", slots.tolist(), rows)
 
-    def submit_read(self, slots: NDArray[np.int64]) -> int:
-        return self._submit("read", slots.tolist(), np.empty((len(slots), self._size), np.uint8))
-
-    def submit_put(self, keys: Any, rows: Rows, owners: Owners | None = None) -> int:
-        return self.lend_put(keys, rows.copy(), owners)
-
-    def submit_get(self, keys: Any) -> int:
-        return self.lend_get(keys, np.empty((len(keys), self._size), np.uint8))
+    def submit_read(self, slots: NDArray[np.int64], rows: Rows | None = None) -> int:
+        return self._submit("read", slots.tolist(), self._rows(len(slots), rows))
 
     def submit_delete(self, keys: Any) -> int:
         return self._submit("delete", _names(keys), None)
 
-    def lend_write(self, slots: NDArray[np.int64], rows: Rows) -> int:
-        return self._submit("write", slots.tolist(), rows)
-
-    def lend_read(self, slots: NDArray[np.int64], rows: Rows) -> int:
-        return self._submit("read", slots.tolist(), rows)
-
-    def lend_put(self, keys: Any, rows: Rows, owners: Owners | None = None) -> int:
+    def submit_put(self, keys: Any, rows: Rows, owners: Owners | None = None) -> int:
         assert owners is not None, "a store that keeps quotas is not told whose the blocks are"
         assert owners.tenants.shape == owners.parents.shape == (len(keys), 32)
         return self._submit("put", _names(keys), rows, owners)
 
-    def lend_get(self, keys: Any, rows: Rows) -> int:
-        return self._submit("get", _names(keys), rows)
+    def submit_get(self, keys: Any, rows: Rows | None = None) -> int:
+        return self._submit("get", _names(keys), self._rows(len(keys), rows))
+
+    def _rows(self, count: int, rows: Rows | None) -> Rows:
+        return np.empty((count, self._size), np.uint8) if rows is None else rows
 
     def contains(self, keys: Any) -> NDArray[np.bool_]:
         return np.array([name in self._medium for name in _names(keys)], np.bool_)
@@ -142,7 +133,7 @@ class LateStore(ExternalStore):
             batch.reported = True
         return [batch.ticket for batch in found]
 
-    def wait(self, ticket: int, timeout: float | None = None, out: Rows | None = None) -> Completion:
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
         batch = self._open.pop(ticket, None)
         if batch is None:
             raise UnknownTicketError(f"ticket {ticket} was never issued or has been collected")
@@ -156,9 +147,6 @@ class LateStore(ExternalStore):
         rows = np.zeros((0, self._size), np.uint8)
         if is_read and batch.rows is not None:
             rows = batch.rows
-            if out is not None and out is not rows:
-                out[batch.ok] = rows[batch.ok]
-                rows = out
         other = "refused" if batch.kind == "put" else "absent"
         reasons = ["" if ok else batch.reason or other for ok in batch.ok]
         return Completion(ticket, batch.ok, rows, reasons)

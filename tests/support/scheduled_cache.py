@@ -217,6 +217,5 @@ class ScheduledMachine(Machine):
             while self.requests or rig.open or rig.cache.executor.num_in_flight:
                 self.clock.seconds += 0.01
                 self.schedule(rig)
-                rig.work()
         # The scheduler takes the decisions: KVCache has no part in these.
         super().finish()

@@ -248,10 +248,11 @@ class SimulatedStore(ExternalStore):
             raise InvalidArgumentError(f"rows are {rows.dtype} {list(rows.shape)}, wanted uint8 {list(wanted)}")
         return self._submit(_Batch(checked, rows.copy(), writes=True))
 
-    def submit_read(self, slots: NDArray[np.int64]) -> int:
+    def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
         """Start to read blocks; see `ExternalStore`."""
         checked = self._check(slots)
-        return self._submit(_Batch(checked, np.zeros((len(checked), self.bytes_per_block), np.uint8), writes=False))
+        rows = np.zeros((len(checked), self.bytes_per_block), np.uint8) if rows is None else rows
+        return self._submit(_Batch(checked, rows, writes=False))
 
     def poll(self) -> list[int]:
         """Run some operations, or none, and return what has finished."""
@@ -264,12 +265,7 @@ class SimulatedStore(ExternalStore):
             self._batches[ticket].reported = True
         return finished
 
-    def wait(
-        self,
-        ticket: int,
-        timeout: float | None = None,
-        out: NDArray[np.uint8] | None = None,
-    ) -> Completion:
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
         """Run operations until a ticket is finished, and collect it."""
         batch = self._batches.get(ticket)
         if batch is None:
@@ -278,9 +274,6 @@ class SimulatedStore(ExternalStore):
             self._step()
         del self._batches[ticket]
         rows = batch.rows[:0] if batch.writes else batch.rows
-        if out is not None and not batch.writes:
-            out[batch.ok] = rows[batch.ok]
-            rows = out
         return Completion(ticket, batch.ok, rows, ["ok" if ok else "error" for ok in batch.ok])
 
     def stats(self) -> StoreStats:

@@ -107,14 +107,14 @@ class StoreSide:
         Raises:
             StoreError: the store did not take it.
         """
-        return self._submit(Batch("write", len(slots)), partial(self._store.lend_write, slots, rows))
+        return self._submit(Batch("write", len(slots)), partial(self._store.submit_write, slots, rows))
 
     def read(self, slots: NDArray[np.int64], out: NDArray[np.uint8]) -> Batch:
         """Start to read blocks into rows; see `write`.
 
         The rows are the store's until the batch has an answer, and for longer unless its `are_rows_free`.
         """
-        return self._submit(Batch("read", len(slots), out), partial(self._store.lend_read, slots, out))
+        return self._submit(Batch("read", len(slots), out), partial(self._store.submit_read, slots, out))
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners | None = None) -> Batch:
         """Start to store blocks under their keys, uint8 `[n, 32]`; see `write`.
@@ -123,12 +123,12 @@ class StoreSide:
         """
         batch = Batch("put", len(keys))
         if owners is None or not self._store.keeps_quotas:
-            return self._submit(batch, partial(self._store.lend_put, keys, rows))
-        return self._submit(batch, partial(self._store.lend_put, keys, rows, owners))
+            return self._submit(batch, partial(self._store.submit_put, keys, rows))
+        return self._submit(batch, partial(self._store.submit_put, keys, rows, owners))
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> Batch:
         """Start to read blocks by key, uint8 `[n, 32]`; see `read`."""
-        return self._submit(Batch("get", len(keys), out), partial(self._store.lend_get, keys, out))
+        return self._submit(Batch("get", len(keys), out), partial(self._store.submit_get, keys, out))
 
     def contains(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return which keys the store says it has, bool `[n]`; none if it says anything else."""
@@ -200,9 +200,7 @@ class StoreSide:
     def _collect(self, batch: Batch, timeout: float) -> None:
         try:
             # Run by C code as a whole, so no interrupt can come between the store's answer and the list.
-            self._answers.extend(
-                zip((batch,), map(self._store.wait, (batch.ticket,), (timeout,), (batch.out,)), strict=True)
-            )
+            self._answers.extend(zip((batch,), map(self._store.wait, (batch.ticket,), (timeout,)), strict=True))
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
             self._answers.append((batch, error))
             self._let_go(batch.ticket)

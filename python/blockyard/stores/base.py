@@ -93,27 +93,35 @@ class ExternalStore(ABC):
 
     @abstractmethod
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Start to write blocks; the bytes are copied before this returns.
+        """Start to write blocks.
+
+        The store may take the bytes straight from `rows`: they must not change until the ticket is collected. A block
+        whose row changes is a miss when it is read. The row of a block that ends as `"timeout"` or `"closed"` is the
+        store's for longer, as a thread may hang: take other memory for the next batch. The store keeps the array alive.
 
         Args:
             slots: where to, int64 `[n]`, no repeats.
-            rows: the blocks, uint8 `[n, bytes_per_block]`, C-contiguous, on the CPU.
+            rows: the blocks, uint8 `[n, bytes_per_block]`, on the CPU. The file store copies rows that do not begin on
+                a page of 4 KiB, or are not whole pages long.
 
         Returns:
             A ticket for `wait`.
 
         Raises:
             MappingError: a slot is out of range or repeated; nothing was submitted.
-            InvalidArgumentError: wrong dtype or shape; nothing was submitted.
+            InvalidArgumentError: wrong dtype or shape, or a store still uses these rows; nothing was submitted.
             StoreError: the store is closed.
         """
 
     @abstractmethod
-    def submit_read(self, slots: NDArray[np.int64]) -> int:
+    def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
         """Start to read blocks.
 
         Args:
             slots: where from, int64 `[n]`, repeats allowed.
+            rows: for the blocks, uint8 `[n, bytes_per_block]`, C-contiguous, writable; new ones if None. The store may
+                read straight into them, and nobody else may use them until the ticket is collected; for the rest see
+                `submit_write`. Rows of misses may be left as they are.
 
         Returns:
             A ticket for `wait`.
@@ -130,7 +138,7 @@ class ExternalStore(ABC):
         rows: NDArray[np.uint8],  # noqa: ARG002
         owners: Owners | None = None,  # noqa: ARG002
     ) -> int:
-        """Start to store blocks under their keys; the bytes are copied before this returns.
+        """Start to store blocks under their keys, with rows as for `submit_write`.
 
         A key that is there already keeps its block, since equal keys stand for equal bytes. Other keys may be evicted.
 
@@ -149,7 +157,11 @@ class ExternalStore(ABC):
         """
         raise keyless()
 
-    def submit_get(self, keys: Keys) -> int:  # noqa: ARG002 (a store with keys has its own)
+    def submit_get(
+        self,
+        keys: Keys,  # noqa: ARG002 (a store with keys has its own)
+        rows: NDArray[np.uint8] | None = None,  # noqa: ARG002
+    ) -> int:
         """Start to read blocks by key.
 
         A key without a block is a miss, `"absent"`. A damaged block is deleted. A key whose block does not come for a
@@ -157,6 +169,7 @@ class ExternalStore(ABC):
 
         Args:
             keys: as for `submit_put`; repeats are allowed.
+            rows: as for `submit_read`.
 
         Returns:
             A ticket for `wait`.
@@ -166,48 +179,6 @@ class ExternalStore(ABC):
             StoreError: the store is closed, or has no keys.
         """
         raise keyless()
-
-    def lend_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Start to write blocks as `submit_write` does; the store may take the bytes straight from `rows`.
-
-        The rows must not change until the ticket is collected; a block whose row changes is a miss when it is read.
-        The file store needs rows that begin on a page of 4 KiB and are whole pages long, and copies others. A store
-        that has no other way than to copy does so.
-
-        Args:
-            slots: as for `submit_write`.
-            rows: as for `submit_write`. The row of a block that ends as `"timeout"` or `"closed"` is the store's for
-                longer, as a thread may hang: take other memory for the next batch. The store keeps the array alive.
-
-        Returns:
-            A ticket for `wait`.
-
-        Raises:
-            InvalidArgumentError: wrong dtype or shape, or a store still writes to these rows; nothing was submitted.
-        """
-        return self.submit_write(slots, rows)
-
-    def lend_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:  # noqa: ARG002 (as `wait` gets them)
-        """Start to read blocks as `submit_read` does; the store may read straight into `rows`.
-
-        Nobody may use the rows until `wait(ticket, out=rows)` has collected the ticket. For the rest see `lend_write`.
-
-        Args:
-            slots: as for `submit_read`.
-            rows: for the blocks, uint8 `[n, bytes_per_block]`, C-contiguous, writable.
-
-        Returns:
-            A ticket for `wait`.
-        """
-        return self.submit_read(slots)
-
-    def lend_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
-        """Start to store blocks under their keys as `submit_put` does, with rows as for `lend_write`."""
-        return self.submit_put(keys, rows) if owners is None else self.submit_put(keys, rows, owners)
-
-    def lend_get(self, keys: Keys, rows: NDArray[np.uint8]) -> int:  # noqa: ARG002 (as `wait` gets them)
-        """Start to read blocks by key as `submit_get` does, with rows as for `lend_read`."""
-        return self.submit_get(keys)
 
     def submit_delete(self, keys: Keys) -> int:  # noqa: ARG002 (a store with keys has its own)
         """Start to delete keys; calls after this one do not find them.
@@ -311,7 +282,7 @@ class ExternalStore(ABC):
         """
 
     @abstractmethod
-    def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
         """Collect a ticket, waiting until it is finished or given up.
 
         Every ticket must be collected, once: until then it holds memory.
@@ -319,16 +290,13 @@ class ExternalStore(ABC):
         Args:
             ticket: from a call `submit_*`.
             timeout: seconds; it can only shorten the ticket's own deadline, which grows with the bytes under way.
-            out: rows for the blocks of a read, uint8 `[n, bytes_per_block]`, C-contiguous; those of misses may be left
-                as they are. The result's rows are then these, which saves fresh memory. A plug-in may ignore it. For a
-                ticket of `lend_read` or `lend_get` they must be the rows that it was given.
 
         Returns:
-            One entry a slot or key, in the order of the batch; what was not done in time is a miss, `"timeout"`.
+            One entry a slot or key, in the order of the batch; what was not done in time is a miss, `"timeout"`. The
+            rows are those that the read was given.
 
         Raises:
             UnknownTicketError: the ticket was never issued or has been collected.
-            InvalidArgumentError: `out` is wrong; the ticket can still be collected.
             OutOfMemoryError: there is no memory for the result; the ticket can still be collected.
         """
 

@@ -24,7 +24,7 @@ from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketErro
 from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.workers import Process, start_worker
 
-__all__ = ["Batch", "BatchStore", "Kind", "KnownKeys", "Name", "check_out", "of", "owners_of_each"]
+__all__ = ["Batch", "BatchStore", "Kind", "KnownKeys", "Name", "check_read_rows", "of", "owners_of_each"]
 
 _SLOWEST: Final = 16e6  # bytes a second that a deadline allows for
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
@@ -46,14 +46,14 @@ class Batch:
     ticket: int  # 0 for a lookup, which nobody collects
     kind: Kind
     names: list[Name]  # slots or keys, without those that had no room
-    rows: NDArray[np.uint8] | None  # what a write writes or a read has read
+    rows: NDArray[np.uint8] | None  # of the caller: what a write writes, or where the blocks of a read go
     reasons: list[str]
     num_bytes: int
     deadline: float
     age: int  # of the store when it was submitted
     expected: list[dict[Name, bytes]] = field(default_factory=list)  # of a read: what each slot's last write has left
     spread: list[int] | None = None  # of a put with repeats: entry of each key of the caller
-    lent: NDArray[np.uint8] | None = None  # of a read: rows of the caller to read into
+    read: NDArray[np.uint8] | None = None  # what a read has read; the rows of the caller, or others
     owners: Owners | None = None  # of a put, an entry for each name
     digests: dict[Name, bytes] = field(default_factory=dict)  # of a write: blocks that landed
     before: int = 0  # earlier batches of its slots that have not ended
@@ -149,23 +149,22 @@ class BatchStore(ExternalStore):
                 batch.reported = True
             return [batch.ticket for batch in found]
 
-    def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
-        """Collect a ticket; see `ExternalStore.wait`. Blocks of a read are copied into `out`; rows of misses stay."""
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
+        """Collect a ticket; see `ExternalStore.wait`."""
         self._process.check()
         self._failures.flush(self)
         with self._lock:
             batch = self._open.get(ticket)
             if batch is not None:
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
-                check_out(out, shape, batch.lent)
-                result = np.zeros(shape, np.uint8) if out is None or not batch.is_read else out
+                result = batch.rows if batch.is_read and batch.rows is not None else np.zeros(shape, np.uint8)
                 left = min(batch.deadline - time.monotonic(), float("inf") if timeout is None else timeout)
                 self._changed.wait_for(lambda: batch.ended, max(0.0, left))
             if batch is None or ticket not in self._open:
                 raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
             # The ticket goes last: a call that is interrupted can be made again, at worst for a miss.
             self._give_up(batch, "timeout")
-            rows, lent = batch.rows if batch.is_read else None, batch.lent
+            rows = batch.read
             reasons = batch.reasons if batch.spread is None else [batch.reasons[index] for index in batch.spread]
             if batch.is_read and rows is None:
                 reasons = [reason or "error" for reason in reasons]
@@ -179,8 +178,7 @@ class BatchStore(ExternalStore):
             else:
                 for index in np.flatnonzero(ok):
                     result[index] = rows[index]
-            if rows is not lent:
-                self._buffers.give(rows)
+            self._buffers.give(rows)
         return Completion(ticket, ok, result, reasons)
 
     def stats(self) -> StoreStats:
@@ -218,7 +216,6 @@ class BatchStore(ExternalStore):
         names: Sequence[Name],
         rows: NDArray[np.uint8] | None = None,
         spread: list[int] | None = None,
-        lent: NDArray[np.uint8] | None = None,
         owners: Owners | None = None,
     ) -> int:
         with self._lock:
@@ -235,13 +232,12 @@ class BatchStore(ExternalStore):
                 ticket=self._tickets,
                 kind=kind,
                 names=taken,
-                rows=None if rows is None else rows[: len(taken)],
+                rows=rows,
                 reasons=[refused] * len(names),
                 num_bytes=0,
                 deadline=now + self.deadline + (self._pending + num_bytes) / _SLOWEST,
                 age=self._age,
                 spread=spread,
-                lent=lent,
                 owners=owners,
             )
             try:
@@ -349,7 +345,7 @@ class BatchStore(ExternalStore):
             elif batch.ended:
                 self._release(batch)
             else:
-                batch.rows = rows
+                batch.read = rows
                 self._end(batch, reasons)
             if error is not None and time.monotonic() - began >= _DEAR:
                 self._go_down()
@@ -407,7 +403,9 @@ class BatchStore(ExternalStore):
     def _release(self, batch: Batch) -> None:
         self._pending -= batch.num_bytes
         batch.num_bytes = 0
-        batch.rows = None
+        batch.read = None
+        if not batch.is_read:
+            batch.rows = None
 
     def _recover(self, batch: Batch | None, error: BaseException) -> None:
         """After an exception amid the changes for a batch: it is a miss, and the others are put in order again."""
@@ -484,14 +482,12 @@ def _is_same(rows: NDArray[np.uint8], others: NDArray[np.uint8]) -> bool:
     return rows.shape == others.shape and rows.ctypes.data == others.ctypes.data
 
 
-def check_out(out: object, shape: tuple[int, int], lent: NDArray[np.uint8] | None = None) -> None:
-    """Refuse what is no place for a batch's rows: with `lent`, anything but these rows."""
-    if out is None or not shape[0]:
+def check_read_rows(rows: object, shape: tuple[int, int]) -> None:
+    """Refuse what is no place for the blocks of a read; None asks for new rows."""
+    if rows is None or not shape[0]:
         return
-    if not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.shape != shape or not out.flags.c_contiguous:
-        raise InvalidArgumentError(f"out is {of(out)}, must be uint8 {list(shape)}, C-contiguous")
-    if lent is not None and not _is_same(out, lent):
-        raise InvalidArgumentError("out is other memory than the rows that this read was given, must be these rows")
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape or not rows.flags.carray:
+        raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}, C-contiguous and writable")
 
 
 def owners_of_each(owners: Owners, names: list[bytes], single: dict[bytes, int]) -> Owners:
@@ -562,9 +558,13 @@ class KnownKeys:
         """Know nothing."""
         self._until.clear()
 
-    def is_there(self, key: bytes) -> bool:
-        """Return whether a key is known to have a block."""
-        return self._until.get(key) == _THERE
+    def look_up(self, keys: Sequence[bytes]) -> tuple[list[bool], list[bytes]]:
+        """Return whether each key is known to have a block, and the keys that the storage is to be asked for."""
+        now, known = time.monotonic(), [self._until.get(key, 0.0) for key in keys]
+        there = [until == _THERE for until in known]
+        if all(there):
+            return there, []
+        return there, [key for key, until in zip(keys, known, strict=True) if abs(until) < now]
 
     def is_hidden(self, key: bytes) -> bool:
         """Return whether a key is not to be read now."""

@@ -240,7 +240,10 @@ class GuardedSlab(RemoteStore):
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Read values."""
         submit = self._slab.submit_get if self._use == "prefix" else self._slab.submit_read
-        return self._ended(self._slab.wait(submit(self._slab_names(keys)), out=out))
+        done = self._slab.wait(submit(self._slab_names(keys)))
+        ok = self._ended(done)
+        out[ok] = done.rows[ok]
+        return ok
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""
@@ -376,9 +379,9 @@ def _pass(store: SlabStore, seed: int) -> float:
     whole = np.ones(len(batches[0]) * size + _PAGE, np.uint8)
     rows = whole[-whole.ctypes.data % _PAGE :][: len(batches[0]) * size].reshape(-1, size)
     started = time.perf_counter()
-    for lend in (store.lend_write, store.lend_read):
+    for submit in (store.submit_write, store.submit_read):
         for batch in batches:
-            if not store.wait(lend(batch, rows[: len(batch)])).ok.all():
+            if not store.wait(submit(batch, rows[: len(batch)])).ok.all():
                 raise StoreError(f"{str(store.path)!r} cannot be measured: {store.stats().last_error}")
     return time.perf_counter() - started
 

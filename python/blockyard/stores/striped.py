@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import InvalidArgumentError, MappingError, OutOfMemoryError, StoreError, UnknownTicketError
 from blockyard.stores.base import ExternalStore, Keys, Owners, keyless
-from blockyard.stores.batches import check_out, of
+from blockyard.stores.batches import check_read_rows, of
 
 __all__ = ["StripedStore"]
 
@@ -41,7 +41,7 @@ class _Share:
 class _Batch:
     count: int
     is_read: bool
-    lent: Rows | None = None  # of a read: rows of the caller
+    rows: Rows | None = None  # of a read: of the caller
     shares: list[_Share] = field(default_factory=list)
     open: int = 0
 
@@ -89,14 +89,15 @@ class StripedStore(ExternalStore):
             lambda part, places: part.submit_write(slots[places] // len(self._parts), rows[places]),
         )
 
-    def submit_read(self, slots: Ids) -> int:
+    def submit_read(self, slots: Ids, rows: Rows | None = None) -> int:
         """Start to read blocks, each from its disk. See `ExternalStore`."""
-        return self._read(slots)
+        self._check_slots(slots)
+        check_read_rows(rows, (len(slots), self.bytes_per_block))
 
-    def lend_read(self, slots: Ids, rows: Rows) -> int:
-        """Start to read blocks for `rows`, each from its disk. See `ExternalStore`."""
-        check_out(rows, (len(slots), self.bytes_per_block))
-        return self._read(slots, rows)
+        def submit(part: ExternalStore, places: Ids) -> int:
+            return part.submit_read(slots[places] // len(self._parts))
+
+        return self._submit(slots % len(self._parts), submit, is_read=True, rows=rows)
 
     def submit_put(
         self,
@@ -109,14 +110,13 @@ class StripedStore(ExternalStore):
         self._check_rows(rows, len(found))
         return self._submit(self._disks(found), lambda part, places: part.submit_put(found[places], rows[places]))
 
-    def submit_get(self, keys: Keys) -> int:
+    def submit_get(self, keys: Keys, rows: Rows | None = None) -> int:
         """Start to read blocks by key. See `ExternalStore`."""
-        return self._get(keys)
-
-    def lend_get(self, keys: Keys, rows: Rows) -> int:
-        """Start to read blocks by key for `rows`. See `ExternalStore`."""
-        check_out(rows, (len(keys), self.bytes_per_block))
-        return self._get(keys, rows)
+        found = self._check_keys(keys)
+        check_read_rows(rows, (len(found), self.bytes_per_block))
+        return self._submit(
+            self._disks(found), lambda part, places: part.submit_get(found[places]), is_read=True, rows=rows
+        )
 
     def submit_delete(self, keys: Keys) -> int:
         """Start to delete keys. See `ExternalStore`."""
@@ -170,7 +170,7 @@ class StripedStore(ExternalStore):
                         ended.append(self._owner[name])
         return ended
 
-    def wait(self, ticket: int, timeout: float | None = None, out: Rows | None = None) -> Completion:
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
         """Collect a ticket from every disk. See `ExternalStore`."""
         with self._lock:
             batch = self._batches.get(ticket)
@@ -178,14 +178,11 @@ class StripedStore(ExternalStore):
             raise UnknownTicketError(f"ticket {ticket} is not open")
         shape = (batch.count if batch.is_read else 0, self.bytes_per_block)
         try:
-            rows = out if out is not None and batch.is_read else np.zeros(shape, dtype=np.uint8)
+            rows = np.zeros(shape, dtype=np.uint8) if batch.rows is None else batch.rows
         except MemoryError:
             raise OutOfMemoryError(
                 f"no memory for {shape[0]} blocks of {shape[1]} bytes", shape[0] * shape[1]
             ) from None
-        if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
-            raise InvalidArgumentError(f"out is {of(rows)}, must be uint8 {list(shape)}")
-        check_out(out, shape, batch.lent)
         until = None if timeout is None else time.monotonic() + timeout
         ok = np.zeros(batch.count, dtype=np.bool_)
         reasons = ["io"] * batch.count
@@ -235,29 +232,15 @@ class StripedStore(ExternalStore):
     def __repr__(self) -> str:
         return f"StripedStore({self._parts})"
 
-    def _read(self, slots: Ids, lent: Rows | None = None) -> int:
-        self._check_slots(slots)
-
-        def submit(part: ExternalStore, places: Ids) -> int:
-            return part.submit_read(slots[places] // len(self._parts))
-
-        return self._submit(slots % len(self._parts), submit, is_read=True, lent=lent)
-
-    def _get(self, keys: Keys, lent: Rows | None = None) -> int:
-        found = self._check_keys(keys)
-        return self._submit(
-            self._disks(found), lambda part, places: part.submit_get(found[places]), is_read=True, lent=lent
-        )
-
     def _submit(
         self,
         disks: Ids,
         submit: Callable[[ExternalStore, Ids], int],
         *,
         is_read: bool = False,
-        lent: Rows | None = None,
+        rows: Rows | None = None,
     ) -> int:
-        batch = _Batch(len(disks), is_read, lent)
+        batch = _Batch(len(disks), is_read, rows)
         # Held meanwhile, so that a poll knows whose the tickets are.
         with self._lock:
             ticket, self._next = self._next, self._next + 1

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError, MappingError, StoreError
 from blockyard.stores.base import Keys, Owners, keyless
-from blockyard.stores.batches import Batch, BatchStore, KnownKeys, Name, check_out, of, owners_of_each
+from blockyard.stores.batches import Batch, BatchStore, KnownKeys, Name, check_read_rows, of, owners_of_each
 from blockyard.stores.codec import Codec, MacKey, guarded_namespace, read_mac_key
 from blockyard.stores.epochs import EPOCH_BYTES, Epoch, ForgottenError, Record, SharedEpoch
 from blockyard.stores.url import public_url
@@ -165,58 +165,40 @@ class ThreadedStore(BatchStore):
         self._check(slots)
         if len(np.unique(slots)) < len(slots):
             raise MappingError(f"slots has {len(slots) - len(np.unique(slots))} repeats, must have none in a write")
-        shape = (len(slots), self.bytes_per_block)
-        if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
-            raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
-        header = HEADER if self._mac_key is not None and self._codec is None else 0
-        blocks = self._buffers.take(len(slots), header + self.bytes_per_block)
-        blocks[:, header:] = rows
-        return self._submit("write", slots.tolist(), blocks)
+        self._check_rows(rows, len(slots))
+        return self._submit("write", slots.tolist(), rows)
 
-    def submit_read(self, slots: NDArray[np.int64]) -> int:
+    def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
         """Start to read blocks; see `ExternalStore.submit_read`."""
         self._check(slots)
-        return self._submit("read", slots.tolist())
+        check_read_rows(rows, (len(slots), self.bytes_per_block))
+        return self._submit("read", slots.tolist(), rows)
 
     def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
         """Start to store blocks under their keys; see `ExternalStore.submit_put`."""
         names = self._keys_of(keys)
-        shape = (len(names), self.bytes_per_block)
-        if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
-            raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
+        self._check_rows(rows, len(names))
         single = {name: index for index, name in enumerate(dict.fromkeys(names))}
-        spread = [single[name] for name in names] if len(single) < len(names) else None
         owners = None if owners is None or not self.keeps_quotas else owners_of_each(owners, names, single)
-        header = 0 if self._codec else HEADER
-        values = self._buffers.take(len(single), header + self.bytes_per_block)
-        if spread is None:
-            values[:, header:] = rows
-        else:
-            for index, row in zip(spread, rows, strict=True):
-                values[index, header:] = row
-        return self._submit("put", list(single), values, spread, owners=owners)
+        if len(single) == len(names):
+            return self._submit("put", names, rows, owners=owners)
+        spread = [single[name] for name in names]
+        chosen = np.empty((len(single), self.bytes_per_block), np.uint8)
+        for index, row in zip(spread, rows, strict=True):
+            chosen[index] = row
+        return self._submit("put", list(single), chosen, spread, owners=owners)
 
-    def submit_get(self, keys: Keys) -> int:
+    def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
         """Start to read blocks by key; see `ExternalStore.submit_get`."""
-        return self._submit("get", self._keys_of(keys))
-
-    def lend_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Start to read blocks for `rows`; see `ExternalStore.lend_read`."""
-        self._check(slots)
-        check_out(rows, (len(slots), self.bytes_per_block))
-        return self._submit("read", slots.tolist(), lent=rows)
-
-    def lend_get(self, keys: Keys, rows: NDArray[np.uint8]) -> int:
-        """Start to read blocks by key straight into `rows`, if the store can; see `ExternalStore.lend_get`."""
         names = self._keys_of(keys)
-        check_out(rows, (len(names), self.bytes_per_block))
-        return self._submit("get", names, lent=rows)
+        check_read_rows(rows, (len(names), self.bytes_per_block))
+        return self._submit("get", names, rows)
 
     def submit_delete(self, keys: Keys) -> int:
         """Start to delete keys; see `ExternalStore.submit_delete`."""
         names = self._keys_of(keys)
         single = {name: index for index, name in enumerate(dict.fromkeys(names))}
-        return self._submit("delete", list(single), None, [single[name] for name in names])
+        return self._submit("delete", list(single), spread=[single[name] for name in names])
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """Return whether each key is known to have a block; see `ExternalStore.contains`.
@@ -228,11 +210,11 @@ class ThreadedStore(BatchStore):
             now = time.monotonic()
             if self._closed or self._refuses(now):
                 return np.zeros(len(names), np.bool_)
-            wanted = [name for name in names if self._known.is_due(name)]
+            there, wanted = self._known.look_up(names)
             self._wanted.update(dict.fromkeys(wanted[: max(0, _MOST_WANTED - len(self._wanted))]))
             if self._wanted:
                 self._look()
-            return np.array([self._known.is_there(name) for name in names], np.bool_)
+            return np.array(there, np.bool_)
 
     @property
     def _age(self) -> int:
@@ -257,6 +239,11 @@ class ThreadedStore(BatchStore):
             raise InvalidArgumentError(f"slots is {of(slots)}, must be int64 [n]")
         if len(slots) and (slots.min() < 0 or slots.max() >= self.num_slots):
             raise MappingError(f"slots has {slots.min()} to {slots.max()}, must be 0 to {self.num_slots - 1}")
+
+    def _check_rows(self, rows: NDArray[np.uint8], count: int) -> None:
+        shape = (count, self.bytes_per_block)
+        if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
+            raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
 
     def _keys_of(self, keys: Keys) -> list[bytes]:
         self._process.check()
@@ -293,9 +280,11 @@ class ThreadedStore(BatchStore):
             return None, ["forgotten"] * len(keys)
         names = self._names_of(keys, epoch.token)
         if batch.kind == "put":
-            assert batch.rows is not None  # noqa: S101 (for the type checker)
-            values, reasons = self._seal(batch.rows, keys)
+            values, reasons = self._seal(self._rows_of(batch), keys)
+            if batch.ended:  # the rows may have changed since
+                return None, reasons
             self._put_good(names, values, reasons, batch.owners, epoch)
+            self._give_values(values, reasons)
             return None, reasons
         self.delete(names)
         with self._lock:  # puts that may still bring a key back
@@ -303,13 +292,16 @@ class ThreadedStore(BatchStore):
         return None, ["lost" if key in late else "" for key in keys]
 
     def _write(self, batch: Batch) -> tuple[None, list[str]]:
-        rows, slots = batch.rows, [name for name in batch.names if isinstance(name, int)]
-        assert rows is not None  # noqa: S101 (for the type checker)
+        rows, slots = self._rows_of(batch), [name for name in batch.names if isinstance(name, int)]
         names, reasons = self._slot_names(slots), [""] * len(slots)
         if self._is_guarded:
             rows, reasons = self._seal(rows, [name.tobytes() for name in names])
+        elif not (self._reuses_rows and rows.flags.c_contiguous):
+            rows = rows.copy()
         digests = rows[:, :16].copy() if self._is_guarded else checksum_rows(rows)
         self._put_good(names, rows, reasons)
+        if self._is_guarded:
+            self._give_values(rows, reasons)
         landed: dict[Name, bytes] = {
             slot: digest.tobytes() for slot, digest, reason in zip(slots, digests, reasons, strict=True) if not reason
         }
@@ -342,7 +334,7 @@ class ThreadedStore(BatchStore):
         reasons = ["absent"] * len(keys)
         if not there:
             return np.zeros((0, self.bytes_per_block), np.uint8), reasons
-        out = batch.lent if len(there) == len(batch.reasons) else None
+        out = batch.rows if len(there) == len(batch.reasons) else None
         wanted = [keys[index] for index in there]
         stored, rows, found = self._fetch_under(epoch, wanted, out)
         if not self._epochs.counts(epoch, stored):
@@ -364,11 +356,19 @@ class ThreadedStore(BatchStore):
 
     # ---- values: blocks with a header ----
 
+    def _rows_of(self, batch: Batch) -> NDArray[np.uint8]:
+        """Return the blocks that a batch writes, those of the caller."""
+        if batch.rows is None:  # it was given up
+            raise StoreError("the batch has ended")
+        return batch.rows[: len(batch.names)]
+
     def _seal(self, rows: NDArray[np.uint8], keys: list[bytes]) -> tuple[NDArray[np.uint8], list[str]]:
-        """Make values of blocks. Returns them, and why some are none."""
-        values, reasons, lengths = rows, [""] * len(keys), None
-        if self._codec is not None:
-            values, lengths = self._buffers.take(len(keys), self._width), []
+        """Make values of blocks, in memory of our own. Returns them, and why some are none."""
+        values, reasons, lengths = self._buffers.take(len(keys), self._width), [""] * len(keys), None
+        if self._codec is None:
+            values[:, HEADER:] = rows
+        else:
+            lengths = []
             for index, (row, value) in enumerate(zip(rows, values, strict=True)):
                 try:
                     lengths.append(self._codec.encode_into(row, value[HEADER:]))
@@ -377,7 +377,6 @@ class ThreadedStore(BatchStore):
                     lengths.append(0)
                     with self._lock:
                         self._note(error)
-            self._buffers.give(rows)
         seal_values(values, self.namespace, keys, lengths=lengths, mac_key=self._mac_key)
         return values, reasons
 
@@ -400,8 +399,11 @@ class ThreadedStore(BatchStore):
             found = self._put_owned(*chosen, Owners(owners.tenants[good], owners.parents[good]), epoch)
         for index, stored in zip(good, answered("put", found, len(good)), strict=True):
             reasons[index] = "" if stored else "refused"
+
+    def _give_values(self, values: NDArray[np.uint8], reasons: list[str]) -> None:
+        """Let values be used again, once nothing refers to them."""
         if self._reuses_rows and not any(reasons):
-            self._buffers.give(rows)
+            self._buffers.give(values)
 
     def _put_owned(
         self,

@@ -161,9 +161,9 @@ class UnrulyStore(ExternalStore):
         """Start to write blocks, or not."""
         return self._ticket(lambda: self._inner.submit_write(slots, rows))
 
-    def submit_read(self, slots: NDArray[np.int64]) -> int:
+    def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
         """Start to read blocks, or not."""
-        return self._ticket(lambda: self._inner.submit_read(slots))
+        return self._ticket(lambda: self._inner.submit_read(slots, rows))
 
     @property
     def keeps_quotas(self) -> bool:  # type: ignore[override]
@@ -174,9 +174,9 @@ class UnrulyStore(ExternalStore):
         """Start to store blocks by key, or not."""
         return self._ticket(lambda: _put(self._inner, keys, rows, owners))
 
-    def submit_get(self, keys: Keys) -> int:
+    def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
         """Start to read blocks by key, or not."""
-        return self._ticket(lambda: self._inner.submit_get(keys))
+        return self._ticket(lambda: self._inner.submit_get(keys, rows))
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """Return which keys are there, or anything."""
@@ -197,9 +197,9 @@ class UnrulyStore(ExternalStore):
         answer = self._break(self._inner.poll, lambda found: [None, [*found, *found, 1 << 70, -1], ["x"], found[1:], 7])
         return cast("list[int]", answer)
 
-    def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
         """Collect a ticket, or not."""
-        return cast("Completion", self._break(lambda: self._inner.wait(ticket, timeout, out), _misshapen))
+        return cast("Completion", self._break(lambda: self._inner.wait(ticket, timeout), _misshapen))
 
     def stats(self) -> StoreStats:
         """Return the counters of the store below."""
@@ -270,9 +270,9 @@ class FailingStore(ExternalStore):
         """Start to write blocks to slots."""
         return self._submit(lambda: self._inner.submit_write(slots, rows))
 
-    def submit_read(self, slots: NDArray[np.int64]) -> int:
+    def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
         """Start to read blocks of slots."""
-        return self._submit(lambda: self._inner.submit_read(slots))
+        return self._submit(lambda: self._inner.submit_read(slots, rows))
 
     @property
     def keeps_quotas(self) -> bool:  # type: ignore[override]
@@ -283,12 +283,12 @@ class FailingStore(ExternalStore):
         """Start to store blocks under keys."""
         return self._submit(lambda: _put(self._inner, keys, rows, owners))
 
-    def submit_get(self, keys: Keys) -> int:
+    def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
         """Start to read blocks by key."""
         if self.fault == "lose":
             # Names that nobody has stored.
             keys = [os.urandom(32) for _ in keys]
-        return self._submit(lambda: self._inner.submit_get(keys))
+        return self._submit(lambda: self._inner.submit_get(keys, rows))
 
     def submit_delete(self, keys: Keys) -> int:
         """Start to delete keys."""
@@ -318,14 +318,14 @@ class FailingStore(ExternalStore):
         now = time.monotonic()
         return [ticket for ticket in self._inner.poll() if self._late.get(ticket, 0.0) <= now]
 
-    def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
         """Collect a ticket; one that hangs at its deadline, or at the timeout, as misses."""
         until = self._late.pop(ticket, None)
         if until is None:
-            return self._inner.wait(ticket, timeout, out)
+            return self._inner.wait(ticket, timeout)
         left = until - time.monotonic()
         time.sleep(max(0.0, left if timeout is None else min(timeout, left)))
-        answer = self._inner.wait(ticket, timeout, out)
+        answer = self._inner.wait(ticket, timeout)
         missed = np.zeros_like(answer.ok)
         return Completion(ticket, missed, np.zeros_like(answer.rows), ("timeout",) * len(missed))
 

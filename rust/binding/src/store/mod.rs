@@ -223,24 +223,31 @@ impl PySlabStore {
         found.map(|found| geometry.offset(found)).ok_or_else(missing)
     }
 
-    /// Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`, of any layout. The bytes are
-    /// copied before this returns a ticket. See `ExternalStore.submit_write`.
+    /// Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`. Rows that are no whole pages
+    /// are copied before this returns a ticket. See `ExternalStore.submit_write`.
     fn submit_write(&self, slots: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
         let slots = slot_array(slots)?;
-        let shape = [slots.len(), self.bytes_per_block()];
-        let submitted = memory::lend_rows(rows, shape, |bytes| self.store.submit_write(&slots, bytes))?;
-        let wanted = || expected("rows", &format!("a uint8 array of shape {shape:?}"), rows);
-        submitted.ok_or_else(wanted)?.map_err(|error| to_py(&error))
+        self.submit_rows(
+            rows,
+            slots.len(),
+            |lent| self.store.lend_write(&slots, lent),
+            |bytes| self.store.submit_write(&slots, bytes),
+        )
     }
 
-    /// Start to read blocks: `slots` int64 `[n]`. Returns a ticket. See `ExternalStore.submit_read`.
-    fn submit_read(&self, py: Python<'_>, slots: &Bound<'_, PyAny>) -> PyResult<u64> {
+    /// Start to read blocks: `slots` int64 `[n]`, into `rows` uint8 `[n, bytes_per_block]`. Returns a ticket.
+    /// See `ExternalStore.submit_read`.
+    #[pyo3(signature = (slots, rows=None))]
+    fn submit_read(&self, py: Python<'_>, slots: &Bound<'_, PyAny>, rows: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
         let slots = slot_array(slots)?;
-        py.detach(|| self.store.submit_read(&slots)).map_err(|error| to_py(&error))
+        self.read_into(py, rows, slots.len(), |lent| match lent {
+            None => self.store.submit_read(&slots),
+            Some(lent) => self.store.lend_read(&slots, lent),
+        })
     }
 
-    /// Start to store blocks under their keys: `keys` uint8 `[n, 32]` or 32 bytes each, `rows` uint8
-    /// `[n, bytes_per_block]`. The bytes are copied before this returns a ticket. See `ExternalStore.submit_put`.
+    /// Start to store blocks under their keys: `keys` uint8 `[n, 32]` or 32 bytes each, and `rows` as for
+    /// `submit_write`. Returns a ticket. See `ExternalStore.submit_put`.
     #[pyo3(signature = (keys, rows, owners=None))]
     fn submit_put(
         &self,
@@ -250,62 +257,23 @@ impl PySlabStore {
     ) -> PyResult<u64> {
         let keys = key_array(keys)?;
         let owners = owners.map(|owners| owners_of(owners, keys.len())).transpose()?;
-        let shape = [keys.len(), self.bytes_per_block()];
-        let submitted = memory::lend_rows(rows, shape, |bytes| self.store.submit_put(&keys, bytes, owners.as_deref()))?;
-        let wanted = || expected("rows", &format!("a uint8 array of shape {shape:?}"), rows);
-        submitted.ok_or_else(wanted)?.map_err(|error| to_py(&error))
+        self.submit_rows(
+            rows,
+            keys.len(),
+            |lent| self.store.lend_put(&keys, lent, owners.as_deref()),
+            |bytes| self.store.submit_put(&keys, bytes, owners.as_deref()),
+        )
     }
 
-    /// Start to write blocks straight from `rows` if these are whole pages, else as `submit_write`.
-    /// See `ExternalStore.lend_write`.
-    fn lend_write(&self, slots: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
-        let numbers = slot_array(slots)?;
-        match self.lent_rows(rows, numbers.len(), false)? {
-            None => self.submit_write(slots, rows),
-            Some(lent) => rows.py().detach(|| self.store.lend_write(&numbers, lent)).map_err(|error| to_py(&error)),
-        }
-    }
-
-    /// Start to read blocks straight into `rows` if these are whole pages, else when the ticket is collected.
-    /// See `ExternalStore.lend_read`.
-    fn lend_read(&self, slots: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
-        let numbers = slot_array(slots)?;
-        self.read_into(rows, numbers.len(), |lent| match lent {
-            None => self.store.submit_read(&numbers),
-            Some(lent) => self.store.lend_read(&numbers, lent),
-        })
-    }
-
-    /// Start to store blocks straight from `rows`, else as `submit_put`. See `ExternalStore.lend_write`.
-    #[pyo3(signature = (keys, rows, owners=None))]
-    fn lend_put(
-        &self,
-        keys: &Bound<'_, PyAny>,
-        rows: &Bound<'_, PyAny>,
-        owners: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<u64> {
-        let found = key_array(keys)?;
-        let Some(lent) = self.lent_rows(rows, found.len(), false)? else {
-            return self.submit_put(keys, rows, owners);
-        };
-        let owners = owners.map(|owners| owners_of(owners, found.len())).transpose()?;
-        let put = || self.store.lend_put(&found, lent, owners.as_deref());
-        rows.py().detach(put).map_err(|error| to_py(&error))
-    }
-
-    /// Start to read blocks by key straight into `rows`, else as `submit_get`. See `ExternalStore.lend_read`.
-    fn lend_get(&self, keys: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
+    /// Start to read blocks by key, with `rows` as for `submit_read`. Returns a ticket.
+    /// See `ExternalStore.submit_get`.
+    #[pyo3(signature = (keys, rows=None))]
+    fn submit_get(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, rows: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
         let keys = key_array(keys)?;
-        self.read_into(rows, keys.len(), |lent| match lent {
+        self.read_into(py, rows, keys.len(), |lent| match lent {
             None => self.store.submit_get(&keys),
             Some(lent) => self.store.lend_get(&keys, lent),
         })
-    }
-
-    /// Start to read blocks by key. Returns a ticket. See `ExternalStore.submit_get`.
-    fn submit_get(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<u64> {
-        let keys = key_array(keys)?;
-        py.detach(|| self.store.submit_get(&keys)).map_err(|error| to_py(&error))
     }
 
     /// Start to delete keys. Returns a ticket. See `ExternalStore.submit_delete`.
@@ -353,22 +321,16 @@ impl PySlabStore {
         self.store.poll().map_err(|error| to_py(&error))
     }
 
-    /// Collect a ticket; waits until its deadline, or for `timeout` seconds. Blocks that were read go into `out`,
-    /// uint8 `[n, bytes_per_block]`, or into new rows. See `ExternalStore.wait`.
-    #[pyo3(signature = (ticket, timeout=None, out=None))]
+    /// Collect a ticket; waits until its deadline, or for `timeout` seconds. See `ExternalStore.wait`.
+    #[pyo3(signature = (ticket, timeout=None))]
     fn wait(
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
         #[pyo3(from_py_with = args::timeout)] timeout: Option<f64>,
-        out: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyCompletion> {
         let ticket = ticket.0.0;
         let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
-        let lent = self.lent().get(&ticket).map(|lent| lent.rows.clone_ref(py));
-        if let (Some(lent), Some(out)) = (lent, out) {
-            check_same(lent.bind(py), out)?;
-        }
         self.wait_until(py, ticket, timeout.and_then(|timeout| Instant::now().checked_add(timeout)))?;
         let (is_read, len) = self.store.expects(ticket).map_err(|error| to_py(&error))?;
         // Memory first: without it the ticket can still be collected.
@@ -378,13 +340,10 @@ impl PySlabStore {
             let mut take =
                 |rows: &mut [u8]| self.store.take(ticket).map(|found| collect(&found, rows, width, &mut reasons));
             let lent = self.lent().get(&ticket).map(|lent| (lent.in_place, lent.rows.clone_ref(py)));
-            let (rows, taken) = match (lent, out.filter(|_| is_read)) {
-                (Some((true, rows)), _) => (rows.into_bound(py), py.detach(|| take(&mut []))),
-                (Some((false, rows)), _) => memory::fill_rows(rows.bind(py), "rows", [len, width], take)?,
-                (None, Some(out)) => memory::fill_rows(out, "out", [len, width], take)?,
-                (None, None) => {
-                    memory::made(py, [if is_read { len } else { 0 }, width], |rows| py.detach(|| take(rows)))?
-                }
+            let (rows, taken) = match lent {
+                Some((true, rows)) => (rows.into_bound(py), py.detach(|| take(&mut []))),
+                Some((false, rows)) => memory::fill_rows(rows.bind(py), "rows", [len, width], take)?,
+                None => memory::made(py, [if is_read { len } else { 0 }, width], |rows| py.detach(|| take(rows)))?,
             };
             self.lent().remove(&ticket);
             taken.map_err(|error| to_py(&error))?;
@@ -447,16 +406,37 @@ impl PySlabStore {
         memory::lent_rows(rows, [count, self.bytes_per_block()], is_written)
     }
 
-    /// Submits a read that fills rows of the caller's, and remembers them for `wait`.
-    fn read_into(
+    /// Submits rows of the caller's: `lend` if they lie on pages, else `copy`.
+    fn submit_rows(
         &self,
         rows: &Bound<'_, PyAny>,
         count: usize,
+        lend: impl FnOnce(LentRows) -> Result<u64, Error> + Send,
+        copy: impl FnOnce(&[u8]) -> Result<u64, Error> + Send,
+    ) -> PyResult<u64> {
+        let shape = [count, self.bytes_per_block()];
+        let wanted = || expected("rows", &format!("a uint8 array of shape {shape:?}"), rows);
+        let submitted = match self.lent_rows(rows, count, false)? {
+            Some(pages) => rows.py().detach(|| lend(pages)),
+            None => memory::lend_rows(rows, shape, copy)?.ok_or_else(wanted)?,
+        };
+        submitted.map_err(|error| to_py(&error))
+    }
+
+    /// Submits a read, and remembers the rows that it fills for `wait`.
+    fn read_into(
+        &self,
+        py: Python<'_>,
+        rows: Option<&Bound<'_, PyAny>>,
+        count: usize,
         submit: impl FnOnce(Option<LentRows>) -> Result<u64, Error> + Send,
     ) -> PyResult<u64> {
+        let Some(rows) = rows else {
+            return py.detach(|| submit(None)).map_err(|error| to_py(&error));
+        };
         let lent = self.lent_rows(rows, count, true)?;
         let (in_place, array) = (lent.is_some(), rows.cast::<PyArray<u8, Ix2>>()?.clone().unbind());
-        let ticket = rows.py().detach(|| submit(lent)).map_err(|error| to_py(&error))?;
+        let ticket = py.detach(|| submit(lent)).map_err(|error| to_py(&error))?;
         self.lent().insert(ticket, Lent { rows: array, in_place });
         Ok(ticket)
     }
@@ -471,14 +451,6 @@ impl PySlabStore {
             }
             py.check_signals()?;
         }
-    }
-}
-
-/// Refuses other memory than the rows that a read was given.
-fn check_same(lent: &Bound<'_, PyArray<u8, Ix2>>, out: &Bound<'_, PyAny>) -> PyResult<()> {
-    match out.cast::<PyArray<u8, Ix2>>() {
-        Ok(out) if out.data() == lent.data() && out.dims() == lent.dims() => Ok(()),
-        _ => Err(invalid("out is other memory than the rows that this read was given, must be these rows".into())),
     }
 }
 

@@ -1,0 +1,379 @@
+"""Prompts whose beginnings are loaded from a prefix store.
+
+A load waits for room, then the store reads its blocks into rows of ours, then the engine copies these to blocks of the
+manager. It starts again with the blocks that are still missing, until there are none, one does not come, or its
+deadline has passed.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from blockyard._core import BlockManager, HashedPrompt, StoreJob
+from blockyard.engine.engine import CacheEngine
+from blockyard.engine.transfers import Transfer
+from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
+from blockyard.executor.staging import Buffers
+from blockyard.executor.store_side import Answer, Batch, StoreSide
+from blockyard.prefix_store.stats import LOAD_SECONDS, PrefixStoreStats
+from blockyard.stores.value import is_damage
+from blockyard.workers import keep
+
+__all__ = ["Load", "Loads", "Prefetch"]
+
+PROBED: Final = 4
+"""Blocks that are read on trial where the store does not know yet whether it has them."""
+ABSENT_SECONDS: Final = 0.5  # how long a key that was not there is not asked for again
+FAILED_SECONDS: Final = 2.0  # how long a key whose block did not come is not
+PAUSES: Final = (0.5, 8.0)  # least and most seconds without reads after one that passed its deadline
+MOST_FAILED: Final = 1 << 16  # keys that are known to be of no use
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """Blocks that the store reads: these keys, uint8 `[n, 32]`, into the first rows of a buffer.
+
+    The rows are the store's until the batch has an answer.
+    """
+
+    keys: NDArray[np.uint8]
+    batch: Batch
+    rows: Tensor | None
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """Blocks on their way from rows to the blocks of a job. `landed` says which of the job's these are, bool `[n]`."""
+
+    job: StoreJob
+    transfer: Transfer
+    landed: NDArray[np.bool_]
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A prompt whose beginning is looked for in the store.
+
+    Attributes:
+        prompt: with its keys.
+        keys: of the blocks that no tier has, uint8 `[n, 32]`.
+        began: when, by the monotonic clock.
+        until: when it is given up.
+        tokens: that were loaded.
+        brought: keys of the blocks that were loaded.
+        is_behind: another load reads the same blocks.
+        read: what the store reads; None before.
+        copy: what the engine copies, of what was read; None before.
+        done: nothing more is loaded.
+    """
+
+    prompt: HashedPrompt
+    keys: NDArray[np.uint8]
+    began: float
+    until: float = 0.0
+    tokens: int = 0
+    brought: set[bytes] = field(default_factory=set)
+    is_behind: bool = False
+    read: Read | None = None
+    copy: Copy | None = None
+    done: bool = False
+
+
+class Prefetch:
+    """A prompt whose beginning is looked for in the store; `PrefixStore.prefetch` makes it.
+
+    Attributes:
+        prompt: with its keys; `allocate` takes it in place of the token ids.
+        tokens: tokens that were loaded for it.
+    """
+
+    def __init__(self, load: Load, poll: Callable[[], None]) -> None:
+        self._load = load
+        self._poll = poll
+
+    @property
+    def prompt(self) -> HashedPrompt:
+        """The prompt with its keys."""
+        return self._load.prompt
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were loaded."""
+        return self._load.tokens
+
+    @property
+    def done(self) -> bool:
+        """Whether the prompt can be admitted: what the store had is loaded, or its time is over. Never waits."""
+        if not self._load.done:
+            self._poll()
+        return self._load.done
+
+    def __repr__(self) -> str:
+        state = "done" if self._load.done else "under way"
+        return f"Prefetch({len(self.prompt)} tokens, {self.tokens} loaded, {state})"
+
+
+class Loads:
+    """Carries out loads.
+
+    Args:
+        manager: that the blocks are for.
+        engine: copies them.
+        side: the store.
+        stats: takes the counts.
+        max_bytes: of blocks on their way.
+
+    Attributes:
+        open: the loads that are not done.
+    """
+
+    def __init__(
+        self, manager: BlockManager, engine: CacheEngine, side: StoreSide, stats: PrefixStoreStats, max_bytes: int
+    ) -> None:
+        self._manager, self._engine, self._side, self._stats = manager, engine, side, stats
+        self._size = engine.layout.bytes_per_block
+        self._max_blocks = max_bytes // self._size
+        self._buffers = Buffers(engine.memory.staging, max_bytes)
+        self._jobs: list[StoreJob] = []  # the manager's jobs that have not ended
+        self._abandoned: list[Read] = []  # reads past their deadline: their rows are the store's until they end
+        self._failed: dict[bytes, float] = {}  # keys that are known to be of no use, each until when
+        self._retry_at, self._pause = 0.0, PAUSES[0]
+        self._is_closed = False
+        self.open: list[Load] = []
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether blocks of the manager are held."""
+        return bool(self._jobs)
+
+    def begin(self, prompt: HashedPrompt, deadline: float) -> Load:
+        """Begin to load what the store has of a prompt and no tier has; never waits.
+
+        Args:
+            prompt: with its keys.
+            deadline: seconds, and a second more for every 200 MB.
+        """
+        load = Load(prompt, self._missing(prompt), time.monotonic())
+        if not len(load.keys):
+            load.done = True
+            return load
+        self._stats.prefetches += 1
+        load.until = load.began + deadline + len(load.keys) * self._size / 200e6
+        self.open.append(load)
+        self._advance(load)
+        return load
+
+    def advance(self) -> None:
+        """Take all loads as far as they go; never waits."""
+        for read in self._abandoned:
+            self._give_back(read)
+        self._abandoned = [read for read in self._abandoned if read.batch.answer is None]
+        for load in tuple(self.open):
+            self._advance(load)
+
+    def forget(self) -> None:
+        """Ask for every key again."""
+        self._failed.clear()
+
+    def note_written(self, keys: NDArray[np.uint8]) -> None:
+        """Take note of keys that the store has been given."""
+        if self._failed:
+            for key in keys:
+                self._failed.pop(key.tobytes(), None)
+
+    def close(self) -> None:
+        """Load nothing more."""
+        self._is_closed = True
+
+    def give_up_all(self, why: str) -> None:
+        """Let prompts go on without the store; can be called again. No copy may be under way."""
+        jobs = self._manager.prefix.store_jobs
+        while self._jobs:
+            with suppress(UnknownTicketError):  # it has ended
+                jobs.end_load(self._jobs[-1].job, [False] * len(self._jobs[-1]))
+            del self._jobs[-1]
+        while self.open:
+            load = self.open[-1]
+            if load.read is not None:
+                self._abandoned.append(load.read)
+            load.read = load.copy = None
+            load.done = True
+            del self.open[-1]
+            self._stats.misses[why] += 1
+
+    # ---- one load ----
+
+    def _missing(self, prompt: HashedPrompt) -> NDArray[np.uint8]:
+        """Keys that no tier has, up to the first that is known to be of no use."""
+        keys = self._manager.prefix.store_jobs.missing(prompt, self._max_blocks)
+        if self._failed and len(keys):
+            now = time.monotonic()
+            for index, key in enumerate(keys):
+                until = self._failed.get(key.tobytes())
+                if until is not None and until > now:
+                    self._stats.misses["failed_before"] += not index
+                    return keys[:index]
+        return keys
+
+    def _advance(self, load: Load) -> None:
+        """Take a load as far as it goes."""
+        while not load.done:
+            if load.copy is not None:
+                goes_on = self._take_copies(load, load.copy)
+            elif load.read is not None:
+                goes_on = self._take_rows(load, load.read)
+            else:
+                goes_on = self._begin_read(load)
+            if not goes_on:
+                # Copies end by themselves: nothing gives their blocks back before.
+                if load.copy is None and time.monotonic() >= load.until:
+                    self._give_up(load)
+                return
+
+    def _begin_read(self, load: Load) -> bool:
+        if self._is_closed or time.monotonic() < self._retry_at:
+            return self._finish(load, "closed" if self._is_closed else "unavailable")
+        first = load.keys[0].tobytes()
+        if any(other.read is not None and other.keys[0].tobytes() == first for other in self.open):
+            load.is_behind = True
+            return False
+        if load.is_behind:  # another one has brought these blocks, or learned that the store lacks them
+            load.keys, load.is_behind = self._missing(load.prompt), False
+            if not len(load.keys):
+                return self._finish(load)
+        reads = [other.read for other in self.open if other.read is not None] + self._abandoned
+        room = self._max_blocks - sum(len(read.keys) for read in reads)
+        if room < min(len(load.keys), self._max_blocks // 4 or 1):
+            return False
+        keys = load.keys[:room]
+        found = self._side.contains(keys)
+        count = len(found) if found.all() else int(found.argmin()) or min(PROBED, len(found))
+        keys, rows = np.ascontiguousarray(keys[:count]), self._buffers.take(count)
+        try:
+            load.read = Read(keys, self._side.get(keys, rows[:count].numpy()), rows)
+        except StoreError:
+            self._note_failed(keys[0].tobytes(), "error")
+            return self._finish(load)
+        return True
+
+    def _take_rows(self, load: Load, read: Read) -> bool:
+        """Give the blocks that came a place, up to the first that did not."""
+        answer = read.batch.answer
+        if answer is None:
+            return False
+        self._pause = PAUSES[0]
+        ok = answer.ok
+        count = len(ok) if ok.all() else int(ok.argmin())
+        if count < len(ok):
+            self._note_failed(read.keys[count].tobytes(), _reason(answer, count))
+        if not count:
+            return self._finish(load)
+        job = keep(self._jobs, self._manager.prefix.store_jobs.begin_load, load.prompt, count)
+        if not len(job):
+            self._jobs.remove(job)
+            return self._finish(load, "no_room" if len(self._missing(load.prompt)) else "")
+        # The job has later blocks of the prompt if another load has brought those that came.
+        blocks, rows, landed = _rows_of(job, read.keys[:count], answer.rows[:count])
+        try:
+            transfer = self._engine.submit_write(
+                job.tier, blocks, rows, after_compute=self._engine.fence(), on_full="refuse"
+            )
+        except BlockyardError:
+            self._end_job(job, [False] * len(job))
+            return self._finish(load, "copy_failed")
+        load.copy = Copy(job, transfer, landed)
+        return True
+
+    def _take_copies(self, load: Load, copy: Copy) -> bool:
+        if not copy.transfer.done:
+            return False
+        has_landed = copy.transfer.error is None
+        found = self._end_job(copy.job, copy.landed & has_landed)
+        self._give_back(load.read)
+        load.read = load.copy = None
+        if not has_landed:
+            return self._finish(load, "copy_failed")
+        self._stats.hit_blocks += found
+        self._stats.hit_bytes += found * self._size
+        load.tokens += found * self._manager.block_size
+        load.brought.update(key.tobytes() for key in copy.job.keys[copy.landed])
+        load.keys = self._missing(load.prompt)
+        if not len(load.keys):
+            return self._finish(load)
+        if load.keys[0].tobytes() in load.brought:  # it has been evicted since, for this prompt or another
+            return self._finish(load, "no_room")
+        return True
+
+    def _give_up(self, load: Load) -> None:
+        """The deadline has passed: go on without the store, and leave it alone for a while."""
+        if load.read is not None:
+            self._abandoned.append(load.read)
+            self._hide(load.read.keys[0].tobytes(), FAILED_SECONDS)
+            self._retry_at = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, PAUSES[1])
+        self._finish(load, "timeout")
+
+    def _finish(self, load: Load, miss: str = "") -> bool:
+        """End a load that has no copy under way. Returns True: it has gone on."""
+        if miss:
+            self._stats.misses[miss] += 1
+        self._give_back(load.read)
+        load.read = None
+        load.done = True
+        self.open.remove(load)
+        self._stats.load_seconds[bisect_left(LOAD_SECONDS, time.monotonic() - load.began)] += 1
+        return True
+
+    def _end_job(self, job: StoreJob, landed: NDArray[np.bool_] | list[bool]) -> int:
+        found = self._manager.prefix.store_jobs.end_load(job.job, landed)
+        self._jobs.remove(job)
+        return found
+
+    def _give_back(self, read: Read | None) -> None:
+        """Let the rows of a read be used again, once neither store nor engine has them."""
+        if read is not None and read.batch.answer is not None and read.rows is not None:
+            rows, read.rows = read.rows, None  # first: nobody gives them back twice
+            if read.batch.answer.are_rows_free:
+                self._buffers.give_back(rows)
+
+    # ---- keys that are of no use for a while ----
+
+    def _note_failed(self, key: bytes, reason: str) -> None:
+        self._stats.misses[reason] += 1
+        self._hide(key, ABSENT_SECONDS if reason == "absent" or is_damage(reason) else FAILED_SECONDS)
+
+    def _hide(self, key: bytes, seconds: float) -> None:
+        self._failed.pop(key, None)
+        self._failed[key] = time.monotonic() + seconds
+        if len(self._failed) > MOST_FAILED:
+            del self._failed[next(iter(self._failed))]
+
+
+def _reason(answer: Answer, index: int) -> str:
+    """Return why a block did not come."""
+    return (answer.reasons[index] if index < len(answer.reasons) else "") or "error"
+
+
+def _rows_of(
+    job: StoreJob, keys: NDArray[np.uint8], rows: NDArray[np.uint8]
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_]]:
+    """Find the blocks of a job that were read: their ids, their rows, and which of the job's they are, bool `[n]`.
+
+    `rows` are the blocks of `keys`; all of them came.
+    """
+    count = len(job)
+    if np.array_equal(job.keys, keys[:count]):
+        return job.blocks, rows[:count], np.ones(count, np.bool_)
+    # Blocks have come or gone since the keys were asked for.
+    index = {key.tobytes(): at for at, key in enumerate(keys)}
+    at = np.array([index.get(key.tobytes(), -1) for key in job.keys])
+    return job.blocks[at >= 0], np.ascontiguousarray(rows[at[at >= 0]]), at >= 0

@@ -1,0 +1,262 @@
+"""`PrefixStore`: the front of a prefix store: both directions, quotas, and what happens after an exception."""
+
+from __future__ import annotations
+
+import hashlib
+import select
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import BlockManager, HashedPrompt
+from blockyard.engine.engine import CacheEngine
+from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard.executor.store_side import StoreSide
+from blockyard.prefix_store.loads import Loads, Prefetch
+from blockyard.prefix_store.stats import PrefixStoreStats
+from blockyard.prefix_store.writes import Writes
+from blockyard.stores.base import ExternalStore
+from blockyard.stores.url import read_bytes
+
+__all__ = ["PrefixStore"]
+
+CLOSING_PART: Final = 0.7  # of the time of `close` in which blocks are still written
+_PAUSE: Final = 0.001  # seconds between looks at what is under way
+
+
+class PrefixStore:
+    """Loads blocks from a prefix store before their prompts are admitted, and writes blocks to it.
+
+    Only `wait`, `close`, `forget`, `set_quota` and `quota` wait. All calls come from one thread at a time, that of the
+    engine. The manager must not have cached anything yet.
+
+    Args:
+        manager: of the blocks, with prefix caching, one cache group and no window.
+        engine: owner of the device and host blocks.
+        store: opened with `use="prefix"`. Only this object may use it.
+        writes: which blocks go to the store. `"through"`: each once it is computed; `"back"`: those about to be
+            evicted that no other tier has; `"second_use"`: those that are computed or hit a second time; `"never"`.
+        deadline: least seconds after which a prompt goes on without the store; a second more for every 200 MB.
+        max_staging: bytes of blocks on their way from the store, and as many on their way to it; an int or text.
+
+    Raises:
+        InvalidArgumentError: an argument is out of range, the store's blocks have another size, or the manager has
+            several cache groups, a window, cached blocks or no prefix caching.
+
+    Attributes:
+        store: as given.
+
+    Example:
+        >>> import tempfile
+        >>> from blockyard import KVCache, KVLayout
+        >>> layout = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+        >>> options = {"device_blocks": 8, "prefix_caching": True, "namespace": b"model"}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for _ in range(2):
+        ...         with KVCache(layout, prefix_store=f"file://{folder}?size=1MiB", **options) as cache:
+        ...             fetch = cache.prefix_store.prefetch([1, 2, 3, 4, 5])
+        ...             while not fetch.done:
+        ...                 pass  # steps go on
+        ...             print(fetch.tokens)
+        ...             sequence = cache.manager.allocate(fetch.prompt)
+        ...             with cache.step():
+        ...                 cache.manager.mark_computed([sequence])  # the model computes the rest
+        0
+        4
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        engine: CacheEngine,
+        store: ExternalStore,
+        *,
+        writes: str = "through",
+        deadline: float = 0.25,
+        max_staging: int | str = 256 << 20,
+    ) -> None:
+        if not 0 < deadline <= 3600:
+            raise InvalidArgumentError(f"deadline is {deadline}, must be above 0 and at most 3600 seconds")
+        size = engine.layout.bytes_per_block
+        max_bytes = read_bytes("max_staging", max_staging, holds=size)
+        side = StoreSide(store, size)
+        manager.prefix.store_jobs.start(writes)
+        self.store = store
+        self._stats = PrefixStoreStats()
+        self._manager, self._engine, self._side, self._size = manager, engine, side, size
+        self._deadline = deadline
+        self._loads = Loads(manager, engine, side, self._stats, max_bytes)
+        self._writes = Writes(manager, engine, side, self._stats, max_bytes, self._loads.note_written)
+        if writes == "never":
+            self._writes.close()
+        self._torn = False  # a call is amid changes; if it is set when one begins, the last was interrupted
+
+    def __repr__(self) -> str:
+        return f"PrefixStore({self.store!r}, {self.num_open} prefetches, {len(self._writes.open)} writes under way)"
+
+    @property
+    def num_open(self) -> int:
+        """Prefetches that are not done."""
+        return len(self._loads.open)
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks that are to be written and are not in the store yet."""
+        return self._manager.prefix.store_jobs.num_waiting + self._writes.num_blocks
+
+    def prefetch(
+        self, prompt: HashedPrompt | NDArray[np.uint32] | list[int], *, salt: bytes | None = None, lora_id: int = 0
+    ) -> Prefetch:
+        """Start to load what the store has of a prompt and no tier has; never waits.
+
+        Args:
+            prompt: token ids, uint32 `[tokens]` or a list of ints; or what `manager.prefix.hash` has made of them.
+            salt: of its tenant, bytes.
+            lora_id: its adapter; 0 for none.
+
+        Returns:
+            The `Prefetch`. Admit the prompt when it is `done`; earlier only costs hits.
+
+        Raises:
+            InvalidArgumentError: a token id is out of range.
+        """
+        prefix = self._manager.prefix
+        hashed = prompt if isinstance(prompt, HashedPrompt) else prefix.hash(prompt, salt=salt, lora_id=lora_id)
+        self._mend()
+        self._torn = True
+        load = self._loads.begin(hashed, self._deadline)
+        self._torn = False
+        return Prefetch(load, self.poll)
+
+    def poll(self) -> None:
+        """Go on with what can go on, in both directions; never waits."""
+        self._mend()
+        self._torn = True
+        if self._loads.open or self._writes.open:
+            self._engine.poll()
+        self._side.poll()
+        self._loads.advance()
+        self._writes.advance()
+        self._torn = False
+
+    def wait(self, timeout: float | None = None, *, until: Callable[[], bool] | None = None) -> bool:
+        """Wait until all blocks that are to be written are in the store, or have been refused.
+
+        Args:
+            timeout: seconds; for ever if None.
+            until: waits for this to be true instead.
+
+        Returns:
+            Whether that happened in time.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        met = until or (lambda: not self._writes.open)
+        while True:
+            self.poll()
+            if met():
+                return True
+            if end is not None and time.monotonic() >= end:
+                return False
+            self._writes.wait_for_engine()
+            self._wait_for_news()
+
+    def stats(self) -> PrefixStoreStats:
+        """Return the counters since the store was connected."""
+        return deepcopy(self._stats)
+
+    def forget(self, revision: str | None = None) -> bool:
+        """Forget all that is cached, in the manager and in the store, for instance because the weights change.
+
+        Waits for the store.
+
+        Args:
+            revision: names the new weights, see `ExternalStore.forget`.
+
+        Returns:
+            False, and nothing is forgotten, while a block is in use or on its way.
+
+        Raises:
+            StoreError: the store could not forget its keys.
+        """
+        self._mend()
+        if self._loads.open or self._writes.open or not self._manager.prefix.reset():
+            return False
+        self.store.forget(revision)
+        self._loads.forget()
+        return True
+
+    def set_quota(self, salt: bytes | None, num_bytes: int | str | None) -> None:
+        """Limit what one tenant keeps in the store, as `manager.prefix.set_quota` limits what it keeps on the device.
+
+        Waits for the store, which counts what all processes put there: see `ExternalStore.set_quota`. The quota
+        outlives this process. Blocks that are refused beyond it are unwritten, see `stats`.
+
+        Args:
+            salt: the tenant; None for prompts without a salt.
+            num_bytes: most bytes of its blocks, an int or text such as `"40GiB"`; 0 for none, None for no limit.
+
+        Raises:
+            InvalidArgumentError: the number is negative, or above 0 but less than a block.
+            StoreError: the store keeps no quotas, or did not confirm this one.
+        """
+        num_blocks = None if num_bytes is None else 0
+        if num_bytes:
+            num_blocks = read_bytes("num_bytes", num_bytes, holds=self._size) // self._size
+        self.store.set_quota(_tenant(salt), num_blocks)
+
+    def quota(self, salt: bytes | None) -> tuple[int, int] | None:
+        """Return the bytes that count towards a tenant's quota, and the quota in whole blocks. Waits for the store.
+
+        Args:
+            salt: the tenant; None for prompts without a salt.
+
+        Returns:
+            `(bytes, quota)`; None for a tenant without a quota.
+
+        Raises:
+            StoreError: the store keeps no quotas, or does not answer.
+        """
+        found = self.store.quota(_tenant(salt))
+        return None if found is None else (found[0] * self._size, found[1] * self._size)
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Write what is left, and let go of the store; waits at most `timeout` seconds for it. False if it hung."""
+        until = time.monotonic() + timeout
+        self.wait(timeout * CLOSING_PART)
+        self._give_up_all("closed")
+        self._loads.close()
+        self._writes.close()
+        return self.store.close(max(0.0, until - time.monotonic()))
+
+    def _mend(self) -> None:
+        """After an interrupt, give up what is under way: how far it came is not known."""
+        if self._torn:
+            self._give_up_all("interrupted")
+            self._torn = False
+
+    def _give_up_all(self, why: str) -> None:
+        """Let prompts go on without the store, and forget writes that the store has not got; can be called again."""
+        if self._loads.has_jobs or self._writes.has_jobs:
+            self._engine.transfers.synchronize()  # nothing reads or writes their blocks from now on
+        self._loads.give_up_all(why)
+        self._writes.give_up_all()
+
+    def _wait_for_news(self) -> None:
+        """Wait until the store may have answers, at most a moment: the engine has answers, too."""
+        if self._side.is_busy:
+            with suppress(StoreError):  # a plug-in may have no descriptor
+                events = select.poll()
+                events.register(self.store.event_fd(), select.POLLIN)
+                events.poll(1e3 * _PAUSE)
+                return
+        time.sleep(_PAUSE)
+
+
+def _tenant(salt: bytes | None) -> bytes:
+    """The name of a tenant in stores, as `StoreJob.tenants` has it."""
+    return bytes(32) if salt is None else hashlib.sha256(salt).digest()

@@ -1,0 +1,165 @@
+"""Cached blocks that are written to a prefix store: read by the engine, then handed to the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import BlockManager, StoreJob
+from blockyard.engine.engine import CacheEngine
+from blockyard.engine.transfers import Transfer
+from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
+from blockyard.executor.store_side import Batch, StoreSide
+from blockyard.prefix_store.stats import PrefixStoreStats
+from blockyard.stores.base import Owners
+from blockyard.workers import keep
+
+__all__ = ["Writes"]
+
+WRITTEN_AT_ONCE: Final = 16 << 20  # bytes of one batch
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """Blocks of a job: read by the engine, then put by the store as `batch`, but for those that it has."""
+
+    job: StoreJob
+    transfer: Transfer
+    batch: Batch | None = None
+
+
+class Writes:
+    """Writes the blocks that a manager says are to be written.
+
+    Args:
+        manager: of the blocks.
+        engine: reads them.
+        side: the store.
+        stats: takes the counts.
+        max_bytes: of blocks on their way.
+        note_written: called with the keys of each batch that the store has answered.
+
+    Attributes:
+        open: the writes under way.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        engine: CacheEngine,
+        side: StoreSide,
+        stats: PrefixStoreStats,
+        max_bytes: int,
+        note_written: Callable[[NDArray[np.uint8]], None],
+    ) -> None:
+        self._engine, self._side, self._stats = engine, side, stats
+        self._store_jobs = manager.prefix.store_jobs
+        self._size = engine.layout.bytes_per_block
+        self._max_blocks = max_bytes // self._size
+        self._blocks_at_once = max(1, min(self._max_blocks, WRITTEN_AT_ONCE // self._size))
+        self._note_written = note_written
+        self._jobs: list[StoreJob] = []  # the manager's jobs that have not ended
+        self._is_closed = False
+        self.open: list[Write] = []
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether blocks of the manager are held."""
+        return bool(self._jobs)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks on their way."""
+        return sum(len(write.job) for write in self.open)
+
+    def advance(self) -> None:
+        """Take all writes as far as they go, and begin others; never waits."""
+        self.open = [write for write in self.open if not self._advance(write)]
+        while not self._is_closed:
+            room = self._max_blocks - self.num_blocks
+            if room < 1:
+                return
+            job = keep(self._jobs, self._store_jobs.begin_write, min(room, self._blocks_at_once))
+            if not len(job):
+                self._jobs.remove(job)
+                return
+            try:
+                fence = self._engine.fence()
+                transfer = self._engine.submit_read(job.tier, job.blocks, after_compute=fence, on_full="refuse")
+            except BlockyardError:
+                self._end_job(job)
+                self._stats.unwritten_blocks += len(job)
+                return
+            self.open.append(Write(job, transfer))
+            if self._advance(self.open[-1]):
+                del self.open[-1]
+
+    def wait_for_engine(self) -> None:
+        """Wait until the engine has read the blocks of the writes under way."""
+        for write in self.open:
+            if write.batch is None:
+                self._engine.transfers.wait(write.transfer)
+
+    def close(self) -> None:
+        """Begin no more writes."""
+        self._is_closed = True
+
+    def give_up_all(self) -> None:
+        """Give up what the store has not got; can be called again. No copy may be under way."""
+        while self._jobs:
+            with suppress(UnknownTicketError):  # it has ended
+                self._store_jobs.end_write(self._jobs[-1].job)
+            del self._jobs[-1]
+        self._stats.unwritten_blocks += sum(len(write.job) for write in self.open if write.batch is None)
+        self.open = [write for write in self.open if write.batch is not None]
+
+    def _end_job(self, job: StoreJob) -> bool:
+        is_whole = self._store_jobs.end_write(job.job)
+        self._jobs.remove(job)
+        return is_whole
+
+    def _advance(self, write: Write) -> bool:
+        """Take a write as far as it goes. Returns whether it has ended."""
+        if write.batch is None:
+            if not write.transfer.done:
+                return False
+            is_whole = self._end_job(write.job)
+            rows, write.transfer.rows = write.transfer.rows, None
+            if not is_whole or rows is None or write.transfer.error is not None or not self._put(write, rows):
+                self._stats.unwritten_blocks += len(write.job)
+                return True
+        if write.batch is None:  # the store has all of them
+            self._count(len(write.job))
+        elif write.batch.answer is None:
+            return False
+        else:
+            ok = write.batch.answer.ok
+            self._count(int(ok.sum()) + len(write.job) - len(ok))
+            self._stats.unwritten_blocks += int(len(ok) - ok.sum())
+        self._note_written(write.job.keys)
+        return True
+
+    def _put(self, write: Write, rows: NDArray[np.uint8]) -> bool:
+        """Give the store the blocks that it has not; False if it does not take them."""
+        job = write.job
+        is_new = ~self._side.contains(job.keys)
+        if not is_new.any():
+            return True
+        owners = Owners(job.tenants, job.parents)
+        keys = job.keys
+        if not is_new.all():
+            keys, rows, owners = keys[is_new], rows[is_new], Owners(*(of[is_new] for of in owners))
+        try:
+            write.batch = self._side.put(keys, rows, owners)
+        except StoreError:
+            return False
+        return True
+
+    def _count(self, num_blocks: int) -> None:
+        self._stats.written_blocks += num_blocks
+        self._stats.written_bytes += num_blocks * self._size
