@@ -222,6 +222,28 @@ def test_a_write_that_was_given_up_reads_as_a_miss_though_it_lands():
         assert read(store, [1])[0] == ("empty",)
 
 
+def test_rows_of_a_put_that_was_given_up_may_change_at_once():
+    gate, begun = threading.Event(), threading.Event()
+    with KeyedStore() as store:
+
+        def hang(name: str) -> None:
+            begun.set()
+            assert gate.wait(PATIENCE)
+
+        store.before = hang  # the put waits for the epoch, and has not looked at its rows
+        given = rows(1)
+        ticket = store.submit_put([bytes(32)], given)
+        assert begun.wait(PATIENCE)
+        assert store.wait(ticket, 0.0).reasons == ("timeout",)
+        given[:] = 0
+        gate.set()
+        until = time.monotonic() + PATIENCE
+        while store.stats().pending_bytes and time.monotonic() < until:
+            time.sleep(0.001)
+        with KeyedStore(store.blocks) as other:
+            assert other.wait(other.submit_get([bytes(32)])).reasons == ("absent",)
+
+
 def test_memory_of_a_call_that_hangs_is_not_used_again():
     with Hanging(threads=2) as store:
         write(store, [1], rows(1))
