@@ -22,7 +22,7 @@ from figures import keep
 from numpy.typing import NDArray
 
 from blockyard import BlockManager
-from blockyard.defrag import BlockObserver
+from blockyard.allocators import BlockObserver
 
 Ids = NDArray[np.int64]
 Figures = dict[str, float]

@@ -37,7 +37,7 @@ from figures import keep
 from numpy.typing import NDArray
 from peers.common import EVICTABLE, POOLS, laps
 
-from blockyard.defrag import BlockObserver
+from blockyard.allocators import BlockObserver
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "benches" / "peers"

@@ -36,9 +36,8 @@ MODULES = {
     "blockyard.stores": "External storage.",
     "blockyard.scheduler": "The reference scheduler.",
     "blockyard.offload": "A host cache below an engine's own block manager.",
-    "blockyard.allocators": "Blocks of one tier, for engines that keep their own block tables.",
+    "blockyard.allocators": "For engines that keep their own block tables, or their own allocator.",
     "blockyard.events": "Events of the prefix cache.",
-    "blockyard.defrag": "Defragmentation beside an allocator that is not Blockyard's.",
     "blockyard.errors": "Errors.",
     "blockyard.integrations.transformers": "Hugging Face models served from a paged cache.",
     "blockyard.testing": "Models and simulated memory for your own tests: [test-kit.md](test-kit.md).",
@@ -59,7 +58,7 @@ ADAPTERS = {
     "blockyard.integrations.nano": "In place of the block manager of nano-vllm and engines like it: `docs/nano.md`.",
     "blockyard.integrations.vllm_v0": "In place of the block manager of vLLM 0.7.3's shape.",
     "blockyard.integrations.router_events": "Events over ZMQ for prefix routers, in vLLM's form.",
-    "blockyard.integrations.gaudi": "In place of the class of this name in vllm-hpu-extension.",
+    "blockyard.integrations.gaudi": "Defragmentation beside another allocator: `docs/gaudi.md`; needs torch.",
 }
 HEAD = """# API
 

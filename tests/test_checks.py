@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from blockyard.engine import ops
 from blockyard.engine.engine import CacheEngine
-from blockyard.engine.mover import cache_views
 from blockyard.engine.ops import fallback
 from blockyard.engine.ops.compiled import named
 from blockyard.engine.ops.library import op_library
 from blockyard.errors import LayoutError, MappingError
 from blockyard.integrations.gaudi import CacheSwapUtils
+from blockyard.integrations.gaudi.mover import cache_views
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KVLayout
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard import BlockManager
-from blockyard.defrag import BlockObserver
+from blockyard.allocators import BlockObserver
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler import DefragPolicy, Goal
 

@@ -114,7 +114,8 @@ def span(new: Guarded) -> Case:
 
 def resolve(new: Guarded) -> Case:
     observer = BlockObserver(32)
-    observer.update_mapping(3, 9)
+    observer.use_ids([9])
+    observer.commit(observer.plan("dense", 0))
     call = lambda ids, out: forget(observer.resolve(ids, out=out))  # noqa: E731
     return Case(call, {"out": new((2, 3), np.int32)}, {"ids": np.array([[1, 3, 5], [9, 2, 4]], np.int32)})
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockyard.engine.mover import PAD_SIZES, BlockMover, cache_views, pad_size
 from blockyard.engine.ops import exchange_blocks
 from blockyard.errors import InvalidArgumentError, LayoutError
+from blockyard.integrations.gaudi.mover import PAD_SIZES, BlockMover, cache_views, pad_size
 
 BLOCKS, BLOCK_SIZE = 12, 4
 
@@ -58,9 +58,8 @@ def test_chains_and_rings_move_as_if_all_were_read_before_one_is_written():
     before = blocks_of(cache)
     mover = BlockMover(cache_views([cache], BLOCK_SIZE))
     mover.move(pairs_of((1, 2), (2, 3), (3, 1), (4, 5), (5, 6)))
-    mover.copy(pairs_of((7, 8)))
     after = blocks_of(cache)
-    assert [after[b] for b in (2, 3, 1, 5, 6, 8)] == [before[b] for b in (1, 2, 3, 4, 5, 7)]
+    assert [after[b] for b in (2, 3, 1, 5, 6)] == [before[b] for b in (1, 2, 3, 4, 5)]
 
 
 def test_tensors_of_blocks_and_strided_halves_are_seen_as_blocks():

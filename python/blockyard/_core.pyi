@@ -2662,7 +2662,7 @@ class BlockObserver:
 
     Example:
         >>> import numpy as np
-        >>> from blockyard.defrag import BlockObserver
+        >>> from blockyard.allocators import BlockObserver
         >>> observer = BlockObserver(8)
         >>> observer.use_ids([5, 6])
         >>> plan = observer.plan("dense", 0)
@@ -2731,37 +2731,6 @@ class BlockObserver:
             InvalidArgumentError: it is not held.
         """
 
-    def refs(self, block: int) -> int:
-        """References to a block."""
-
-    def set_refs(self, block: int, refs: int) -> None:
-        """Set the references to a block.
-
-        Raises:
-            InvalidArgumentError: it is out of range.
-        """
-
-    def add_ref(self, block: int, by: int) -> None:
-        """Add a reference to a block, or take one if `by` is negative.
-
-        Raises:
-            InvalidArgumentError: it is out of range, or has none to take.
-        """
-
-    def swap_refs(self, a: int, b: int) -> None:
-        """Exchange the references of two blocks.
-
-        Raises:
-            InvalidArgumentError: one is out of range.
-        """
-
-    def update_mapping(self, block_id: int, block: int) -> None:
-        """Put an id into a block; the id that was there gets the place that this one had.
-
-        Raises:
-            InvalidArgumentError: one is out of range, or one of them alone is the null block.
-        """
-
     def resolve(
         self,
         ids: NDArray[np.int64] | NDArray[np.int32],
@@ -2796,14 +2765,6 @@ class BlockObserver:
         Raises:
             InvalidArgumentError: it is out of range.
         """
-
-    @property
-    def forward(self) -> NDArray[np.int64]:
-        """The block of each id known so far: a copy."""
-
-    @property
-    def backward(self) -> NDArray[np.int64]:
-        """The id of each block known so far: a copy."""
 
     def used(self) -> NDArray[np.int64]:
         """Blocks with references, rising, and how many, int64 `[n, 2]`."""

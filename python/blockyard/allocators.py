@@ -1,5 +1,22 @@
-"""The blocks of one tier alone, given out and taken back by reference, for engines that keep their own block tables."""
+"""For engines that keep their own block tables: the blocks of one tier, given out and taken back by reference.
 
-from blockyard._core import BlockAllocator, NaiveAllocator, PrefixCachingAllocator, chain_keys
+`BlockObserver` is for engines that keep their own allocator too: it plans moves, and knows where each block went.
+"""
 
-__all__ = ["BlockAllocator", "NaiveAllocator", "PrefixCachingAllocator", "chain_keys"]
+from blockyard._core import (
+    BlockAllocator,
+    BlockObserver,
+    MovePlan,
+    NaiveAllocator,
+    PrefixCachingAllocator,
+    chain_keys,
+)
+
+__all__ = [
+    "BlockAllocator",
+    "BlockObserver",
+    "MovePlan",
+    "NaiveAllocator",
+    "PrefixCachingAllocator",
+    "chain_keys",
+]

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from blockyard.defrag import OnlineDefragmenter
+from blockyard.integrations.gaudi import OnlineDefragmenter
 
 BLOCK_SIZE = 4
 

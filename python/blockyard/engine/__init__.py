@@ -4,12 +4,10 @@ from blockyard.engine.elastic.cache import ElasticCache, Resized
 from blockyard.engine.engine import CacheEngine, Traffic
 from blockyard.engine.host_pool import HostPool
 from blockyard.engine.mapping import unequal_pairs
-from blockyard.engine.mover import BlockMover
 from blockyard.engine.streams import Streams
 from blockyard.engine.transfers import Transfer
 
 __all__ = [
-    "BlockMover",
     "CacheEngine",
     "ElasticCache",
     "HostPool",

@@ -160,7 +160,7 @@ impl State {
 ///
 /// Example:
 ///     >>> import numpy as np
-///     >>> from blockyard.defrag import BlockObserver
+///     >>> from blockyard.allocators import BlockObserver
 ///     >>> observer = BlockObserver(8)
 ///     >>> observer.use_ids([5, 6])
 ///     >>> plan = observer.plan("dense", 0)
@@ -302,61 +302,6 @@ impl PyBlockObserver {
         self.lock().observer.end_lease(LeaseId(lease)).map_err(to_py)
     }
 
-    /// References to a block.
-    fn refs(&self, #[pyo3(from_py_with = args::block)] block: u32) -> u32 {
-        self.lock().observer.refs(BlockId(block))
-    }
-
-    /// Set the references to a block.
-    ///
-    /// Raises:
-    ///     InvalidArgumentError: it is out of range.
-    fn set_refs(
-        &self,
-        #[pyo3(from_py_with = args::block)] block: u32,
-        #[pyo3(from_py_with = args::refs)] refs: u32,
-    ) -> PyResult<()> {
-        self.lock().observer.set_refs(BlockId(block), refs).map_err(to_py)
-    }
-
-    /// Add a reference to a block, or take one if `by` is negative.
-    ///
-    /// Raises:
-    ///     InvalidArgumentError: it is out of range, or has none to take.
-    fn add_ref(
-        &self,
-        #[pyo3(from_py_with = args::block)] block: u32,
-        #[pyo3(from_py_with = args::by)] by: i32,
-    ) -> PyResult<()> {
-        let mut state = self.lock();
-        let id = state.observer.unresolve(block);
-        if by < 0 { state.observer.release_ids(&[id], Fresh::No) } else { state.observer.use_ids(&[id]) }.map_err(to_py)
-    }
-
-    /// Exchange the references of two blocks.
-    ///
-    /// Raises:
-    ///     InvalidArgumentError: one is out of range.
-    fn swap_refs(
-        &self,
-        #[pyo3(from_py_with = args::a)] a: u32,
-        #[pyo3(from_py_with = args::b)] b: u32,
-    ) -> PyResult<()> {
-        self.lock().observer.swap_refs(BlockId(a), BlockId(b)).map_err(to_py)
-    }
-
-    /// Put an id into a block; the id that was there gets the place that this one had.
-    ///
-    /// Raises:
-    ///     InvalidArgumentError: one is out of range, or one of them alone is the null block.
-    fn update_mapping(
-        &self,
-        #[pyo3(from_py_with = args::block_id)] block_id: u32,
-        #[pyo3(from_py_with = args::block)] block: u32,
-    ) -> PyResult<()> {
-        self.lock().observer.update_mapping(block_id, block).map_err(to_py)
-    }
-
     /// Blocks of ids.
     ///
     /// Args:
@@ -414,20 +359,6 @@ impl PyBlockObserver {
             return Err(unresolvable(block.into(), state.observer.limit().into()));
         }
         Ok(state.observer.unresolve(block))
-    }
-
-    /// The block of each id known so far: a copy.
-    #[getter]
-    fn forward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let blocks = self.lock().observer.forward().to_vec();
-        memory::array(py, &blocks, |&block| i64::from(block))
-    }
-
-    /// The id of each block known so far: a copy.
-    #[getter]
-    fn backward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let ids: Vec<u32> = self.lock().observer.backward().collect();
-        memory::array(py, &ids, |&id| i64::from(id))
     }
 
     /// Blocks with references, rising, and how many, int64 `[n, 2]`.

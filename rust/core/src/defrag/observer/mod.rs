@@ -20,9 +20,6 @@ mod steps;
 #[repr(transparent)]
 pub struct LeaseId(pub u64);
 
-/// Most references that a caller can give a block at once: as many again can be added.
-const MAX_SET_REFS: u32 = u32::MAX / 2;
-
 /// What is known of the bytes behind ids that go out of use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fresh {
@@ -120,11 +117,6 @@ impl Observer {
     #[must_use]
     pub fn forward(&self) -> &[u32] {
         &self.forward
-    }
-
-    /// The id whose bytes lie in each block.
-    pub fn backward(&self) -> impl Iterator<Item = u32> + '_ {
-        self.blocks.iter().map(|block| block.id)
     }
 
     /// References to a block.
@@ -229,57 +221,11 @@ impl Observer {
     pub fn forget_ids(&mut self, ids: &[u32]) -> Result<()> {
         self.reach(ids)?;
         for &id in ids {
-            self.settle(self.forward[id as usize], Fresh::Yes);
+            let block = self.forward[id as usize];
+            if self.is_free(block) {
+                self.blank.insert(BlockId(block));
+            }
         }
-        Ok(())
-    }
-
-    /// Sets the references of a block.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if the block is out of range, or more references than can be added to.
-    pub fn set_refs(&mut self, block: BlockId, refs: u32) -> Result<()> {
-        if refs > MAX_SET_REFS {
-            let must = format!("at most {MAX_SET_REFS}");
-            return Err(Error::InvalidArgument { what: "refs", found: refs.into(), must });
-        }
-        self.reach(&[block.0])?;
-        self.blocks[block.index()].refs = refs;
-        if refs > 0 && self.places.get(block) == Occupancy::Hole {
-            self.blank.remove(block);
-            self.places.set(block, Occupancy::Live);
-        }
-        self.settle(block.0, Fresh::No);
-        Ok(())
-    }
-
-    /// Exchanges the references of two blocks.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if a block is out of range.
-    pub fn swap_refs(&mut self, a: BlockId, b: BlockId) -> Result<()> {
-        self.reach(&[a.0, b.0])?;
-        let (of_a, of_b) = (self.refs(a), self.refs(b));
-        self.set_refs(a, of_b)?;
-        self.set_refs(b, of_a)
-    }
-
-    /// Says that the bytes of `id` lie in `block`; the id that was there gets the place that `id` had.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if one is out of range, or one is the null block and the other is not.
-    pub fn update_mapping(&mut self, id: u32, block: u32) -> Result<()> {
-        self.reach(&[id, block])?;
-        if (id == 0) != (block == 0) {
-            let must = "0 for the null block and for no other".to_owned();
-            return Err(Error::InvalidArgument { what: "block", found: block.into(), must });
-        }
-        let (before, other) = (self.forward[id as usize], self.blocks[block as usize].id);
-        self.link(id, block);
-        self.link(other, before);
-        // What was said of the bytes of either no longer tells which.
-        self.blank.remove(BlockId(block));
-        self.blank.remove(BlockId(before));
         Ok(())
     }
 
@@ -356,11 +302,6 @@ impl Observer {
         self.forward[self.blocks[b as usize].id as usize] = b;
     }
 
-    fn link(&mut self, id: u32, block: u32) {
-        self.forward[id as usize] = block;
-        self.blocks[block as usize].id = id;
-    }
-
     /// Whether nobody refers to a block or holds it in place.
     #[inline]
     fn is_free(&self, block: u32) -> bool {
@@ -386,16 +327,6 @@ impl Observer {
         }
         found.sort_unstable_by_key(|run| (Reverse(run.len()), run.start));
         found
-    }
-
-    /// Takes a block that nobody refers to any more out of use, unless it is held in place.
-    fn settle(&mut self, block: u32, fresh: Fresh) {
-        if self.is_free(block) {
-            self.places.set(BlockId(block), Occupancy::Hole);
-            if fresh == Fresh::Yes {
-                self.blank.insert(BlockId(block));
-            }
-        }
     }
 
     /// Makes the ids known, if they are in range.

@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.engine.mover import BlockMover, Move, cache_views
-
-__all__ = ["CacheSwapUtils"]
+from blockyard.integrations.gaudi.mover import BlockMover, Move, cache_views
 
 Cache = tuple[Tensor, Tensor | None] | Sequence[Tensor | None]
 

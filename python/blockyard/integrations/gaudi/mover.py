@@ -1,4 +1,4 @@
-"""Moves blocks within one pool: the tensors of a copy engine's tier, or those of another engine."""
+"""Moves blocks within one pool, in all cache tensors of an engine at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ repeats the first pair, so a function that reads all rows before it writes one n
 
 
 class BlockMover:
-    """Copies, moves and exchanges blocks in all tensors of a pool at once.
+    """Moves and exchanges blocks in all tensors of a pool at once.
 
     Args:
         views: `[blocks, bytes]`, as `cache_views` or a layout's `views` cut them, all on one device.
@@ -43,7 +43,7 @@ class BlockMover:
     Example:
         >>> import numpy as np
         >>> import torch
-        >>> from blockyard.engine import BlockMover
+        >>> from blockyard.integrations.gaudi import BlockMover
         >>> view = torch.arange(4, dtype=torch.uint8)[:, None].repeat(1, 64)
         >>> BlockMover([view]).exchange(np.array([[0, 3]]))
         >>> view[:, 0].tolist()
@@ -70,15 +70,6 @@ class BlockMover:
         self._move: Move = move or (ops.move_blocks if self._has_kernels else _move_rows)
         self._mark_step = mark_step
         self._buffers: dict[int, Tensor] = {}
-
-    def copy(self, pairs: Ids | Tensor) -> None:
-        """Copy the first block of each pair over the second.
-
-        Args:
-            pairs: int64 `[n, 2]`, CPU; no block is both read and written, none is written twice.
-        """
-        copy: Move = ops.copy_blocks if self._has_kernels else _move_rows
-        self._run("copy", copy, _tensor(pairs), self.views)
 
     def move(self, pairs: Ids | Tensor) -> None:
         """Move the first block of each pair over the second, as if all were read before the first is written.

@@ -11,43 +11,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tagged_cache import BLOCK_SIZE, cache_of, holds, ours, write
 
-from blockyard.defrag import OnlineDefragmenter
 from blockyard.errors import InvalidArgumentError, LayoutError
+from blockyard.integrations.gaudi import OnlineDefragmenter
 
 
-def test_references_are_counted_and_exchanged():
+def moved_down() -> OnlineDefragmenter:
+    """Ids 5 and 7 in blocks 1 and 2."""
+    defragmenter = ours(cache_of(16), threshold=0)
+    defragmenter.update_state({"a": [5, 7]}, [])
+    assert defragmenter.defragment() == 2
+    return defragmenter
+
+
+def test_references_are_counted():
     defragmenter = OnlineDefragmenter()
-    defragmenter.use_block(10)
-    defragmenter.use_block(10)
-    defragmenter.use_block(20)
-    defragmenter.swap_refs(10, 20)
-    assert (defragmenter.get_ref_count(10), defragmenter.get_ref_count(20)) == (1, 2)
-    defragmenter.swap_refs(20, 30)
-    assert defragmenter.used_blocks == {10: 1, 30: 2}
-    defragmenter.set_ref_count(10, 0)
-    defragmenter.free_block(30)
-    assert defragmenter.used_blocks == {30: 1}
-    assert defragmenter.get_ref_count(1_000_000) == 0
+    defragmenter.update_state({"a": [10, 20], "b": [10]}, [])
+    assert defragmenter.used_blocks == {10: 2, 20: 1}
+    defragmenter.update_state({"b": [30]}, ["a"])
+    assert defragmenter.used_blocks == {10: 1, 30: 1}
     defragmenter.check()
 
 
-def test_mappings_are_permutations_at_all_times():
-    defragmenter = OnlineDefragmenter()
-    defragmenter.update_state({"a": [10]}, [])
-    defragmenter.update_mapping(5, 3)
-    defragmenter.update_mapping(7, 2)
-    assert defragmenter.resolve_all([[5, 6, 7], [8, 9]]) == [[3, 6, 2], [8, 9]]
-    assert defragmenter.unresolve(3) == 5
-    assert sorted(defragmenter.fwd_mapping_table) == sorted(defragmenter.bwd_mapping_table) == list(range(11))
+def test_an_id_leads_to_its_block_and_back():
+    defragmenter = moved_down()
+    assert defragmenter.resolve_all([[5, 6, 7], [1, 2]]) == [[1, 6, 2], [5, 7]]
+    assert [defragmenter.unresolve(block) for block in (1, 2, 5, 6, 7)] == [5, 7, 1, 6, 2]
     defragmenter.check()
-    with pytest.raises(InvalidArgumentError, match="null block"):
-        defragmenter.update_mapping(0, 3)
+    with pytest.raises(InvalidArgumentError, match="block is 16, must be 0 to 15"):
+        defragmenter.unresolve(16)
 
 
 def test_free_blocks_are_the_gaps_between_used_ones():
     defragmenter = OnlineDefragmenter()
-    for block in (2, 4):
-        defragmenter.use_block(block)
+    defragmenter.update_state({"a": [2, 4]}, [])
     assert list(itertools.islice(defragmenter.free_blocks(), 5)) == [1, 3, 5, 6, 7]
     defragmenter.initialize([(cache_of(8), None)], BLOCK_SIZE)
     assert list(defragmenter.free_blocks()) == [1, 3, 5, 6, 7]
@@ -87,10 +83,11 @@ def test_a_failed_execution_changes_nothing():
     cache = cache_of(200)
     defragmenter = ours(cache, exchange=fail)
     defragmenter.update_state({"a": [150, 151]}, [])
-    before = defragmenter.fwd_mapping_table, defragmenter.used_blocks, defragmenter.stats()
+    before = defragmenter.used_blocks, defragmenter.stats()
     with pytest.raises(RuntimeError, match="out of order"):
         defragmenter.defragment()
-    assert (defragmenter.fwd_mapping_table, defragmenter.used_blocks, defragmenter.stats()) == before
+    assert (defragmenter.used_blocks, defragmenter.stats()) == before
+    assert defragmenter.resolve_all([list(range(200))]) == [list(range(200))]
 
 
 def test_options_without_meaning_are_refused():
@@ -178,6 +175,7 @@ def test_random_steps_keep_every_byte(data):
             live[str(step)] = (new, hits)
         defragmenter.defragment()
         defragmenter.check()
+        assert [defragmenter.unresolve(defragmenter.resolve(block_id)) for block_id in range(64)] == list(range(64))
         readable = cached if prefix_caching else {b: cached[b] for ids, _ in live.values() for b in ids}
         for block_id, tag in readable.items():
             assert holds(defragmenter, cache, [block_id], tag)
@@ -189,9 +187,8 @@ def test_random_steps_keep_every_byte(data):
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_arrays_resolve_as_lists_do(dtype):
-    defragmenter = OnlineDefragmenter()
-    defragmenter.update_mapping(5, 3)
-    table = np.array([[5, 6], [3, 0]], dtype)
+    defragmenter = moved_down()
+    table = np.array([[5, 6], [1, 0]], dtype)
     expected = defragmenter.resolve_all(table.tolist())
     found = defragmenter.resolve_all(table)
     assert found.dtype == dtype

@@ -7,21 +7,17 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, overload
+from typing import Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from blockyard._core import BlockObserver, Fragmentation, MovePlan
+from blockyard.allocators import BlockObserver, MovePlan
 from blockyard.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from blockyard.engine.mover import BlockMover, Move
-    from blockyard.scheduler import Goal
-
-__all__ = ["BlockObserver", "MovePlan", "OnlineDefragmenter"]
+from blockyard.integrations.gaudi.mover import BlockMover, Move, cache_views
+from blockyard.scheduler import Goal
+from blockyard.types import Fragmentation
 
 RequestKey = str | tuple[str, int]
 """A request's id, or its id and generation, where one id may be submitted again before its end is reported."""
@@ -29,7 +25,6 @@ RequestKey = str | tuple[str, int]
 Blocks = Sequence[int] | NDArray[np.int64] | NDArray[np.int32]
 _Table = TypeVar("_Table", NDArray[np.int64], NDArray[np.int32])
 _AnyTable = NDArray[np.int64] | NDArray[np.int32]
-
 
 _MOST_BLOCKS = 2**32 - 1
 _MOST_BYTES = 2**64 - 1
@@ -144,8 +139,6 @@ class OnlineDefragmenter:
             LayoutError: a block of a tensor is not contiguous, or the tensors have unequal numbers of blocks.
             InvalidArgumentError: ids beyond the tensors have been used already.
         """
-        from blockyard.engine.mover import BlockMover, cache_views  # noqa: PLC0415 - loads torch
-
         views = cache_views(kv_caches, block_size)
         mover = BlockMover(
             views,
@@ -392,59 +385,10 @@ class OnlineDefragmenter:
         """
         return self._observer.unresolve(block_id)
 
-    def update_mapping(self, orig_block: int, new_block: int) -> None:
-        """Say that an id's bytes lie in another block; the id that was there gets the place that this one had.
-
-        Raises:
-            InvalidArgumentError: one is out of range, or one of them alone is the null block.
-        """
-        self._observer.update_mapping(orig_block, new_block)
-
-    @property
-    def fwd_mapping_table(self) -> list[int]:
-        """The block of each id known so far."""
-        return list(map(int, self._observer.forward))
-
-    @property
-    def bwd_mapping_table(self) -> list[int]:
-        """The id of each block known so far."""
-        return list(map(int, self._observer.backward))
-
-    # ---- references to blocks (not ids) ----
-
     @property
     def used_blocks(self) -> dict[int, int]:
         """Blocks in use and their references."""
         return {int(block): int(refs) for block, refs in self._observer.used()}
-
-    @property
-    def req_blocks(self) -> dict[str, list[int]]:
-        """Ids of each request, its newest generation."""
-        return {name: list(found[max(found)]) for name, found in self._requests.items()}
-
-    def get_ref_count(self, block_id: int) -> int:
-        """Give the references to a block; 0 for one that was never used."""
-        return self._observer.refs(block_id)
-
-    def set_ref_count(self, block_id: int, ref_count: int) -> None:
-        """Set the references to a block; less than 0 is 0."""
-        self._observer.set_refs(block_id, max(ref_count, 0))
-
-    def swap_refs(self, block_a: int, block_b: int) -> None:
-        """Exchange the references of two blocks."""
-        self._observer.swap_refs(block_a, block_b)
-
-    def use_block(self, block_id: int) -> None:
-        """Add a reference to a block."""
-        self._observer.add_ref(block_id, 1)
-
-    def free_block(self, block_id: int) -> None:
-        """Take a reference from a block.
-
-        Raises:
-            InvalidArgumentError: it has none; nothing was changed.
-        """
-        self._observer.add_ref(block_id, -1)
 
     def check(self) -> None:
         """Count everything again.
