@@ -250,7 +250,6 @@ CALLS: dict[str, Callable[[engine.CacheEngine, Any], object]] = {
     "done": lambda _, transfer: transfer.done,
     "wait": lambda _, transfer: transfer.wait(),
     "order_compute": lambda _, transfer: transfer.order_compute(),
-    "cancel": lambda _, transfer: transfer.cancel(),
     "elastic memory shrinks": lambda made, _: engine.wait_for_engines(made.tensors[0].view(-1), 0),
 }
 

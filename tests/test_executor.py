@@ -123,12 +123,10 @@ def test_no_call_waits_for_storage_and_other_steps_go_on(engine: CacheEngine):
     fetch = ("fetch", pairs("external", "device", (0, 5)))
     copy = ("copy", pairs("device", "device", (5, 6)))
     executor.submit(StepDecision(4, [fetch, copy], prefetch=True))
-    assert not executor.order_compute(4)
     assert executor.poll() == []
     assert executor.num_in_flight == 2
     store.frozen = False
     assert sorted(done.ticket for done in finish(executor, 2)) == [1, 4]
-    assert executor.order_compute(4)
     assert np.array_equal(read(engine, "device")[[5, 6]], content(0)[[0, 0]])
 
 
@@ -146,23 +144,25 @@ def test_a_damaged_block_is_reported_and_the_others_land(engine: CacheEngine, st
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_what_did_not_come_is_known_to_be_lost_when_compute_is_ordered(engine: CacheEngine, store: ExternalStore, tier):
+def test_what_did_not_come_is_lost_until_the_end_is_reported(engine: CacheEngine, store: ExternalStore, tier):
     executor = StepExecutor(engine, store, chunk_bytes=LAYOUT.bytes_per_block)
     executor.execute(StepDecision(1, [("spill", pairs("device", "external", (0, 0), (1, 1), (2, 2)))]))
     corrupt_slots(store, [1])
     executor.submit(StepDecision(2, [("fetch", pairs("external", tier, (0, 5), (1, 6), (2, 7)))]))
-    while not executor.order_compute(2):
-        executor.poll()
-    assert [lost.ids.tolist() for lost in executor.lost(2)] == [[[1, 6]]]
-    for _ in range(200):  # and it is until the end is reported
-        if executor.is_open(2):
-            executor.order_compute(2)
+    if tier == "device":  # `submit` has waited for it
+        assert [lost.ids.tolist() for lost in executor.lost(2)] == [[[1, 6]]]
+    deadline = time.monotonic() + PATIENCE
+    while not executor.lost(2):
+        assert time.monotonic() < deadline
+        executor._go_on()  # as `poll` does, which reports the end
+    for _ in range(200):
+        executor._go_on()
         time.sleep(0.0002)
         assert [lost.ids.tolist() for lost in executor.lost(2)] == [[[1, 6]]]
     assert [lost.ids.tolist() for lost in executor.wait(2).lost] == [[[1, 6]]]
 
 
-def test_a_load_that_failed_is_known_to_be_lost_when_compute_is_ordered():
+def test_a_load_that_the_engine_could_not_launch_is_lost():
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS) as engine:
         executor = StepExecutor(engine)
         launch = engine.transfers.streams.launch
@@ -171,9 +171,10 @@ def test_a_load_that_failed_is_known_to_be_lost_when_compute_is_ordered():
             return launch(stream, partial(int, "no number"), waits)
 
         engine.transfers.streams.launch = fail  # type: ignore[method-assign]
-        executor.submit(StepDecision(1, [("swap_in", pairs("host", "device", (0, 1)))], prefetch=True))
-        assert executor.order_compute(1)
-        assert [lost.ids.tolist() for lost in executor.lost(1)] == [[[0, 1]]]
+        executor.submit(StepDecision(1, [("swap_in", pairs("host", "device", (0, 1)))]))
+        done = executor.wait(1)
+        assert [lost.ids.tolist() for lost in done.lost] == [[[0, 1]]]
+        assert "no number" in str(done.errors[0])
 
 
 def test_a_tier_that_refuses_has_lost_what_it_refused(engine: CacheEngine):
@@ -316,7 +317,6 @@ def test_a_move_of_what_is_fetched_waits_and_so_does_what_follows_it(engine: Cac
         ("exchange", pairs("host", "host", (0, 1))),
     ]
     executor.submit(StepDecision(2, kinds, prefetch=True))
-    assert not executor.order_compute(2)
     assert executor.poll() == []
     assert np.array_equal(read(engine, "device"), content(0))
     store.frozen = False
@@ -360,10 +360,10 @@ def test_moves_that_fail_name_their_destinations_and_exchanges_both_sides():
             assert "failed on purpose" in str(done.errors[0])
 
 
-# ---- priorities and cancelling ----
+# ---- priorities ----
 
 
-def test_loads_that_nobody_waits_for_let_others_go_first_and_can_be_given_up():
+def test_loads_that_nobody_waits_for_let_others_go_first():
     streams = SimulatedStreams(0)
     streams.progress = lambda: None  # nothing runs before it is waited for
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS, streams=streams) as engine:
@@ -372,30 +372,13 @@ def test_loads_that_nobody_waits_for_let_others_go_first_and_can_be_given_up():
         executor.submit(StepDecision(1, [("swap_in", pairs("host", "device", (0, 0)))]))
         executor.submit(StepDecision(2, [("swap_in", pairs("host", "device", (1, 1)))], prefetch=True))
         executor.submit(StepDecision(3, [("swap_in", pairs("host", "device", (2, 2)))], prefetch=True))
-        assert executor.cancel(2)
-        assert not executor.cancel(1)
-        assert not executor.cancel(2)
-        ((ticket, (lost,), (error,)),) = [done for done in executor.poll() if done.ticket == 2]
-        assert (ticket, lost.ids.tolist()) == (2, [[1, 1]])
-        assert "given up before it started" in str(error)
+        executor.submit(StepDecision(4, [("swap_in", pairs("host", "device", (3, 3)))]))
         assert executor.wait(3) == StepDone(3, (), ())
+        assert sorted(done.ticket for done in executor.poll()) == [1, 4]
+        assert executor.wait(2) == StepDone(2, (), ())
         expected = np.zeros_like(content(1))
-        expected[[0, 2]] = content(1)[[0, 2]]
+        expected[:4] = content(1)[:4]
         assert np.array_equal(read(engine, "device"), expected)
-        assert not executor.cancel(3)
-
-
-def test_fetches_that_wait_for_room_can_be_given_up(engine: CacheEngine):
-    store = FrozenStore()
-    executor = StepExecutor(engine, store, max_staging=LAYOUT.bytes_per_block)
-    fetch = ("fetch", pairs("external", "device", (0, 5), (1, 6)))
-    executor.submit(StepDecision(1, [fetch, ("copy", pairs("device", "device", (6, 7)))], prefetch=True))
-    assert executor.cancel(1)
-    assert executor.is_open(1)
-    store.frozen = False
-    done = executor.wait(1)
-    assert [p.ids.tolist() for p in done.lost] == [[[1, 6]], [[0, 5]]], "slot 0 was never written"
-    assert "1 blocks were not fetched any more" in str(done.errors[0])
 
 
 def test_collect_waits_for_a_step_whose_loads_were_read_or_that_has_lost_something_and_for_no_other(
@@ -410,8 +393,7 @@ def test_collect_waits_for_a_step_whose_loads_were_read_or_that_has_lost_somethi
     assert not executor.is_awaited(2)
     executor.submit(StepDecision(3, [("swap_in", pairs("host", "device", (0, 1)))], prefetch=True))
     assert not executor.is_awaited(3)
-    executor.order_compute(3)
-    assert 3 in [done.ticket for done in executor.collect(3)]
+    assert executor.wait(3).ticket == 3
     swaps = ("swap_out", pairs("device", "host", (1, 2)))
     spills = ("spill", pairs("device", "external", (1, 1), (2, 2)))
     executor.submit(StepDecision(4, [spills, swaps]))

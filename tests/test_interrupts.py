@@ -103,8 +103,7 @@ class Rig:
             with suppress(KeyboardInterrupt), interrupt.armed():
                 if not self.executor.num_in_flight:
                     self.executor.submit(decision)
-                self.executor.cancel(decision.ticket + 1)
-                self.executor.order_compute(decision.ticket)
+                self.executor.lost(decision.ticket)
                 ended = self.executor.poll()
         ((ticket, lost, _),) = ended
         assert ticket == decision.ticket

@@ -13,7 +13,7 @@ from blockyard._core import Mapping
 from blockyard.engine.streams import WorkerStreams
 from blockyard.engine.tasks import Task
 from blockyard.engine.transfers import Transfer, Transfers
-from blockyard.errors import CaptureError, InvalidArgumentError, TransferCancelledError, TransferQueueFullError
+from blockyard.errors import CaptureError, InvalidArgumentError, TransferQueueFullError
 
 
 class StoppedStreams(SimulatedStreams):
@@ -60,7 +60,6 @@ def test_a_transfer_is_done_when_its_event_has_fired():
     assert book.outstanding("out") == 0
     assert first.wait().error is None, "a transfer can be asked again"
     first.order_compute()
-    assert not first.cancel()
 
 
 def test_a_transfer_of_another_engine_is_refused():
@@ -184,39 +183,22 @@ def test_loads_of_one_block_keep_their_order_whoever_waits():
     assert log == [[[0, 0]], [[0, 7], [1, 8]], [[2, 8]]]
 
 
-def test_a_transfer_that_has_not_started_can_be_given_up():
-    book = transfers(limit=1000)
-    log: list[object] = []
-    seen: list[Transfer] = []
-    awaited = start(book, "in", log=log)
-    dropped = start(book, "in", log=log, prefetch=True, num_bytes=30, on_end=seen.append)
-    assert book.outstanding("in") == 40
-    assert dropped.cancel()
-    assert not dropped.cancel()
-    assert not awaited.cancel()
-    assert book.outstanding("in") == 10
-    assert (dropped.done, dropped.rows, seen) == (True, None, [dropped])
-    with pytest.raises(TransferCancelledError):
-        dropped.wait()
-    start(book, "out", log=log, after=[dropped], pairs=pairs((5, 5))).wait()
-    book.synchronize()
-    assert log == [[[0, 1]], [[5, 5]]] or log == [[[5, 5]], [[0, 1]]]
-
-
-def test_what_others_need_starts_and_cannot_be_given_up():
-    book = transfers(limit=1000)
+def test_what_others_need_starts():
+    streams = StoppedStreams(0)
+    book = Transfers(streams, max_outstanding=1000)
     start(book, "in")
     needed = start(book, "in", prefetch=True)
+    assert streams.launched == 1
     start(book, "copy", after=[needed])
-    assert not needed.cancel()
+    assert streams.launched == 3
 
 
 def test_no_more_than_a_window_goes_ahead():
     streams = StoppedStreams(0)
     book = Transfers(streams, max_outstanding=1000, max_ahead=25)
-    loads = [start(book, "in", prefetch=True) for _ in range(4)]
+    for _ in range(4):
+        start(book, "in", prefetch=True)
     assert streams.launched == 2
-    assert [load.cancel() for load in loads] == [False, False, True, True]
     with pytest.raises(InvalidArgumentError, match="max_ahead 0, must be at least 1"):
         Transfers(streams, max_outstanding=1, max_ahead=0)
 
@@ -234,7 +216,6 @@ class Play:
         self.pieces: dict[int, int] = {}  # ticket -> pieces that are to run
         self.prefetches: set[int] = set()
         self.started: list[int] = []
-        self.cancelled: set[int] = set()
         self.made: dict[int, Transfer] = {}
         self.free_will = False  # whether what starts now was not asked for
 
@@ -242,7 +223,7 @@ class Play:
         if self.free_will:
             awaited = [t for t, left in self.pieces.items() if left and t not in self.prefetches]
             assert not awaited, f"prefetch {ticket} goes before {awaited}"
-            earlier = [t for t in self.prefetches - self.cancelled - set(self.started) if t < ticket]
+            earlier = [t for t in self.prefetches - set(self.started) if t < ticket]
             assert not earlier, f"prefetch {ticket} goes before {earlier}"
         self.started.append(ticket)
 
@@ -268,15 +249,8 @@ class Play:
 
     def need(self, ticket: int) -> None:
         """Somebody waits for a ticket: it is awaited from now on."""
-        if ticket in self.prefetches - self.cancelled:
+        if ticket in self.prefetches:
             self.made[ticket].order_compute()
-
-    def cancel(self, ticket: int) -> None:
-        fresh = ticket not in self.started and ticket not in self.cancelled
-        assert self.made[ticket].cancel() == fresh
-        if fresh:
-            self.cancelled.add(ticket)
-            self.pieces[ticket] = 0
 
     def poll(self) -> None:
         self.free_will = True
@@ -286,18 +260,15 @@ class Play:
     def finish(self) -> None:
         self.book.synchronize()
         assert self.book.open() == ()
-        errors = {number: made.error for number, made in self.made.items() if made.error is not None}
-        assert errors.keys() == self.cancelled
-        assert all(isinstance(error, TransferCancelledError) for error in errors.values())
-        wanted = {block: t for t, blocks in self.writes.items() if t not in self.cancelled for block in blocks}
-        assert self.memory == wanted
+        assert not [made.error for made in self.made.values() if made.error is not None]
+        assert self.memory == {block: t for t, blocks in self.writes.items() for block in blocks}
 
 
 @given(st.integers(0, 1 << 20), st.data())
-def test_whatever_is_awaited_or_given_up_loads_of_a_block_keep_their_order(seed: int, data: st.DataObject):
+def test_whatever_is_awaited_loads_of_a_block_keep_their_order(seed: int, data: st.DataObject):
     play = Play(seed)
     for _ in range(data.draw(st.integers(1, 25))):
-        call = data.draw(st.sampled_from(["prefetch", "prefetch", "awaited", "need", "cancel", "poll"]))
+        call = data.draw(st.sampled_from(["prefetch", "prefetch", "awaited", "need", "poll"]))
         tickets = sorted(play.writes)
         if call in {"prefetch", "awaited"}:
             blocks = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
@@ -306,7 +277,7 @@ def test_whatever_is_awaited_or_given_up_loads_of_a_block_keep_their_order(seed:
         elif call == "poll":
             play.poll()
         elif tickets:
-            getattr(play, call)(data.draw(st.sampled_from(tickets)))
+            play.need(data.draw(st.sampled_from(tickets)))
     play.finish()
 
 

@@ -156,7 +156,6 @@ ENGINE_CALLS: dict[str, Callable[[CacheEngine, Transfer], object]] = {
     "poll": lambda e, _: e.poll(),
     "order_compute": lambda _, transfer: transfer.order_compute(),
     "order_compute by layer": lambda _, transfer: transfer.order_compute(0),
-    "cancel": lambda _, transfer: transfer.cancel(),
     "done": lambda _, transfer: transfer.done,
     "wait": lambda _, transfer: transfer.wait(),
 }

@@ -24,7 +24,6 @@ __all__ = [
     "StoreFullError",
     "StoreURLError",
     "TraceError",
-    "TransferCancelledError",
     "TransferQueueFullError",
     "UnknownSequenceError",
     "UnknownTicketError",
@@ -94,10 +93,6 @@ class LayoutError(InvalidArgumentError):
 
 class TransferQueueFullError(BlockyardError):
     """More bytes would be under way than the copy engine's limit allows; nothing was submitted."""
-
-
-class TransferCancelledError(BlockyardError):
-    """A transfer was given up before it started; no byte of it was moved."""
 
 
 class ForkedError(BlockyardError):

@@ -115,7 +115,6 @@ def test_asynchronous_calls_are_refused_and_neither_graph_nor_engine_is_the_wors
                 engine.close,
                 transfer.wait,
                 transfer.order_compute,
-                transfer.cancel,
                 lambda: transfer.done,
             ):
                 with pytest.raises(CaptureError, match="before or after the capture"):

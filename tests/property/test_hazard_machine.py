@@ -128,7 +128,7 @@ class FreesUnderCopies:
 
     def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> object:
         if ticket not in self.open:
-            return []
+            return np.zeros(0, np.uint64)
         self.open.remove(ticket)
         return self.manager.complete(ticket, lost)
 

@@ -36,7 +36,7 @@ Cells = NDArray[np.int64]
 
 
 class HazardMachine(SchedulerMachine):
-    """Random requests, aborts, cancelled and failing transfers, on caches whose transfers run in any order left open.
+    """Random requests, aborts and failing transfers, on caches whose transfers run in any order left open.
 
     Compute is queued on the simulated device, layer by layer: it writes keys and values of the new tokens, and reads
     those of all tokens of each sequence through its block table. Every byte that it reads must be that of the plain
@@ -55,10 +55,6 @@ class HazardMachine(SchedulerMachine):
     make_engine: ClassVar[Callable[..., CacheEngine]] = CacheEngine
     make_store: ClassVar[Callable[..., ExternalStore]] = SimulatedStore
     make_executor: ClassVar[Callable[..., StepExecutor]] = StepExecutor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tickets: list[int] = []
 
     @initialize(
         config=configs(
@@ -103,7 +99,6 @@ class HazardMachine(SchedulerMachine):
         if when == "scheduled":
             self.resubmit(pick, again)
         self.executor.submit(step.decision, by_layer=by_layer)
-        self.tickets.append(step.decision.ticket)
         if when == "submitted":
             self.resubmit(pick, again)
         read = self.launch(step, by_layer=by_layer)
@@ -118,14 +113,6 @@ class HazardMachine(SchedulerMachine):
         self.idle = 0 if progress or rows or not self.live else self.idle + 1
         if self.idle > PATIENCE:
             raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
-
-    @rule(pick=st.integers(0, 3))
-    def cancel(self, pick: int) -> None:
-        """Give up what has not begun of a decision; that it did not land is reported like any loss."""
-        tickets = [ticket for ticket in self.tickets if self.executor.is_open(ticket)]
-        if tickets:
-            self.executor.cancel(tickets[pick % len(tickets)])
-        self.tickets = tickets
 
     @rule(count=st.integers(2, 8))
     def run(self, count: int) -> None:

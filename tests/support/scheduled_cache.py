@@ -89,18 +89,13 @@ class ScheduledMachine(Machine):
             goal = GOALS[op.a % len(GOALS)]
             rig.manager.defrag.run(goal, 1 + op.b % 4, max_moves=op.c % 8)  # type: ignore[arg-type]
 
-    def do_reset(self, rig: Rig, op: Op) -> None:
-        """Give up what an executor has not begun."""
-        for ticket in list(rig.open):
-            rig.cache.executor.cancel(ticket)
-
     def _nothing(self, rig: Rig, op: Op) -> None:
         """For what the scheduler does by itself, or what would need sequences of the machine's own."""
 
     do_allocate_count = do_mark = do_swap = do_fork = do_fork_prefix = do_truncate = do_note = do_stale = _nothing
-    do_pin = do_priority = do_forget = do_restart = do_swarm = do_load = do_end_load = do_write = do_end_write = (
-        _nothing
-    )
+    do_pin = do_priority = do_reset = do_forget = do_restart = do_swarm = do_load = do_end_load = do_write = (
+        do_end_write
+    ) = _nothing
 
     # ---- a step ----
 

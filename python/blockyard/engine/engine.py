@@ -55,7 +55,7 @@ class CacheEngine:
     that `fence` has marked; after the transfers in `after`; in order with earlier work of the same direction, and in no
     other order. Compute waits for nothing until `Transfer.order_compute` says so. Loads go before stores where they
     share a worker, and loads that somebody waits for before those that are a `prefetch`. Of the prefetches the first
-    submitted is first; loads of one block keep their order. `Transfer.cancel` gives a prefetch up that has not started.
+    submitted is first; loads of one block keep their order.
 
     *Synchronous*: `run`, `read`, `write` and `execute` submit the same transfers to the stream of compute, after all
     transfers that are open. On a CPU the work runs in the calling thread, and is done when the call returns. On CUDA it

@@ -2,7 +2,7 @@
 
 A transfer starts when it is submitted, except for loads that nobody waits for yet (prefetches). Those stay in a queue
 while loads that are waited for are under way, and no more than a window of them is handed to the device ahead. So no
-prefetch delays a load that a request waits for, and a prefetch that has not started can be given up.
+prefetch delays a load that a request waits for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from blockyard.errors import (
     BlockyardError,
     CaptureError,
     InvalidArgumentError,
-    TransferCancelledError,
     TransferQueueFullError,
 )
 from blockyard.workers import Process
@@ -38,8 +37,8 @@ class Transfer:
     """A transfer of the copy engine: under way, or ended. Every call raises `CaptureError` inside a graph capture.
 
     Attributes:
-        error: what failed, `TransferCancelledError` if it never started; then no byte of its destinations can be
-            relied on. None if all landed, and while it is under way.
+        error: what failed; then no byte of its destinations can be relied on. None if all landed, and while it is
+            under way.
         rows: what a read has read, uint8 `[n, bytes_per_block]`; None before it has ended, and for other transfers.
     """
 
@@ -69,15 +68,6 @@ class Transfer:
             raise self.error
         return self
 
-    def cancel(self) -> bool:
-        """Give it up if it has not started, which a prefetch may not have.
-
-        Returns:
-            Whether it was given up: then its error is a `TransferCancelledError`, and no byte was moved. False if it
-            has started; it runs to its end.
-        """
-        return self._transfers.cancel(self)
-
     def order_compute(self, layer: int | None = None) -> None:
         """Let compute that is queued from now on wait for it; on a CPU, wait here.
 
@@ -106,7 +96,6 @@ class _Job:
     on_end: Callable[[Transfer], None] | None
     piece_bytes: int = field(init=False)
     events: list[Event] = field(default_factory=list)
-    cancelled: bool = False
 
     def __post_init__(self) -> None:
         self.piece_bytes = -(-self.task.num_bytes // len(self.pieces))
@@ -117,7 +106,7 @@ class _Job:
 
     @property
     def ended(self) -> bool:
-        return self.cancelled or (not self.pieces and self.end.query())
+        return not self.pieces and self.end.query()
 
     @property
     def ready(self) -> bool:
@@ -125,7 +114,7 @@ class _Job:
         return all(job.ended for job in self.after) and (self.after_compute is None or self.after_compute.query())
 
     def waits(self) -> Iterator[Event]:
-        yield from (job.end for job in self.after if not job.cancelled)
+        yield from (job.end for job in self.after)
         if self.after_compute is not None:
             yield self.after_compute
 
@@ -260,20 +249,6 @@ class Transfers:
         for piece in task.pieces:
             piece()
         return Transfer(self)
-
-    def cancel(self, transfer: Transfer) -> bool:
-        """Give a transfer up that has not started; see `Transfer.cancel`."""
-        self.check()
-        self._mend()
-        job = self._job(transfer)
-        if job is None or job.events:
-            return False
-        self._torn = True
-        job.cancelled = True
-        job.pieces.clear()
-        self._queue.remove(job)
-        self._go_on()
-        return True
 
     def poll(self) -> None:
         """End what has ended, and start prefetches that may start by now; never waits."""
@@ -412,12 +387,10 @@ class Transfers:
     def _end(job: _Job, error: Exception | None) -> None:
         """Say how a transfer has ended; a second call does nothing more."""
         transfer, on_end = job.transfer, job.on_end
-        if job.cancelled:
-            error = TransferCancelledError("the transfer was given up before it started")
-        elif error is None:
+        if error is None:
             error = next((event.error for event in job.events if event.error is not None), None)
         transfer.error = transfer.error or error
-        if job.task.rows is not None and not job.cancelled:
+        if job.task.rows is not None:
             transfer.rows = job.task.rows.numpy()
         job.on_end = None
         if on_end is not None:

@@ -29,7 +29,6 @@ from blockyard.errors import (
     InvariantError,
     MappingError,
     StoreError,
-    TransferCancelledError,
     UnknownTicketError,
 )
 from blockyard.executor.parts import Part, cut, written
@@ -275,53 +274,6 @@ class StepExecutor(Executor):
         for part in self._parts():
             if part.by_layer and part.transfer is not None:
                 part.transfer.order_compute()
-
-    def cancel(self, ticket: int) -> bool:
-        """Give up what has not begun of a decision: fetches that wait for room, and loads that nobody waits for yet.
-
-        What has begun runs to its end. The ticket ends as others do: `poll` reports it, with what was given up among
-        the lost pairs, so that the manager's `complete` ends the leases.
-
-        Args:
-            ticket: of a decision that was submitted.
-
-        Returns:
-            Whether anything was given up.
-        """
-        self._mend()
-        step = self._steps.get(ticket)
-        given_up = False
-        for part in step.parts if step else ():
-            if part.waiting and part.kind == "fetch":
-                error = TransferCancelledError(f"{len(part.pairs)} blocks were not fetched any more")
-                self._staging.lose(part, error)
-                given_up = True
-            elif part.transfer is not None and not part.ended:
-                given_up |= part.transfer.cancel()
-        self._begin_waiting()
-        self._end_steps()
-        return given_up
-
-    def order_compute(self, ticket: int) -> bool:
-        """Let compute that is queued from now on wait for all that a step writes to the device.
-
-        Args:
-            ticket: of a decision that was submitted.
-
-        Returns:
-            Whether all is ordered; then `lost` names all that did not come from the external tier. False if blocks have
-            not come yet: call again after `poll`.
-        """
-        self._mend()
-        step = self._steps.get(ticket)
-        if step is None:
-            return True
-        step.read = True
-        for part in step.parts:
-            if part.writes_device and part.transfer is not None:
-                part.transfer.order_compute()
-        self._take_in()  # on a CPU these have ended, and what failed is known
-        return not any(part.pending for part in step.parts if part.kind != "spill")
 
     def wait_for_layer(self, ticket: int, layer: int) -> None:
         """Let compute that is queued from now on wait for one layer of a step's loads.
