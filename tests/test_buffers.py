@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from blockyard.stores.batches import Buffers
+from blockyard.workers import Buffers
 
 
 def test_memory_that_was_given_back_is_taken_again_by_what_fits():

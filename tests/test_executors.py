@@ -15,12 +15,12 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.executor.executor import Executor, StepExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.sim.executors import (
-    SABOTAGE_KINDS,
     CorruptingExecutor,
     CountingExecutor,
     SabotagedExecutor,
     SteadyExecutor,
 )
+from blockyard.sim.report import SABOTAGE_KINDS
 from blockyard.stores import open_store
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=2, num_kv_heads=1, head_size=2, dtype="float32")

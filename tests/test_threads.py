@@ -1,7 +1,4 @@
-"""Many threads on one manager and on allocators: no deadlock, and the state is exact.
-
-The schedules are the machine's; those that `shuttle` chooses are in `rust/locks/src/tests.rs`.
-"""
+"""Many threads on one manager and on allocators: no deadlock, and the state is exact."""
 
 import contextlib
 import subprocess

@@ -24,6 +24,8 @@ from types import FrameType
 from blockyard import __version__
 from blockyard._core import SlabReport, check_slab, inspect_slab
 from blockyard.errors import BlockyardError
+from blockyard.scheduler import PREEMPTION_MODES
+from blockyard.sim.report import SABOTAGE_KINDS
 from blockyard.stores.file import calibrate_directory
 from blockyard.workers import missing
 
@@ -47,8 +49,6 @@ exit codes:
   128+n  ended by signal n: 129 SIGHUP, 130 SIGINT (Ctrl-C), 143 SIGTERM
 """
 
-SABOTAGE_KINDS = ("swap_in", "swap_out", "spill", "fetch", "copy")
-PREEMPTION_MODES = ("auto", "swap", "recompute")
 DEFRAG_GOALS = ("max_id", "dense")
 _UNITS = "in GiB, or with a unit, such as 64MiB"
 _MOST_SHOWN = 20

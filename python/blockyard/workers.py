@@ -1,4 +1,4 @@
-"""What the copy engine and stores share: threads, results that no interrupt loses, and where calibration is kept.
+"""What the copy engine and stores share: threads, memory that is used again, and where calibration is kept.
 
 Threads end before the interpreter does, and a fork gets an error.
 
@@ -20,12 +20,16 @@ from itertools import starmap
 from pathlib import Path
 from typing import Final, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from blockyard.errors import ForkedError, StoreError
 
-__all__ = ["CallPool", "Process", "cache_folder", "keep", "missing", "start_worker"]
+__all__ = ["Buffers", "CallPool", "Process", "cache_folder", "keep", "missing", "start_worker"]
 
 _PARTING_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do
+_KEPT_BYTES: Final = 256 << 20  # of memory that is used again
 T = TypeVar("T")
 _log = logging.getLogger("blockyard.workers")
 _running: dict[threading.Thread, Callable[[], None]] = {}  # each with what makes it end
@@ -237,6 +241,55 @@ class CallPool:
         calls.running -= 1
         if calls.is_taken and not calls.running:
             calls.ended.set()
+
+
+def _fresh(num_bytes: int) -> NDArray[np.uint8]:
+    return np.empty(num_bytes, np.uint8)
+
+
+class Buffers:
+    """Memory that was given back, for whoever asks next. It holds whatever was in it.
+
+    The first use of fresh memory costs as much as copying it, or far more if it is page-locked.
+
+    Args:
+        make: makes an array uint8 of at least so many bytes.
+        max_bytes: most bytes that are kept.
+    """
+
+    def __init__(self, make: Callable[[int], NDArray[np.uint8]] = _fresh, max_bytes: int = _KEPT_BYTES) -> None:
+        self._make = make
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._free: list[NDArray[np.uint8]] = []
+
+    def take(self, count: int, width: int) -> NDArray[np.uint8]:
+        """Return an array uint8 `[count, width]` with any content."""
+        size, array = count * width, None
+        with self._lock:
+            for index in range(len(self._free) - 1, -1, -1):  # what was used last is in the cache
+                if size <= self._free[index].nbytes <= 2 * size:
+                    array = self._free.pop(index)
+                    break
+        if array is None:
+            array = self._make(size)
+        return array[:size].reshape(count, width)
+
+    def give(self, array: NDArray[np.uint8] | None) -> None:
+        """Take back an array from `take`, or a view of it, that nobody uses any more."""
+        while array is not None and isinstance(array.base, np.ndarray):
+            array = array.base
+        if array is None or not array.nbytes or array.nbytes > self._max_bytes:
+            return
+        with self._lock:
+            self._free.append(array.reshape(-1))
+            while sum(free.nbytes for free in self._free) > self._max_bytes:
+                del self._free[0]
+
+    def clear(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            self._free.clear()
 
 
 @atexit.register

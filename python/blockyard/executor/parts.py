@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from torch import Tensor
+from numpy.typing import NDArray
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.engine.streams import Event
@@ -52,7 +52,7 @@ class Part:
     prefetch: bool = False
     transfer: Transfer | None = None
     batch: Batch | None = None
-    rows: Tensor | None = None
+    rows: NDArray[np.uint8] | None = None
     missed: Pairs | None = None
     lost: tuple[Pairs, ...] | None = None
     error: Exception | None = None

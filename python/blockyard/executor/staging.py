@@ -7,13 +7,12 @@ are limited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import count
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from blockyard._core import Pairs
 from blockyard.engine.engine import CacheEngine
@@ -21,42 +20,12 @@ from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, MappingError
 from blockyard.executor.parts import Part, written
 from blockyard.executor.store_side import Answer, StoreSide
+from blockyard.workers import Buffers
 
 if TYPE_CHECKING:
     from blockyard.engine.tasks import Kind
 
-__all__ = ["Buffers", "Staging", "engine_tier"]
-
-
-class Buffers:
-    """Rows for fetched blocks that are used again: fresh memory costs about as much as the copy into it.
-
-    Args:
-        make: makes so many rows.
-        max_bytes: that may be kept for later.
-    """
-
-    def __init__(self, make: Callable[[int], Tensor], max_bytes: int) -> None:
-        self._make = make
-        self._max_bytes = max_bytes
-        self._free: dict[int, list[Tensor]] = {}
-        self._kept = 0
-
-    def take(self, count: int) -> Tensor:
-        """Give a buffer of at least so many rows, which nobody else has."""
-        capacity = 1 << (count - 1).bit_length()
-        free = self._free.get(capacity)
-        if not free:
-            return self._make(capacity)
-        buffer = free.pop()
-        self._kept -= buffer.numel()
-        return buffer
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Let a buffer be used again."""
-        if self._kept + buffer.numel() <= self._max_bytes:
-            self._kept += buffer.numel()
-            self._free.setdefault(len(buffer), []).append(buffer)
+__all__ = ["Staging", "engine_tier", "staging_buffers"]
 
 
 class Staging:
@@ -76,7 +45,7 @@ class Staging:
         self._engine = engine
         self._side = side
         self._max_bytes = max_bytes
-        self._buffers = Buffers(engine.memory.staging, max_bytes)
+        self._buffers = staging_buffers(engine, max_bytes)
         self._numbers = count(1)
         self.launching: Part | None = None
 
@@ -99,9 +68,8 @@ class Staging:
         self.launching = part
         try:
             if part.kind == "fetch":
-                part.rows = self._buffers.take(len(part.pairs))
-                out = part.rows[: len(part.pairs)].numpy()
-                part.batch = self._store().read(_column(part.pairs, 0), out)
+                part.rows = self._buffers.take(len(part.pairs), self._engine.memory.bytes_per_block)
+                part.batch = self._store().read(_column(part.pairs, 0), part.rows)
             else:
                 part.transfer = self._submit(part)
         except BlockyardError:
@@ -135,7 +103,7 @@ class Staging:
         if part.ended and part.rows is not None:
             rows, part.rows = part.rows, None
             if batch is not None and batch.answer is not None and batch.answer.are_rows_free:
-                self._buffers.give_back(rows)
+                self._buffers.give(rows)
 
     def lose(self, part: Part, error: Exception) -> None:
         """End a part of which nothing has landed."""
@@ -211,6 +179,17 @@ class Staging:
         if self._side is None:
             raise MappingError("a transfer names the external tier, and there is none")
         return self._side
+
+
+def staging_buffers(engine: CacheEngine, max_bytes: int) -> Buffers:
+    """Make buffers of staging rows, of few sizes, so that most fit again."""
+    width = engine.memory.bytes_per_block
+
+    def make(num_bytes: int) -> NDArray[np.uint8]:
+        rows: NDArray[np.uint8] = engine.memory.staging(1 << (num_bytes // width - 1).bit_length()).numpy()
+        return rows.reshape(-1)
+
+    return Buffers(make, max_bytes)
 
 
 def engine_tier(tier: str) -> Literal["device", "host"]:

@@ -16,13 +16,12 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from blockyard._core import BlockManager, HashedPrompt, StoreJob
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
-from blockyard.executor.staging import Buffers
+from blockyard.executor.staging import staging_buffers
 from blockyard.executor.store_side import Answer, Batch, StoreSide
 from blockyard.prefix_store.stats import LOAD_SECONDS, PrefixStoreStats
 from blockyard.stores.value import is_damage
@@ -40,14 +39,14 @@ MOST_FAILED: Final = 1 << 16  # keys that are known to be of no use
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Blocks that the store reads: these keys, uint8 `[n, 32]`, into the first rows of a buffer.
+    """Blocks that the store reads: these keys, uint8 `[n, 32]`, into rows of ours.
 
     The rows are the store's until the batch has an answer.
     """
 
     keys: NDArray[np.uint8]
     batch: Batch
-    rows: Tensor | None
+    rows: NDArray[np.uint8] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +141,7 @@ class Loads:
         self._manager, self._engine, self._side, self._stats = manager, engine, side, stats
         self._size = engine.layout.bytes_per_block
         self._max_blocks = max_bytes // self._size
-        self._buffers = Buffers(engine.memory.staging, max_bytes)
+        self._buffers = staging_buffers(engine, max_bytes)
         self._jobs: list[StoreJob] = []  # the manager's jobs that have not ended
         self._abandoned: list[Read] = []  # reads past their deadline: their rows are the store's until they end
         self._failed: dict[bytes, float] = {}  # keys that are known to be of no use, each until when
@@ -257,9 +256,9 @@ class Loads:
         keys = load.keys[:room]
         found = self._side.contains(keys)
         count = len(found) if found.all() else int(found.argmin()) or min(PROBED, len(found))
-        keys, rows = np.ascontiguousarray(keys[:count]), self._buffers.take(count)
+        keys, rows = np.ascontiguousarray(keys[:count]), self._buffers.take(count, self._size)
         try:
-            load.read = Read(keys, self._side.get(keys, rows[:count].numpy()), rows)
+            load.read = Read(keys, self._side.get(keys, rows), rows)
         except StoreError:
             self._note_failed(keys[0].tobytes(), "error")
             return self._finish(load)
@@ -343,7 +342,7 @@ class Loads:
         if read is not None and read.batch.answer is not None and read.rows is not None:
             rows, read.rows = read.rows, None  # first: nobody gives them back twice
             if read.batch.answer.are_rows_free:
-                self._buffers.give_back(rows)
+                self._buffers.give(rows)
 
     # ---- keys that are of no use for a while ----
 

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from blockyard._core import Pairs, StepDecision
 from blockyard.errors import InvalidArgumentError
 from blockyard.executor.executor import Executor, StepDone, StepExecutor
+from blockyard.sim.report import SABOTAGE_KINDS
 from blockyard.stores.base import ExternalStore
 from blockyard.testing.faults import corrupt_slots
-
-SABOTAGE_KINDS = ("swap_in", "swap_out", "spill", "fetch", "copy")
 
 # Damaged in turn: the payload more often than the header.
 _DAMAGED_PARTS = ("payload", "payload", "generation", "payload_checksum")

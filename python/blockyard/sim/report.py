@@ -22,6 +22,8 @@ from blockyard.sim.pool import LEGEND, PoolReport, draw_pool, pool_rows
 TIERS = ("device", "host", "external")
 STDOUT = Path("-")
 """As the path of the JSON file: standard output."""
+SABOTAGE_KINDS = ("swap_in", "swap_out", "spill", "fetch", "copy")
+"""Kinds of transfers of which one can be dropped on purpose."""
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
-from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
-from blockyard.stores.base import ExternalStore, FailureLog, Owners
-from blockyard.workers import Process, start_worker
+from blockyard.errors import InvalidArgumentError, MappingError, StoreError, UnknownTicketError
+from blockyard.stores.base import ExternalStore, FailureLog, Keys, Owners
+from blockyard.workers import Buffers, Process, start_worker
 
-__all__ = ["Batch", "BatchStore", "Kind", "KnownKeys", "Name", "check_read_rows", "of", "owners_of_each"]
+__all__ = ["Batch", "BatchStore", "Kind", "KnownKeys", "Name"]
+__all__ += ["check_read_rows", "check_rows", "check_slots", "checked_keys", "owners_of_each"]
 
 _SLOWEST: Final = 16e6  # bytes a second that a deadline allows for
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
 _IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do: starting one costs as much as a small batch
 _PAUSES: Final = (0.5, 8.0)  # least and most seconds between probes of storage that does not answer
-_KEPT_BYTES: Final = 256 << 20  # of memory that is used again
 ABSENT_SECONDS: Final = 1.0  # how long a key that was not there is not looked up again
 FAILED_SECONDS: Final = 2.0  # how long a key is not read whose block did not come for a reason that passes
 _THERE: Final = inf  # in place of the time until which a key is known to be absent
@@ -490,57 +490,43 @@ def check_read_rows(rows: object, shape: tuple[int, int]) -> None:
         raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}, C-contiguous and writable")
 
 
+def check_rows(rows: object, shape: tuple[int, int]) -> None:
+    """Refuse what is no block for each slot or key of a batch."""
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
+        raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
+
+
+def check_slots(slots: NDArray[np.int64], num_slots: int, *, is_write: bool = False) -> None:
+    """Refuse what names no slots of a store, and repeats in a write."""
+    if not isinstance(slots, np.ndarray) or slots.dtype != np.int64 or slots.ndim != 1:
+        raise InvalidArgumentError(f"slots is {of(slots)}, must be int64 [n]")
+    if len(slots) and (slots.min() < 0 or slots.max() >= num_slots):
+        raise MappingError(f"slots has {slots.min()} to {slots.max()}, must be 0 to {num_slots - 1}")
+    if is_write and len(np.unique(slots)) < len(slots):
+        raise MappingError(f"slots has {len(slots) - len(np.unique(slots))} repeats, must have none in a write")
+
+
+def checked_keys(keys: Keys) -> NDArray[np.uint8] | list[bytes]:
+    """Return keys as they are, or as a list. Refuse what is none."""
+    if isinstance(keys, np.ndarray):
+        if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != 32:
+            raise InvalidArgumentError(f"keys is {of(keys)}, must be uint8 [n, 32] or 32 bytes each")
+        return keys
+    names = list(keys)
+    if not all(isinstance(name, bytes) and len(name) == 32 for name in names):
+        raise InvalidArgumentError(f"keys is {keys!r:.100}, must be uint8 [n, 32] or 32 bytes each")
+    return names
+
+
 def owners_of_each(owners: Owners, names: list[bytes], single: dict[bytes, int]) -> Owners:
     """Return the owners of each different name."""
     for name, found in zip(("tenants", "parents"), owners, strict=True):
-        shape = (len(names), 32)
-        if not isinstance(found, np.ndarray) or found.dtype != np.uint8 or found.shape != shape:
-            raise InvalidArgumentError(f"owners.{name} is {of(found)}, must be uint8 {list(shape)}")
+        check_rows(found, (len(names), 32), f"owners.{name}")
     if len(single) == len(names):
         return Owners(owners.tenants.copy(), owners.parents.copy())
     places = {name: index for index, name in reversed(list(enumerate(names)))}
     first = [places[name] for name in single]
     return Owners(owners.tenants[first], owners.parents[first])
-
-
-class Buffers:
-    """Arrays that were given back, for whoever asks next. They hold whatever was in them.
-
-    The first use of fresh memory costs as much as copying it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: list[NDArray[np.uint8]] = []
-
-    def take(self, count: int, width: int) -> NDArray[np.uint8]:
-        """Return an array uint8 `[count, width]` with any content."""
-        size = count * width
-        with self._lock:
-            for index in range(len(self._free) - 1, -1, -1):  # what was used last is in the cache
-                array = self._free[index]
-                if size <= array.nbytes <= 2 * size:
-                    del self._free[index]
-                    break
-            else:
-                array = np.empty(size, np.uint8)
-        return array[:size].reshape(count, width)
-
-    def give(self, array: NDArray[np.uint8] | None) -> None:
-        """Take back an array from `take`, or a view of it, that nobody uses any more."""
-        while array is not None and isinstance(array.base, np.ndarray):
-            array = array.base
-        if array is None or not array.nbytes or array.nbytes > _KEPT_BYTES:
-            return
-        with self._lock:
-            self._free.append(array.reshape(-1))
-            while sum(free.nbytes for free in self._free) > _KEPT_BYTES:
-                del self._free[0]
-
-    def clear(self) -> None:
-        """Let go of all."""
-        with self._lock:
-            self._free.clear()
 
 
 class KnownKeys:

@@ -52,9 +52,9 @@ from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
 from blockyard.stores.base import Completion, ExternalStore, Owners, Use
 from blockyard.stores.codec import Codec, MacKey
 from blockyard.stores.epochs import EPOCH_BYTES, Epoch, Record
-from blockyard.stores.remote import RemoteStore
+from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
 from blockyard.stores.striped import StripedStore
-from blockyard.stores.url import StoreURL, parse_size
+from blockyard.stores.url import StoreURL
 from blockyard.workers import cache_folder
 
 __all__ = ["SlabStore", "open_file"]
@@ -65,7 +65,6 @@ _VERSION: Final = 1
 _MEASURED_BYTES: Final = (64 << 10, 512 << 10)
 _BATCH_BYTES: Final = 8 << 20
 _PAGE: Final = 4096
-_SIZE = "a size, for example 2GiB, 500MB or plain bytes"
 
 _log = logging.getLogger("blockyard.stores")
 
@@ -103,12 +102,12 @@ def read_url(url: str) -> FileURL:
     found = FileURL(
         parts,
         directories,
-        size=parts.take("size", _positive, 0, _SIZE) or None,
-        threads=parts.take("threads", _thread_count, 4, "2 to 16"),
+        size=parts.take("size", positive, 0, SIZE) or None,
+        threads=parts.take("threads", count(2, 16), 4, "2 to 16"),
         io=parts.take("io", _one_of("auto", *KINDS_OF_IO), "auto", "auto, threads or uring"),
         direct=parts.take("direct", _one_of("auto", "on", "off"), "auto", "auto, on or off"),
-        memory=parts.take("memory", _positive, 1 << 30, _SIZE),
-        deadline=parts.take("deadline", _deadline, 10.0, "1 to 86400 seconds"),
+        memory=parts.take("memory", positive, 1 << 30, SIZE),
+        deadline=parts.take("deadline", seconds(1, 86_400), 10.0, "1 to 86400 seconds"),
     )
     parts.finish("size, threads, io, direct, memory, deadline")
     return found
@@ -172,19 +171,19 @@ def open_file(
 def _open_slabs(
     found: FileURL, *, bytes_per_block: int, num_slots: int | None, namespace: bytes, use: Use, revision: str
 ) -> ExternalStore:
-    count = len(found.directories)
+    num_disks = len(found.directories)
 
     def open_one(directory: str) -> ExternalStore:
         try:
             store = SlabStore(
                 directory,
                 bytes_per_block=bytes_per_block,
-                size=None if found.size is None else found.size // count,
-                num_slots=None if num_slots is None else -(-num_slots // count),
+                size=None if found.size is None else found.size // num_disks,
+                num_slots=None if num_slots is None else -(-num_slots // num_disks),
                 threads=found.threads,
                 io=calibrated_io(directory) if found.io == "auto" else found.io,
                 direct=found.direct,
-                memory=max(1, found.memory // count),
+                memory=max(1, found.memory // num_disks),
                 deadline=found.deadline,
                 namespace=namespace,
                 use=use,
@@ -194,7 +193,7 @@ def _open_slabs(
             found.parts.reject(directory, f"cannot be opened so: {error}")
         return cast("ExternalStore", store)
 
-    if count == 1:
+    if num_disks == 1:
         return open_one(found.directories[0])
     return _striped(found.directories, open_one, is_keyed=use == "prefix")
 
@@ -419,20 +418,6 @@ def _striped(
     return StripedStore(stores, is_keyed=is_keyed)
 
 
-def _positive(text: str) -> int:
-    size = parse_size(text)
-    if not size:
-        raise ValueError(text)
-    return size
-
-
-def _thread_count(text: str) -> int:
-    count = int(text)
-    if not 2 <= count <= 16:
-        raise ValueError(text)
-    return count
-
-
 def _one_of(*known: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in known:
@@ -440,10 +425,3 @@ def _one_of(*known: str) -> Callable[[str], str]:
         return text
 
     return read
-
-
-def _deadline(text: str) -> float:
-    seconds = float(text)
-    if not 1 <= seconds <= 86_400:
-        raise ValueError(text)
-    return seconds

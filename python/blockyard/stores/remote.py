@@ -118,10 +118,10 @@ class RemoteStore(ThreadedStore):
         if self._use == "swap":
             self._names.update(key.tobytes() for key in keys)
 
-    def _check(self, slots: NDArray[np.int64]) -> None:
+    def _check(self, slots: NDArray[np.int64], *, is_write: bool = False) -> None:
         if self._use == "prefix":
             raise StoreError("the store is a prefix store, which has no slots")
-        super()._check(slots)
+        super()._check(slots, is_write=is_write)
 
     def _keys_of(self, keys: Keys) -> list[bytes]:
         if self._use == "swap":

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
-from blockyard.errors import InvalidArgumentError, MappingError, OutOfMemoryError, StoreError, UnknownTicketError
+from blockyard.errors import MappingError, OutOfMemoryError, StoreError, UnknownTicketError
 from blockyard.stores.base import ExternalStore, Keys, Owners, keyless
-from blockyard.stores.batches import check_read_rows, of
+from blockyard.stores.batches import check_read_rows, check_rows, check_slots, checked_keys
 
 __all__ = ["StripedStore"]
 
@@ -80,10 +80,8 @@ class StripedStore(ExternalStore):
 
     def submit_write(self, slots: Ids, rows: Rows) -> int:
         """Start to write blocks, each to its disk. See `ExternalStore`."""
-        self._check_slots(slots)
-        if len(np.unique(slots)) != len(slots):
-            raise MappingError(f"slots has {len(slots) - len(np.unique(slots))} repeats, must have none in a write")
-        self._check_rows(rows, len(slots))
+        self._check_slots(slots, is_write=True)
+        check_rows(rows, (len(slots), self.bytes_per_block))
         return self._submit(
             slots % len(self._parts),
             lambda part, places: part.submit_write(slots[places] // len(self._parts), rows[places]),
@@ -107,7 +105,7 @@ class StripedStore(ExternalStore):
     ) -> int:
         """Start to store blocks under their keys. See `ExternalStore`."""
         found = self._check_keys(keys)
-        self._check_rows(rows, len(found))
+        check_rows(rows, (len(found), self.bytes_per_block))
         return self._submit(self._disks(found), lambda part, places: part.submit_put(found[places], rows[places]))
 
     def submit_get(self, keys: Keys, rows: Rows | None = None) -> int:
@@ -268,26 +266,13 @@ class StripedStore(ExternalStore):
         disks: Ids = keys[:, -4:].copy().view("<u4")[:, 0].astype(np.int64) % len(self._parts)
         return disks
 
-    def _check_slots(self, slots: Ids) -> None:
+    def _check_slots(self, slots: Ids, *, is_write: bool = False) -> None:
         if self._is_keyed:
             raise MappingError("the store is a prefix store, which has no slots")
-        if not isinstance(slots, np.ndarray) or slots.dtype != np.int64 or slots.ndim != 1:
-            raise InvalidArgumentError(f"slots is {of(slots)}, must be int64 [n]")
-        if len(slots) and (slots.min() < 0 or slots.max() >= self.num_slots):
-            raise MappingError(f"slots has {slots.min()} to {slots.max()}, must be 0 to {self.num_slots - 1}")
-
-    def _check_rows(self, rows: Rows, count: int) -> None:
-        shape = (count, self.bytes_per_block)
-        if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
-            raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
+        check_slots(slots, self.num_slots, is_write=is_write)
 
     def _check_keys(self, keys: Keys) -> Rows:
         if not self._is_keyed:
             raise keyless()
-        if isinstance(keys, np.ndarray):
-            if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != 32:
-                raise InvalidArgumentError(f"keys is {of(keys)}, must be uint8 [n, 32] or 32 bytes each")
-            return keys
-        if not all(isinstance(key, bytes) and len(key) == 32 for key in keys):
-            raise InvalidArgumentError(f"keys is {keys!r:.100}, must be uint8 [n, 32] or 32 bytes each")
-        return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
+        found = checked_keys(keys)
+        return np.frombuffer(b"".join(found), np.uint8).reshape(-1, 32) if isinstance(found, list) else found

@@ -11,9 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
-from blockyard.errors import InvalidArgumentError, MappingError, StoreError
+from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.stores.base import Keys, Owners, keyless
-from blockyard.stores.batches import Batch, BatchStore, KnownKeys, Name, check_read_rows, of, owners_of_each
+from blockyard.stores.batches import (
+    Batch,
+    BatchStore,
+    KnownKeys,
+    Name,
+    check_read_rows,
+    check_rows,
+    check_slots,
+    checked_keys,
+    owners_of_each,
+)
 from blockyard.stores.codec import Codec, MacKey, guarded_namespace, read_mac_key
 from blockyard.stores.epochs import EPOCH_BYTES, Epoch, ForgottenError, Record, SharedEpoch
 from blockyard.stores.url import public_url
@@ -162,10 +172,8 @@ class ThreadedStore(BatchStore):
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
         """Start to write blocks; see `ExternalStore.submit_write`."""
-        self._check(slots)
-        if len(np.unique(slots)) < len(slots):
-            raise MappingError(f"slots has {len(slots) - len(np.unique(slots))} repeats, must have none in a write")
-        self._check_rows(rows, len(slots))
+        self._check(slots, is_write=True)
+        check_rows(rows, (len(slots), self.bytes_per_block))
         return self._submit("write", slots.tolist(), rows)
 
     def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
@@ -177,7 +185,7 @@ class ThreadedStore(BatchStore):
     def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
         """Start to store blocks under their keys; see `ExternalStore.submit_put`."""
         names = self._keys_of(keys)
-        self._check_rows(rows, len(names))
+        check_rows(rows, (len(names), self.bytes_per_block))
         single = {name: index for index, name in enumerate(dict.fromkeys(names))}
         owners = None if owners is None or not self.keeps_quotas else owners_of_each(owners, names, single)
         if len(single) == len(names):
@@ -233,30 +241,16 @@ class ThreadedStore(BatchStore):
             why = f"{done.reasons[0]}; {self._last_error}" if done.reasons[0] == "error" else done.reasons[0]
             raise StoreError(f"forget was not confirmed, nothing is found or stored until it is called again: {why}")
 
-    def _check(self, slots: NDArray[np.int64]) -> None:
+    def _check(self, slots: NDArray[np.int64], *, is_write: bool = False) -> None:
         self._process.check()
-        if not isinstance(slots, np.ndarray) or slots.dtype != np.int64 or slots.ndim != 1:
-            raise InvalidArgumentError(f"slots is {of(slots)}, must be int64 [n]")
-        if len(slots) and (slots.min() < 0 or slots.max() >= self.num_slots):
-            raise MappingError(f"slots has {slots.min()} to {slots.max()}, must be 0 to {self.num_slots - 1}")
-
-    def _check_rows(self, rows: NDArray[np.uint8], count: int) -> None:
-        shape = (count, self.bytes_per_block)
-        if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
-            raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
+        check_slots(slots, self.num_slots, is_write=is_write)
 
     def _keys_of(self, keys: Keys) -> list[bytes]:
         self._process.check()
         if type(self).delete is ThreadedStore.delete:
             raise keyless()
-        if isinstance(keys, np.ndarray):
-            if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != 32:
-                raise InvalidArgumentError(f"keys is {of(keys)}, must be uint8 [n, 32] or 32 bytes each")
-            return [key.tobytes() for key in keys]
-        names = list(keys)
-        if not all(isinstance(name, bytes) and len(name) == 32 for name in names):
-            raise InvalidArgumentError(f"keys is {keys!r:.100}, must be uint8 [n, 32] or 32 bytes each")
-        return names
+        names = checked_keys(keys)
+        return names if isinstance(names, list) else [name.tobytes() for name in names]
 
     def _carry_out(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
         if batch.kind in {"write", "read"}:

@@ -4,9 +4,8 @@ use crate::convert::args;
 use crate::convert::arrays::ids;
 use crate::convert::errors::to_py;
 use crate::convert::memory;
-use crate::locks::lock;
+use crate::locks::{Guard, InnerLock, lock};
 use blockyard_core::FillMap;
-use blockyard_locks::{Guard, InnerLock};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 

@@ -1,10 +1,9 @@
 //! `FreeBlocks`: iterators over free blocks that take none of them.
 //!
-//! Lock order: the iterator, then what it reads; see `blockyard_locks`.
+//! Lock order: the iterator, then what it reads; see `crate::locks`.
 
-use crate::locks::lock;
+use crate::locks::{OuterLock, lock};
 use blockyard_core::BlockId;
-use blockyard_locks::OuterLock;
 use pyo3::prelude::*;
 use std::collections::VecDeque;
 

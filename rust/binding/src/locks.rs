@@ -1,9 +1,102 @@
-//! How a thread of Python takes a lock.
+//! Locks for Python's threads, and the order in which a thread takes them.
+//!
+//! ```text
+//! OuterLock (an iterator over free blocks) -> InnerLock (a manager, an allocator, a list of copies)
+//! ```
+//!
+//! A thread that holds an inner lock takes no other, so no two threads can wait for each other. The interpreter's lock is
+//! one more: numpy gives it up while it makes an array, and waits for it again. So whoever waits for a lock of ours gives
+//! it up first. Until it has it back, it holds none of ours, which `MutexExt::lock_py_attached` would: a fork meanwhile
+//! would find that lock taken for ever. Python code does not run under a lock. Debug builds assert the order; release
+//! builds pay for the mutex alone.
 
-use blockyard_locks::{Guard, Lock};
 use pyo3::prelude::*;
+use std::cell::Cell;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
-/// Takes a lock. While another thread has it, this one gives up the interpreter's lock, which the other may need.
-pub(crate) fn lock<T: ?Sized + Send, const RANK: u32>(lock: &Lock<T, RANK>) -> Guard<'_, T> {
-    lock.lock(|wait| Python::attach(|py| py.detach(wait)))
+/// The lock that is taken first.
+pub(crate) type OuterLock<T> = Lock<T, 0>;
+
+/// The lock that is taken last: under it no other is.
+pub(crate) type InnerLock<T> = Lock<T, 1>;
+
+thread_local! {
+    /// One bit for the rank of each lock that this thread holds; debug builds.
+    static HELD: Cell<u8> = const { Cell::new(0) };
+}
+
+/// A value that one thread at a time can use, and the lock's place in the order: a thread takes locks by rising rank.
+#[derive(Debug, Default)]
+pub(crate) struct Lock<T, const RANK: u32>(Mutex<T>);
+
+impl<T, const RANK: u32> Lock<T, RANK> {
+    /// A value nobody uses yet.
+    pub(crate) const fn new(value: T) -> Self {
+        Self(Mutex::new(value))
+    }
+}
+
+/// Waits until no other thread uses the value. One that panicked meanwhile does not keep others out.
+pub(crate) fn lock<T: Send, const RANK: u32>(lock: &Lock<T, RANK>) -> Guard<'_, T> {
+    loop {
+        let held = Held::new(RANK);
+        match lock.0.try_lock() {
+            Ok(value) => return Guard { value, _held: held },
+            Err(TryLockError::Poisoned(value)) => return Guard { value: value.into_inner(), _held: held },
+            Err(TryLockError::WouldBlock) => {}
+        }
+        drop(held);
+        Python::attach(|py| py.detach(|| drop(lock.0.lock())));
+    }
+}
+
+/// Debug builds: fails if this thread holds a lock. For where Python code is about to run.
+pub(crate) fn debug_assert_none_held() {
+    debug_assert!(HELD.get() == 0, "lock order: Python code is about to run under a lock");
+}
+
+/// The value, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Guard<'a, T> {
+    // Dropped in this order: the mutex is free before the thread says so.
+    value: MutexGuard<'a, T>,
+    _held: Held,
+}
+
+impl<T> Deref for Guard<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T> DerefMut for Guard<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.value
+    }
+}
+
+/// Says that this thread holds a lock of a rank; nothing in release builds.
+#[derive(Debug)]
+struct Held(u32);
+
+impl Held {
+    fn new(rank: u32) -> Self {
+        if cfg!(debug_assertions) {
+            let held = HELD.get();
+            assert!(held >> rank == 0, "lock order: rank {rank} is asked for under ranks of the bits {held:#b}");
+            HELD.set(held | 1 << rank);
+        }
+        Self(rank)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if cfg!(debug_assertions) {
+            HELD.set(HELD.get() & !(1 << self.0));
+        }
+    }
 }

@@ -3,11 +3,10 @@
 use crate::convert::args;
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
-use crate::locks::lock;
+use crate::locks::{Guard, InnerLock, lock};
 use crate::manager::policies::policy;
 use blockyard_core::offload::{Lookup, Names, OffloadCache, Stored};
 use blockyard_core::{BlockId, Key, Policies};
-use blockyard_locks::{Guard, InnerLock};
 use numpy::PyArray1;
 use pyo3::intern;
 use pyo3::prelude::*;

@@ -1,9 +1,8 @@
 //! The warning of tickets that nobody ends, and under `python -X dev` the lines that took them.
 
-use crate::locks::lock;
+use crate::locks::{InnerLock, lock};
 use crate::manager::shared::Shared;
 use blockyard_core::TicketId;
-use blockyard_locks::InnerLock;
 use pyo3::exceptions::PyRuntimeWarning;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
