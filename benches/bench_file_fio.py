@@ -1,6 +1,6 @@
 """File store against fio: both write and read blocks at random places of a file, with O_DIRECT and four threads.
 
-    python benches/bench_file_fio.py [--rounds 7] [--sizes 64k,256k,2m] [--io uring]
+    python benches/bench_file_fio.py [--rounds 7] [--sizes 64k,256k,2m]
 
 The disk and the processor may be shared, so the two take turns in windows of 256 MiB, and each figure is the median
 over the rounds of what one pair of windows gives. The store's rows lie on pages and are lent, so nothing is copied;
@@ -39,7 +39,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="pairs of windows for each figure")
     parser.add_argument("--sizes", default="64k,256k,2m", help=f"of blocks, from {', '.join(SIZES)}")
     parser.add_argument("--folder", help="on the disk to measure; a temporary one if not given")
-    parser.add_argument("--io", default="auto", help="as in the store's URL: auto, threads or uring")
     arguments = parser.parse_args()
     if not shutil.which("fio"):
         print("fio is not installed: nothing to compare with")
@@ -48,18 +47,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for name in arguments.sizes.split(","):
             for use, calls in (("swap", ("write", "read")), ("prefix", ("put", "get"))):
-                figures |= compare(folder, name, use, calls, arguments.rounds, arguments.io)
+                figures |= compare(folder, name, use, calls, arguments.rounds)
     for name, value in figures.items():
         print(f"{name:32} {value:8.3f}")
     keep(figures)
 
 
-def compare(folder: str, name: str, use: str, calls: tuple[str, str], rounds: int, io: str) -> dict[str, float]:
+def compare(folder: str, name: str, use: str, calls: tuple[str, str], rounds: int) -> dict[str, float]:
     """Medians over the rounds for one block size."""
     size = SIZES[name]
     blocks = BYTES // size
     ratios: dict[str, list[float]] = {}
-    url = f"file://{folder}/{use}-{name}?threads={THREADS}&io={io}"
+    url = f"file://{folder}/{use}-{name}?threads={THREADS}"
     with open_store(url, bytes_per_block=size, num_slots=blocks, use=use) as store:  # type: ignore[arg-type]
         for number in range(rounds + 1):
             for call, what in zip(calls, ("write", "read"), strict=True):

@@ -1,7 +1,7 @@
 """Copies beside NIXL's: host to file and back with its POSIX plugin, host to host with its UCX plugin.
 
     pip install --no-deps --target nixl nixl==1.5.1 nixl-cu13==1.5.1
-    PYTHONPATH=nixl python benches/bench_nixl.py [--rounds 5] [--sizes 64k,256k,1m,2m] [--io uring] [--folder DIR]
+    PYTHONPATH=nixl python benches/bench_nixl.py [--rounds 5] [--sizes 64k,256k,1m,2m] [--folder DIR]
 
 Files: random blocks of a file of 256 MiB on one file system, rows on pages, batches of 8 MiB, four of them in flight;
 with O_DIRECT and through the page cache. `nixl_aio` and `nixl_uring` are its POSIX plugin over Linux AIO and io_uring,
@@ -50,7 +50,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns for each figure; one more warms up")
     parser.add_argument("--sizes", default="64k,256k,1m,2m", help=f"of blocks, from {', '.join(SIZES)}")
     parser.add_argument("--folder", help="on the disk to measure; a temporary one if not given")
-    parser.add_argument("--io", default="auto", help="of our store, as in its URL: auto, threads or uring")
     arguments = parser.parse_args()
     try:
         import nixl  # noqa: F401, PLC0415 - it may be missing
@@ -62,7 +61,7 @@ def main() -> None:
     for name in arguments.sizes.split(","):
         for direct in ("direct", "cached"):
             with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, ExitStack() as stack:
-                ways = files(stack, folder, SIZES[name], arguments.io, direct=direct == "direct")
+                ways = files(stack, folder, SIZES[name], direct=direct == "direct")
                 for what in ("write", "read"):
                     turns = {way: calls[what] for way, calls in ways.items()}
                     figures |= measured(f"nixl_file_{what}_{name}_{direct}", turns, arguments.rounds)
@@ -92,7 +91,7 @@ def measured(prefix: str, ways: dict[str, Way], rounds: int) -> dict[str, float]
 # ---- host and file ----
 
 
-def files(stack: ExitStack, folder: str, size: int, io: str, *, direct: bool) -> dict[str, dict[str, Way]]:
+def files(stack: ExitStack, folder: str, size: int, *, direct: bool) -> dict[str, dict[str, Way]]:
     """Open both sides over their own files; each has a way to write and one to read."""
     ways: dict[str, dict[str, Way]] = {}
     for queue in ("aio", "uring"):
@@ -101,7 +100,7 @@ def files(stack: ExitStack, folder: str, size: int, io: str, *, direct: bool) ->
         ways[f"nixl_{queue}"]["write"](0)
         require_blocks(f"{folder}/{queue}", posix[3][0][0])
     for name, use, calls in (("slot", "swap", ("write", "read")), ("key", "prefix", ("put", "get"))):
-        url = f"file://{folder}/{name}?threads={THREADS}&io={io}&direct={'on' if direct else 'off'}"
+        url = f"file://{folder}/{name}?threads={THREADS}&direct={'on' if direct else 'off'}"
         options: Any = {"bytes_per_block": size, "num_slots": BYTES // size, "use": use}
         store = stack.enter_context(open_store(url, **options))
         ways[name] = {what: through_store(store, call) for what, call in zip(("write", "read"), calls, strict=True)}

@@ -37,14 +37,13 @@ sys.stdin.read()
 
 class TestDirect(StoreSuite):
     direct = "auto"
-    io = "threads"
 
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
         self.folder = tmp_path
 
     def open_store(self) -> ExternalStore:
-        url = f"file://{self.folder}?direct={self.direct}&io={self.io}&size=8MiB"
+        url = f"file://{self.folder}?direct={self.direct}&size=8MiB"
         return open_store(url, bytes_per_block=self.bytes_per_block, num_slots=self.num_slots)
 
 
@@ -56,21 +55,13 @@ class TestWholePages(TestDirect):
     bytes_per_block = 8192
 
 
-class TestRings(TestDirect):
-    io = "uring"
-
-
-class TestBufferedRings(TestRings):
-    direct = "off"
-
-
 def blocks(count: int, seed: int = 0) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, (count, WIDTH), dtype=np.uint8)
 
 
-@pytest.fixture(params=["threads", "uring"])
-def store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SlabStore]:
-    with SlabStore(tmp_path / "swap", bytes_per_block=WIDTH, num_slots=16, io=request.param) as store:
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SlabStore]:
+    with SlabStore(tmp_path / "swap", bytes_per_block=WIDTH, num_slots=16) as store:
         yield store
 
 
@@ -440,6 +431,16 @@ def test_a_fork_is_told_to_open_its_own_and_harms_nothing(store: SlabStore):
     assert np.array_equal(store.wait(store.submit_read(np.array([0]))).rows, rows)
 
 
+def test_batches_of_many_sizes_come_back(tmp_path: Path):
+    random = np.random.default_rng(1)
+    with SlabStore(tmp_path, bytes_per_block=WIDTH, num_slots=64) as store:
+        for count in (1, 2, 7, 64):
+            slots, rows = random.permutation(64)[:count], random.integers(0, 256, (count, WIDTH), dtype=np.uint8)
+            written, read = store.submit_write(slots, rows), store.submit_read(slots)
+            assert np.array_equal(store.wait(read).rows, rows)
+            assert store.wait(written).ok.all()
+
+
 def test_options_that_mean_nothing_are_refused(tmp_path: Path):
     for options in ({"direct": "maybe"}, {"threads": 1}, {"threads": 17}, {"memory": 1}, {"deadline": -1.0}):
         with pytest.raises(InvalidArgumentError):
@@ -496,7 +497,6 @@ def test_a_result_that_memory_has_no_room_for_can_be_collected_later(tmp_path: P
 
 class TestPrefix(PrefixStoreSuite):
     direct = "auto"
-    io = "threads"
 
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
@@ -504,7 +504,7 @@ class TestPrefix(PrefixStoreSuite):
 
     def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
         return open_store(
-            f"file://{self.folder}?direct={self.direct}&io={self.io}",
+            f"file://{self.folder}?direct={self.direct}",
             bytes_per_block=self.bytes_per_block,
             num_slots=self.num_slots,
             namespace=namespace,
@@ -514,7 +514,3 @@ class TestPrefix(PrefixStoreSuite):
 
 class TestPrefixBuffered(TestPrefix):
     direct = "off"
-
-
-class TestPrefixRings(TestPrefix):
-    io = "uring"

@@ -168,7 +168,6 @@ def test_nothing_whole_is_deleted_and_all_of_it_comes_back(seed: int, monkeypatc
     "url",
     [
         "file://{0}?size=1MiB",
-        "file://{0}?size=1MiB&io=uring",
         "file://{0}/a,{0}/b?size=1MiB",
         "memory://lent?size=1MiB",
     ],

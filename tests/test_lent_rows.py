@@ -27,9 +27,9 @@ def on_pages(count: int, seed: int | None = None, width: int = WIDTH, shift: int
     return rows
 
 
-@pytest.fixture(params=["threads", "uring"])
-def store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SlabStore]:
-    with open_file(f"file://{tmp_path}?io={request.param}", bytes_per_block=WIDTH, num_slots=16) as store:
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SlabStore]:
+    with open_file(f"file://{tmp_path}", bytes_per_block=WIDTH, num_slots=16) as store:
         assert isinstance(store, SlabStore)
         yield store
 

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -54,9 +56,8 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("io", ["threads", "uring"])
-def test_blocks_of_a_killed_process_come_back_in_the_next(tmp_path: Path, io: str):
-    url = f"file://{tmp_path}/kv?size=1MiB&io={io}"
+def test_blocks_of_a_killed_process_come_back_in_the_next(tmp_path: Path):
+    url = f"file://{tmp_path}/kv?size=1MiB"
     child = subprocess.Popen(
         [sys.executable, "-c", HOLDER, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -73,7 +74,7 @@ def test_blocks_of_a_killed_process_come_back_in_the_next(tmp_path: Path, io: st
 
 
 def test_a_lock_that_goes_soon_is_waited_for(tmp_path: Path):
-    """Requests to io_uring of a killed process hold its lock until they have ended."""
+    """A killed process holds it until its last write has ended."""
     with store_at(tmp_path) as store:
         put(store, 3)
         path = store.path
@@ -84,6 +85,20 @@ def test_a_lock_that_goes_soon_is_waited_for(tmp_path: Path):
         with store_at(tmp_path) as store:
             assert store.wait(store.submit_get(keys_of(3))).ok.all()
         timer.join()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_that_lives_on_holds_no_lock_of_a_closed_store(tmp_path: Path):
+    with store_at(tmp_path) as store:
+        put(store, 3)
+        child = get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+    try:
+        with store_at(tmp_path) as store:
+            assert store.wait(store.submit_get(keys_of(3))).ok.all()
+    finally:
+        child.kill()
+        child.join()
 
 
 def test_swap_space_and_a_prefix_store_share_a_directory(tmp_path: Path):

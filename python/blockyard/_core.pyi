@@ -2033,7 +2033,6 @@ class SlabStore:
         size: int | None = None,
         num_slots: int | None = None,
         threads: int = 4,
-        io: str = "threads",
         direct: str = "auto",
         memory: int = 1073741824,
         deadline: float = 10.0,
@@ -2061,9 +2060,6 @@ class SlabStore:
     @property
     def direct(self) -> bool:
         """Whether the page cache is bypassed."""
-    @property
-    def io(self) -> str:
-        """How blocks are read and written: "threads", or "uring" for io_uring."""
     @property
     def notes(self) -> tuple[str, ...]:
         """What the system did not allow, in words."""

@@ -1,6 +1,6 @@
 """The `blockyard` command: `demo` runs the whole path, `doctor` describes this installation.
 
-`calibrate` measures the fastest copy strategies of each CUDA device, or the I/O of file stores, and keeps them.
+`calibrate` measures the fastest copy strategies of each CUDA device and keeps them.
 `inspect` and `fsck` look at the file of a store.
 
 The exit codes are in `EXIT_CODES` and in `blockyard --help`. Torch is imported only after the arguments are parsed.
@@ -26,7 +26,6 @@ from blockyard._core import SlabReport, check_slab, inspect_slab
 from blockyard.errors import BlockyardError
 from blockyard.scheduler import PREEMPTION_MODES
 from blockyard.sim.report import SABOTAGE_KINDS
-from blockyard.stores.file import calibrate_directory
 from blockyard.workers import missing
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -148,15 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(command=_doctor)
     calibrate = commands.add_parser(
         "calibrate",
-        help="measure what is fastest once, and save it: copies of each CUDA device, or I/O of directories",
-        description="Measure what is fastest on this machine, save it in a file and print the file's name. Processes "
-        "of this user that start from then on use it.",
-    )
-    calibrate.add_argument(
-        "directories",
-        nargs="*",
-        metavar="DIR",
-        help="of file stores: choose between threads and io_uring there, instead of measuring CUDA devices",
+        help="measure the fastest copies of each CUDA device once, and save them",
+        description="Measure the fastest copy strategies of each CUDA device, save them in a file and print the file's "
+        "name. Processes of this user that start from then on use them.",
     )
     calibrate.set_defaults(command=_calibrate)
     look = commands.add_parser("inspect", help="show what the file of a store holds; the store may be in use")
@@ -294,11 +287,7 @@ def _doctor(_options: argparse.Namespace) -> int:
     return run_doctor()
 
 
-def _calibrate(options: argparse.Namespace) -> int:
-    if options.directories:
-        for directory in options.directories:
-            calibrate_directory(directory, print)
-        return EXIT_OK
+def _calibrate(_options: argparse.Namespace) -> int:
     from blockyard.engine.cuda.calibrate import run_calibrate  # noqa: PLC0415 - it imports torch
 
     return run_calibrate()

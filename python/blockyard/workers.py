@@ -1,4 +1,4 @@
-"""What the copy engine and stores share: threads, memory that is used again, and where calibration is kept.
+"""What the copy engine and stores share: threads, memory that is used again, and results that no interrupt loses.
 
 Threads end before the interpreter does, and a fork gets an error.
 
@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import starmap
-from pathlib import Path
 from typing import Final, TypeVar
 
 import numpy as np
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from blockyard.errors import ForkedError, StoreError
 
-__all__ = ["Buffers", "CallPool", "Process", "cache_folder", "keep", "missing", "start_worker"]
+__all__ = ["Buffers", "CallPool", "Process", "keep", "missing", "start_worker"]
 
 _PARTING_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do
@@ -304,10 +303,3 @@ def _end_workers() -> None:
 
 
 os.register_at_fork(after_in_child=_running.clear)
-
-
-def cache_folder() -> Path:
-    """Return the folder of what was calibrated: BLOCKYARD_CACHE, or `blockyard/` in the user's cache folder."""
-    folder = os.environ.get("BLOCKYARD_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) if folder else Path(base) / "blockyard"

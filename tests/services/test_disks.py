@@ -83,13 +83,8 @@ def test_a_file_system_without_direct_io_is_said_so_or_refused(disk: Path):
     assert not list(disk.iterdir())
 
 
-@pytest.fixture(params=["threads", "uring"])
-def io(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
-def frozen(tmp_path: Path, disk: Path, io: str, request: pytest.FixtureRequest) -> Iterator[SlabStore]:
+def frozen(tmp_path: Path, disk: Path, request: pytest.FixtureRequest) -> Iterator[SlabStore]:
     """A store whose disk has stopped answering writes; its deadline is a second if the test asks for no other."""
     image = tmp_path / "image"
     with image.open("wb") as file:
@@ -99,7 +94,7 @@ def frozen(tmp_path: Path, disk: Path, io: str, request: pytest.FixtureRequest) 
     subprocess.run(["mkfs.ext4", "-q", image], check=True)
     mount(disk, "-o", "loop", image)
     deadline = getattr(request, "param", 1.0)
-    store = SlabStore(disk, bytes_per_block=WIDTH, num_slots=16, deadline=deadline, threads=2, io=io)
+    store = SlabStore(disk, bytes_per_block=WIDTH, num_slots=16, deadline=deadline, threads=2)
     write(store, [0, 1])
     subprocess.run(["fsfreeze", "--freeze", disk], check=True)
     try:

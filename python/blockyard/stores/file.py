@@ -1,4 +1,4 @@
-"""The file store: blocks in one preallocated file, read and written by threads or by io_uring.
+"""The file store: blocks in one preallocated file, read and written by threads.
 
     file:///dir?size=2GiB&threads=4&direct=auto&memory=1GiB&deadline=10
 
@@ -6,13 +6,9 @@
 |---|---|---|
 | `size` | hard cap of the file, headers included | what `num_slots` need |
 | `threads` | threads that read and write, 2 to 16 | 4 |
-| `io` | `threads`: each makes one call at a time; `uring`: each keeps 8 requests in the kernel; or `auto` | `auto` |
 | `direct` | bypass the page cache: `on`, `off`, or `auto`: where the file system allows it | `auto` |
 | `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
 | `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 10 |
-
-`io=auto` is what `blockyard calibrate DIR` found to be faster in the directory, `threads` if it was not run there.
-`io=uring` runs as `threads` where the kernel or a container refuses io_uring; the store's `io` and `notes` say so.
 
 `file:///a,/b,/c` keeps blocks on several disks, each with a slab, threads and a share of the size of its own. A disk
 that fails or hangs loses its own blocks only. If one cannot be opened, a prefix store goes on without it and logs that.
@@ -33,16 +29,10 @@ Python encode and authenticate it. Each slot is as long as the codec's longest b
 The formats are `docs/decisions/0002-slab-header.md` and `0022-prefix-store-in-a-slab.md`.
 """
 
-import hashlib
-import json
 import logging
-import os
-import statistics
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,16 +45,8 @@ from blockyard.stores.epochs import EPOCH_BYTES, Epoch, Record
 from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
 from blockyard.stores.striped import StripedStore
 from blockyard.stores.url import StoreURL
-from blockyard.workers import cache_folder
 
 __all__ = ["SlabStore", "open_file"]
-
-KINDS_OF_IO: Final = ("threads", "uring")
-# Of the file that keeps what was calibrated; blocks that are measured, and bytes of a batch.
-_VERSION: Final = 1
-_MEASURED_BYTES: Final = (64 << 10, 512 << 10)
-_BATCH_BYTES: Final = 8 << 20
-_PAGE: Final = 4096
 
 _log = logging.getLogger("blockyard.stores")
 
@@ -78,7 +60,6 @@ class FileURL(NamedTuple):
     directories: tuple[str, ...]
     size: int | None
     threads: int
-    io: str
     direct: str
     memory: int
     deadline: float
@@ -104,12 +85,11 @@ def read_url(url: str) -> FileURL:
         directories,
         size=parts.take("size", positive, 0, SIZE) or None,
         threads=parts.take("threads", count(2, 16), 4, "2 to 16"),
-        io=parts.take("io", _one_of("auto", *KINDS_OF_IO), "auto", "auto, threads or uring"),
         direct=parts.take("direct", _one_of("auto", "on", "off"), "auto", "auto, on or off"),
         memory=parts.take("memory", positive, 1 << 30, SIZE),
         deadline=parts.take("deadline", seconds(1, 86_400), 10.0, "1 to 86400 seconds"),
     )
-    parts.finish("size, threads, io, direct, memory, deadline")
+    parts.finish("size, threads, direct, memory, deadline")
     return found
 
 
@@ -181,7 +161,6 @@ def _open_slabs(
                 size=None if found.size is None else found.size // num_disks,
                 num_slots=None if num_slots is None else -(-num_slots // num_disks),
                 threads=found.threads,
-                io=calibrated_io(directory) if found.io == "auto" else found.io,
                 direct=found.direct,
                 memory=max(1, found.memory // num_disks),
                 deadline=found.deadline,
@@ -309,85 +288,6 @@ class GuardedSlabs(GuardedSlab):
     """A `GuardedSlab` over slabs in several directories, which keep no quotas."""
 
     keeps_quotas = False
-
-
-def calibrated_io(directory: str) -> str:
-    """Return what `calibrate_directory` found, `"threads"` if it did not run here or under another kernel."""
-    try:
-        found = json.loads(_io_path(directory).read_text(encoding="utf-8"))
-        is_known = (found["version"], found["kernel"]) == (_VERSION, os.uname().release) and found["io"] in KINDS_OF_IO
-        return str(found["io"]) if is_known else KINDS_OF_IO[0]
-    except (OSError, ValueError, KeyError, TypeError):
-        return KINDS_OF_IO[0]
-
-
-def calibrate_directory(
-    directory: str, say: Callable[[str], None], *, slab_bytes: int = 64 << 20, rounds: int = 3
-) -> str:
-    """Measure threads and io_uring in a directory and keep the faster for all processes of this user.
-
-    Args:
-        directory: of a store; it is made if it is missing.
-        say: takes one line for each size of blocks, and one that names the file.
-        slab_bytes: of blocks in each of two files, which go at the end.
-        rounds: of each measurement; the two take turns.
-
-    Returns:
-        The faster: `"threads"` or `"uring"`; `"threads"` where the system refuses io_uring.
-
-    Raises:
-        StoreError: the directory cannot be used, or a block was not read.
-        StoreFullError: the disk has no room for both files.
-    """
-    total = dict.fromkeys(KINDS_OF_IO, 0.0)
-    for size in _MEASURED_BYTES:
-        with ExitStack() as open_stores:
-            stores = {
-                io: open_stores.enter_context(
-                    SlabStore(directory, bytes_per_block=size, num_slots=slab_bytes // size, io=io)
-                )
-                for io in KINDS_OF_IO
-            }
-            if stores["uring"].io != "uring":
-                say("; ".join(stores["uring"].notes))
-                total["uring"] = float("inf")
-                break
-            taken: dict[str, list[float]] = {io: [] for io in KINDS_OF_IO}
-            for number in range(rounds + 1):
-                for io, store in stores.items():
-                    taken[io].append(_pass(store, number))
-        # The first writes of a new file take longer.
-        best = {io: statistics.median(seconds[1:]) for io, seconds in taken.items()}
-        say(f"{size >> 10:5} KiB: " + ", ".join(f"{io} {2e-9 * slab_bytes / best[io]:.2f} GB/s" for io in best))
-        total = {io: seconds + best[io] for io, seconds in total.items()}
-    chosen = min(KINDS_OF_IO, key=lambda io: total[io])
-    path = _io_path(directory)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"version": _VERSION, "kernel": os.uname().release, "directory": directory, "io": chosen}
-    scratch = path.with_suffix(f".{os.getpid()}")
-    scratch.write_text(json.dumps(found) + "\n", encoding="utf-8")
-    scratch.replace(path)
-    say(f"{directory}: saved io={chosen} to {path}; file stores opened here use it unless their URL has io=")
-    return chosen
-
-
-def _pass(store: SlabStore, seed: int) -> float:
-    """Write every block and read it again, in random order; returns the seconds."""
-    size, slots = store.bytes_per_block, np.random.default_rng(seed).permutation(store.num_slots)
-    batches = np.array_split(slots, max(1, len(slots) * size // _BATCH_BYTES))
-    whole = np.ones(len(batches[0]) * size + _PAGE, np.uint8)
-    rows = whole[-whole.ctypes.data % _PAGE :][: len(batches[0]) * size].reshape(-1, size)
-    started = time.perf_counter()
-    for submit in (store.submit_write, store.submit_read):
-        for batch in batches:
-            if not store.wait(submit(batch, rows[: len(batch)])).ok.all():
-                raise StoreError(f"{str(store.path)!r} cannot be measured: {store.stats().last_error}")
-    return time.perf_counter() - started
-
-
-def _io_path(directory: str) -> Path:
-    name = hashlib.sha256(os.path.realpath(directory).encode()).hexdigest()[:16]
-    return cache_folder() / f"store-io-{name}.json"
 
 
 def _striped(

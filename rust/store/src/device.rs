@@ -3,7 +3,6 @@
 use crate::buffer::Buffer;
 use crate::geometry::PAGE;
 use std::io::{self, IoSlice, IoSliceMut};
-use std::os::fd::BorrowedFd;
 
 /// Storage that is addressed by byte offset. Offsets, lengths and addresses are multiples of 4 KiB.
 pub trait BlockDevice: Send + Sync {
@@ -51,11 +50,6 @@ pub trait BlockDevice: Send + Sync {
 
     /// Keeps bytes for the next opener, if it can. Called when a keyed store is closed, after a sync.
     fn save_checkpoint(&self, _bytes: &[u8]) {}
-
-    /// The file at whose offsets the bytes are, if the kernel may read and write it by itself (`io_uring`).
-    fn file(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
 
     /// Called once, from a thread of its own, when the store is closed.
     fn discard(&self) {}
@@ -111,16 +105,14 @@ fn in_steps(whole: usize, stuck: io::ErrorKind, mut step: impl FnMut(usize) -> i
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             other => other?,
         };
-        done = next_step(done, moved, whole).ok_or(stuck)?;
+        let next = (done + moved).min(whole);
+        let next = if next == whole { next } else { next - next % PAGE };
+        if next <= done {
+            return Err(stuck.into());
+        }
+        done = next;
     }
     Ok(())
-}
-
-/// Where a transfer of `whole` bytes goes on after a step from `done` on, on a page boundary; `None` without progress.
-pub(crate) fn next_step(done: usize, moved: usize, whole: usize) -> Option<usize> {
-    let next = (done + moved).min(whole);
-    let next = if next == whole { next } else { next - next % PAGE };
-    (next > done).then_some(next)
 }
 
 #[cfg(test)]

@@ -1,14 +1,14 @@
 //! I/O of the external tiers: only this crate has threads and file system calls.
 //!
 //! ```text
-//! geometry, buffer, header -> device -> slab; quotas -> index; index, ticket -> queue; ring -> store
+//! geometry, buffer, header -> device -> slab; quotas -> index; index, ticket -> queue -> store
 //! ```
 //!
 //! A [`SlabStore`] keeps blocks in the slots of one preallocated file: swap space that is addressed by slot and dies with
-//! the process, or blocks under keys that outlive it. Callers submit batches, threads or `io_uring` carry them out, and
-//! callers collect them by ticket. Every read is checked against the write: a mismatch is a [`Miss`], never wrong bytes. The format
+//! the process, or blocks under keys that outlive it. Callers submit batches, threads carry them out, and callers collect
+//! them by ticket. Every read is checked against the write: a mismatch is a [`Miss`], never wrong bytes. The format
 //! is in `docs/decisions/0002-slab-header.md`, that of keyed slabs in `0022-prefix-store-in-a-slab.md`.
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 mod buffer;
 mod device;
@@ -19,8 +19,6 @@ mod index;
 mod miss;
 mod queue;
 mod quotas;
-#[expect(unsafe_code, reason = "the one module that has any, each with its proof")]
-mod ring;
 mod slab;
 mod store;
 mod sync;
@@ -34,5 +32,5 @@ pub use header::{Expected, Header, Owner, checksum, checksum_of_two, keyed_check
 pub use miss::Miss;
 pub use queue::Stats;
 pub use slab::{DirectMode, SlabFile, SlabOptions};
-pub use store::{Completion, Io, SlabReport, SlabStore, StoreOptions, revision_name};
+pub use store::{Completion, SlabReport, SlabStore, StoreOptions, revision_name};
 pub use ticket::Progress;

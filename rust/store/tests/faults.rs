@@ -7,7 +7,7 @@
 mod disk;
 
 use blockyard_store::{
-    BlockDevice, DirectMode, Geometry, Io, Progress, SlabFile, SlabOptions, SlabStore, StoreOptions, checksum,
+    BlockDevice, DirectMode, Geometry, Progress, SlabFile, SlabOptions, SlabStore, StoreOptions, checksum,
 };
 use disk::{ERRORS, Random};
 use std::io;
@@ -54,7 +54,6 @@ impl Faulty {
             threads: 4,
             memory_bytes: 1 << 22,
             patience: PATIENCE,
-            io: Io::Threads,
         };
         let store = SlabStore::open_keyed(Arc::clone(&device) as _, options).unwrap();
         (device, store)

@@ -3,7 +3,7 @@
 //! runs the same.
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
-use blockyard_store::{BlockDevice, Expected, Geometry, Header, Io, Owner, PAGE, SlabStore, StoreOptions, checksum};
+use blockyard_store::{BlockDevice, Expected, Geometry, Header, Owner, PAGE, SlabStore, StoreOptions, checksum};
 use proptest::prelude::*;
 use std::io;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -57,7 +57,6 @@ fn options() -> StoreOptions {
         threads: 2,
         memory_bytes: 1 << 20,
         patience: Duration::from_secs(60),
-        io: Io::Threads,
     }
 }
 

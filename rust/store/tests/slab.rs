@@ -2,7 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "test code")]
 
 use blockyard_store::{
-    BlockDevice, DirectMode, Error, Geometry, Io, Miss, SlabFile, SlabOptions, SlabReport, SlabStore, StoreOptions,
+    BlockDevice, DirectMode, Error, Geometry, Miss, SlabFile, SlabOptions, SlabReport, SlabStore, StoreOptions,
 };
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -109,7 +109,6 @@ fn buffered_and_direct_slabs_hold_the_same() {
                 threads: 2,
                 memory_bytes: 1 << 20,
                 patience: Duration::from_secs(20),
-                io: Io::Threads,
             },
         )
         .unwrap();
@@ -132,7 +131,6 @@ fn keyed(options: &SlabOptions) -> SlabStore {
         threads: 2,
         memory_bytes: 1 << 20,
         patience: Duration::from_secs(20),
-        io: Io::Threads,
     };
     SlabStore::open_keyed(Arc::new(slab), store).unwrap()
 }

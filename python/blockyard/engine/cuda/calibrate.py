@@ -308,10 +308,7 @@ def run_calibrate() -> int:
         The exit status, 0: nothing to calibrate is not an error.
     """
     if not torch.cuda.is_available():
-        print(
-            "no CUDA device that torch can use: nothing was measured or saved; "
-            "`blockyard calibrate DIR` measures the I/O of file stores"
-        )
+        print("no CUDA device that torch can use: nothing was measured or saved")
         return 0
     if not op_library().loaded:
         print(f"nothing was measured or saved: {op_library().explain()}")

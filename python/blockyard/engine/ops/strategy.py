@@ -20,7 +20,6 @@ import torch
 
 from blockyard.engine.ops.library import op_library
 from blockyard.errors import InvalidArgumentError
-from blockyard.workers import cache_folder
 
 Direction = Literal["h2d", "d2h", "d2d"]
 StrategyName = Literal["batch", "loop", "kernel", "bulk", "staged"]
@@ -139,9 +138,11 @@ def read_table(path: Path) -> StrategyTable | None:
 
 
 def table_path(device_name: str) -> Path:
-    """Give the file of a kind of device, in `cache_folder()`."""
+    """Give the file of a kind of device: in BLOCKYARD_CACHE, or in `blockyard/` of the user's cache folder."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", device_name).strip("-").lower()
-    return cache_folder() / f"copy-strategy-{name}.json"
+    folder = os.environ.get("BLOCKYARD_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return (Path(folder) if folder else Path(base) / "blockyard") / f"copy-strategy-{name}.json"
 
 
 def use_rules(index: int, rules: tuple[Rule, ...]) -> None:

@@ -13,7 +13,7 @@ use crate::convert::args::{self, Argument};
 use crate::convert::arrays::Ticket;
 use crate::convert::memory::{self, LentRows};
 use blockyard_store::{
-    BlockDevice, Completion, DirectMode, Error, Geometry, Io, Miss, Owner, Progress, SlabFile, SlabOptions, SlabStore,
+    BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Owner, Progress, SlabFile, SlabOptions, SlabStore,
     StoreOptions, checksum, checksum_of_two, keyed_checksum, revision_name,
 };
 use numpy::{Ix2, PyArray, PyArray1, PyArrayMethods};
@@ -112,8 +112,8 @@ pub(crate) struct PySlabStore {
 #[pymethods]
 impl PySlabStore {
     #[new]
-    #[pyo3(signature = (directory, *, bytes_per_block, size=None, num_slots=None, threads=4, io="threads",
-                        direct="auto", memory=1_073_741_824, deadline=10.0, namespace=[0; 32], r#use="swap", revision=""))]
+    #[pyo3(signature = (directory, *, bytes_per_block, size=None, num_slots=None, threads=4, direct="auto",
+                        memory=1_073_741_824, deadline=10.0, namespace=[0; 32], r#use="swap", revision=""))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, one an option of the URL")]
     fn new(
         py: Python<'_>,
@@ -122,7 +122,6 @@ impl PySlabStore {
         #[pyo3(from_py_with = args::size)] size: Option<u64>,
         #[pyo3(from_py_with = args::num_slots)] num_slots: Option<u64>,
         #[pyo3(from_py_with = args::threads)] threads: usize,
-        io: &str,
         direct: &str,
         #[pyo3(from_py_with = args::memory)] memory: u64,
         #[pyo3(from_py_with = args::deadline)] deadline: f64,
@@ -135,8 +134,6 @@ impl PySlabStore {
             "prefix" => true,
             other => return Err(invalid(format!("use is '{other}', must be 'swap' or 'prefix'"))),
         };
-        let named = [Io::Threads, Io::Uring].into_iter().find(|found| found.name() == io);
-        let io = named.ok_or_else(|| invalid(format!("io is '{io}', must be 'threads' or 'uring'")))?;
         let direct = match direct {
             "auto" => DirectMode::Auto,
             "on" => DirectMode::On,
@@ -147,15 +144,14 @@ impl PySlabStore {
         py.detach(|| {
             let geometry = Geometry::fit(bytes_per_block, size, num_slots)?;
             let revision = revision_name(revision);
-            let options = StoreOptions { geometry, namespace, revision, threads, memory_bytes: memory, patience, io };
+            let options = StoreOptions { geometry, namespace, revision, threads, memory_bytes: memory, patience };
             options.check()?;
             let file = SlabOptions { directory, geometry, namespace, direct };
             let slab = if is_keyed { SlabFile::open_kept(&file)? } else { SlabFile::create(&file)? };
-            let (path, direct, mut notes) = (slab.path().to_owned(), slab.direct(), slab.notes().to_vec());
+            let (path, direct, notes) = (slab.path().to_owned(), slab.direct(), slab.notes().to_vec());
             let device: Arc<dyn BlockDevice> = Arc::new(slab);
             let open = if is_keyed { SlabStore::open_keyed } else { SlabStore::open };
             let store = open(device, options)?;
-            notes.extend(store.refused().map(|reason| format!("threads: the system refuses io_uring ({reason})")));
             Ok(Self { store, path, direct, notes, lent: Mutex::default() })
         })
         .map_err(|error| to_py(&error))
@@ -201,12 +197,6 @@ impl PySlabStore {
     #[getter]
     fn direct(&self) -> bool {
         self.direct
-    }
-
-    /// How blocks are read and written: "threads", or "uring" for io_uring.
-    #[getter]
-    fn io(&self) -> &'static str {
-        self.store.options().io.name()
     }
 
     /// What the system did not allow, in words.
@@ -379,12 +369,11 @@ impl PySlabStore {
     fn __repr__(&self) -> String {
         let geometry = self.store.geometry();
         format!(
-            "SlabStore('{}', {} slots of {} bytes, {}, {})",
+            "SlabStore('{}', {} slots of {} bytes, {})",
             self.path.display(),
             geometry.slots,
             geometry.payload_bytes,
-            if self.direct { "direct" } else { "buffered" },
-            self.io()
+            if self.direct { "direct" } else { "buffered" }
         )
     }
 }

@@ -116,9 +116,8 @@ pub(crate) struct Queue {
     idle: Vec<Buffer>,
     stats: Stats,
     closing: bool,
-    /// Threads that take jobs, how many jobs they can have at a time, and how many they have.
+    /// Threads that take jobs, and how many of them have one.
     threads: usize,
-    most_running: usize,
     running: usize,
     /// Jobs that have ended.
     answers: u64,
@@ -136,13 +135,11 @@ pub(crate) struct QueueOptions {
     pub(crate) limit: u64,
     pub(crate) patience: Duration,
     pub(crate) threads: usize,
-    /// Jobs of one thread at a time.
-    pub(crate) depth: usize,
 }
 
 impl Queue {
     pub(crate) fn new(options: QueueOptions, first_generation: u64) -> Self {
-        let QueueOptions { slots, stride, limit, patience, threads, depth } = options;
+        let QueueOptions { slots, stride, limit, patience, threads } = options;
         Self {
             stride,
             slots: vec![SlotState::Empty; slots as usize],
@@ -160,7 +157,6 @@ impl Queue {
             stats: Stats::default(),
             closing: false,
             threads,
-            most_running: threads * depth,
             running: 0,
             answers: 0,
             forgetting: None,
@@ -366,22 +362,6 @@ impl Queue {
                 None
             }
         }
-    }
-
-    /// As many jobs as one thread is to begin together: its share, and not more than `most`.
-    pub(crate) fn next_jobs(&mut self, most: usize) -> Vec<Job> {
-        let share = self.ready.len().div_ceil(self.threads).min(most);
-        std::iter::from_fn(|| self.next_job()).take(share).collect()
-    }
-
-    /// Notes that a job goes on as so many.
-    pub(crate) fn split(&mut self, parts: usize) {
-        self.running += parts - 1;
-    }
-
-    /// Operations that a thread may begin.
-    pub(crate) fn ready(&self) -> usize {
-        self.ready.len()
     }
 
     /// Notes that a job has ended: the device answers.

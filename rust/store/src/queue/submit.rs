@@ -231,10 +231,10 @@ impl Queue {
     }
 
     /// Whether the device has left a whole ticket without an answer and given none since. Now and then a batch is let
-    /// through all the same, while a thread can try it.
+    /// through all the same, while a thread is free to try it.
     fn is_hung(&mut self, now: Instant) -> bool {
         let Some(again) = self.hung_until else { return false };
-        if now < again || self.running >= self.most_running {
+        if now < again || self.running >= self.threads {
             return true;
         }
         self.hung_until = Some(now + self.patience);

@@ -80,8 +80,8 @@ impl SlabFile {
     }
 }
 
-/// Opens a slab whose name stays as it is, and locks it. It waits a second for the lock: requests to `io_uring` of a
-/// process that was killed hold it until they have ended, and could still write.
+/// Opens a slab whose name stays as it is, and locks it. It waits a second for the lock: a process that was killed holds
+/// it until its last write has ended.
 fn open_locked(directory: &OwnedFd, path: &Path, flags: OFlags) -> Result<File> {
     let until = Instant::now() + LOCK_WAIT;
     loop {

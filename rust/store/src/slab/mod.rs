@@ -18,7 +18,7 @@ use rustix::fs::{self, AtFlags, CWD, FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -244,10 +244,6 @@ impl BlockDevice for SlabFile {
         let _ = kept::save_checkpoint(&self.directory, bytes);
     }
 
-    fn file(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.file.as_fd())
-    }
-
     fn discard(&self) {
         self.unlink();
     }
@@ -257,7 +253,7 @@ impl Drop for SlabFile {
     fn drop(&mut self) {
         self.unlink();
         if self.owner == std::process::id() {
-            // A request of io_uring that has ended may hold the file for a moment longer, and with it the lock.
+            // A fork that lives on has the file open too, and with it the lock.
             let _ = fs::flock(&self.file, FlockOperation::Unlock);
         }
     }

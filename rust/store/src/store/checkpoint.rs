@@ -105,7 +105,6 @@ fn read_owners(bytes: &[u8], blocks: &mut [StoredBlock]) -> Option<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Io;
     use super::*;
     use crate::geometry::Geometry;
     use proptest::prelude::*;
@@ -114,15 +113,7 @@ mod tests {
     fn options() -> StoreOptions {
         let geometry = Geometry { payload_bytes: 100, slots: 8 };
         let patience = Duration::from_secs(1);
-        StoreOptions {
-            geometry,
-            namespace: [3; 32],
-            revision: [0; 32],
-            threads: 2,
-            memory_bytes: 1 << 20,
-            patience,
-            io: Io::Threads,
-        }
+        StoreOptions { geometry, namespace: [3; 32], revision: [0; 32], threads: 2, memory_bytes: 1 << 20, patience }
     }
 
     fn landed() -> Landed {

@@ -168,9 +168,8 @@ impl SlabStore {
     /// was changed.
     pub fn set_quota(&self, tenant: [u8; 32], most: Option<u32>) -> Result<()> {
         self.check_keyed()?;
-        let mut state = self.shared.lock();
-        let result = state.queue.set_quota(tenant, most, Instant::now());
-        self.shared.wake_threads(state);
+        let result = self.shared.lock().queue.set_quota(tenant, most, Instant::now());
+        self.shared.work.notify_all();
         let Some(ticket) = result? else { return Ok(()) };
         self.wait_for(ticket, LONGEST)?;
         let done = self.take(ticket)?;

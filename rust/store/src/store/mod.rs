@@ -1,9 +1,9 @@
 //! The store: a queue, a device and the threads between them. Threads touch the caller's memory only where it was lent
 //! ([`LentRow`]). No call waits for the device longer than its timeout, but for opening a keyed store.
 //!
-//! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` and `listening` wake
-//! threads, `done` wakes callers. A thread whose calls or requests hang in the kernel keeps their buffers and its share of
-//! the device, and is left behind on close.
+//! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` wakes threads, `done`
+//! wakes callers. A thread whose call hangs in the kernel keeps that call's buffers and its share of the device, and is
+//! left behind on close.
 
 use crate::buffer::{Buffer, LentRow};
 use crate::device::BlockDevice;
@@ -11,12 +11,10 @@ use crate::error::{Error, Result};
 use crate::geometry::{Geometry, PAGE};
 use crate::miss::Miss;
 use crate::queue::{LentRows, Queue, QueueOptions, Stats};
-use crate::ring::Ring;
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, thread};
 use crate::ticket::{Outcomes, Progress};
 use rustix::event::{EventfdFlags, eventfd};
 use std::collections::HashSet;
-use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -25,13 +23,11 @@ mod floor;
 mod inspect;
 mod keyed;
 mod recover;
-mod ring_worker;
 #[cfg(test)]
 mod schedules;
 mod worker;
 
 use floor::Floor;
-use ring_worker::{DEPTH, Request, RingWorker};
 use worker::Worker;
 
 pub use floor::revision_name;
@@ -45,27 +41,6 @@ const STORE: &str = "the external store";
 
 /// Longest time that close waits.
 const LONGEST: Duration = Duration::from_secs(86_400);
-
-/// How blocks are read and written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Io {
-    /// Each thread waits for one call at a time.
-    #[default]
-    Threads,
-    /// Each thread keeps several requests in the kernel. Where the kernel or the device has no `io_uring`, as [`Io::Threads`].
-    Uring,
-}
-
-impl Io {
-    /// Its name in URLs and messages.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Threads => "threads",
-            Self::Uring => "uring",
-        }
-    }
-}
 
 /// Options of a store. The device decides where the bytes are.
 #[derive(Clone, Debug)]
@@ -82,8 +57,6 @@ pub struct StoreOptions {
     pub memory_bytes: u64,
     /// Least time for an operation; it grows with the bytes in flight.
     pub patience: Duration,
-    /// How blocks are read and written.
-    pub io: Io,
 }
 
 impl StoreOptions {
@@ -109,8 +82,7 @@ impl StoreOptions {
     fn queue(&self, first_generation: u64) -> Queue {
         let Self { geometry, memory_bytes: limit, patience, threads, .. } = *self;
         let Geometry { slots, .. } = geometry;
-        let (stride, depth) = (geometry.stride(), if self.io == Io::Uring { DEPTH.into() } else { 1 });
-        Queue::new(QueueOptions { slots, stride, limit, patience, threads, depth }, first_generation)
+        Queue::new(QueueOptions { slots, stride: geometry.stride(), limit, patience, threads }, first_generation)
     }
 }
 
@@ -124,8 +96,6 @@ pub struct SlabStore {
     /// Whether blocks are addressed by key.
     keyed: bool,
     floor: Arc<Floor>,
-    /// Why `io_uring` does not run.
-    refused: Option<String>,
 }
 
 #[derive(Debug)]
@@ -142,8 +112,6 @@ struct State {
     threads: usize,
     /// Readable while tickets have ended that nobody has polled for, if somebody asked for it.
     event: Option<OwnedFd>,
-    /// Threads that wait for their rings and can take more. Each adds and removes itself.
-    listening: Vec<Listener>,
 }
 
 impl std::fmt::Debug for State {
@@ -165,26 +133,6 @@ impl Shared {
             let _ = rustix::io::write(event, &1u64.to_ne_bytes());
         }
     }
-
-    /// Wakes threads that wait for work.
-    fn wake_threads(&self, state: MutexGuard<'_, State>) {
-        state.listening.iter().for_each(Listener::wake);
-        drop(state);
-        self.work.notify_all();
-    }
-}
-
-/// A thread that waits for its ring.
-struct Listener {
-    waker: Arc<OwnedFd>,
-    /// Whether it has nothing in the kernel.
-    is_idle: bool,
-}
-
-impl Listener {
-    fn wake(&self) {
-        let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
-    }
 }
 
 impl SlabStore {
@@ -199,50 +147,23 @@ impl SlabStore {
     }
 
     fn start(device: Arc<dyn BlockDevice>, options: StoreOptions, queue: Queue, keyed: bool) -> Result<Self> {
-        let state = State { queue, device: None, threads: 0, event: None, listening: Vec::new() };
-        let shared = Arc::new(Shared { state: Mutex::new(state), work: Condvar::new(), done: Condvar::new() });
+        let state = Mutex::new(State { queue, device: Some(device), threads: 0, event: None });
+        let shared = Arc::new(Shared { state, work: Condvar::new(), done: Condvar::new() });
         let (floor, owner) = (Arc::new(Floor::new(options.revision)), std::process::id());
-        let mut store = Self { options, shared, owner, keyed, floor, refused: None };
-        let rings = store.rings(&*device);
-        store.shared.lock().device = Some(device);
-        for ring in rings {
-            store.start_thread(ring)?;
+        let store = Self { options, shared, owner, keyed, floor };
+        for _ in 0..store.options.threads {
+            store.start_thread()?;
         }
         Ok(store)
     }
 
-    /// A ring for each thread, or none where `io_uring` is not wanted or refused.
-    fn rings(&mut self, device: &dyn BlockDevice) -> Vec<Option<Ring<Request>>> {
-        let threads = self.options.threads;
-        let none = || (0..threads).map(|_| None).collect();
-        if self.options.io == Io::Threads {
-            return none();
-        }
-        let rings = device.file().ok_or(io::ErrorKind::Unsupported.into()).and_then(|file| {
-            (0..threads).map(|_| Ring::new(file, DEPTH.into()).map(Some)).collect::<io::Result<Vec<_>>>()
-        });
-        rings.unwrap_or_else(|error| {
-            self.options.io = Io::Threads;
-            self.refused = Some(error.to_string());
-            none()
-        })
-    }
-
-    fn start_thread(&self, ring: Option<Ring<Request>>) -> Result<()> {
+    fn start_thread(&self) -> Result<()> {
         let Self { options: StoreOptions { geometry, namespace, .. }, ref shared, .. } = *self;
         let mut state = self.shared.lock();
         let device = Arc::clone(state.device.as_ref().ok_or(Error::Closed)?);
         let worker = Worker { shared: Arc::clone(shared), device, geometry, namespace };
-        let work = move || {
-            if let Some(ring) = ring {
-                RingWorker { worker, ring }.run();
-            } else {
-                worker.run();
-                worker.end();
-            }
-        };
         let name = "blockyard-store".to_owned();
-        thread::Builder::new().name(name).spawn(work).map_err(|source| Error::Io {
+        thread::Builder::new().name(name).spawn(move || worker.run()).map_err(|source| Error::Io {
             action: "start a thread for",
             path: STORE.into(),
             source,
@@ -251,22 +172,10 @@ impl SlabStore {
         Ok(())
     }
 
-    /// Why `io_uring` was asked for and threads run instead; `None` if what was asked for runs.
-    #[must_use]
-    pub fn refused(&self) -> Option<&str> {
-        self.refused.as_deref()
-    }
-
     /// Slots and their length.
     #[must_use]
     pub fn geometry(&self) -> Geometry {
         self.options.geometry
-    }
-
-    /// How the store works.
-    #[must_use]
-    pub fn options(&self) -> &StoreOptions {
-        &self.options
     }
 
     /// Slots that can be addressed by number: none if blocks are addressed by key.
@@ -382,7 +291,8 @@ impl SlabStore {
         if state.queue.tickets.take_ended() {
             self.shared.wake_callers(&state);
         }
-        self.shared.wake_threads(state);
+        drop(state);
+        self.shared.work.notify_all();
         result
     }
 
@@ -463,10 +373,9 @@ impl SlabStore {
     /// `UnknownTicket`, `Forked`.
     pub fn take(&self, ticket: u64) -> Result<Completion> {
         self.check_process()?;
-        let mut state = self.shared.lock();
-        let outcomes = state.queue.take(ticket, Instant::now())?;
+        let outcomes = self.shared.lock().queue.take(ticket, Instant::now())?;
         // Keys that missed the deadline are wiped.
-        self.shared.wake_threads(state);
+        self.shared.work.notify_all();
         Ok(Completion {
             shared: Arc::clone(&self.shared),
             owner: self.owner,
@@ -504,8 +413,7 @@ impl SlabStore {
         let until = Instant::now() + timeout.min(LONGEST);
         let mut state = self.shared.lock();
         state.queue.close();
-        self.shared.wake_threads(state);
-        state = self.shared.lock();
+        self.shared.work.notify_all();
         let mut device = state.device.take();
         if !self.keyed {
             state.threads += device.take().map_or(0, |device| self.discard_apart(device, None));

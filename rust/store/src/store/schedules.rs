@@ -1,7 +1,7 @@
 //! The store's threads and callers in schedules of `shuttle`'s choosing. There no wait times out, so a wake-up that is
 //! missing shows as a deadlock.
 
-use super::{Io, SlabStore, StoreOptions};
+use super::{SlabStore, StoreOptions};
 use crate::device::BlockDevice;
 use crate::error::Error;
 use crate::geometry::Geometry;
@@ -44,7 +44,6 @@ fn store() -> Arc<SlabStore> {
         threads: 2,
         memory_bytes: 1 << 20,
         patience: LONG,
-        io: Io::Threads,
     };
     let memory = Memory(Mutex::new(vec![0; usize::try_from(geometry.total()).unwrap()]));
     Arc::new(SlabStore::open(Arc::new(memory), options).unwrap())
@@ -89,7 +88,6 @@ fn keyed() -> Arc<SlabStore> {
         threads: 2,
         memory_bytes: 1 << 20,
         patience: LONG,
-        io: Io::Threads,
     };
     let memory = Memory(Mutex::new(vec![0; usize::try_from(geometry.total()).unwrap()]));
     let mut queue = options.queue(1);

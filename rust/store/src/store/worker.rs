@@ -1,5 +1,5 @@
-//! What the store does with a job: headers before a write, checks after a read, and outcomes for the queue. One thread
-//! of the pool moves a job's neighbouring blocks by one call to the device.
+//! One thread of the store. It takes a job from the queue, moves the job's neighbouring blocks by one call to the device,
+//! and hands the outcomes to the queue: headers go before a write, checks come after a read.
 
 use super::{Shared, State};
 use crate::buffer::Buffer;
@@ -13,10 +13,10 @@ use crate::ticket::Place;
 use std::io;
 
 /// Neighbouring blocks.
-pub(super) type Run = Vec<(Place, Buffer)>;
+type Run = Vec<(Place, Buffer)>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+enum Kind {
     Write,
     Read,
     /// A page of zeros over a header.
@@ -34,8 +34,8 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Carries jobs out one after the other, until the store is closing.
-    pub(super) fn run(&self) {
+    /// Carries jobs out one after the other, until the store is closing. Then it lets go of the device.
+    pub(super) fn run(self) {
         while let Some(job) = self.next_job() {
             let (kind, mut run) = self.begin(job);
             let results = self.each(kind, &mut run);
@@ -44,10 +44,6 @@ impl Worker {
             settle(&mut state.queue, kind, run, answers);
             self.wake_callers(&mut state);
         }
-    }
-
-    /// Lets go of the device, and says that the thread has ended.
-    pub(super) fn end(self) {
         let Self { shared, device, .. } = self;
         drop(device);
         shared.lock().threads -= 1;
@@ -71,7 +67,7 @@ impl Worker {
     }
 
     /// The blocks of a job, ready for the device.
-    pub(super) fn begin(&self, job: Job) -> (Kind, Run) {
+    fn begin(&self, job: Job) -> (Kind, Run) {
         match job {
             Job::Write(mut run) => {
                 for (place, buffer) in &mut run {
@@ -105,12 +101,12 @@ impl Worker {
     }
 
     /// Where a run begins.
-    pub(super) fn offset(&self, run: &[(Place, Buffer)]) -> u64 {
+    fn offset(&self, run: &[(Place, Buffer)]) -> u64 {
         run.first().map_or(0, |(place, _)| self.geometry.offset(place.slot))
     }
 
     /// Checks blocks that were read.
-    pub(super) fn check(&self, kind: Kind, run: &Run, results: Vec<io::Result<()>>) -> Answers {
+    fn check(&self, kind: Kind, run: &Run, results: Vec<io::Result<()>>) -> Answers {
         let check = |(result, (place, buffer)): (io::Result<()>, &(Place, Buffer))| {
             let payload = || buffer.payload(self.geometry.payload_bytes);
             result.map(|()| match kind {
@@ -121,7 +117,7 @@ impl Worker {
         results.into_iter().zip(run).map(check).collect()
     }
 
-    pub(super) fn wake_callers(&self, state: &mut MutexGuard<'_, State>) {
+    fn wake_callers(&self, state: &mut MutexGuard<'_, State>) {
         if state.queue.tickets.take_ended() {
             self.shared.wake_callers(state);
         }
@@ -139,7 +135,7 @@ impl Worker {
 }
 
 /// Hands the outcomes of a job to the queue.
-pub(super) fn settle(queue: &mut Queue, kind: Kind, run: Run, answers: Answers) {
+fn settle(queue: &mut Queue, kind: Kind, run: Run, answers: Answers) {
     let what = match kind {
         Kind::Write => "write of",
         Kind::Read => "read of",

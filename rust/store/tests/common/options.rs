@@ -1,6 +1,6 @@
 //! A small store, the same for all tests that do not say otherwise.
 
-use blockyard_store::{Geometry, Io, StoreOptions};
+use blockyard_store::{Geometry, StoreOptions};
 use std::time::Duration;
 
 /// Longer than any test waits.
@@ -17,6 +17,5 @@ pub(crate) fn options() -> StoreOptions {
         threads: 2,
         memory_bytes: 1 << 20,
         patience: Duration::from_secs(20),
-        io: Io::Threads,
     }
 }
