@@ -18,7 +18,7 @@ from blockyard.offload import OffloadManager
 K, SEED = map(int, sys.argv[1:] + ["4", "0"][len(sys.argv) - 1 :])
 SIZE, BLOCKS, CHUNKS, SHARED = 16, 24, 20, 3  # SHARED: blocks that every prompt begins with; they stay on the device
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=SIZE, num_kv_heads=1, head_size=1, dtype="float32")
-engine = CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=CHUNKS, blocks_per_host_block=K)
+engine = CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=CHUNKS * K)
 offload, free, expected = OffloadManager(CHUNKS), list(range(SHARED, BLOCKS)), torch.zeros(2, BLOCKS * SIZE)
 
 
@@ -41,7 +41,6 @@ def serve(prompt):
     for layer in engine.tensors:
         layer.view(2, -1)[:, slots[found * SIZE :]] = expected[:, slots[found * SIZE :]]
     store = offload.prepare_store([names[end - 1] for end in [*range(K, len(names), K), len(names)]])
-    engine.fill.clear(store.chunks.astype(np.int64))  # what they held before is gone
     for key, chunk in zip(store.keys, store.chunks, strict=True):
         blocks = device[names.index(key) // K * K : names.index(key) + 1]
         pairs = unequal_pairs(blocks, chunk[None], per_block=K, first=0, last=len(blocks), to="large")

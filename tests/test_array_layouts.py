@@ -17,8 +17,8 @@ from blockyard._core import (
     BlockObserver,
     BoundViews,
     Completion,
-    FillMap,
     chain_keys,
+    expand_span,
 )
 from blockyard.allocators import NaiveAllocator
 from blockyard.errors import InvalidArgumentError
@@ -41,11 +41,10 @@ def new_allocator() -> NaiveAllocator:
     return allocator
 
 
-def marked(parts: Array, call: Callable[[FillMap, Array], object]) -> list[int]:
-    fill = FillMap(4, 4)
-    fill.mark(np.arange(8))
-    call(fill, parts)
-    return fill.count(np.arange(4)).tolist()
+def expanded(chunks: Array) -> list[int]:
+    out = np.zeros(4 * len(chunks) - 2, np.int64)
+    expand_span(chunks, out, per_block=4, first=1, last=3)
+    return out.tolist()
 
 
 def observed(ids: Array, call: Callable[[BlockObserver, Array], object]) -> object:
@@ -95,11 +94,7 @@ READERS: dict[str, tuple[Array, Callable[[Array], object]]] = {
     "to allocate": (TOKENS, lambda a: prompt(a, lambda m, t: m.can_allocate(t).blocks)),
     "pinned": (TOKENS, lambda a: prompt(a, lambda m, t: m.pins.pin_prompt(t, 9))),
     "pairs": (PAIRS, lambda a: Pairs("device", "host", a).ids.tolist()),
-    "mark": (IDS, lambda a: marked(a, FillMap.mark)),
-    "unmark": (IDS, lambda a: marked(a, FillMap.unmark)),
-    "require": (IDS, lambda a: marked(a, FillMap.require)),
-    "clear": (np.array([1, 0]), lambda a: marked(a, FillMap.clear)),
-    "count": (np.array([1, 0]), lambda a: marked(a, lambda f, b: f.mark(f.count(b)))),
+    "expanded": (IDS, expanded),
     "used ids": (IDS, lambda a: observed(a, lambda o, i: o.use_ids(i))),
     "used ids of 32 bits": (IDS.astype(np.int32), lambda a: observed(a, lambda o, i: o.use_ids(i))),
     "released ids": (IDS, lambda a: observed(a, lambda o, i: o.release_ids(i))),

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from simulated_device import SimulatedFaultError, SimulatedStreams
 
 from blockyard.engine import engine as engine_module
 from blockyard.engine.engine import CacheEngine
+from blockyard.engine.mapping import unequal_pairs
 from blockyard.engine.ops import cpu
 from blockyard.engine.streams import WorkerStreams
 from blockyard.engine.transfers import Transfer
@@ -367,89 +369,44 @@ def test_a_long_prefetch_goes_in_pieces_on_any_device():
         assert_rows(engine, rows)
 
 
-# ---- host blocks of several device blocks ----
+# ---- chunks of several host blocks ----
+
+CHUNKS = 4
 
 
 def draw_span(data: st.DataObject, parts: int, most: int) -> tuple[list[int], int, int]:
-    """Host blocks of a stretch, and its first and last offset; it holds between 1 and `most` parts."""
+    """Chunks of a stretch, and its first and last offset; it holds between 1 and `most` parts."""
     first = data.draw(st.integers(0, parts - 1))
     count = data.draw(st.integers(1, most))
-    blocks = -(-(first + count) // parts)
+    chunks = -(-(first + count) // parts)
     last = (first + count - 1) % parts + 1
-    return data.draw(st.permutations(range(HOST_BLOCKS)))[:blocks], first, last
-
-
-HOST_BLOCKS = 4
+    return data.draw(st.permutations(range(CHUNKS)))[:chunks], first, last
 
 
 @given(st.integers(1, 4), st.sampled_from([None, *range(40)]), st.data())
-def test_stretches_of_larger_host_blocks_move_only_their_parts(parts: int, seed: int | None, data: st.DataObject):
+def test_stretches_of_chunks_move_only_their_parts(parts: int, seed: int | None, data: st.DataObject):
     streams = None if seed is None else SimulatedStreams(seed)
-    engine = CacheEngine(
-        layout(),
-        device_blocks=BLOCKS,
-        host_blocks=HOST_BLOCKS,
-        streams=streams,
-        blocks_per_host_block=parts,
-    )
-    device, host = content(0), np.zeros_like(content(0, HOST_BLOCKS * parts))
-    filled_parts: set[int] = set()
+    engine = CacheEngine(layout(), device_blocks=BLOCKS, host_blocks=CHUNKS * parts, streams=streams)
+    device, host = content(0), np.zeros_like(content(0, CHUNKS * parts))
     engine.write("device", np.arange(BLOCKS), device)
     tickets: list[Transfer] = []
     for _ in range(data.draw(st.integers(1, 8))):
-        call = data.draw(st.sampled_from(["store", "store", "load", "clear"]))
-        if call == "clear":
-            block = data.draw(st.integers(0, HOST_BLOCKS - 1))
-            engine.transfers.synchronize()  # nothing may be on its way there
-            engine.fill.clear(np.array([block]))
-            filled_parts -= set(range(block * parts, (block + 1) * parts))
-            continue
-        large, first, last = draw_span(data, parts, min(BLOCKS, (HOST_BLOCKS - 1) * parts))
+        large, first, last = draw_span(data, parts, min(BLOCKS, (CHUNKS - 1) * parts))
         count = (len(large) - 1) * parts + last - first
         small = np.array(data.draw(st.permutations(range(BLOCKS)))[:count], np.int64)
-        to = "host" if call == "store" else "device"
-        ids = engine.fill.pairs(small, np.array(large, np.int64), first=first, last=last, to=to)
-        if call == "store":
+        to: Literal["small", "large"] = data.draw(st.sampled_from(["small", "large"]))
+        ids = unequal_pairs(small, np.array(large), per_block=parts, first=first, last=last, to=to)
+        if to == "large":
             tickets.append(engine.submit("swap_out", ids, after=tickets))
             host[ids[:, 1]] = device[ids[:, 0]]
-            filled_parts |= set(ids[:, 1].tolist())
-        elif missing := sorted(set(ids[:, 0].tolist()) - filled_parts):
-            with pytest.raises(MappingError, match=r"part \d of host block \d holds no bytes \(id (\d+)\)") as raised:
-                engine.submit("swap_in", ids, after=tickets)
-            assert int(str(raised.value).rsplit(" ", 1)[1].rstrip(")")) in missing
         else:
             tickets.append(engine.submit("swap_in", ids, after=tickets))
             device[ids[:, 1]] = host[ids[:, 0]]
     engine.transfers.synchronize()
     assert all(ticket.wait().error is None for ticket in tickets)
     np.testing.assert_array_equal(engine.read("device", np.arange(BLOCKS)), device)
-    np.testing.assert_array_equal(engine.memory.host_rows.numpy().reshape(host.shape), host)
-    counts = [sum(part // parts == block for part in filled_parts) for block in range(HOST_BLOCKS)]
-    assert engine.fill.count(np.arange(HOST_BLOCKS)).tolist() == counts
+    np.testing.assert_array_equal(engine.read("host", np.arange(len(host))), host)
     engine.close()
-
-
-def test_parts_that_a_store_did_not_reach_are_refused_with_their_numbers():
-    streams = SimulatedStreams(2)
-    with CacheEngine(layout(), device_blocks=BLOCKS, host_blocks=2, streams=streams, blocks_per_host_block=3) as engine:
-        engine.run("swap_out", pairs((0, 1)))
-        engine.write("host", np.array([2]), content(3, 1))
-        streams._fail = 1.0
-        with pytest.raises(SimulatedFaultError):
-            engine.submit("swap_out", pairs((0, 2), (1, 4))).wait()
-        streams._fail = 0.0
-        for call in (
-            lambda: engine.submit("swap_in", pairs((1, 0), (2, 1))),
-            lambda: engine.run("swap_in", pairs((1, 0), (2, 1))),
-            lambda: engine.submit_read("host", np.array([1, 2])),
-            lambda: engine.read("host", np.array([1, 2])),
-            lambda: engine.submit("move", pairs((2, 5)), tier="host"),
-        ):
-            with pytest.raises(MappingError, match=r"part 2 of host block 0 holds no bytes \(id 2\)"):
-                call()
-        move = engine.submit("move", pairs((1, 5)), tier="host")
-        engine.submit("swap_in", pairs((5, 7)), after=[move]).wait()
-        assert engine.fill.count(np.array([0, 1])).tolist() == [1, 1]
 
 
 # Keys and values as vLLM's ROCm kernels have them, and the flat tensor that they are cut from.
@@ -467,20 +424,12 @@ def rows_of_tensors(name: str, tensors: list[torch.Tensor]) -> np.ndarray:
     return torch.cat([part.contiguous().view(torch.uint8) for part in (*parted, *flat)], dim=1).numpy()
 
 
-@pytest.mark.parametrize("parts", [None, 3], ids=["whole blocks", "parts of larger host blocks"])
 @pytest.mark.parametrize("name", ENGINE_LAYOUTS)
-def test_blocks_of_parted_and_of_flat_tensors_move_byte_for_byte(name: str, parts: int | None):
+def test_blocks_of_parted_and_of_flat_tensors_move_byte_for_byte(name: str):
     chosen = ENGINE_LAYOUTS[name]
     tensors = [torch.rand(shape).half() for shape, _ in chosen.tensor_shapes(BLOCKS)]
     device, host = rows_of_tensors(name, tensors), np.zeros((6, chosen.bytes_per_block), np.uint8)
-    engine = CacheEngine(
-        chosen,
-        device_blocks=BLOCKS,
-        host_blocks=6 // (parts or 1),
-        tensors=tensors,
-        blocks_per_host_block=parts,
-    )
-    with engine:
+    with CacheEngine(chosen, device_blocks=BLOCKS, host_blocks=6, tensors=tensors) as engine:
         out = engine.submit("swap_out", pairs((0, 4), (5, 1), (2, 2)))
         host[[4, 1, 2]] = device[[0, 5, 2]]
         last = engine.submit("swap_in", pairs((4, 7), (1, 6)), after=[out], by_layer=name != "flat")
@@ -502,10 +451,10 @@ def test_blocks_of_parted_and_of_flat_tensors_move_byte_for_byte(name: str, part
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
-def test_parts_that_a_synchronous_store_did_not_write_hold_no_bytes(
+def test_a_synchronous_transfer_that_failed_is_not_counted_and_leaves_nothing_open(
     kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ):
-    engine = CacheEngine(layout(), device_blocks=BLOCKS, host_blocks=2, blocks_per_host_block=3)
+    engine = CacheEngine(layout(), device_blocks=BLOCKS, host_blocks=6)
     engine.run("swap_out", pairs((0, 1), (1, 2)))
 
     def fails(*_: object) -> None:
@@ -515,8 +464,7 @@ def test_parts_that_a_synchronous_store_did_not_write_hold_no_bytes(
         patch.setattr(cpu.Bound, "__call__", fails)
         with pytest.raises(kind, match="planted"):
             engine.run("swap_out", pairs((0, 2), (1, 3)))
-    assert engine.fill.count(np.array([0, 1])).tolist() == [1, 0]
     assert engine.counters == {("device", "host"): (2, 2 * engine.memory.bytes_per_block)}
-    engine.run("swap_out", pairs((0, 2), (1, 3)))
-    assert engine.fill.count(np.array([0, 1])).tolist() == [2, 1]
     assert engine.transfers.open() == ()
+    engine.run("swap_out", pairs((0, 2), (1, 3)))
+    np.testing.assert_array_equal(engine.read("host", np.array([2, 3])), engine.read("device", np.array([0, 1])))

@@ -82,18 +82,6 @@ def test_tensors_that_there_are_already_are_used_and_checked(memory: Memory):
         Memory(layout, device_blocks=5, host_blocks=3, tensors=mine[:1])
 
 
-def test_host_blocks_may_hold_several_device_blocks(memory: Memory):
-    larger = CacheEngine(memory.layout, device_blocks=5, host_blocks=3, blocks_per_host_block=4)
-    assert larger.memory.host_pool.rows.shape == (3, 4 * memory.layout.bytes_per_block)
-    assert larger.num_blocks("host") == 12
-    assert {len(view) for view in larger.memory.views["host"]} == {12}
-    assert larger.fill.per_block == 4
-    with pytest.raises(InvalidArgumentError, match="give blocks_per_host_block"):
-        CacheEngine(memory.layout, device_blocks=5).fill.count(np.array([0]))
-    with pytest.raises(InvalidArgumentError, match="blocks_per_host_block is 0, must be 1"):
-        Memory(memory.layout, device_blocks=5, host_blocks=3, blocks_per_host_block=0)
-
-
 def test_blocks_are_counted_in_the_tensors_if_no_number_is_given(memory: Memory):
     assert CacheEngine(memory.layout, tensors=memory.tensors).num_blocks("device") == 5
     with pytest.raises(InvalidArgumentError, match="device_blocks is None"):
@@ -132,7 +120,6 @@ def test_tensors_that_are_there_already_are_used_and_must_fit(memory: Memory):
         ({"device_blocks": 0}, "device_blocks is 0, must be 1 to"),
         ({"host_blocks": 10**30}, r"host_blocks is 10+, must be 0 to"),
         ({"host_blocks": -1}, "host_blocks is -1, must be 0 to"),
-        ({"blocks_per_host_block": 0}, "blocks_per_host_block is 0, must be 1 to"),
     ],
 )
 def test_numbers_of_blocks_that_cannot_be_are_refused(sizes: dict[str, int], message: str):

@@ -27,7 +27,6 @@ __all__ = [
     "DefragReport",
     "EventBatch",
     "Expired",
-    "FillMap",
     "Fit",
     "Fragmentation",
     "FreeBlocks",
@@ -2154,38 +2153,6 @@ def export_keys(
     Raises:
         InvalidArgumentError: a token id or `block_size` is out of range.
     """
-
-@final
-class FillMap:
-    """Which parts of the host's blocks hold bytes, where a host block holds several device blocks.
-
-    A part's id is `block * per_block + offset`. Mark parts once their bytes have landed; clear a block before it is
-    given out again.
-
-    Args:
-        num_blocks: blocks of the host.
-        per_block: device blocks in each.
-    Raises:
-        InvalidArgumentError: `per_block` is 0, or there are 2^32 parts or more.
-    """
-
-    def __new__(cls, num_blocks: int, per_block: int) -> FillMap: ...
-    @property
-    def num_blocks(self) -> int:
-        """Large blocks."""
-    @property
-    def per_block(self) -> int:
-        """Parts in a large block."""
-    def mark(self, parts: NDArray[np.int64]) -> None:
-        """Note that parts, int64 `[n]`, hold bytes. Raises: MappingError, and notes nothing."""
-    def unmark(self, parts: NDArray[np.int64]) -> None:
-        """Note that parts, int64 `[n]`, are empty. Raises: MappingError, and notes nothing."""
-    def clear(self, blocks: NDArray[np.int64]) -> None:
-        """Note that all parts of blocks, int64 `[n]`, are empty. Raises: MappingError, and notes nothing."""
-    def require(self, parts: NDArray[np.int64]) -> None:
-        """Raise MappingError at the first of the parts, int64 `[n]`, that holds no bytes."""
-    def count(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Parts of each of the blocks, int64 `[n]`, that hold bytes."""
 
 def expand_span(blocks: NDArray[np.int64], out: NDArray[np.int64], *, per_block: int, first: int, last: int) -> None:
     """Writes the ids of the small blocks of a stretch of large ones."""

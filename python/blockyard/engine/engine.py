@@ -14,7 +14,6 @@ from torch import Tensor
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.engine.cuda.streams import CudaStreams, with_index
-from blockyard.engine.fill import HostFill
 from blockyard.engine.host_pool import OnFailure
 from blockyard.engine.mapping import Ids
 from blockyard.engine.memory import EngineTier, Memory, Rows
@@ -22,7 +21,7 @@ from blockyard.engine.ops.library import prepare_device
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, WorkerStreams
 from blockyard.engine.tasks import KINDS, Kind, Task, moving, reading, writing
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
-from blockyard.errors import BlockyardError, InvalidArgumentError, MappingError, PageLockError
+from blockyard.errors import InvalidArgumentError, MappingError, PageLockError
 from blockyard.layout.kv import BlockLayout
 
 if TYPE_CHECKING:
@@ -76,16 +75,14 @@ class CacheEngine:
     Args:
         layout: of the device's tensors; of one group, or of several.
         device_blocks: at least 1; what the tensors hold if None.
-        host_blocks: 0 means no host tier.
+        host_blocks: 0 means no host tier. A host block is as large as a device block; `unequal_pairs` addresses parts
+            of larger chunks.
         device: where the device's tensors live; by default where those that are given are, or on the CPU. `"cuda"` is
             the device of the tensors, else the one that is current now; the engine keeps to it.
         max_outstanding: bytes that may be under way on one stream; a longer transfer goes alone.
         max_ahead: bytes of prefetches that may stand before a load that is waited for.
         streams: what runs the transfers' work; by default what the device has.
         tensors: tensors that exist already, as `layout.views` takes them; made here if None.
-        blocks_per_host_block: device blocks that one host block holds, any number from 1. Host ids then count device
-            blocks, see `Memory`, and `fill` knows which parts hold bytes. None: a host block is a device block, and the
-            block manager knows what it holds.
         pin_memory: whether host and staging memory is page-locked, which needs a CUDA device; by default if there is
             one. Copies from and to pageable memory are slower and hold up the calling thread.
         on_host_failure: what follows where memory of the host cannot be page-locked: an error (`"raise"`), or ordinary
@@ -129,7 +126,6 @@ class CacheEngine:
         max_ahead: int = 8 * CHUNK_BYTES,
         streams: Streams | None = None,
         tensors: Sequence[Tensor] | None = None,
-        blocks_per_host_block: int | None = None,
         pin_memory: bool | None = None,
         on_host_failure: OnFailure = "raise",
     ) -> None:
@@ -153,12 +149,10 @@ class CacheEngine:
             host_blocks=host_blocks,
             device=self.device,
             tensors=tensors,
-            blocks_per_host_block=blocks_per_host_block,
             pin_memory=pin_memory,
             on_host_failure=on_host_failure,
         )
         self.counters: dict[tuple[str, str], Traffic] = {}
-        self._fill = None if blocks_per_host_block is None else HostFill(host_blocks, blocks_per_host_block)
         _alive.add(self)
 
     @property
@@ -166,19 +160,8 @@ class CacheEngine:
         """The device's tensors."""
         return self.memory.tensors
 
-    @property
-    def fill(self) -> HostFill:
-        """Which parts of the host's blocks hold bytes.
-
-        Raises:
-            InvalidArgumentError: the engine was made without `blocks_per_host_block`.
-        """
-        if self._fill is None:
-            raise InvalidArgumentError("a host block is a device block here: give blocks_per_host_block")
-        return self._fill
-
     def num_blocks(self, tier: EngineTier) -> int:
-        """Give the number of device blocks that a tier, `"device"` or `"host"`, has room for: its ids are below it."""
+        """Give the number of blocks of a tier, `"device"` or `"host"`."""
         return self.memory.num_blocks(tier)
 
     # ---- asynchronous ----
@@ -215,8 +198,7 @@ class CacheEngine:
             The transfer. If an exchange fails, both blocks of a pair are lost.
 
         Raises:
-            MappingError: the mapping is malformed or out of range, or names a part of a host block that holds no bytes;
-                nothing was submitted.
+            MappingError: the mapping is malformed or out of range; nothing was submitted.
             TransferQueueFullError: too many bytes are under way, and `on_full` is `"refuse"`.
             InvalidArgumentError: another argument is out of range, or a transfer in `after` is of another engine.
             CaptureError: a graph is being captured; nothing was submitted.
@@ -291,8 +273,7 @@ class CacheEngine:
         of the calls; compute that reads or writes the same blocks belongs on that stream.
 
         Raises:
-            MappingError: the mapping is malformed or out of range, or names a part of a host block that holds no bytes;
-                nothing was moved.
+            MappingError: the mapping is malformed or out of range; nothing was moved.
             CaptureError: a graph is being captured, and transfers are open or the blocks are the host's.
         """
         self.transfers.process.check()
@@ -311,7 +292,7 @@ class CacheEngine:
             uint8 `[n, bytes_per_block]`.
 
         Raises:
-            MappingError: an id is out of range, or names a part of a host block that holds no bytes.
+            MappingError: an id is out of range.
             CaptureError: a graph is being captured.
         """
         self.transfers.check()
@@ -416,13 +397,12 @@ class CacheEngine:
         *,
         prefetch: bool = False,
     ) -> Transfer:
-        self._require(task, after)
         self.transfers.make_room(task.stream, task.num_bytes, on_full)
         if task.stream == "host":
             after_compute = None
         elif after_compute is None:
             after_compute = self.streams.fence()
-        transfer = self.transfers.submit(
+        return self.transfers.submit(
             task.stream,
             task,
             after=after,
@@ -430,8 +410,6 @@ class CacheEngine:
             prefetch=prefetch,
             on_end=partial(self._ended, task),
         )
-        self._note_begun(task, transfer)
-        return transfer
 
     def _run(self, task: Task) -> Transfer:
         on_device = bool(task.device_columns)
@@ -442,9 +420,7 @@ class CacheEngine:
             return self._run_here(task, stream)
         self.transfers.poll()  # what has ended is forgotten, however long only synchronous calls are made
         after = self.transfers.open()
-        self._require(task, after)
         transfer = self.transfers.submit(stream, task, after=after, on_end=partial(self._ended, task))
-        self._note_begun(task, transfer)
         if self.transfers.failed_to_launch(transfer):
             transfer.wait()
         return transfer
@@ -452,32 +428,15 @@ class CacheEngine:
     def _run_here(self, task: Task, stream: StreamName) -> Transfer:
         """Run a task in this thread, when all that is open has ended."""
         self.transfers.synchronize()
-        self._require(task, ())
         transfer = Transfer(self.transfers)
-        # As long as it has not landed, no byte of its destinations can be relied on.
-        transfer.error = BlockyardError("the transfer was interrupted")
-        try:
-            self._note_begun(task, transfer)
-            events = [self.streams.launch(stream, piece) for piece in task.pieces]
-            for event in events:
-                event.synchronize()
-            transfer.error = next((event.error for event in events if event.error is not None), None)
-        finally:
-            self._ended(task, transfer)
+        events = [self.streams.launch(stream, piece) for piece in task.pieces]
+        for event in events:
+            event.synchronize()
+        transfer.error = next((event.error for event in events if event.error is not None), None)
+        self._ended(task, transfer)
         return transfer.wait()
 
-    def _require(self, task: Task, after: Sequence[Transfer]) -> None:
-        """Refuse to read parts of the host's blocks that hold nothing."""
-        if self._fill and task.src == "host":
-            self._fill.require(task.blocks(0), after)
-
-    def _note_begun(self, task: Task, transfer: Transfer) -> None:
-        if self._fill and task.dst == "host":
-            self._fill.begin(transfer, task.blocks(1))
-
     def _ended(self, task: Task, transfer: Transfer) -> None:
-        if self._fill and task.dst == "host":
-            self._fill.end(transfer, landed=transfer.error is None)
         if transfer.error is None and "rows" not in {task.src, task.dst}:
             before = self.counters.get((task.src, task.dst), Traffic(0, 0))
             blocks = task.num_bytes // self.memory.bytes_per_block  # an exchange moves two of a pair

@@ -1,4 +1,4 @@
-"""Mappings of blocks and rows, and of host blocks that hold several device blocks."""
+"""Mappings of blocks and rows, and of chunks of the host that hold several blocks."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ def unequal_pairs(
     to: Literal["small", "large"],
     out: Ids | None = None,
 ) -> Ids:
-    """Pair device blocks with the parts of larger host blocks that hold them, for a swap out or a swap in.
+    """Pair device blocks with the parts of larger host blocks, or chunks, for a swap out or a swap in.
 
-    A host block has `per_block` parts, each as large as a device block. The transfer may begin within the first host
-    block and end within the last one.
+    A chunk has `per_block` parts, each as large as a device block. A copy engine has `host_blocks=per_block * m` for
+    `m` chunks. The transfer may begin within the first chunk and end within the last one. What a part holds is not
+    checked: load only parts that were stored under the chunk's key.
 
     Args:
         small: device block ids in the order of the sequence, int32 or int64 `[n]`.
-        large: ids of the host blocks that hold them, in the same order, int32 or int64 `[m]`.
-        per_block: device blocks in a host block, at least 1.
-        first: part of the first host block where the transfer begins, 0 to `per_block - 1`.
-        last: part of the last host block before which it ends, 1 to `per_block`.
+        large: ids of the chunks that hold them, in the same order, int32 or int64 `[m]`.
+        per_block: device blocks in a chunk, at least 1.
+        first: part of the first chunk where the transfer begins, 0 to `per_block - 1`.
+        last: part of the last chunk before which it ends, 1 to `per_block`.
         to: which side is written: `"large"` stores, `"small"` loads.
         out: int64 `[n, 2]` to be filled and returned.
 
     Returns:
-        `(from, to)`, int64 `[n, 2]`, as `CacheEngine.submit` takes them if the engine was made with
-        `blocks_per_host_block=per_block`. Part `p` of host block `b` has the id `b * per_block + p`.
+        `(from, to)`, int64 `[n, 2]`, as `CacheEngine.submit` takes them. Part `p` of chunk `c` is the host block
+        `c * per_block + p`.
 
     Raises:
-        MappingError: the host blocks hold another number of parts between `first` and `last` than there are device
+        MappingError: the chunks hold another number of parts between `first` and `last` than there are device
             blocks, an offset or id is out of range, or an array has the wrong shape or dtype; nothing was written.
 
-    Source: vLLM 0.33 `vllm/v1/kv_offload` pads the first host block alone and takes the tail of the last for granted.
+    Source: vLLM 0.33 `vllm/v1/kv_offload` pads the first chunk alone and takes the tail of the last for granted.
 
     Example:
-        Load the second half of host block 7 and the first quarter of host block 9:
+        Load the second half of chunk 7 and the first quarter of chunk 9:
 
         >>> import numpy as np
         >>> from blockyard.engine import unequal_pairs

@@ -43,8 +43,6 @@ class Memory:
             transfers wait for the blocks they name.
         device: where the device's tensors live.
         tensors: tensors that exist already, as `layout.views` takes them; made here if None.
-        blocks_per_host_block: device blocks that one host block holds. Host ids then count device blocks: part `p` of
-            host block `b` is `b * blocks_per_host_block + p`.
         pin_memory: whether host and staging memory is page-locked, which needs a CUDA device; by default if there is
             one.
         on_host_failure: what follows where the host's memory cannot be page-locked: an error (`"raise"`), or ordinary
@@ -54,7 +52,7 @@ class Memory:
         tensors: the device's.
         pin_memory: whether host and staging memory is to be page-locked.
         host_pool: owns the host's memory.
-        host_rows: uint8 `[host ids, bytes_per_block]`.
+        host_rows: uint8 `[host_blocks, bytes_per_block]`.
         views: of both tiers; view i of one goes with view i of the other.
 
     Raises:
@@ -73,20 +71,14 @@ class Memory:
         host_blocks: int,
         device: str | torch.device = "cpu",
         tensors: Sequence[Tensor] | None = None,
-        blocks_per_host_block: int | None = None,
         pin_memory: bool | None = None,
         on_host_failure: OnFailure = "raise",
     ) -> None:
-        parts = 1 if blocks_per_host_block is None else blocks_per_host_block
         if device_blocks is None:
             if tensors is None:
                 raise InvalidArgumentError("device_blocks is None, and there are no tensors to count blocks in")
             device_blocks = len(layout.views(tensors)[0])
-        for name, value, least in (
-            ("device_blocks", device_blocks, 1),
-            ("host_blocks", host_blocks, 0),
-            ("blocks_per_host_block", parts, 1),
-        ):
+        for name, value, least in (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0)):
             if not least <= value <= MOST_BLOCKS:
                 raise InvalidArgumentError(f"{name} is {value}, must be {least} to {MOST_BLOCKS}")
         self.layout = layout
@@ -99,12 +91,12 @@ class Memory:
         self.tensors: list[Tensor] = _zeros(layout, device_blocks, self.device) if tensors is None else list(tensors)
         self.host_pool = HostPool.for_device(
             host_blocks,
-            parts * layout.bytes_per_block,
+            layout.bytes_per_block,
             self.device,
             pin_memory=self.pin_memory,
             on_failure=on_host_failure,
         )
-        self.host_rows = self.host_pool.rows.view(-1, layout.bytes_per_block)
+        self.host_rows = self.host_pool.rows
         self.views: dict[EngineTier, list[Tensor]] = {
             "device": layout.views(self.tensors),
             "host": layout.row_views(self.host_rows),
@@ -116,8 +108,7 @@ class Memory:
             raise LayoutError(f"the tensors are on {found.device}, device is {self.device}")
         if len(found) != device_blocks:
             raise LayoutError(f"device_blocks is {device_blocks}, must be {len(found)}, the blocks of the tensors")
-        self._num_blocks: dict[EngineTier, int] = {"device": device_blocks, "host": host_blocks * parts}
-        self._parts = parts
+        self._num_blocks: dict[EngineTier, int] = {"device": device_blocks, "host": host_blocks}
         self._closed = False
         storages = {tensor.untyped_storage() for tensor in self.tensors if tensor.is_cuda}
         regions = {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -127,7 +118,7 @@ class Memory:
         self._take_back.atexit = False
 
     def num_blocks(self, tier: EngineTier) -> int:
-        """Give the number of device blocks that a tier has room for: its ids are below it.
+        """Give the number of blocks of a tier.
 
         Raises:
             BlockyardError: the memory was released.
@@ -139,11 +130,6 @@ class Memory:
         if found is None:
             raise InvalidArgumentError(f"tier {tier!r} is not one of {', '.join(self._num_blocks)}")
         return found
-
-    def wait_for_host(self, end: int) -> None:
-        """Wait until the host blocks with ids below `end` are ready to be copied."""
-        if end:
-            self.host_pool.wait((end - 1) // self._parts + 1)
 
     def run(self, src: EngineTier, dst: EngineTier) -> Run:
         """Give what carries mappings out from one tier to another, or within one; it checks the views once."""

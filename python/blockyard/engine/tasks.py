@@ -72,11 +72,6 @@ class Task(NamedTuple):
         """The columns of the pairs that name blocks of the device."""
         return [column for column, side in enumerate((self.src, self.dst)) if side == "device"]
 
-    def blocks(self, column: int) -> Ids:
-        """Give the blocks that are read (column 0) or written (1); an exchange reads and writes both."""
-        pairs = self.mapping.pairs
-        return np.ascontiguousarray(pairs.reshape(-1) if self.kind == "exchange" else pairs[:, column])
-
 
 def moving(
     memory: Memory, kind: Kind, ids: Ids, tier: EngineTier, *, chunk: int | None, by_layer: bool = False
@@ -105,7 +100,7 @@ def moving(
     num_bytes = len(mapping) * memory.bytes_per_block * (2 if kind == "exchange" else 1)
     for end, side in zip(mapping.reach, (src, dst), strict=True):
         if side == "host":
-            memory.wait_for_host(end)
+            memory.host_pool.wait(end)
     runs, layers = memory.run_by_layer(src, dst) if by_layer else ([], [])
     if runs:
         pieces = [partial(run, mapping) for run in runs]

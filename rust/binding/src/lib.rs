@@ -7,7 +7,6 @@ mod convert;
 mod copy;
 mod decision;
 mod event;
-mod fill;
 mod free_blocks;
 mod locks;
 mod manager;
@@ -33,7 +32,6 @@ mod _core {
     #[pymodule_export]
     use crate::event::PyEventBatch;
     #[pymodule_export]
-    use crate::fill::PyFillMap;
     #[pymodule_export]
     use crate::free_blocks::PyFreeBlocks;
     #[pymodule_export]

@@ -42,4 +42,4 @@ pub use prefix::evict::{Departure, Eviction, Evictor, MAX_PRIORITY, S3FifoSettin
 pub use reuse::ReuseOrder;
 pub use sequence::{BlockExtra, Counts, Demand, HashedPrompt, PrefixHit, PrefixStats, Prompt, TableRows};
 pub use tiers::StoreWrites;
-pub use transfer::{FillMap, Run, Span, StoreJob, merge_runs};
+pub use transfer::{Run, Span, StoreJob, merge_runs};

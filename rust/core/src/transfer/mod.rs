@@ -3,7 +3,6 @@
 //! Invariant: each lease belongs to one ticket or pin, and a ticket fills each block that it is to publish. A leased block
 //! is not freed, moved or given out again until the transfer that reads or writes it has finished.
 
-mod fill;
 mod request;
 mod runs;
 mod span;
@@ -11,7 +10,6 @@ mod step;
 mod store_jobs;
 mod ticket;
 
-pub use fill::FillMap;
 pub(crate) use request::Request;
 pub use runs::{Run, merge_runs};
 pub use span::Span;
