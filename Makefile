@@ -11,7 +11,7 @@
 #       both with GPU_PYTHON=python3: with a wheel that this Python finds, without Rust (CONTRIBUTING.md)
 #   make lint | fmt                check | repair style
 #   make docs                      docs/api.md and the stub's docstrings, from the code
-#   make fuzz [FUZZ_SECONDS=180]   random operations, forged snapshots and slabs, grown by libFuzzer; the
+#   make fuzz [FUZZ_SECONDS=180]   random operations, forged decisions and slabs, grown by libFuzzer; the
 #       targets share the time
 #   make mutants [N=200 SEED=0]    how many of N small changes to the Rust core and store their tests catch
 #   make mutants-python [N=200 SEED=0]  how many of N faults planted in the Python sources their tests catch
@@ -29,7 +29,7 @@ GPU_JSON ?=
 FUZZ_SECONDS ?= 180
 N ?= 200
 SEED ?= 0
-FUZZ_TARGETS := manager snapshot slab
+FUZZ_TARGETS := manager decision slab
 UV_VERSION := 0.13.8
 CARGO_FUZZ_VERSION := 0.13.2
 CARGO_MUTANTS_VERSION := 27.1.0

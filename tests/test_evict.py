@@ -150,20 +150,3 @@ def test_an_unknown_policy_is_refused_with_the_names_that_there_are() -> None:
     assert PrefixCaching(eviction="s3fifo:30:4").eviction == "s3fifo:30:4"
     with pytest.raises(InvalidArgumentError, match='reuse_order is "", must be one of lowest, fifo, lru'):
         new_manager(reuse_order="")
-
-
-@pytest.mark.parametrize("eviction", POLICIES)
-@pytest.mark.parametrize("order", ["lowest", "fifo", "lru"])
-def test_a_snapshot_keeps_both_orders(eviction: str, order: str) -> None:
-    manager = new_manager(device=16, eviction=eviction, reuse_order=order)
-    for first in (0, 100, 0, 200):
-        run(manager, prompt(first, 4), priority=first // 100)
-    manager.free(manager.allocate(counts=[12 * SIZE]))
-    step(manager)
-    again = BlockManager.restore(manager.snapshot())
-    assert again.pool().free_ids().tolist() == manager.pool().free_ids().tolist()
-    assert again.snapshot() == manager.snapshot()
-    for one in (manager, again):
-        one.allocate(counts=[14 * SIZE])
-    lost = [[one.prefix.lookup([*prompt(first, 4), 9]).tokens for first in (0, 100, 200)] for one in (manager, again)]
-    assert lost[0] == lost[1]

@@ -38,10 +38,11 @@ def open_one(manager: BlockManager, tokens: int) -> int:
     return handle
 
 
-def snapshot(manager: BlockManager, *handles: int) -> tuple[object, ...]:
-    free = tuple(manager.pool(tier).num_free for tier in ("device", "host", "external"))
+def seen(manager: BlockManager, *handles: int) -> tuple[object, ...]:
+    """What a caller can see of a manager and of some sequences."""
+    free = tuple(manager.pool(tier).free_ids().tolist() for tier in ("device", "host", "external"))
     rows = tuple((manager.num_tokens(h), manager.tier(h), manager.block_table(h).tolist()) for h in handles)
-    return free, rows, manager.stats().sequences
+    return free, rows, manager.stats()
 
 
 # ---- admission ----
@@ -67,12 +68,12 @@ def test_allocation_itself_may_use_the_watermark():
 def test_a_batch_that_does_not_fit_is_refused_whole_with_the_numbers():
     manager = new_manager(device=8)
     first = open_one(manager, BLOCK)
-    before = snapshot(manager, first)
+    before = seen(manager, first)
     with pytest.raises(OutOfBlocksError, match="asked for 9 device blocks, 7 of 8 are free") as caught:
         manager.allocate(counts=[4 * BLOCK, 5 * BLOCK])
     error = caught.value
     assert (error.tier, error.wanted, error.free, error.total) == ("device", 9, 7, 8)
-    assert snapshot(manager, first) == before
+    assert seen(manager, first) == before
     manager.check()
 
 
@@ -138,12 +139,12 @@ def test_append_is_all_or_nothing():
     manager = new_manager(device=3)
     a, b = (int(handle) for handle in manager.allocate(counts=[BLOCK, BLOCK]))
     settle(manager)
-    before = snapshot(manager, a, b)
+    before = seen(manager, a, b)
     assert not manager.can_append([a, b])
     with pytest.raises(OutOfBlocksError) as caught:
         manager.append([a, b])
     assert (caught.value.wanted, caught.value.free, caught.value.total) == (2, 1, 3)
-    assert snapshot(manager, a, b) == before
+    assert seen(manager, a, b) == before
     manager.check()
 
 
@@ -243,11 +244,11 @@ def test_free_twice_raises_and_changes_nothing():
     manager = new_manager()
     a, b = open_one(manager, 3), open_one(manager, 3)
     manager.free([a])
-    before = snapshot(manager, b)
+    before = seen(manager, b)
     for handles in ([a], [b, a]):
         with pytest.raises(UnknownSequenceError):
             manager.free(handles)
-    assert snapshot(manager, b) == before
+    assert seen(manager, b) == before
     manager.check()
 
 
@@ -264,12 +265,12 @@ def test_a_stale_handle_stays_stale_when_its_row_is_used_again():
 def test_a_handle_that_is_named_twice_is_refused_by_every_batch_call():
     manager = new_manager()
     handle = open_one(manager, 3)
-    before = snapshot(manager, handle)
+    before = seen(manager, handle)
     spill = partial(manager.swap_out, to="external")
     for call in (manager.append, manager.can_append, manager.free, manager.can_swap_out, manager.swap_out, spill):
         with pytest.raises(InvalidArgumentError, match="named twice"):
             call([handle, handle])
-    assert snapshot(manager, handle) == before
+    assert seen(manager, handle) == before
 
 
 def test_abort_and_resubmit_in_one_step_leaves_the_manager_exact():
@@ -325,7 +326,7 @@ def test_a_foreign_a_freed_and_a_forged_handle_are_refused_each_with_its_own_mes
     forged = int(sequence) + 12
     number, others = (int(re.match(r"BlockManager\(number=(\d+)", repr(one))[1]) for one in (mine, other))  # type: ignore[index]
     assert number != others
-    state = mine.snapshot()
+    before = seen(mine, sequence)
     for handle, message in (
         (foreign, f"sequence {foreign!r} belongs to manager {others}, this is manager {number}"),
         (freed, f"sequence {freed!r} has been freed"),
@@ -336,7 +337,7 @@ def test_a_foreign_a_freed_and_a_forged_handle_are_refused_each_with_its_own_mes
         for call in (mine.free, mine.append, mine.fork, mine.num_tokens, mine.block_table, mine.swap_out, truncate):
             with pytest.raises(UnknownSequenceError, match=f"^{re.escape(message)}$"):
                 call(handle)  # type: ignore[operator]
-    assert mine.snapshot() == state
+    assert seen(mine, sequence) == before
     assert mine.num_tokens(sequence) == 3
 
 
@@ -423,10 +424,10 @@ def test_handles_of_a_wrong_kind_are_refused(bad: object):
 def test_token_counts_of_a_wrong_kind_are_refused(bad: object):
     manager = new_manager()
     handle = open_one(manager, 3)
-    before = snapshot(manager, handle)
+    before = seen(manager, handle)
     with pytest.raises(InvalidArgumentError):
         manager.append([handle], bad)
-    assert snapshot(manager, handle) == before
+    assert seen(manager, handle) == before
     manager.check()
 
 
@@ -471,7 +472,7 @@ def test_slots_of_many_sequences_follow_one_another():
 def test_an_output_array_of_the_wrong_size_is_refused():
     manager = new_manager()
     handle = open_one(manager, 9)
-    before = snapshot(manager, handle)
+    before = seen(manager, handle)
     for call in (
         lambda: manager.append([handle], out=np.zeros(2, dtype=np.int64)),
         lambda: manager.append([handle], out=np.zeros(1, dtype=np.int32)),
@@ -481,7 +482,7 @@ def test_an_output_array_of_the_wrong_size_is_refused():
     ):
         with pytest.raises((InvalidArgumentError, TypeError)):
             call()
-    assert snapshot(manager, handle) == before
+    assert seen(manager, handle) == before
 
 
 def test_an_output_array_is_filled_and_returned():

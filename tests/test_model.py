@@ -29,7 +29,7 @@ def calls(kind: type) -> set[str]:
 
 
 # The model is a manager without a prefix cache, of which `prefix_model` says what must hold. It has no call that
-# needs one, nor any for deadlines, pins, defragmentation or snapshots.
+# needs one, nor any for deadlines, pins or defragmentation.
 NOT_MODELLED = {
     "fail",
     "lose",
@@ -39,8 +39,6 @@ NOT_MODELLED = {
     "next_chunk",
     "pins",
     "prefix",
-    "restore",
-    "snapshot",
     "submit",
 }
 

@@ -11,7 +11,6 @@ from blockyard.errors import (
     InvalidArgumentError,
     OutOfBlocksError,
     SequenceStateError,
-    SnapshotError,
     UnknownTicketError,
 )
 
@@ -124,24 +123,18 @@ def test_blocks_of_a_late_transfer_are_quarantined_until_its_event() -> None:
     manager.free([handle])
     assert manager.stats().quarantined_blocks == {"device": 4, "host": 4, "external": 0}
     assert manager.pool("host").num_free == 4, "no other request gets them"
-    with pytest.raises(SnapshotError):
-        manager.snapshot()
     manager.complete(ticket)
     manager.check()
     assert manager.pool("host").num_free == 8
     assert set(manager.stats().quarantined_blocks.values()) == {0}
 
 
-def test_a_snapshot_is_refused_while_a_pin_is_held_and_keeps_the_limit() -> None:
+def test_pins_are_numbered_on_and_none_fit_where_none_may_be() -> None:
+    manager = new_manager()
+    pin = manager.pins.pin(run(manager), 10)
+    manager.pins.unpin(pin)
+    assert manager.pins.pin(run(manager), 10) == pin + 1
     manager = new_manager(max_pinned=0.0)
-    other = new_manager()
-    pin = other.pins.pin(run(other), 10)
-    with pytest.raises(SnapshotError, match="1 tickets are in flight"):
-        other.snapshot()
-    other.pins.unpin(pin)
-    handle = run(other)
-    step(other)
-    assert BlockManager.restore(other.snapshot()).pins.pin(handle, 10) == pin + 1
     handle = run(manager)
     with pytest.raises(OutOfBlocksError):
-        BlockManager.restore(manager.snapshot()).pins.pin(handle, 10)
+        manager.pins.pin(handle, 10)

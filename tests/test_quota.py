@@ -75,18 +75,6 @@ def test_a_lower_quota_holds_at_once_and_none_lets_everything_stay() -> None:
     manager.check()
 
 
-def test_quotas_outlive_a_snapshot() -> None:
-    manager = new_manager()
-    manager.prefix.set_quota(A, 4)
-    manager.prefix.set_quota(None, 2)
-    leave(manager, prompt(1, 3), A)
-    leave(manager, prompt(2, 3), None)
-    other = BlockManager.restore(manager.snapshot())
-    assert (other.prefix.quota(A), other.prefix.quota(None), other.prefix.quota(B)) == ((3, 4), (2, 2), None)
-    leave(other, prompt(3, 3), A)
-    assert other.prefix.quota(A) == (4, 4)
-
-
 def test_a_quota_out_of_range_is_refused_with_the_numbers() -> None:
     manager = new_manager(device=8)
     with pytest.raises(InvalidArgumentError, match="quota is 9, must be at most the device's 8 blocks"):

@@ -1082,8 +1082,7 @@ class BlockManager:
             all groups share the pools. None: one group with full attention.
         prefix_caching: whether prompts share the blocks of earlier prompts that begin alike; True, False or a
             `PrefixCaching` with options.
-        max_open_tickets: open tickets above which `take_decision` warns: a `complete` is probably missing. A manager
-            that `restore` returns has the default.
+        max_open_tickets: open tickets above which `take_decision` warns: a `complete` is probably missing.
     Raises:
         InvalidArgumentError: a size or fraction is out of range, or an option has another name.
 
@@ -1532,25 +1531,6 @@ class BlockManager:
 
         Raises:
             InvariantError: the state contradicts itself, which is a bug in Blockyard.
-        """
-    def snapshot(self) -> bytes:
-        """Return the whole state as bytes, with version and checksum, for `restore` of the same version.
-
-        The bytes describe what the caches hold; they are of use only together with the caches' memory. They contain the
-        keys of cached blocks: protect them as you protect the caches. The order of eviction is kept; what `"s3fifo"`
-        and `"adaptive"` learnt is not.
-
-        Raises:
-            SnapshotError: tickets are open, or this step has transfers.
-        """
-    @staticmethod
-    def restore(data: bytes) -> BlockManager:
-        """Return the manager that `snapshot` wrote. Handles, ticket numbers and event numbers go on.
-
-        Args:
-            data: what `snapshot` returned.
-        Raises:
-            SnapshotError: the bytes are of another version, cut short, damaged, too long, or contradict themselves.
         """
 
 @final

@@ -18,7 +18,6 @@ __all__ = [
     "OutOfMemoryError",
     "PageLockError",
     "SequenceStateError",
-    "SnapshotError",
     "StepOrderError",
     "StoreError",
     "StoreFullError",
@@ -161,10 +160,6 @@ class UnsupportedModelError(BlockyardError):
 
 class WorkerError(BlockyardError):
     """A worker process has ended, has failed or does not answer; the message names it and says why."""
-
-
-class SnapshotError(BlockyardError):
-    """Tickets are open, or bytes are no snapshot that this version can trust; nothing was changed."""
 
 
 class InvariantError(BlockyardError):

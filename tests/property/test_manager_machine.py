@@ -1,6 +1,6 @@
 """`BlockManager` beside the reference model at random, and the proof that the machine sees it go wrong."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import noticing
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import settings
 from numpy.typing import NDArray
 
-from blockyard import BlockManager, Pairs, StepDecision
+from blockyard import Pairs, StepDecision
 from blockyard.testing import Config, LateMemory, ReferenceManager
-from blockyard.testing.interfaces import Counts, Handles, ManagerLike, TierName
+from blockyard.testing.interfaces import Counts, Handles, TierName
 from blockyard.testing.machines import manager_machine, run_state_machine_as_test
 from blockyard.testing.model import ReferencePool
 from blockyard.testing.model_state import Row
@@ -27,32 +27,6 @@ def budget(steps: int) -> settings:
 
 def test_the_manager_does_what_the_model_does(steps: int):
     run_state_machine_as_test(manager_machine(), settings=budget(steps))
-
-
-def restored(manager: ManagerLike) -> BlockManager:
-    assert isinstance(manager, BlockManager)
-    return BlockManager.restore(manager.snapshot())
-
-
-def skips_a_ticket(manager: ManagerLike) -> ManagerLike:
-    again = restored(manager)
-    again.take_decision()
-    return again
-
-
-def loses_sequences(manager: ManagerLike) -> ManagerLike:
-    again = restored(manager)
-    return BlockManager(
-        block_size=again.block_size,
-        device_blocks=again.pool().num_blocks,
-        host_blocks=again.pool("host").num_blocks,
-        external_blocks=again.pool("external").num_blocks,
-    )
-
-
-@pytest.mark.parametrize("restore", [skips_a_ticket, loses_sequences])
-def test_a_restart_that_does_not_go_on_equally_is_noticed(restore: Callable[[ManagerLike], ManagerLike]):
-    assert_noticed(manager_machine(restore=restore))
 
 
 class HighestFirst(ReferenceManager):

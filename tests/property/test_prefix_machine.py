@@ -24,11 +24,6 @@ EVICTIONS = ["lru", "s3fifo", "arc", "lfu", "adaptive", "priority"]
 assert_noticed = partial(noticing.assert_noticed, step_count=STEP_COUNT)
 
 
-def restored(manager: PrefixManagerLike) -> PrefixManagerLike:
-    assert isinstance(manager, BlockManager)
-    return BlockManager.restore(manager.snapshot())
-
-
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_every_hit_is_what_was_computed(eviction: str, steps: int):
     def make(config: Config, events: int) -> PrefixManagerLike:
@@ -37,7 +32,7 @@ def test_every_hit_is_what_was_computed(eviction: str, steps: int):
     budget = settings(
         max_examples=max(1, -(-steps // STEP_COUNT // len(EVICTIONS))), stateful_step_count=STEP_COUNT, deadline=None
     )
-    run_state_machine_as_test(prefix_machine(make, restore=restored), settings=budget)
+    run_state_machine_as_test(prefix_machine(make), settings=budget)
 
 
 # ---- managers with a bug ----
@@ -134,15 +129,6 @@ class ForgetsLosses(Around):
 )
 def test_a_prefix_cache_with_a_bug_is_noticed(buggy: Callable[[Config, int], PrefixManagerLike]):
     assert_noticed(prefix_machine(buggy))
-
-
-def test_a_manager_that_forgets_its_cache_in_a_snapshot_is_noticed():
-    def forgetful(manager: PrefixManagerLike) -> PrefixManagerLike:
-        again = restored(manager)
-        again.prefix.reset()
-        return again
-
-    assert_noticed(prefix_machine(restore=forgetful))
 
 
 @pytest.mark.parametrize("kind", ["copy", "swap_out", "spill"])

@@ -178,7 +178,6 @@ class Program:
             assert self.interrupt.where
             assert prefixes.forget()
         self.manager.check()
-        self.manager.snapshot()
         for tier, blocks in BLOCKS.items():
             assert self.manager.pool(tier).num_free == blocks, tier
         handles = [int(handle) for handle in self.manager.allocate(counts=[32, 32])]

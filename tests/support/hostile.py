@@ -307,7 +307,6 @@ VALID: dict[str, Any] = {
     "BlockManager.append.block_tables": lambda: np.zeros((1, 8), np.int32),
     "BlockManager.fork.num_tokens": None,
     "BlockManager.fork.shared_tokens": None,
-    "BlockManager.restore.data": lambda: quiet().snapshot(),
     "BlockObserver.commit.plan": lambda manager: manager.plan("max_id", 3),
     "BlockObserver.fragmentation.sequences": [[1, 2]],
     "BlockObserver.plan_all.sequences": [[1, 2]],
@@ -362,10 +361,6 @@ V0_BLOCK = {"block", "blocks"}
 LEFT_OUT = {
     "OnlineDefragmenter.initialize": "it takes tensors",
 }
-
-
-def quiet() -> blockyard.BlockManager:
-    return blockyard.BlockManager(block_size=4, device_blocks=16)
 
 
 def v0_device(name: str) -> Any:

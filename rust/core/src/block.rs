@@ -120,11 +120,6 @@ pub struct Block {
 const _: () = assert!(size_of::<Block>() == 20, "the loops over runs of blocks rely on small blocks");
 
 impl Block {
-    /// A block of a snapshot.
-    pub(crate) fn restored(generation: u32, refs: u32) -> Self {
-        Self { refs, generation, ..Self::default() }
-    }
-
     /// What the block is used for.
     #[must_use]
     pub fn state(self) -> BlockState {

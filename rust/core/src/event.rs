@@ -10,15 +10,13 @@ use crate::memory;
 use crate::pool::Pool;
 pub use crate::prefix::Reason;
 use crate::prefix::{Removal, Ring};
-use crate::snapshot::MAX_COUNT;
-use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 
 /// Most events that may be asked to wait: they take about 2 GB.
 pub const MAX_EVENTS: usize = 1 << 24;
 
 /// The event that published a block, which the events of its copies repeat.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PublishedEvent {
     key: ExportedKey,
     parent: Option<ExportedKey>,
@@ -35,7 +33,7 @@ impl Default for PublishedEvent {
 }
 
 /// One change of what can be found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
     /// A block can be found by its key.
     Stored {
@@ -109,17 +107,6 @@ pub(crate) struct Events {
     keys: [Vec<PublishedEvent>; 3],
     /// The last key exported: mostly the parent of the next.
     last: Option<(Chain, ExportedKey)>,
-}
-
-/// What of the events outlives the process.
-#[derive(Serialize, Deserialize)]
-pub(crate) struct EventsImage {
-    capacity: usize,
-    next: u64,
-    taken: u64,
-    waiting: Vec<Event>,
-    /// Exported keys of the published blocks.
-    keys: Vec<(Tier, BlockId, PublishedEvent)>,
 }
 
 impl Events {
@@ -265,35 +252,6 @@ impl Events {
         let published = (0..).map(BlockId).take(pool.extent()).filter(|&block| pool.block(block).is_published());
         let missing = published.into_iter().find(|block| all && !last.contains_key(block));
         last.iter().find(|&(&block, event)| found(block) != *event).map(|(&block, _)| block).or(missing)
-    }
-
-    /// What a snapshot keeps.
-    pub(crate) fn image(&mut self, pools: &mut [Pool; 3]) -> EventsImage {
-        self.gather(pools);
-        let mut keys = Vec::new();
-        for pool in pools {
-            let blocks = (0..).map(BlockId).zip(&self.keys[pool.tier().index()]);
-            let published = blocks.filter(|(block, _)| pool.block(*block).is_published());
-            keys.extend(published.map(|(block, key)| (pool.tier(), block, *key)));
-        }
-        let waiting = self.ring.items.iter().copied().collect();
-        EventsImage { capacity: self.ring.capacity, next: self.ring.next, taken: self.taken, waiting, keys }
-    }
-
-    /// The events of a snapshot, over its pools.
-    pub(crate) fn restore(image: EventsImage, pools: &mut [Pool; 3]) -> std::result::Result<Self, String> {
-        let EventsImage { capacity, next, taken, waiting, keys } = image;
-        let mut events = Self::new(capacity, pools).map_err(|error| error.to_string())?;
-        if waiting.len() > capacity || next > MAX_COUNT || taken.saturating_add(waiting.len() as u64) > next {
-            return Err(format!("{} of {next} events wait, {taken} were taken", waiting.len()));
-        }
-        for (tier, block, key) in keys {
-            let known = events.keys[tier.index()].get_mut(block.index());
-            *known.ok_or_else(|| format!("events of {tier} block {block}, which is not there"))? = key;
-        }
-        events.ring.items = waiting.into();
-        (events.ring.next, events.taken) = (next, taken);
-        Ok(events)
     }
 }
 

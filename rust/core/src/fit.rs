@@ -44,10 +44,6 @@ impl Share {
         Ok(share)
     }
 
-    pub(crate) fn fraction(self) -> f64 {
-        self.fraction
-    }
-
     #[inline]
     pub(crate) fn blocks(self) -> usize {
         self.blocks

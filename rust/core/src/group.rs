@@ -5,7 +5,6 @@
 
 use crate::error::{Error, Result};
 use crate::id::BlockId;
-use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// Stands in block tables for what is no longer needed.
@@ -18,7 +17,7 @@ pub const MAX_GROUPS: usize = 16;
 pub(crate) const MAX_PASSED: usize = 1 << 24;
 
 /// What the layers of one cache group need of the tokens before.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Group {
     /// All of them.
     Full,

@@ -6,7 +6,6 @@
 //! stream. The two are types of their own and never compared.
 
 use crate::error::{Error, Result};
-use serde::{Deserialize, Serialize};
 use sha2::digest::generic_array::GenericArray;
 use sha2::digest::typenum::U64;
 use sha2::{Digest, Sha256};
@@ -76,7 +75,7 @@ impl Key {
 }
 
 /// Key that leaves the process: the SHA-256 digest of the stream up to a block's end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ExportedKey(pub [u8; 32]);
 
 /// What a sequence's keys depend on beside its tokens.

@@ -49,7 +49,7 @@ impl fmt::Display for Tier {
 }
 
 /// One block of one tier.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct BlockId(pub u32);
 
@@ -69,7 +69,7 @@ impl fmt::Display for BlockId {
 
 /// A sequence: the manager's number, a row of its table store and that row's generation. So a handle of another manager,
 /// or one kept past `free`, is recognised and never means another sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct SequenceId(pub u64);
 

@@ -22,7 +22,6 @@ pub mod prefix;
 pub mod reuse;
 mod ring;
 mod sequence;
-pub mod snapshot;
 mod tiers;
 pub mod transfer;
 

@@ -32,29 +32,14 @@ pub(crate) struct Pins {
 }
 
 impl Pins {
-    /// No pins, and the number of the next one.
-    pub(crate) fn new(limit: Share, next: u64) -> Self {
-        Self { limit, next, held: BTreeMap::new(), counts: HashMap::new(), late: BTreeSet::new() }
+    /// No pins.
+    pub(crate) fn new(limit: Share) -> Self {
+        Self { limit, next: 1, held: BTreeMap::new(), counts: HashMap::new(), late: BTreeSet::new() }
     }
 
-    /// Number of the next pin.
-    pub(crate) fn next(&self) -> u64 {
-        self.next
-    }
-
-    /// Device blocks that may be pinned at once.
-    pub(crate) fn limit(&self) -> Share {
-        self.limit
-    }
-
-    /// As [`Pins::limit`], to be changed; pins that are held stay.
+    /// Device blocks that may be pinned at once, to be changed; pins that are held stay.
     pub(crate) fn limit_mut(&mut self) -> &mut Share {
         &mut self.limit
-    }
-
-    /// Pins that are held.
-    pub(crate) fn len(&self) -> usize {
-        self.held.len()
     }
 
     /// Pinned device blocks.
@@ -160,14 +145,14 @@ mod tests {
     #[test]
     fn a_submitted_pin_outlives_its_deadline_and_another_does_not() {
         let mut tiers = Tiers::new([4, 0, 0], 1, true, false, Policies::default()).unwrap();
-        let mut pins = Pins::new(Share::new("max_pinned", 0.5, 4).unwrap(), 1);
+        let mut pins = Pins::new(Share::new("max_pinned", 0.5, 4).unwrap());
         let mut blocks = Vec::new();
         tiers.take(Tier::Device, 3, false, &mut blocks);
         assert!(pins.pin(&mut tiers, blocks.clone(), 5).is_err(), "more than half of the blocks");
         let one = pins.pin(&mut tiers, blocks[..1].to_vec(), 5).unwrap();
         let other = pins.pin(&mut tiers, blocks[..2].to_vec(), 5).unwrap();
         pins.mark_submitted(other).unwrap();
-        assert_eq!((pins.len(), pins.num_blocks(), pins.leases().count()), (2, 2, 3));
+        assert_eq!((pins.held.len(), pins.num_blocks(), pins.leases().count()), (2, 2, 3));
         assert_eq!(pins.expire(&mut tiers, 4), []);
         assert_eq!(pins.expire(&mut tiers, 5), [one]);
         assert_eq!(pins.quarantined().collect::<Vec<_>>(), blocks[..2]);

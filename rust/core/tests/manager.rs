@@ -84,7 +84,6 @@ pub(crate) struct World {
     events: u64,
     pins: Vec<keep::Held>,
     jobs: store::Jobs,
-    has_store: bool,
     /// How far the device's last change of size had come.
     resized: Resize,
     trace: trace::Trace,
@@ -126,7 +125,6 @@ impl World {
             events: 0,
             pins: vec![],
             jobs: store::Jobs::default(),
-            has_store: store.is_some(),
             resized,
             trace: trace::Trace::default(),
         }
@@ -423,10 +421,10 @@ impl World {
             Op::Return { pick, lost, tokens } => {
                 self.pick(pick, 1).into_iter().for_each(|s| self.come_back(s, lost, tokens));
             }
-            Op::Snapshot => self.snapshot(),
             Op::Resize(n) => self.resize(n),
         }
         self.manager.check().unwrap();
+        assert!(self.manager.open_tickets().eq(self.tickets.keys().copied()));
         self.follow();
         self.watch_pins();
         self.give_back();

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from blockyard._core import AllocStatus, BlockManager, Pairs
-from blockyard.errors import InvalidArgumentError, SnapshotError
 from blockyard.testing.interfaces import Config, ManagerLike, TierName
 from blockyard.testing.machines.record import RecordingMachine
 from blockyard.testing.machines.side_by_side import (
@@ -58,14 +57,12 @@ class ManagerMachine(SideBySide, RecordingMachine):
 
     Attributes:
         make_manager: makes the manager under test; `manager_machine` sets it.
-        restore: makes a manager from one that has nothing under way; None for managers that cannot.
         make_memory: makes the memory that decisions run on; override it to plant a fault.
         same_ids: whether the manager must choose the same blocks as the model. If not, the tables, decisions and
             errors' numbers are not compared; tokens, free blocks and lengths still are.
     """
 
     make_manager: ClassVar[Callable[[Config], ManagerLike]]
-    restore: ClassVar[Callable[[ManagerLike], ManagerLike] | None] = None
     make_memory: ClassVar[Callable[[Config], LateMemory]] = LateMemory
 
     @initialize(config=configs(), lengths=_lengths)
@@ -302,23 +299,6 @@ class ManagerMachine(SideBySide, RecordingMachine):
             strange = [Pairs("device", "host", np.array([[0, 1000]]))]
             self.both(lambda m: m.complete(ticket, strange), lambda m: m.complete(ticket, strange))
 
-    @rule(settled=st.booleans())
-    def restart(self, settled: bool) -> None:  # noqa: FBT001 (drawn)
-        """Go on with a manager made from a snapshot, if one can be taken; the model and the memory stay."""
-        restore = type(self).restore
-        if restore is None:
-            return
-        if settled:
-            self.step(everyone=False, lost=[])
-            self.settle(keep=0)
-        try:
-            self.manager = self.record.watch(restore(self.record.unwrap(self.manager)))
-        except SnapshotError:
-            if settled:
-                raise
-            return
-        same("tickets in flight at a snapshot", self.tickets, [])
-
     # ---- what must hold ----
 
     @invariant()
@@ -358,15 +338,12 @@ def manager_machine(
     factory: Callable[[Config], ManagerLike] | None = None,
     *,
     same_ids: bool = True,
-    restore: Callable[[ManagerLike], ManagerLike] | None = None,
 ) -> type[ManagerMachine]:
     """Make a machine for a manager.
 
     Args:
-        factory: makes the manager under test; Blockyard's own if not given, which then is also restored from its
-            snapshots.
+        factory: makes the manager under test; Blockyard's own if not given.
         same_ids: whether it must choose the same block ids as the reference model, lowest first.
-        restore: makes a manager from one that has nothing under way, which raises `SnapshotError` if it has.
 
     Returns:
         A state machine; its `TestCase` runs under pytest and unittest.
@@ -379,17 +356,4 @@ def manager_machine(
         >>> run_state_machine_as_test(machine, settings=settings(max_examples=2, deadline=None, database=None))
     """
     made = factory or (lambda config: BlockManager(**config.arguments()))
-    again = restore or (_restored if factory is None else None)
-    members = {
-        "make_manager": staticmethod(made),
-        "same_ids": same_ids,
-        "restore": staticmethod(again) if again else None,
-    }
-    return type("ManagerMachineOf", (ManagerMachine,), members)
-
-
-def _restored(manager: ManagerLike) -> ManagerLike:
-    if not isinstance(manager, BlockManager):
-        message = f"the manager is a {type(manager).__name__}, `restore` must say how to make one"
-        raise InvalidArgumentError(message)
-    return BlockManager.restore(manager.snapshot())
+    return type("ManagerMachineOf", (ManagerMachine,), {"make_manager": staticmethod(made), "same_ids": same_ids})

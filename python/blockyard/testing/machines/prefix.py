@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from blockyard._core import BlockManager, Pairs, PrefixCaching, StepDecision
-from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfBlocksError, SequenceStateError, SnapshotError
+from blockyard.errors import BlockyardError, OutOfBlocksError, SequenceStateError
 from blockyard.testing.interfaces import Config, PrefixManagerLike, TierName
 from blockyard.testing.machines.record import RecordingMachine
 from blockyard.testing.machines.side_by_side import MOST_OPEN
@@ -61,17 +61,14 @@ class PrefixMachine(RecordingMachine):
     Hits must be of tokens that were computed under the same salt, and be read back as such; what a sequence has
     published must be found while the sequence has it; counters, free blocks and events must say the same. Tokens that
     are computed from garbage are garbage, so what was published too early is read back wrongly. Transfers run as late
-    as the decisions allow, and some fail. Where nothing is under way, the manager is made from its snapshot, and
-    must be what it was and go on.
+    as the decisions allow, and some fail.
 
     Attributes:
         make_manager: makes the manager under test, which keeps so many events; `prefix_machine` sets it.
-        restore: makes a manager like one that has nothing under way; None for managers that cannot.
         make_memory: makes the memory that decisions run on; override it to plant a fault.
     """
 
     make_manager: ClassVar[Callable[[Config, int], PrefixManagerLike]]
-    restore: ClassVar[Callable[[PrefixManagerLike], PrefixManagerLike] | None] = None
     make_memory: ClassVar[Callable[[Config], LateMemory]] = LateMemory
 
     def __init__(self) -> None:
@@ -254,11 +251,11 @@ class PrefixMachine(RecordingMachine):
         cached: Literal["move", "drop", "exchange"],
     ) -> None:
         """Decide moves within the device, which nobody notices before their ticket is completed."""
-        free, tables = self.manager.pool("device").num_free, self.describe()[0]
+        free, tables = self.manager.pool("device").num_free, self.tables()
         report = self.manager.defrag.run(goal, number, max_moves=most, cached=cached)
         _at_most("moves", report.planned, most)
         _same("free device blocks", self.manager.pool("device").num_free, free - report.planned)
-        _same("tables", self.describe()[0], tables)
+        _same("tables", self.tables(), tables)
 
     @rule(lost=_losses)
     def step(self, lost: list[int]) -> None:
@@ -302,22 +299,6 @@ class PrefixMachine(RecordingMachine):
             self.model.computed.clear()
             _same("cached blocks", self.manager.stats().cached_blocks["device"], 0)
 
-    @rule(settled=st.booleans())
-    def restart(self, settled: bool) -> None:  # noqa: FBT001 (drawn)
-        """Go on with a manager made from a snapshot, if one can be taken."""
-        restore = type(self).restore
-        if restore is None:
-            return
-        if settled:
-            self.rest()
-        before = self.describe()
-        try:
-            self.manager = self.record.watch(restore(self.record.unwrap(self.manager)))
-        except SnapshotError:
-            if settled:
-                raise
-        _same("the manager from its snapshot", self.describe(), before)
-
     # ---- what must hold ----
 
     @invariant()
@@ -358,18 +339,10 @@ class PrefixMachine(RecordingMachine):
 
     # ---- helpers ----
 
-    def describe(self) -> list[object]:
-        """What a manager made from a snapshot must have kept."""
+    def tables(self) -> list[tuple[TierName, list[int]]]:
+        """Tier and block table of each sequence."""
         handles = [sequence.handle for sequence in self.sequences]
-        tables = [(self.manager.tier(handle), self.manager.block_table(handle).tolist()) for handle in handles]
-        cached = [
-            self.manager.prefix.lookup(tokens, salt=salt).tokens
-            for salt, tokens in sorted(self.model.computed, key=repr)
-        ]
-        stats = self.manager.stats()
-        counters = (stats.prompts, stats.hit_blocks, stats.missed_blocks, stats.hit_tokens, stats.missed_tokens)
-        others = (stats.merged_blocks, stats.loaded_blocks, stats.cached_blocks, stats.evicted_blocks)
-        return [tables, cached, counters, others, [self.manager.pool(tier).num_free for tier in TIERS]]
+        return [(self.manager.tier(handle), self.manager.block_table(handle).tolist()) for handle in handles]
 
     def chosen(self, picks: Sequence[int]) -> list[_Tracked]:
         """Different live sequences for some numbers."""
@@ -440,15 +413,12 @@ class PrefixMachine(RecordingMachine):
 
 def prefix_machine(
     factory: Callable[[Config, int], PrefixManagerLike] | None = None,
-    *,
-    restore: Callable[[PrefixManagerLike], PrefixManagerLike] | None = None,
 ) -> type[PrefixMachine]:
     """Make a machine for a manager with a prefix cache.
 
     Args:
         factory: makes the manager under test, from its sizes and how many events it is to keep; Blockyard's own if not
-            given, which then is also restored from its snapshots.
-        restore: makes a manager from one that has nothing under way, which raises `SnapshotError` if it has.
+            given.
 
     Returns:
         A state machine; its `TestCase` runs under pytest and unittest.
@@ -460,24 +430,15 @@ def prefix_machine(
         >>> def make(config, events):
         ...     caching = PrefixCaching(max_events=events, eviction="s3fifo")
         ...     return BlockManager(**config.arguments(), prefix_caching=caching)
-        >>> machine = prefix_machine(make, restore=lambda manager: BlockManager.restore(manager.snapshot()))
+        >>> machine = prefix_machine(make)
         >>> run_state_machine_as_test(machine, settings=settings(max_examples=2, deadline=None, database=None))
     """
     made = factory or _made
-    again = restore or (_restored if factory is None else None)
-    members = {"make_manager": staticmethod(made), "restore": staticmethod(again) if again else None}
-    return type("PrefixMachineOf", (PrefixMachine,), members)
+    return type("PrefixMachineOf", (PrefixMachine,), {"make_manager": staticmethod(made)})
 
 
 def _made(config: Config, events: int) -> BlockManager:
     return BlockManager(**config.arguments(), prefix_caching=PrefixCaching(max_events=events))
-
-
-def _restored(manager: PrefixManagerLike) -> PrefixManagerLike:
-    if not isinstance(manager, BlockManager):
-        message = f"the manager is a {type(manager).__name__}, `restore` must say how to make one"
-        raise InvalidArgumentError(message)
-    return BlockManager.restore(manager.snapshot())
 
 
 def _same(what: str, found: object, expected: object) -> None:

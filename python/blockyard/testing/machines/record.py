@@ -60,10 +60,6 @@ class Record:
         """Wrap a manager, so that the calls that change it are recorded; everything else passes through."""
         return _Recorded(manager, self)
 
-    def unwrap(self, manager: Any) -> Any:
-        """The manager that `watch` wrapped."""
-        return manager._inner if type(manager) is _Recorded else manager  # noqa: SLF001 (of this module)
-
     def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Make a call of the manager and note it."""
         if name not in CALLS:

@@ -12,7 +12,6 @@ mod classes {
     import_exception!(blockyard.errors, OutOfBlocksError);
     import_exception!(blockyard.errors, OutOfMemoryError);
     import_exception!(blockyard.errors, SequenceStateError);
-    import_exception!(blockyard.errors, SnapshotError);
     import_exception!(blockyard.errors, UnknownSequenceError);
     import_exception!(blockyard.errors, UnknownTicketError);
 }
@@ -41,7 +40,6 @@ pub(crate) fn to_py(error: Error) -> PyErr {
         Error::NotInTicket { .. } | Error::BadMapping { .. } | Error::BadDecision { .. } => {
             classes::MappingError::new_err(message)
         }
-        Error::Busy { .. } | Error::BadSnapshot { .. } => classes::SnapshotError::new_err(message),
         Error::OutOfMemory { wanted } => classes::OutOfMemoryError::new_err((message, wanted)),
         Error::Broken { .. } => classes::InvariantError::new_err(message),
         _ => classes::InvalidArgumentError::new_err(message),

@@ -36,7 +36,7 @@ use crate::manager::stats::PyManagerStats;
 use blockyard_core::{self as core, BlockId, Config, Demand, Manager, SequenceId, TableRows, Tier};
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::types::PyTuple;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 
 /// Slots of one call that are many: whether there are blocks is asked before memory for the slots is taken.
@@ -72,8 +72,7 @@ fn next_number() -> u16 {
 ///         all groups share the pools. None: one group with full attention.
 ///     prefix_caching: whether prompts share the blocks of earlier prompts that begin alike; True, False or a
 ///         `PrefixCaching` with options.
-///     max_open_tickets: open tickets above which `take_decision` warns: a `complete` is probably missing. A manager
-///         that `restore` returns has the default.
+///     max_open_tickets: open tickets above which `take_decision` warns: a `complete` is probably missing.
 /// Raises:
 ///     InvalidArgumentError: a size or fraction is out of range, or an option has another name.
 ///
@@ -92,10 +91,6 @@ pub(crate) struct PyBlockManager {
 }
 
 impl PyBlockManager {
-    fn from_core(manager: Manager, max_open_tickets: u32) -> Self {
-        Self { shared: Shared::new(manager), open_tickets: OpenTickets::new(max_open_tickets) }
-    }
-
     fn lock(&self) -> Guard<'_, Manager> {
         self.shared.lock()
     }
@@ -152,7 +147,7 @@ impl PyBlockManager {
         if let CachingOptions::On(options) = prefix_caching {
             options.apply(&mut manager)?;
         }
-        Ok(Self::from_core(manager, max_open_tickets))
+        Ok(Self { shared: Shared::new(manager), open_tickets: OpenTickets::new(max_open_tickets) })
     }
 
     /// Token slots in a block.
@@ -866,30 +861,6 @@ impl PyBlockManager {
     ///     InvariantError: the state contradicts itself, which is a bug in Blockyard.
     fn check(&self) -> PyResult<()> {
         self.lock().check().map_err(to_py)
-    }
-
-    /// Return the whole state as bytes, with version and checksum, for `restore` of the same version.
-    ///
-    /// The bytes describe what the caches hold; they are of use only together with the caches' memory. They contain the
-    /// keys of cached blocks: protect them as you protect the caches. The order of eviction is kept; what `"s3fifo"`
-    /// and `"adaptive"` learnt is not.
-    ///
-    /// Raises:
-    ///     SnapshotError: tickets are open, or this step has transfers.
-    fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let bytes = py.detach(|| self.lock().snapshot()).map_err(to_py)?;
-        Ok(PyBytes::new(py, &bytes))
-    }
-
-    /// Return the manager that `snapshot` wrote. Handles, ticket numbers and event numbers go on.
-    ///
-    /// Args:
-    ///     data: what `snapshot` returned.
-    /// Raises:
-    ///     SnapshotError: the bytes are of another version, cut short, damaged, too long, or contradict themselves.
-    #[staticmethod]
-    fn restore(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
-        py.detach(|| Manager::restore(data)).map(|manager| Self::from_core(manager, open_tickets::MOST)).map_err(to_py)
     }
 
     fn __repr__(&self) -> String {

@@ -10,9 +10,6 @@ use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-/// Open tickets above which `take_decision` warns, if nothing else is said.
-pub(crate) const MOST: u32 = 16;
-
 /// Tickets that the warning names.
 const NAMED: usize = 8;
 

@@ -1,11 +1,13 @@
 //! What a scheduler gets back once a step: typed pairs of block ids. See `docs/decisions/0001-step-decision.md`.
 
+mod envelope;
 mod wire;
 
 use crate::id::{TicketId, Tier};
 use serde::{Deserialize, Serialize};
 
-pub use wire::{DECISION_VERSION, MAX_DECISION_BYTES};
+pub use envelope::DECISION_VERSION;
+pub use wire::MAX_DECISION_BYTES;
 
 /// What a transfer is for. The order of the variants is the order in which one step's transfers are safe to run:
 /// reads of device blocks first, then loads, then copies; new tokens write last.

@@ -1,18 +1,13 @@
 //! A decision as bytes, so that one scheduler drives many workers; see `docs/decisions/0013-layouts-and-mappings.md`.
 
+use super::envelope::{Contents, seal, unseal};
 use super::{Kind, Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{TicketId, Tier};
-use crate::snapshot::envelope::{Contents, Envelope};
 use serde::{Deserialize, Serialize};
-
-/// Version of the payload: any change of what a decision holds needs another.
-pub const DECISION_VERSION: u32 = 2;
 
 /// Bytes of the longest decision that is written or read.
 pub const MAX_DECISION_BYTES: usize = 1 << 28;
-
-const ENVELOPE: Envelope = Envelope { magic: b"BLKYSTEP", version: DECISION_VERSION };
 
 #[derive(Serialize, Deserialize)]
 struct Image {
@@ -30,7 +25,7 @@ impl StepDecision {
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let Self { ticket, after, transfers, prefetch } = self.clone();
         let image = Image { ticket, after, transfers, prefetch };
-        let bytes = image.check().and_then(|()| ENVELOPE.seal(&image)).and_then(|bytes| within(bytes.len(), bytes));
+        let bytes = image.check().and_then(|()| seal(&image)).and_then(|bytes| within(bytes.len(), bytes));
         bytes.map_err(|what| Error::BadDecision { what })
     }
 
@@ -41,7 +36,7 @@ impl StepDecision {
     /// twice between the same tiers, tiers that the kind does not join, a block that is written twice or, within one
     /// tier, copied and written too, a wait for a later ticket.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let image: Contents<Image> = within(bytes.len(), bytes).and_then(|bytes| ENVELOPE.unseal(bytes));
+        let image: Contents<Image> = within(bytes.len(), bytes).and_then(unseal);
         let checked = image.and_then(|image| image.check().map(|()| image));
         let Image { ticket, after, transfers, prefetch } = checked.map_err(|what| Error::BadDecision { what })?;
         Ok(Self { ticket, after, transfers, prefetch })
@@ -124,7 +119,7 @@ mod tests {
     /// The refusal of a decision that was sealed without being checked, as a forger would.
     fn refusal(transfers: Vec<(Kind, Pairs)>, after: Vec<TicketId>) -> String {
         let image = Image { ticket: TicketId(5), after, transfers, prefetch: false };
-        let read = StepDecision::from_bytes(&ENVELOPE.seal(&image).unwrap()).unwrap_err();
+        let read = StepDecision::from_bytes(&seal(&image).unwrap()).unwrap_err();
         let Image { ticket, after, transfers, prefetch } = image;
         assert_eq!(StepDecision { ticket, after, transfers, prefetch }.to_bytes().unwrap_err(), read);
         read.to_string()
@@ -171,7 +166,7 @@ mod tests {
         let mut payload = vec![1u8, 0, 1, 1, 0, 1];
         payload.extend([0x80; 8]);
         payload.push(0x40);
-        let mut bytes = ENVELOPE.seal(&()).unwrap();
+        let mut bytes = seal(&()).unwrap();
         bytes.truncate(20);
         bytes[12] = u8::try_from(payload.len()).unwrap();
         bytes.extend(payload);

@@ -14,7 +14,6 @@ use crate::occupancy::{Occupancy, Tracker};
 use crate::sequence::Sequences;
 use crate::tiers::Tiers;
 use crate::transfer::{PendingMoves, PendingRehome, Step, View};
-use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
 /// What becomes of cached blocks that are in the way and that no sequence uses.
@@ -83,7 +82,7 @@ pub struct Moves {
 }
 
 /// Counters of moves since the manager was made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MoveStats {
     /// Blocks that lie elsewhere now.
     pub done: u64,
@@ -91,12 +90,6 @@ pub struct MoveStats {
     pub cancelled: u64,
     /// Moves whose bytes did not land; their blocks stayed.
     pub failed: u64,
-}
-
-impl MoveStats {
-    pub(crate) fn counters(self) -> [u64; 3] {
-        [self.done, self.cancelled, self.failed]
-    }
 }
 
 /// How the blocks of the device lie.
@@ -134,11 +127,6 @@ pub(crate) struct Defrag {
 }
 
 impl Defrag {
-    /// No goals yet; moves of a snapshot's manager count on.
-    pub(crate) fn resume(stats: MoveStats) -> Self {
-        Self { stats, ..Self::default() }
-    }
-
     pub(crate) fn stats(&self) -> MoveStats {
         self.stats
     }
@@ -291,15 +279,10 @@ impl Defrag {
         }
         find_rows(sequences, &mut landed);
         for Landed { from, to, index, refs, rows } in landed {
-            // After a snapshot with forged keys a block may be at different places of tables.
-            if rows.len() == refs {
-                tiers.finish_move(from, to);
-                sequences.replace(from, to, &rows, index);
-                self.stats.done += 1;
-            } else {
-                tiers.cancel_move(from, to);
-                self.stats.cancelled += 1;
-            }
+            debug_assert_eq!(rows.len(), refs, "references that no table has");
+            tiers.finish_move(from, to);
+            sequences.replace(from, to, &rows, index);
+            self.stats.done += 1;
         }
     }
 }
@@ -332,10 +315,8 @@ fn find_rows(sequences: &Sequences, landed: &mut [Landed]) {
         one.rows.clear();
         for (id, row) in sequences.on_device() {
             if let Some(index) = row.table.iter().position(|&block| block == one.from) {
-                if one.rows.is_empty() || one.index == index {
-                    one.index = index;
-                    one.rows.push(id.row());
-                }
+                one.index = index;
+                one.rows.push(id.row());
             }
         }
     }

@@ -168,25 +168,6 @@ pub enum Error {
         /// Bytes that were asked for at once.
         wanted: u64,
     },
-    /// A snapshot needs a manager at rest.
-    #[error(
-        "the manager is not at rest: {tickets} tickets are in flight{}, {pairs} pairs of the open step are undecided",
-        named(open)
-    )]
-    Busy {
-        /// Tickets neither completed nor failed, and pins.
-        tickets: usize,
-        /// The first of these tickets.
-        open: Vec<TicketId>,
-        /// Pairs that the next decision will hold.
-        pairs: usize,
-    },
-    /// Bytes are no snapshot, or not one that this version can trust.
-    #[error("the snapshot is refused: {what}")]
-    BadSnapshot {
-        /// Why.
-        what: String,
-    },
     /// Block ids make no mapping.
     #[error("{what}")]
     BadMapping {
@@ -230,7 +211,5 @@ mod tests {
         let open: Vec<_> = (1..20).map(TicketId).collect();
         assert_eq!(named(&open), " (open tickets, first to last: 1, 2, 3, 4, 5, 6, 7, 8)");
         assert_eq!(named(&[]), "");
-        let busy = Error::Busy { tickets: 2, open: vec![TicketId(3), TicketId(7)], pairs: 1 };
-        assert!(busy.to_string().contains("2 tickets are in flight (open tickets, first to last: 3, 7), 1 pairs"));
     }
 }

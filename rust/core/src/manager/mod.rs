@@ -8,13 +8,12 @@
 //! ([`Manager::check`]). The manager has no lock; who shares it brings one.
 
 mod check;
-mod snapshot;
 mod stats;
 mod step;
 mod store;
 mod verbs;
 
-use crate::defrag::{Defrag, MoveStats};
+use crate::defrag::Defrag;
 use crate::error::{Result, invalid};
 use crate::event::EventBatch;
 use crate::fit::Share;
@@ -22,7 +21,7 @@ use crate::group::{Group, Groups};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::pins::Pins;
 use crate::pool::{Policies, Pool};
-use crate::sequence::{PrefixStats, Rows, Sequences};
+use crate::sequence::Sequences;
 use crate::tiers::Tiers;
 use crate::transfer::{Step, StoreJobs, Transfers, View};
 
@@ -98,10 +97,10 @@ impl Manager {
         Ok(Self {
             tiers,
             transfers: Transfers::new(),
-            sequences: Sequences::new(block_size, groups, watermark, Rows::new(block_size), PrefixStats::default()),
-            pins: Pins::new(Share::new("max_pinned", 0.5, blocks[0])?, 1),
+            sequences: Sequences::new(block_size, groups, watermark),
+            pins: Pins::new(Share::new("max_pinned", 0.5, blocks[0])?),
             jobs: StoreJobs::default(),
-            defrag: Defrag::resume(MoveStats::default()),
+            defrag: Defrag::default(),
         })
     }
 

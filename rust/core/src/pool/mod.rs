@@ -20,9 +20,7 @@ mod cached;
 mod moves;
 mod resize;
 mod runs;
-mod snapshot;
 pub(crate) use resize::Tail;
-pub(crate) use snapshot::PoolImage;
 
 /// Which blocks a pool gives out first.
 #[derive(Clone, Copy, Debug, Default)]

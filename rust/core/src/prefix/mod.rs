@@ -13,10 +13,8 @@ pub(crate) use removal::{Removal, Removals, Ring};
 
 use crate::hash::Key;
 use crate::id::BlockId;
-use crate::snapshot::Contents;
 use evict::{Departure, Eviction, Policy, Quotas};
 use index::PrefixIndex;
-use serde::{Deserialize, Serialize};
 use std::hint::black_box;
 
 /// What a prompt finds a block by, and whose it is.
@@ -48,20 +46,6 @@ pub(crate) struct PrefixCache {
     order: Policy,
     /// With events on: removals that no event reports yet.
     removals: Option<Box<Removals>>,
-}
-
-/// What of a cache outlives the process. What a policy has learnt is not kept, the order is.
-#[derive(Serialize, Deserialize)]
-pub(crate) struct CacheImage {
-    /// Published blocks and their keys.
-    pub(crate) keys: Vec<(BlockId, [u8; 32])>,
-    /// Name of the policy.
-    pub(crate) eviction: String,
-    /// Evictable blocks, first to go first.
-    pub(crate) order: Vec<BlockId>,
-    /// By tenant, and which blocks are whose.
-    pub(crate) quotas: Vec<usize>,
-    pub(crate) owners: Vec<(BlockId, u16)>,
 }
 
 impl PrefixCache {
@@ -272,43 +256,5 @@ impl PrefixCache {
         if let Some(removals) = &mut self.removals {
             removals.push(Removal { block, reason, remaining: u8::from(has_copy) });
         }
-    }
-
-    /// What a snapshot keeps, given the published blocks.
-    pub(crate) fn image(&self, published: impl Iterator<Item = BlockId> + Clone) -> CacheImage {
-        let owners = published.clone().map(|block| (block, self.tenant(block)));
-        CacheImage {
-            keys: published.filter_map(|block| Some((block, self.index.key(block)?.to_bytes()))).collect(),
-            eviction: self.order.name().into_owned(),
-            order: self.order.order(),
-            quotas: self.quotas(),
-            owners: owners.filter(|(_, owner)| *owner > 0).collect(),
-        }
-    }
-
-    /// Starts the order of eviction again, with these quotas and tenants of blocks; `is_published` says which there are.
-    pub(crate) fn restore_order(
-        &mut self,
-        (eviction, blocks): (Eviction, usize),
-        quotas: &[usize],
-        owners: Vec<(BlockId, u16)>,
-        is_published: impl Fn(BlockId) -> bool,
-    ) -> Contents<()> {
-        let mut order = Policy::new(eviction, blocks);
-        if quotas.len() > usize::from(u16::MAX) {
-            return Err(format!("{} quotas", quotas.len()));
-        }
-        for (tenant, quota) in (1..=u16::MAX).zip(quotas) {
-            order.set_quota(tenant, *quota, blocks);
-        }
-        for (block, owner) in owners {
-            let whose = order.quotas_mut().filter(|_| owner > 0 && usize::from(owner) <= quotas.len());
-            match whose.filter(|_| is_published(block)) {
-                Some(policy) => policy.assign(block, owner),
-                None => return Err(format!("block {block} belongs to tenant {owner} of {}", quotas.len())),
-            }
-        }
-        self.order = order;
-        Ok(())
     }
 }

@@ -1,11 +1,10 @@
 //! Blocks that can no longer be found: a pool notes them until an event reports them.
 
 use crate::id::BlockId;
-use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 
 /// Why a block can no longer be found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reason {
     /// It was given out again.
     Evicted,

@@ -5,8 +5,6 @@
 
 use crate::id::BlockId;
 use crate::ring::Rings;
-use crate::snapshot::Contents;
-use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
@@ -176,69 +174,6 @@ impl FreeBlocks {
     }
 }
 
-/// What a snapshot keeps of free blocks: those that the counts of blocks do not give.
-#[derive(Serialize, Deserialize)]
-pub(crate) struct FreeImage {
-    order: String,
-    /// The lowest id that was never taken, and the others in their order; none of it where ids alone decide.
-    fresh: u32,
-    queue: Vec<BlockId>,
-}
-
-impl FreeImage {
-    pub(crate) fn order(&self) -> Contents<ReuseOrder> {
-        ReuseOrder::from_name(&self.order).ok_or_else(|| "an unknown reuse order".to_owned())
-    }
-}
-
-impl FreeBlocks {
-    pub(crate) fn image(&self) -> FreeImage {
-        let (order, fresh, queue) = match self {
-            Self::Lowest(_) => (ReuseOrder::Lowest, 0, Vec::new()),
-            Self::Paged(pages) => (ReuseOrder::Pages(pages.page_blocks()), 0, Vec::new()),
-            Self::Queue(queue) => {
-                let mut returned: Vec<_> = queue.returned().collect();
-                if queue.order == ReuseOrder::Lifo {
-                    returned.reverse();
-                }
-                (queue.order, queue.fresh, returned)
-            }
-        };
-        FreeImage { order: order.to_string(), fresh, queue }
-    }
-
-    /// The free blocks of a snapshot, `idle` by the counts of blocks; `Manager::check` compares the two.
-    pub(crate) fn restore(image: FreeImage, blocks: usize, idle: impl Iterator<Item = BlockId>) -> Contents<Self> {
-        let mut free = Self::full(image.order()?, blocks);
-        match &mut free {
-            Self::Lowest(set) => {
-                *set = BlockSet::empty(blocks);
-                idle.for_each(|block| {
-                    set.insert(block);
-                });
-            }
-            Self::Paged(pages) => {
-                *pages = PagedBlocks::empty(pages.page_blocks(), blocks);
-                idle.for_each(|block| pages.insert_run(block.0..block.0 + 1));
-            }
-            Self::Queue(queue) => {
-                if image.fresh > queue.blocks {
-                    return Err(format!("block {} was never taken, of {blocks}", image.fresh));
-                }
-                queue.fresh = image.fresh;
-                for block in image.queue {
-                    if block.0 >= queue.fresh || queue.contains(block) {
-                        return Err(format!("block {block} is free twice"));
-                    }
-                    queue.used(block);
-                    queue.insert(block);
-                }
-            }
-        }
-        Ok(free)
-    }
-}
-
 /// Free blocks in the order in which they came free, or the other way round, or in which their last use ended.
 #[derive(Debug, Clone)]
 pub(crate) struct FreeQueue {
@@ -353,14 +288,12 @@ mod tests {
     }
 
     #[test]
-    fn the_block_that_came_back_last_goes_first_also_after_a_snapshot() {
+    fn the_block_that_came_back_last_goes_first() {
         let mut free = FreeBlocks::full(ReuseOrder::Lifo, 5);
         free.take_runs(3, |_| ());
         free.insert(BlockId(1));
         free.insert(BlockId(0));
-        for free in [&free, &FreeBlocks::restore(free.image(), 5, std::iter::empty()).unwrap()] {
-            assert!(free.iter().eq([0, 1, 3, 4].map(BlockId)));
-        }
+        assert!(free.iter().eq([0, 1, 3, 4].map(BlockId)));
         let mut taken = Vec::new();
         free.take_runs(3, |run| taken.push(run.start));
         assert_eq!(taken, [0, 1, 3]);

@@ -13,7 +13,6 @@ mod owners;
 mod prompt;
 mod relocate;
 mod retention;
-mod snapshot;
 mod table;
 mod truncate;
 
@@ -24,7 +23,7 @@ pub use groups::Demand;
 pub(crate) use owners::Owner;
 use owners::Owners;
 pub use prompt::{BlockExtra, HashedPrompt, PrefixHit, PrefixStats, Prompt};
-pub(crate) use table::{Row, Rows, RowsImage};
+pub(crate) use table::{Row, Rows};
 
 use crate::block::TierBlock;
 use crate::error::{Error, Result, invalid};
@@ -53,9 +52,18 @@ pub(crate) struct Sequences {
 }
 
 impl Sequences {
-    pub(crate) fn new(block_size: u32, groups: Groups, watermark: Share, rows: Rows, stats: PrefixStats) -> Self {
-        let (begun, scratch, work) = (HashSet::new(), Vec::new(), append::pass::Work::default());
-        Self { block_size, groups, watermark, rows, begun, owners: Owners::default(), stats, scratch, work }
+    pub(crate) fn new(block_size: u32, groups: Groups, watermark: Share) -> Self {
+        Self {
+            block_size,
+            groups,
+            watermark,
+            rows: Rows::new(block_size),
+            begun: HashSet::new(),
+            owners: Owners::default(),
+            stats: PrefixStats::default(),
+            scratch: Vec::new(),
+            work: append::pass::Work::default(),
+        }
     }
 
     pub(crate) fn block_size(&self) -> u32 {

@@ -12,7 +12,6 @@ use crate::host_cache::Found;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::prefix::{CachedIdentity, Published};
 use crate::transfer::{Step, View};
-use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
 /// Something besides tokens that decides the bytes of one block of a prompt.
@@ -132,7 +131,7 @@ fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)
 }
 
 /// Counters of the prefix cache.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixStats {
     /// Prompts that were admitted with their tokens.
     pub prompts: u64,
@@ -172,11 +171,6 @@ impl PrefixStats {
             && u128::from(blocks) * size <= u128::from(tokens)
             && u128::from(hit_blocks) * size == u128::from(hit_tokens)
             && (prompts > 0 || tokens == 0)
-    }
-
-    pub(crate) fn counters(&self) -> [u64; 7] {
-        let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded } = *self;
-        [prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded]
     }
 }
 

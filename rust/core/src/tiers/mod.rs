@@ -4,11 +4,9 @@
 //! was published by an event. Nobody above holds a pool to change.
 
 mod check;
-mod image;
 mod outbox;
 mod quota;
 
-pub(crate) use image::TiersImage;
 pub(crate) use outbox::Outbox;
 pub use outbox::StoreWrites;
 

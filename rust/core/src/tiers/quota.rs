@@ -8,7 +8,6 @@ use crate::error::{Result, invalid};
 use crate::hash::KeySpec;
 use crate::id::Tier;
 use crate::memory;
-use crate::snapshot::Contents;
 use std::collections::HashMap;
 
 /// Tenants with quotas: their numbers from 1, by salt, and the quotas in the order of the numbers.
@@ -19,20 +18,6 @@ pub(super) struct Tenants {
 }
 
 impl Tenants {
-    /// The tenants of a snapshot, with the quotas that their pool has.
-    pub(super) fn restore(salts: Vec<[u8; 32]>, quotas: Vec<usize>) -> Contents<Self> {
-        let numbers: HashMap<_, _> = salts.iter().copied().zip(1..).collect();
-        if numbers.len() != quotas.len() || salts.len() != quotas.len() {
-            return Err(format!(
-                "{} tenants, {} of them different, have {} quotas",
-                salts.len(),
-                numbers.len(),
-                quotas.len()
-            ));
-        }
-        Ok(Self { numbers, quotas: salts.into_iter().zip(quotas).collect() })
-    }
-
     pub(super) fn all(&self) -> &[([u8; 32], usize)] {
         &self.quotas
     }

@@ -64,20 +64,15 @@ pub(crate) struct Late {
 
 impl Transfers {
     pub(crate) fn new() -> Self {
-        Self::resume(TicketId(1), false, [0; 7])
-    }
-
-    /// No tickets but that of the open step.
-    pub(crate) fn resume(open: TicketId, overlaps: bool, num_decided: [u64; 7]) -> Self {
         Self {
-            open,
+            open: TicketId(1),
             step: Ticket::default(),
             decided: Vec::new(),
             fresh: HashSet::new(),
-            overlaps,
+            overlaps: false,
             reads_loads: false,
             submitted: BTreeMap::new(),
-            num_decided,
+            num_decided: [0; 7],
             ended_copies: BTreeMap::new(),
             ended: 0,
             ended_limit: FEW_COPIES,
@@ -114,20 +109,9 @@ impl Transfers {
         self.num_decided
     }
 
-    /// Pairs that the next decision will hold.
-    pub(crate) fn num_pairs(&self) -> usize {
-        let decided: usize = self.decided.iter().map(|(_, pairs)| pairs.ids.len()).sum();
-        decided + self.step.move_pairs().count()
-    }
-
     /// Notes whether blocks given to the open step are still read by an unfinished ticket.
     pub(crate) fn note_overlap(&mut self, overlaps: bool) {
         self.overlaps |= overlaps;
-    }
-
-    /// Whether the open step writes device blocks that an unfinished ticket still reads.
-    pub(crate) fn overlaps(&self) -> bool {
-        self.overlaps
     }
 
     /// Whether the open step fills a block that its later sequences may share.

@@ -99,7 +99,10 @@ mod tests {
         step.transfer(Kind::SwapOut, from, to, LeaseKind::Read);
         let [source, target] = [(Tier::Device, &sources[1..]), (Tier::Host, &targets[1..])];
         step.transfer_private(Kind::SwapOut, source, target, LeaseKind::Read);
-        assert_eq!((transfers.num_pairs(), transfers.leases().count()), (3, 6));
+        assert_eq!(
+            (transfers.pairs(Kind::SwapOut, Tier::Device, Tier::Host).len(), transfers.leases().count()),
+            (3, 6)
+        );
         // The private ones have no reference any more, and stay until they are read.
         assert_eq!(sources.iter().map(|block| tiers.device().refs(*block)).collect::<Vec<_>>(), [1, 0, 0]);
         assert_eq!(tiers.device().free(), 1);

@@ -88,11 +88,6 @@ pub(crate) struct StoreJobs {
 }
 
 impl StoreJobs {
-    /// Jobs under way.
-    pub(crate) fn len(&self) -> usize {
-        self.loads.len() + self.writes.len() + self.given_up.len()
-    }
-
     /// Whether a load is bringing a block.
     pub(crate) fn is_loading(&self, key: &Key) -> bool {
         self.loading.contains(key)

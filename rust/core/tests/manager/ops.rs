@@ -74,7 +74,6 @@ pub(crate) enum Op {
         lost: Option<usize>,
         tokens: u32,
     },
-    Snapshot,
     /// The device has so many blocks from now on.
     Resize(usize),
 }
@@ -109,7 +108,6 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         8 => pick.clone().prop_map(Op::End),
         2 => (pick.clone(), prop::option::of(pick.clone()), 1u32..9)
             .prop_map(|(pick, lost, tokens)| Op::Return { pick, lost, tokens }),
-        2 => Just(Op::Snapshot),
         3 => (0usize..40).prop_map(Op::Resize),
     ]
 }

@@ -64,10 +64,6 @@ pub(crate) struct Jobs {
 }
 
 impl Jobs {
-    pub(crate) fn len(&self) -> usize {
-        self.loads.len() + self.writes.len()
-    }
-
     /// The loads and the writes.
     pub(crate) fn under_way(self) -> (Vec<StoreJob>, Vec<StoreJob>) {
         let jobs = |jobs: Vec<(StoreJob, Vec<Bytes>)>| jobs.into_iter().map(|(job, _)| job).collect();

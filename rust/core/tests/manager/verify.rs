@@ -1,9 +1,9 @@
-//! What the simulated world checks of events and snapshots after each operation.
+//! What the simulated world checks of events after each operation, and of everything at its end.
 
 use super::groups::needed;
 use super::{BLOCK, World, keep};
 use blockyard_core::hash::Chain;
-use blockyard_core::{Error, Event, EventBatch, Manager, Prompt, Tier};
+use blockyard_core::{Event, EventBatch, Prompt, Tier};
 
 impl World {
     /// Runs everything to its end and reads every token of every sequence.
@@ -18,7 +18,6 @@ impl World {
         let all: Vec<_> = self.truth.keys().copied().collect();
         self.free(&all);
         self.follow();
-        self.snapshot();
         assert!(self.manager.resize_progress().is_done());
         for tier in Tier::ALL {
             let pool = self.manager.pool(tier);
@@ -65,27 +64,6 @@ impl World {
                     let found = found(Tier::Device) || found(Tier::Host);
                     assert!(found, "block {block} of {sequence} is cached without an event in group {number}");
                 }
-            }
-        }
-    }
-
-    /// Goes on with the manager read back from a snapshot, if they are at rest.
-    pub(super) fn snapshot(&mut self) {
-        match self.manager.snapshot() {
-            Ok(bytes) => {
-                assert!(self.tickets.is_empty() && self.pins.is_empty() && self.jobs.len() == 0);
-                let mut manager = Manager::restore(&bytes).unwrap();
-                assert_eq!((manager.snapshot().as_ref(), manager.stats()), (Ok(&bytes), self.manager.stats()));
-                // What is yet to be written to a store is in no snapshot.
-                if !self.has_store {
-                    self.manager = manager;
-                }
-            }
-            Err(error) => {
-                let Error::Busy { tickets, open, pairs } = error else { unreachable!("{error}") };
-                assert!(tickets == self.tickets.len() + self.pins.len() + self.jobs.len() && tickets + pairs > 0);
-                assert!(open.iter().eq(self.tickets.keys().take(8)));
-                assert!(self.manager.open_tickets().eq(self.tickets.keys().copied()));
             }
         }
     }

@@ -234,19 +234,6 @@ impl Policy {
         dispatch!(self, policy => policy.contains(block))
     }
 
-    pub(crate) fn name(&self) -> Cow<'static, str> {
-        match self {
-            Self::Lru(_) => Eviction::Lru.name(),
-            Self::S3Fifo(policy) => Eviction::S3Fifo(policy.settings()).name(),
-            Self::Arc(_) => Eviction::Arc.name(),
-            Self::Lfu(_) => Eviction::Lfu.name(),
-            Self::Adaptive(_) => Eviction::Adaptive.name(),
-            Self::Priority(_) => Eviction::Priority.name(),
-            Self::Custom(_) => Cow::Borrowed("custom"),
-            Self::Quotas(policy) => policy.inner.name(),
-        }
-    }
-
     /// Blocks that can be evicted, first to go first.
     pub(crate) fn order(&self) -> Vec<BlockId> {
         let mut order = Vec::with_capacity(self.len());

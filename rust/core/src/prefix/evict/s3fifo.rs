@@ -82,10 +82,6 @@ impl S3Fifo {
         }
     }
 
-    pub(super) fn settings(&self) -> S3FifoSettings {
-        self.settings
-    }
-
     fn pop_small(&mut self) -> Option<BlockId> {
         let block = self.counted.rings.pop(SMALL)?;
         self.small -= 1;

@@ -9,9 +9,7 @@ use crate::memory;
 use std::ops::Deref;
 
 mod recent;
-mod snapshot;
 use recent::RecentTokens;
-pub(crate) use snapshot::RowsImage;
 
 /// Most sequences.
 const MAX_SEQUENCES: usize = SequenceId::FIELD_MAX as usize + 1;
@@ -32,10 +30,6 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    pub(crate) fn new(blocks: Vec<BlockId>) -> Self {
-        Self { blocks, ..Self::default() }
-    }
-
     pub(crate) fn version(&self) -> u32 {
         self.version
     }
@@ -497,13 +491,10 @@ mod tests {
         rows.close(last);
         let next = rows.open(Tier::Device, Vec::new());
         assert_eq!((next.row(), rows.len()), (1, 1));
-        let mut restored = Rows::restore(rows.image(), TicketId(1), 16).unwrap();
-        for rows in [&mut rows, &mut restored] {
-            assert_eq!(rows.get(last).unwrap_err(), Error::FreedSequence { sequence: last });
-            assert!(rows.get(next).is_ok());
-            assert!(rows.require(MAX_SEQUENCES - 1).is_err());
-            assert_eq!((rows.open(Tier::Device, Vec::new()).row(), rows.len()), (2, 2));
-        }
+        assert_eq!(rows.get(last).unwrap_err(), Error::FreedSequence { sequence: last });
+        assert!(rows.get(next).is_ok());
+        assert!(rows.require(MAX_SEQUENCES - 1).is_err());
+        assert_eq!((rows.open(Tier::Device, Vec::new()).row(), rows.len()), (2, 2));
     }
 
     #[test]
@@ -519,7 +510,7 @@ mod tests {
 
     #[test]
     fn a_copy_has_what_lies_before_all_entries_that_were_changed_since() {
-        let mut table = Table::new((0..8).map(BlockId).collect());
+        let mut table = Table { blocks: (0..8).map(BlockId).collect(), ..Table::default() };
         table.extend_with(|blocks| blocks.push(BlockId(8)));
         let before = table.version();
         table.replace(7, BlockId(17));

@@ -107,16 +107,4 @@ impl Rows {
         keys.keys.push(keys.chain.plain_block(tokens));
         keys.before_last = Some(before);
     }
-
-    /// Token ids behind the last full block, of a followed row.
-    pub(super) fn pending(&self, index: usize, keys: &RowKeys) -> &[u32] {
-        let full = keys.keys.len() * self.recent.block_size as usize;
-        let pending = (self.entries[index].known as usize).saturating_sub(full);
-        &self.recent.block(index, keys.keys.len())[..pending]
-    }
-
-    /// Token ids of the last full block, of a followed row that has one.
-    pub(super) fn last_block(&self, index: usize, keys: &RowKeys) -> &[u32] {
-        self.recent.block(index, keys.keys.len().saturating_sub(1))
-    }
 }
