@@ -25,6 +25,7 @@ from blockyard import __version__
 from blockyard._core import SlabReport, check_slab, inspect_slab
 from blockyard.errors import BlockyardError
 from blockyard.scheduler import PREEMPTION_MODES
+from blockyard.sim.pool import GOALS
 from blockyard.sim.report import SABOTAGE_KINDS
 from blockyard.workers import missing
 
@@ -48,7 +49,6 @@ exit codes:
   128+n  ended by signal n: 129 SIGHUP, 130 SIGINT (Ctrl-C), 143 SIGTERM
 """
 
-DEFRAG_GOALS = ("max_id", "dense")
 _UNITS = "in GiB, or with a unit, such as 64MiB"
 _MOST_SHOWN = 20
 """Damaged slots that are listed."""
@@ -219,7 +219,7 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
         help="tokens of a step beyond which prompts are computed in chunks",
     )
     group.add_argument("--max-num-seqs", type=_count(1), default=64, metavar="N", help="most sequences in one step")
-    group.add_argument("--defrag", choices=DEFRAG_GOALS, help="move blocks off the tail, or as low as can be")
+    group.add_argument("--defrag", choices=tuple(GOALS), help="move blocks off the tail, or as low as can be")
     group.add_argument(
         "--shrink-to",
         type=_count(1),

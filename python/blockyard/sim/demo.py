@@ -365,7 +365,7 @@ def _serve(
     ):
         if not watched:
             return serve(generator, items, faults, view), None
-        watch = PoolWatch(generator, faults, goal=options.defrag, shrink_to=options.shrink_to)
+        watch = PoolWatch(generator, goal=options.defrag, shrink_to=options.shrink_to)
         return serve(generator, items, faults, view, watch), watch.report()
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from blockyard.sim.pool import LEGEND, PoolReport, draw_pool, pool_rows
+from blockyard.sim.pool import PoolReport, pool_rows
 
 TIERS = ("device", "host", "external")
 STDOUT = Path("-")
@@ -164,7 +164,7 @@ class Report:
         identical_requests: requests whose tokens were all equal.
         differences: where the others first differ, one entry per sequence.
         ties: tokens where only rounding decided; see `sim/ties.py`.
-        pool: the device pool over time; None if not requested.
+        pool: the device pool over the run; None if not requested.
         prefix_store: what the prefix store counted; None if there is none.
     """
 
@@ -304,9 +304,6 @@ def print_report(report: Report, stream: TextIO | None = None) -> None:
         width = max(len(name) for name, _ in table[:-1])
         for name, figure in table[:-1]:
             print(f"{name:<{width}}  {figure}", file=stream)
-    if report.pool is not None:
-        print(f"device pool over time, by step: {LEGEND}", file=stream)
-        print(*draw_pool(report.pool), sep="\n", file=stream)
     for difference in report.differences[:5]:
         print(_describe(difference), file=stream)
     if len(report.differences) > 5:
