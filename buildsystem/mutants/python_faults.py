@@ -27,8 +27,8 @@ SCHEDULER = (
 )
 LOOP = ("test_scheduler_loop.py", "test_generator.py", "test_generator_interrupts.py")
 EXECUTOR = ("test_executor.py", "test_executors.py", "test_engine_stores.py")
-STAGING = ("test_staging.py", "test_store_side.py", *EXECUTOR)
-SIDE = ("test_store_side.py", "test_executor.py", "test_interrupts.py")
+LEGS = ("test_legs.py", "test_checked_store.py", *EXECUTOR)
+SIDE = ("test_checked_store.py", "test_executor.py", "test_interrupts.py")
 PREFIXES = ("test_prefix_store.py", "test_prefixes.py", "property/test_kept_prefixes_machine.py")
 NANO = ("test_nano.py", "test_nano_cache.py", "test_nano_engine.py", "test_adapter_interrupts.py")
 
@@ -201,17 +201,17 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         ],
     ),
     (
-        "executor/staging.py",
-        STAGING,
+        "executor/legs.py",
+        LEGS,
         [
-            ("        capacity = 1 << (count - 1).bit_length()", "        capacity = 1 << count.bit_length() - 1"),
+            ("staging(1 << (num_bytes // width - 1).bit_length())", "staging(1 << (num_bytes // width - 1).bit_length() - 1)"),
             (
                 "        full = staged and staged + num_bytes > self._max_bytes",
                 "        full = staged + num_bytes > self._max_bytes",
             ),
             (
-                "                part.batch = self._store().read(_column(part.pairs, 0), out)",
-                "                part.batch = self._store().read(_column(part.pairs, 1), out)",
+                "                part.batch = self._store().read(_column(part.pairs, 0), part.rows)",
+                "                part.batch = self._store().read(_column(part.pairs, 1), part.rows)",
             ),
             (
                 "self.end(part, [_some(part.pairs, ~batch.answer.ok)], batch.answer.error)",
@@ -231,15 +231,15 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "executor/executor.py",
-        (*EXECUTOR, "test_interrupts.py", "test_staging.py", "test_messages.py"),
+        (*EXECUTOR, "test_interrupts.py", "test_legs.py", "test_messages.py"),
         [
             (
                 "        if ticket in self._steps or ticket in self._done:\n            raise",
                 "        if ticket in self._steps and ticket in self._done:\n            raise",
             ),
             (
-                "                room = room and not self._staging.full(part, self.staged_bytes)",
-                "                room = not self._staging.full(part, self.staged_bytes)",
+                "                room = room and not self._legs.full(part, self.staged_bytes)",
+                "                room = not self._legs.full(part, self.staged_bytes)",
             ),
             (
                 "            if all(part.ended for part in step.parts):",
@@ -258,7 +258,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         ],
     ),
     (
-        "executor/store_side.py",
+        "executor/checked_store.py",
         SIDE,
         [
             ("            self._repeated.add(batch.ticket)\n", ""),
@@ -292,7 +292,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            self._count(int(ok.sum()) + len(write.job) - len(ok))",
                 "            self._count(len(write.job))",
             ),
-            ("        is_new = ~self._side.contains(job.keys)", "        is_new = self._side.contains(job.keys)"),
+            ("        is_new = ~self._store.contains(job.keys)", "        is_new = self._store.contains(job.keys)"),
             ("if not is_whole or rows is None or", "if rows is None or"),
         ],
     ),

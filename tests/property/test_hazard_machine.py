@@ -14,7 +14,7 @@ from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine, Kind
 from blockyard.engine.mapping import Ids
 from blockyard.engine.transfers import Transfer
-from blockyard.executor import store_side
+from blockyard.executor import checked_store
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.executor.parts import Part
 from blockyard.layout.kv import KVLayout
@@ -55,7 +55,7 @@ class SecondsByCall:
 
 
 def test_every_byte_is_that_of_the_plain_model_whatever_the_store_does(steps: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(store_side, "time", SecondsByCall())
+    monkeypatch.setattr(checked_store, "time", SecondsByCall())
     broken = []
 
     def unruly(slots: int, size: int, *, seed: int, fail: float) -> ExternalStore:
@@ -470,7 +470,7 @@ class MovesEndEarly(StepExecutor):
     def _begin(self, part: Part) -> None:
         super()._begin(part)
         if part.kind == "move":
-            self._staging.end(part, [], None)
+            self._legs.end(part, [], None)
 
 
 def test_a_table_that_is_rewritten_before_the_move_has_landed_is_noticed():

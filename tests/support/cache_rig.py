@@ -22,7 +22,7 @@ from blockyard import cache as cache_module
 from blockyard._core import StoreJob
 from blockyard.engine.elastic.cache import ElasticCache
 from blockyard.engine.engine import CacheEngine
-from blockyard.executor import store_side
+from blockyard.executor import checked_store
 from blockyard.executor.executor import StepExecutor
 from blockyard.prefix_store import Prefetch, loads
 from blockyard.prefix_store import store as prefix_store
@@ -252,6 +252,6 @@ def simulated(clock: Clock) -> Iterator[None]:
     with (
         mock.patch.object(prefix_store, "time", clock),
         mock.patch.object(loads, "time", clock),
-        mock.patch.object(store_side, "time", clock),
+        mock.patch.object(checked_store, "time", clock),
     ):
         yield

@@ -23,8 +23,8 @@ T = TypeVar("T")
 FILES = (
     "blockyard/cache.py",
     "executor/executor.py",
-    "executor/staging.py",
-    "executor/store_side.py",
+    "executor/legs.py",
+    "executor/checked_store.py",
     "prefix_store/loads.py",
     "prefix_store/store.py",
     "prefix_store/writes.py",

@@ -31,9 +31,9 @@ from blockyard.errors import (
     StoreError,
     UnknownTicketError,
 )
+from blockyard.executor.checked_store import CheckedStore
+from blockyard.executor.legs import Legs
 from blockyard.executor.parts import Part, cut, written
-from blockyard.executor.staging import Staging
-from blockyard.executor.store_side import StoreSide
 from blockyard.stores.base import ExternalStore
 
 __all__ = ["CHUNK_BYTES", "Executor", "StepDone", "StepExecutor"]
@@ -181,8 +181,8 @@ class StepExecutor(Executor):
             )
         self.engine = engine
         self.store = store
-        self._side = None if store is None else StoreSide(store, engine.layout.bytes_per_block)
-        self._staging = Staging(engine, self._side, max_staging)
+        self._checked = None if store is None else CheckedStore(store, engine.layout.bytes_per_block)
+        self._legs = Legs(engine, self._checked, max_staging)
         self._chunk_blocks = max(1, min(chunk_bytes, max_staging) // engine.layout.bytes_per_block)
         self._steps: dict[int, _Step] = {}
         self._done: dict[int, StepDone] = {}
@@ -200,7 +200,7 @@ class StepExecutor(Executor):
     @property
     def staged_bytes(self) -> int:
         """Bytes of blocks on their way to or from the external tier that are staged."""
-        return self._staging.num_bytes(self._parts())
+        return self._legs.num_bytes(self._parts())
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
         """Carry out a decision and wait until all its bytes have landed, or are known not to.
@@ -337,8 +337,8 @@ class StepExecutor(Executor):
     # ---- going on ----
 
     def _go_on(self) -> None:
-        if self._side is not None:
-            self._side.poll()
+        if self._checked is not None:
+            self._checked.poll()
         self._take_in()
         self._begin_waiting()
         self._end_steps()
@@ -348,7 +348,7 @@ class StepExecutor(Executor):
         self.engine.poll()
         for part in tuple(self._parts()):
             if not (part.ended or part.waiting):
-                self._staging.advance(part)
+                self._legs.advance(part)
 
     def _begin_waiting(self) -> None:
         """Begin parts whose needs are met and whose rows have room; fetches in the order of submission."""
@@ -357,22 +357,22 @@ class StepExecutor(Executor):
             if not part.waiting or any(need.pending for need in part.needs):
                 continue
             if part.kind == "fetch":
-                room = room and not self._staging.full(part, self.staged_bytes)
+                room = room and not self._legs.full(part, self.staged_bytes)
                 if not room:
                     continue
             try:
                 self._begin(part)
             except BlockyardError as error:
-                self._staging.lose(part, error)
+                self._legs.lose(part, error)
 
     def _begin(self, part: Part) -> None:
-        full = self._staging.full(part, self.staged_bytes) if part.kind == "spill" else ""
+        full = self._legs.full(part, self.staged_bytes) if part.kind == "spill" else ""
         if full:
             pairs = part.pairs
             error = StoreError(f"{len(pairs)} blocks from {pairs.src} to {pairs.dst}: {full}")
-            self._staging.lose(part, error)
+            self._legs.lose(part, error)
             return
-        self._staging.begin(part)
+        self._legs.begin(part)
         if part.transfer is not None and part.kind in {"copy", "exchange"} and part.writes_device:
             part.transfer.order_compute()
 
@@ -387,8 +387,8 @@ class StepExecutor(Executor):
         parts = [part for part in step.parts if part.writes_device and part.kind in {"fetch", "copy", "exchange"}]
         while awaited := [part for part in parts if part.pending]:
             self._wait_for_leg(awaited)
-            if self._side is not None:
-                self._side.poll()
+            if self._checked is not None:
+                self._checked.poll()
             self._take_in()
             self._begin_waiting()
         for part in parts:
@@ -401,7 +401,7 @@ class StepExecutor(Executor):
         for part in chain(parts, self._parts()):
             if part.ended or part.waiting:
                 continue
-            self._staging.wait(part)
+            self._legs.wait(part)
             return
         raise InvariantError("parts of a decision wait, and nothing is under way")
 
@@ -412,25 +412,25 @@ class StepExecutor(Executor):
 
     def _mend(self) -> None:
         """After an interrupt, end as lost what was being handed to engine or store; of a submission, all of it."""
-        part, step = self._staging.launching, self._submitting
+        part, step = self._legs.launching, self._submitting
         if part is None and step is None:
             return
         # No copy may be under way when the leases end. The store orders what it does by slot.
         self.engine.transfers.synchronize()
         error = BlockyardError("a call of the executor was interrupted, and whether the blocks landed is not known")
         if part is not None:
-            self._staging.lose(part, error)
+            self._legs.lose(part, error)
         if step is not None:
             self._fail(step, error)
             self._end_steps()
-        self._staging.launching = self._submitting = None
+        self._legs.launching = self._submitting = None
 
     def _fail(self, step: _Step, error: Exception) -> None:
         """Have all of a step count as lost; it ends when what has begun of it has ended."""
         step.failed = error
         for part in step.parts:
             if part.waiting:
-                self._staging.lose(part, error)
+                self._legs.lose(part, error)
 
     # ---- parts ----
 
@@ -438,10 +438,10 @@ class StepExecutor(Executor):
         for kind, pairs in transfers:
             if "external" not in {pairs.src, pairs.dst}:
                 continue  # the engine checks them at once
-            if self._side is None:
+            if self._checked is None:
                 raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, and there is none")
             for tier, ids in ((pairs.src, pairs.ids[:, 0]), (pairs.dst, pairs.ids[:, 1])):
-                num_slots = self._side.num_slots if tier == "external" else self.engine.num_blocks(tier)
+                num_slots = self._checked.num_slots if tier == "external" else self.engine.num_blocks(tier)
                 if len(ids) and ids.max() >= num_slots:
                     owner = "the store" if tier == "external" else "the engine"
                     raise MappingError(

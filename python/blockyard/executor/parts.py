@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from blockyard._core import Pairs, StepDecision
 from blockyard.engine.streams import Event
 from blockyard.engine.transfers import Transfer
-from blockyard.executor.store_side import Batch
+from blockyard.executor.checked_store import Batch
 
 __all__ = ["Part", "cut", "written"]
 

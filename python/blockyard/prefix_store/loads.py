@@ -21,8 +21,8 @@ from blockyard._core import BlockManager, HashedPrompt, StoreJob
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
-from blockyard.executor.staging import staging_buffers
-from blockyard.executor.store_side import Answer, Batch, StoreSide
+from blockyard.executor.checked_store import Answer, Batch, CheckedStore
+from blockyard.executor.legs import staging_buffers
 from blockyard.prefix_store.stats import LOAD_SECONDS, PrefixStoreStats
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
@@ -127,7 +127,7 @@ class Loads:
     Args:
         manager: that the blocks are for.
         engine: copies them.
-        side: the store.
+        store: the store.
         stats: takes the counts.
         max_bytes: of blocks on their way.
 
@@ -136,9 +136,9 @@ class Loads:
     """
 
     def __init__(
-        self, manager: BlockManager, engine: CacheEngine, side: StoreSide, stats: PrefixStoreStats, max_bytes: int
+        self, manager: BlockManager, engine: CacheEngine, store: CheckedStore, stats: PrefixStoreStats, max_bytes: int
     ) -> None:
-        self._manager, self._engine, self._side, self._stats = manager, engine, side, stats
+        self._manager, self._engine, self._store, self._stats = manager, engine, store, stats
         self._size = engine.layout.bytes_per_block
         self._max_blocks = max_bytes // self._size
         self._buffers = staging_buffers(engine, max_bytes)
@@ -254,11 +254,11 @@ class Loads:
         if room < min(len(load.keys), self._max_blocks // 4 or 1):
             return False
         keys = load.keys[:room]
-        found = self._side.contains(keys)
+        found = self._store.contains(keys)
         count = len(found) if found.all() else int(found.argmin()) or min(PROBED, len(found))
         keys, rows = np.ascontiguousarray(keys[:count]), self._buffers.take(count, self._size)
         try:
-            load.read = Read(keys, self._side.get(keys, rows), rows)
+            load.read = Read(keys, self._store.get(keys, rows), rows)
         except StoreError:
             self._note_failed(keys[0].tobytes(), "error")
             return self._finish(load)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from blockyard._core import BlockManager, HashedPrompt
 from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.executor.store_side import StoreSide
+from blockyard.executor.checked_store import CheckedStore
 from blockyard.prefix_store.loads import Loads, Prefetch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.writes import Writes
@@ -84,14 +84,14 @@ class PrefixStore:
             raise InvalidArgumentError(f"deadline is {deadline}, must be above 0 and at most 3600 seconds")
         size = engine.layout.bytes_per_block
         max_bytes = read_bytes("max_staging", max_staging, holds=size)
-        side = StoreSide(store, size)
+        checked = CheckedStore(store, size)
         manager.prefix.store_jobs.start(writes)
         self.store = store
         self._stats = PrefixStoreStats()
-        self._manager, self._engine, self._side, self._size = manager, engine, side, size
+        self._manager, self._engine, self._checked, self._size = manager, engine, checked, size
         self._deadline = deadline
-        self._loads = Loads(manager, engine, side, self._stats, max_bytes)
-        self._writes = Writes(manager, engine, side, self._stats, max_bytes, self._loads.note_written)
+        self._loads = Loads(manager, engine, checked, self._stats, max_bytes)
+        self._writes = Writes(manager, engine, checked, self._stats, max_bytes, self._loads.note_written)
         if writes == "never":
             self._writes.close()
         self._torn = False  # a call is amid changes; if it is set when one begins, the last was interrupted
@@ -139,7 +139,7 @@ class PrefixStore:
         self._torn = True
         if self._loads.open or self._writes.open:
             self._engine.poll()
-        self._side.poll()
+        self._checked.poll()
         self._loads.advance()
         self._writes.advance()
         self._torn = False
@@ -248,7 +248,7 @@ class PrefixStore:
 
     def _wait_for_news(self) -> None:
         """Wait until the store may have answers, at most a moment: the engine has answers, too."""
-        if self._side.is_busy:
+        if self._checked.is_busy:
             with suppress(StoreError):  # a plug-in may have no descriptor
                 events = select.poll()
                 events.register(self.store.event_fd(), select.POLLIN)

@@ -14,7 +14,7 @@ from blockyard._core import BlockManager, StoreJob
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
-from blockyard.executor.store_side import Batch, StoreSide
+from blockyard.executor.checked_store import Batch, CheckedStore
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.base import Owners
 from blockyard.workers import keep
@@ -39,7 +39,7 @@ class Writes:
     Args:
         manager: of the blocks.
         engine: reads them.
-        side: the store.
+        store: the store.
         stats: takes the counts.
         max_bytes: of blocks on their way.
         note_written: called with the keys of each batch that the store has answered.
@@ -52,12 +52,12 @@ class Writes:
         self,
         manager: BlockManager,
         engine: CacheEngine,
-        side: StoreSide,
+        store: CheckedStore,
         stats: PrefixStoreStats,
         max_bytes: int,
         note_written: Callable[[NDArray[np.uint8]], None],
     ) -> None:
-        self._engine, self._side, self._stats = engine, side, stats
+        self._engine, self._store, self._stats = engine, store, stats
         self._store_jobs = manager.prefix.store_jobs
         self._size = engine.layout.bytes_per_block
         self._max_blocks = max_bytes // self._size
@@ -147,7 +147,7 @@ class Writes:
     def _put(self, write: Write, rows: NDArray[np.uint8]) -> bool:
         """Give the store the blocks that it has not; False if it does not take them."""
         job = write.job
-        is_new = ~self._side.contains(job.keys)
+        is_new = ~self._store.contains(job.keys)
         if not is_new.any():
             return True
         owners = Owners(job.tenants, job.parents)
@@ -155,7 +155,7 @@ class Writes:
         if not is_new.all():
             keys, rows, owners = keys[is_new], rows[is_new], Owners(*(of[is_new] for of in owners))
         try:
-            write.batch = self._side.put(keys, rows, owners)
+            write.batch = self._store.put(keys, rows, owners)
         except StoreError:
             return False
         return True

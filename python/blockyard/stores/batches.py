@@ -490,10 +490,10 @@ def check_read_rows(rows: object, shape: tuple[int, int]) -> None:
         raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}, C-contiguous and writable")
 
 
-def check_rows(rows: object, shape: tuple[int, int]) -> None:
+def check_rows(rows: object, shape: tuple[int, int], name: str = "rows") -> None:
     """Refuse what is no block for each slot or key of a batch."""
     if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
-        raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
+        raise InvalidArgumentError(f"{name} is {of(rows)}, must be uint8 {list(shape)}")
 
 
 def check_slots(slots: NDArray[np.int64], num_slots: int, *, is_write: bool = False) -> None:

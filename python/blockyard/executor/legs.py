@@ -18,22 +18,22 @@ from blockyard._core import Pairs
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, MappingError
+from blockyard.executor.checked_store import Answer, CheckedStore
 from blockyard.executor.parts import Part, written
-from blockyard.executor.store_side import Answer, StoreSide
 from blockyard.workers import Buffers
 
 if TYPE_CHECKING:
     from blockyard.engine.tasks import Kind
 
-__all__ = ["Staging", "engine_tier", "staging_buffers"]
+__all__ = ["Legs", "engine_tier", "staging_buffers"]
 
 
-class Staging:
+class Legs:
     """Begins parts, and takes them from leg to leg.
 
     Args:
         engine: owner of the device and host blocks.
-        side: the external store, where there is one.
+        external: the external store, where there is one.
         max_bytes: that may be staged; a part that is larger goes alone.
 
     Attributes:
@@ -41,9 +41,9 @@ class Staging:
             whether the engine or the store has that leg is not known.
     """
 
-    def __init__(self, engine: CacheEngine, side: StoreSide | None, max_bytes: int) -> None:
+    def __init__(self, engine: CacheEngine, external: CheckedStore | None, max_bytes: int) -> None:
         self._engine = engine
-        self._side = side
+        self._external = external
         self._max_bytes = max_bytes
         self._buffers = staging_buffers(engine, max_bytes)
         self._numbers = count(1)
@@ -175,10 +175,10 @@ class Staging:
         part.needs = part.behind = ()
         return after
 
-    def _store(self) -> StoreSide:
-        if self._side is None:
+    def _store(self) -> CheckedStore:
+        if self._external is None:
             raise MappingError("a transfer names the external tier, and there is none")
-        return self._side
+        return self._external
 
 
 def staging_buffers(engine: CacheEngine, max_bytes: int) -> Buffers:

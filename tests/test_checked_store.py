@@ -15,7 +15,7 @@ from simulated_device import SimulatedStore
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError, MappingError, StoreError
-from blockyard.executor import store_side
+from blockyard.executor import checked_store
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.stores import Completion
@@ -40,7 +40,7 @@ class SecondsByCall:
 
 @pytest.fixture(autouse=True)
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_side, "time", SecondsByCall())
+    monkeypatch.setattr(checked_store, "time", SecondsByCall())
 
 
 class Odd(SimulatedStore):
@@ -62,7 +62,7 @@ def fetch(ticket: int = 2) -> StepDecision:
 
 
 def test_a_batch_that_has_its_answer_is_no_longer_under_way():
-    side = store_side.StoreSide(Odd(), SIZE)
+    side = checked_store.CheckedStore(Odd(), SIZE)
     for collect in (side.wait, lambda batch: side.poll()):
         batch = side.write(np.array([0]), np.ones((1, SIZE), np.uint8))
         assert side.is_busy
@@ -74,7 +74,7 @@ def test_a_batch_that_has_its_answer_is_no_longer_under_way():
 def test_an_answer_stays_though_the_store_writes_to_its_arrays_again():
     ok = np.ones(1, np.bool_)
     rows = np.zeros((0, SIZE), np.uint8)
-    side = store_side.StoreSide(Odd(wait=lambda ticket, *_: Completion(ticket, ok, rows, [""])), SIZE)
+    side = checked_store.CheckedStore(Odd(wait=lambda ticket, *_: Completion(ticket, ok, rows, [""])), SIZE)
     batch = side.write(np.array([0]), np.ones((1, SIZE), np.uint8))
     side.wait(batch)
     ok[:] = False
@@ -84,7 +84,7 @@ def test_an_answer_stays_though_the_store_writes_to_its_arrays_again():
 
 @pytest.mark.parametrize("found", [np.ones(2, np.int64), np.ones(3, np.bool_), np.ones((2, 1), np.bool_), None])
 def test_a_store_that_does_not_say_of_each_key_whether_it_has_it_has_none(found: object):
-    side = store_side.StoreSide(Odd(contains=lambda keys: found), SIZE)
+    side = checked_store.CheckedStore(Odd(contains=lambda keys: found), SIZE)
     assert side.contains(np.zeros((2, 32), np.uint8)).tolist() == [False, False]
 
 
@@ -267,7 +267,7 @@ def test_rows_for_fetched_blocks_are_used_again_when_the_engine_has_written_them
 
 
 def test_a_ticket_that_was_issued_twice_is_refused_for_good():
-    side = store_side.StoreSide(Odd(submit_write=lambda slots, rows: 9), SIZE)
+    side = checked_store.CheckedStore(Odd(submit_write=lambda slots, rows: 9), SIZE)
     slots, rows = np.zeros(1, np.int64), np.zeros((1, SIZE), np.uint8)
     first = side.write(slots, rows)
     with pytest.raises(StoreError, match="ticket 9 twice"):

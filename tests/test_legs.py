@@ -7,9 +7,9 @@ from simulated_device import SimulatedStore
 from blockyard import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
 from blockyard.errors import BlockyardError, MappingError
+from blockyard.executor.checked_store import Answer, CheckedStore
+from blockyard.executor.legs import Legs, engine_tier
 from blockyard.executor.parts import Part, cut, written
-from blockyard.executor.staging import Staging, engine_tier
-from blockyard.executor.store_side import Answer, StoreSide
 from blockyard.layout.kv import KVLayout
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
@@ -20,10 +20,10 @@ def pairs(src: str, dst: str, *ids: tuple[int, int]) -> Pairs:
     return Pairs(src, dst, np.array(ids, np.int64).reshape(-1, 2))
 
 
-def rig() -> tuple[CacheEngine, StoreSide]:
+def rig() -> tuple[CacheEngine, CheckedStore]:
     store = SimulatedStore(4, SIZE, seed=0)
     store._eagerness = 1.0 - 1e-9
-    return CacheEngine(LAYOUT, device_blocks=4, host_blocks=4), StoreSide(store, SIZE)
+    return CacheEngine(LAYOUT, device_blocks=4, host_blocks=4), CheckedStore(store, SIZE)
 
 
 def test_only_device_and_host_are_in_the_copy_engine():
@@ -74,44 +74,44 @@ def test_device_writes_come_behind_the_device_reads_of_the_decisions_that_are_na
 
 def test_rows_that_a_store_may_still_write_to_are_not_used_again():
     engine, side = rig()
-    staging = Staging(engine, side, max_bytes=2 * SIZE)
+    legs = Legs(engine, side, max_bytes=2 * SIZE)
     for reason, is_used_again in (("absent", True), ("timeout", False)):
         fetch = Part("fetch", pairs("external", "host", (0, 0)), engine.fence())
-        staging.begin(fetch)
+        legs.begin(fetch)
         rows = fetch.rows
         assert fetch.batch is not None
         missed = np.zeros(1, np.bool_)
         fetch.batch.answer = Answer(missed, np.zeros((1, SIZE), np.uint8), reasons=(reason,))
         while not fetch.ended:
-            staging.advance(fetch)
+            legs.advance(fetch)
             engine.transfers.synchronize()
-        assert np.shares_memory(staging._buffers.take(1, SIZE), rows) == is_used_again
+        assert np.shares_memory(legs._buffers.take(1, SIZE), rows) == is_used_again
 
 
 def test_a_spill_is_read_then_stored_and_a_fetch_the_other_way_round():
     engine, side = rig()
-    staging = Staging(engine, side, max_bytes=2 * SIZE)
+    legs = Legs(engine, side, max_bytes=2 * SIZE)
     rows = np.arange(2 * SIZE, dtype=np.uint8).reshape(2, SIZE)
     engine.write("device", np.array([2, 3]), rows)
     spill = Part("spill", pairs("device", "external", (2, 1), (3, 0)), engine.fence())
     assert (spill.waiting, spill.pending, spill.staged, spill.ended) == (True, True, False, False)
-    staging.begin(spill)
+    legs.begin(spill)
     assert (spill.waiting, spill.pending, spill.staged) == (False, False, True)
-    assert staging.num_bytes([spill]) == 2 * SIZE
+    assert legs.num_bytes([spill]) == 2 * SIZE
     engine.transfers.synchronize()
-    staging.advance(spill)
+    legs.advance(spill)
     assert (spill.batch is not None, spill.staged) == (True, False), "the store has copied the rows"
     side.wait(spill.batch)
-    staging.advance(spill)
+    legs.advance(spill)
     assert (spill.ended, spill.lost) == (True, ())
     fetch = Part("fetch", pairs("external", "host", (0, 0), (1, 1), (2, 2)), engine.fence())
-    staging.begin(fetch)
+    legs.begin(fetch)
     assert (fetch.waiting, fetch.pending, fetch.staged) == (False, True, True)
     side.wait(fetch.batch)
-    staging.advance(fetch)
+    legs.advance(fetch)
     assert fetch.missed.ids.tolist() == [[2, 2]], "slot 2 was never written"
     engine.transfers.synchronize()
-    staging.advance(fetch)
+    legs.advance(fetch)
     assert [gone.ids.tolist() for gone in fetch.lost] == [[[2, 2]]]
     assert not fetch.staged
     np.testing.assert_array_equal(engine.read("host", np.array([1, 0])), rows)
@@ -119,14 +119,14 @@ def test_a_spill_is_read_then_stored_and_a_fetch_the_other_way_round():
 
 def test_what_is_refused_leaves_nothing_being_launched_and_an_end_comes_once():
     engine, side = rig()
-    staging = Staging(engine, side, max_bytes=SIZE)
+    legs = Legs(engine, side, max_bytes=SIZE)
     part = Part("swap_in", pairs("host", "device", (0, 9)), engine.fence())
     with pytest.raises(MappingError):
-        staging.begin(part)
-    assert staging.launching is None
-    staging.lose(part, BlockyardError("first"))
-    staging.lose(part, BlockyardError("second"))
+        legs.begin(part)
+    assert legs.launching is None
+    legs.lose(part, BlockyardError("first"))
+    legs.lose(part, BlockyardError("second"))
     assert str(part.error) == "first"
     other = Part("fetch", pairs("external", "host", (0, 0), (1, 1)), engine.fence())
-    assert staging.full(other, 0) == "", "a part that is larger than the limit goes alone"
-    assert staging.full(other, 1) == f"1 bytes are staged, at most {SIZE} may be"
+    assert legs.full(other, 0) == "", "a part that is larger than the limit goes alone"
+    assert legs.full(other, 1) == f"1 bytes are staged, at most {SIZE} may be"

@@ -24,7 +24,7 @@ from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.stores.batches import BatchStore
 
-__all__ = ["Answer", "Batch", "StoreSide"]
+__all__ = ["Answer", "Batch", "CheckedStore"]
 
 NOTHING_READ: Final = {"absent", "empty"}
 """Reasons of misses for which no byte was read."""
@@ -71,7 +71,7 @@ class Batch:
     answer: Answer | None = None
 
 
-class StoreSide:
+class CheckedStore:
     """Submits batches to a store and collects them.
 
     Args:
