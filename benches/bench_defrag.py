@@ -1,6 +1,6 @@
 """Defragmentation beside an allocator that gives out ids first in, first out: moves, gap, runs, and time per step.
 
-Also what `contiguous` does to the descriptors of a transfer, and what allocation by pages costs.
+Also what `contiguous` does to the descriptors of a transfer.
 
     python benches/bench_defrag.py
 
@@ -21,7 +21,6 @@ import numpy as np
 from figures import keep
 from numpy.typing import NDArray
 
-from blockyard import BlockManager
 from blockyard.allocators import BlockObserver
 
 Ids = NDArray[np.int64]
@@ -36,7 +35,6 @@ MARGIN = 16
 MOVES = 8
 SHARED_BLOCKS = 32
 TRANSFER_TOKENS = 2048
-PAGE_BLOCKS = 32
 
 
 class Step(NamedTuple):
@@ -196,47 +194,6 @@ def descriptors(blocks: int) -> Figures:
     return {"pieces_before": before, "pieces_after": pieces(), "moves": len(plan), "plan_us": least}
 
 
-def one_placement(blocks: int, steps: int, order: str) -> tuple[NDArray[np.int64], Ids, float]:
-    """Nanoseconds of each step's allocation and freeing, blocks of each, and pages in use for each that is needed."""
-    clock, rng = time.perf_counter_ns, random.Random(2)
-    observer = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, watermark=0.0, reuse_order=order)
-    running: list[int] = []
-    spent, counts = np.zeros((steps, 2), np.int64), np.zeros((steps, 2), np.int64)
-    pages = needed = 0
-    for number in range(steps):
-        lengths = np.array([rng.randrange(1, 2 * PROMPT_BLOCKS) for _ in range(STARTS)], np.uint32)
-        tokens = lengths * np.uint32(BLOCK_SIZE)
-        begin = clock()
-        new = observer.allocate(counts=tokens)
-        allocated = clock()
-        observer.complete(observer.take_decision().ticket)
-        running += new.tolist()
-        rng.shuffle(running)
-        ended, running = np.array(running[RUNNING:], np.uint64), running[:RUNNING]
-        count = sum(len(observer.block_table(int(handle))) for handle in ended)
-        start = clock()
-        observer.free(ended)
-        spent[number] = allocated - begin, clock() - start
-        counts[number] = lengths.sum(), count
-        if number % 16 == 0:
-            used = np.concatenate([observer.block_table(handle) for handle in running])
-            pages += len(np.unique(used // PAGE_BLOCKS))
-            needed += -(-len(used) // PAGE_BLOCKS)
-    return spent, counts, pages / needed
-
-
-def placement(blocks: int, steps: int, repeats: int) -> Figures:
-    """Nanoseconds a block to give out and take back in an aged pool, and pages in use for each that is needed."""
-    found: Figures = {}
-    for name, order in (("lowest", "lowest"), ("pages", f"pages:{PAGE_BLOCKS}")):
-        runs = [one_placement(blocks, steps, order) for _ in range(repeats)]
-        aged = slice(steps // 2, None)
-        least = np.min([spent for spent, _, _ in runs], axis=0)[aged].sum(axis=0) / runs[0][1][aged].sum(axis=0)
-        found[f"{name}_allocate_ns"], found[f"{name}_free_ns"] = least
-        found[f"{name}_pages_ratio"] = runs[0][2]
-    return found
-
-
 def figures(repeats: int) -> Figures:
     """All figures, by their names in BENCH_JSON."""
     found = {f"w_defrag_32k_{name}": value for name, value in quality(32768, 2000).items()}
@@ -248,8 +205,7 @@ def figures(repeats: int) -> Figures:
     identity = quality(32768, 200, fresh=False, moves=None)
     found |= {f"w_defrag_32k_{name}_1024_new": value for name, value in crowd.items()}
     found |= {f"w_defrag_32k_{name}_kept_ids": value for name, value in identity.items()}
-    found |= {f"contiguous_{name}": value for name, value in descriptors(32768).items()}
-    return found | {f"placement_{name}": value for name, value in placement(262144, 600, repeats).items()}
+    return found | {f"contiguous_{name}": value for name, value in descriptors(32768).items()}
 
 
 def main() -> None:

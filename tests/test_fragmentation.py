@@ -14,35 +14,28 @@ from blockyard.scheduler import DefragPolicy, Goal
 
 @given(
     st.sets(st.integers(1, 99), max_size=60).flatmap(lambda used: st.permutations(sorted(used))),
-    st.integers(1, 12),
     st.integers(0, 60),
     st.integers(0, 99),
 )
-def test_the_figures_are_those_of_counting(used: list[int], page: int, cut: int, leased: int) -> None:
+def test_the_figures_are_those_of_counting(used: list[int], cut: int, leased: int) -> None:
     observer = BlockObserver(100)
     observer.use_ids(used)
     observer.lease([leased])
     tables = [used[:cut], used[:cut] + used[cut:]]
-    found = observer.fragmentation(tables, page_blocks=page)
+    found = observer.fragmentation(tables)
     movable = set(used) - {leased}
     fixed = {0, leased}
     links = {(a, b) for table in tables for a, b in itertools.pairwise(table)}
-    pages = {block // page for block in movable | fixed}
     densest = sorted(set(range(100)) - fixed)[len(movable) - 1] if movable else 0
     assert found.max_id == max(movable | fixed)
     assert found.gap == max(movable, default=0) - densest
     assert found.holes == 100 - len(movable | fixed)
-    assert found.empty_pages == -(-100 // page) - len(pages)
     assert (found.tables, found.runs) == (sum(map(bool, tables)), len(used) - sum(b == a + 1 for a, b in links))
 
 
-def test_without_sequences_and_pages() -> None:
+def test_without_sequences() -> None:
     observer = BlockObserver(64)
-    assert repr(observer.fragmentation()) == (
-        "Fragmentation(max_id=0, gap=0, holes=63, empty_pages=0, tables=0, runs=0)"
-    )
-    with pytest.raises(InvalidArgumentError, match="page_blocks is 0"):
-        observer.fragmentation(page_blocks=0)
+    assert repr(observer.fragmentation()) == "Fragmentation(max_id=0, gap=0, holes=63, tables=0, runs=0)"
     with pytest.raises(InvalidArgumentError, match="block is 64"):
         observer.fragmentation([[64]])
 
@@ -84,7 +77,7 @@ def test_goals_cannot_be_changed_afterwards() -> None:
         ({"goals": []}, "there are no goals"),
         ({"goals": [("upwards", 1)]}, "upwards"),
         ({"goals": [("dense",)]}, r"a goal is tuple, must be"),
-        ({"goals": [("empty_pages", 0)]}, "page"),
+        ({"goals": [("contiguous", 0)]}, "runs is 0"),
         ({"max_moves": 0}, "max_moves is 0, must be at least 1"),
         ({"max_bytes": -1, "block_bytes": 1}, "max_bytes is -1, must be at least 1"),
         ({"max_bytes": 10}, "block_bytes"),

@@ -208,18 +208,14 @@ def test_a_cached_block_that_moves_keeps_its_turn_to_be_evicted() -> None:
 
 def test_fragmentation_says_how_blocks_lie() -> None:
     manager = new_manager()
-    assert repr(manager.defrag.fragmentation()) == (
-        "Fragmentation(max_id=None, gap=0, holes=16, empty_pages=0, tables=0, runs=0)"
-    )
+    assert repr(manager.defrag.fragmentation()) == ("Fragmentation(max_id=None, gap=0, holes=16, tables=0, runs=0)")
     holey(manager)
-    found = manager.defrag.fragmentation(page_blocks=4)
-    assert (found.max_id, found.gap, found.holes, found.empty_pages) == (7, 4, 12, 3)
+    found = manager.defrag.fragmentation()
+    assert (found.max_id, found.gap, found.holes) == (7, 4, 12)
     assert (found.tables, found.runs) == (1, 1)
     manager.defrag.run("free_tail", 9, max_moves=2)
     end(manager)
-    assert manager.defrag.fragmentation(page_blocks=4).runs == 2
-    with pytest.raises(InvalidArgumentError, match="page_blocks is 0"):
-        manager.defrag.fragmentation(page_blocks=0)
+    assert manager.defrag.fragmentation().runs == 2
 
 
 def test_what_becomes_of_cached_blocks_has_a_name() -> None:
@@ -227,7 +223,7 @@ def test_what_becomes_of_cached_blocks_has_a_name() -> None:
         new_manager().defrag.run("dense", 0, cached="burn")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("goal", "number"), [("tidy", 1), ("empty_pages", 0), ("max_id", -1)])
+@pytest.mark.parametrize(("goal", "number"), [("tidy", 1), ("contiguous", 0), ("max_id", -1)])
 def test_goals_that_are_none_are_refused(goal: str, number: int) -> None:
     with pytest.raises(InvalidArgumentError):
         new_manager().defrag.run(goal, number)  # type: ignore[arg-type]

@@ -25,9 +25,6 @@ def ids(manager: BlockManager, limit: int | None = None) -> list[int]:
         ("lowest", [0, 2, 3, 4, 5]),
         ("fifo", [4, 5, 3, 0, 2]),
         ("lru", [4, 5, 3, 0, 2]),
-        ("pages:3", [0, 2, 3, 4, 5]),
-        ("pages:2", [0, 2, 3, 4, 5]),
-        ("pages:4", [0, 2, 3, 4, 5]),
     ],
 )
 def test_free_blocks_are_listed_in_the_order_in_which_they_are_taken(order: str, wanted: list[int]) -> None:
@@ -43,25 +40,7 @@ def test_free_blocks_are_listed_in_the_order_in_which_they_are_taken(order: str,
     manager.check()
 
 
-def test_pages_in_use_are_filled_before_one_is_opened() -> None:
-    manager = BlockManager(block_size=4, device_blocks=32, watermark=0.0, reuse_order="pages:4")
-    handles = one_block_each(manager, 16)
-    for i in (1, 4, 5, 6, 13, 14):
-        manager.free(handles[i])
-    # One block of page 0 is free, two of page 3, three of page 1; the pages from 4 on are not in use.
-    wanted = [1, 13, 14, 4, 5, 6, *range(16, 32)]
-    assert ids(manager) == wanted
-    assert [int(manager.block_table(handle)[0]) for handle in one_block_each(manager, 8)] == wanted[:8]
-    manager.check()
-
-
-@pytest.mark.parametrize("order", ["pages", "pages:0", "pages:x", "pages:65537"])
-def test_pages_without_a_size_are_refused(order: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f'reuse_order is "{order}", must be one of .* pages:N'):
-        new_manager(order)
-
-
-@pytest.mark.parametrize("order", ["lowest", "fifo", "lru", "pages:4"])
+@pytest.mark.parametrize("order", ["lowest", "fifo", "lru"])
 def test_listing_takes_nothing(order: str) -> None:
     manager = new_manager(order)
     assert ids(manager) == ids(manager) == [0, 1, 2, 3, 4, 5]

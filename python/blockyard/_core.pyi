@@ -1050,7 +1050,7 @@ class Defrag:
         """
     def progress(self) -> ResizeProgress:
         """Return what is still in use beyond the end of the device pool: `ResizeProgress`."""
-    def fragmentation(self, *, page_blocks: int = 64) -> Fragmentation:
+    def fragmentation(self) -> Fragmentation:
         """Measure how scattered the device's blocks are. Takes time in proportion to the pool and the block tables.
 
         Args:
@@ -2509,7 +2509,7 @@ class V0BlockTable:
 def v0_hash_blocks(parent: int | None, token_ids: list[int], block_size: int, extra_hash: int | None) -> list[int]:
     """Keys of the full blocks of `token_ids`, the first after `parent`; a negative id is a token not known yet."""
 
-_Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
+_Goal: TypeAlias = Literal["max_id", "free_tail", "dense"]
 _Wanted: TypeAlias = tuple[_Goal | Literal["contiguous"], int] | tuple[_Goal | Literal["contiguous"], int, int]
 _BlockIds: TypeAlias = NDArray[np.int64] | NDArray[np.int32] | _Each[int]
 
@@ -2549,9 +2549,6 @@ class Fragmentation:
     @property
     def holes(self) -> int:
         """Free blocks that are not cached."""
-    @property
-    def empty_pages(self) -> int:
-        """Pages without a block in use."""
     @property
     def tables(self) -> int:
         """Block tables with blocks of their own."""
@@ -2763,7 +2760,7 @@ class BlockObserver:
             InvalidArgumentError: a goal is unknown or without meaning, or an id is out of range.
         """
 
-    def fragmentation(self, sequences: _Each[_BlockIds] = ..., *, page_blocks: int = 64) -> Fragmentation:
+    def fragmentation(self, sequences: _Each[_BlockIds] = ...) -> Fragmentation:
         """Measure how scattered the blocks in use are, leased ones and the null block too; looks at all blocks.
 
         Args:

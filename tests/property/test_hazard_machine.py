@@ -443,7 +443,7 @@ class Defragments:
         return getattr(self.manager, name)
 
     def take_decision(self, *, prefetch: bool = False) -> StepDecision:
-        goal = self.random.choice(("max_id", "free_tail", "dense", "empty_pages", ""))
+        goal = self.random.choice(("max_id", "free_tail", "dense", ""))
         blocks = self.manager.pool("device").num_blocks
         if goal:
             number = self.random.randrange(1, max(2, blocks // 2)) if goal != "dense" else 0

@@ -246,7 +246,6 @@ VALID: dict[str, Any] = {
     "ok": lambda: np.zeros(1, bool),
     "out": None,
     "owners": lambda: (np.zeros((1, 32), np.uint8), np.zeros((1, 32), np.uint8)),
-    "page_blocks": 4,
     "pairs": PAIR,
     "parent": None,
     "pass_negative": False,

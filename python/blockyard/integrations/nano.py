@@ -42,7 +42,7 @@ __all__ = ["BlockManager", "Fit", "Goal", "NanoSequence", "ScheduledSequence"]
 KIND: Final = "kv layers blocks tokens heads dim"
 """Dimensions of the KV tensor, outermost first."""
 
-Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
+Goal: TypeAlias = Literal["max_id", "free_tail", "dense"]
 """A goal of `BlockManager.defragment`; see `manager.defrag.run`."""
 
 
@@ -333,7 +333,7 @@ class BlockManager:
 
         Args:
             goal: `"max_id"`: no block above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as
-                low as can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
+                low as can be, give or take `number` ids.
             number: see above, in blocks.
             max_moves: most blocks to move.
 
@@ -342,7 +342,7 @@ class BlockManager:
 
         Raises:
             SequenceStateError: no KV tensor is attached.
-            InvalidArgumentError: there is no such goal, or a page has no blocks.
+            InvalidArgumentError: there is no such goal.
         """
         if self.executor is None:
             raise SequenceStateError("blocks are to be moved, and no KV tensor is attached")

@@ -26,7 +26,7 @@ PreemptionMode: TypeAlias = Literal["auto", "swap", "recompute"]
 PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
 """All values of `PreemptionMode`."""
 
-GoalName = Literal["max_id", "free_tail", "dense", "empty_pages", "contiguous"]
+GoalName = Literal["max_id", "free_tail", "dense", "contiguous"]
 Goal = tuple[GoalName, int] | tuple[GoalName, int, int]
 """A goal's name and number, and how far it may be missed before anything moves; see `manager.defrag.run`."""
 

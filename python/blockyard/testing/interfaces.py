@@ -151,7 +151,7 @@ class DefragLike(Protocol):
 
     def run(
         self,
-        goal: Literal["max_id", "free_tail", "dense", "empty_pages", "contiguous"],
+        goal: Literal["max_id", "free_tail", "dense", "contiguous"],
         number: int,
         *,
         max_moves: int = ...,

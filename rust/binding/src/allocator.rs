@@ -66,7 +66,6 @@ pub(crate) fn named<T>(what: &str, name: &str, found: Option<T>, must: &str) -> 
 /// The reuse order of that name; `lru` is `fifo` for blocks that hold nothing.
 pub(crate) fn reuse(name: &str) -> PyResult<ReuseOrder> {
     let found = ReuseOrder::from_name(if name == "lru" { "fifo" } else { name });
-    let found = found.filter(|order| !matches!(order, ReuseOrder::Pages(_)));
     named("reuse", name, found, "lowest, fifo, lru, lifo")
 }
 

@@ -382,28 +382,20 @@ impl PyBlockObserver {
     ///
     /// Args:
     ///     sequences: ids of each sequence, in order; `tables` and `runs` are theirs, shared blocks counted once.
-    ///     page_blocks: blocks of a page, at least 1.
     /// Returns:
     ///     `Fragmentation`.
     /// Raises:
-    ///     InvalidArgumentError: an id is out of range, or a page has no blocks.
-    #[pyo3(signature = (sequences = Vec::new(), *, page_blocks = 64))]
-    fn fragmentation(
-        &self,
-        #[pyo3(from_py_with = args::sequences)] sequences: Vec<Ids>,
-        #[pyo3(from_py_with = args::page_blocks)] page_blocks: u32,
-    ) -> PyResult<PyFragmentation> {
-        Goal::from_name("empty_pages", page_blocks).map_err(to_py)?;
+    ///     InvalidArgumentError: an id is out of range.
+    #[pyo3(signature = (sequences = Vec::new()))]
+    fn fragmentation(&self, #[pyo3(from_py_with = args::sequences)] sequences: Vec<Ids>) -> PyResult<PyFragmentation> {
         let sequences = taken(sequences);
         let mut state = self.lock();
         let (runs, _) = state.observer.runs(&sequences).map_err(to_py)?;
         let map = state.observer.places();
-        let pages = map.capacity().div_ceil(page_blocks);
         Ok(PyFragmentation {
             max_id: map.highest().map(|block| block.0),
             gap: map.gap(),
             holes: map.holes().len(),
-            empty_pages: (pages - map.used_pages(page_blocks)) as usize,
             tables: sequences.iter().filter(|ids| !ids.is_empty()).count(),
             runs,
         })
@@ -414,12 +406,12 @@ impl PyBlockObserver {
     /// Args:
     ///     goal: see `Defrag.run`.
     ///     number: see `Defrag.run`.
-    ///     slack: the plan is empty while the goal is missed by no more ids or pages; once begun, it is carried on
+    ///     slack: the plan is empty while the goal is missed by no more ids or runs; once begun, it is carried on
     ///         until the goal is met.
     ///     moves: budget of this step.
     ///
     /// Raises:
-    ///     InvalidArgumentError: the goal is unknown, or its page has no blocks.
+    ///     InvalidArgumentError: the goal is unknown.
     #[pyo3(signature = (goal, number, *, slack = 0, moves = None))]
     fn plan(
         &self,

@@ -188,7 +188,7 @@ impl Rings {
 
     /// Whether a block is in a ring.
     pub(crate) fn contains(&self, block: BlockId) -> bool {
-        self.stamps[block.index()] != 0
+        self.stamps.get(block.index()).is_some_and(|&stamp| stamp != 0)
     }
 
     /// Puts a block that is in no ring at the end of one.

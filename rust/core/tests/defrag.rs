@@ -22,62 +22,11 @@ fn apply(places: &mut BlockMap, plan: &Plan) {
     }
 }
 
-/// Fewest pages in use, forced ones included, and fewest moves to get there: all subsets of pages are tried.
-fn best_pages(states: &[u8], page: usize) -> (usize, usize) {
-    let pages: Vec<(usize, usize, bool)> = states
-        .chunks(page)
-        .map(|page| {
-            let count = |wanted| page.iter().map(|&s| usize::from(s == wanted)).sum::<usize>();
-            (count(1), page.len() - count(2), count(2) > 0)
-        })
-        .collect();
-    let live: usize = pages.iter().map(|p| p.0).sum();
-    let mut best = (usize::MAX, usize::MAX);
-    for chosen in 0u32..1 << pages.len() {
-        let is_kept = |i: usize| chosen >> i & 1 == 1;
-        let kept: Vec<_> = (0..pages.len()).filter(|&i| is_kept(i)).map(|i| pages[i]).collect();
-        let forced_out = (0..pages.len()).any(|i| pages[i].2 && !is_kept(i));
-        if !forced_out && kept.iter().map(|p| p.1).sum::<usize>() >= live {
-            best = best.min((kept.len(), live - kept.iter().map(|p| p.0).sum::<usize>()));
-        }
-    }
-    best
-}
-
-fn used_pages(places: &BlockMap, page: u32) -> usize {
-    let capacity = places.capacity();
-    (0..capacity)
-        .step_by(page as usize)
-        .filter(|&s| places.holes().count(s..s + page) < (capacity - s).min(page) as usize)
-        .count()
-}
-
 fn states() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(prop_oneof![5 => Just(0u8), 5 => Just(1u8), 1 => Just(2u8)], 1..40)
 }
 
 proptest! {
-    #[test]
-    fn pages_are_emptied_with_the_fewest_moves(states in states(), page in 4u32..9, budget in 1usize..6) {
-        let (pages, moves) = best_pages(&states, page as usize);
-        let mut once = places(&states);
-        let plan = once.plan(Goal::EmptyPages(page), usize::MAX);
-        prop_assert_eq!((plan.pairs.len(), plan.left, plan.stuck), (moves, 0, 0));
-        apply(&mut once, &plan);
-        prop_assert!(used_pages(&once, page) <= pages, "{} pages in use, {} needed", used_pages(&once, page), pages);
-        prop_assert_eq!(once.excess(Goal::EmptyPages(page)), 0);
-
-        let (mut stepped, mut total) = (places(&states), 0);
-        while stepped.excess(Goal::EmptyPages(page)) > 0 {
-            let plan = stepped.plan(Goal::EmptyPages(page), budget);
-            prop_assert!(plan.pairs.len() == budget || plan.left == 0);
-            total += plan.pairs.len();
-            prop_assert_eq!(total + plan.left, moves);
-            apply(&mut stepped, &plan);
-        }
-        prop_assert_eq!(total, moves);
-    }
-
     #[test]
     fn ids_above_the_limit_come_down_with_one_move_each(states in states(), n in 0u32..40, budget in 1usize..9) {
         let before = places(&states);
@@ -209,8 +158,8 @@ impl World {
 
     fn defragment(&mut self, id: u32) {
         let used: Vec<u32> = (1..24).rev().filter(|&id| self.refs[id as usize] > 0).collect();
-        let goals = [Goal::Dense(0), Goal::EmptyPages(4), Goal::MaxId(id), Goal::Contiguous(1)];
-        let goals: Vec<Wanted> = (0..2 + id as usize % 2).map(|i| goals[(id as usize + i) % 4].into()).collect();
+        let goals = [Goal::Dense(0), Goal::MaxId(id), Goal::Contiguous(1)];
+        let goals: Vec<Wanted> = (0..2 + id as usize % 2).map(|i| goals[(id as usize + i) % 3].into()).collect();
         let (first, second) = used.split_at(used.len() / 2);
         let sequences = [first.to_vec(), [&used[..used.len() / 4], second].concat()];
         let budget = Budget { moves: 1 + id as usize % 5, bytes: u64::from(id), block_bytes: 1 };

@@ -198,7 +198,6 @@ fn goals() -> impl Strategy<Value = Goal> {
         (0u32..40).prop_map(Goal::MaxId),
         (0u32..40).prop_map(Goal::FreeTail),
         (0u32..4).prop_map(Goal::Dense),
-        (1u32..9).prop_map(Goal::EmptyPages),
         (1u32..3).prop_map(Goal::Contiguous),
     ]
 }
@@ -268,7 +267,7 @@ proptest! {
         states in prop::collection::vec(0u8..3, 1..60), facts in prop::collection::vec(8u8..16, 1..70), moves in 0usize..20,
     ) {
         let (facts, mut places) = (Drawn(facts.iter().map(|fact| fact & 0xc).collect()), places(&states));
-        for goal in [Goal::Dense(0), Goal::EmptyPages(4)] {
+        for goal in [Goal::Dense(0), Goal::MaxId(9)] {
             let all = places.plan_all(&[goal], &[], &facts, Budget::UNLIMITED).pairs;
             let cut = places.plan_all(&[goal], &[], &facts, Budget::of_moves(moves)).pairs;
             let hot = |pairs: &[[u32; 2]]| pairs.iter().filter(|[from, _]| facts.is_hot(BlockId(*from))).count();
@@ -277,25 +276,6 @@ proptest! {
         }
     }
 
-    #[test]
-    fn watched_pages_give_the_plans_of_counted_ones(
-        states in prop::collection::vec(0u8..3, 1..90), page in 1u32..20, grown in 0u32..40,
-        changes in prop::collection::vec((0u32..130, 0usize..3), 0..60), budget in 0usize..30,
-    ) {
-        let mut watched = places(&states);
-        watched.watch_pages(page);
-        watched.grow(watched.capacity() + grown);
-        for (block, place) in changes {
-            watched.set(BlockId(block % watched.capacity()), [Occupancy::Hole, Occupancy::Live, Occupancy::Fixed][place]);
-        }
-        let mut counted = BlockMap::new(watched.capacity() as usize);
-        for (block, place) in (0..).zip(states_of(&watched)) {
-            counted.set(BlockId(block), place);
-        }
-        let goal = Goal::EmptyPages(page);
-        prop_assert_eq!(watched.plan(goal, budget), counted.plan(goal, budget));
-        prop_assert_eq!(watched.excess(goal), counted.excess(goal));
-    }
 }
 
 /// Holes with content, which goes on to others or not: the holes of other places.
@@ -366,8 +346,7 @@ proptest! {
         }
         if keep && held > kept {
             let blank = |block: usize| states[block] == 0 && now[block].0 == 0;
-            let is_pages = matches!(goal, Goal::EmptyPages(_));
-            prop_assert!(is_pages || !(0..end.min(states.len())).any(blank), "dropped, and a hole is left");
+            prop_assert!(!(0..end.min(states.len())).any(blank), "dropped, and a hole is left");
         }
     }
 }
@@ -410,10 +389,10 @@ impl Facts for Counted {
 
 #[test]
 fn a_plan_of_few_moves_looks_at_few_blocks_of_however_many() {
-    for goal in [Goal::Dense(0), Goal::MaxId(1_000_000), Goal::EmptyPages(32), Goal::Contiguous(1)] {
+    for goal in [Goal::Dense(0), Goal::MaxId(1_000_000), Goal::Contiguous(1)] {
         let mut places = BlockMap::new(1_048_576);
         places.set(BlockId(0), Occupancy::Fixed);
-        // All pages are in use but for the last blocks, where four strays are.
+        // All is in use but for the last blocks, where four strays are.
         places.set_run(1..900_000, Occupancy::Live);
         for stray in [1_048_001, 1_048_100, 1_048_200, 1_048_300] {
             places.set(BlockId(stray), Occupancy::Live);
@@ -430,15 +409,18 @@ fn a_plan_of_few_moves_looks_at_few_blocks_of_however_many() {
 fn each_goal_has_its_own_slack() {
     let mut states = [0u8; 64];
     states[8..12].fill(1);
-    let mut planner =
-        Planner::new(&[Wanted { goal: Goal::EmptyPages(4), slack: 0 }, Wanted { goal: Goal::Dense(0), slack: 8 }]);
+    let goals = [Wanted { goal: Goal::FreeTail(52), slack: 0 }, Wanted { goal: Goal::Dense(0), slack: 8 }];
+    let mut planner = Planner::new(&goals);
     let mut now = places(&states);
     assert!(planner.plan(&mut now, &[], &Plain, Budget::UNLIMITED).pairs.is_empty());
-    states[13] = 1;
+    states[12] = 1;
+    // Block 12 is of the tail, and no more than 8 ids too high: the first goal alone moves.
+    let plan = planner.plan(&mut places(&states), &[], &Plain, Budget::of_moves(3));
+    assert_eq!((plan.pairs.len(), plan.left), (1, 0));
+    states.swap(12, 13);
     let mut now = places(&states);
     let plan = planner.plan(&mut now, &[], &Plain, Budget::of_moves(3));
-    // Five live blocks take two pages, and they have no more: the second goal alone moves.
-    assert_eq!((plan.pairs.len(), plan.left), (0, 0));
+    assert_eq!((plan.pairs.len(), plan.left), (3, 2));
     assert_eq!(planner.wanted().count(), 2);
     let mut planner = Planner::new(&[Wanted { goal: Goal::Dense(0), slack: 8 }]);
     let mut moves = 0;

@@ -82,13 +82,13 @@ fn fragmentation_counts_tables_and_their_runs() {
     let mut manager = Manager::new(config).unwrap();
     let mut opened = Vec::new();
     manager.allocate(&[3, 2, 4, 0], &mut opened).unwrap();
-    assert_eq!((manager.fragmentation(2).unwrap().tables, manager.fragmentation(2).unwrap().runs), (3, 3));
+    assert_eq!((manager.fragmentation().unwrap().tables, manager.fragmentation().unwrap().runs), (3, 3));
     manager.free(&opened[1..2]).unwrap();
     let ticket = manager.take_decision().ticket;
     manager.complete(ticket).unwrap();
     // The two blocks of the hole, and two beyond the others.
     manager.allocate(&[4], &mut opened).unwrap();
-    let found = manager.fragmentation(2).unwrap();
+    let found = manager.fragmentation().unwrap();
     assert_eq!((found.tables, found.runs, found.holes), (3, 4, 5));
 }
 

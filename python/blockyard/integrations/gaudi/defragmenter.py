@@ -328,15 +328,12 @@ class OnlineDefragmenter:
         num_bytes = (self._moves + 2 * self._exchanges) * (self.mover.bytes_per_block if self.mover else 0)
         return DefragStats(self._steps, self._moves, self._exchanges, num_bytes, self._observer.gap, self._seconds)
 
-    def fragmentation(self, page_blocks: int = 64) -> Fragmentation:
+    def fragmentation(self) -> Fragmentation:
         """Measure how scattered the blocks in use are, and those of the requests that run; looks at all blocks.
 
         The null block and blocks that are held in place are in use, too.
-
-        Raises:
-            InvalidArgumentError: a page has no blocks.
         """
-        return self._observer.fragmentation(self._running(), page_blocks=page_blocks)
+        return self._observer.fragmentation(self._running())
 
     # ---- ids and blocks ----
 

@@ -238,14 +238,14 @@ class PrefixMachine(RecordingMachine):
             sequence.published = 0
 
     @rule(
-        goal=st.sampled_from(["max_id", "free_tail", "dense", "empty_pages", "contiguous"]),
+        goal=st.sampled_from(["max_id", "free_tail", "dense", "contiguous"]),
         number=st.integers(1, 12),
         most=st.integers(0, 6),
         cached=st.sampled_from(["move", "drop", "exchange"]),
     )
     def defragment(
         self,
-        goal: Literal["max_id", "free_tail", "dense", "empty_pages", "contiguous"],
+        goal: Literal["max_id", "free_tail", "dense", "contiguous"],
         number: int,
         most: int,
         cached: Literal["move", "drop", "exchange"],

@@ -36,7 +36,7 @@ named! {
     encoder_tokens errors errors_in_a_row evicted_blocks extra_hash external_blocks extras first free goals group groups handle head_bytes host_blocks host_copies_per_step hot ids job keys last lease lengths
     limit lookahead lora_id lost max_block_sliding_window max_blocks max_bytes max_events max_moves max_open_tickets max_pinned memory misses most moves names namespace
     now num_blocks num_bytes num_chunks num_computed_slots num_cpu_blocks num_empty_slots num_external_blocks num_gpu_blocks
-    num_lookahead_slots num_slots num_threads num_tokens number page_blocks pending_bytes per_block pin plain port
+    num_lookahead_slots num_slots num_threads num_tokens number pending_bytes per_block pin plain port
     prefix_caching priority read_blocks read_bytes rows rule sequence sequences shared_tokens size sizes slack slot src_blocks
     stored_blocks tenant threads ticket timeout token_ids transfers ttl_ms watermark window written_blocks written_bytes
 }

@@ -104,10 +104,10 @@ impl PyDefrag {
     ///
     /// Args:
     ///     goal: `"max_id"`: no block above `number`. `"free_tail"`: no block among the last `number`. `"dense"`: as
-    ///         low as possible, within `number` ids. `"empty_pages"`: in as few pages of `number` blocks as possible.
-    ///         `"contiguous"`: no block table in more than `number` runs of neighbours, as far as holes allow. Or a
-    ///         list of `(goal, number)`, the most important first: none undoes what an earlier one won. With `(goal,
-    ///         number, slack)` nothing moves until the goal is missed by more than `slack` ids, pages or runs.
+    ///         low as possible, within `number` ids. `"contiguous"`: no block table in more than `number` runs of
+    ///         neighbours, as far as holes allow. Or a list of `(goal, number)`, the most important first: none undoes
+    ///         what an earlier one won. With `(goal, number, slack)` nothing moves until the goal is missed by more
+    ///         than `slack` ids or runs.
     ///     number: see above, in blocks or runs. None with a list of goals; with `"free_tail"` all that are free.
     ///     sequences: handles that `"contiguous"` is about, the most important first, with their tables in all cache
     ///         groups; None for all on the device.
@@ -180,17 +180,11 @@ impl PyDefrag {
 
     /// Measure how scattered the device's blocks are. Takes time in proportion to the pool and the block tables.
     ///
-    /// Args:
-    ///     page_blocks: blocks of a page, for `empty_pages`.
     /// Returns:
     ///     `Fragmentation`.
-    /// Raises:
-    ///     InvalidArgumentError: `page_blocks` is 0.
-    #[pyo3(signature = (*, page_blocks = 64))]
-    fn fragmentation(&self, #[pyo3(from_py_with = args::page_blocks)] page_blocks: u32) -> PyResult<PyFragmentation> {
-        let found = self.0.lock().fragmentation(page_blocks).map_err(to_py)?;
-        let Fragmentation { max_id, gap, holes, empty_pages, tables, runs } = found;
-        Ok(PyFragmentation { max_id: max_id.map(|block| block.0), gap, holes, empty_pages, tables, runs })
+    fn fragmentation(&self) -> PyResult<PyFragmentation> {
+        let Fragmentation { max_id, gap, holes, tables, runs } = self.0.lock().fragmentation().map_err(to_py)?;
+        Ok(PyFragmentation { max_id: max_id.map(|block| block.0), gap, holes, tables, runs })
     }
 }
 

@@ -66,8 +66,7 @@ fn next_number() -> u16 {
 ///     watermark: fraction of the device blocks that admission keeps free, 0 to below 1.
 ///     reuse_order: which free block is taken next. `"lowest"`: the lowest id, which keeps the pool dense. `"fifo"`:
 ///         ids never used, then the block that came free first. `"lru"`: ids never used, then the block whose last use
-///         ended first. `"pages:N"`, N from 1 to 65536: the lowest id of the page of N blocks with the fewest free
-///         ones.
+///         ended first.
 ///     groups: cache groups of a hybrid model, a list of `CacheGroup`. Each sequence has a block table in each group;
 ///         all groups share the pools. None: one group with full attention.
 ///     prefix_caching: whether prompts share the blocks of earlier prompts that begin alike; True, False or a

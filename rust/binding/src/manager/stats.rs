@@ -174,8 +174,6 @@ pub(crate) struct PyFragmentation {
     pub(crate) gap: u32,
     /// Free blocks that are not cached.
     pub(crate) holes: usize,
-    /// Pages without a block in use.
-    pub(crate) empty_pages: usize,
     /// Block tables with blocks of their own.
     pub(crate) tables: usize,
     /// Runs of neighbouring blocks in those tables.
@@ -185,10 +183,9 @@ pub(crate) struct PyFragmentation {
 #[pymethods]
 impl PyFragmentation {
     fn __repr__(&self) -> String {
-        let Self { max_id, gap, holes, empty_pages, tables, runs } = self;
+        let Self { max_id, gap, holes, tables, runs } = self;
         let max_id = max_id.map_or_else(|| "None".to_owned(), |id| id.to_string());
-        let start = format!("Fragmentation(max_id={max_id}, gap={gap}, holes={holes}, empty_pages={empty_pages}");
-        format!("{start}, tables={tables}, runs={runs})")
+        format!("Fragmentation(max_id={max_id}, gap={gap}, holes={holes}, tables={tables}, runs={runs})")
     }
 }
 

@@ -237,11 +237,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
     }
 
     fn entry(&self, hole: u32) -> Option<Entry> {
-        let entry = if self.places.holes().contains(BlockId(hole)) {
-            self.rules.entry(self.places, hole)
-        } else {
-            Entry::Never
-        };
+        let entry = if self.places.holes().contains(BlockId(hole)) { self.rules.entry(hole) } else { Entry::Never };
         (entry != Entry::Never).then_some(entry)
     }
 
@@ -250,8 +246,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
         moves <= self.budget_left.moves as u64 && writes <= self.budget_left.writes as u64
     }
 
-    /// Pays for a piece's moves and takes its blocks out of sight. What the goals before allow has been asked by then, and
-    /// may look different with some of the blocks gone.
+    /// Pays for a piece's moves and takes its blocks out of sight.
     fn reserve(&mut self, piece: &Piece) {
         for [from, to] in piece.pairs() {
             self.budget_left.pay(self.rules.facts.entry(BlockId(to)), 1);

@@ -12,8 +12,6 @@ pub enum Goal {
     FreeTail(u32),
     /// Live blocks lie as low as can be, give or take this many ids at the top.
     Dense(u32),
-    /// As few pages of this many blocks as can be hold a live or fixed block.
-    EmptyPages(u32),
     /// No sequence of those handed along lies in more than this many runs.
     Contiguous(u32),
 }
@@ -26,7 +24,6 @@ impl Goal {
             Self::MaxId(_) => "max_id",
             Self::FreeTail(_) => "free_tail",
             Self::Dense(_) => "dense",
-            Self::EmptyPages(_) => "empty_pages",
             Self::Contiguous(_) => "contiguous",
         }
     }
@@ -35,34 +32,30 @@ impl Goal {
     #[must_use]
     pub const fn number(self) -> u32 {
         match self {
-            Self::MaxId(n) | Self::FreeTail(n) | Self::Dense(n) | Self::EmptyPages(n) | Self::Contiguous(n) => n,
+            Self::MaxId(n) | Self::FreeTail(n) | Self::Dense(n) | Self::Contiguous(n) => n,
         }
     }
 
     /// The goal of that name.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is none, a page has no blocks, or a sequence is to lie in no run.
+    /// [`Error::InvalidArgument`] if there is none, or a sequence is to lie in no run.
     pub fn from_name(name: &str, number: u32) -> Result<Self> {
         match name {
             "max_id" => Ok(Self::MaxId(number)),
             "free_tail" => Ok(Self::FreeTail(number)),
             "dense" => Ok(Self::Dense(number)),
-            "empty_pages" if number > 0 => Ok(Self::EmptyPages(number)),
             "contiguous" if number > 0 => Ok(Self::Contiguous(number)),
-            "empty_pages" | "contiguous" => {
-                let what = if name == "contiguous" { "runs" } else { "page_blocks" };
-                Err(Error::InvalidArgument { what, found: 0, must: "at least 1".to_owned() })
-            }
+            "contiguous" => Err(Error::InvalidArgument { what: "runs", found: 0, must: "at least 1".to_owned() }),
             _ => Err(Error::InvalidArgument {
                 what: "goal",
                 found: number.into(),
-                must: format!("the number of max_id, free_tail, dense, empty_pages or contiguous, not of {name:?}"),
+                must: format!("the number of max_id, free_tail, dense or contiguous, not of {name:?}"),
             }),
         }
     }
 
-    /// First id that must be free of live blocks; no meaning for pages and runs.
+    /// First id that must be free of live blocks; no meaning for runs.
     pub(super) fn end(self, places: &BlockMap) -> u32 {
         match self {
             Self::MaxId(n) => n.saturating_add(1).min(places.capacity()),
@@ -71,7 +64,7 @@ impl Goal {
                 let densest = places.densest().map_or(0, |block| block.0 + 1);
                 densest.saturating_add(margin).min(places.capacity())
             }
-            Self::EmptyPages(_) | Self::Contiguous(_) => places.capacity(),
+            Self::Contiguous(_) => places.capacity(),
         }
     }
 }
@@ -82,10 +75,9 @@ mod tests {
 
     #[test]
     fn names_round_trip_and_others_are_refused() {
-        for goal in [Goal::MaxId(3), Goal::FreeTail(0), Goal::Dense(64), Goal::EmptyPages(1), Goal::Contiguous(4)] {
+        for goal in [Goal::MaxId(3), Goal::FreeTail(0), Goal::Dense(64), Goal::Contiguous(4)] {
             assert_eq!(Goal::from_name(goal.name(), goal.number()), Ok(goal));
         }
-        assert!(Goal::from_name("empty_pages", 0).is_err());
         assert!(Goal::from_name("contiguous", 0).is_err());
         assert!(Goal::from_name("tidy", 1).is_err());
     }

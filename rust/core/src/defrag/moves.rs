@@ -8,7 +8,7 @@ use super::view::SequenceFacts;
 use super::{Budget, Entry, Goal, Plan, Planner, Wanted};
 use crate::block::{BlockState, TierBlock};
 use crate::decision::Kind;
-use crate::error::{Result, invalid};
+use crate::error::Result;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::occupancy::{Occupancy, Tracker};
 use crate::sequence::Sequences;
@@ -101,8 +101,6 @@ pub struct Fragmentation {
     pub gap: u32,
     /// Free blocks that are not cached.
     pub holes: usize,
-    /// Whole pages of the pool, of the size asked for, of which all blocks are holes.
-    pub empty_pages: usize,
     /// Block tables with blocks of their own, and the runs of neighbours that they consist of.
     pub tables: usize,
     /// See `tables`.
@@ -323,19 +321,14 @@ fn find_rows(sequences: &Sequences, landed: &mut [Landed]) {
 }
 
 /// How the device's blocks lie; see [`Manager::fragmentation`](crate::Manager::fragmentation).
-pub(crate) fn fragmentation(sequences: &Sequences, tiers: &Tiers, page_blocks: u32) -> Result<Fragmentation> {
-    if page_blocks == 0 {
-        return Err(invalid("page_blocks", 0, "at least 1".to_owned()));
-    }
+pub(crate) fn fragmentation(sequences: &Sequences, tiers: &Tiers) -> Result<Fragmentation> {
     let places = tiers.survey()?;
     let pool = tiers.device();
-    let (pages, known) = (pool.len() / page_blocks as usize, (0..).map(BlockId).take(pool.extent()));
-    let pages = (0..u32::try_from(pages).unwrap_or(u32::MAX)).map(|page| page * page_blocks..(page + 1) * page_blocks);
+    let known = (0..).map(BlockId).take(pool.extent());
     let mut found = Fragmentation {
         max_id: known.filter(|&block| pool.block(block).state() != BlockState::Free).last(),
         gap: places.gap(),
         holes: places.holes().len(),
-        empty_pages: pages.filter(|page| places.holes().count(page.clone()) == page.len()).count(),
         ..Fragmentation::default()
     };
     for (_, row) in sequences.on_device() {

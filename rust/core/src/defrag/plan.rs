@@ -6,7 +6,6 @@ use super::rules::{Pairs, Rules, Scratch};
 use crate::error::{Error, Result};
 use crate::id::BlockId;
 use crate::occupancy::BlockMap;
-use crate::occupancy::{Keep, Pages};
 
 /// What a plan does not move; see [`Plan`].
 #[derive(Clone, Copy, Debug, Default)]
@@ -84,11 +83,10 @@ impl BlockMap {
         Plan::new(pairs, rest)
     }
 
-    /// How far the goal is from being met: ids above the limit, or pages that could be empty. See also [`super::runs`].
+    /// How far the goal is from being met, in ids above the limit. See also [`super::runs`].
     #[must_use]
     pub fn excess(&self, goal: Goal) -> u32 {
         match goal {
-            Goal::EmptyPages(page) => self.with_pages(page, |pages| pages.leaving(&pages.keep())),
             Goal::Contiguous(_) => 0,
             _ => self.live().highest().map_or(0, |top| (top.0 + 1).saturating_sub(goal.end(self))),
         }
@@ -130,18 +128,8 @@ impl BlockMap {
         out: &mut Pairs,
     ) -> Rest {
         match goal {
-            Goal::EmptyPages(page) => {
-                self.with_pages(page, |pages| self.plan_pages(pages, rules, budget_left, scratch, out))
-            }
             Goal::Contiguous(_) => Rest::default(),
             _ => self.plan_below(end, rules, budget_left, scratch, out),
-        }
-    }
-
-    fn with_pages<T>(&self, page_blocks: u32, then: impl FnOnce(&Pages) -> T) -> T {
-        match self.watched(page_blocks) {
-            Some(pages) => then(pages),
-            None => then(&self.count_pages(page_blocks)),
         }
     }
 
@@ -178,75 +166,6 @@ impl BlockMap {
             if past < end { holes - self.holes().count(end..self.capacity()) } else { self.holes().count(0..end) };
         above.saturating_sub(below)
     }
-
-    /// All live blocks outside of the pages that are kept move into those.
-    fn plan_pages<F: Facts>(
-        &self,
-        pages: &Pages,
-        rules: &Rules<'_, F>,
-        budget_left: &mut Remaining,
-        scratch: &mut Scratch,
-        out: &mut Pairs,
-    ) -> Rest {
-        let keep = pages.keep();
-        let above = pages.blocks_leaving(&keep);
-        if above == 0 {
-            return Rest::default();
-        }
-        let sources = pages.leaving_pages(&keep).flat_map(|page| {
-            let blocks = pages.blocks(page);
-            let next = move |from: u32| self.live().next(from).map(|b| b.0).filter(|&b| b < blocks.end);
-            std::iter::successors(next(pages.blocks(page).start), move |&block| next(block + 1))
-        });
-        scratch.clear();
-        rules.pick(sources, above.min(budget_left.moves).min(budget_left.writes), scratch);
-        let count = scratch.sources.len();
-        for page in pages.pages_to_fill(&keep) {
-            if rules.find_holes(self, pages.blocks(page), count, &mut scratch.holes) {
-                break;
-            }
-        }
-        let done = scratch.match_up(budget_left, out);
-        Rest { left: above - scratch.held - done, stuck: 0, held: scratch.held }
-    }
-}
-
-impl Pages {
-    /// Pages that hold something and are not kept, those with little in them first: they are given back soonest.
-    fn leaving_pages<'a>(&'a self, keep: &'a Keep) -> impl Iterator<Item = u32> + 'a {
-        let short = self.short().filter(|&short| !keep.short && self.live(short) > 0);
-        let next = |from: u32| self.loose().next_count(from).filter(|&count| count <= keep.live);
-        let counts = std::iter::successors(next(1), move |&count| next(count + 1));
-        let pages = counts.filter_map(|count| self.loose().with_count(count)).flat_map(|set| {
-            let down = |end: u32| set.last_before(end).map(|page| page.0);
-            std::iter::successors(down(u32::MAX), move |&page| down(page))
-        });
-        short.into_iter().chain(pages.filter(|&page| !self.is_kept(keep, page)))
-    }
-
-    /// Pages that are kept and have holes.
-    fn pages_to_fill<'a>(&'a self, keep: &'a Keep) -> impl Iterator<Item = u32> + 'a {
-        let forced = std::iter::successors(self.open().next(0), |page| self.open().next(page.0 + 1));
-        let short = self.short().filter(|_| keep.short);
-        let full = self.page_blocks();
-        let next = move |from: u32| self.loose().next_count(from).filter(|&count| count < full);
-        let counts = std::iter::successors(next(keep.live.clamp(1, full)), move |&count| next(count + 1));
-        let loose = counts.filter_map(|count| self.loose().with_count(count)).flat_map(|set| {
-            let next = |from: u32| set.next(from).map(|page| page.0);
-            std::iter::successors(next(0), move |&page| next(page + 1))
-        });
-        forced.map(|page| page.0).chain(short).chain(loose.filter(|&page| self.is_kept(keep, page)))
-    }
-
-    /// Live blocks in pages that are not kept.
-    fn blocks_leaving(&self, keep: &Keep) -> usize {
-        let next = |from: u32| self.loose().next_count(from).filter(|&count| count <= keep.live);
-        let counts = std::iter::successors(next(1), |&count| next(count + 1));
-        let of = |count: u32| self.loose().with_count(count).map_or(0, |set| set.len() * count as usize);
-        let kept = keep.last.and_then(|last| Some(self.loose().with_count(keep.live)?.count(0..last + 1)));
-        let short = self.short().filter(|_| !keep.short).map_or(0, |short| self.live(short) as usize);
-        counts.map(of).sum::<usize>() + short - kept.unwrap_or(0) * keep.live as usize
-    }
 }
 
 /// Starts a goal's moves when it is missed by more than a slack, and goes on until it is met.
@@ -257,7 +176,7 @@ pub(super) struct Hysteresis {
 }
 
 impl Hysteresis {
-    /// At rest; `slack` is in ids, pages or runs, as [`BlockMap::excess`] counts.
+    /// At rest; `slack` is in ids or runs, as [`BlockMap::excess`] counts.
     pub(super) const fn new(slack: u32) -> Self {
         Self { slack, active: false }
     }

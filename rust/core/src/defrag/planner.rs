@@ -5,7 +5,7 @@ use super::contiguous::{Arranger, Sequences};
 use super::facts::{Budget, Facts, Remaining};
 use super::goal::Goal;
 use super::plan::{Hysteresis, Plan, Rest};
-use super::rules::{Guard, Pairs, Rules, Scratch};
+use super::rules::{Pairs, Rules, Scratch};
 use crate::occupancy::BlockMap;
 
 /// A goal and when to work for it.
@@ -13,7 +13,7 @@ use crate::occupancy::BlockMap;
 pub struct Wanted {
     /// What is wanted.
     pub goal: Goal,
-    /// Nothing moves for it until it is missed by more than this many ids, pages or runs; then until it is met.
+    /// Nothing moves for it until it is missed by more than this many ids or runs; then until it is met.
     pub slack: u32,
 }
 
@@ -26,7 +26,7 @@ impl From<Goal> for Wanted {
 /// Plans the moves of one step after another for the same goals.
 ///
 /// Goals come by priority. What an earlier one has won, a later one leaves alone: past the end of `max_id`, `free_tail`
-/// and `dense` it moves nothing, into pages that `empty_pages` empties neither, and blocks of `contiguous` sequences stay.
+/// and `dense` it moves nothing, and blocks of `contiguous` sequences stay.
 /// Where two goals contradict each other the earlier is met and the later is missed.
 #[derive(Clone, Debug, Default)]
 pub struct Planner {
@@ -68,9 +68,6 @@ impl Planner {
         let awake: Vec<(Goal, u32, bool)> = wanted
             .iter_mut()
             .map(|(Wanted { goal, .. }, hysteresis)| {
-                if let Goal::EmptyPages(page) = *goal {
-                    places.watch_pages(page);
-                }
                 let live = excess(places, *goal, sequences);
                 let all = facts.content().map_or(live, |content| content::excess(content, *goal, places, live));
                 let wakes = hysteresis.wakes(all);
@@ -83,7 +80,7 @@ impl Planner {
         }
         let (mut rules, mut budget_left) = (Rules::new(facts), Remaining::new(budget));
         let (mut pairs, mut named, mut rest) = (Pairs::default(), Vec::new(), Rest::default());
-        let mut guards = content::Guards::default();
+        let mut ends = content::Ends::new();
         for (i, &(goal, end, wakes)) in awake.iter().enumerate() {
             let done = named.len();
             match goal {
@@ -104,15 +101,15 @@ impl Planner {
                     }
                 }
             }
-            let guard = Guard::of(goal, end, places);
-            rules.guards.extend(guard);
-            guards.add(goal, guard, wakes);
-            if guard.is_none() {
+            if matches!(goal, Goal::Contiguous(_)) {
                 rules.kept.extend(sequences.iter().copied().flatten().map(|block| block.0));
+            } else {
+                rules.end = rules.end.min(end);
+                ends.add(goal, end, wakes);
             }
         }
         if let Some(content) = facts.content() {
-            rest.left += content::settle(content, &guards, places, facts, &mut budget_left, &mut pairs);
+            rest.left += content::settle(content, &ends, places, facts, &mut budget_left, &mut pairs);
         }
         for pair in named {
             places.resume(pair);

@@ -4,7 +4,6 @@ use super::facts::{Entry, Facts, Remaining};
 use super::pair::Pairing;
 use crate::id::BlockId;
 use crate::occupancy::BlockMap;
-use crate::occupancy::Keep;
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -50,19 +49,11 @@ impl Pairs {
     }
 }
 
-/// What a goal that comes later must leave as it is.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Guard {
-    /// No block from here on is anybody's destination.
-    Below(u32),
-    /// Destinations lie in pages of this size that are kept.
-    Pages(u32, Keep),
-}
-
 /// What a goal may name: the owner's facts, and what the goals before it have won.
 pub(super) struct Rules<'a, F> {
     pub(super) facts: &'a F,
-    pub(super) guards: Vec<Guard>,
+    /// No block from here on is anybody's destination.
+    pub(super) end: u32,
     /// Live blocks that an earlier goal has put in order.
     pub(super) kept: HashSet<u32>,
 }
@@ -110,13 +101,12 @@ pub(super) struct Scratch {
 
 impl<'a, F: Facts> Rules<'a, F> {
     pub(super) fn new(facts: &'a F) -> Self {
-        Self { facts, guards: Vec::new(), kept: HashSet::new() }
+        Self { facts, end: u32::MAX, kept: HashSet::new() }
     }
 
     /// How a hole is entered.
-    pub(super) fn entry(&self, places: &BlockMap, hole: u32) -> Entry {
-        let is_barred = self.guards.iter().any(|guard| guard.bars(places, hole));
-        if is_barred { Entry::Never } else { self.facts.entry(BlockId(hole)) }
+    pub(super) fn entry(&self, hole: u32) -> Entry {
+        if hole >= self.end { Entry::Never } else { self.facts.entry(BlockId(hole)) }
     }
 
     /// Picks up to `count` blocks that may move, in the order given, but those of running sequences last.
@@ -156,7 +146,7 @@ impl<'a, F: Facts> Rules<'a, F> {
             }
             let run = run.start..run.end.min(range.end);
             (from, looked) = (run.end, looked + run.len());
-            run.for_each(|hole| holes.push(self.entry(places, hole), hole..hole + 1));
+            run.for_each(|hole| holes.push(self.entry(hole), hole..hole + 1));
             spare += usize::from(holes.found[0] >= count);
             if (count == 1 && spare > 0) || spare > most_spare || (looked > most && holes.len() >= count) {
                 return true;

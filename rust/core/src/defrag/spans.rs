@@ -36,19 +36,19 @@ impl Spans {
             found.sort_unstable_by_key(|run| run.start);
         }
         for run in found {
-            spans.add(places, rules, run);
+            spans.add(rules, run);
         }
         if let Some(top) = places.holes().highest().filter(|top| top.0 >= from) {
             let below = places.live().last_before(top.0).max(places.fixed().last_before(top.0));
             let start = below.map_or(0, |block| block.0 + 1).max(from);
-            spans.add(places, rules, start..start.saturating_add(longest).min(top.0 + 1));
+            spans.add(rules, start..start.saturating_add(longest).min(top.0 + 1));
         }
         spans
     }
 
-    fn add<F: Facts>(&mut self, places: &BlockMap, rules: &Rules<'_, F>, run: Range<u32>) {
+    fn add<F: Facts>(&mut self, rules: &Rules<'_, F>, run: Range<u32>) {
         for hole in run {
-            let entry = rules.entry(places, hole);
+            let entry = rules.entry(hole);
             if entry == Entry::Move {
                 grow(&mut self.blank, hole);
             }

@@ -459,9 +459,9 @@ impl Manager {
     /// How the device's blocks lie; takes time that rises with the pool and the tables.
     ///
     /// # Errors
-    /// A page has no blocks.
-    pub fn fragmentation(&self, page_blocks: u32) -> Result<Fragmentation> {
-        defrag::fragmentation(&self.sequences, &self.tiers, page_blocks)
+    /// There is not the memory for it.
+    pub fn fragmentation(&self) -> Result<Fragmentation> {
+        defrag::fragmentation(&self.sequences, &self.tiers)
     }
 
     /// Lets pins hold at most this fraction of the device blocks, a half if never called; those that are held stay.

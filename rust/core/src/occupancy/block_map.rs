@@ -1,7 +1,6 @@
 //! What is in each block of a pool, as far as moving goes.
 
 use super::Occupancy;
-use super::pages::Pages;
 use crate::id::BlockId;
 use crate::reuse::BlockSet;
 use std::ops::Range;
@@ -12,8 +11,6 @@ pub struct BlockMap {
     holes: BlockSet,
     live: BlockSet,
     fixed: BlockSet,
-    /// By page size, as far as a plan has asked.
-    pages: Vec<Pages>,
 }
 
 /// Up to so many fixed blocks are gone through one by one.
@@ -24,7 +21,7 @@ impl BlockMap {
     #[must_use]
     pub fn new(blocks: usize) -> Self {
         let (live, fixed) = (BlockSet::empty(blocks), BlockSet::empty(blocks));
-        Self { holes: BlockSet::full(blocks), live, fixed, pages: Vec::new() }
+        Self { holes: BlockSet::full(blocks), live, fixed }
     }
 
     /// Memory that so many blocks take, at most.
@@ -48,36 +45,7 @@ impl BlockMap {
                 set.grow(blocks as usize);
             }
             self.holes.insert_run(before..blocks);
-            let sizes: Vec<u32> = self.pages.drain(..).map(|pages| pages.page_blocks()).collect();
-            for page in sizes {
-                self.watch_pages(page);
-            }
         }
-    }
-
-    /// Counts what pages of this size hold from now on, so that plans for them need not look at the whole pool.
-    pub fn watch_pages(&mut self, page_blocks: u32) {
-        if self.watched(page_blocks).is_none() {
-            self.pages.push(self.count_pages(page_blocks));
-        }
-    }
-
-    /// What pages of that size hold, if they are watched.
-    pub(crate) fn watched(&self, page_blocks: u32) -> Option<&Pages> {
-        self.pages.iter().find(|pages| pages.page_blocks() == page_blocks.max(1))
-    }
-
-    /// What pages of that size hold, counted again.
-    pub(crate) fn count_pages(&self, page_blocks: u32) -> Pages {
-        let mut pages = Pages::new(page_blocks, self.capacity());
-        for (set, place) in [(&self.fixed, Occupancy::Fixed), (&self.live, Occupancy::Live)] {
-            let mut from = 0;
-            while let Some(run) = set.next_run(from, u32::MAX) {
-                from = run.end;
-                pages.change(run, place, 1);
-            }
-        }
-        pages
     }
 
     /// What the block is; it must be below the capacity.
@@ -98,18 +66,11 @@ impl BlockMap {
         if before != place {
             self.of_mut(before).remove(block);
             self.of_mut(place).insert(block);
-            for pages in &mut self.pages {
-                pages.change(block.0..block.0 + 1, before, -1);
-                pages.change(block.0..block.0 + 1, place, 1);
-            }
         }
     }
 
     /// Says what neighbours are from now on; they must be below the capacity.
     pub fn set_run(&mut self, run: Range<u32>, place: Occupancy) {
-        if !self.pages.is_empty() {
-            return run.for_each(|block| self.set(BlockId(block), place));
-        }
         for other in [Occupancy::Hole, Occupancy::Live, Occupancy::Fixed].into_iter().filter(|&other| other != place) {
             self.of_mut(other).remove_run(run.clone());
         }
@@ -119,36 +80,26 @@ impl BlockMap {
     /// Live neighbours become holes.
     pub(crate) fn free_run(&mut self, run: Range<u32>) {
         self.live.remove_run(run.clone());
-        self.holes.insert_run(run.clone());
-        self.pages.iter_mut().for_each(|pages| pages.change(run.clone(), Occupancy::Live, -1));
+        self.holes.insert_run(run);
     }
 
     /// Neighbours that are holes become live.
     pub(crate) fn fill_run(&mut self, run: Range<u32>) {
         self.holes.remove_run(run.clone());
-        self.live.insert_run(run.clone());
-        self.pages.iter_mut().for_each(|pages| pages.change(run.clone(), Occupancy::Live, 1));
+        self.live.insert_run(run);
     }
 
-    /// Takes a pair of a plan that is being made out of sight, so that neither block is named again; pages count it as
-    /// moved. See [`BlockMap::resume`].
+    /// Takes a pair of a plan that is being made out of sight, so that neither block is named again. See
+    /// [`BlockMap::resume`].
     pub(crate) fn suspend(&mut self, [from, to]: [u32; 2]) {
         self.live.remove(BlockId(from));
         self.holes.remove(BlockId(to));
-        for pages in &mut self.pages {
-            pages.change(from..from + 1, Occupancy::Live, -1);
-            pages.change(to..to + 1, Occupancy::Live, 1);
-        }
     }
 
     /// Puts back what [`BlockMap::suspend`] took: nothing has moved yet.
     pub(crate) fn resume(&mut self, [from, to]: [u32; 2]) {
         self.live.insert(BlockId(from));
         self.holes.insert(BlockId(to));
-        for pages in &mut self.pages {
-            pages.change(to..to + 1, Occupancy::Live, -1);
-            pages.change(from..from + 1, Occupancy::Live, 1);
-        }
     }
 
     /// The blocks that are holes.
@@ -199,12 +150,6 @@ impl BlockMap {
     pub fn gap(&self) -> u32 {
         let top = self.live.highest();
         top.zip(self.densest()).map_or(0, |(top, densest)| top.0.saturating_sub(densest.0))
-    }
-
-    /// Pages of so many blocks that hold a live or fixed block.
-    #[must_use]
-    pub fn used_pages(&self, page_blocks: u32) -> u32 {
-        self.watched(page_blocks).map_or_else(|| self.count_pages(page_blocks).used(), Pages::used)
     }
 
     /// Runs of neighbours that all are live.

@@ -1,11 +1,9 @@
 //! Where the blocks of a pool lie: which can move, which can be moved into, and which must stay.
 
 mod block_map;
-mod pages;
 mod tracker;
 
 pub use block_map::BlockMap;
-pub(crate) use pages::{Keep, Pages};
 pub(crate) use tracker::{PlannerView, Tracker};
 
 /// What may be done with a block.

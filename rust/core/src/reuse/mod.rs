@@ -1,20 +1,12 @@
 //! Which free block is taken next: the free-block generators, chosen by [`ReuseOrder`].
-//!
-//! [`BlockSet`] finds its lowest member at once, so that the lowest id goes first and the pool stays dense. By pages, those
-//! in use are filled before one is opened. The other orders are a queue of the blocks that came back.
 
 use crate::id::BlockId;
-use crate::ring::Rings;
-use std::collections::VecDeque;
-use std::fmt;
+use returned::Returned;
 use std::ops::Range;
 
-mod pages;
-mod resize;
+mod returned;
 mod scan;
 mod set;
-pub use pages::MAX_PAGE_BLOCKS;
-pub(crate) use pages::{PageCounts, PagedBlocks};
 pub use set::BlockSet;
 
 /// Orders in which free blocks are taken.
@@ -29,24 +21,11 @@ pub enum ReuseOrder {
     Lru,
     /// The block that came free last; then ids never used, rising. For allocators of one tier, not for managers in Python.
     Lifo,
-    /// The page of this many blocks that has the fewest free ones first, pages that are wholly free last; then the
-    /// lowest id. `"pages:32"` in Python, 1 to [`MAX_PAGE_BLOCKS`].
-    Pages(u32),
-}
-
-impl fmt::Display for ReuseOrder {
-    /// The order's name in full, as [`ReuseOrder::from_name`] reads it.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Pages(blocks) => write!(f, "pages:{blocks}"),
-            _ => f.write_str(self.name()),
-        }
-    }
 }
 
 impl ReuseOrder {
     /// The orders of managers.
-    pub const ALL: [Self; 4] = [Self::Lowest, Self::Fifo, Self::Lru, Self::Pages(32)];
+    pub const ALL: [Self; 3] = [Self::Lowest, Self::Fifo, Self::Lru];
 
     /// The order's name in messages.
     #[must_use]
@@ -56,215 +35,133 @@ impl ReuseOrder {
             Self::Fifo => "fifo",
             Self::Lru => "lru",
             Self::Lifo => "lifo",
-            Self::Pages(_) => "pages:N",
         }
     }
 
     /// The order of that name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
-        if let Some(blocks) = name.strip_prefix("pages:") {
-            return blocks.parse().ok().filter(|blocks| (1..=MAX_PAGE_BLOCKS).contains(blocks)).map(Self::Pages);
-        }
         [Self::Lowest, Self::Fifo, Self::Lru, Self::Lifo].into_iter().find(|order| order.name() == name)
     }
 }
 
 /// The free blocks of a pool, in their order.
 #[derive(Debug, Clone)]
-pub(crate) enum FreeBlocks {
-    Lowest(BlockSet),
-    Paged(PagedBlocks),
-    Queue(FreeQueue),
+pub(crate) struct FreeBlocks {
+    /// Those that go by their ids, the lowest first: all of them, or those that were never used.
+    by_id: BlockSet,
+    /// The others; none where ids alone decide.
+    returned: Option<Returned>,
+}
+
+/// Takes up to `count` blocks that came back, and hands them to `take`; returns how many there were.
+#[inline]
+fn take_returned(returned: &mut Returned, count: usize, take: &mut impl FnMut(Range<u32>)) -> usize {
+    let blocks = std::iter::from_fn(|| returned.pop()).take(count);
+    blocks.map(|block| take(block.0..block.0 + 1)).count()
+}
+
+/// Takes the `count` blocks that go first, of those that came back and the others.
+#[inline(never)]
+fn take_both(by_id: &mut BlockSet, returned: &mut Returned, count: usize, mut take: impl FnMut(Range<u32>)) {
+    let mut left = count;
+    if returned.goes_first() {
+        left -= take_returned(returned, left, &mut take);
+    }
+    let rest = left.saturating_sub(by_id.len());
+    by_id.take_runs(left, &mut take);
+    take_returned(returned, rest, &mut take);
 }
 
 impl FreeBlocks {
     /// All ids `0..blocks`.
     pub(crate) fn full(order: ReuseOrder, blocks: usize) -> Self {
-        match order {
-            ReuseOrder::Lowest => Self::Lowest(BlockSet::full(blocks)),
-            ReuseOrder::Fifo | ReuseOrder::Lru | ReuseOrder::Lifo => Self::Queue(FreeQueue::full(blocks, order)),
-            ReuseOrder::Pages(page) => Self::Paged(PagedBlocks::full(page, blocks)),
-        }
-    }
-
-    /// Takes one block out of its turn; returns whether it was free.
-    pub(crate) fn remove(&mut self, block: BlockId) -> bool {
-        match self {
-            Self::Lowest(set) => set.remove(block),
-            Self::Paged(pages) => pages.remove(block),
-            Self::Queue(queue) => queue.remove(block),
-        }
+        Self { by_id: BlockSet::full(blocks), returned: Returned::none(order, blocks) }
     }
 
     #[inline]
     pub(crate) fn len(&self) -> usize {
-        match self {
-            Self::Lowest(set) => set.len(),
-            Self::Paged(pages) => pages.len(),
-            Self::Queue(queue) => queue.len(),
-        }
+        self.by_id.len() + self.returned.as_ref().map_or(0, Returned::len)
     }
 
     pub(crate) fn contains(&self, block: BlockId) -> bool {
-        match self {
-            Self::Lowest(set) => set.contains(block),
-            Self::Paged(pages) => pages.contains(block),
-            Self::Queue(queue) => queue.contains(block),
-        }
+        self.by_id.contains(block) || self.returned.as_ref().is_some_and(|returned| returned.contains(block))
+    }
+
+    /// Takes one block out of its turn; returns whether it was free.
+    pub(crate) fn remove(&mut self, block: BlockId) -> bool {
+        self.by_id.remove(block) || self.returned.as_mut().is_some_and(|returned| returned.remove(block))
     }
 
     /// The last use of a block has ended; it may be free only later.
     #[inline]
     pub(crate) fn used(&mut self, block: BlockId) {
-        if let Self::Queue(queue) = self {
-            queue.used(block);
+        if let Some(returned) = &mut self.returned {
+            returned.used(block);
         }
     }
 
     #[inline]
     pub(crate) fn insert(&mut self, block: BlockId) {
-        match self {
-            Self::Lowest(set) => {
-                set.insert(block);
+        match &mut self.returned {
+            None => {
+                self.by_id.insert(block);
             }
-            Self::Paged(pages) => pages.insert_run(block.0..block.0 + 1),
-            Self::Queue(queue) => queue.insert(block),
+            Some(returned) => returned.insert(block),
         }
     }
 
     /// The last use of neighbours has ended, of the last one first; they may be free only later.
     #[inline]
     pub(crate) fn used_run(&mut self, run: Range<u32>) {
-        if let Self::Queue(queue) = self {
-            run.rev().map(BlockId).for_each(|block| queue.used(block));
+        if let Some(returned) = &mut self.returned {
+            run.rev().for_each(|block| returned.used(BlockId(block)));
         }
     }
 
     /// As [`FreeBlocks::insert`], of neighbours, of the last one first.
     #[inline]
     pub(crate) fn insert_run(&mut self, run: Range<u32>) {
-        match self {
-            Self::Lowest(set) => set.insert_run(run),
-            Self::Paged(pages) => pages.insert_run(run),
-            Self::Queue(queue) => run.rev().map(BlockId).for_each(|block| queue.insert(block)),
+        match &mut self.returned {
+            None => self.by_id.insert_run(run),
+            Some(returned) => run.rev().for_each(|block| returned.insert(BlockId(block))),
         }
     }
 
     /// Takes the `count` blocks that go first, or as many as there are, and hands them to `take` as runs of neighbours.
     #[inline]
-    pub(crate) fn take_runs(&mut self, count: usize, mut take: impl FnMut(Range<u32>)) {
-        match self {
-            Self::Lowest(set) => set.take_runs(count, take),
-            Self::Paged(pages) => pages.take_runs(count, take),
-            Self::Queue(queue) => {
-                let blocks = std::iter::from_fn(|| queue.pop()).take(count);
-                blocks.for_each(|block| take(block.0..block.0 + 1));
-            }
+    pub(crate) fn take_runs(&mut self, count: usize, take: impl FnMut(Range<u32>)) {
+        match &mut self.returned {
+            None => self.by_id.take_runs(count, take),
+            Some(returned) => take_both(&mut self.by_id, returned, count, take),
         }
     }
 
     /// Free blocks in their order; nothing is taken.
-    pub(crate) fn iter(&self) -> Box<dyn Iterator<Item = BlockId> + '_> {
-        match self {
-            Self::Lowest(set) => Box::new(set.iter()),
-            Self::Paged(pages) => Box::new(pages.iter()),
-            Self::Queue(queue) => Box::new(queue.iter()),
-        }
-    }
-}
-
-/// Free blocks in the order in which they came free, or the other way round, or in which their last use ended.
-#[derive(Debug, Clone)]
-pub(crate) struct FreeQueue {
-    /// The lowest id that was never taken; all from it on are free.
-    fresh: u32,
-    blocks: u32,
-    /// Blocks whose turn came before they were free, or all that came back if the last of them goes first: these go first.
-    overdue: VecDeque<BlockId>,
-    rings: Rings,
-    /// Free blocks, but for those never taken.
-    free: BlockSet,
-    order: ReuseOrder,
-}
-
-impl FreeQueue {
-    fn full(blocks: usize, order: ReuseOrder) -> Self {
-        let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
-        let (free, rings) = (BlockSet::empty(blocks as usize), Rings::new(blocks as usize, 1));
-        Self { fresh: 0, blocks, overdue: VecDeque::new(), rings, free, order }
+    pub(crate) fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let returned =
+            |first| self.returned.iter().filter(move |one| one.goes_first() == first).flat_map(Returned::iter);
+        returned(true).chain(self.by_id.iter()).chain(returned(false))
     }
 
-    fn len(&self) -> usize {
-        (self.blocks - self.fresh) as usize + self.free.len()
-    }
-
-    fn contains(&self, block: BlockId) -> bool {
-        (self.fresh..self.blocks).contains(&block.0) || self.free.contains(block)
-    }
-
-    fn used(&mut self, block: BlockId) {
-        if self.order == ReuseOrder::Lru {
-            self.rings.remove(block);
-            self.rings.push(0, block);
+    /// Lets go of the blocks at the end of a pool, free or not: none of them is given out any more.
+    pub(crate) fn cut(&mut self, gone: Range<u32>) {
+        self.by_id.remove_run(gone.clone());
+        if let Some(returned) = &mut self.returned {
+            returned.cut(gone);
         }
     }
 
-    fn insert(&mut self, block: BlockId) {
-        self.free.insert(block);
-        match self.order {
-            ReuseOrder::Lifo => self.overdue.push_front(block),
-            ReuseOrder::Lru if self.rings.contains(block) => {}
-            ReuseOrder::Lru => self.overdue.push_back(block),
-            _ => self.rings.push(0, block),
+    /// Adds blocks at the end of a pool, all but the `busy` ones; they go as if they were never used.
+    pub(crate) fn extend(&mut self, new: Range<u32>, busy: &[BlockId]) {
+        if let Some(returned) = &mut self.returned {
+            returned.make_room(new.end as usize);
         }
-    }
-
-    /// Takes a block out of its turn. Those that were never taken before it are next after all that never were.
-    fn remove(&mut self, block: BlockId) -> bool {
-        if !self.contains(block) {
-            return false;
+        self.by_id.grow(new.end as usize);
+        self.by_id.insert_run(new);
+        for &block in busy {
+            self.by_id.remove(block);
         }
-        if block.0 >= self.fresh {
-            for passed in (self.fresh..block.0).rev().map(BlockId) {
-                // In a pool that has shrunk and grown it may have been taken before.
-                self.rings.remove(passed);
-                self.overdue.push_front(passed);
-                self.free.insert(passed);
-            }
-            self.rings.remove(block);
-            self.fresh = block.0 + 1;
-            return true;
-        }
-        self.overdue.retain(|&other| other != block);
-        self.rings.remove(block);
-        self.free.remove(block)
-    }
-
-    fn pop(&mut self) -> Option<BlockId> {
-        let returned_first = self.order == ReuseOrder::Lifo && !self.overdue.is_empty();
-        if self.fresh < self.blocks && !returned_first {
-            self.fresh += 1;
-            return Some(BlockId(self.fresh - 1));
-        }
-        loop {
-            let block = self.overdue.pop_front().or_else(|| self.rings.pop(0))?;
-            if self.free.remove(block) {
-                return Some(block);
-            }
-        }
-    }
-
-    /// Blocks that came back, in their order.
-    fn returned(&self) -> impl Iterator<Item = BlockId> + '_ {
-        let all = self.overdue.iter().copied().chain(self.rings.iter(0));
-        all.filter(|&block| self.free.contains(block))
-    }
-
-    fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
-        let fresh = |when| (self.fresh..self.blocks).filter(move |_| when).map(BlockId);
-        let last = self.order == ReuseOrder::Lifo;
-        fresh(!last).chain(self.returned()).chain(fresh(last))
     }
 }
 
@@ -272,87 +169,164 @@ impl FreeQueue {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::collections::BTreeSet;
 
     #[test]
     fn names_round_trip_and_others_are_refused() {
-        for order in ReuseOrder::ALL.into_iter().chain([
-            ReuseOrder::Lifo,
-            ReuseOrder::Pages(1),
-            ReuseOrder::Pages(MAX_PAGE_BLOCKS),
-        ]) {
-            assert_eq!(ReuseOrder::from_name(&order.to_string()), Some(order));
+        for order in ORDERS {
+            assert_eq!(ReuseOrder::from_name(order.name()), Some(order));
         }
-        for name in ["", "pages", "pages:", "pages:0", "pages:N", "pages:65537", "pages:-1", "latest"] {
+        for name in ["", "pages:4", "latest"] {
             assert_eq!(ReuseOrder::from_name(name), None);
         }
+    }
+
+    const ORDERS: [ReuseOrder; 4] = [ReuseOrder::Lowest, ReuseOrder::Fifo, ReuseOrder::Lru, ReuseOrder::Lifo];
+
+    fn ids(free: &FreeBlocks) -> Vec<u32> {
+        free.iter().map(|block| block.0).collect()
+    }
+
+    fn taken(free: &mut FreeBlocks, count: usize) -> Vec<u32> {
+        let mut out = Vec::new();
+        free.take_runs(count, |run| out.extend(run));
+        out
     }
 
     #[test]
     fn the_block_that_came_back_last_goes_first() {
         let mut free = FreeBlocks::full(ReuseOrder::Lifo, 5);
-        free.take_runs(3, |_| ());
+        assert_eq!(taken(&mut free, 3), [0, 1, 2]);
         free.insert(BlockId(1));
         free.insert(BlockId(0));
-        assert!(free.iter().eq([0, 1, 3, 4].map(BlockId)));
-        let mut taken = Vec::new();
-        free.take_runs(3, |run| taken.push(run.start));
-        assert_eq!(taken, [0, 1, 3]);
+        assert_eq!(ids(&free), [0, 1, 3, 4]);
+        assert_eq!(taken(&mut free, 3), [0, 1, 3]);
+    }
+
+    #[test]
+    fn a_block_whose_turn_came_while_a_transfer_held_it_goes_next() {
+        let mut free = FreeBlocks::full(ReuseOrder::Lru, 4);
+        assert_eq!(taken(&mut free, 4), [0, 1, 2, 3]);
+        for block in [0, 1, 2, 3].map(BlockId) {
+            free.used(block);
+        }
+        for block in [1, 3, 2].map(BlockId) {
+            free.insert(block);
+        }
+        assert_eq!(taken(&mut free, 1), [1]);
+        free.insert(BlockId(0));
+        assert_eq!(ids(&free), [0, 2, 3]);
+        assert!(free.remove(BlockId(0)) && !free.remove(BlockId(0)));
+        free.insert(BlockId(0));
+        free.used(BlockId(1));
+        free.insert(BlockId(1));
+        assert_eq!(taken(&mut free, 4), [0, 2, 3, 1]);
+    }
+
+    #[test]
+    fn new_blocks_are_given_out_after_those_that_were_free_before() {
+        for order in ORDERS {
+            let mut free = FreeBlocks::full(order, 4);
+            free.take_runs(1, |_| ());
+            free.extend(4..70, &[]);
+            assert!(free.iter().eq((1..70).map(BlockId)), "{}", order.name());
+            free.cut(2..70);
+            assert!(free.iter().eq([BlockId(1)]), "{}", order.name());
+            free.extend(2..5, &[BlockId(3)]);
+            assert!(free.iter().eq([1, 2, 4].map(BlockId)), "{}", order.name());
+        }
     }
 
     proptest! {
         #[test]
-        fn queues_give_blocks_in_the_order_of_their_return_or_of_their_last_use(
-            by_use in any::<bool>(), ops in prop::collection::vec((0u8..6, 0usize..12), 0..300),
+        fn blocks_are_taken_in_the_order_of_their_ids_their_return_or_their_last_use(
+            order in prop::sample::select(&ORDERS[..]),
+            ops in prop::collection::vec((0u8..6, 0usize..12), 0..300),
         ) {
-            let mut queue = FreeQueue::full(12, if by_use { ReuseOrder::Lru } else { ReuseOrder::Fifo });
-            let mut free: Vec<u32> = (0..12).collect();
-            let mut fresh = 0;
-            let (mut taken, mut leased): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
+            let mut free = FreeBlocks::full(order, 12);
+            let mut model: Vec<u32> = (0..12).collect();
+            let (mut used, mut leased): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
+            let back = |model: &mut Vec<u32>, block| match order {
+                ReuseOrder::Lowest => model.insert(model.partition_point(|&other| other < block), block),
+                ReuseOrder::Lifo => model.insert(0, block),
+                ReuseOrder::Fifo | ReuseOrder::Lru => model.push(block),
+            };
             for (op, n) in ops {
                 match op {
                     0 | 1 => {
-                        let first = queue.pop();
-                        prop_assert_eq!(first, (!free.is_empty()).then(|| BlockId(free.remove(0))));
-                        fresh += u32::from(first == Some(BlockId(fresh)));
-                        taken.extend(first.map(|block| block.0));
+                        let wanted: Vec<u32> = model.drain(..n.min(3).min(model.len())).collect();
+                        prop_assert_eq!(&taken(&mut free, n.min(3)), &wanted);
+                        used.extend(wanted);
                     }
-                    2 if n < taken.len() => {
-                        let block = taken.remove(n);
-                        queue.used(BlockId(block));
-                        queue.insert(BlockId(block));
-                        free.push(block);
+                    2 if n < used.len() => {
+                        let block = used.remove(n);
+                        free.used(BlockId(block));
+                        free.insert(BlockId(block));
+                        back(&mut model, block);
                     }
-                    // What is leased comes back later; the queue by last use may have passed it by then.
-                    3 if n < taken.len() && !by_use => {
-                        let block = taken.remove(n);
-                        queue.used(BlockId(block));
+                    // What is leased comes back later; by last use its turn may have passed by then.
+                    3 if n < used.len() && order != ReuseOrder::Lru => {
+                        let block = used.remove(n);
+                        free.used(BlockId(block));
                         leased.push(block);
                     }
                     4 if !leased.is_empty() => {
                         let block = leased.remove(0);
-                        queue.insert(BlockId(block));
-                        free.push(block);
+                        free.insert(BlockId(block));
+                        back(&mut model, block);
                     }
                     5 => {
                         let block = u32::try_from(n).unwrap();
-                        let place = free.iter().position(|&other| other == block);
-                        prop_assert_eq!(queue.remove(BlockId(block)), place.is_some());
+                        let place = model.iter().position(|&other| other == block);
+                        prop_assert_eq!(free.remove(BlockId(block)), place.is_some());
                         if let Some(place) = place {
-                            free.remove(place);
-                            taken.push(block);
-                            if block >= fresh {
-                                // Those that it passes over come after all others that were never taken.
-                                let passed = (block - fresh) as usize;
-                                free[..passed + (11 - block) as usize].rotate_left(passed);
-                                fresh = block + 1;
-                            }
+                            used.push(model.remove(place));
                         }
                     }
                     _ => {}
                 }
-                prop_assert_eq!(queue.len(), free.len());
-                prop_assert!(queue.iter().eq(free.iter().copied().map(BlockId)));
-                prop_assert!((0..12).all(|m| queue.contains(BlockId(m)) == free.contains(&m)));
+                prop_assert_eq!(free.len(), model.len());
+                prop_assert_eq!(&ids(&free), &model);
+                prop_assert!((0..13).all(|m| free.contains(BlockId(m)) == model.contains(&m)));
+            }
+        }
+
+        #[test]
+        fn of_every_order_the_same_blocks_are_free_as_in_a_set(
+            order in prop::sample::select(&ORDERS[..]),
+            ops in prop::collection::vec((0u8..4, 0u32..150), 0..120),
+        ) {
+            let mut free = FreeBlocks::full(order, 64);
+            let (mut blocks, mut model, mut taken) = (64u32, (0..64).collect::<BTreeSet<u32>>(), BTreeSet::new());
+            for (op, n) in ops {
+                match op {
+                    0 => free.take_runs(n as usize % 20, |run| run.for_each(|id| {
+                        assert!(model.remove(&id), "{id} was not free");
+                        taken.insert(id);
+                    })),
+                    1 => if let Some(&id) = taken.iter().nth(n as usize % (taken.len() + 1)) {
+                        taken.remove(&id);
+                        free.used(BlockId(id));
+                        if id < blocks {
+                            free.insert(BlockId(id));
+                            model.insert(id);
+                        }
+                    },
+                    _ if n < blocks => {
+                        free.cut(n..blocks);
+                        model.retain(|&id| id < n);
+                        blocks = n;
+                    }
+                    _ => {
+                        let busy: Vec<_> = taken.range(blocks..n).copied().map(BlockId).collect();
+                        free.extend(blocks..n, &busy);
+                        model.extend((blocks..n).filter(|id| !taken.contains(id)));
+                        blocks = n;
+                    }
+                }
+                prop_assert_eq!(free.len(), model.len());
+                prop_assert_eq!(free.iter().map(|block| block.0).collect::<BTreeSet<_>>(), model.clone());
+                prop_assert!((0..150).all(|id| free.contains(BlockId(id)) == model.contains(&id)));
             }
         }
     }

@@ -44,21 +44,6 @@ impl BlockSet {
         self.last_before(u32::MAX)
     }
 
-    /// The member that has `rank` members below it; looks 64 ids at a time at those below.
-    #[must_use]
-    pub fn nth(&self, rank: usize) -> Option<BlockId> {
-        let mut left = rank;
-        for (i, &word) in self.levels[0].iter().enumerate() {
-            let members = word.count_ones() as usize;
-            if left < members {
-                let rest = (0..left).fold(word, |word, _| word & (word - 1));
-                return Some(block_at(i * 64 + rest.trailing_zeros() as usize));
-            }
-            left -= members;
-        }
-        None
-    }
-
     /// Members among neighbours; those past the capacity are none.
     #[must_use]
     pub fn count(&self, run: Range<u32>) -> usize {
@@ -136,8 +121,6 @@ mod tests {
             prop_assert_eq!(set.highest().map(|b| b.0), model.last().copied());
             for at in asked {
                 let next = model.range(at..).next().copied();
-                let rank = at as usize % (model.len() + 2);
-                prop_assert_eq!(set.nth(rank).map(|b| b.0), model.iter().nth(rank).copied());
                 prop_assert_eq!(set.next(at).map(|b| b.0), next);
                 prop_assert_eq!(set.last_before(at).map(|b| b.0), model.range(..at).next_back().copied());
                 prop_assert_eq!(set.count(at..at + 300), model.range(at..at + 300).count());
