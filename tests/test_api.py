@@ -113,7 +113,7 @@ def held_by_users(folder: Path) -> list[object]:
         read = cache.swap_store.wait(cache.swap_store.submit_read(np.array([0])))
         transfer = cache.engine.submit("swap_out", [(0, 0)])
         facets = [manager.prefix, manager.pins, manager.defrag, manager.pool()]
-        answers = [manager.stats(), manager.can_allocate(4), manager.expire(0), manager.defrag.fragmentation()]
+        answers = [manager.stats(), manager.can_allocate(4), manager.defrag.fragmentation()]
         answers += [manager.prefix.lookup([1, 2]), manager.prefix.hash([1, 2]), manager.prefix.take_events()]
         answers += [manager.defrag.run("dense", 0), cache.resize(8), cache.give_back(), iter(manager.pool())]
         prefixes = [cache.prefix_store, cache.prefix_store.stats(), cache.prefix_store.prefetch(list(range(50, 60)))]

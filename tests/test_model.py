@@ -29,17 +29,15 @@ def calls(kind: type) -> set[str]:
 
 
 # The model is a manager without a prefix cache, of which `prefix_model` says what must hold. It has no call that
-# needs one, nor any for deadlines, pins or defragmentation.
+# needs one, nor any for pins or defragmentation.
 NOT_MODELLED = {
     "fail",
     "lose",
     "defrag",
-    "expire",
     "mark_computed",
     "next_chunk",
     "pins",
     "prefix",
-    "submit",
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from blockyard import BlockManager
-from blockyard.errors import InvalidArgumentError
+from blockyard.errors import InvalidArgumentError, SequenceStateError
 from blockyard.testing.machines.side_by_side import refuse_open
 
 
@@ -80,3 +80,23 @@ def test_the_test_kit_names_open_tickets() -> None:
 def test_a_number_of_open_tickets_out_of_range_is_refused(number: int) -> None:
     with pytest.raises(InvalidArgumentError, match="max_open_tickets"):
         BlockManager(block_size=2, device_blocks=8, max_open_tickets=number)
+
+
+def test_blocks_of_a_transfer_that_hangs_stay_leased_and_its_sequences_start_again() -> None:
+    manager = BlockManager(block_size=2, device_blocks=4, host_blocks=4, watermark=0.0)
+    sequence = manager.allocate(4)
+    manager.complete(manager.take_decision().ticket)
+    manager.swap_out(sequence)
+    decision = manager.take_decision()
+    lost = [pairs for _, pairs in decision.transfers()]
+    assert manager.lose(decision.ticket, lost).tolist() == [sequence]
+    with pytest.raises(SequenceStateError, match="lost bytes"):
+        manager.swap_in(sequence)
+    manager.free(sequence)
+    again = manager.allocate(4)
+    assert manager.stats().leased_blocks == {"device": 2, "host": 2, "external": 0}
+    assert manager.pool("host").num_free == 2, "nobody gets blocks that may still be written"
+    manager.complete(decision.ticket, lost)
+    manager.free(again)
+    manager.check()
+    assert (manager.pool().num_free, manager.pool("host").num_free) == (4, 4)

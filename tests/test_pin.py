@@ -1,4 +1,4 @@
-"""Pins, deadlines of tickets, and what is quarantined."""
+"""Pins: cached blocks that a reader outside keeps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from blockyard import BlockManager
 from blockyard.errors import (
     InvalidArgumentError,
     OutOfBlocksError,
-    SequenceStateError,
     UnknownTicketError,
 )
 
@@ -37,7 +36,7 @@ def run(manager: BlockManager, tokens: list[int] = PROMPT) -> int:
 def test_pinned_blocks_are_not_evicted_until_they_are_unpinned() -> None:
     manager = new_manager(device=8)
     handle = run(manager)
-    pin = manager.pins.pin(handle, 10)
+    pin = manager.pins.pin(handle)
     assert manager.pins.blocks(pin).tolist() == manager.block_table(handle)[:3].tolist()
     manager.free([handle])
     assert manager.pool().num_free == 5
@@ -57,84 +56,44 @@ def test_pinned_blocks_are_not_evicted_until_they_are_unpinned() -> None:
 def test_a_prompts_cached_blocks_can_be_pinned_without_a_sequence() -> None:
     manager = new_manager()
     manager.free([run(manager)])
-    pin, cached = manager.pins.pin_prompt(PROMPT, 10)
+    pin, cached = manager.pins.pin_prompt(PROMPT)
     assert cached == 12
     assert len(manager.pins.blocks(pin)) == 3
-    assert manager.pins.pin_prompt([1, 2, 3, 4, 5], 10)[1] == 0
-    manager.check()
-
-
-def test_a_dead_readers_pin_ends_at_its_deadline_and_one_that_reads_does_not() -> None:
-    manager = new_manager()
-    handle = run(manager)
-    dead, reading = manager.pins.pin(handle, 10), manager.pins.pin(handle, 10)
-    manager.free([handle])
-    manager.pins.submit(reading)
-    assert manager.expire(9).pins == []
-    assert manager.expire(10).pins == [dead]
-    assert len(manager.pool("device").quarantined_ids()) == 3 == manager.stats().quarantined_blocks["device"]
-    with pytest.raises(UnknownTicketError):
-        manager.pins.submit(dead)
-    assert manager.pool().num_free == 5
-    manager.pins.unpin(reading)
-    assert manager.pool().num_free == 8
-    assert len(manager.pool("device").quarantined_ids()) == 0
+    assert manager.pins.pin_prompt([1, 2, 3, 4, 5])[1] == 0
     manager.check()
 
 
 def test_pins_never_hold_more_than_their_fraction() -> None:
     manager = new_manager(device=8, max_pinned=0.4)
     one, other = run(manager), run(manager, list(range(200, 209)))
-    manager.pins.pin(one, 10)
-    manager.pins.pin(one, 10)
+    manager.pins.pin(one)
+    manager.pins.pin(one)
     with pytest.raises(OutOfBlocksError, match="asked to pin 2 more device blocks, 3 are pinned, pins may hold 3"):
-        manager.pins.pin(other, 10)
+        manager.pins.pin(other)
     with pytest.raises(InvalidArgumentError, match="max_pinned is 1, must be"):
         new_manager(max_pinned=1.0)
 
 
-def test_a_ticket_that_is_not_submitted_ends_at_its_deadline_as_if_it_had_failed() -> None:
+def test_a_block_that_two_readers_keep_is_kept_until_both_are_done() -> None:
     manager = new_manager()
     handle = run(manager)
-    manager.swap_out([handle])
-    ticket = manager.take_decision(deadline=10).ticket
-    assert manager.expire(9).tickets == []
-    expired = manager.expire(10)
-    assert (expired.tickets, expired.overdue, expired.sequences.tolist()) == ([ticket], [], [handle])
-    for call in (manager.submit, manager.complete):
-        with pytest.raises(UnknownTicketError):
-            call(ticket)
-    with pytest.raises(SequenceStateError, match="lost bytes"):
-        manager.swap_in([handle])
+    one, other = manager.pins.pin(handle), manager.pins.pin(handle)
     manager.free([handle])
+    manager.pins.unpin(one)
+    with pytest.raises(UnknownTicketError):
+        manager.pins.blocks(one)
+    assert manager.pool().num_free == 5
+    manager.pins.unpin(other)
+    assert manager.pool().num_free == 8
     manager.check()
-    assert (manager.pool().num_free, manager.pool("host").num_free) == (8, 8)
-
-
-def test_blocks_of_a_late_transfer_are_quarantined_until_its_event() -> None:
-    manager = new_manager()
-    handle = run(manager)
-    manager.swap_out([handle])
-    ticket = manager.take_decision(deadline=10).ticket
-    manager.submit(ticket)
-    expired = manager.expire(10)
-    assert (expired.tickets, expired.overdue, expired.sequences.tolist()) == ([], [ticket], [handle])
-    assert manager.expire(11).overdue == [], "once is enough"
-    manager.free([handle])
-    assert manager.stats().quarantined_blocks == {"device": 4, "host": 4, "external": 0}
-    assert manager.pool("host").num_free == 4, "no other request gets them"
-    manager.complete(ticket)
-    manager.check()
-    assert manager.pool("host").num_free == 8
-    assert set(manager.stats().quarantined_blocks.values()) == {0}
 
 
 def test_pins_are_numbered_on_and_none_fit_where_none_may_be() -> None:
     manager = new_manager()
-    pin = manager.pins.pin(run(manager), 10)
+    pin = manager.pins.pin(run(manager))
     manager.pins.unpin(pin)
-    assert manager.pins.pin(run(manager), 10) == pin + 1
+    assert manager.pins.pin(run(manager)) == pin + 1
     manager = new_manager(max_pinned=0.0)
     handle = run(manager)
     with pytest.raises(OutOfBlocksError):
-        manager.pins.pin(handle, 10)
+        manager.pins.pin(handle)

@@ -343,7 +343,7 @@ def test_a_hashed_prompt_is_admitted_as_its_tokens_are() -> None:
     assert manager.allocate([*tokens, 10, 11, 12], **options).cached_tokens == 12  # type: ignore[call-overload]
     plain, mixed = manager.allocate(tokens, hashed)
     assert (plain.cached_tokens, mixed.cached_tokens) == (0, 8)
-    pin, cached = manager.pins.pin_prompt(hashed, 10)
+    pin, cached = manager.pins.pin_prompt(hashed)
     assert cached == 8
     manager.pins.unpin(pin)
     manager.check()

@@ -75,7 +75,7 @@ def test_pins_beyond_the_end_are_waited_for_and_their_keys_are_not_kept():
     handles, _ = allocate_prompts(manager, [prompt])
     land(manager)
     manager.mark_computed(handles)
-    pin = manager.pins.pin(int(handles[0]), deadline=5)
+    pin = manager.pins.pin(int(handles[0]))
     manager.free(handles)
     assert manager.prefix.lookup(prompt).tokens == 4 * SIZE
     with pytest.raises(InvalidArgumentError, match="at least 5: 0 null, 4 pinned, 0 kept free by the watermark"):

@@ -26,7 +26,6 @@ __all__ = [
     "Defrag",
     "DefragReport",
     "EventBatch",
-    "Expired",
     "Fit",
     "Fragmentation",
     "FreeBlocks",
@@ -601,12 +600,6 @@ class Pool:
             it, and it is given out if needed. 2: only transfers or pins hold it. 3: sequences use it; a null block
             counts as such.
         """
-    def quarantined_ids(self) -> NDArray[np.int32]:
-        """Return the blocks that overdue transfers and overdue submitted pins still hold.
-
-        Returns:
-            Block ids, int32 `[n]`, rising.
-        """
     def __iter__(self) -> FreeBlocks: ...
 
 @final
@@ -904,8 +897,8 @@ class Prefix:
 class Pins:
     """A manager's pins, as `manager.pins`. A pin keeps cached device blocks for a reader such as a connector.
 
-    Pinned blocks are neither evicted nor written, whatever becomes of their sequences. A pin ends with `unpin`, or with
-    `manager.expire(now)` at its deadline if it was not submitted. Deadlines are numbers of a clock of yours.
+    Pinned blocks are neither evicted nor written, whatever becomes of their sequences. Only `unpin` ends a pin, so call
+    it also for a reader that has died. Pins hold at most `max_pinned` of the device blocks.
 
     Example:
         >>> from blockyard import BlockManager
@@ -914,18 +907,17 @@ class Pins:
         >>> ticket = manager.take_decision().ticket
         >>> manager.mark_computed([sequence])
         >>> _ = manager.complete(ticket)
-        >>> pin = manager.pins.pin(sequence, deadline=30)
+        >>> pin = manager.pins.pin(sequence)
         >>> manager.pins.blocks(pin).tolist()
         [0]
         >>> manager.pins.unpin(pin)
     """
 
-    def pin(self, sequence: _Handle, deadline: int) -> int:
+    def pin(self, sequence: _Handle) -> int:
         """Pin the published device blocks of a sequence.
 
         Args:
             sequence: handle of a sequence on the device.
-            deadline: time on the caller's clock, 0 to 2^64 - 1.
         Returns:
             The pin's number.
         Raises:
@@ -933,14 +925,11 @@ class Pins:
             UnknownSequenceError: there is no such sequence.
             SequenceStateError: the sequence is not on the device, is still loading, or has lost bytes.
         """
-    def pin_prompt(
-        self, prompt: _Prompt, deadline: int, *, salt: bytes | None = None, lora_id: int = 0
-    ) -> tuple[int, int]:
+    def pin_prompt(self, prompt: _Prompt, *, salt: bytes | None = None, lora_id: int = 0) -> tuple[int, int]:
         """Pin the blocks at the start of a prompt that are cached on the device.
 
         Args:
             prompt: token ids, uint32 `[tokens]` or a list of ints.
-            deadline: time on the caller's clock, 0 to 2^64 - 1.
             salt: of its tenant, bytes.
             lora_id: its adapter; 0 for none.
         Returns:
@@ -957,15 +946,7 @@ class Pins:
         Returns:
             Block ids, int32 `[n]`.
         Raises:
-            UnknownTicketError: the pin has ended or expired.
-        """
-    def submit(self, pin: int) -> None:
-        """Note that the reader's transfer has begun: from now on only `unpin` ends the pin.
-
-        Args:
-            pin: its number.
-        Raises:
-            UnknownTicketError: the pin has ended or expired; its blocks must not be read.
+            UnknownTicketError: the pin has ended, or there never was one.
         """
     def unpin(self, pin: int) -> None:
         """End a pin: its reader is done.
@@ -973,7 +954,7 @@ class Pins:
         Args:
             pin: its number.
         Raises:
-            UnknownTicketError: the pin has ended or expired.
+            UnknownTicketError: the pin has ended, or there never was one.
         """
 
 @final
@@ -1384,7 +1365,7 @@ class BlockManager:
         Raises:
             OutOfBlocksError, UnknownSequenceError, SequenceStateError, InvalidArgumentError: as `swap_out`.
         """
-    def take_decision(self, *, prefetch: bool = False, deadline: int | None = None) -> StepDecision:
+    def take_decision(self, *, prefetch: bool = False) -> StepDecision:
         """End the step and return its transfers. Carry them out, then `complete` or `fail` the ticket.
 
         Args:
@@ -1392,25 +1373,17 @@ class BlockManager:
                 `block_table` and `block_tables` refuse what it loads. If a sequence that it loads was appended to, or
                 asked for its block table, before this call, the step computes with it: then `decision.prefetch` is
                 False, and the step waits for all its loads.
-            deadline: time on the caller's clock, any unit, 0 to 2^64 - 1. Until `submit`, `expire` ends the ticket at
-                that time; after `submit`, it reports the ticket as overdue. None: no deadline.
         Returns:
             `StepDecision`.
         Warns:
             RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest.
         """
-    def submit(self, ticket: int) -> None:
-        """Note that a ticket's transfers have begun: from now on only `complete` and `fail` end it.
-
-        Only tickets with a deadline need this call.
-
-        Args:
-            ticket: `decision.ticket`.
-        Raises:
-            UnknownTicketError: the ticket has ended or expired; its transfers must not run.
-        """
     def complete(self, ticket: int, lost: Iterable[Pairs] = ()) -> NDArray[np.uint64]:
         """End a ticket whose transfers have ended.
+
+        Until then its blocks stay leased, however long it takes. Where the process or device that ran it has died and
+        can write no more, give all its pairs as `lost`, or call `fail`. Where it only hangs, `lose` marks its sequences
+        and keeps the blocks leased.
 
         Args:
             ticket: `decision.ticket`.
@@ -1442,17 +1415,6 @@ class BlockManager:
         Raises:
             UnknownTicketError: the ticket was never handed out, or has ended.
             MappingError: the ticket writes no such block.
-        """
-    def expire(self, now: int) -> Expired:
-        """End every ticket and pin whose deadline has passed and that was not submitted.
-
-        Such a ticket ends as if all its transfers had failed. A submitted one that is late keeps its blocks, which are
-        quarantined until it ends; the sequences that wait for it can be freed and start again on other blocks.
-
-        Args:
-            now: time on the caller's clock.
-        Returns:
-            `Expired`.
         """
     def block_table(self, sequence: _Handle, group: int = 0) -> NDArray[np.int32]:
         """Return the blocks of a sequence in its present tier.
@@ -1609,23 +1571,6 @@ class EventBatch:
     def __len__(self) -> int: ...
 
 @final
-class Expired:
-    """What `BlockManager.expire` ended or found to be late for the first time."""
-
-    @property
-    def tickets(self) -> list[int]:
-        """Tickets that ended, a list of ints. Their transfers must not run any more."""
-    @property
-    def pins(self) -> list[int]:
-        """Pins that ended, a list of ints."""
-    @property
-    def overdue(self) -> list[int]:
-        """Submitted tickets that are late, a list of ints. Their blocks are quarantined from now on."""
-    @property
-    def sequences(self) -> NDArray[np.uint64]:
-        """Sequences that waited for either kind of ticket, uint64 `[n]`. They can only be freed."""
-
-@final
 class ResizeProgress:
     """How far a resize of the device pool has come."""
 
@@ -1727,9 +1672,6 @@ class ManagerStats:
     @property
     def pinned_blocks(self) -> dict[_Tier, int]:
         """For each tier, blocks that pins keep now."""
-    @property
-    def quarantined_blocks(self) -> dict[_Tier, int]:
-        """For each tier, blocks that overdue transfers hold now."""
     def as_dict(self) -> dict[str, float]:
         """Return all counters by name, for metrics.
 

@@ -3,7 +3,6 @@
 from blockyard._core import (
     Defrag,
     DefragReport,
-    Expired,
     Fit,
     Fragmentation,
     FreeBlocks,
@@ -20,7 +19,6 @@ from blockyard._core import (
 __all__ = [
     "Defrag",
     "DefragReport",
-    "Expired",
     "Fit",
     "Fragmentation",
     "FreeBlocks",

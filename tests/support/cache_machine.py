@@ -280,7 +280,7 @@ class Machine(World):
         sequence = self.pick(rig, op.a)
         if sequence is None:
             return
-        made = self.attempt(rig, lambda: rig.manager.pins.pin(sequence.handle, 1 << 40))
+        made = self.attempt(rig, lambda: rig.manager.pins.pin(sequence.handle))
         if made is not None:
             table = rig.manager.block_table(sequence.handle).tolist()
             self.note_pin(rig, made, [table.index(block) for block in rig.manager.pins.blocks(made)], sequence.values)
@@ -289,7 +289,7 @@ class Machine(World):
         if not self.config.prefix or self.config.slides:
             return
         prompt, salt = self.prompt(op)
-        made = self.attempt(rig, lambda: rig.manager.pins.pin_prompt(prompt, 1 << 40, salt=salt))
+        made = self.attempt(rig, lambda: rig.manager.pins.pin_prompt(prompt, salt=salt))
         if made is not None:
             values = self.model(prompt, salt).values
             self.note_pin(rig, made[0], range(made[1] // self.config.block_size), values)
@@ -297,8 +297,6 @@ class Machine(World):
     def do_unpin(self, rig: Rig, op: Op) -> None:
         if rig.pins:
             pin, _, _ = rig.pins.pop(op.a % len(rig.pins))
-            if op.b % 2:
-                rig.manager.pins.submit(pin)
             rig.manager.pins.unpin(pin)
 
     def do_priority(self, rig: Rig, op: Op) -> None:

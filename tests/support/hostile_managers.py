@@ -29,7 +29,7 @@ def new_manager() -> blockyard.BlockManager:
     HANDLE.number = int(manager.allocate(list(range(10))))
     manager.complete(manager.take_decision().ticket)
     manager.mark_computed([HANDLE])
-    manager.pins.pin(HANDLE, 100)
+    manager.pins.pin(HANDLE)
     manager.prefix.store_jobs.begin_write(2)
     manager.prefix.store_jobs.begin_load(list(range(20, 26)), 1)
     return manager
@@ -57,7 +57,7 @@ def shrinking() -> blockyard.BlockManager:
     manager.complete(manager.take_decision().ticket)
     manager.mark_computed([HANDLE, cached])
     manager.free(cached)
-    manager.pins.pin(HANDLE, 100)
+    manager.pins.pin(HANDLE)
     manager.swap_out([moving])
     manager.take_decision()
     manager.prefix.store_jobs.begin_write(1)

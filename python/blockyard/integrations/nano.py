@@ -471,7 +471,7 @@ class BlockManager:
         blocks = self._blocks(len(tokens))
         if self._short(blocks):
             # Its own cached blocks stay where they are.
-            pin, held = keep(self._pins, self.manager.pins.pin_prompt, tokens, 0)
+            pin, held = keep(self._pins, self.manager.pins.pin_prompt, tokens)
             try:
                 self._offload(blocks - held // self.block_size)
             finally:

@@ -43,7 +43,7 @@ mod _core {
     #[pymodule_export]
     use crate::manager::group::PyCacheGroup;
     #[pymodule_export]
-    use crate::manager::pins::{PyExpired, PyPins};
+    use crate::manager::pins::PyPins;
     #[pymodule_export]
     use crate::manager::policies::PyPrefixCaching;
     #[pymodule_export]

@@ -174,10 +174,10 @@ impl Step<'_> {
 
     /// Forgets what a ticket was to publish and did not bring: the blocks that are lost, and the host copies that were read
     /// in vain.
-    pub(crate) fn cancel_publishes(&mut self, ticket: TicketId, lost: &HashSet<TierBlock>, tried: bool) {
+    pub(crate) fn cancel_publishes(&mut self, ticket: TicketId, lost: &HashSet<TierBlock>) {
         let Some(pending) = self.transfers.publishes_mut(ticket) else { return };
         let is_lost = |pending: &PendingPublish| lost.contains(&pending.to);
-        let unread = pending.iter().filter(|pending| tried && pending.from.0 == Tier::Host && is_lost(pending));
+        let unread = pending.iter().filter(|pending| pending.from.0 == Tier::Host && is_lost(pending));
         let unread: Vec<TierBlock> = unread.map(|pending| pending.from).collect();
         pending.retain(|pending| !is_lost(pending));
         for copy in unread {
@@ -245,22 +245,18 @@ mod tests {
     }
 
     #[test]
-    fn a_cancelled_load_leaves_the_copy_and_a_failed_one_does_not() {
-        for fails in [false, true] {
+    fn a_failed_load_takes_the_copys_key_with_it() {
+        for whole in [false, true] {
             let (mut manager, sequence) = swapped();
             manager.free(&[sequence]).unwrap();
             let loader = admit(&mut manager, &TOKENS);
             let decision = manager.take_decision();
             let lost: Vec<_> = decision.of(Kind::SwapIn).cloned().collect();
-            if fails {
-                assert_eq!(manager.fail(decision.ticket, &lost), Ok(vec![loader]));
-            } else {
-                manager.set_deadline(decision.ticket, 5).unwrap();
-                assert_eq!(manager.expire(5).sequences, [loader]);
-            }
+            let hit = if whole { manager.fail_whole(decision.ticket) } else { manager.fail(decision.ticket, &lost) };
+            assert_eq!(hit, Ok(vec![loader]));
             manager.free(&[loader]).unwrap();
             manager.check().unwrap();
-            assert_eq!(manager.lookup(&prompt(&TOKENS)).map(|hit| hit.tokens), Ok(if fails { 0 } else { 4 }));
+            assert_eq!(manager.lookup(&prompt(&TOKENS)).map(|hit| hit.tokens), Ok(0));
         }
     }
 

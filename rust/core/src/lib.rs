@@ -35,7 +35,7 @@ pub use fit::{AllocStatus, Fit};
 pub use group::{Group, NULL_BLOCK};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, JobId, PinId, SequenceId, TicketId, Tier};
-pub use manager::{Config, Expired, Manager, Resize, Stats, TierUse};
+pub use manager::{Config, Manager, Resize, Stats, TierUse};
 pub use pool::Policies;
 pub use prefix::evict::{Departure, Eviction, Evictor, MAX_PRIORITY, S3FifoSettings};
 pub use reuse::ReuseOrder;

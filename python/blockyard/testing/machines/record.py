@@ -29,7 +29,7 @@ LONGEST: Final = 12
 CALLS: Final = frozenset(
     (
         *("allocate", "fork", "free", "append", "truncate", "mark_computed", "swap_out", "swap_in", "take_decision"),
-        *("submit", "complete", "fail", "lose", "expire", "resize", "run", "note_tokens", "reset"),
+        *("complete", "fail", "lose", "resize", "run", "note_tokens", "reset"),
     )
 )
 """Calls that change a manager; of the others only an error is recorded."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from blockyard._core import BlockManager, Expired, Pairs, StepDecision
+from blockyard._core import BlockManager, Pairs, StepDecision
 from blockyard.errors import BlockyardError
 from blockyard.testing.machines.record import Record, show
 from blockyard.testing.machines.side_by_side import MOST_OPEN
@@ -175,10 +175,6 @@ class Watch(Record):
 
     def _after_take_decision(self, _: dict[str, Any], decision: StepDecision) -> None:
         self.tickets[decision.ticket] = Ticket(decision, self.step)
-
-    def _after_expire(self, arguments: dict[str, Any], expired: Expired) -> None:
-        for ticket in expired.tickets:
-            self._abandon(ticket, f"expire(now={arguments['now']})")
 
     def _after_append(self, arguments: dict[str, Any], _: Any) -> None:
         batch = handles(arguments["sequences"])

@@ -25,7 +25,7 @@ use crate::manager::defrag::PyDefrag;
 use crate::manager::fit::PyFit;
 use crate::manager::group::PyCacheGroup;
 use crate::manager::open_tickets::OpenTickets;
-use crate::manager::pins::{PyExpired, PyPins};
+use crate::manager::pins::PyPins;
 use crate::manager::policies::CachingOptions;
 use crate::manager::pool::PyPool;
 use crate::manager::prefix::PyPrefix;
@@ -598,45 +598,26 @@ impl PyBlockManager {
     ///         `block_table` and `block_tables` refuse what it loads. If a sequence that it loads was appended to, or
     ///         asked for its block table, before this call, the step computes with it: then `decision.prefetch` is
     ///         False, and the step waits for all its loads.
-    ///     deadline: time on the caller's clock, any unit, 0 to 2^64 - 1. Until `submit`, `expire` ends the ticket at
-    ///         that time; after `submit`, it reports the ticket as overdue. None: no deadline.
     /// Returns:
     ///     `StepDecision`.
     /// Warns:
     ///     RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest.
-    #[pyo3(signature = (*, prefetch = false, deadline = None))]
-    fn take_decision(
-        &self,
-        py: Python<'_>,
-        prefetch: bool,
-        #[pyo3(from_py_with = args::deadline)] deadline: Option<u64>,
-    ) -> PyResult<PyStepDecision> {
+    #[pyo3(signature = (*, prefetch = false))]
+    fn take_decision(&self, py: Python<'_>, prefetch: bool) -> PyResult<PyStepDecision> {
         self.open_tickets.warn(py, &self.shared)?;
         let decision = {
             let mut manager = self.lock();
-            let decision = if prefetch { manager.take_prefetch() } else { manager.take_decision() };
-            if let Some(deadline) = deadline {
-                manager.set_deadline(decision.ticket, deadline).map_err(to_py)?;
-            }
-            decision
+            if prefetch { manager.take_prefetch() } else { manager.take_decision() }
         };
         self.open_tickets.note(py, decision.ticket, &self.shared);
         PyStepDecision::from_core(py, &decision)
     }
 
-    /// Note that a ticket's transfers have begun: from now on only `complete` and `fail` end it.
-    ///
-    /// Only tickets with a deadline need this call.
-    ///
-    /// Args:
-    ///     ticket: `decision.ticket`.
-    /// Raises:
-    ///     UnknownTicketError: the ticket has ended or expired; its transfers must not run.
-    fn submit(&self, #[pyo3(from_py_with = args::ticket)] ticket: Ticket) -> PyResult<()> {
-        self.lock().submit(ticket.0).map_err(to_py)
-    }
-
     /// End a ticket whose transfers have ended.
+    ///
+    /// Until then its blocks stay leased, however long it takes. Where the process or device that ran it has died and
+    /// can write no more, give all its pairs as `lost`, or call `fail`. Where it only hangs, `lose` marks its sequences
+    /// and keeps the blocks leased.
     ///
     /// Args:
     ///     ticket: `decision.ticket`.
@@ -700,20 +681,6 @@ impl PyBlockManager {
         let lost = core_pairs(py, &lost)?;
         let hit = self.lock().lose(ticket.0, &lost).map_err(to_py)?;
         handles(py, &hit)
-    }
-
-    /// End every ticket and pin whose deadline has passed and that was not submitted.
-    ///
-    /// Such a ticket ends as if all its transfers had failed. A submitted one that is late keeps its blocks, which are
-    /// quarantined until it ends; the sequences that wait for it can be freed and start again on other blocks.
-    ///
-    /// Args:
-    ///     now: time on the caller's clock.
-    /// Returns:
-    ///     `Expired`.
-    fn expire(&self, py: Python<'_>, #[pyo3(from_py_with = args::now)] now: u64) -> PyResult<PyExpired> {
-        let expired = self.lock().expire(now);
-        PyExpired::from_core(py, &expired)
     }
 
     /// Return the blocks of a sequence in its present tier.

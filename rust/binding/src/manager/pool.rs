@@ -94,15 +94,6 @@ impl PyPool {
         memory::array(py, &uses, |state| state.number())
     }
 
-    /// Return the blocks that overdue transfers and overdue submitted pins still hold.
-    ///
-    /// Returns:
-    ///     Block ids, int32 `[n]`, rising.
-    fn quarantined_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let blocks = self.shared.lock().quarantined(self.tier);
-        ids(py, &blocks)
-    }
-
     fn __iter__(&self) -> PyFreeBlocks {
         let (shared, tier) = (self.shared.clone(), self.tier);
         PyFreeBlocks::new(Box::new(move |first, count| {

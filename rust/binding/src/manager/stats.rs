@@ -62,8 +62,6 @@ pub(crate) struct PyManagerStats {
     evicted_blocks: ByTier,
     /// For each tier, blocks that pins keep now.
     pinned_blocks: ByTier,
-    /// For each tier, blocks that overdue transfers hold now.
-    quarantined_blocks: ByTier,
 }
 
 impl PyManagerStats {
@@ -96,7 +94,6 @@ impl PyManagerStats {
             cached_blocks: by_tier(|tier| tier.cached as u64),
             evicted_blocks: by_tier(|tier| tier.evicted),
             pinned_blocks: by_tier(|tier| tier.pinned as u64),
-            quarantined_blocks: by_tier(|tier| tier.quarantined as u64),
         }
     }
 }
@@ -146,7 +143,6 @@ impl PyManagerStats {
             ("cached_blocks", &self.cached_blocks),
             ("evicted_blocks", &self.evicted_blocks),
             ("pinned_blocks", &self.pinned_blocks),
-            ("quarantined_blocks", &self.quarantined_blocks),
         ];
         for (name, by_tier) in tiers {
             for (tier, value) in by_tier {

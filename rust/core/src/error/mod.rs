@@ -120,7 +120,7 @@ pub enum Error {
         /// Most that may be.
         limit: usize,
     },
-    /// The pin was never given out, has ended or expired.
+    /// The pin was never given out, or has ended.
     #[error("pin {pin} is not held")]
     UnknownPin {
         /// The pin.

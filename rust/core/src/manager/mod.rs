@@ -26,7 +26,6 @@ use crate::tiers::Tiers;
 use crate::transfer::{Step, StoreJobs, Transfers, View};
 
 pub use stats::{Stats, TierUse};
-pub use step::Expired;
 pub use verbs::Resize;
 
 /// Largest block size, in tokens.
@@ -218,7 +217,6 @@ impl Manager {
                 cached: pool.published(),
                 evicted: pool.evictions(),
                 pinned: if tier == Tier::Device { self.pins.num_blocks() } else { 0 },
-                quarantined: self.quarantined(tier).len(),
             }
         });
         Stats {

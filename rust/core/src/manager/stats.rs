@@ -21,8 +21,6 @@ pub struct TierUse {
     pub evicted: u64,
     /// Blocks that pins hold now.
     pub pinned: usize,
-    /// Blocks that transfers past their deadline still hold.
-    pub quarantined: usize,
 }
 
 /// Counters since the manager was made, and what is the case now.

@@ -5,22 +5,9 @@ use super::Manager;
 use crate::block::{LeaseKind, TierBlock};
 use crate::decision::{Pairs, StepDecision};
 use crate::error::{Error, Result};
-use crate::id::{BlockId, PinId, SequenceId, TicketId, Tier};
-use crate::transfer::{Held, HeldRuns, Late, Step, Ticket};
+use crate::id::{BlockId, SequenceId, TicketId};
+use crate::transfer::{Held, HeldRuns, Step, Ticket};
 use std::collections::HashSet;
-
-/// What a moment has put an end to.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Expired {
-    /// Tickets that are closed: they were not submitted and must not be any more.
-    pub tickets: Vec<TicketId>,
-    /// Pins that are gone; they were not submitted.
-    pub pins: Vec<PinId>,
-    /// Submitted tickets that are overdue from now on: their blocks are quarantined until they are completed or failed.
-    pub overdue: Vec<TicketId>,
-    /// Sequences that waited for bytes of either, rising: they can only be freed.
-    pub sequences: Vec<SequenceId>,
-}
 
 impl Manager {
     /// Ends the step: the transfers decided since the last call, under a ticket that holds leases on all their blocks.
@@ -98,7 +85,7 @@ impl Manager {
     /// The ticket is unknown, or writes no such block.
     pub fn fail(&mut self, ticket: TicketId, lost: &[Pairs]) -> Result<Vec<SequenceId>> {
         let blocks = self.lost_blocks(ticket, lost)?;
-        Ok(self.end_without(ticket, blocks, true))
+        Ok(self.end_without(ticket, blocks))
     }
 
     /// Marks the sequences of blocks that are known not to land, while the ticket's other transfers run on; returns them. They can only be freed. [`Manager::fail`] with these pairs too is to end the ticket.
@@ -127,16 +114,16 @@ impl Manager {
     /// The ticket is unknown.
     pub fn fail_whole(&mut self, ticket: TicketId) -> Result<Vec<SequenceId>> {
         let written = self.transfers.get(ticket)?.written().collect();
-        Ok(self.end_without(ticket, written, true))
+        Ok(self.end_without(ticket, written))
     }
 
-    /// Ends a ticket that did not write some blocks; `tried` says whether it read what they were to hold, in vain.
-    fn end_without(&mut self, ticket: TicketId, mut blocks: HashSet<TierBlock>, tried: bool) -> Vec<SequenceId> {
+    /// Ends a ticket that did not write some blocks.
+    fn end_without(&mut self, ticket: TicketId, mut blocks: HashSet<TierBlock>) -> Vec<SequenceId> {
         if let Some(moves) = self.transfers.moves_mut(ticket) {
             self.defrag.lose(&mut self.tiers, moves, &mut blocks);
         }
         self.transfers.follow_copies(ticket, self.tiers.device(), &mut blocks);
-        self.step().cancel_publishes(ticket, &blocks, tried);
+        self.step().cancel_publishes(ticket, &blocks);
         // In order, so that their events are.
         let mut gone: Vec<TierBlock> = blocks.iter().copied().collect();
         gone.sort_unstable();
@@ -147,56 +134,6 @@ impl Manager {
         let ended = self.transfers.close_known(ticket, self.tiers.device());
         self.end(ended);
         sequences
-    }
-
-    /// Gives a decision's ticket a deadline: for its submission, and then for its end.
-    ///
-    /// # Errors
-    /// The ticket was never handed out, or has ended.
-    pub fn set_deadline(&mut self, ticket: TicketId, deadline: u64) -> Result<()> {
-        self.transfers.set_deadline(ticket, deadline)
-    }
-
-    /// The ticket's transfers have begun: only [`Manager::complete`] and [`Manager::fail`] end it from now on.
-    ///
-    /// # Errors
-    /// The ticket was never handed out, has ended or expired: its transfers must not run.
-    pub fn submit(&mut self, ticket: TicketId) -> Result<()> {
-        self.transfers.mark_submitted(ticket)
-    }
-
-    /// Ends every pin and every ticket that is not submitted and whose deadline is `now` or earlier, the latter as if all
-    /// of its transfers had failed; what the step was to compute is the caller's to drop. Blocks of submitted ones are
-    /// quarantined.
-    pub fn expire(&mut self, now: u64) -> Expired {
-        let pins = self.pins.expire(&mut self.tiers, now);
-        let Late { expired: tickets, overdue } = self.transfers.late(now);
-        let mut sequences = Vec::new();
-        for &ticket in &tickets {
-            // Its transfers never ran.
-            let written = self.transfers.written_by(ticket);
-            sequences.extend(self.end_without(ticket, written, false));
-        }
-        for &ticket in &overdue {
-            sequences.extend(self.sequences.lose(&self.transfers.written_by(ticket)));
-            self.transfers.set_overdue(ticket);
-        }
-        sequences.sort_unstable();
-        sequences.dedup();
-        Expired { tickets, pins, overdue, sequences }
-    }
-
-    /// Blocks of a tier that transfers past their deadline still hold, by id.
-    #[must_use]
-    pub fn quarantined(&self, tier: Tier) -> Vec<BlockId> {
-        let leases = self.transfers.overdue_leases();
-        let mut blocks: Vec<_> = leases.filter(|lease| lease.tier == tier).map(|lease| lease.block).collect();
-        if tier == Tier::Device {
-            blocks.extend(self.pins.quarantined());
-        }
-        blocks.sort_unstable();
-        blocks.dedup();
-        blocks
     }
 }
 

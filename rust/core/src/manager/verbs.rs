@@ -473,14 +473,13 @@ impl Manager {
         Ok(())
     }
 
-    /// Keeps the published blocks of a sequence on the device for a reader until `deadline`, whatever becomes of the
-    /// sequence.
+    /// Keeps the published blocks of a sequence on the device for a reader, whatever becomes of the sequence.
     ///
     /// # Errors
     /// The sequence is unknown, not on the device, still loading or has lost bytes; pins would hold too many blocks.
-    pub fn pin(&mut self, sequence: SequenceId, deadline: u64) -> Result<PinId> {
+    pub fn pin(&mut self, sequence: SequenceId) -> Result<PinId> {
         let blocks = self.sequences.published_blocks(self.view(), sequence)?;
-        self.pins.pin(&mut self.tiers, blocks, deadline)
+        self.pins.pin(&mut self.tiers, blocks)
     }
 
     /// As [`Manager::pin`], for the blocks at the start of a prompt that are cached on the device; returns how many tokens
@@ -488,32 +487,24 @@ impl Manager {
     ///
     /// # Errors
     /// A token has the reserved id, or pins would hold too many blocks.
-    pub fn pin_prompt(&mut self, prompt: &Prompt<'_>, deadline: u64) -> Result<(PinId, u32)> {
+    pub fn pin_prompt(&mut self, prompt: &Prompt<'_>) -> Result<(PinId, u32)> {
         let (blocks, hits) = self.sequences.cached_blocks(self.view(), prompt)?;
         let tokens = u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size());
-        Ok((self.pins.pin(&mut self.tiers, blocks, deadline)?, tokens))
+        Ok((self.pins.pin(&mut self.tiers, blocks)?, tokens))
     }
 
     /// Blocks of a pin, in the order of their tokens, one cache group after the other.
     ///
     /// # Errors
-    /// The pin is unknown or has expired.
+    /// The pin is unknown.
     pub fn pinned_blocks(&self, pin: PinId) -> Result<&[BlockId]> {
         self.pins.blocks(pin)
-    }
-
-    /// The reader's transfer has begun: only [`Manager::unpin`] ends the pin from now on.
-    ///
-    /// # Errors
-    /// The pin is unknown or has expired: the blocks must not be read.
-    pub fn submit_pin(&mut self, pin: PinId) -> Result<()> {
-        self.pins.mark_submitted(pin)
     }
 
     /// The reader needs the blocks no more.
     ///
     /// # Errors
-    /// The pin is unknown or has expired.
+    /// The pin is unknown.
     pub fn unpin(&mut self, pin: PinId) -> Result<()> {
         self.pins.release(&mut self.tiers, pin)
     }

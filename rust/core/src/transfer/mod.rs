@@ -16,7 +16,7 @@ pub use span::Span;
 pub(crate) use step::{Step, View};
 pub use store_jobs::StoreJob;
 pub(crate) use store_jobs::{Missing, StoreJobs, Wanted};
-pub(crate) use ticket::{Deadline, Held, HeldRuns, Lease, PendingMoves, PendingPublish, PendingRehome, Ticket};
+pub(crate) use ticket::{Held, HeldRuns, Lease, PendingMoves, PendingPublish, PendingRehome, Ticket};
 
 use crate::block::{BlockVersion, LeaseKind, TierBlock};
 use crate::decision::{Kind, Pairs, StepDecision};
@@ -51,15 +51,6 @@ pub(crate) struct Transfers {
     /// How many these are at most, and above how many they are looked through.
     ended: usize,
     ended_limit: usize,
-}
-
-/// Tickets past their deadline.
-#[derive(Debug, Default)]
-pub(crate) struct Late {
-    /// Not submitted: they must not run any more.
-    pub(crate) expired: Vec<TicketId>,
-    /// Submitted, and not overdue before.
-    pub(crate) overdue: Vec<TicketId>,
 }
 
 impl Transfers {
@@ -198,12 +189,6 @@ impl Transfers {
         self.submitted.get(&ticket).ok_or(Error::UnknownTicket { ticket })
     }
 
-    /// A submitted ticket, to be changed.
-    pub(crate) fn get_mut(&mut self, ticket: TicketId) -> Result<&mut Ticket> {
-        fault::point()?;
-        self.submitted.get_mut(&ticket).ok_or(Error::UnknownTicket { ticket })
-    }
-
     /// All tickets, the open step's last.
     pub(crate) fn all(&self) -> impl Iterator<Item = (TicketId, &Ticket)> {
         self.submitted.iter().map(|(&id, ticket)| (id, ticket)).chain([(self.open, &self.step)])
@@ -310,52 +295,6 @@ impl Transfers {
         self.submitted.iter().filter(|(_, ticket)| ticket.is_overlapped()).map(|(&ticket, _)| ticket).collect()
     }
 
-    /// Gives a submitted ticket a deadline.
-    pub(crate) fn set_deadline(&mut self, ticket: TicketId, at: u64) -> Result<()> {
-        let ticket = self.get_mut(ticket)?;
-        let submitted = ticket.deadline().is_some_and(|deadline| deadline.submitted);
-        ticket.set_overdue(false);
-        *ticket.deadline_mut() = Some(Deadline { at, submitted });
-        Ok(())
-    }
-
-    /// The ticket's transfers have begun.
-    pub(crate) fn mark_submitted(&mut self, ticket: TicketId) -> Result<()> {
-        let deadline = self.get_mut(ticket)?.deadline_mut();
-        deadline.get_or_insert(Deadline { at: u64::MAX, submitted: true }).submitted = true;
-        Ok(())
-    }
-
-    /// Tickets whose deadline is `now` or earlier.
-    pub(crate) fn late(&self, now: u64) -> Late {
-        let mut late = Late::default();
-        for (&id, ticket) in &self.submitted {
-            match ticket.deadline().filter(|deadline| deadline.at <= now) {
-                Some(Deadline { submitted: false, .. }) => late.expired.push(id),
-                Some(_) if !ticket.is_overdue() => late.overdue.push(id),
-                _ => {}
-            }
-        }
-        late
-    }
-
-    /// Quarantines the blocks of a submitted ticket that is past its deadline.
-    pub(crate) fn set_overdue(&mut self, ticket: TicketId) {
-        if let Some(ticket) = self.submitted.get_mut(&ticket) {
-            ticket.set_overdue(true);
-        }
-    }
-
-    /// Blocks that a submitted ticket writes.
-    pub(crate) fn written_by(&self, ticket: TicketId) -> HashSet<TierBlock> {
-        self.submitted.get(&ticket).map(|ticket| ticket.written().collect()).unwrap_or_default()
-    }
-
-    /// Leases of overdue tickets.
-    pub(crate) fn overdue_leases(&self) -> impl Iterator<Item = Lease> {
-        self.submitted.values().filter(|ticket| ticket.is_overdue()).flat_map(Ticket::leases)
-    }
-
     /// What contradicts what tickets are to publish: each of those blocks is filled under its ticket.
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         for (id, ticket) in self.all().filter(|(_, ticket)| !ticket.publishes().is_empty()) {
@@ -434,21 +373,5 @@ mod tests {
         assert_eq!(transfers.copies_since(load, &device), [[version(1), version(2)]]);
         transfers.close(load, &device).unwrap();
         assert!(transfers.copies_since(load, &device).is_empty());
-    }
-
-    #[test]
-    fn a_ticket_expires_unless_it_is_submitted_and_then_is_overdue_once() {
-        let (mut transfers, device) = (Transfers::new(), device());
-        let tickets = [transfers.submit(&device, false).ticket, transfers.submit(&device, false).ticket];
-        for ticket in tickets {
-            transfers.set_deadline(ticket, 5).unwrap();
-        }
-        transfers.mark_submitted(tickets[1]).unwrap();
-        assert!(transfers.late(4).expired.is_empty() && transfers.late(4).overdue.is_empty());
-        let late = transfers.late(5);
-        assert_eq!((late.expired, late.overdue), (vec![tickets[0]], vec![tickets[1]]));
-        transfers.set_overdue(tickets[1]);
-        assert!(transfers.late(9).overdue.is_empty());
-        assert!(transfers.set_deadline(TicketId(9), 5).is_err());
     }
 }

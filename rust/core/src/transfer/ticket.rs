@@ -77,23 +77,13 @@ impl PendingMoves {
     }
 }
 
-/// Until when transfers may be held up, and whether they have begun.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Deadline {
-    pub(crate) at: u64,
-    pub(crate) submitted: bool,
-}
-
 /// What few tickets have.
 #[derive(Debug, Clone, Default)]
 struct Rare {
     moves: PendingMoves,
     publishes: Vec<PendingPublish>,
-    deadline: Option<Deadline>,
     /// Loads what its step does not compute with, so that the step does not wait for it.
     prefetch: bool,
-    /// Submitted, and past its deadline: its blocks are quarantined.
-    overdue: bool,
 }
 
 /// One step's transfers, until they are completed or failed.
@@ -183,22 +173,6 @@ impl Ticket {
 
     pub(super) fn publish(&mut self, pending: PendingPublish) {
         self.rare_mut().publishes.push(pending);
-    }
-
-    pub(super) fn deadline(&self) -> Option<Deadline> {
-        self.rare.as_ref()?.deadline
-    }
-
-    pub(super) fn deadline_mut(&mut self) -> &mut Option<Deadline> {
-        &mut self.rare_mut().deadline
-    }
-
-    pub(super) fn is_overdue(&self) -> bool {
-        self.rare.as_ref().is_some_and(|rare| rare.overdue)
-    }
-
-    pub(super) fn set_overdue(&mut self, overdue: bool) {
-        self.rare_mut().overdue = overdue;
     }
 
     pub(super) fn is_prefetch(&self) -> bool {

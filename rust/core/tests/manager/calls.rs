@@ -28,7 +28,6 @@ enum Verb {
     Swap(Tier),
     Complete,
     Fail,
-    Deadline,
     Pin,
     PinPrompt,
     Unpin,
@@ -41,7 +40,7 @@ enum Verb {
     EndWrite,
 }
 
-const VERBS: [Verb; 31] = [
+const VERBS: [Verb; 30] = [
     Verb::Allocate,
     Verb::AllocateEncoded,
     Verb::Prompt,
@@ -62,7 +61,6 @@ const VERBS: [Verb; 31] = [
     Verb::Swap(Tier::External),
     Verb::Complete,
     Verb::Fail,
-    Verb::Deadline,
     Verb::Pin,
     Verb::PinPrompt,
     Verb::Unpin,
@@ -213,13 +211,8 @@ impl State {
             Verb::Swap(to) => manager.swap_in(named, to),
             Verb::Complete => ticket.map_or(Ok(()), |ticket| manager.complete(ticket)),
             Verb::Fail => ticket.map_or(Ok(()), |ticket| manager.fail_whole(ticket).map(drop)),
-            Verb::Deadline => ticket.map_or(Ok(()), |ticket| {
-                manager.set_deadline(ticket, 5)?;
-                let _ = manager.expire(5);
-                Ok(())
-            }),
-            Verb::Pin => manager.pin(one, 9).map(drop),
-            Verb::PinPrompt => manager.pin_prompt(&prompt(&family_ids(tokens, more)), 9).map(drop),
+            Verb::Pin => manager.pin(one).map(drop),
+            Verb::PinPrompt => manager.pin_prompt(&prompt(&family_ids(tokens, more))).map(drop),
             Verb::Unpin => manager.unpin(blockyard_core::PinId(first as u64)),
             Verb::Offload => manager.offload_cached(count).map(drop),
             Verb::Quota => manager.set_quota([more as u8; 32], Some(count)),

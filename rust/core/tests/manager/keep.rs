@@ -1,7 +1,7 @@
-//! Rules for what is kept: host copies that are made ahead of need, pins, deadlines and quotas.
+//! Rules for what is kept: host copies that are made ahead of need, pins and quotas; and tickets that fail as a whole.
 
 use super::{Bytes, World};
-use blockyard_core::{BlockId, Error, Expired, KeySpec, PinId, TicketId, Tier};
+use blockyard_core::{BlockId, Error, KeySpec, PinId, TicketId, Tier};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone, Copy)]
@@ -17,14 +17,12 @@ pub(crate) enum Op {
         lost: Option<usize>,
     },
     Quota(u8, usize),
-    Pin(usize, bool),
+    Pin(usize),
     Unpin(usize),
-    /// Pins that were submitted stay; the others go.
-    ExpirePins,
-    /// The last ticket is given up before it was submitted.
-    Cancel,
-    /// A submitted ticket is past its deadline.
-    Overdue(usize),
+    /// The last ticket is never carried out.
+    GiveUp,
+    /// A pair of a ticket is known to fail while the others run on.
+    Lose(usize),
 }
 
 pub(crate) fn op() -> impl Strategy<Value = Op> {
@@ -35,18 +33,16 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         3 => (5u32..20, 0u32..3, 0usize..6, prop::option::of(pick.clone()))
             .prop_map(|(tokens, family, count, lost)| Op::Reload { tokens, family, count, lost }),
         1 => (0u8..2, 0usize..6).prop_map(|(tenant, quota)| Op::Quota(tenant, quota)),
-        2 => (pick.clone(), any::<bool>()).prop_map(|(s, submitted)| Op::Pin(s, submitted)),
+        2 => pick.clone().prop_map(Op::Pin),
         1 => pick.clone().prop_map(Op::Unpin),
-        1 => Just(Op::ExpirePins),
-        1 => Just(Op::Cancel),
-        1 => pick.prop_map(Op::Overdue),
+        1 => Just(Op::GiveUp),
+        1 => pick.prop_map(Op::Lose),
     ]
 }
 
 /// A pin and what its blocks held when it was made.
 pub(crate) struct Held {
     pin: PinId,
-    submitted: bool,
     blocks: Vec<(BlockId, Bytes)>,
 }
 
@@ -77,7 +73,7 @@ impl World {
                 assert_eq!(self.manager.set_quota(salt, Some(quota)).is_ok(), fits);
                 assert!(!fits || self.manager.quota(salt).is_some_and(|(held, _)| held <= quota));
             }
-            Op::Pin(s, submitted) => self.pick(s, 1).into_iter().for_each(|s| self.pin(s, submitted)),
+            Op::Pin(s) => self.pick(s, 1).into_iter().for_each(|s| self.pin(s)),
             Op::Unpin(n) => {
                 if !self.pins.is_empty() {
                     let held = self.pins.swap_remove(n % self.pins.len());
@@ -85,19 +81,12 @@ impl World {
                     assert_eq!(self.manager.unpin(held.pin), Err(Error::UnknownPin { pin: held.pin }));
                 }
             }
-            Op::ExpirePins => {
-                let expired = self.manager.expire(1);
-                assert!(expired.tickets.is_empty() && expired.sequences.is_empty());
-                let ended = |held: &Held| expired.pins.contains(&held.pin);
-                assert!(self.pins.iter().all(|held| ended(held) != held.submitted));
-                self.pins.retain(|held| held.submitted);
-            }
-            Op::Cancel => {
+            Op::GiveUp => {
                 if let Some(&ticket) = self.tickets.keys().next_back() {
-                    self.cancel(ticket);
+                    self.give_up(ticket);
                 }
             }
-            Op::Overdue(n) => self.nth_ticket(n).into_iter().for_each(|ticket| self.overdue(ticket)),
+            Op::Lose(n) => self.nth_ticket(n).into_iter().for_each(|ticket| self.lose(ticket, n)),
         }
     }
 
@@ -142,17 +131,14 @@ impl World {
         assert_eq!(self.manager.reset_prefix_cache(), idle);
     }
 
-    fn pin(&mut self, sequence: blockyard_core::SequenceId, submitted: bool) {
+    fn pin(&mut self, sequence: blockyard_core::SequenceId) {
         let before = self.manager.stats().tiers[0].pinned;
-        match self.manager.pin(sequence, 1) {
+        match self.manager.pin(sequence) {
             Ok(pin) => {
                 assert!(self.manager.stats().tiers[0].pinned <= self.manager.pool(Tier::Device).len() / 2);
-                if submitted {
-                    self.manager.submit_pin(pin).unwrap();
-                }
                 let blocks = self.manager.pinned_blocks(pin).unwrap().iter();
                 let blocks = blocks.map(|&block| (block, self.memory[0][block.index()])).collect();
-                self.pins.push(Held { pin, submitted, blocks });
+                self.pins.push(Held { pin, blocks });
             }
             Err(Error::TooManyPinned { wanted, held, limit }) => assert!(held == before && wanted + held > limit),
             Err(error) => assert!(self.manager.fork_prefix(sequence, 0, 0).is_err(), "{error}"),
@@ -170,32 +156,5 @@ impl World {
         for held in std::mem::take(&mut self.pins) {
             self.manager.unpin(held.pin).unwrap();
         }
-    }
-
-    fn cancel(&mut self, ticket: TicketId) {
-        self.manager.set_deadline(ticket, 0).unwrap();
-        let Expired { tickets, pins, overdue, sequences } = self.manager.expire(0);
-        assert!(pins.is_empty());
-        if tickets.is_empty() {
-            // It was submitted, and may have been overdue already.
-            self.lost.extend(sequences);
-            assert!(overdue.iter().all(|other| *other == ticket));
-            return;
-        }
-        assert_eq!((tickets, overdue), (vec![ticket], vec![]));
-        self.lost.extend(sequences);
-        self.never_ran(ticket);
-        assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
-    }
-
-    fn overdue(&mut self, ticket: TicketId) {
-        self.manager.submit(ticket).unwrap();
-        self.manager.set_deadline(ticket, 0).unwrap();
-        let expired = self.manager.expire(0);
-        assert_eq!((expired.overdue, expired.tickets), (vec![ticket], vec![]));
-        self.lost.extend(expired.sequences);
-        let leased = |tier| self.manager.quarantined(tier).len();
-        let pairs = self.tickets[&ticket].len();
-        assert!(pairs == 0 || Tier::ALL.map(leased).iter().sum::<usize>() >= pairs);
     }
 }

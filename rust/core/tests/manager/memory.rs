@@ -25,6 +25,11 @@ pub(crate) struct Transfer {
     lost: bool,
 }
 
+fn lost_pairs(transfers: &[Transfer]) -> Vec<Pairs> {
+    let single = |t: &Transfer| Pairs { src: t.src.0, dst: t.dst.0, ids: vec![[t.src.1, t.dst.1]] };
+    transfers.iter().filter(|t| t.lost).map(single).collect()
+}
+
 impl World {
     /// Hands the step out: what is ordered on the device runs now, the rest when its ticket ends.
     pub(crate) fn step(&mut self, lost: Option<usize>) {
@@ -222,8 +227,7 @@ impl World {
             self.land(ticket, at);
         }
         let transfers = self.tickets.remove(&ticket).unwrap();
-        let single = |t: &Transfer| Pairs { src: t.src.0, dst: t.dst.0, ids: vec![[t.src.1, t.dst.1]] };
-        let lost: Vec<_> = transfers.iter().filter(|t| t.lost).map(single).collect();
+        let lost = lost_pairs(&transfers);
         if lost.is_empty() {
             self.manager.complete(ticket).unwrap();
         } else {
@@ -250,11 +254,21 @@ impl World {
         assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
     }
 
+    /// One pair of a ticket is known to fail, while the ticket goes on.
+    pub(crate) fn lose(&mut self, ticket: TicketId, at: usize) {
+        let transfers = self.tickets.get_mut(&ticket).unwrap();
+        let at = at % transfers.len().max(1);
+        transfers.iter_mut().skip(at).take(1).for_each(|transfer| transfer.lost = true);
+        self.lost.extend(self.manager.lose(ticket, &lost_pairs(&self.tickets[&ticket])).unwrap());
+    }
+
     /// Nothing of a ticket has landed, whatever this memory has done ahead of time.
-    pub(crate) fn never_ran(&mut self, ticket: TicketId) {
+    pub(crate) fn give_up(&mut self, ticket: TicketId) {
+        self.lost.extend(self.manager.fail_whole(ticket).unwrap());
         for Transfer { dst, .. } in self.tickets.remove(&ticket).unwrap() {
             self.put(dst, GARBAGE);
         }
+        assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
     }
 
     /// What chance alone seldom does: a sequence leaves, comes back and runs on in that step, perhaps with a loss. A fork

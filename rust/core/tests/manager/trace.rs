@@ -53,7 +53,7 @@ impl Trace {
         (prefix.merged, prefix.loaded, moves.done, moves.cancelled, moves.failed).hash(self);
         for tier in stats.tiers {
             (tier.blocks, tier.used, tier.peak, tier.leased, tier.cached).hash(self);
-            (tier.evicted, tier.pinned, tier.quarantined).hash(self);
+            (tier.evicted, tier.pinned).hash(self);
         }
     }
 }
@@ -79,7 +79,7 @@ impl World {
             let pool = manager.pool(tier);
             (pool.free(), pool.available()).hash(&mut trace);
             pool.free_blocks().for_each(|block| block.hash(&mut trace));
-            (pool.evictable_blocks(), manager.quarantined(tier)).hash(&mut trace);
+            pool.evictable_blocks().hash(&mut trace);
         }
         manager.open_tickets().collect::<Vec<TicketId>>().hash(&mut trace);
         let resize = manager.resize_progress();
