@@ -4,7 +4,8 @@
         [--percents 2,10,50] [--json FILE]
 
 Replays traces (Mooncake's JSONL) and generated workloads through a `BlockManager`, one request at a time, and prints a
-table. A pool's size is a percentage of the distinct blocks. A request longer than the pool is left out and counted.
+table. Policies of `fixed_policies.py` are replayed without a manager; the hits are those that one would have. A pool's
+size is a percentage of the distinct blocks. A request longer than the pool is left out and counted.
 Without arguments it takes the generated workloads, and the traces in the folder that BLOCKYARD_TRACES names
 (../shared/traces). Output tokens are not cached: traces do not say which they are. `--mixtures N` takes N random
 mixtures of the generated workloads instead: two to four of them at once, half of the mixtures with other shares after
@@ -32,6 +33,7 @@ from pathlib import Path
 import numpy as np
 from bench_prefix import prompts, w_prefix
 from figures import keep
+from fixed_policies import POLICIES, SETTINGS
 
 from blockyard import BlockManager, PrefixCaching
 from blockyard.errors import InvalidArgumentError
@@ -40,8 +42,7 @@ from blockyard.sim.eviction.traffic import WORKLOADS, traffic
 from blockyard.sim.trace import TraceRequest, read_trace
 from blockyard.types import HashedPrompt
 
-SETTINGS = tuple(f"s3fifo:{small}:{ghosts}" for small in (5, 10, 20, 30, 50, 70, 90) for ghosts in (1, 4))
-FIXED = ("lru", "arc", "lfu", "priority", *SETTINGS)
+FIXED = ("lru", "priority", *POLICIES)
 PERCENTS = (2, 3, 5, 7, 10, 15, 20, 30, 40, 55, 70, 85, 100)
 EVEN = 0.01
 """This share of a workload's blocks is added to both sides of a ratio: a few hits by chance are no merit."""
@@ -79,6 +80,8 @@ class Workload:
 
     def hits(self, eviction: str, blocks: int) -> list[int]:
         """Blocks that each request that fits finds cached."""
+        if eviction in POLICIES:
+            return replay(self.requests, blocks, POLICIES[eviction](blocks))
         manager = BlockManager(
             block_size=self.block_size,
             device_blocks=blocks,
@@ -154,7 +157,7 @@ def known_traces() -> list[str]:
 
 def compare(chosen: argparse.Namespace) -> None:
     """Measure and print every point, and write them to the JSON file."""
-    policies = (*FIXED, "s3fifo", "adaptive")
+    policies = (*FIXED, "adaptive")
     print(f"{'workload':24} {'pool':>6} {'blocks':>7}", *(f"{name:>8}" for name in ("lru", "arc", "lfu")), end=" ")
     print(f"{'setting':>8} {'adaptive':>8} {'optimal':>8}  {'setting':12} {'ratio':>6} {'too long':>5}")
     points: dict[str, dict[str, Point]] = {}
@@ -193,7 +196,7 @@ def shift(name: str, percent: float, seed: int) -> float:
 
 
 def figures() -> dict[str, float]:
-    """Return what `make bench` keeps: fewer points, so that it takes a minute."""
+    """Return what `make bench` keeps: fewer points, so that it takes minutes."""
     worst = 1.0
     for name, requests in sources(known_traces(), ("chat", "rag", "batch", "loop", "templates", "mixed", "chat-rag")):
         workload = Workload(name, requests)

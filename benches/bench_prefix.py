@@ -31,7 +31,7 @@ PROMPTS_SHA256 = "d79e42a65481b8c081c23a28949d646358c3e092b126dcf49c48d04ed1ae1a
 HUGE = 1 << 24
 # What peers have; bench_policies.py compares the policies.
 LRU = PrefixCaching(eviction="lru")
-POLICIES = ("lru", "lfu", "arc", "s3fifo", "adaptive", "priority")
+POLICIES = ("lru", "adaptive", "priority")
 
 Prompts = Sequence[NDArray[np.uint32]] | Sequence[list[int]]
 

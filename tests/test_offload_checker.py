@@ -53,7 +53,7 @@ class FailedStoreIsAHit(Planted):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("eviction", ["lru", "s3fifo"])
+@pytest.mark.parametrize("eviction", ["lru", "adaptive"])
 def test_ours_passes(eviction: str, groups: int, seed: int):
     manager = OffloadManager(CHUNKS, eviction=eviction)
     checker = OffloadChecker(manager, CHUNKS, groups=groups, seed=seed)

@@ -224,7 +224,7 @@ class PolicyProgram(Caller):
         self.call(self.policy.mark_evictable, key)
 
 
-@pytest.mark.parametrize("name", ["LRUPolicy", "S3FIFOPolicy"])
+@pytest.mark.parametrize("name", ["LRUPolicy", "AdaptivePolicy"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_exception_at_any_place_of_a_policy_loses_no_chunk(
     vllm: SimpleNamespace, name: str, error: type[BaseException]

@@ -11,7 +11,7 @@ import vllm_modules
 from blockyard.errors import BlockyardError
 
 KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(14)]
-POLICIES = ["LRUPolicy", "S3FIFOPolicy", "AdaptivePolicy"]
+POLICIES = ["LRUPolicy", "AdaptivePolicy"]
 
 
 @pytest.fixture(params=vllm_modules.KINDS)
@@ -107,7 +107,7 @@ def test_a_scan_does_not_drive_out_what_is_used_again(vllm: SimpleNamespace):
             add(vllm, policy, b"scan %d" % n, chunk.chunk_id)
         kept[name] = sum(policy.get(key) is not None for key in KEYS[:2])
     assert kept["LRUPolicy"] == 0
-    assert kept["S3FIFOPolicy"] == 2
+    assert kept["AdaptivePolicy"] == 2
 
 
 @pytest.mark.parametrize("seed", range(4))

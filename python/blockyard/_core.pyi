@@ -504,14 +504,10 @@ class PrefixCaching:
     """Options of the prefix cache, for `BlockManager(prefix_caching=...)`.
 
     Args:
-        eviction: which cached block goes first once no block is free. `"lru"`: the least recently used. `"lfu"`: the
-            least frequently used. `"arc"`: blocks used once or blocks used again, in shares that follow what is missed.
-            `"s3fifo"`: blocks without a hit pass through a small queue, the others get second chances;
-            `"s3fifo:SMALL:GHOSTS"` sets that queue's percentage of the pool, 1 to 99 (10), and how many pools of
-            evicted blocks it knows again, 1 to 16 (1). `"adaptive"`: by the rule that has most hits just now, which it
-            finds out by trying each on a sample of the blocks: rarely far from the best of the others, for 10 % more
-            time a request than `"lru"`. `"priority"`: by `prefix.set_priority`. Each takes a
-            prompt's blocks from its end.
+        eviction: which cached block goes first once no block is free. `"adaptive"`: by the rule that has most hits just
+            now, which it finds out by trying each on a sample of the blocks. It is rarely far from the best fixed
+            policy, and takes 10 % more time a request than `"lru"`. `"lru"`: the least recently used. `"priority"`: by
+            `prefix.set_priority`. Each takes a prompt's blocks from its end.
         host: whether the host is a second level of the cache. Blocks that would be evicted from the device are copied
             there by the step's decision (`swap_out`), and a hit there is loaded by it (`swap_in`). The least recently
             used copy goes first. Prompts of several cache groups, or of a window, do not look there yet.

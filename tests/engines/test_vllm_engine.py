@@ -18,7 +18,7 @@ POLICY = {
     "spec_name": "PolicyOnCpu",
     "spec_module_path": "cpu_specs",
     "cpu_bytes_to_use": 1 << 24,
-    "eviction_policy": "S3FIFOPolicy",
+    "eviction_policy": "AdaptivePolicy",
     "cache_policy_module_path": OURS,
 }
 # Eight chunks: most of what is stored leaves the host.
@@ -32,7 +32,7 @@ def tier(root: Path) -> dict[str, Any]:
     return {**TIERING, "secondary_tiers": [options]}
 
 
-@pytest.mark.parametrize("extra", [SPEC, {**SPEC, "blocks_per_chunk": 2, "policy": "s3fifo"}, POLICY])
+@pytest.mark.parametrize("extra", [SPEC, {**SPEC, "blocks_per_chunk": 2, "policy": "adaptive"}, POLICY])
 def test_tokens_are_those_of_vllm_alone(folder: Path, alone: Any, extra: dict[str, Any]):
     found = serve(folder, extra=extra)
     assert found["tokens"] == alone["tokens"]

@@ -19,7 +19,7 @@ from blockyard.types import PrefixHit
 from blockyard.types import Sequence as Sequence_
 
 STEP_COUNT = 50
-EVICTIONS = ["lru", "s3fifo", "arc", "lfu", "adaptive", "priority"]
+EVICTIONS = ["lru", "adaptive", "priority"]
 
 assert_noticed = partial(noticing.assert_noticed, step_count=STEP_COUNT)
 

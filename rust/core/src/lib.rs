@@ -37,7 +37,7 @@ pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, JobId, PinId, SequenceId, TicketId, Tier};
 pub use manager::{Config, Manager, Resize, Stats, TierUse};
 pub use pool::Policies;
-pub use prefix::evict::{Departure, Eviction, Evictor, MAX_PRIORITY, S3FifoSettings};
+pub use prefix::evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
 pub use reuse::ReuseOrder;
 pub use sequence::{BlockExtra, Counts, Demand, HashedPrompt, PrefixHit, PrefixStats, Prompt, TableRows};
 pub use tiers::StoreWrites;

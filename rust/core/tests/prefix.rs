@@ -151,7 +151,7 @@ fn a_policy_of_the_callers_own_decides() {
 #[test]
 fn policies_are_found_by_their_names() {
     for policy in Eviction::NAMED {
-        assert_eq!(Eviction::from_name(&policy.name()).unwrap().name(), policy.name());
+        assert_eq!(Eviction::from_name(policy.name()).unwrap().name(), policy.name());
     }
     assert!(Eviction::from_name("custom").is_none());
 }

@@ -2,7 +2,7 @@
 
     {"spec_module_path": "blockyard.integrations.vllm", "spec_name": "BlockyardSpec", "host_bytes": "64GiB"}
 
-Within vLLM's own `CPUOffloadingSpec`, `S3FIFOPolicy`, `AdaptivePolicy` and `LRUPolicy` can be its `eviction_policy`.
+Within vLLM's own `CPUOffloadingSpec`, `AdaptivePolicy` and `LRUPolicy` can be its `eviction_policy`.
 Within its `TieringOffloadingSpec`, `BlockyardTier` can be one of the `secondary_tiers`. `docs/vllm.md` shows each.
 
 Importing this raises `ImportError` where vLLM is missing, or where its interfaces are not those of 0.32 and 0.33.
@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import OffloadingEvent, PrepareStoreOutput, Transfe
 from vllm.v1.kv_offload.tiering.base import JobResult  # noqa: E402
 
 from blockyard.integrations.vllm.manager import BlockyardManager  # noqa: E402
-from blockyard.integrations.vllm.policy import AdaptivePolicy, LRUPolicy, S3FIFOPolicy  # noqa: E402
+from blockyard.integrations.vllm.policy import AdaptivePolicy, LRUPolicy  # noqa: E402
 from blockyard.integrations.vllm.spec import BlockyardSpec  # noqa: E402
 from blockyard.integrations.vllm.tier import BlockyardTier  # noqa: E402
 from blockyard.integrations.vllm.worker import BlockyardWorker  # noqa: E402
@@ -28,18 +28,9 @@ __all__ = [
     "BlockyardTier",
     "BlockyardWorker",
     "LRUPolicy",
-    "S3FIFOPolicy",
 ]
 
-for _class in (
-    AdaptivePolicy,
-    BlockyardManager,
-    BlockyardSpec,
-    BlockyardTier,
-    BlockyardWorker,
-    LRUPolicy,
-    S3FIFOPolicy,
-):
+for _class in (AdaptivePolicy, BlockyardManager, BlockyardSpec, BlockyardTier, BlockyardWorker, LRUPolicy):
     require_fit(_class)
 require_fields(OffloadingEvent, "keys", "medium", "removed")
 require_fields(PrepareStoreOutput, "keys_to_store", "store_spec", "evicted_keys")

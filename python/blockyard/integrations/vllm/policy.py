@@ -12,7 +12,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.offload import OffloadManager
 from blockyard.workers import keep
 
-__all__ = ["AdaptivePolicy", "LRUPolicy", "S3FIFOPolicy"]
+__all__ = ["AdaptivePolicy", "LRUPolicy"]
 
 
 class _Policy(CachePolicy):
@@ -142,12 +142,6 @@ class LRUPolicy(_Policy):
     """The least recently used chunk goes first."""
 
     eviction = "lru"
-
-
-class S3FIFOPolicy(_Policy):
-    """S3-FIFO: chunks that were used once go before those that were used again."""
-
-    eviction = "s3fifo"
 
 
 class AdaptivePolicy(_Policy):

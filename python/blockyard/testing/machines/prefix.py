@@ -428,7 +428,7 @@ def prefix_machine(
         >>> from blockyard import BlockManager, PrefixCaching
         >>> from blockyard.testing.machines import prefix_machine, run_state_machine_as_test
         >>> def make(config, events):
-        ...     caching = PrefixCaching(max_events=events, eviction="s3fifo")
+        ...     caching = PrefixCaching(max_events=events, eviction="lru")
         ...     return BlockManager(**config.arguments(), prefix_caching=caching)
         >>> machine = prefix_machine(make)
         >>> run_state_machine_as_test(machine, settings=settings(max_examples=2, deadline=None, database=None))

@@ -10,14 +10,10 @@ use std::fmt::Display;
 /// Options of the prefix cache, for `BlockManager(prefix_caching=...)`.
 ///
 /// Args:
-///     eviction: which cached block goes first once no block is free. `"lru"`: the least recently used. `"lfu"`: the
-///         least frequently used. `"arc"`: blocks used once or blocks used again, in shares that follow what is missed.
-///         `"s3fifo"`: blocks without a hit pass through a small queue, the others get second chances;
-///         `"s3fifo:SMALL:GHOSTS"` sets that queue's percentage of the pool, 1 to 99 (10), and how many pools of
-///         evicted blocks it knows again, 1 to 16 (1). `"adaptive"`: by the rule that has most hits just now, which it
-///         finds out by trying each on a sample of the blocks: rarely far from the best of the others, for 10 % more
-///         time a request than `"lru"`. `"priority"`: by `prefix.set_priority`. Each takes a
-///         prompt's blocks from its end.
+///     eviction: which cached block goes first once no block is free. `"adaptive"`: by the rule that has most hits just
+///         now, which it finds out by trying each on a sample of the blocks. It is rarely far from the best fixed
+///         policy, and takes 10 % more time a request than `"lru"`. `"lru"`: the least recently used. `"priority"`: by
+///         `prefix.set_priority`. Each takes a prompt's blocks from its end.
 ///     host: whether the host is a second level of the cache. Blocks that would be evicted from the device are copied
 ///         there by the step's decision (`swap_out`), and a hit there is loaded by it (`swap_in`). The least recently
 ///         used copy goes first. Prompts of several cache groups, or of a window, do not look there yet.
@@ -65,7 +61,7 @@ impl PyPrefixCaching {
         if max_events as usize > MAX_EVENTS {
             return Err(invalid(format!("max_events is {max_events}, must be 0 to {MAX_EVENTS}")));
         }
-        Ok(Self { eviction: policy(eviction)?.name().into_owned(), host, host_copies_per_step, max_events, max_pinned })
+        Ok(Self { eviction: policy(eviction)?.name().to_owned(), host, host_copies_per_step, max_events, max_pinned })
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
@@ -130,7 +126,7 @@ impl<'py> Argument<'py> for CachingOptions {
             .extract()
             .map_err(|_| invalid(format!("{name} is {}, must be a bool or a PrefixCaching", shown(value))))?;
         let default = PyPrefixCaching {
-            eviction: Eviction::default().name().into_owned(),
+            eviction: Eviction::default().name().to_owned(),
             host: false,
             host_copies_per_step: 0,
             max_events: 0,
@@ -153,10 +149,7 @@ pub(crate) fn of(reuse_order: &str, caching: &CachingOptions) -> PyResult<Polici
 }
 
 pub(crate) fn policy(name: &str) -> PyResult<Eviction> {
-    Eviction::from_name(name).ok_or_else(|| {
-        let names = Eviction::NAMED.map(Eviction::name);
-        unknown("eviction", name, &names.each_ref().map(AsRef::as_ref))
-    })
+    Eviction::from_name(name).ok_or_else(|| unknown("eviction", name, &Eviction::NAMED.map(Eviction::name)))
 }
 
 fn unknown(what: &str, found: &str, names: &[&str]) -> PyErr {

@@ -3,8 +3,6 @@
 //! Chains of blocks are released from their ends, so that with every policy a block goes before the one that it needs.
 
 mod adaptive;
-mod arc;
-mod counted;
 mod ghosts;
 mod leveled;
 mod miniature;
@@ -12,17 +10,12 @@ mod miniature;
 mod models;
 mod policy;
 mod quota;
-mod s3fifo;
 mod segments;
 
 use crate::id::BlockId;
 use adaptive::Adaptive;
-use arc::Arc;
-use policy::{Lfu, Lru, Priority};
+use policy::{Lru, Priority};
 pub(crate) use quota::Quotas;
-use s3fifo::S3Fifo;
-pub use s3fifo::S3FifoSettings;
-use std::borrow::Cow;
 use std::fmt;
 
 /// Highest priority that a block can have.
@@ -137,12 +130,6 @@ pub trait Evictor: fmt::Debug + Send + Sync {
 pub enum Eviction {
     /// Least recently used first.
     Lru,
-    /// A queue for blocks never hit, and one with second chances for the others.
-    S3Fifo(S3FifoSettings),
-    /// Blocks used once and blocks used again, in shares that follow what is missed.
-    Arc,
-    /// Least frequently used first, of those the least recently used.
-    Lfu,
     /// By the rule that has most hits just now, as miniature caches show.
     #[default]
     Adaptive,
@@ -153,43 +140,37 @@ pub enum Eviction {
 }
 
 impl Eviction {
-    /// All that have names, with their default settings.
-    pub const NAMED: [Self; 6] =
-        [Self::Lru, Self::S3Fifo(S3FifoSettings::DEFAULT), Self::Arc, Self::Lfu, Self::Adaptive, Self::Priority];
+    /// All that have names.
+    pub const NAMED: [Self; 3] = [Self::Lru, Self::Adaptive, Self::Priority];
 
-    /// The policy's name in messages and in Python: `s3fifo:30:4` has a small queue of 30 % of the pool, and remembers as
-    /// many blocks as 4 pools have.
+    /// The policy's name in messages and in Python.
     #[must_use]
-    pub fn name(self) -> Cow<'static, str> {
-        Cow::Borrowed(match self {
+    pub const fn name(self) -> &'static str {
+        match self {
             Self::Lru => "lru",
-            Self::S3Fifo(S3FifoSettings::DEFAULT) => "s3fifo",
-            Self::S3Fifo(settings) => return Cow::Owned(format!("s3fifo:{settings}")),
-            Self::Arc => "arc",
-            Self::Lfu => "lfu",
             Self::Adaptive => "adaptive",
             Self::Priority => "priority",
             Self::Custom(_) => "custom",
-        })
+        }
     }
 
     /// The policy of that name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
-        if let Some(settings) = name.strip_prefix("s3fifo:") {
-            return S3FifoSettings::parse(settings).map(Self::S3Fifo);
-        }
         Self::NAMED.into_iter().find(|policy| policy.name() == name)
     }
 }
 
+impl Clone for Box<dyn Evictor> {
+    fn clone(&self) -> Self {
+        self.boxed_clone()
+    }
+}
+
 /// The policy of one pool. The named ones are called without indirection.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) enum Policy {
     Lru(Lru),
-    S3Fifo(S3Fifo),
-    Arc(Arc),
-    Lfu(Lfu),
     Adaptive(Adaptive),
     Priority(Priority),
     Custom(Box<dyn Evictor>),
@@ -202,9 +183,6 @@ macro_rules! dispatch {
     ($policy:expr, $inner:ident => $call:expr) => {
         match $policy {
             Policy::Lru($inner) => $call,
-            Policy::S3Fifo($inner) => $call,
-            Policy::Arc($inner) => $call,
-            Policy::Lfu($inner) => $call,
             Policy::Adaptive($inner) => $call,
             Policy::Priority($inner) => $call,
             Policy::Custom($inner) => $call,
@@ -217,9 +195,6 @@ impl Policy {
     pub(crate) fn new(eviction: Eviction, blocks: usize) -> Self {
         match eviction {
             Eviction::Lru => Self::Lru(Lru::new(blocks)),
-            Eviction::S3Fifo(settings) => Self::S3Fifo(S3Fifo::new(blocks, settings)),
-            Eviction::Arc => Self::Arc(Arc::new(blocks)),
-            Eviction::Lfu => Self::Lfu(Lfu::new(blocks)),
             Eviction::Adaptive => Self::Adaptive(Adaptive::new(blocks)),
             Eviction::Priority => Self::Priority(Priority::new(blocks)),
             Eviction::Custom(make) => Self::Custom(make(blocks)),
@@ -327,20 +302,5 @@ impl Policy {
 
     pub(crate) fn relocate(&mut self, from: BlockId, to: BlockId) {
         dispatch!(self, policy => policy.relocate(from, to));
-    }
-}
-
-impl Clone for Policy {
-    fn clone(&self) -> Self {
-        match self {
-            Self::Lru(policy) => Self::Lru(policy.clone()),
-            Self::S3Fifo(policy) => Self::S3Fifo(policy.clone()),
-            Self::Arc(policy) => Self::Arc(policy.clone()),
-            Self::Lfu(policy) => Self::Lfu(policy.clone()),
-            Self::Adaptive(policy) => Self::Adaptive(policy.clone()),
-            Self::Priority(policy) => Self::Priority(policy.clone()),
-            Self::Custom(policy) => Self::Custom(policy.boxed_clone()),
-            Self::Quotas(policy) => Self::Quotas(policy.clone()),
-        }
     }
 }

@@ -1,205 +1,21 @@
-//! Policies against plain models: lists that are searched from their beginning.
+//! Segments and miniature caches against a plain model: a list that is searched from its beginning.
 
-use super::arc::Arc;
-use super::ghosts::{Ghosts, Sample};
+use super::ghosts::Sample;
 use super::miniature::{Chain, Miniatures};
-use super::policy::Lfu;
-use super::s3fifo::{S3Fifo, S3FifoSettings};
 use super::segments::{Rule, Segments};
-use super::{Departure, Evictor};
 use crate::id::BlockId;
 use proptest::prelude::*;
 use std::collections::HashMap;
 
 const BLOCKS: usize = 24;
 
-/// What a pool asks of a policy, for policies and models alike.
+/// What a pool asks of segments and of their model.
 trait Plain {
     fn publish(&mut self, block: BlockId, tag: u32);
     fn begin_chain(&mut self);
     fn insert(&mut self, block: BlockId);
     fn hit(&mut self, block: BlockId);
     fn take(&mut self, count: usize) -> Vec<BlockId>;
-}
-
-impl<E: Evictor> Plain for E {
-    fn publish(&mut self, block: BlockId, tag: u32) {
-        Evictor::publish(self, block, 0, tag);
-    }
-
-    fn begin_chain(&mut self) {
-        Evictor::begin_chain(self);
-    }
-
-    fn insert(&mut self, block: BlockId) {
-        Evictor::insert(self, block);
-    }
-
-    fn hit(&mut self, block: BlockId) {
-        assert!(self.remove(block, Departure::Hit), "{block} is not evictable");
-    }
-
-    fn take(&mut self, count: usize) -> Vec<BlockId> {
-        (0..count).map(|_| Evictor::pop(self).unwrap()).collect()
-    }
-}
-
-/// An evictable block of a model.
-#[derive(Clone, Copy)]
-struct Entry {
-    block: BlockId,
-    tag: u32,
-    /// Hits, or the segment it is in.
-    class: usize,
-}
-
-/// Which entry a model takes; of those before it in the list all are older. It may put others back first.
-trait Choice {
-    /// Class of a block that was hit or published, given its class before.
-    fn class(&mut self, before: Option<usize>, tag: u32) -> usize;
-    /// Class of a block that is released in a chain with such a highest class so far.
-    fn floor(&self, class: usize, floor: usize) -> usize {
-        class.max(floor)
-    }
-    fn choose(&mut self, entries: &mut Vec<Entry>) -> usize;
-    /// Entries that were taken together.
-    fn gone(&mut self, entries: &[Entry]);
-    fn inserted(&mut self) {}
-    fn begin_chain(&mut self, _entries: &[Entry]) {}
-}
-
-struct Model<C> {
-    choice: C,
-    entries: Vec<Entry>,
-    known: HashMap<BlockId, Entry>,
-    floor: usize,
-}
-
-impl<C: Choice> Model<C> {
-    fn new(choice: C) -> Self {
-        Self { choice, entries: Vec::new(), known: HashMap::new(), floor: 0 }
-    }
-}
-
-impl<C: Choice> Plain for Model<C> {
-    fn publish(&mut self, block: BlockId, tag: u32) {
-        let class = self.choice.class(None, tag);
-        self.known.insert(block, Entry { block, tag, class });
-    }
-
-    fn begin_chain(&mut self) {
-        self.floor = 0;
-        self.choice.begin_chain(&self.entries);
-    }
-
-    fn insert(&mut self, block: BlockId) {
-        let mut entry = self.known[&block];
-        entry.class = self.choice.floor(entry.class, self.floor);
-        self.floor = entry.class;
-        self.entries.push(entry);
-        self.choice.inserted();
-    }
-
-    fn hit(&mut self, block: BlockId) {
-        let at = self.entries.iter().position(|entry| entry.block == block).unwrap();
-        let mut entry = self.entries.remove(at);
-        entry.class = self.choice.class(Some(entry.class), entry.tag);
-        self.known.insert(block, entry);
-    }
-
-    fn take(&mut self, count: usize) -> Vec<BlockId> {
-        let one = |_| {
-            let at = self.choice.choose(&mut self.entries);
-            self.entries.remove(at)
-        };
-        let taken: Vec<Entry> = (0..count).map(one).collect();
-        self.choice.gone(&taken);
-        taken.iter().map(|entry| entry.block).collect()
-    }
-}
-
-fn first(entries: &[Entry], is_wanted: impl Fn(&Entry) -> bool) -> Option<usize> {
-    entries.iter().position(is_wanted)
-}
-
-struct LfuModel;
-
-impl Choice for LfuModel {
-    fn class(&mut self, before: Option<usize>, _: u32) -> usize {
-        before.map_or(0, |hits| (hits + 1).min(15))
-    }
-
-    fn choose(&mut self, entries: &mut Vec<Entry>) -> usize {
-        let least = entries.iter().map(|entry| entry.class).min();
-        first(entries, |entry| Some(entry.class) == least).unwrap()
-    }
-
-    fn gone(&mut self, _: &[Entry]) {}
-}
-
-struct S3FifoModel(Ghosts);
-
-impl Choice for S3FifoModel {
-    fn class(&mut self, before: Option<usize>, tag: u32) -> usize {
-        before.map_or_else(|| usize::from(self.0.take(tag)), |hits| (hits + 1).min(3))
-    }
-
-    fn choose(&mut self, entries: &mut Vec<Entry>) -> usize {
-        loop {
-            let small = entries.iter().filter(|entry| entry.class == 0).count();
-            let is_small = small > BLOCKS * 30 / 100 || entries[0].class == 0 || small == entries.len();
-            if is_small {
-                return first(entries, |entry| entry.class == 0).unwrap();
-            }
-            let mut oldest = entries[0];
-            if oldest.class == 1 {
-                return 0;
-            }
-            oldest.class -= 1;
-            entries.remove(0);
-            entries.push(oldest);
-        }
-    }
-
-    fn gone(&mut self, entries: &[Entry]) {
-        for entry in entries.iter().filter(|entry| entry.class == 0) {
-            self.0.insert(entry.tag);
-        }
-    }
-}
-
-/// Tags that each list let go, how many there are, and the target.
-struct ArcModel([Ghosts; 2], [usize; 2], usize);
-
-impl Choice for ArcModel {
-    fn class(&mut self, before: Option<usize>, tag: u32) -> usize {
-        let Self(ghosts, counts, target) = self;
-        if before.is_some() {
-            return 1;
-        }
-        if ghosts[0].take(tag) {
-            *target = (*target + (counts[1] / counts[0]).max(1)).min(BLOCKS);
-            counts[0] -= 1;
-            return 1;
-        }
-        if ghosts[1].take(tag) {
-            *target = target.saturating_sub((counts[0] / counts[1]).max(1));
-            counts[1] -= 1;
-            return 1;
-        }
-        0
-    }
-
-    fn choose(&mut self, entries: &mut Vec<Entry>) -> usize {
-        let once = entries.iter().filter(|entry| entry.class == 0).count();
-        if once > self.2 { first(entries, |entry| entry.class == 0).unwrap() } else { 0 }
-    }
-
-    fn gone(&mut self, entries: &[Entry]) {
-        for entry in entries {
-            self.1[entry.class] += usize::from(self.0[entry.class].insert(entry.tag));
-        }
-    }
 }
 
 /// Segments under a rule; each eviction is reported to them, as the pool does.
@@ -231,64 +47,101 @@ impl Plain for Reported {
     }
 }
 
-/// Classes: 0 on probation or used once, 1 on probation, 2 used once, 3 to 5 used again.
-struct SegmentsModel {
+/// An evictable block of the model. Classes: 0 on probation or used once, 1 on probation, 2 used once, 3 to 5 used again.
+#[derive(Clone, Copy)]
+struct Entry {
+    block: BlockId,
+    tag: u32,
+    class: usize,
+}
+
+struct Model {
     rule: Rule,
     ghosts: Sample,
+    /// Oldest first.
+    entries: Vec<Entry>,
+    known: HashMap<BlockId, Entry>,
     chains: usize,
+    /// Highest class in the chain that is being released, and the class of its blocks that have no hits.
+    floor: usize,
     fresh: usize,
     /// Blocks of the chain that is being released, and of the longest of late.
     inserted: usize,
     longest: usize,
 }
 
-impl Choice for SegmentsModel {
-    fn class(&mut self, before: Option<usize>, tag: u32) -> usize {
-        match before {
-            Some(class) => (class.max(2) + 1).min(5),
-            None => usize::from(self.ghosts.take(tag) && self.rule != Rule::Keep) * 3,
-        }
+impl Model {
+    fn new(rule: Rule, ghosts: Sample) -> Self {
+        let (entries, known) = (Vec::new(), HashMap::new());
+        Self { rule, ghosts, entries, known, chains: 0, floor: 0, fresh: 2, inserted: 0, longest: 0 }
     }
 
-    fn floor(&self, class: usize, floor: usize) -> usize {
-        if class.max(floor) >= 3 { class.max(floor) } else { self.fresh }
+    fn first(&self, class: usize) -> Option<usize> {
+        self.entries.iter().position(|entry| entry.class == class)
     }
 
-    fn inserted(&mut self) {
-        self.inserted += 1;
-    }
-
-    fn choose(&mut self, entries: &mut Vec<Entry>) -> usize {
-        if let Some(at) = first(entries, |entry| entry.class == 1) {
+    /// Which entry goes first; of those before it all are older. Others may be put back before.
+    fn choose(&mut self) -> usize {
+        if let Some(at) = self.first(1) {
             return at;
         }
-        let once = entries.iter().filter(|entry| entry.class == 2).count();
+        let once = self.entries.iter().filter(|entry| entry.class == 2).count();
         loop {
             match self.rule {
                 Rule::Once(share) | Rule::Chances(share) if once > BLOCKS * usize::from(share) / 1024 => {
-                    return first(entries, |entry| entry.class == 2).unwrap();
+                    return self.first(2).unwrap();
                 }
-                Rule::Chances(_) if entries[0].class > 3 => {
-                    let mut entry = entries.remove(0);
+                Rule::Chances(_) if self.entries[0].class > 3 => {
+                    let mut entry = self.entries.remove(0);
                     entry.class -= 1;
-                    entries.push(entry);
+                    self.entries.push(entry);
                     self.inserted += 1;
                 }
                 _ => return 0,
             }
         }
     }
+}
 
-    fn gone(&mut self, entries: &[Entry]) {
-        self.ghosts.insert(&entries.iter().map(|entry| entry.tag).collect::<Vec<_>>());
+impl Plain for Model {
+    fn publish(&mut self, block: BlockId, tag: u32) {
+        let class = usize::from(self.ghosts.take(tag) && self.rule != Rule::Keep) * 3;
+        self.known.insert(block, Entry { block, tag, class });
     }
 
-    fn begin_chain(&mut self, entries: &[Entry]) {
+    fn begin_chain(&mut self) {
+        self.floor = 0;
         self.chains += 1;
         self.longest = std::mem::take(&mut self.inserted).max(self.longest - self.longest.div_ceil(16));
-        let probation = entries.iter().filter(|entry| entry.class == 1).count();
+        let probation = self.entries.iter().filter(|entry| entry.class == 1).count();
         let is_kept = self.chains % 256 == 0 || probation > (2 * self.longest).clamp(BLOCKS / 16, BLOCKS / 2);
         self.fresh = if self.rule == Rule::Keep && !is_kept { 1 } else { 2 };
+    }
+
+    fn insert(&mut self, block: BlockId) {
+        let mut entry = self.known[&block];
+        let class = entry.class.max(self.floor);
+        entry.class = if class >= 3 { class } else { self.fresh };
+        self.floor = entry.class;
+        self.entries.push(entry);
+        self.inserted += 1;
+    }
+
+    fn hit(&mut self, block: BlockId) {
+        let at = self.entries.iter().position(|entry| entry.block == block).unwrap();
+        let mut entry = self.entries.remove(at);
+        entry.class = (entry.class.max(2) + 1).min(5);
+        self.known.insert(block, entry);
+    }
+
+    fn take(&mut self, count: usize) -> Vec<BlockId> {
+        let mut taken = Vec::new();
+        for _ in 0..count {
+            let at = self.choose();
+            taken.push(self.entries.remove(at));
+        }
+        self.ghosts.insert(&taken.iter().map(|entry| entry.tag).collect::<Vec<_>>());
+        taken.iter().map(|entry| entry.block).collect()
     }
 }
 
@@ -415,33 +268,14 @@ impl Shared {
 
 proptest! {
     #[test]
-    fn lfu_takes_what_its_model_takes(prompts in prompts()) {
-        prop_assert_eq!(serve(&mut Lfu::new(BLOCKS), &prompts), serve(&mut Model::new(LfuModel), &prompts));
-    }
-
-    #[test]
-    fn s3fifo_takes_what_its_model_takes(prompts in prompts(), ghost_pools in 1u8..4) {
-        let settings = S3FifoSettings { small_percent: 30, ghost_pools };
-        let model = S3FifoModel(Ghosts::new(BLOCKS * usize::from(ghost_pools)));
-        prop_assert_eq!(serve(&mut S3Fifo::new(BLOCKS, settings), &prompts), serve(&mut Model::new(model), &prompts));
-    }
-
-    #[test]
-    fn arc_takes_what_its_model_takes(prompts in prompts()) {
-        let model = ArcModel([Ghosts::new(BLOCKS), Ghosts::new(BLOCKS)], [0; 2], 0);
-        prop_assert_eq!(serve(&mut Arc::new(BLOCKS), &prompts), serve(&mut Model::new(model), &prompts));
-    }
-
-    #[test]
     fn segments_take_what_their_model_takes(
         prompts in prompts(),
         rule in rules(),
         one_in in prop::sample::select(vec![1u32, 2, 4]),
     ) {
         let mut segments = Reported(Segments::new(BLOCKS, rule, Sample::new(BLOCKS, one_in)), HashMap::new());
-        let ghosts = Sample::new(BLOCKS, one_in);
-        let model = SegmentsModel { rule, ghosts, chains: 0, fresh: 2, inserted: 0, longest: 0 };
-        prop_assert_eq!(serve(&mut segments, &prompts), serve(&mut Model::new(model), &prompts));
+        let mut model = Model::new(rule, Sample::new(BLOCKS, one_in));
+        prop_assert_eq!(serve(&mut segments, &prompts), serve(&mut model, &prompts));
     }
 
     #[test]

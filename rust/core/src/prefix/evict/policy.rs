@@ -1,6 +1,5 @@
 //! The eviction policies that have names: which cached block goes first.
 
-use super::counted::Counted;
 use super::leveled::Leveled;
 use super::{Departure, Evictor, MAX_PRIORITY};
 use crate::id::BlockId;
@@ -55,66 +54,6 @@ impl Evictor for Lru {
 
     fn relocate(&mut self, from: BlockId, to: BlockId) {
         self.0.rename(from, to);
-    }
-
-    fn boxed_clone(&self) -> Box<dyn Evictor> {
-        Box::new(self.clone())
-    }
-}
-
-/// Most hits that `lfu` counts.
-const MAX_HITS: u8 = 15;
-
-/// Least frequently used first, of those the least recently used: one ring a number of hits.
-#[derive(Debug, Clone)]
-pub(crate) struct Lfu(Counted);
-
-impl Lfu {
-    pub(crate) fn new(blocks: usize) -> Self {
-        Self(Counted::new(blocks, usize::from(MAX_HITS) + 1, MAX_HITS))
-    }
-}
-
-impl Evictor for Lfu {
-    fn len(&self) -> usize {
-        self.0.rings.len()
-    }
-
-    fn contains(&self, block: BlockId) -> bool {
-        self.0.rings.contains(block)
-    }
-
-    fn insert(&mut self, block: BlockId) {
-        let hits = self.0.release(block);
-        self.0.rings.push(usize::from(hits), block);
-    }
-
-    fn remove(&mut self, block: BlockId, departure: Departure) -> bool {
-        self.0.remove(block, departure)
-    }
-
-    fn pop(&mut self) -> Option<BlockId> {
-        (0..=usize::from(MAX_HITS)).find_map(|hits| self.0.rings.pop(hits))
-    }
-
-    fn publish(&mut self, block: BlockId, _: u32, _: u32) {
-        self.0.set_hits(block, 0);
-    }
-
-    fn resize(&mut self, blocks: usize) {
-        self.0.make_room(blocks);
-    }
-
-    fn begin_chain(&mut self) {
-        self.0.begin_chain();
-    }
-
-    fn hold(&mut self, block: BlockId) {
-        self.0.hold(block);
-    }
-
-    fn relocate(&mut self, from: BlockId, to: BlockId) {
-        self.0.relocate(from, to);
     }
 
     fn boxed_clone(&self) -> Box<dyn Evictor> {
