@@ -134,8 +134,8 @@ test-lmcache: dev .make/engines/.ready-lmcache
 test-sglang test-lmcache: ENGINE = $(@:test-%=%)
 test-sglang test-lmcache:
 	PATH=$(CURDIR)/.make/engines/$(ENGINE)/bin:$$PATH .make/engines/$(ENGINE)/bin/python -m pytest -W default \
-	    -p no:cacheprovider -k $(ENGINE) tests/test_engine_stores.py tests/test_engine_guides.py \
-	    $(wildcard tests/test_$(ENGINE)*.py tests/engines/test_$(ENGINE)*.py)
+	    -p no:cacheprovider -k $(ENGINE) tests/integrations/test_engine_stores.py tests/integrations/test_engine_guides.py \
+	    $(wildcard tests/integrations/test_$(ENGINE)*.py tests/engines/test_$(ENGINE)*.py)
 
 test-engines: test-sglang test-lmcache
 test-engines: dev .make/engines/.ready-$(VLLM_VERSION)

@@ -19,18 +19,18 @@ class Fault(NamedTuple):
 
 
 SCHEDULER = (
-    "test_scheduler.py",
-    "test_scheduler_prefix.py",
-    "test_scheduler_resize.py",
+    "scheduler/test_scheduler.py",
+    "scheduler/test_scheduler_prefix.py",
+    "scheduler/test_scheduler_resize.py",
     "property/test_scheduler_machine.py",
-    "test_scheduler_interrupts.py",
+    "scheduler/test_scheduler_interrupts.py",
 )
-LOOP = ("test_scheduler_loop.py", "test_generator.py", "test_generator_interrupts.py")
-EXECUTOR = ("test_executor.py", "test_executors.py", "test_engine_stores.py")
-LEGS = ("test_legs.py", "test_checked_store.py", *EXECUTOR)
-SIDE = ("test_checked_store.py", "test_executor.py", "test_interrupts.py")
-PREFIXES = ("test_prefix_store.py", "test_prefixes.py", "property/test_kept_prefixes_machine.py")
-NANO = ("test_nano.py", "test_nano_cache.py", "test_nano_engine.py", "test_adapter_interrupts.py")
+LOOP = ("scheduler/test_scheduler_loop.py", "integrations/test_generator.py", "integrations/test_generator_interrupts.py")
+EXECUTOR = ("executor/test_executor.py", "demo/test_executors.py", "integrations/test_engine_stores.py")
+LEGS = ("executor/test_legs.py", "executor/test_checked_store.py", *EXECUTOR)
+SIDE = ("executor/test_checked_store.py", "executor/test_executor.py", "executor/test_interrupts.py")
+PREFIXES = ("stores/test_prefix_store.py", "prefix_store/test_prefixes.py", "property/test_kept_prefixes_machine.py")
+NANO = ("integrations/test_nano.py", "integrations/test_nano_cache.py", "integrations/test_nano_engine.py", "integrations/test_adapter_interrupts.py")
 
 # File, tests, and pairs of original and faulty text.
 _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
@@ -60,7 +60,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "scheduler/acceptance.py",
-        ("test_acceptance.py", *SCHEDULER),
+        ("scheduler/test_acceptance.py", *SCHEDULER),
         [
             ("            length -= void\n", ""),
             ("            at += count\n            state, index", "            state, index"),
@@ -177,7 +177,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "scheduler/opened.py",
-        ("test_scheduler_interrupts.py",),
+        ("scheduler/test_scheduler_interrupts.py",),
         [("        for found in self._latest:\n            self._handles.update(handles_of(found))\n", "")],
     ),
     (
@@ -231,7 +231,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "executor/executor.py",
-        (*EXECUTOR, "test_interrupts.py", "test_legs.py", "test_messages.py"),
+        (*EXECUTOR, "executor/test_interrupts.py", "executor/test_legs.py", "repo/test_messages.py"),
         [
             (
                 "        if ticket in self._steps or ticket in self._done:\n            raise",
@@ -298,7 +298,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "cache.py",
-        ("test_cache.py", "test_prefixes.py", "test_elastic.py"),
+        ("executor/test_cache.py", "prefix_store/test_prefixes.py", "engine/test_elastic.py"),
         [
             ("            self.elastic.resize(blocks)\n", "            pass\n"),
             (
@@ -347,7 +347,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "integrations/objects.py",
-        ("test_objects.py",),
+        ("integrations/test_objects.py",),
         [
             (
                 "return _length(rows) == size and bool((rows[1:, :_HEADER]",
@@ -366,7 +366,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "integrations/router_events.py",
-        ("test_router_events.py",),
+        ("integrations/test_router_events.py",),
         [
             ("            self._number += 1\n", ""),
             (
@@ -380,7 +380,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "integrations/sampling.py",
-        ("test_sampling.py",),
+        ("integrations/test_sampling.py",),
         [
             (
                 "    key = np.array([seed, sequence_index], dtype=np.uint64)",
@@ -395,7 +395,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "integrations/transformers/generator.py",
-        ("test_generator.py", "test_generator_interrupts.py"),
+        ("integrations/test_generator.py", "integrations/test_generator_interrupts.py"),
         [
             ("        self._finished = [left]\n        self._params.pop(request_id, None)\n", ""),
         ],

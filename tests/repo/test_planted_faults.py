@@ -7,7 +7,7 @@ import pytest
 
 from mutants.python_faults import Fault, all_faults
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 FAULTS = list(all_faults())
 

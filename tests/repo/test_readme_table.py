@@ -22,7 +22,7 @@ from blockyard import BlockManager, CacheGroup, KVCache, KVLayout, Request, Sche
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
 from blockyard.integrations.transformers import Generator
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+README = Path(__file__).resolve().parents[2] / "README.md"
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=4, dtype="float32")
 FULL, WINDOW = CacheGroup.full_attention(), CacheGroup.sliding_window(8)
 GROUPS = {

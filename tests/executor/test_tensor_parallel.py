@@ -249,7 +249,7 @@ def test_a_worker_ends_when_its_driver_is_killed(tmp_path: Path):
 
 
 def test_one_scheduler_drives_workers_in_their_own_processes_through_three_tiers():
-    example = Path(__file__).parent.parent / "examples" / "tensor_parallel.py"
+    example = Path(__file__).parents[2] / "examples" / "tensor_parallel.py"
     finished = subprocess.run([sys.executable, example], check=False, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     found = re.search(r"100 steps, (\d+) pairs .* (\d+) sequences voided, (\d+) tokens compared", finished.stdout)

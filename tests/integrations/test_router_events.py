@@ -20,7 +20,7 @@ from blockyard.integrations.router_events import AllBlocksCleared, BlockRemoved,
 
 SIZE = 4
 PROMPT = list(range(8))
-EXAMPLE = Path(__file__).parents[1] / "examples" / "prefix_router.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "prefix_router.py"
 
 
 def new_manager(device: int = 8, *, host: int = 0, events: int = 100) -> BlockManager:

@@ -16,7 +16,7 @@ import blockyard
 from blockyard import BlockManager, KVCache, KVLayout, Pairs, PrefixCaching, Request, Scheduler
 from blockyard.engine import ops
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "buildsystem"))
 write_api = import_module("write_api")
 

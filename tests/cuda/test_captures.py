@@ -8,7 +8,7 @@ import pytest
 import torch
 from captures import capturing
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 
 
 class Stream:

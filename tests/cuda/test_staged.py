@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from blockyard_build.toolchain import find_cuda_home
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 CUDA = TESTS.parent / "cuda"
 # Small slots: a few blocks go around the ring.
 SLOT, LEAST = 4096, 256

@@ -28,7 +28,7 @@ from blockyard.engine.ops.strategy import (
 from blockyard.errors import InvalidArgumentError, MappingError
 
 TABLE = StrategyTable("NVIDIA H200", "13.0", (Rule("h2d", 8192, 1000, "kernel"), Rule("d2h", MOST, 3, "loop")), 512)
-CUDA = Path(__file__).resolve().parent.parent / "cuda"
+CUDA = Path(__file__).resolve().parents[2] / "cuda"
 SHIM = """
 #include "strategy.h"
 using namespace blockyard;

@@ -17,7 +17,7 @@ from blockyard_build.oplibrary import LIBRARY, MANIFEST, build_op_library
 from blockyard_build.settings import BuildError, read_settings
 from blockyard_build.toolchain import NVCC_REQUIREMENT, MissingError, Toolchain
 
-SCRIPT = Path(__file__).resolve().parent.parent / "buildsystem" / "check_prerequisites.sh"
+SCRIPT = Path(__file__).resolve().parents[2] / "buildsystem" / "check_prerequisites.sh"
 
 # Stands for nvcc and g++: notes the call and writes the file named after -o.
 FAKE_COMPILER = """#!/bin/sh

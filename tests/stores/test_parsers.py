@@ -2,7 +2,7 @@
 
 BLOCKYARD_FUZZ is how many inputs each gets. A million of both take some minutes:
 
-    BLOCKYARD_FUZZ=1000000 pytest tests/test_parsers.py
+    BLOCKYARD_FUZZ=1000000 pytest tests/stores/test_parsers.py
 """
 
 import os

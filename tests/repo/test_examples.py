@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from blockyard.sim.demo_model import demo_model
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from servers import serving
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 ENGINES = {"sglang": engine_drivers.SGLang, "lmcache": engine_drivers.LMCache}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from blockyard_build.toolchain import find_cuda_home
 
-CUDA = Path(__file__).resolve().parent.parent / "cuda"
+CUDA = Path(__file__).resolve().parents[2] / "cuda"
 SHIM = """
 #include "has_bulk.cpp"
 using namespace blockyard;

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("python", "buildsystem", "rust", "cuda", "tests", "benches", "examples", "docs", ".ci")
 CODE = {".py", ".pyi", ".rs", ".cu", ".cpp", ".h", ".sh"}
 TEXT = CODE | {".md", ".toml"}
