@@ -25,12 +25,21 @@ SCHEDULER = (
     "property/test_scheduler_machine.py",
     "scheduler/test_scheduler_interrupts.py",
 )
-LOOP = ("scheduler/test_scheduler_loop.py", "integrations/test_generator.py", "integrations/test_generator_interrupts.py")
+LOOP = (
+    "scheduler/test_scheduler_loop.py",
+    "integrations/test_generator.py",
+    "integrations/test_generator_interrupts.py",
+)
 EXECUTOR = ("executor/test_executor.py", "demo/test_executors.py", "integrations/test_engine_stores.py")
 LEGS = ("executor/test_legs.py", "executor/test_checked_store.py", *EXECUTOR)
 SIDE = ("executor/test_checked_store.py", "executor/test_executor.py", "executor/test_interrupts.py")
 PREFIXES = ("stores/test_prefix_store.py", "prefix_store/test_prefixes.py", "property/test_kept_prefixes_machine.py")
-NANO = ("integrations/test_nano.py", "integrations/test_nano_cache.py", "integrations/test_nano_engine.py", "integrations/test_adapter_interrupts.py")
+NANO = (
+    "integrations/test_nano.py",
+    "integrations/test_nano_cache.py",
+    "integrations/test_nano_engine.py",
+    "integrations/test_adapter_interrupts.py",
+)
 
 # File, tests, and pairs of original and faulty text.
 _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
@@ -204,7 +213,10 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         "executor/legs.py",
         LEGS,
         [
-            ("staging(1 << (num_bytes // width - 1).bit_length())", "staging(1 << (num_bytes // width - 1).bit_length() - 1)"),
+            (
+                "staging(1 << (num_bytes // width - 1).bit_length())",
+                "staging(1 << (num_bytes // width - 1).bit_length() - 1)",
+            ),
             (
                 "        full = staged and staged + num_bytes > self._max_bytes",
                 "        full = staged + num_bytes > self._max_bytes",

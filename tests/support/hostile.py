@@ -1,7 +1,7 @@
 """Calls every public callable of the compiled module with hostile arguments, one after the other, in this process.
 
-`tests/core/test_hostile.py` runs it under a limit of memory and reads what it writes: a line for each call that went wrong.
-The last line of the progress file names the call that a process died in.
+`tests/core/test_hostile.py` runs it under a limit of memory and reads what it writes: a line for each call that went
+wrong. The last line of the progress file names the call that a process died in.
 
 Each callable is called with arguments that are valid but for one. `VALID` has a valid value for each name of a
 parameter, `WORLDS` or `FACETS` an object for each class: a callable without them is an error, so that none is
