@@ -1,4 +1,4 @@
-// Streams and events of a device as a model, for tests/cuda/test_staged.py: what was queued runs only at the end, in any
+// Streams and events of a device as a model, for cuda/test_staged.py: what was queued runs only at the end, in any
 // order that streams and events allow. The staged copies above it are the library's own, with the kernel's own
 // arithmetic.
 

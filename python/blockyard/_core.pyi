@@ -988,10 +988,10 @@ class Defrag:
 
         Args:
             goal: `"max_id"`: no block above `number`. `"free_tail"`: no block among the last `number`. `"dense"`: as
-                low as possible, within `number` ids. `"empty_pages"`: in as few pages of `number` blocks as possible.
-                `"contiguous"`: no block table in more than `number` runs of neighbours, as far as holes allow. Or a
-                list of `(goal, number)`, the most important first: none undoes what an earlier one won. With `(goal,
-                number, slack)` nothing moves until the goal is missed by more than `slack` ids, pages or runs.
+                low as possible, within `number` ids. `"contiguous"`: no block table in more than `number` runs of
+                neighbours, as far as holes allow. Or a list of `(goal, number)`, the most important first: none undoes
+                what an earlier one won. With `(goal, number, slack)` nothing moves until the goal is missed by more
+                than `slack` ids or runs.
             number: see above, in blocks or runs. None with a list of goals; with `"free_tail"` all that are free.
             sequences: handles that `"contiguous"` is about, the most important first, with their tables in all cache
                 groups; None for all on the device.
@@ -1030,12 +1030,8 @@ class Defrag:
     def fragmentation(self) -> Fragmentation:
         """Measure how scattered the device's blocks are. Takes time in proportion to the pool and the block tables.
 
-        Args:
-            page_blocks: blocks of a page, for `empty_pages`.
         Returns:
             `Fragmentation`.
-        Raises:
-            InvalidArgumentError: `page_blocks` is 0.
         """
 
 @final
@@ -1053,8 +1049,7 @@ class BlockManager:
         watermark: fraction of the device blocks that admission keeps free, 0 to below 1.
         reuse_order: which free block is taken next. `"lowest"`: the lowest id, which keeps the pool dense. `"fifo"`:
             ids never used, then the block that came free first. `"lru"`: ids never used, then the block whose last use
-            ended first. `"pages:N"`, N from 1 to 65536: the lowest id of the page of N blocks with the fewest free
-            ones.
+            ended first.
         groups: cache groups of a hybrid model, a list of `CacheGroup`. Each sequence has a block table in each group;
             all groups share the pools. None: one group with full attention.
         prefix_caching: whether prompts share the blocks of earlier prompts that begin alike; True, False or a
@@ -2660,12 +2655,12 @@ class BlockObserver:
         Args:
             goal: see `Defrag.run`.
             number: see `Defrag.run`.
-            slack: the plan is empty while the goal is missed by no more ids or pages; once begun, it is carried on
+            slack: the plan is empty while the goal is missed by no more ids or runs; once begun, it is carried on
                 until the goal is met.
             moves: budget of this step.
 
         Raises:
-            InvalidArgumentError: the goal is unknown, or its page has no blocks.
+            InvalidArgumentError: the goal is unknown.
         """
 
     def plan_all(
@@ -2703,11 +2698,10 @@ class BlockObserver:
 
         Args:
             sequences: ids of each sequence, in order; `tables` and `runs` are theirs, shared blocks counted once.
-            page_blocks: blocks of a page, at least 1.
         Returns:
             `Fragmentation`.
         Raises:
-            InvalidArgumentError: an id is out of range, or a page has no blocks.
+            InvalidArgumentError: an id is out of range.
         """
 
     def commit(self, plan: MovePlan) -> None:
