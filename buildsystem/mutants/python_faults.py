@@ -215,7 +215,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         [
             (
                 "staging(1 << (num_bytes // width - 1).bit_length())",
-                "staging(1 << (num_bytes // width - 1).bit_length() - 1)",
+                "staging(1 << (num_bytes // width).bit_length() - 1)",
             ),
             (
                 "        full = staged and staged + num_bytes > self._max_bytes",

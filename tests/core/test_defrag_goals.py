@@ -247,7 +247,7 @@ def test_the_goals_of_a_defragmenter_must_have_a_meaning():
         defragmenter.defragment()
 
 
-@pytest.mark.parametrize("goals", [[("dense", 0)], [("free_tail", 3000), ("dense", 64)]])
+@pytest.mark.parametrize("goals", [[("dense", 0)], [("free_tail", 3000)], [("dense", 64), ("free_tail", 3000)]])
 def test_a_pool_with_more_than_512_new_blocks_a_step_converges(goals):
     manager, rng = BlockObserver(6000), random.Random(5)
     free, live = list(range(1, 6000)), []
@@ -261,6 +261,7 @@ def test_a_pool_with_more_than_512_new_blocks_a_step_converges(goals):
         manager.use_ids(new)
         live.append(new)
         manager.commit(manager.plan_all(goals))
-        assert manager.gap <= goals[-1][1]
-        if goals[0][0] == "free_tail":
+        if goals[0][0] == "dense":
+            assert manager.gap <= goals[0][1]
+        if goals[-1][0] == "free_tail":
             assert (manager.fragmentation().max_id or 0) < 3000

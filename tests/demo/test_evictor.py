@@ -41,7 +41,7 @@ def test_lru_in_python_hits_what_it_hits_in_the_block_manager(workload: str) -> 
 @pytest.mark.parametrize("name", ["arc", "lfu", "s3fifo:10:1"])
 def test_a_fixed_policy_takes_a_prompt_from_its_end_and_keeps_what_was_hit(name: str) -> None:
     policy = POLICIES[name]
-    assert replay(requests([1, 2, 3, 4, 5], [6, 7, 8], [1, 2, 3, 4, 5]), 8, policy(8)) == [0, 0, 3]
+    assert replay(requests([1, 2, 3, 4, 5], [6, 7, 8, 9], [1, 2, 3, 4, 5]), 8, policy(8)) == [0, 0, 3]
     flood = [[100 + number] for number in range(60)]
     assert replay(requests(*[[1, 2, 3]] * 4, *flood, [1, 2, 3]), 32, policy(32))[-1] == 3
 
