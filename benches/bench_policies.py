@@ -4,7 +4,7 @@
         [--percents 2,10,50] [--json FILE]
 
 Replays traces (Mooncake's JSONL) and generated workloads through a `BlockManager`, one request at a time, and prints a
-table. Policies of `fixed_policies.py` are replayed without a manager; the hits are those that one would have. A pool's
+table. Policies of `policies/fixed.py` are replayed without a manager; the hits are those that one would have. A pool's
 size is a percentage of the distinct blocks. A request longer than the pool is left out and counted.
 Without arguments it takes the generated workloads, and the traces in the folder that BLOCKYARD_TRACES names
 (../shared/traces). Output tokens are not cached: traces do not say which they are. `--mixtures N` takes N random
@@ -33,13 +33,13 @@ from pathlib import Path
 import numpy as np
 from bench_prefix import prompts, w_prefix
 from figures import keep
-from fixed_policies import POLICIES, SETTINGS
+from policies.evictor import Optimal, chains, replay
+from policies.fixed import POLICIES, SETTINGS
+from policies.traffic import WORKLOADS, traffic
 
 from blockyard import BlockManager, PrefixCaching
+from blockyard.demo.trace import TraceRequest, read_trace
 from blockyard.errors import InvalidArgumentError
-from blockyard.sim.eviction.evictor import Optimal, chains, replay
-from blockyard.sim.eviction.traffic import WORKLOADS, traffic
-from blockyard.sim.trace import TraceRequest, read_trace
 from blockyard.types import HashedPrompt
 
 FIXED = ("lru", "priority", *POLICIES)

@@ -23,10 +23,10 @@ from types import FrameType
 
 from blockyard import __version__
 from blockyard._core import SlabReport, check_slab, inspect_slab
+from blockyard.demo.pool import GOALS
+from blockyard.demo.report import SABOTAGE_KINDS
 from blockyard.errors import BlockyardError
 from blockyard.scheduler import PREEMPTION_MODES
-from blockyard.sim.pool import GOALS
-from blockyard.sim.report import SABOTAGE_KINDS
 from blockyard.workers import missing
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -253,7 +253,7 @@ def _add_fault_options(demo: argparse.ArgumentParser) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from blockyard.sim.demo import DemoOptions, run_demo  # noqa: PLC0415 - torch is not loaded for bad arguments
+    from blockyard.demo.run import DemoOptions, run_demo  # noqa: PLC0415 - torch is not loaded for bad arguments
 
     fields = {name: value for name, value in vars(options).items() if name not in ("command", "quiet")}
     with _orderly_end():

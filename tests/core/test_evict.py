@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fixed_policies import POLICIES as FIXED
 from managers import make_manager
+from policies.evictor import Optimal, chains, replay
+from policies.fixed import POLICIES as FIXED
+from policies.traffic import traffic
 from prompts import allocate_prompts
 
 from blockyard import BlockManager
+from blockyard.demo.trace import TraceRequest
 from blockyard.errors import InvalidArgumentError, UnknownSequenceError
-from blockyard.sim.eviction.evictor import Optimal, chains, replay
-from blockyard.sim.eviction.traffic import traffic
-from blockyard.sim.trace import TraceRequest
 
 SIZE = 4
 POLICIES = ("lru", "adaptive", "priority")

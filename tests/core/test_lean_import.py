@@ -16,7 +16,7 @@ LEAN_MODULES = [
     "blockyard.layout.kv",
     "blockyard.stores",
     "blockyard.scheduler",
-    "blockyard.sim.trace",
+    "blockyard.demo.trace",
     "blockyard.cli",
     "blockyard.integrations.vllm_v0",
     "blockyard.doctor",

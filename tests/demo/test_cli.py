@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from blockyard import __version__, cli
+from blockyard.demo import run as demo
 from blockyard.errors import BlockyardError
-from blockyard.sim import demo
 
 BIG_URL_SIZE = "900TiB"
 MODULE = [sys.executable, "-m", "blockyard"]

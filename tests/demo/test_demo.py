@@ -13,14 +13,14 @@ import pytest
 from transformers import PreTrainedModel
 
 from blockyard import BlockManager
+from blockyard.demo import serve
+from blockyard.demo.models import bytes_per_block, load_model
+from blockyard.demo.report import Difference, Progress, Report
+from blockyard.demo.run import DemoOptions, compare, make_report, pool_sizes, run_demo
+from blockyard.demo.workload import WorkItem, text_workload
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StoreURLError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.scheduler import Request, Scheduler
-from blockyard.sim import serve
-from blockyard.sim.demo import DemoOptions, compare, make_report, pool_sizes, run_demo
-from blockyard.sim.models import bytes_per_block, load_model
-from blockyard.sim.report import Difference, Progress, Report
-from blockyard.sim.workload import WorkItem, text_workload
 
 # Small enough for seconds, pressed enough that every kind of transfer and of preemption happens.
 SMALL = DemoOptions(

@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from blockyard.demo.demo_model import demo_config, demo_model
+from blockyard.demo.models import choose_device, fitting_threads, load_encode, load_model, require_memory
+from blockyard.demo.run import DemoOptions, make_report
 from blockyard.errors import InvalidArgumentError
-from blockyard.sim.demo import DemoOptions, make_report
-from blockyard.sim.demo_model import demo_config, demo_model
-from blockyard.sim.models import choose_device, fitting_threads, load_encode, load_model, require_memory
 
 
 @pytest.fixture(scope="module")

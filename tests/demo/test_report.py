@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from blockyard.sim.report import (
+from blockyard.demo.report import (
     Damage,
     Difference,
     FileTier,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard.demo import trace as trace_module
+from blockyard.demo.trace import AZURE_HEADER, TraceRequest, read_trace, scale_lengths
 from blockyard.errors import InvalidArgumentError, TraceError
-from blockyard.sim import trace as trace_module
-from blockyard.sim.trace import AZURE_HEADER, TraceRequest, read_trace, scale_lengths
 
 
 def write(folder: Path, text: str | bytes, name: str = "trace") -> Path:

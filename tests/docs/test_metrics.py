@@ -5,9 +5,9 @@ from itertools import product
 from pathlib import Path
 
 from blockyard import KVCache, KVLayout
+from blockyard.demo.demo_model import demo_config, demo_model
 from blockyard.integrations.transformers import Generator
 from blockyard.scheduler import Scheduler
-from blockyard.sim.demo_model import demo_config, demo_model
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")

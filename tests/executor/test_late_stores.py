@@ -13,10 +13,10 @@ from simulated_device import SimulatedStore
 
 from blockyard import KVCache, KVLayout, PrefixCaching
 from blockyard.cache import CacheStep
+from blockyard.demo.demo_model import demo_model
 from blockyard.errors import OutOfBlocksError, SequenceStateError
 from blockyard.integrations.transformers import Generator
 from blockyard.scheduler import Request, Scheduler
-from blockyard.sim.demo_model import demo_model
 from blockyard.stores import Completion, ExternalStore, open_store
 
 LAYERS = 2

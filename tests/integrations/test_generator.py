@@ -9,13 +9,13 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from blockyard import BlockManager, CacheGroup, Pairs
+from blockyard.demo.demo_model import demo_config, demo_model
+from blockyard.demo.executors import SteadyExecutor, Wrapper
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError, StoreURLError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.integrations.transformers.model import reference_generate
 from blockyard.scheduler import Scheduler
-from blockyard.sim.demo_model import demo_config, demo_model
-from blockyard.sim.executors import SteadyExecutor, Wrapper
 
 KINDS = ("swap_out", "swap_in", "spill", "fetch", "copy")
 

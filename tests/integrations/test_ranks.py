@@ -9,14 +9,14 @@ import pytest
 import torch
 from servers import serving
 
+from blockyard.demo.demo_model import demo_config, demo_model
+from blockyard.demo.executors import SteadyExecutor, Wrapper
+from blockyard.demo.run import DemoOptions, make_report
 from blockyard.errors import InvalidArgumentError, WorkerError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.integrations.transformers.model import reference_generate
 from blockyard.integrations.transformers.ranks import CacheOptions
-from blockyard.sim.demo import DemoOptions, make_report
-from blockyard.sim.demo_model import demo_config, demo_model
-from blockyard.sim.executors import SteadyExecutor, Wrapper
 from blockyard.stores.url import rank_url
 from blockyard.testing.faults import flip_bytes
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from blockyard import KVCache
+from blockyard.demo.demo_model import demo_config, demo_model
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.transformers import PagedModel
 from blockyard.integrations.transformers.sizing import available_blocks, available_memory
-from blockyard.sim.demo_model import demo_config, demo_model
 
 
 @pytest.fixture(scope="module")

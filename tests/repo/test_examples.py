@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from blockyard.sim.demo_model import demo_model
+from blockyard.demo.demo_model import demo_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

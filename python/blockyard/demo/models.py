@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from blockyard.demo.demo_model import demo_model
+from blockyard.demo.workload import Encode
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.transformers.model import PagedModel
 from blockyard.integrations.transformers.sizing import available_memory
-from blockyard.sim.demo_model import demo_model
-from blockyard.sim.workload import Encode
 
 LARGEST_MODEL_FOR_ONE_THREAD = 10_000_000
 

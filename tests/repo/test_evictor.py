@@ -3,15 +3,15 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from fixed_policies import POLICIES
 from hypothesis import given
 from hypothesis import strategies as st
+from policies.evictor import Chain, Evictor, Lru, Optimal, chains, replay
+from policies.fixed import POLICIES
+from policies.traffic import traffic
 
 from blockyard import BlockManager, PrefixCaching
+from blockyard.demo.trace import TraceRequest
 from blockyard.errors import InvalidArgumentError
-from blockyard.sim.eviction.evictor import Chain, Evictor, Lru, Optimal, chains, replay
-from blockyard.sim.eviction.traffic import traffic
-from blockyard.sim.trace import TraceRequest
 
 SIZE = 4
 

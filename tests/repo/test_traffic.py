@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from policies.traffic import WORKLOADS, traffic
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.sim.eviction.traffic import WORKLOADS, traffic
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

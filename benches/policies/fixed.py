@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from blockyard.sim.eviction.evictor import Evictor
+from policies.evictor import Evictor
 
 
 class _Counted(Evictor):

@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockyard import __version__
-from blockyard.errors import InvalidArgumentError
-from blockyard.scheduler import PreemptionMode
-from blockyard.sim.pool import PoolReport
-from blockyard.sim.report import (
+from blockyard.demo.pool import PoolReport
+from blockyard.demo.report import (
     STDOUT,
     Damage,
     Difference,
@@ -34,15 +32,17 @@ from blockyard.sim.report import (
     print_report,
     write_json,
 )
-from blockyard.sim.trace import read_trace, scale_lengths
-from blockyard.sim.workload import StandardText, WorkItem, text_workload, trace_workload
+from blockyard.demo.trace import read_trace, scale_lengths
+from blockyard.demo.workload import StandardText, WorkItem, text_workload, trace_workload
+from blockyard.errors import InvalidArgumentError
+from blockyard.scheduler import PreemptionMode
 from blockyard.stores.base import StoreStats, check_url
 from blockyard.stores.url import public_url, read_bytes, sized_url
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from blockyard.sim.serve import Faults, Outputs, Served
+    from blockyard.demo.serve import Faults, Outputs, Served
 
 SPACE_OF_OWN_MODEL = "64MiB"
 SPACE_OF_OTHER_MODELS = "1GiB"
@@ -175,8 +175,8 @@ def make_report(options: DemoOptions, *, live: bool = False) -> Report:
     if options.trace is not None:
         trace = scale_lengths(read_trace(options.trace, first=options.trace_requests), options.scale)
     # Torch is loaded here, after the options were checked.
-    from blockyard.sim.models import choose_device, fitting_threads, load_encode, load_model  # noqa: PLC0415
-    from blockyard.sim.serve import Faults, reference  # noqa: PLC0415
+    from blockyard.demo.models import choose_device, fitting_threads, load_encode, load_model  # noqa: PLC0415
+    from blockyard.demo.serve import Faults, reference  # noqa: PLC0415
 
     model = load_model(options.model, choose_device(options.device))
     text = StandardText(encode=load_encode(options.model))
@@ -329,10 +329,10 @@ def _swap_store(options: DemoOptions) -> Iterator[str]:
 def _serve(
     options: DemoOptions, model: PreTrainedModel, items: Sequence[WorkItem], faults: Faults, *, live: bool
 ) -> tuple[Served, PoolReport | None]:
+    from blockyard.demo.models import bytes_per_block, name_of_weights, require_memory  # noqa: PLC0415 - loads torch
+    from blockyard.demo.serve import serve  # noqa: PLC0415 - loads torch
+    from blockyard.demo.shrink import PoolWatch, defragmentation  # noqa: PLC0415 - loads torch
     from blockyard.integrations.transformers.generator import Generator  # noqa: PLC0415 - loads torch
-    from blockyard.sim.models import bytes_per_block, name_of_weights, require_memory  # noqa: PLC0415 - loads torch
-    from blockyard.sim.serve import serve  # noqa: PLC0415 - loads torch
-    from blockyard.sim.shrink import PoolWatch, defragmentation  # noqa: PLC0415 - loads torch
 
     device_blocks, host_blocks = pool_sizes(options, items)
     if options.swap_space is not None:
@@ -383,7 +383,7 @@ def _settle(
     model: PreTrainedModel, items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs
 ) -> tuple[Outputs, list[Difference]]:
     """Give the unpaged run's tokens with ties in rounding decided as the paged run did, and these ties."""
-    from blockyard.sim.ties import settle_ties  # noqa: PLC0415 - loads torch
+    from blockyard.demo.ties import settle_ties  # noqa: PLC0415 - loads torch
 
     settled, ties = dict(wanted), []
     for item in items:

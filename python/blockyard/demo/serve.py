@@ -11,14 +11,14 @@ from typing import Protocol
 from transformers import PreTrainedModel
 
 from blockyard._core import StoreStats
+from blockyard.demo.executors import CorruptingExecutor, CountingExecutor, SabotagedExecutor, SteadyExecutor
+from blockyard.demo.report import Progress
+from blockyard.demo.workload import WorkItem
 from blockyard.errors import InvalidArgumentError
 from blockyard.executor import Executor, ParallelExecutor, StepExecutor
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.integrations.transformers.model import reference_generate
 from blockyard.scheduler import SchedulerStats
-from blockyard.sim.executors import CorruptingExecutor, CountingExecutor, SabotagedExecutor, SteadyExecutor
-from blockyard.sim.report import Progress
-from blockyard.sim.workload import WorkItem
 
 Outputs = dict[str, list[list[int]]]
 

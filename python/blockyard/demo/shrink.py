@@ -6,11 +6,11 @@ from typing import Final
 
 import torch
 
+from blockyard.demo.pool import GOALS, PoolReport, Shrink
 from blockyard.engine.elastic.host import resident_bytes
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.scheduler import DefragPolicy
-from blockyard.sim.pool import GOALS, PoolReport, Shrink
 
 MOVES_A_STEP: Final = 64
 

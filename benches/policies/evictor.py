@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from blockyard.demo.trace import TraceRequest
 from blockyard.errors import InvalidArgumentError
-from blockyard.sim.trace import TraceRequest
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Evictor:
         ...         self.blocks.remove(block)
         ...     def pop(self) -> int:
         ...         return self.blocks.pop()
-        >>> from blockyard.sim.eviction.traffic import traffic
+        >>> from policies.traffic import traffic
         >>> requests = traffic("loop", requests=500)
         >>> sum(replay(requests, 5000, Mru())) > sum(replay(requests, 5000, Lru()))
         True

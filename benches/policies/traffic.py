@@ -1,6 +1,6 @@
 """Generated requests that share prefixes as real ones do: chats, agents, retrieval, batch jobs, loops, and shifts.
 
-A request is a list of hash ids, as in Mooncake's traces: `blockyard.sim.trace.TraceRequest`. The same name and seed
+A request is a list of hash ids, as in Mooncake's traces: `blockyard.demo.trace.TraceRequest`. The same name and seed
 give the same requests. Eviction policies are compared over them (`benches/bench_policies.py`).
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, count, islice
 
+from blockyard.demo.trace import TraceRequest
 from blockyard.errors import InvalidArgumentError
-from blockyard.sim.trace import TraceRequest
 
 HASH_TOKENS = 16
 

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from blockyard.demo.report import Difference
+from blockyard.demo.workload import WorkItem
 from blockyard.integrations.sampling import sample
 from blockyard.integrations.transformers.model import reference_generate
-from blockyard.sim.report import Difference
-from blockyard.sim.workload import WorkItem
 
 # In standard deviations of the logits. Over 3,000 tokens of the demo's model (fp32, CPU), the runs' logits differed by
 # at most 5.3e-5. Two logits may differ by twice that, and other machines round differently.

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from blockyard.sim.pool import PoolReport, pool_rows
+from blockyard.demo.pool import PoolReport, pool_rows
 
 TIERS = ("device", "host", "external")
 STDOUT = Path("-")
@@ -163,7 +163,7 @@ class Report:
         compared: requests compared with the unpaged run.
         identical_requests: requests whose tokens were all equal.
         differences: where the others first differ, one entry per sequence.
-        ties: tokens where only rounding decided; see `sim/ties.py`.
+        ties: tokens where only rounding decided; see `demo/ties.py`.
         pool: the device pool over the run; None if not requested.
         prefix_store: what the prefix store counted; None if there is none.
     """

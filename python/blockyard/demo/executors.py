@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Pairs, StepDecision
+from blockyard.demo.report import SABOTAGE_KINDS
 from blockyard.errors import InvalidArgumentError
 from blockyard.executor.executor import Executor, StepDone, StepExecutor
-from blockyard.sim.report import SABOTAGE_KINDS
 from blockyard.stores.base import ExternalStore
 from blockyard.testing.faults import corrupt_slots
 

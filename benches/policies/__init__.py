@@ -1,0 +1,1 @@
+"""Eviction policies in plain Python, and generated requests to compare them on."""

@@ -1,1 +1,0 @@
-"""Eviction policies compared: generated requests, and policies in Python."""
