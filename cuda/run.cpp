@@ -272,7 +272,7 @@ StrategyChoice strategy_between(const std::vector<CopyTensor>& tensors, const st
     return choice;
 }
 
-// Copies pieces between host and device by the copy engines, at most so many in one batched call; 0: one by one.
+// Copies pieces between host and device by the copy engines, at most `most` in one batched call; 0: one by one.
 cudaError_t copy_pieces(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, Reach& from,
                         Reach& to, bool to_host, size_t most, cudaStream_t stream) {
     Pieces pieces;

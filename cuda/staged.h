@@ -9,7 +9,7 @@
 
 namespace blockyard {
 
-// Each direction of a device has a ring of so many slots. It is allocated once, at the first staged copy.
+// Each direction of a device has a ring of slots. It is allocated once, at the first staged copy.
 constexpr size_t kSlots = 3;
 constexpr int64_t kSlotBytes = 16 << 20;
 // Bytes of a copy's first and last part: the other half of the work waits for the first, and nothing runs beside the

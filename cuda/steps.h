@@ -38,7 +38,7 @@ struct StepRange {
     std::vector<uint16_t> starts;  // relative to `steps`, one more than there are groups
 };
 
-// The steps of one ring of so many blocks, with the one that puts back what was set aside, stay in one part.
+// The steps of one ring of blocks, with the one that puts back what was set aside, stay in one part.
 constexpr size_t kMaxRing = 512;
 
 // A group for each pair.

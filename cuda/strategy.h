@@ -64,7 +64,7 @@ int compute_capability(int32_t device);
 void set_batch_pieces(int32_t device, std::optional<size_t> most);
 size_t batch_pieces(int32_t device);
 
-// Chooses for so many pieces of so many bytes on average; `host_rows`: the host's pieces of a block are contiguous, and
+// Chooses for `count` pieces of `bytes` bytes on average; `host_rows`: the host's pieces of a block are contiguous, and
 // more than one. Without a matching rule: the kernel within a device; between host and device many pieces are staged,
 // or take the kernel without host rows if they are small, and others take the batched call.
 StrategyChoice choose_strategy(int32_t device, Direction direction, int64_t bytes, int64_t count, bool host_rows);

@@ -247,7 +247,7 @@ class KVCache:
             What is still in use beyond the end.
 
         Raises:
-            InvalidArgumentError: there are no tensors for so many blocks, or the manager needs more.
+            InvalidArgumentError: there are no tensors for `blocks` blocks, or the manager needs more.
             OutOfMemoryError: there is not enough memory to grow.
         """
         most = self.engine.num_blocks("device")

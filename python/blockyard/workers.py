@@ -199,7 +199,7 @@ class CallPool:
     # ---- with the lock held ----
 
     def _invite(self, count: int) -> None:
-        """Wake threads, or start them, for so many calls."""
+        """Wake threads, or start them, for `count` calls."""
         count = min(count, self._most - self._running)
         self._work.notify(count)
         for _ in range(min(count - self._idle, self._most - self._threads)):
@@ -252,7 +252,7 @@ class Buffers:
     The first use of fresh memory costs as much as copying it, or far more if it is page-locked.
 
     Args:
-        make: makes an array uint8 of at least so many bytes.
+        make: makes an array uint8 of at least the bytes that it is given.
         max_bytes: most bytes that are kept.
     """
 

@@ -338,7 +338,7 @@ def test_no_message_shows_the_password(tmp_path: Path, caplog: pytest.LogCapture
     ("url", "why"),
     [
         ("redis://", "must name a host"),
-        ("redis://host:port", "has a port that is none"),
+        ("redis://host:port", "has an invalid port"),
         ("redis://host/3", "write .db=1"),
         ("redis://host?db=-1", "'db=-1' must be 0 or more"),
         ("redis://host?ttl=soon", "'ttl=soon' must be 0 to 1e9 seconds"),

@@ -55,7 +55,7 @@ def read_trace(path: str | Path, *, first: int | None = None) -> list[TraceReque
 
     Args:
         path: a Mooncake JSONL or an Azure CSV file; the content decides which.
-        first: read only so many requests from the head of the file; all if None.
+        first: requests to read from the head of the file; all if None.
 
     Returns:
         The requests; arrivals start at 0 and never go back.

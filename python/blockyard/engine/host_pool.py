@@ -88,7 +88,7 @@ class HostPool:
         node: the NUMA node to take memory from while it has some.
         touch: take memory from the system ahead of use, chunk by chunk; otherwise, without a locker, all blocks are
             ready at once and memory is taken as they are written.
-        chunk_bytes: about so many are made ready at a time.
+        chunk_bytes: bytes that are made ready at a time, about.
         on_failure: what follows where memory cannot be page-locked: an error, from here or from `wait`, or ordinary
             memory from that chunk on, which copies slowly (`problem` says why).
         mapping: the memory, at least as much as the blocks need; fresh memory if None.
@@ -198,12 +198,12 @@ class HostPool:
 
     @property
     def ready_blocks(self) -> int:
-        """The first so many blocks are ready."""
+        """Blocks below this one are ready."""
         return self._work.ready_blocks
 
     @property
     def pinned_blocks(self) -> int:
-        """The first so many blocks are page-locked."""
+        """Blocks below this one are page-locked."""
         return self._work.pinned_blocks
 
     @property
@@ -212,14 +212,14 @@ class HostPool:
         return int(self._rows.shape[0])
 
     def wait(self, num_blocks: int) -> None:
-        """Wait until the first so many blocks are ready.
+        """Wait until the first `num_blocks` blocks are ready.
 
         Args:
             num_blocks: at most as many as there are.
 
         Raises:
             OutOfMemoryError, PageLockError: they will never be.
-            InvalidArgumentError: there are not so many.
+            InvalidArgumentError: there are fewer.
             ForkedError: this is a fork of the process that made the pool, and they are not ready or page-locked.
             BlockyardError: the pool is closed.
         """

@@ -159,5 +159,5 @@ def _naming_tier(memory: Memory, tiers: Sequence[EngineTier], ids: Ids) -> Itera
 
 
 def _pieces(run: Run, mapping: Mapping, chunk: int | None) -> list[Work]:
-    """Cut a transfer into pieces of so many whole blocks."""
+    """Cut a transfer into pieces of whole blocks."""
     return [partial(run, part) for part in (mapping.split(chunk) if chunk else [mapping])]

@@ -132,7 +132,7 @@ class StepExecutor(Executor):
 
     The executor polls engine and store; the store's tickets must not be shared with others.
 
-    Whatever the store does, a step ends: what the store does not do as `ExternalStore` says is a lost pair, with its
+    Whatever the store does, a step ends: if the store breaks its contract, the pair counts as lost, with its
     error in `StepDone.errors` and a line in the log `blockyard.executor`. An exception from outside, such as
     `KeyboardInterrupt`, may end any call. If it ends `submit`, the decision stays under way, and all of it is reported
     as lost. If it ends another call, that call can be made again, and what was about to be handed to the engine or the
@@ -306,7 +306,7 @@ class StepExecutor(Executor):
         return step.lost() if step else done.lost if done else ()
 
     def poll(self) -> list[StepDone]:
-        """Go on with what can go on, and give the decisions that ended since the last call; never waits."""
+        """Make progress without waiting, and give the decisions that ended since the last call."""
         self._mend()
         self._go_on()
         ended = list(self._done.values())

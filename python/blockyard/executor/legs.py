@@ -54,7 +54,7 @@ class Legs:
         return sum(len(part.pairs) for part in parts if part.staged) * self._engine.memory.bytes_per_block
 
     def full(self, part: Part, staged: int) -> str:
-        """Say why a part has to wait for room, if so many bytes are staged; empty if it has not."""
+        """Return why a part must wait for staging room, or ''; `staged` bytes are taken."""
         num_bytes = len(part.pairs) * self._engine.memory.bytes_per_block
         full = staged and staged + num_bytes > self._max_bytes
         return f"{staged} bytes are staged, at most {self._max_bytes} may be" if full else ""

@@ -454,7 +454,7 @@ class BlockManager:
         return -(-tokens // self.block_size)
 
     def _wanted(self, entry: _Running, tokens: int) -> int:
-        """Blocks that a sequence of so many tokens lacks."""
+        """Blocks that a sequence of `tokens` tokens lacks."""
         if tokens < entry.tokens:
             raise InvalidArgumentError(f"the sequence has {tokens} tokens, it had {entry.tokens}")
         return self._blocks(tokens - entry.slots)
@@ -483,13 +483,13 @@ class BlockManager:
         return self.manager.prefix.lookup(tokens).tokens // self.block_size
 
     def _short(self, blocks: int) -> int:
-        """Cached blocks that taking so many would evict; none count where there is no host to copy them to."""
+        """Cached blocks that taking `blocks` would evict; none count where there is no host to copy them to."""
         if not self.manager.pool("host").num_blocks:
             return 0
         return max(0, blocks - len(self.manager.pool().free_ids(blocks)))
 
     def _offload(self, blocks: int) -> None:
-        """Copy to the host what taking so many blocks will evict."""
+        """Copy to the host what taking `blocks` will evict."""
         if (short := self._short(blocks)) and self.manager.prefix.offload(short):
             self._land(())
 

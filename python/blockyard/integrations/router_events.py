@@ -352,7 +352,7 @@ def _joined(event: BlockStored | BlockRemoved, other: Any) -> bool:
 
 
 def _text(salt: bytes) -> str | bytes:
-    """A salt as vLLM has it, text; one that is none stays bytes."""
+    """Return the salt as text, or as bytes if it is not UTF-8."""
     try:
         return salt.decode()
     except UnicodeDecodeError:

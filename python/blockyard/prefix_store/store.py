@@ -134,7 +134,7 @@ class PrefixStore:
         return Prefetch(load, self.poll)
 
     def poll(self) -> None:
-        """Go on with what can go on, in both directions; never waits."""
+        """Make progress in both directions without waiting."""
         self._mend()
         self._torn = True
         if self._loads.open or self._writes.open:

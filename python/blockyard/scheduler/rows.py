@@ -83,7 +83,7 @@ class Rows:
         self._free_seats = list(range(capacity))[::-1]
 
     def make_room(self, length: int, generated: int) -> None:
-        """Make room for sequences of so many tokens, and for so many of them beyond their prompts."""
+        """Grow the arrays: `length` tokens a sequence, `generated` past the prompt."""
         capacity, had = self.tokens.shape
         if generated > had:
             longest = max(generated, 2 * had, FIRST_LENGTH)

@@ -89,7 +89,7 @@ class Swapping:
             self._landed += self._loading.pop(ticket, ())
 
     def board(self) -> None:
-        """Give what has landed its rows. No step is in flight."""
+        """Seat sequences whose fetch has landed. No step is in flight."""
         if self._landed:
             landed, self._landed = self._landed, []
             self._seat([seated for parked in landed if parked in self._away for seated in self._return(parked)])

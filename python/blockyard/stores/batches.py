@@ -573,7 +573,7 @@ class KnownKeys:
         self._until.update(dict.fromkeys(keys, -_THERE))
 
     def trim(self, most: int) -> None:
-        """Forget what was learned first, down to so many keys."""
+        """Forget what was learned first, down to `most` keys."""
         while len(self._until) > most:
             del self._until[next(iter(self._until))]
 

@@ -140,7 +140,7 @@ class RemoteStore(ThreadedStore):
 
 
 def batched(rows: NDArray[np.uint8], most_rows: int, most_bytes: int) -> Iterator[slice]:
-    """Split rows into parts of at most so many rows and bytes, but at least one row."""
+    """Split rows into parts of at most `most_rows` rows and `most_bytes` bytes, but at least one row."""
     size = min(most_rows, max(1, most_bytes // max(1, rows.shape[1])))
     return (slice(start, start + size) for start in range(0, len(rows), size))
 

@@ -61,7 +61,7 @@ def public_url(url: str) -> str:
 
 
 def require_text(url: str, part: str, name: str) -> None:
-    """Refuse control characters, which URLs lose on the way unseen, and what is no text."""
+    """Reject control characters and lone surrogates: URL parsing drops them silently."""
     for character in part:
         if unicodedata.category(character) in {"Cc", "Cs"}:
             raise StoreURLError(

@@ -142,7 +142,7 @@ class ReferenceManager:
     # ---- admission, growth, end ----
 
     def can_allocate(self, prompt: int, *, lookahead: int = 0) -> Fit:
-        """Whether a new sequence of so many tokens can be admitted while the watermark stays free."""
+        """Whether a sequence of `prompt` new tokens can be admitted while the watermark stays free."""
         return self._admit(self._state.count(prompt + lookahead), self._state.available("device"))
 
     def allocate(self, *, counts: Counts) -> NDArray[np.uint64]:

@@ -67,7 +67,7 @@ class ModelState:
         self.unlanded: dict[Block, set[tuple[int, Block]]] = {}
 
     def count(self, tokens: int) -> int:
-        """Blocks for so many tokens."""
+        """Blocks for `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def refs(self, block: Block) -> int:
@@ -102,7 +102,7 @@ class ModelState:
         return len(self.free_blocks(tier)) + len(self.overlappable_blocks(tier))
 
     def require(self, tier: TierName, wanted: int, *, draining_too: bool = True) -> None:
-        """Raise `OutOfBlocksError` unless so many blocks can be had."""
+        """Raise `OutOfBlocksError` unless `wanted` blocks can be had."""
         free = self.available(tier) if draining_too else len(self.free_blocks(tier))
         if wanted > free:
             total = self.blocks[tier]

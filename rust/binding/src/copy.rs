@@ -141,7 +141,7 @@ impl PyBoundViews {
     ///
     /// Args:
     ///     mapping: by the rule `"swap"` or `"copy"` between two lists, by any but `"swap"` within one.
-    ///     num_threads: at most so many share a large call.
+    ///     num_threads: most threads that share a large call.
     /// Raises:
     ///     MappingError: it names blocks that the views do not have, or is by another rule; nothing was copied.
     ///     OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.

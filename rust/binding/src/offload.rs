@@ -42,7 +42,7 @@ impl PyPreparedStore {
 ///     eviction: which stored chunk is given out again first, as for `PrefixCaching`.
 /// Raises:
 ///     InvalidArgumentError: `num_chunks` is out of range, or `eviction` has another name.
-///     OutOfMemoryError: there is no memory to keep track of so many.
+///     OutOfMemoryError: there is no memory to keep track of them.
 ///
 /// Example:
 ///     >>> from blockyard.offload import OffloadManager
@@ -272,7 +272,7 @@ impl PyOffloadManager {
     ///     count: keys to evict.
     ///     protected: keys to keep: bytes, in any collection.
     /// Returns:
-    ///     The keys that were evicted; or None, and nothing is changed, if there are not so many.
+    ///     The keys that were evicted; or None, and nothing is changed, if there are fewer.
     /// Raises:
     ///     InvalidArgumentError: `count` is negative, or a key is not bytes.
     #[pyo3(signature = (count, protected = None))]

@@ -86,7 +86,7 @@ pub enum CopyError {
         written: usize,
     },
     /// There is no memory for what has to be set aside.
-    #[error("asked for {bytes} bytes, the system has not so many")]
+    #[error("asked for {bytes} bytes, which the system does not have")]
     OutOfMemory {
         /// Bytes that were asked for.
         bytes: usize,

@@ -375,7 +375,7 @@ mod tests {
         prop::collection::vec(pair, 0..9)
     }
 
-    /// Chains, rings and forks among so many blocks, and some padding.
+    /// Chains, rings and forks among a number of blocks, and some padding.
     fn sound_entries() -> impl Strategy<Value = (usize, Vec<[i64; 2]>)> {
         (1..24_i64).prop_flat_map(|blocks| {
             let all = (0..blocks).collect::<Vec<_>>();

@@ -131,7 +131,7 @@ proptest! {
         (shape, from, to, threads, seed) in (widths(), 1..40_u32).prop_flat_map(|(widths, rows)| {
             let from = prop::collection::vec(0..rows, rows as usize);
             let from = prop_oneof![from.boxed(), shuffled(rows).boxed()];
-            // The first so many targets: sources beyond them are read alone.
+            // The first targets: sources beyond them are read alone.
             let to = shuffled(rows).prop_flat_map(move |to| (0..=to.len()).prop_map(move |some| to[..some].to_vec()));
             (shapes(rows, widths), from, to, 1..4_usize, any::<u64>())
         })

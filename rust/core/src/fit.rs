@@ -49,7 +49,7 @@ impl Share {
         self.blocks
     }
 
-    /// The share of so many blocks.
+    /// The share of `blocks` blocks.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -60,7 +60,7 @@ impl Share {
         (self.fraction * blocks as f64) as usize
     }
 
-    /// The device has so many blocks from now on.
+    /// The device has `blocks` blocks from now on.
     pub(crate) fn resize(&mut self, blocks: usize) {
         self.blocks = self.of(blocks);
     }

@@ -128,7 +128,7 @@ impl Chain {
         chain
     }
 
-    /// The chain that had a key after so many frames.
+    /// The chain that had a key after `frames` frames.
     pub(crate) fn resume(key: Key, frames: u32) -> Self {
         Self { state: key.0, frames: u64::from(frames) }
     }

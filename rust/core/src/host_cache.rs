@@ -137,7 +137,7 @@ impl Step<'_> {
         sources.len()
     }
 
-    /// Offloads so many blocks that the next step finds free ones and evicts none that has no copy.
+    /// Offloads enough blocks for the next step to evict none without a copy.
     pub(crate) fn offload_ahead(&mut self) {
         let (device, wanted) = (self.tiers.device(), self.tiers.blocks_ahead());
         let empty = device.free().saturating_sub(device.evictable());

@@ -12,7 +12,7 @@ use std::hint::black_box;
 /// Less is not asked for: a process that cannot have it is at its end anyway, and asking costs a system call.
 const SMALL: usize = 1 << 20;
 
-/// Fails unless the system has so many bytes to give.
+/// Fails unless the system has `bytes` bytes to give.
 ///
 /// # Errors
 /// It has not.
@@ -28,7 +28,7 @@ pub fn require(bytes: usize) -> Result<()> {
     answer.map_err(|_| Error::OutOfMemory { wanted: bytes as u64 })
 }
 
-/// As [`require`], for so many items.
+/// As [`require`], for `count` items.
 ///
 /// # Errors
 /// As [`require`].
@@ -36,7 +36,7 @@ pub fn require_items<T>(count: usize) -> Result<()> {
     require(count.saturating_mul(size_of::<T>()))
 }
 
-/// A vector with room for so many items.
+/// A vector with room for `count` items.
 ///
 /// # Errors
 /// The system has no memory for them.
@@ -46,7 +46,7 @@ pub fn with_room<T>(count: usize) -> Result<Vec<T>> {
     Ok(items)
 }
 
-/// Makes room for so many more items.
+/// Makes room for `more` further items.
 ///
 /// # Errors
 /// The system has no memory for them.

@@ -10,9 +10,9 @@ use std::collections::{HashMap, VecDeque};
 
 /// Most entries in a chunk: memory is taken and given back in pieces of 8 KiB, ...
 const CHUNK: usize = 1024;
-/// ... in smaller ones where there are few blocks: one in so many, ...
+/// ... in smaller ones where there are few blocks: one part in 16, ...
 const CHUNKS: usize = 16;
-/// ... but at least so many entries.
+/// ... but at least 16 entries.
 const SMALL_CHUNK: usize = 16;
 /// Entries whose blocks are looked at together.
 const TOGETHER: usize = 128;
@@ -112,7 +112,7 @@ struct Ring {
 }
 
 impl Ring {
-    /// A ring of a pool of so many blocks.
+    /// A ring of a pool of `blocks` blocks.
     fn new(blocks: usize) -> Self {
         let chunk = (blocks / CHUNKS).clamp(SMALL_CHUNK, CHUNK);
         Self { swept: Queue::new(chunk), rest: Queue::new(chunk) }
@@ -148,7 +148,7 @@ impl Rings {
         self.each.resize(rings.max(self.each.len()), Ring::new(self.stamps.len()));
     }
 
-    /// Makes room for blocks up to so many.
+    /// Makes room for ids below `blocks`.
     pub(crate) fn make_room(&mut self, blocks: usize) {
         let more = blocks.saturating_sub(self.stamps.len());
         self.stamps.reserve_exact(more);

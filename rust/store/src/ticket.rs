@@ -76,7 +76,7 @@ impl Tickets {
         Self { entries: BTreeMap::new(), next: 1, misses: [0; Miss::ALL.len()], ended: false }
     }
 
-    /// Opens a ticket for `blocks` blocks; those beyond so many are refused at once, with that reason. `answers` counts the
+    /// Opens a ticket for `blocks` blocks; those beyond `taken` are refused at once, with that reason. `answers` counts the
     /// jobs that have ended.
     pub(crate) fn open(
         &mut self,

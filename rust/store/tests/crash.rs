@@ -130,7 +130,7 @@ struct Said {
     deleted: BTreeSet<u64>,
 }
 
-/// Starts a process that writes, and kills it after so many lines.
+/// Starts a process that writes, and kills it after `lines` lines.
 fn write_and_kill(folder: &Path, said: &mut Said, lines: usize, direct: bool) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "writes_until_killed", "--ignored", "--nocapture", "--test-threads=1"])

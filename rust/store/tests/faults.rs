@@ -1,4 +1,4 @@
-//! A store over a real file whose every so manyth call fails, or never returns: no wrong byte, nothing that grows, and calls
+//! A store over a real file one of whose calls in `every` fails, or never returns: no wrong byte, nothing that grows, and calls
 //! that do not wait.
 #![expect(clippy::unwrap_used, reason = "test code")]
 
@@ -32,7 +32,7 @@ fn alone() -> MutexGuard<'static, ()> {
 struct Faulty {
     file: SlabFile,
     calls: AtomicU64,
-    /// Every so manyth call fails; 0 for none.
+    /// One call in this number fails; 0 for none.
     nth: AtomicU64,
     frozen: Mutex<bool>,
     thawed: Condvar,
@@ -100,7 +100,7 @@ fn row(n: u64) -> Vec<u8> {
     checksum(&n.to_le_bytes()).into_iter().cycle().take(BYTES).collect()
 }
 
-/// Puts, gets and deletes random keys until so many blocks have been asked for.
+/// Puts, gets and deletes random keys until a number of blocks have been asked for.
 fn work(store: &SlabStore, random: &mut Random, blocks: usize) {
     let mut done = 0;
     while done < blocks {

@@ -133,7 +133,7 @@ def choose_batch_pieces(measure: Callable[[int], dict[StrategyName, float]]) -> 
 
 
 def measure_batches(index: int, most: int) -> float:
-    """Time many small pieces from page-locked memory to the device in batches of so many; gives the least seconds."""
+    """Time many small pieces from page-locked memory to the device in batches; gives the least seconds."""
     source = torch.zeros((_BATCHED_PIECES, _BATCHED_BYTES), dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(source, device=f"cuda:{index}")
     random = np.random.default_rng(0)
@@ -173,7 +173,7 @@ def choose_rules(
             if steps and steps[-1][1] == chosen:
                 steps.pop()
             steps.append((size, chosen))
-        # Larger pieces of so many must not fall to the next count's rules.
+        # Without this row, larger pieces would match the next one.
         if steps and steps[-1][1] == (usual,):
             steps.pop()
         for size, chosen in (*steps, (MOST, (usual,))):
@@ -235,7 +235,7 @@ def measure_blocks(index: int, direction: Direction) -> Blocks:
 
 
 def views_and_blocks(size: int, count: int) -> tuple[int, int]:
-    """Give the views and blocks that about so many pieces of so many bytes are spread over."""
+    """Lay out about `count` pieces of `size` bytes: give the views and blocks."""
     views = max(1, min(_MOST_VIEWS, _ROW_BYTES // size, count))
     return views, count // views
 

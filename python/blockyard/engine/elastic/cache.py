@@ -1,9 +1,9 @@
 """KV caches whose memory grows and shrinks while they are in use: a tensor keeps its address and its blocks their ids.
 
 Addresses are reserved once, for as many blocks as there may ever be; memory comes and goes behind them by chunks: pages
-of the system on a CPU (`elastic_host`), allocations of the driver on a GPU (`elastic_cuda`). Where K and V, or layers,
-lie in planes of one tensor, each plane has a tail of its own, and each gives its chunks back. So do cache groups whose
-tensors differ.
+of the system on a CPU (`elastic/host.py`), allocations of the driver on a GPU (`elastic/cuda.py`). Where K and V, or
+layers, lie in planes of one tensor, each plane has a tail of its own, and each gives its chunks back. So do cache
+groups whose tensors differ.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class ElasticCache:
         return _length(self._chunks(self._num_blocks)) * self._memory.chunk
 
     def resize(self, num_blocks: int) -> Resized:
-        """Have so many blocks from now on; those that stay keep their bytes, those that come are zeros.
+        """Have `num_blocks` blocks from now on; those that stay keep their bytes, those that come are zeros.
 
         A smaller number waits for transfers of copy engines that touch blocks which go, and on a GPU for the device. A
         larger one waits for the device only where blocks share a chunk with blocks that are there. Like an engine's
@@ -210,7 +210,7 @@ class ElasticCache:
         self.close()
 
     def _chunks(self, num_blocks: int) -> list[Span]:
-        """Give the chunks that so many blocks lie in, as spans that rise and do not touch."""
+        """Give the chunks that `num_blocks` blocks lie in, as spans that rise and do not touch."""
         chunk = self._memory.chunk
         spans: list[Span] = []
         for start, width in self._planes if num_blocks else ():
@@ -286,7 +286,7 @@ def reserve(
 
     Raises:
         InvalidArgumentError: the chunk is not a multiple of the device's unit, or the device is of no kind known here.
-        OutOfMemoryError: there are not so many addresses.
+        OutOfMemoryError: the process has too few addresses.
     """
     kind = torch.device(device)
     if kind.type == "cpu":

@@ -21,7 +21,7 @@ from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryEr
 
 __all__ = ["DeviceMemory", "choose_chunk", "load_driver"]
 
-# Chunks that are chosen here keep one part in so many at most.
+# Chunks that are chosen here keep at most one part in 32.
 _KEPT: Final = 32
 
 
@@ -40,7 +40,7 @@ class DeviceMemory:
 
     Raises:
         InvalidArgumentError: the bindings are missing, or the chunk is not a multiple of the granularity.
-        OutOfMemoryError: there are not so many addresses.
+        OutOfMemoryError: the process has too few addresses.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class HostMemory:
 
     Raises:
         InvalidArgumentError: the chunk is not a multiple of a page, or the system cannot release pages.
-        OutOfMemoryError: there are not so many addresses.
+        OutOfMemoryError: the process has too few addresses.
     """
 
     def __init__(self, sizes: Sequence[int], *, chunk_bytes: int | None = None) -> None:

@@ -306,7 +306,7 @@ class Generator:
         return finished
 
     def resize_device(self, device_blocks: int) -> ResizeProgress:
-        """Give the device so many blocks from now on, while requests are under way.
+        """Give the device `device_blocks` blocks from now on, while requests are under way.
 
         Args:
             device_blocks: at most as many as there were at first.
@@ -316,7 +316,7 @@ class Generator:
             more, even alone, end with the next step.
 
         Raises:
-            InvalidArgumentError: there are no tensors for so many, or the manager needs more; the pool is as it was.
+            InvalidArgumentError: there are no tensors for them, or the manager needs more; the pool is as it was.
             OutOfMemoryError: there is not enough memory to grow.
         """
         return self.cache.resize(device_blocks)

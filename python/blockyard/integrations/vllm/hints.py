@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 _PIN: Final = "blockyard.pin"
 _WAIT: Final = "blockyard.wait"
 _MOST_SECONDS: Final = 86_400.0
-_SHARE: Final = 2  # at most one in so many chunks is pinned
+_SHARE: Final = 2  # at most one chunk in 2 is pinned
 
 
 class Hints(NamedTuple):

@@ -79,7 +79,7 @@ class _Policy(CachePolicy):
         self._order.touch([*keys])
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        """Drop and return `n` chunks that nothing reads; None, and nothing is changed, if there are not so many."""
+        """Drop and return `n` chunks that nothing reads; None, and nothing is changed, if there are fewer."""
         if n <= 0:
             return []
         evicted: list[list[bytes] | None] = []

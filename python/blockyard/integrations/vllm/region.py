@@ -83,7 +83,7 @@ class SharedRegion:
         self._finish()
 
     def rows(self, count: int) -> list[NDArray[np.uint8]]:
-        """See the memory of each worker as so many rows, uint8 `[count, bytes]`: for the scheduler."""
+        """See the memory of each worker as rows, uint8 `[count, bytes]`: for the scheduler."""
         return [part.tensor[: self._part_bytes].numpy().reshape(count, -1) for part in self._parts]
 
     def _open(self) -> int:

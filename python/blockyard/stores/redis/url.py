@@ -51,7 +51,7 @@ def read_url(url: str) -> RedisURL:
         try:
             client |= {"host": split.hostname, "port": split.port or 6379}
         except ValueError:
-            parts.reject(parts.host, "has a port that is none")
+            parts.reject(parts.host, "has an invalid port")
     if transport == "rediss":
         files = {name: parts.take(name, str, None, "a path") for name in ("ca", "cert", "key")}
         client |= {"transport": "tls", **files}

@@ -64,7 +64,7 @@ class PrefixMachine(RecordingMachine):
     as the decisions allow, and some fail.
 
     Attributes:
-        make_manager: makes the manager under test, which keeps so many events; `prefix_machine` sets it.
+        make_manager: makes the manager under test, which keeps the given number of events; `prefix_machine` sets it.
         make_memory: makes the memory that decisions run on; override it to plant a fault.
     """
 

@@ -323,7 +323,7 @@ class SchedulerMachine(RecordingMachine):
         return self.compute(step)
 
     def guess(self, step: Step, row: int, count: int, right: int) -> list[int]:
-        """Give draft tokens for a row; so many of them are what it would draw, the next is not."""
+        """Give draft tokens for a row; the first `right` are what it would draw, the next is not."""
         name, index = step.owner(row)
         request = self.live.get(name)
         if request is None or index >= request.n:  # it was aborted, and its tokens are dropped

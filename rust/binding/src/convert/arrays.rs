@@ -126,7 +126,7 @@ impl Tokens {
     }
 }
 
-/// Tokens from `first` up to `last` of so many sequences.
+/// Tokens from `first` up to `last` of `sequences` sequences.
 pub(crate) fn ranges(
     first: &Bound<'_, PyAny>,
     last: &Bound<'_, PyAny>,
@@ -208,7 +208,7 @@ pub(crate) fn slots_target<'a, 'py>(out: &'a Bound<'py, PyAny>, name: &'static s
     Target::new(out, name, "int64 [tokens]")
 }
 
-/// The memory of a slot mapping, if it has so many slots.
+/// The memory of a slot mapping, if it has `len` slots.
 pub(crate) fn exactly(slots: Area<'_, i64>, len: usize) -> PyResult<&mut [i64]> {
     let Area { items, .. } = slots;
     if items.len() == len { Ok(items) } else { Err(invalid(format!("out has {} slots, must have {len}", items.len()))) }

@@ -63,5 +63,5 @@ pub(crate) fn unknown_ticket(message: String) -> PyErr {
 
 /// Memory that the system does not have.
 pub(crate) fn out_of_memory(bytes: usize) -> PyErr {
-    classes::OutOfMemoryError::new_err((format!("asked for {bytes} bytes, the system has not so many"), bytes))
+    classes::OutOfMemoryError::new_err((format!("asked for {bytes} bytes, which the system does not have"), bytes))
 }

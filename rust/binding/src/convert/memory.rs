@@ -126,7 +126,7 @@ pub(crate) fn filled<'py, S, T: Zeroed, D: Dimension>(
 ) -> PyResult<Bound<'py, PyArray<T, D>>> {
     let array = new::<T, D>(py, &shape.into_dimension(), false)?;
     let len = array.len().min(items.len());
-    // SAFETY: the array has so many places in a row, aligned, and nobody else has it.
+    // SAFETY: the array has `len` places in a row, aligned, and nobody else has it.
     let places = unsafe { std::slice::from_raw_parts_mut(array.data().cast::<MaybeUninit<T>>(), array.len()) };
     for (place, item) in places[..len].iter_mut().zip(&items[..len]) {
         place.write(of(item));
@@ -231,7 +231,7 @@ impl<'py, T: Plain> Numbers<'py, T> {
         if array.is_empty() {
             return Ok(&[]);
         }
-        // SAFETY: the array has so many items in a row, aligned. `lend` ends the slice before Python code can run; until
+        // SAFETY: the array has `len` items in a row, aligned. `lend` ends the slice before Python code can run; until
         // then nobody writes.
         Ok(unsafe { std::slice::from_raw_parts(array.data(), array.len()) })
     }
@@ -266,7 +266,7 @@ pub(crate) fn lend_rows<R: Send>(
     if !is_slice(array) {
         return Ok(copied::<u8, Ix2>(value)?.map(|(bytes, _)| py.detach(|| call(&bytes))));
     }
-    // SAFETY: the array has so many bytes in a row, and lives until this returns. Threads that write to them meanwhile are
+    // SAFETY: the array has `len` bytes in a row, and lives until this returns. Threads that write to them meanwhile are
     // as above: `call` copies the bytes and looks at none.
     let bytes = if array.is_empty() { &[] } else { unsafe { std::slice::from_raw_parts(array.data(), array.len()) } };
     Ok(Some(py.detach(|| call(bytes))))

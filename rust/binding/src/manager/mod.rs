@@ -249,7 +249,7 @@ impl PyBlockManager {
     ///     lora_id: adapter of the prompts, 0 for none; one int, or one for each prompt.
     ///     extras: what else decides a block's bytes, such as an image's hash: `(prompt, block, kind, bytes)`, by
     ///         rising block.
-    ///     chunk_tokens: take blocks for at most so many tokens beyond the cached ones; `next_chunk` and `append` put
+    ///     chunk_tokens: most tokens beyond the cached ones to take blocks for; `next_chunk` and `append` put
     ///         the rest in. None: all at once.
     ///     encoder_tokens: tokens of each sequence's encoder, where there is a group with cross attention.
     /// Returns:
@@ -321,7 +321,7 @@ impl PyBlockManager {
     ///
     /// Args:
     ///     sequence: handle.
-    ///     count: None opens one sequence; an int opens so many.
+    ///     count: of sequences to open; None opens one.
     ///     shared_tokens: share only the first tokens, a multiple of the block size; the new sequence gets blocks of
     ///         its own for the rest. Together with `num_tokens`.
     ///     num_tokens: tokens of the new sequence.

@@ -67,7 +67,7 @@ pub(crate) fn checksum_rows<'py>(
     memory::filled(rows.py(), [count, 16], sums.as_flattened(), |&byte| byte)
 }
 
-/// A copy of what stands in front of so many rows, and how many bytes each.
+/// A copy of what stands in front of `count` rows, and how many bytes each.
 fn heads_of(heads: &Bound<'_, PyAny>, count: usize) -> PyResult<(Vec<u8>, usize)> {
     let refused = || expected("heads", &format!("a uint8 array [{count}, m]"), heads);
     let shape = heads.cast::<PyArray<u8, Ix2>>().map_err(|_| refused())?.dims();

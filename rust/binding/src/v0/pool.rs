@@ -130,7 +130,7 @@ impl PyPoolAllocator {
         self.ids.all()
     }
 
-    /// Fails unless so many blocks are free.
+    /// Fails unless `wanted` blocks are free.
     pub(super) fn require_free(&self, wanted: usize) -> PyResult<()> {
         let (free, total) = (self.free_count(), self.total());
         let tier = lock(&self.pool).pool().tier();

@@ -143,7 +143,7 @@ impl PyBlockTable {
         Ok(Self { block_size, allocator: block_allocator.unbind(), max_block_sliding_window, state })
     }
 
-    /// Blocks for so many tokens and slots, hits left out of account.
+    /// Blocks for tokens and lookahead slots, without looking for hits.
     #[staticmethod]
     #[pyo3(signature = (token_ids, block_size, num_lookahead_slots=0))]
     fn get_num_required_blocks(
@@ -221,7 +221,7 @@ impl PyBlockTable {
         Ok(())
     }
 
-    /// Takes blocks until so many slots are empty, or none.
+    /// Takes blocks until `num_empty_slots` slots are empty, or none.
     #[pyo3(signature = (num_empty_slots, extra_hash=None))]
     fn ensure_num_empty_slots(
         &self,

@@ -75,7 +75,7 @@ impl PrefixCachingAllocator {
         (touched, Reverse(depth), block)
     }
 
-    /// Takes blocks, cached ones last; the caller has asked whether there are so many.
+    /// Takes blocks, cached ones last; the caller has asked whether there are `count`.
     fn take(&mut self, count: usize, out: &mut Vec<BlockId>) {
         let first = out.len();
         self.plain.pool.take(count.min(self.plain.idle()), false, out);

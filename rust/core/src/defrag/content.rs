@@ -51,7 +51,7 @@ pub(super) fn excess(content: &BlockSet, goal: Goal, places: &BlockMap, live: u3
     in_the_way(content, end, places).next().map_or(live, |top| live.max(top + 1 - end))
 }
 
-/// Finds places for what the holes of a plan hold, or has it dropped; the same for content that is in the way. Returns how
+/// Relocates or drops the cached content of a plan's targets; the same for content that is in the way. Returns how
 /// much of that stays because nothing of the budget is left.
 pub(super) fn settle<F: Facts>(
     content: &BlockSet,

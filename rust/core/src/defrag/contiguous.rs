@@ -137,7 +137,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
                 _ => pieces.push(Piece { at: at..at + 1, to: at, can_move, held }),
             }
         }
-        // This sequence goes elsewhere from a piece's end, so that a link there is another's.
+        // The sequences diverge here, so the link belongs to the other one.
         for piece in &mut pieces {
             let before = piece.at.start.checked_sub(1);
             piece.can_move &= !links.contains(BlockId(piece.at.end - 1))
@@ -167,7 +167,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
         }
     }
 
-    /// Lets pieces stay that have as many neighbours where they are as where they would go.
+    /// Keeps a piece whose move would not improve adjacency.
     fn stay(&mut self, pieces: &mut [Piece]) {
         let mut again = true;
         while again {

@@ -23,7 +23,7 @@ impl Manager {
         Ok(())
     }
 
-    /// Keys of a prompt's blocks that neither device nor host has and no load is bringing, first to last, at most so many.
+    /// Keys of a prompt's blocks that neither device nor host has and no load is bringing, first to last, at most `most`.
     ///
     /// # Errors
     /// A token has the reserved id.
@@ -32,7 +32,7 @@ impl Manager {
         Ok(wanted.missing.iter().map(|missing| missing.chain.export()).collect())
     }
 
-    /// Begins to load the first of those blocks, at most so many and as far as there is room, to the host, or to the device
+    /// Begins to load the first of those blocks, at most `most` and as far as there is room, to the host, or to the device
     /// where the host keeps no copies or has no room. Nobody finds them before [`Manager::end_load`]. A job without blocks has ended.
     ///
     /// # Errors
@@ -60,7 +60,7 @@ impl Manager {
         self.tiers.outbox().map_or(0, Outbox::waiting)
     }
 
-    /// Begins to read blocks for the store, at most so many, all of one tier. A job without blocks has ended.
+    /// Begins to read blocks for the store, at most `most`, all of one tier. A job without blocks has ended.
     pub fn begin_write(&mut self, most: usize) -> StoreJob {
         self.jobs.begin_write(&mut self.tiers, most)
     }

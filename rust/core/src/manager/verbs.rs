@@ -42,7 +42,7 @@ impl Manager {
         state.allocate(&mut step, tokens, out)
     }
 
-    /// As [`Manager::allocate`], for sequences whose encoders read so many tokens.
+    /// As [`Manager::allocate`], for sequences whose encoders read `encoder_tokens` tokens.
     ///
     /// # Errors
     /// No group is of cross attention; there is not one number of encoder tokens a sequence; the device has too few blocks.
@@ -218,7 +218,7 @@ impl Manager {
         self.mark_computed_to(sequences, None)
     }
 
-    /// As [`Manager::mark_computed`], of the first so many tokens of each sequence: a prompt is computed in chunks.
+    /// As [`Manager::mark_computed`], of the first `computed` tokens of each sequence: a prompt is computed in chunks.
     ///
     /// # Errors
     /// As [`Manager::mark_computed`]; there is not one number a sequence, or a sequence is shorter.
@@ -255,7 +255,7 @@ impl Manager {
     /// Opens `count` sequences that share all blocks of one; a write to a shared block copies it first.
     ///
     /// # Errors
-    /// The sequence is unknown or has lost bytes; so many forks are more than there is room for.
+    /// The sequence is unknown or has lost bytes; there is no room for `count` forks.
     pub fn fork(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) -> Result<()> {
         let (state, mut step) = self.parts();
         state.fork(&mut step, sequence, count, out)
@@ -391,7 +391,7 @@ impl Manager {
         self.sequences.table_of(sequence, group)
     }
 
-    /// Gives the device so many blocks from now on, and says what is in use beyond them.
+    /// Gives the device `blocks` blocks from now on, and says what is in use beyond them.
     ///
     /// Blocks beyond are not given out any more, those cached there are dropped, and each that a sequence uses there counts
     /// as one fewer to be given out. Watermark and limit of pins stay the fractions that they were; quotas stay numbers.

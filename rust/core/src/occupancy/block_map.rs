@@ -13,7 +13,7 @@ pub struct BlockMap {
     fixed: BlockSet,
 }
 
-/// Up to so many fixed blocks are gone through one by one.
+/// Most fixed blocks that are gone through one by one.
 const FEW: usize = 64;
 
 impl BlockMap {
@@ -24,7 +24,7 @@ impl BlockMap {
         Self { holes: BlockSet::full(blocks), live, fixed }
     }
 
-    /// Memory that so many blocks take, at most.
+    /// Most memory that `blocks` blocks take.
     #[must_use]
     pub fn bytes(blocks: usize) -> usize {
         // Three sets of bits.

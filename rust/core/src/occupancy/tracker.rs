@@ -79,7 +79,7 @@ fn runs(blocks: &[BlockId]) -> impl Iterator<Item = Range<u32>> {
 }
 
 impl Tracker {
-    /// Fails unless there is memory to follow so many blocks.
+    /// Fails unless there is memory to follow `blocks` blocks.
     pub(crate) fn require_memory(blocks: usize) -> Result<()> {
         // Two words, and five sets of bits.
         const BLOCK: usize = size_of::<u32>() + size_of::<BlockId>() + 1;

@@ -85,7 +85,7 @@ pub struct OffloadCache {
 }
 
 impl OffloadCache {
-    /// A cache of so many empty chunks.
+    /// A cache of `chunks` empty chunks.
     ///
     /// # Errors
     /// More chunks than a tier can have, or than there is memory for.
@@ -271,7 +271,7 @@ impl OffloadCache {
     }
 
     /// Evicts `count` keys that nothing loads, none of `protected`, and appends their chunks, which are free then, to `out`.
-    /// Returns false, and changes nothing, if there are not so many.
+    /// Returns false, and changes nothing, if there are fewer than `count`.
     pub fn evict(&mut self, count: usize, protected: &[Key], out: &mut Vec<BlockId>) -> bool {
         let kept = |key| self.pool.find(key).filter(|&chunk| self.pool.refs(chunk) == 0);
         let mut kept: Vec<BlockId> = protected.iter().filter_map(kept).collect();

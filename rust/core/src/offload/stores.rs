@@ -72,7 +72,7 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// Forgets all keys, and makes room for so many.
+    /// Forgets all keys, and makes room for `keys`.
     pub(super) fn begin(&mut self, keys: usize) {
         self.places.clear();
         self.places.resize((2 * keys).next_power_of_two(), 0);

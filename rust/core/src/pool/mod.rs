@@ -87,7 +87,7 @@ impl Pool {
         })
     }
 
-    /// Fails unless there is memory for a pool of so many blocks, whatever its policies.
+    /// Fails unless there is memory for a pool of `blocks` blocks, whatever its policies.
     pub(crate) fn require_memory(blocks: usize, caching: bool) -> Result<()> {
         // Free and overlappable blocks are bits, or a queue.
         const PLAIN: usize = size_of::<Block>() + 10;

@@ -110,7 +110,7 @@ impl Pool {
         (run.end as usize).saturating_sub(self.len.max(run.start as usize))
     }
 
-    /// Fails unless there is memory for so many blocks.
+    /// Fails unless there is memory for `blocks` blocks.
     pub(crate) fn require_growth(&self, blocks: usize) -> Result<()> {
         if blocks <= self.len {
             return Ok(());
@@ -120,7 +120,7 @@ impl Pool {
         if self.tracker.is_some() { Tracker::require_memory(blocks.saturating_mul(2)) } else { Ok(()) }
     }
 
-    /// Gives the pool so many blocks from now on, at most [`crate::block::MAX_BLOCKS`]. Copies of what is dropped are left in
+    /// Gives the pool `blocks` blocks from now on, at most [`crate::block::MAX_BLOCKS`]. Copies of what is dropped are left in
     /// [`Pool::take_orphans`].
     pub(crate) fn resize(&mut self, blocks: usize) {
         let former = std::mem::replace(&mut self.len, blocks);

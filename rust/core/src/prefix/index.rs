@@ -33,7 +33,7 @@ impl PrefixIndex {
         Self { words, first, buckets, keys: Vec::with_capacity(blocks), len: 0 }
     }
 
-    /// Makes room for so many blocks; what is in the table stays.
+    /// Makes room for `blocks` blocks; what is in the table stays.
     pub(crate) fn grow(&mut self, blocks: usize) {
         if blocks / BLOCKS < self.buckets {
             return;

@@ -192,13 +192,13 @@ impl PrefixCache {
         self.order.prioritise(block, priority);
     }
 
-    /// The pool has so many blocks from now on.
+    /// The pool has `blocks` blocks from now on.
     pub(crate) fn resize(&mut self, blocks: usize) {
         self.index.grow(blocks);
         self.order.resize(blocks);
     }
 
-    /// Sets the quota of a tenant, in a pool of so many blocks; tenants are numbered from 1.
+    /// Sets the quota of a tenant, in a pool of `blocks` blocks; tenants are numbered from 1.
     pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize, blocks: usize) {
         self.order.set_quota(tenant, quota, blocks);
     }

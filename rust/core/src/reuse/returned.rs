@@ -26,7 +26,7 @@ macro_rules! dispatch {
 }
 
 impl Returned {
-    /// None yet, of a pool of so many blocks; not for orders by id alone.
+    /// None yet, of a pool of `blocks` blocks; not for orders by id alone.
     pub(super) fn none(order: ReuseOrder, blocks: usize) -> Option<Self> {
         match order {
             ReuseOrder::Lowest => None,
@@ -100,7 +100,7 @@ impl Returned {
         }
     }
 
-    /// Makes room for ids up to so many blocks.
+    /// Makes room for ids below `blocks`.
     pub(super) fn make_room(&mut self, blocks: usize) {
         dispatch!(self, each => each.make_room(blocks));
     }

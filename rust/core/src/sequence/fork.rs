@@ -154,7 +154,7 @@ impl Sequences {
         child
     }
 
-    /// Fails unless there is memory for so many forks of a sequence, whose rows are given.
+    /// Fails unless there is memory for `count` forks of a sequence, whose rows are given.
     pub(super) fn require_forks(&self, view: View<'_>, members: &[SequenceId], count: u32) -> Result<()> {
         /// What the system keeps for itself of each of a row's allocations, and a handle.
         const OVERHEAD: usize = 64;

@@ -146,7 +146,7 @@ impl Sequences {
         }
     }
 
-    /// Fails unless so many null entries can be appended to each of some tables.
+    /// Fails unless these counts of null entries can be appended to their tables.
     pub(super) fn require_nulls(&self, view: View<'_>, counts: impl Iterator<Item = usize>) -> Result<()> {
         if !self.groups.has_nulls() {
             return Ok(());

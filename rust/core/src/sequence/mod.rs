@@ -104,12 +104,12 @@ impl Sequences {
         self.watermark
     }
 
-    /// Fails unless there is memory for a device of so many blocks.
+    /// Fails unless there is memory for a device of `blocks` blocks.
     pub(crate) fn require_growth(&self, blocks: usize) -> Result<()> {
         if self.owners.are_noted() { self.owners.require(blocks) } else { Ok(()) }
     }
 
-    /// The device has so many blocks from now on.
+    /// The device has `blocks` blocks from now on.
     pub(crate) fn resize_device(&mut self, blocks: usize) {
         self.watermark.resize(blocks);
         if self.owners.are_noted() {
@@ -314,7 +314,7 @@ impl Sequences {
     }
 }
 
-/// Blocks for so many tokens.
+/// Blocks for `tokens` tokens.
 fn blocks_for(tokens: u64, block_size: u32) -> usize {
     usize::try_from(tokens.div_ceil(u64::from(block_size))).unwrap_or(usize::MAX)
 }

@@ -28,12 +28,12 @@ impl Owners {
         !self.0.is_empty()
     }
 
-    /// Fails unless there is memory for so many blocks.
+    /// Fails unless there is memory for `blocks` blocks.
     pub(crate) fn require(&self, blocks: usize) -> Result<()> {
         memory::require_items::<Owner>(blocks.saturating_sub(self.0.len()))
     }
 
-    /// Notes the owners of so many blocks from now on, at least.
+    /// Notes the owners of at least `blocks` blocks from now on.
     pub(crate) fn grow(&mut self, blocks: usize) {
         self.0.resize(blocks.max(self.0.len()), UNKNOWN);
     }

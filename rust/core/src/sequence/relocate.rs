@@ -76,7 +76,7 @@ impl Sequences {
         Ok(if is_short { Fit { status: AllocStatus::Later, blocks: fit.blocks, free: moved.free } } else { fit })
     }
 
-    /// The way of a batch away from the device, or towards it.
+    /// Source and target tier of a batch.
     fn route(&self, sequences: &[SequenceId], to: Tier, away: bool) -> Result<Route> {
         let Some(&sequence) = sequences.first() else {
             return Ok(if away { Route::new(Tier::Device, Tier::Host) } else { Route::new(Tier::Host, Tier::Device) });

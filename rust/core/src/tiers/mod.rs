@@ -39,7 +39,7 @@ pub(crate) struct Tiers {
 }
 
 impl Tiers {
-    /// Pools of so many blocks; with `null`, block 0 of each is taken for good.
+    /// Pools of `blocks` blocks; with `null`, block 0 of each is taken for good.
     ///
     /// # Errors
     /// More blocks than a tier can have, or than there is memory for.
@@ -313,7 +313,7 @@ impl Tiers {
         self.pools[block.0.index()].unpublish(block.1);
     }
 
-    /// Keeps host copies of published blocks from now on; a step copies at most so many unasked.
+    /// Keeps host copies of published blocks from now on; a step copies at most `per_step` unasked.
     pub(crate) fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
         let (device, host, null) = (self.device(), self.host(), usize::from(self.null));
         let fits = device.is_caching() && host.len() > null && host.free() + null == host.len();
@@ -407,7 +407,7 @@ impl Tiers {
         self.events.as_ref().map(|events| events.of(tier, block))
     }
 
-    /// Gives the device so many blocks from now on, at most [`MAX_BLOCKS`](crate::block::MAX_BLOCKS).
+    /// Gives the device `blocks` blocks from now on, at most [`MAX_BLOCKS`](crate::block::MAX_BLOCKS).
     pub(crate) fn resize_device(&mut self, blocks: usize) -> Result<()> {
         self.pools[0].require_growth(blocks)?;
         if self.events.is_some() {

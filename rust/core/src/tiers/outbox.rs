@@ -96,7 +96,7 @@ pub(crate) struct Outbox {
 }
 
 impl Outbox {
-    /// No notes yet, of pools of so many blocks together.
+    /// No notes yet, of pools of `blocks` blocks together.
     pub(crate) fn new(writes: StoreWrites, blocks: usize) -> Self {
         let (notes, order, queue) = (HashMap::new(), VecDeque::new(), VecDeque::new());
         Self { writes, capacity: blocks.saturating_mul(2).max(64), notes, order, queue }

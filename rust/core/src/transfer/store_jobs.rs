@@ -53,7 +53,7 @@ pub(crate) struct Missing {
     pub(crate) lora_id: u64,
 }
 
-/// What the tiers have and have not of a prompt's full blocks, up to so many missing ones.
+/// What the tiers have and have not of a prompt's full blocks, up to a number of missing ones.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Wanted {
     /// Blocks that the device has.
@@ -171,7 +171,7 @@ impl StoreJobs {
         Ok(published)
     }
 
-    /// Begins to write blocks that are to be stored, at most so many; none if nothing is. A block follows its parent. Writes
+    /// Begins to write at most `most` blocks that are to be stored; none if nothing is. A block follows its parent. Writes
     /// hold at most a quarter of the device's blocks.
     pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize) -> StoreJob {
         let reading: usize = self.writes.values().map(|(_, blocks)| blocks.len()).sum();

@@ -74,7 +74,7 @@ pub(crate) enum Op {
         lost: Option<usize>,
         tokens: u32,
     },
-    /// The device has so many blocks from now on.
+    /// The device has `blocks` blocks from now on.
     Resize(usize),
 }
 

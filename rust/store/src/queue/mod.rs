@@ -101,7 +101,7 @@ pub(crate) struct Queue {
     slots: Vec<SlotState>,
     /// Without slots in swap space.
     index: Index,
-    /// Slots whose header may have a key that the index has not: an operation failed, and the header is not wiped yet.
+    /// Slots whose on-disk header may hold a key missing from the index: an operation failed, and the header is not wiped yet.
     suspects: HashSet<u32>,
     /// Keys that gave way to writes which have not ended, with their slots, by the writes' generations.
     evicting: HashMap<u64, (u32, Key)>,
@@ -313,7 +313,7 @@ impl Queue {
         None
     }
 
-    /// A block and those behind it that are next in the queue, up to so many.
+    /// A block and those behind it that are next in the queue, up to `most`.
     fn run_of(
         &mut self,
         first: (Place, Buffer),

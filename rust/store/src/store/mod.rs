@@ -234,7 +234,7 @@ impl SlabStore {
         if found == expected { Ok(()) } else { Err(Error::WrongLength { found, slots, payload_bytes, expected }) }
     }
 
-    /// Refuses rows that are not whole pages, or not so many.
+    /// Refuses rows that are not whole pages, or not one for each slot.
     fn check_rows(&self, slots: usize, rows: &[Box<dyn LentRow>]) -> Result<()> {
         let width = self.options.geometry.payload_bytes;
         let fits = |bytes: &[u8]| bytes.len() == width && width % PAGE == 0 && bytes.as_ptr().addr() % PAGE == 0;

@@ -104,7 +104,7 @@ pub(super) fn header(slot: u32, page: &Buffer, result: io::Result<()>) -> Result
     }
 }
 
-/// Reads the first `len` bytes of every slot with so many threads; returns what `visit` makes of them, in no order.
+/// Reads the first `len` bytes of every slot with `threads` threads; returns what `visit` makes of them, in no order.
 pub(super) fn scan<T: Send>(
     device: &dyn BlockDevice,
     geometry: Geometry,

@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     None,
-    /// Moves only so many bytes.
+    /// Moves only a number of bytes.
     Short(usize),
     /// Fails with an errno.
     Errno(i32),

@@ -58,7 +58,7 @@ impl Observer {
     /// Ids `0..blocks`, each where it says; more come when they are named, below `limit`. Block 0 is the null block.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if there is too little for so many blocks.
+    /// [`Error::OutOfMemory`] if there is too little for `blocks` blocks.
     pub fn new(blocks: u32, limit: u32) -> Result<Self> {
         let mut observer = Self {
             forward: Vec::new(),
@@ -96,10 +96,10 @@ impl Observer {
     /// Says how many blocks there are, once that is known.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if more have been named already; [`Error::OutOfMemory`] if there is too little for so many.
+    /// [`Error::InvalidArgument`] if more have been named already; [`Error::OutOfMemory`] if there is too little for `blocks`.
     pub fn set_limit(&mut self, blocks: u32) -> Result<()> {
         if blocks < self.len() {
-            let must = format!("at least {}: so many ids have been named", self.len());
+            let must = format!("at least {}, the number of ids that have been named", self.len());
             return Err(Error::InvalidArgument { what: "num_blocks", found: blocks.into(), must });
         }
         self.extend(blocks)?;

@@ -10,7 +10,7 @@ use crate::id::BlockId;
 const RULES: [Rule; 5] = [Rule::Chances(10), Rule::Once(717), Rule::Once(205), Rule::Keep, Rule::Once(10)];
 /// Blocks of the miniature cache of a large pool.
 const MANY_BLOCKS: usize = 512;
-/// In smaller pools one block in so many is followed, which keeps the cost low, ...
+/// In smaller pools one block in 28 is followed, which keeps the cost low, ...
 const SPARSE: usize = 28;
 /// ... but for pools of less than some times as many, in which a sample of them says little.
 const DENSE_BLOCKS: usize = 800;
@@ -21,7 +21,7 @@ const CHOICES: usize = 8;
 const REMAINING: u64 = 232;
 /// One hit, as it is counted: fractions remain of older ones.
 const HIT: u64 = 256;
-/// One in so many hits of [`Rule::Keep`] does not count: what it keeps has no merit but to be there.
+/// One in 3 hits of [`Rule::Keep`] does not count: what it keeps has no merit but to be there.
 const MARGIN_OF_KEEP: u64 = 3;
 
 /// Hits of the miniature caches, of chains for which the rules differ; older ones count less.
@@ -79,7 +79,7 @@ pub(crate) struct Adaptive {
     /// Blocks of the pool that they stand for.
     modelled: usize,
     scores: Box<Scores>,
-    /// One block in so many is followed: those with the lowest tags.
+    /// One block in `one_in` is followed: those with the lowest tags.
     one_in: u32,
     highest: u32,
     /// Tags of the chains that were released since the last choice, as far as they are followed.
@@ -90,7 +90,7 @@ pub(crate) struct Adaptive {
     current: usize,
 }
 
-/// Miniatures for a pool of so many blocks; one block in so many is followed.
+/// Miniatures for a pool of `blocks` blocks, and how many blocks there are to each that is followed.
 fn miniatures(blocks: usize) -> (Box<Miniatures<{ RULES.len() }>>, u32) {
     let dense = (blocks / 16).pow(2) / (DENSE_BLOCKS / 16).pow(2);
     let one_in = dense.min(SPARSE.max(blocks / MANY_BLOCKS)).max(1);

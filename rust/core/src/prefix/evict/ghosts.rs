@@ -40,7 +40,7 @@ fn mark(tag: u32) -> u16 {
 /// Places that the first cache of a core holds, beside other things: a pool that needs more of them remembers a sample. Of a
 /// chain that comes back that is enough: what is known of a block holds for all blocks before it.
 const PLACES_IN_FIRST_CACHE: usize = 12 << 10;
-/// At least one block in so many is remembered.
+/// At least one block in 4 is remembered.
 const MOST_SPARSE: u32 = 4;
 /// Tags that are looked at together.
 const TOGETHER: usize = 128;
@@ -49,7 +49,7 @@ const TOGETHER: usize = 128;
 #[derive(Debug, Clone)]
 pub(super) struct Sample {
     places: Ghosts,
-    /// One tag in so many is remembered, a power of 2.
+    /// One tag in `one_in` is remembered, a power of 2.
     one_in: u32,
 }
 
@@ -59,13 +59,13 @@ impl Sample {
         Self { places: Ghosts::new(places), one_in }
     }
 
-    /// Of what a pool of so many blocks lets go.
+    /// Of what a pool of `blocks` blocks lets go.
     pub(super) fn of_pool(blocks: usize) -> Self {
         let one_in = Self::one_in(blocks);
         Self::new(blocks.div_ceil(one_in as usize), one_in)
     }
 
-    /// One block in how many a pool of so many blocks remembers.
+    /// One block in how many a pool of `blocks` blocks remembers.
     pub(super) fn one_in(blocks: usize) -> u32 {
         let fits = |&one_in: &u32| blocks / one_in as usize <= PLACES_IN_FIRST_CACHE;
         [1, 2].into_iter().find(fits).unwrap_or(MOST_SPARSE)

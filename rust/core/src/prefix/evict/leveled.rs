@@ -32,7 +32,7 @@ impl Leveled {
         Self { rings, deadlines: vec![0; blocks], floor: 0, now: 0, levels, credit }
     }
 
-    /// The pool has so many blocks from now on.
+    /// The pool has `blocks` blocks from now on.
     pub(crate) fn resize(&mut self, blocks: usize) {
         self.credit = Self::credit(blocks);
         if blocks > self.deadlines.len() {

@@ -109,7 +109,7 @@ pub trait Evictor: fmt::Debug + Send + Sync {
     /// A user of the block wants it kept; 0 to [`MAX_PRIORITY`].
     fn prioritise(&mut self, _block: BlockId, _priority: u8) {}
 
-    /// The pool has so many blocks from now on; blocks beyond are evictable no more. Those that were there before keep
+    /// The pool has `blocks` blocks from now on; blocks beyond are evictable no more. Those that were there before keep
     /// what is known of them.
     fn resize(&mut self, _blocks: usize) {}
 
@@ -135,7 +135,7 @@ pub enum Eviction {
     Adaptive,
     /// By priorities that decay: each level is worth one turnover of the pool.
     Priority,
-    /// A policy of the caller's, made for so many blocks.
+    /// A policy of the caller's, made for a number of blocks.
     Custom(fn(usize) -> Box<dyn Evictor>),
 }
 
@@ -233,7 +233,7 @@ impl Policy {
         }
     }
 
-    /// Sets a tenant's quota, in a pool of so many blocks; tenants are numbered from 1.
+    /// Sets a tenant's quota, in a pool of `blocks` blocks; tenants are numbered from 1.
     pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize, blocks: usize) {
         if !matches!(self, Self::Quotas(_)) {
             let inner = std::mem::replace(self, Self::Lru(Lru::new(0)));

@@ -19,17 +19,17 @@ const HIT: u32 = 4;
 const HITS: u32 = 3 * HIT;
 const TAG: u32 = !15;
 
-/// Of so many chains that are new, one is kept by [`Rule::Keep`].
+/// [`Rule::Keep`] keeps one new chain in 256.
 const KEPT_CHAINS: u32 = 256;
-/// Share of the pool that the other chains may have: one in so many blocks, ...
+/// The other chains may have one block in 16, ...
 const PROBATION_SHARE: usize = 16;
-/// ... but so many times what the longest of late has, up to half of the pool.
+/// ... but twice what the longest of late has, up to half of the pool.
 const PROBATION_CHAINS: usize = 2;
 
 /// Which block goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
-    /// As long as blocks used once are more than so many in 1024: the oldest of these.
+    /// The oldest of the blocks used once, as long as these are more than this share, in 1024ths.
     Once(u16),
     /// As `Once`; and the oldest of the others stays once more for each further time that it was used.
     Chances(u16),
@@ -62,7 +62,7 @@ pub(super) struct Segments {
 }
 
 impl Segments {
-    /// For a pool of so many blocks; `ghosts` remembers those that go.
+    /// For a pool of `blocks` blocks; `ghosts` remembers those that go.
     pub(super) fn new(blocks: usize, rule: Rule, ghosts: Sample) -> Self {
         Self {
             rule,

@@ -51,7 +51,7 @@ impl<'a> TableRows<'a> {
         Self { rows, width }
     }
 
-    /// Fails unless there are so many rows.
+    /// Fails unless there are `wanted` rows.
     pub(in crate::sequence) fn require_rows(&self, wanted: usize) -> Result<()> {
         let rows = self.rows.len().checked_div(self.width).unwrap_or(usize::MAX);
         if wanted <= rows {
@@ -60,7 +60,7 @@ impl<'a> TableRows<'a> {
         Err(invalid("number of rows of the block table", rows as i128, format!("at least {wanted}, the sequences")))
     }
 
-    /// Fails unless a row takes so many blocks.
+    /// Fails unless a row takes `blocks` blocks.
     pub(in crate::sequence) fn require_width(&self, sequence: SequenceId, blocks: usize) -> Result<()> {
         if blocks <= self.width {
             return Ok(());

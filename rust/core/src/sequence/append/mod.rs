@@ -36,7 +36,7 @@ impl Counts<'_> {
         }
     }
 
-    /// Tokens for a batch of so many sequences.
+    /// Tokens for a batch of `sequences` sequences.
     ///
     /// # Errors
     /// There is not one number a sequence.
@@ -342,7 +342,7 @@ impl Sequences {
         leaves && !self.is_null(block) && view.tiers.device().refs(block) > 1
     }
 
-    /// Table entries that exist and that are written after so many tokens and slots beyond them have been appended.
+    /// Table entries that exist and that are written once `count` tokens, and `lookahead` slots beyond them, are appended.
     fn written_blocks(&self, row: &Row, count: u32, lookahead: u32) -> Range<usize> {
         let first = (row.len / self.block_size) as usize;
         let end = u64::from(row.len) + u64::from(count) + u64::from(lookahead);

@@ -225,7 +225,7 @@ impl RowKeys {
     }
 }
 
-/// Frames of a chain over so many blocks of tokens.
+/// Frames of a chain over `blocks` blocks of tokens.
 pub(crate) fn frames_before_extras(blocks: usize, block_size: u32) -> u32 {
     let of_block = u64::from(block_size).div_ceil(16);
     u32::try_from((blocks as u64).saturating_mul(of_block).saturating_add(1)).unwrap_or(u32::MAX)

@@ -26,7 +26,7 @@ impl RecentTokens {
         BLOCKS * self.block_size as usize
     }
 
-    /// Makes room for so many rows in all, or fails.
+    /// Makes room for `rows` rows in all, or fails.
     pub(super) fn require(&mut self, rows: usize) -> Result<()> {
         let more = rows.saturating_mul(self.span()).saturating_sub(self.ids.len());
         memory::make_room(&mut self.ids, more)
