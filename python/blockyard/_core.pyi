@@ -1157,7 +1157,7 @@ class BlockManager:
             lora_id: adapter of the prompts, 0 for none; one int, or one for each prompt.
             extras: what else decides a block's bytes, such as an image's hash: `(prompt, block, kind, bytes)`, by
                 rising block.
-            chunk_tokens: take blocks for at most so many tokens beyond the cached ones; `next_chunk` and `append` put
+            chunk_tokens: most tokens beyond the cached ones to take blocks for; `next_chunk` and `append` put
                 the rest in. None: all at once.
             encoder_tokens: tokens of each sequence's encoder, where there is a group with cross attention.
         Returns:
@@ -1195,7 +1195,7 @@ class BlockManager:
 
         Args:
             sequence: handle.
-            count: None opens one sequence; an int opens so many.
+            count: of sequences to open; None opens one.
             shared_tokens: share only the first tokens, a multiple of the block size; the new sequence gets blocks of
                 its own for the rest. Together with `num_tokens`.
             num_tokens: tokens of the new sequence.
@@ -2137,7 +2137,7 @@ class BoundViews:
 
         Args:
             mapping: by the rule `"swap"` or `"copy"` between two lists, by any but `"swap"` within one.
-            num_threads: at most so many share a large call.
+            num_threads: most threads that share a large call.
         Raises:
             MappingError: it names blocks that the views do not have, or is by another rule; nothing was copied.
             OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.
@@ -2393,7 +2393,7 @@ class V0BlockTable:
     ) -> Self: ...
     @staticmethod
     def get_num_required_blocks(token_ids: _Each[int], block_size: int, num_lookahead_slots: int = 0) -> int:
-        """Blocks for so many tokens and slots, hits left out of account."""
+        """Blocks for tokens and lookahead slots, without looking for hits."""
 
     @property
     def _num_empty_slots(self) -> int: ...
@@ -2419,7 +2419,7 @@ class V0BlockTable:
         """Appends tokens and makes room for more, all or nothing; shared blocks that are written are copied."""
 
     def ensure_num_empty_slots(self, num_empty_slots: int, extra_hash: int | None = None) -> None:
-        """Takes blocks until so many slots are empty, or none."""
+        """Takes blocks until `num_empty_slots` slots are empty, or none."""
 
     def fork(self) -> V0BlockTable:
         """A table over the same physical blocks."""
@@ -2747,7 +2747,7 @@ class OffloadManager:
         eviction: which stored chunk is given out again first, as for `PrefixCaching`.
     Raises:
         InvalidArgumentError: `num_chunks` is out of range, or `eviction` has another name.
-        OutOfMemoryError: there is no memory to keep track of so many.
+        OutOfMemoryError: there is no memory to keep track of them.
 
     Example:
         >>> from blockyard.offload import OffloadManager
@@ -2826,7 +2826,7 @@ class OffloadManager:
             count: keys to evict.
             protected: keys to keep: bytes, in any collection.
         Returns:
-            The keys that were evicted; or None, and nothing is changed, if there are not so many.
+            The keys that were evicted; or None, and nothing is changed, if there are fewer.
         Raises:
             InvalidArgumentError: `count` is negative, or a key is not bytes.
         """
