@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import in_child
 from kept_prefixes import LAYOUT, WIDTH, CheckedCache, tokens
 from memory_stores import KeyedStore
 from numpy.typing import NDArray
 
 from blockyard import KVCache
-from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard.errors import ForkedError, InvalidArgumentError, StoreError
 from blockyard.layout.kv import KVLayout
 from blockyard.prefix_store import LOAD_SECONDS
 from blockyard.scheduler import Request, Scheduler
@@ -269,6 +270,21 @@ def test_a_store_that_hangs_costs_one_deadline_and_then_nothing(
         while not cache.fetch(tokens(2, 9)).tokens:
             assert time.monotonic() < until, "the store answers again and is not used"
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_a_fork_is_told_and_the_parent_goes_on(tmp_path: Path, where: str):
+    with checked(f"file://{tmp_path}?size=1MiB" if where == "file" else keyed()) as cache:
+        assert cache.fetch(tokens(1, 9)).tokens == 0
+
+        def check() -> None:
+            with pytest.raises(ForkedError, match="a connection to a store was made by process"):
+                cache.prefixes.prefetch(tokens(2, 9))
+
+        in_child(check)
+        cache.serve(tokens(1, 9))
+        assert cache.prefixes.wait(60)
+        assert cache.prefixes.stats().written_blocks == 2
 
 
 def test_the_engines_thread_calls_no_function_that_may_block():

@@ -23,6 +23,7 @@ from blockyard._core import Completion
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.stores.batches import BatchStore
+from blockyard.workers import Process
 
 __all__ = ["Answer", "Batch", "CheckedStore"]
 
@@ -89,6 +90,7 @@ class CheckedStore:
             )
         self.num_slots = store.num_slots
         self._store = store
+        self._process = Process("a connection to a store")
         self._bytes_per_block = bytes_per_block
         self._open: dict[int, Batch] = {}
         self._answers: list[tuple[Batch, object]] = []
@@ -132,6 +134,7 @@ class CheckedStore:
 
     def contains(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return which keys the store says it has, bool `[n]`; none if it says anything else."""
+        self._process.check()
         try:
             found = np.asarray(self._store.contains(keys))
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
@@ -168,6 +171,7 @@ class CheckedStore:
             self._take_in()
 
     def _submit(self, batch: Batch, call: Callable[[], object]) -> Batch:
+        self._process.check()
         self._strays += 1
         try:
             batch.ticket = operator.index(call())  # type: ignore[arg-type]

@@ -93,7 +93,7 @@ class Part:
         """Whether it holds staged rows."""
         if self.lost is not None:
             return False
-        if self.kind == "spill":  # the store copies what it is given
+        if self.kind == "spill":  # the store counts what it was given
             return self.transfer is not None and self.batch is None
         return self.batch is not None
 
