@@ -41,7 +41,7 @@ class PrefixStore:
         store: opened with `use="prefix"`. Only this object may use it.
         writes: which blocks go to the store. `"through"`: each once it is computed; `"back"`: those about to be
             evicted that no other tier has; `"second_use"`: those that are computed or hit a second time; `"never"`.
-        deadline: least seconds after which a prompt goes on without the store; a second more for every 200 MB.
+        deadline: seconds after which a prompt goes on without the store, plus one for every 200 MB that it lacks.
         max_staging: bytes of blocks on their way from the store, and as many on their way to it; an int or text.
 
     Raises:

@@ -145,7 +145,7 @@ class Writes:
         return True
 
     def _put(self, write: Write, rows: NDArray[np.uint8]) -> bool:
-        """Give the store the blocks that it has not; False if it does not take them."""
+        """Put the blocks that the store lacks; False if it refuses them."""
         job = write.job
         is_new = ~self._store.contains(job.keys)
         if not is_new.any():

@@ -292,8 +292,8 @@ class ExternalStore(ABC):
             timeout: seconds; it can only shorten the ticket's own deadline, which grows with the bytes under way.
 
         Returns:
-            One entry a slot or key, in the order of the batch; what was not done in time is a miss, `"timeout"`. The
-            rows are those that the read was given.
+            One entry for each slot or key, in the order of the batch. What missed the deadline is `"timeout"`. A read
+            that was given rows returns these.
 
         Raises:
             UnknownTicketError: the ticket was never issued or has been collected.

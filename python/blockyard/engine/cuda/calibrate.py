@@ -133,7 +133,7 @@ def choose_batch_pieces(measure: Callable[[int], dict[StrategyName, float]]) -> 
 
 
 def measure_batches(index: int, most: int) -> float:
-    """Time many small pieces from page-locked memory to the device in batches; gives the least seconds."""
+    """Return the fastest of several runs, in seconds: small pieces to the device, in batches of `most`."""
     source = torch.zeros((_BATCHED_PIECES, _BATCHED_BYTES), dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(source, device=f"cuda:{index}")
     random = np.random.default_rng(0)

@@ -59,7 +59,7 @@ class OnlineDefragmenter:
 
     The allocator's ids go in; `resolve` gives the blocks that attention must read and write. By default every id lies
     where it says until `defragment` exchanges it for another, so that whatever an id is cached for stays with it.
-    Ids known to hold nothing of worth are bound to the lowest free block instead, and most steps need no move.
+    Ids without content are bound to the lowest free block instead, and most steps need no move.
     One thread at a time.
 
     Args:
@@ -68,8 +68,8 @@ class OnlineDefragmenter:
         margin: ids above the number in use that may stay, once started.
         enabled: if not, ids are blocks, and nothing is kept.
         graphed: pass the same tensors to `exchange`, padded to 8, 16, ... 512 pairs.
-        prefix_caching: the allocator may find what is cached in freed ids. If it does not, all freed and new ids hold
-            nothing of worth; bytes that a connector loads into new ids must then come after `update_state`.
+        prefix_caching: the allocator may find what is cached in freed ids. If it does not, all freed and new ids have
+            no content; bytes that a connector loads into new ids must then come after `update_state`.
         max_moves: most moves a step; all that are needed by default.
         max_bytes: most bytes written a step, all layers; an exchange writes both of its blocks.
         goals: what to work for instead of what threshold and margin say, the most important first. `"contiguous"` is
@@ -167,7 +167,7 @@ class OnlineDefragmenter:
             new_blocks: ids by request. An id and no generation means the request of that id that runs, or a new one.
             finished_reqs: without a generation, the oldest request of that id that runs. Unknown ones are passed over:
                 they ended before they got blocks, or were released.
-            fresh: ids of `new_blocks` that hold nothing of worth; all, if there is no prefix caching.
+            fresh: ids of `new_blocks` without content; all, if there is no prefix caching.
 
         Raises:
             InvalidArgumentError: an id is out of range, or a generation is older than one that runs; nothing was
@@ -225,7 +225,7 @@ class OnlineDefragmenter:
             self._forget(name, generation)
 
     def forget(self, blocks: Blocks) -> None:
-        """Say that these ids hold nothing of worth, as long as they are not in use: the allocator dropped them.
+        """Mark ids as empty, as far as they are not in use: the allocator dropped their content.
 
         Raises:
             InvalidArgumentError: an id is out of range; nothing was changed.
