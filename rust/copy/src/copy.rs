@@ -1,17 +1,21 @@
 //! Copies, exchanges and moves of rows, in all caches of a call.
 
 use crate::apart::{check_apart, check_lists, reserved};
+use crate::contest::{Contest, Way};
 use crate::error::CopyError;
 use crate::lanes::{LANES, PIECE_BYTES, in_lanes};
-use crate::lines::{exchange_line, fence, stream_line, streams_one_piece};
+use crate::lines::{exchange_line, fence, stream_line};
 use crate::mapping::{ASIDE, Mapping, Rule, Steps};
-use crate::pieces::Pieces;
+use crate::pieces::{Piece, Pieces};
 use crate::rows::Rows;
 use crate::share::share;
 use std::sync::{Mutex, PoisonError};
 
 /// From this many bytes on, what is written goes past the processor's caches: there it would push out what is in use.
 const STREAM_BYTES: usize = 2 << 20;
+
+/// How this process streams.
+static STREAMING: Contest = Contest::new();
 
 /// Caches that fit one another: what is checked once, for any number of mappings.
 #[derive(Debug, Clone)]
@@ -135,20 +139,29 @@ impl Caches {
 unsafe fn copy_apart(sources: &[Rows], targets: &[Rows], pairs: &[[u32; 2]], threads: usize) {
     let bytes = sources.iter().map(|rows| rows.width()).fold(0, usize::saturating_add).saturating_mul(pairs.len());
     share(sources.len(), pairs, widest(sources), threads, |cache, part| {
-        // SAFETY: the rows are there, of one width, and lie apart, as the caller says; who made them says that they are ours.
-        unsafe {
-            if bytes < STREAM_BYTES {
-                Pieces::new(sources[cache], targets[cache], part, usize::MAX).for_each(|piece| piece.copy());
-            } else {
-                let pieces = Pieces::new(sources[cache], targets[cache], part, PIECE_BYTES);
-                let line = |from: *mut u8, to: *mut u8| stream_line(from, to);
-                if streams_one_piece() {
-                    in_lanes::<1>(pieces, |odd| odd.copy(), line);
-                } else {
-                    in_lanes::<LANES>(pieces, |odd| odd.copy(), line);
+        let width = sources[cache].width();
+        if bytes < STREAM_BYTES {
+            // SAFETY: the rows are there, of one width, and lie apart, as the caller says; who made them says that they are
+            // ours.
+            unsafe { Pieces::new(sources[cache], targets[cache], part, usize::MAX).for_each(|piece| piece.copy()) };
+            return;
+        }
+        for part in part.chunks(STREAMING.entries(part.len(), width)) {
+            STREAMING.run(part.len() * width, |way| {
+                let line = |from: *mut u8, to: *mut u8| {
+                    // SAFETY: as above; the fence follows.
+                    unsafe { stream_line(from, to) };
+                };
+                // SAFETY: as above.
+                let copy = |odd: Piece| unsafe { odd.copy() };
+                // SAFETY: as above.
+                let pieces = unsafe { Pieces::new(sources[cache], targets[cache], part, PIECE_BYTES) };
+                match way {
+                    Way::OneByOne => in_lanes::<1>(pieces, copy, line),
+                    Way::InLanes => in_lanes::<LANES>(pieces, copy, line),
                 }
                 fence();
-            }
+            });
         }
     });
 }

@@ -8,6 +8,7 @@
 //! are (they fit and share no memory), and in a call whether the caches have the blocks that the mapping names.
 
 mod apart;
+mod contest;
 mod copy;
 mod error;
 mod lanes;
