@@ -56,7 +56,7 @@ class Process:
         Raises:
             ForkedError: this is a fork.
         """
-        if not self.is_current:
+        if os.getpid() != self._pid:
             raise ForkedError(
                 f"{self._what} was made by process {self._pid}, this is its fork {os.getpid()}: make one here"
             )

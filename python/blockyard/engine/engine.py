@@ -432,9 +432,11 @@ class CacheEngine:
         events = [self.streams.launch(stream, piece) for piece in task.pieces]
         for event in events:
             event.synchronize()
-        transfer.error = next((event.error for event in events if event.error is not None), None)
+            transfer.error = transfer.error or event.error
         self._ended(task, transfer)
-        return transfer.wait()
+        if transfer.error is not None:
+            raise transfer.error
+        return transfer
 
     def _ended(self, task: Task, transfer: Transfer) -> None:
         if transfer.error is None and "rows" not in {task.src, task.dst}:

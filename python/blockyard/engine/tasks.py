@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -95,8 +94,10 @@ def moving(
     src, dst = _BETWEEN.get(kind, (tier, tier))
     blocks = memory.num_blocks(src), memory.num_blocks(dst)
     rule: Rule = "swap" if kind in _BETWEEN else kind  # type: ignore[assignment]
-    with _naming_tier(memory, (src, dst), ids):
+    try:
         mapping = Mapping(ids, src_blocks=blocks[0], dst_blocks=blocks[1], rule=rule)
+    except MappingError as error:
+        raise _naming_tier(error, memory, (src, dst), ids) from None
     num_bytes = len(mapping) * memory.bytes_per_block * (2 if kind == "exchange" else 1)
     for end, side in zip(mapping.reach, (src, dst), strict=True):
         if side == "host":
@@ -113,8 +114,10 @@ def moving(
 
 def reading(memory: Memory, tier: EngineTier, blocks: Ids, *, chunk: int | None) -> Task:
     """Check ids of blocks, int64 `[n]`, to be copied into fresh rows; raises MappingError."""
-    with _naming_tier(memory, [tier], blocks):
+    try:
         mapping = with_rows(blocks, memory.num_blocks(tier), written=False)
+    except MappingError as error:
+        raise _naming_tier(error, memory, [tier], blocks) from None
     rows = memory.staging(len(mapping))
     pieces = _pieces(bind(*memory.between(tier, rows)), mapping, chunk)
     return Task("read", tier, "rows", mapping, rows.numel(), pieces, rows=rows)
@@ -127,8 +130,10 @@ def writing(
 
     Rows for a CUDA device are copied, if they are not page-locked and staging memory is; with `copies` in any case.
     """
-    with _naming_tier(memory, [tier], blocks):
+    try:
         mapping = with_rows(blocks, memory.num_blocks(tier), written=True)
+    except MappingError as error:
+        raise _naming_tier(error, memory, [tier], blocks) from None
     wanted = (len(mapping), memory.bytes_per_block)
     if rows.dtype != np.uint8 or rows.shape != wanted:
         raise LayoutError(f"rows are {rows.dtype} {list(rows.shape)}, wanted uint8 {list(wanted)}")
@@ -142,20 +147,14 @@ def writing(
     return Task("write", "rows", tier, mapping, source.numel(), pieces, kept=(source,))
 
 
-@contextmanager
-def _naming_tier(memory: Memory, tiers: Sequence[EngineTier], ids: Ids) -> Iterator[None]:
+def _naming_tier(error: MappingError, memory: Memory, tiers: Sequence[EngineTier], ids: Ids) -> MappingError:
     """Name the tier of an id that is too large: its manager was made with another number of blocks."""
-    try:
-        yield
-    except MappingError as error:
-        columns = np.asarray(ids).T if np.ndim(ids) == 2 else [np.asarray(ids)]
-        for column, tier in zip(columns, tiers, strict=False):
-            num_blocks = memory.num_blocks(tier)
-            if column.dtype.kind in "iu" and column.size and column.max() >= num_blocks:
-                raise MappingError(
-                    f"{error}; the engine has {tier}_blocks={num_blocks}, give its manager the same"
-                ) from None
-        raise
+    columns = np.asarray(ids).T if np.ndim(ids) == 2 else [np.asarray(ids)]
+    for column, tier in zip(columns, tiers, strict=False):
+        num_blocks = memory.num_blocks(tier)
+        if column.dtype.kind in "iu" and column.size and column.max() >= num_blocks:
+            return MappingError(f"{error}; the engine has {tier}_blocks={num_blocks}, give its manager the same")
+    return error
 
 
 def _pieces(run: Run, mapping: Mapping, chunk: int | None) -> list[Work]:

@@ -182,6 +182,7 @@ class Transfers:
         """
         if on_full not in {"wait", "refuse"}:
             raise InvalidArgumentError(f"on_full is {on_full!r}, must be 'wait' or 'refuse'")
+        self.process.check()
         self._mend()
         self._go_on()
         while self.outstanding(stream) and self.outstanding(stream) + num_bytes > self._max_outstanding:
@@ -219,6 +220,7 @@ class Transfers:
         Raises:
             InvalidArgumentError: a transfer in `after` belongs to another engine; nothing was submitted.
         """
+        self.process.check()
         self._mend()
         named = [self._job(transfer) for transfer in after]
         queued = [job for job in self._open.values() if job.stream == "compute"]
@@ -311,7 +313,6 @@ class Transfers:
 
     def _mend(self) -> None:
         """After an interrupt, fail what the interrupted call had begun to launch: how far it came is not known."""
-        self.process.check()
         if not self._torn:
             return
         for stream in {job.stream for job in self._open.values()}:
