@@ -31,7 +31,7 @@ use crate::manager::pool::PyPool;
 use crate::manager::prefix::PyPrefix;
 use crate::manager::prompts::{KeySpecs, PromptLike, Prompts, PyExtra};
 use crate::manager::sequence::PySequence;
-use crate::manager::shared::{Shared, handles, row_in, rows_in};
+use crate::manager::shared::{Shared, handles, no_handles, row_in, rows_in};
 use crate::manager::stats::PyManagerStats;
 use blockyard_core::{self as core, BlockId, Config, Demand, Manager, SequenceId, TableRows, Tier};
 use numpy::{PyArray1, PyArrayMethods};
@@ -636,7 +636,7 @@ impl PyBlockManager {
         #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         if lost.is_empty() {
-            let none = handles(py, &[])?;
+            let none = no_handles(py)?;
             return self.lock().complete(ticket.0).map(|()| none).map_err(to_py);
         }
         let lost = core_pairs(py, &lost)?;

@@ -8,6 +8,7 @@ use crate::locks::{Guard, InnerLock, lock};
 use blockyard_core::{Manager, SequenceId, memory as core_memory};
 use numpy::PyArray1;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use std::sync::Arc;
 
 /// One manager behind one lock.
@@ -32,6 +33,12 @@ impl Shared {
 /// A new uint64 array of handles.
 pub(crate) fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> PyResult<Bound<'py, PyArray1<u64>>> {
     memory::array(py, ids, |id| id.0)
+}
+
+/// The empty array of handles, one for all: a step's usual answer, and making it would cost as much as the call.
+pub(crate) fn no_handles(py: Python<'_>) -> PyResult<Bound<'_, PyArray1<u64>>> {
+    static NONE: PyOnceLock<Py<PyArray1<u64>>> = PyOnceLock::new();
+    NONE.get_or_try_init(py, || handles(py, &[]).map(Bound::unbind)).map(|none| none.bind(py).clone())
 }
 
 /// The rows of sequences in one cache group.
