@@ -166,6 +166,8 @@ class BlockyardLinker(UnifiedCacheLinker):
         if trailing:
             # States of windows that end earlier were not read.
             return [pages] if all(page in staged for page in wanted) else []
+        if len(staged) == len(wanted):
+            return list(range(1, pages + 1))
         names = {name for name, _ in wanted}
         whole = [all((name, key) in staged for name in names) for key in keys[:pages]]
         return list(range(1, [*whole, False].index(False) + 1))
