@@ -301,11 +301,12 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         PREFIXES,
         [
             (
-                "            self._count(int(ok.sum()) + len(write.job) - len(ok))",
-                "            self._count(len(write.job))",
+                "        self._count(int(answer.ok.sum()) + len(write.job) - len(answer.ok))",
+                "        self._count(len(write.job))",
             ),
             ("        is_new = ~self._store.contains(job.keys)", "        is_new = self._store.contains(job.keys)"),
             ("if not is_whole or rows is None or", "if rows is None or"),
+            ("            self._num_answers = answers\n", "            self._num_answers = answers + 1\n"),
         ],
     ),
     (

@@ -438,7 +438,7 @@ def test_blocks_that_are_read_for_the_store_are_there_for_a_prompt_that_needs_th
     with checked(keyed(medium), device=16, host=0) as cache:
         cache.serve(tokens(1, 17))
         with monkeypatch.context() as patch:
-            patch.setattr(cache.prefixes._writes, "_advance", lambda write: None)  # the copies take their time
+            patch.setattr(cache.prefixes._writes, "_hand_over", lambda write: False)  # the copies take their time
             cache.prefixes.poll()
         assert cache.manager.pool("device").num_free == 12
         cache.serve(tokens(2, 63))

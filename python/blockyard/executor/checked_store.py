@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -79,6 +80,10 @@ class CheckedStore:
         store: the external store.
         bytes_per_block: of the engine's blocks.
 
+    Attributes:
+        num_slots: of the store.
+        num_answers: that batches have got; who waits for many batches need not ask each while it stays.
+
     Raises:
         InvalidArgumentError: the store's blocks have another size.
     """
@@ -98,6 +103,7 @@ class CheckedStore:
         self._repeated: set[int] = set()
         self._strays = 0  # calls that were interrupted, and whose ticket is not known
         self._polling = False  # if it is set when `poll` begins, the last call was interrupted
+        self.num_answers = 0
 
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> Batch:
         """Start to write blocks; the rows are the store's from now on, nobody else may write to them.
@@ -199,7 +205,8 @@ class CheckedStore:
             _log.warning("the store cannot be polled, %d batches are given up: %s", len(self._open), _describe(error))
             return list(self._open)
         until = time.monotonic() - OVERDUE_SECONDS
-        return found + [ticket for ticket, batch in self._open.items() if batch.since < until]
+        overdue = takewhile(lambda ticket: self._open[ticket].since < until, self._open)  # the oldest are first
+        return [*found, *overdue]
 
     def _collect(self, batch: Batch, timeout: float) -> None:
         try:
@@ -220,6 +227,7 @@ class CheckedStore:
             batch, answer = self._answers[0]
             if batch.answer is None:
                 batch.answer = self._checked(batch, batch.ticket, answer)
+                self.num_answers += 1
             self._open.pop(batch.ticket, None)
             del self._answers[0]
 

@@ -97,7 +97,7 @@ class PrefixStore:
         self._torn = False  # a call is amid changes; if it is set when one begins, the last was interrupted
 
     def __repr__(self) -> str:
-        return f"PrefixStore({self.store!r}, {self.num_open} prefetches, {len(self._writes.open)} writes under way)"
+        return f"PrefixStore({self.store!r}, {self.num_open} prefetches, {len(self._writes)} writes under way)"
 
     @property
     def num_open(self) -> int:
@@ -137,7 +137,7 @@ class PrefixStore:
         """Make progress in both directions without waiting."""
         self._mend()
         self._torn = True
-        if self._loads.open or self._writes.open:
+        if self._loads.open or self._writes:
             self._engine.poll()
         self._checked.poll()
         self._loads.advance()
@@ -155,7 +155,7 @@ class PrefixStore:
             Whether that happened in time.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        met = until or (lambda: not self._writes.open)
+        met = until or (lambda: not self._writes)
         while True:
             self.poll()
             if met():
@@ -184,7 +184,7 @@ class PrefixStore:
             StoreError: the store could not forget its keys.
         """
         self._mend()
-        if self._loads.open or self._writes.open or not self._manager.prefix.reset():
+        if self._loads.open or self._writes or not self._manager.prefix.reset():
             return False
         self.store.forget(revision)
         self._loads.forget()

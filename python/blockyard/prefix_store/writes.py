@@ -43,9 +43,6 @@ class Writes:
         stats: takes the counts.
         max_bytes: of blocks on their way.
         note_written: called with the keys of each batch that the store has answered.
-
-    Attributes:
-        open: the writes under way.
     """
 
     def __init__(
@@ -65,7 +62,14 @@ class Writes:
         self._note_written = note_written
         self._jobs: list[StoreJob] = []  # the manager's jobs that have not ended
         self._is_closed = False
-        self.open: list[Write] = []
+        self._reading: list[Write] = []  # the engine reads their blocks
+        self._putting: list[Write] = []  # the store has their blocks
+        self._num_putting = 0  # blocks of these
+        self._num_answers = 0  # of the store, as far as these have been looked through for them
+
+    def __len__(self) -> int:
+        """Writes under way."""
+        return len(self._reading) + len(self._putting)
 
     @property
     def has_jobs(self) -> bool:
@@ -75,11 +79,17 @@ class Writes:
     @property
     def num_blocks(self) -> int:
         """Blocks on their way."""
-        return sum(len(write.job) for write in self.open)
+        return sum(len(write.job) for write in self._reading) + self._num_putting
 
     def advance(self) -> None:
         """Take all writes as far as they go, and begin others; never waits."""
-        self.open = [write for write in self.open if not self._advance(write)]
+        self._reading = [write for write in self._reading if not self._hand_over(write)]
+        # A store that hangs has thousands of batches, and no answer.
+        answers = self._store.num_answers
+        if self._num_answers != answers:
+            self._putting = [write for write in self._putting if not self._take_answer(write)]
+            self._num_putting = sum(len(write.job) for write in self._putting)
+            self._num_answers = answers
         while not self._is_closed:
             room = self._max_blocks - self.num_blocks
             if room < 1:
@@ -95,15 +105,14 @@ class Writes:
                 self._end_job(job)
                 self._stats.unwritten_blocks += len(job)
                 return
-            self.open.append(Write(job, transfer))
-            if self._advance(self.open[-1]):
-                del self.open[-1]
+            self._reading.append(Write(job, transfer))
+            if self._hand_over(self._reading[-1]):
+                del self._reading[-1]
 
     def wait_for_engine(self) -> None:
         """Wait until the engine has read the blocks of the writes under way."""
-        for write in self.open:
-            if write.batch is None:
-                self._engine.transfers.wait(write.transfer)
+        for write in self._reading:
+            self._engine.transfers.wait(write.transfer)
 
     def close(self) -> None:
         """Begin no more writes."""
@@ -115,32 +124,40 @@ class Writes:
             with suppress(UnknownTicketError):  # it has ended
                 self._store_jobs.end_write(self._jobs[-1].job)
             del self._jobs[-1]
-        self._stats.unwritten_blocks += sum(len(write.job) for write in self.open if write.batch is None)
-        self.open = [write for write in self.open if write.batch is not None]
+        self._stats.unwritten_blocks += sum(len(write.job) for write in self._reading if write.batch is None)
+        handed_over = [write for write in self._reading if write.batch is not None and write not in self._putting]
+        self._putting += handed_over  # by a call that was interrupted
+        self._reading = []
+        self._num_putting = sum(len(write.job) for write in self._putting)
 
     def _end_job(self, job: StoreJob) -> bool:
         is_whole = self._store_jobs.end_write(job.job)
         self._jobs.remove(job)
         return is_whole
 
-    def _advance(self, write: Write) -> bool:
-        """Take a write as far as it goes. Returns whether it has ended."""
-        if write.batch is None:
-            if not write.transfer.done:
-                return False
-            is_whole = self._end_job(write.job)
-            rows, write.transfer.rows = write.transfer.rows, None
-            if not is_whole or rows is None or write.transfer.error is not None or not self._put(write, rows):
-                self._stats.unwritten_blocks += len(write.job)
-                return True
-        if write.batch is None:  # the store has all of them
-            self._count(len(write.job))
-        elif write.batch.answer is None:
+    def _hand_over(self, write: Write) -> bool:
+        """Hand blocks that the engine has read over to the store. Returns whether the engine is done with them."""
+        if not write.transfer.done:
             return False
-        else:
-            ok = write.batch.answer.ok
-            self._count(int(ok.sum()) + len(write.job) - len(ok))
-            self._stats.unwritten_blocks += int(len(ok) - ok.sum())
+        is_whole = self._end_job(write.job)
+        rows, write.transfer.rows = write.transfer.rows, None
+        if not is_whole or rows is None or write.transfer.error is not None or not self._put(write, rows):
+            self._stats.unwritten_blocks += len(write.job)
+        elif write.batch is not None:
+            self._putting.append(write)
+            self._num_putting += len(write.job)
+        else:  # the store has all of them
+            self._count(len(write.job))
+            self._note_written(write.job.keys)
+        return True
+
+    def _take_answer(self, write: Write) -> bool:
+        """Count what the store has put. Returns whether it has answered."""
+        answer = None if write.batch is None else write.batch.answer
+        if answer is None:
+            return False
+        self._count(int(answer.ok.sum()) + len(write.job) - len(answer.ok))
+        self._stats.unwritten_blocks += int(len(answer.ok) - answer.ok.sum())
         self._note_written(write.job.keys)
         return True
 

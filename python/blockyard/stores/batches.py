@@ -60,7 +60,6 @@ class Batch:
     followers: list["Batch"] = field(default_factory=list)
     running: bool = False
     ended: bool = False
-    reported: bool = False
 
     @property
     def is_read(self) -> bool:
@@ -86,6 +85,8 @@ class BatchStore(ExternalStore):
         self._idle = 0
         self._buffers = Buffers()
         self._open: dict[int, Batch] = {}  # not collected
+        self._news: dict[int, Batch] = {}  # of these, those that have ended since the last `poll`
+        self._first_deadline = inf  # no batch that has not ended has an earlier one
         self._ready: deque[Batch] = deque()  # what a thread may take
         self._last: dict[Name, Batch] = {}  # batch of each slot and key, until it has ended
         self._late: set[Batch] = set()  # puts that were given up and still run
@@ -127,7 +128,7 @@ class BatchStore(ExternalStore):
             if self._event is None:
                 self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                 weakref.finalize(self, os.close, self._event)
-                if any(batch.ended and not batch.reported for batch in self._open.values()):
+                if self._news:
                     os.eventfd_write(self._event, 1)
             return self._event
 
@@ -137,17 +138,18 @@ class BatchStore(ExternalStore):
         self._failures.flush(self)  # the workers may all hang
         with self._lock:
             now = time.monotonic()
-            for batch in self._open.values():
-                if not batch.ended and batch.deadline < now:
-                    self._give_up(batch, "timeout")
+            if self._first_deadline < now:
+                for batch in self._open.values():
+                    if not batch.ended and batch.deadline < now:
+                        self._give_up(batch, "timeout")
+                waiting = (batch.deadline for batch in self._open.values() if not batch.ended)
+                self._first_deadline = min(waiting, default=inf)
             if self._event is not None:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._event)
-            ended = [batch for batch in self._open.values() if batch.ended and not batch.reported]
-            found = [batch for batch in ended if batch.kind != "forget"]  # `forget` waits for its own
-            for batch in found:
-                batch.reported = True
-            return [batch.ticket for batch in found]
+            news, self._news = self._news, {}
+            # `forget` waits for its own.
+            return [ticket for ticket, batch in news.items() if ticket in self._open and batch.kind != "forget"]
 
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
         """Collect a ticket; see `ExternalStore.wait`."""
@@ -170,6 +172,7 @@ class BatchStore(ExternalStore):
                 reasons = [reason or "error" for reason in reasons]
             if not batch.running:
                 self._release(batch)
+            self._news.pop(ticket, None)
             del self._open[ticket]
         ok = np.array([not reason for reason in reasons], dtype=np.bool_)
         if rows is not None and not _is_same(rows, result):
@@ -244,6 +247,7 @@ class BatchStore(ExternalStore):
                 self._pending += num_bytes
                 batch.num_bytes = num_bytes
                 self._open[batch.ticket] = batch
+                self._first_deadline = min(self._first_deadline, batch.deadline)
                 self._misses.update(batch.reasons[len(taken) :])
                 self._prepare(batch, names)
                 self._put_behind(batch)
@@ -357,6 +361,7 @@ class BatchStore(ExternalStore):
         """Take a batch's answer."""
         batch.reasons[: len(reasons)] = reasons
         batch.ended = True
+        self._news[batch.ticket] = batch
         self._misses.update(filter(None, reasons))
         if batch.kind in {"write", "put", "read", "get"}:
             self._blocks[not batch.is_read] += reasons.count("")
@@ -417,6 +422,7 @@ class BatchStore(ExternalStore):
             elif not batch.ended:
                 batch.reasons = ["error"] * len(batch.reasons)
                 batch.ended = True
+                self._news[batch.ticket] = batch
             self._release(batch)
         self._note(error)
         self._last = {}
