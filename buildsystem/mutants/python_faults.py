@@ -210,20 +210,26 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         ],
     ),
     (
-        "executor/legs.py",
+        "engine/memory.py",
         LEGS,
         [
             (
-                "staging(1 << (num_bytes // width - 1).bit_length())",
-                "staging(1 << (num_bytes // width).bit_length() - 1)",
+                "1 << (num_bytes // self.bytes_per_block - 1).bit_length()",
+                "1 << (num_bytes // self.bytes_per_block).bit_length() - 1",
             ),
+        ],
+    ),
+    (
+        "executor/legs.py",
+        LEGS,
+        [
             (
                 "        full = staged and staged + num_bytes > self._max_bytes",
                 "        full = staged + num_bytes > self._max_bytes",
             ),
             (
-                "                part.batch = self._store().read(_column(part.pairs, 0), part.rows)",
-                "                part.batch = self._store().read(_column(part.pairs, 1), part.rows)",
+                "                part.batch = self._store().read(_column(part.pairs, 0), rows)",
+                "                part.batch = self._store().read(_column(part.pairs, 1), rows)",
             ),
             (
                 "self.end(part, [_some(part.pairs, ~batch.answer.ok)], batch.answer.error)",
@@ -303,6 +309,10 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             (
                 "        self._count(int(answer.ok.sum()) + len(write.job) - len(answer.ok))",
                 "        self._count(len(write.job))",
+            ),
+            (
+                "        if answer.are_rows_free:\n            self._give_back(write)\n        return True\n\n",
+                "        self._give_back(write)\n        return True\n\n",
             ),
             ("        is_new = ~self._store.contains(job.keys)", "        is_new = self._store.contains(job.keys)"),
             ("if not is_whole or rows is None or", "if rows is None or"),

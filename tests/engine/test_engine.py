@@ -74,10 +74,12 @@ def test_every_kind_of_transfer_moves_its_bytes_and_no_others(kind: str, by_laye
         out = engine.submit("swap_out", pairs((0, 5), (1, 2)))
         back = engine.submit("swap_in", pairs((5, 7)), after=[out], by_layer=by_layer)
         copied = engine.submit("copy", pairs((7, 6)), after=[back])
-        read = engine.submit_read("device", np.array([6, 3]), after=[copied])
+        into = content(7, 2) if by_layer else None
+        read = engine.submit_read("device", np.array([6, 3]), into, after=[copied])
         written = engine.submit_write("host", np.array([4, 0]), content(9, 2))
         wrote = engine.submit_write("device", np.array([2]), content(8, 1), after=[read])
         np.testing.assert_array_equal(read.wait().rows, rows["device"][[0, 3]])
+        assert into is None or np.shares_memory(read.rows, into)
         for transfer in (out, back, copied, written, wrote):
             assert transfer.wait().done
         rows["host"][[5, 2]] = rows["device"][[0, 1]]
@@ -249,6 +251,11 @@ def test_a_refused_call_submits_nothing(engine: CacheEngine, case: str):
         BAD_CALLS[case](engine)
     with pytest.raises(LayoutError, match="wanted uint8"):
         engine.submit_write("device", np.array([1]), content(0, 2))
+    fixed = content(0, 1)
+    fixed.flags.writeable = False
+    for into in ([0], content(0, 2), content(0, 1).repeat(2, axis=1)[:, ::2], fixed, content(0, 1).view(np.int8)):
+        with pytest.raises(LayoutError, match=r"rows is .*, must be uint8 \[1, \d+\], C-contiguous and writable"):
+            engine.submit_read("host", np.array([1]), into)
     assert engine.transfers.open() == ()
     assert_rows(engine, rows)
 

@@ -98,7 +98,7 @@ def settled(llm: Any) -> dict[str, int]:
     manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
     tier = manager._external
     until = time.monotonic() + 30
-    while tier._open and time.monotonic() < until:
+    while tier.is_busy and time.monotonic() < until:
         time.sleep(0.01)
     return {name: getattr(tier.counts, name) for name in ("loaded", "missed", "written", "not_written")}
 

@@ -72,20 +72,26 @@ def test_device_writes_come_behind_the_device_reads_of_the_decisions_that_are_na
     assert behind == load.behind == (reads,)
 
 
-def test_rows_that_a_store_may_still_write_to_are_not_used_again():
+@pytest.mark.parametrize(
+    ("kind", "moved"), [("fetch", pairs("external", "host", (0, 0))), ("spill", pairs("host", "external", (0, 0)))]
+)
+@pytest.mark.parametrize(("reason", "is_used_again"), [("absent", True), ("timeout", False)])
+def test_rows_that_a_store_may_still_use_are_not_used_again(kind: str, moved: Pairs, reason: str, is_used_again: bool):
     engine, side = rig()
     legs = Legs(engine, side, max_bytes=2 * SIZE)
-    for reason, is_used_again in (("absent", True), ("timeout", False)):
-        fetch = Part("fetch", pairs("external", "host", (0, 0)), engine.fence())
-        legs.begin(fetch)
-        rows = fetch.rows
-        assert fetch.batch is not None
-        missed = np.zeros(1, np.bool_)
-        fetch.batch.answer = Answer(missed, np.zeros((1, SIZE), np.uint8), reasons=(reason,))
-        while not fetch.ended:
-            legs.advance(fetch)
-            engine.transfers.synchronize()
-        assert np.shares_memory(legs._buffers.take(1, SIZE), rows) == is_used_again
+    part = Part(kind, moved, engine.fence())
+    legs.begin(part)
+    rows = part.rows
+    assert rows is not None
+    engine.transfers.synchronize()
+    legs.advance(part)
+    assert part.batch is not None
+    missed = np.zeros(1, np.bool_)
+    part.batch.answer = Answer(missed, np.zeros((1, SIZE), np.uint8), reasons=(reason,))
+    while not part.ended:
+        legs.advance(part)
+        engine.transfers.synchronize()
+    assert np.shares_memory(engine.memory.buffers.take(1, SIZE), rows) == is_used_again
 
 
 def test_a_spill_is_read_then_stored_and_a_fetch_the_other_way_round():

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from blockyard import KVCache
 from blockyard.errors import ForkedError, InvalidArgumentError, StoreError
+from blockyard.executor.checked_store import Answer
 from blockyard.layout.kv import KVLayout
 from blockyard.prefix_store import LOAD_SECONDS
 from blockyard.scheduler import Request, Scheduler
@@ -447,6 +448,26 @@ def test_blocks_that_are_read_for_the_store_are_there_for_a_prompt_that_needs_th
     with checked(keyed(medium), device=40) as cache:
         assert cache.fetch(tokens(1, 17)).tokens == 0
         assert cache.fetch(tokens(2, 63)).tokens == cache.serve(tokens(2, 63)) == 60
+
+
+@pytest.mark.parametrize(("reason", "is_used_again"), [("", True), ("timeout", False)])
+def test_rows_that_were_written_are_used_again_unless_the_store_may_still_have_them(reason: str, is_used_again: bool):
+    with checked(keyed({})) as cache:
+        cache.serve(tokens(1, 9))
+        writes = cache.prefixes._writes
+        writes.advance()
+        writes.wait_for_engine()
+        writes.advance()
+        (write,) = writes._putting
+        rows = write.rows
+        assert rows is not None
+        assert write.batch is not None
+        ok = np.full(len(rows), not reason)
+        write.batch.answer = Answer(ok, rows[:0], reasons=(reason,) * len(rows))
+        cache.prefixes._checked.num_answers += 1
+        writes.advance()
+        buffers = cache.cache.engine.memory.buffers
+        assert np.shares_memory(buffers.take(*rows.shape), rows) == is_used_again
 
 
 def test_metrics_name_hits_misses_and_times(tmp_path: Path):

@@ -213,25 +213,30 @@ class CacheEngine:
         self,
         tier: EngineTier,
         blocks: Ids,
+        rows: Rows | None = None,
         *,
         after: Sequence[Transfer] = (),
         after_compute: Event | None = None,
         on_full: OnFull = "wait",
     ) -> Transfer:
-        """Start to copy blocks into fresh rows on the CPU, which are the transfer's `rows` when it has ended.
+        """Start to copy blocks into rows on the CPU, which are the transfer's `rows` when it has ended.
 
         Args:
             tier: `"device"` or `"host"`; see `submit` for this and the other arguments.
             blocks: ids, int64 `[n]`; they may repeat. They are copied.
+            rows: where to, uint8 `[n, bytes_per_block]`, C-contiguous and writable, page-locked where host memory is;
+                nobody else may use them meanwhile. Fresh ones if None, which cost ten times as much on a CPU.
             after: transfers that must have ended before.
             after_compute: a place in compute that must have been reached before.
             on_full: whether to `"wait"` or to `"refuse"`.
 
         Raises:
+            LayoutError: the rows are other ones; nothing was submitted.
             MappingError, TransferQueueFullError, InvalidArgumentError, CaptureError: as for `submit`.
         """
         self.transfers.check()
-        return self._submit(reading(self.memory, tier, blocks, chunk=self._chunk()), after, after_compute, on_full)
+        task = reading(self.memory, tier, blocks, chunk=self._chunk(), into=rows)
+        return self._submit(task, after, after_compute, on_full)
 
     def submit_write(
         self,

@@ -19,6 +19,7 @@ from blockyard.engine.ops import bind
 from blockyard.engine.ops.regions import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.kv import BlockLayout
+from blockyard.workers import Buffers
 
 __all__ = ["EngineTier", "Memory", "Rows", "Run", "as_tensor", "torch_dtype"]
 
@@ -28,6 +29,9 @@ Run: TypeAlias = Callable[[Mapping], None]
 
 MOST_BLOCKS: Final = 2**31 - 1
 """Ids are int32 in block tables."""
+
+KEPT_BYTES: Final = 1 << 30
+"""Staging rows that are kept to be used again."""
 
 GROUP_BYTES: Final = 128 << 10
 """On CUDA, layers are loaded in groups of at least this many bytes a block: shorter rows are not worth staging."""
@@ -54,6 +58,7 @@ class Memory:
         host_pool: owns the host's memory.
         host_rows: uint8 `[host_blocks, bytes_per_block]`.
         views: of both tiers; view i of one goes with view i of the other.
+        buffers: staging rows to be used again: fresh ones cost ten times a copy.
 
     Raises:
         InvalidArgumentError: a number of blocks is out of range, `on_host_failure` is another word, or `pin_memory` is
@@ -101,6 +106,7 @@ class Memory:
             "device": layout.views(self.tensors),
             "host": layout.row_views(self.host_rows),
         }
+        self.buffers = Buffers(self._staging_of, KEPT_BYTES)
         self._bound: dict[object, Run] = {}
         found = self.views["device"][0]
         wrong_device = found.device.type != self.device.type or (found.device.index or 0) != (self.device.index or 0)
@@ -192,12 +198,19 @@ class Memory:
         start = -whole.data_ptr() % mmap.PAGESIZE
         return whole[start : start + num_bytes].view(num_rows, self.bytes_per_block)
 
+    def _staging_of(self, num_bytes: int) -> Rows:
+        """Make staging rows of few sizes, so that most fit again."""
+        num_rows = 1 << (num_bytes // self.bytes_per_block - 1).bit_length()
+        rows: Rows = self.staging(num_rows).numpy()
+        return rows.reshape(-1)
+
     def release(self) -> None:
         """Let go of all memory."""
         self._closed = True
         self._take_back()
         self.views.clear()
         self._bound.clear()
+        self.buffers.clear()
         self.tensors = []
         self.host_pool.close()
         self.host_rows = self.host_pool.rows

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from blockyard._core import Mapping
@@ -112,13 +113,18 @@ def moving(
     )
 
 
-def reading(memory: Memory, tier: EngineTier, blocks: Ids, *, chunk: int | None) -> Task:
-    """Check ids of blocks, int64 `[n]`, to be copied into fresh rows; raises MappingError."""
+def reading(memory: Memory, tier: EngineTier, blocks: Ids, *, chunk: int | None, into: Rows | None = None) -> Task:
+    """Check ids of blocks, int64 `[n]`, to be copied into rows, fresh ones if None.
+
+    Raises:
+        MappingError: an id is out of range.
+        LayoutError: the rows have another shape or dtype, or cannot be written by the device.
+    """
     try:
         mapping = with_rows(blocks, memory.num_blocks(tier), written=False)
     except MappingError as error:
         raise _naming_tier(error, memory, [tier], blocks) from None
-    rows = memory.staging(len(mapping))
+    rows = memory.staging(len(mapping)) if into is None else _read_rows(memory, into, len(mapping))
     pieces = _pieces(bind(*memory.between(tier, rows)), mapping, chunk)
     return Task("read", tier, "rows", mapping, rows.numel(), pieces, rows=rows)
 
@@ -145,6 +151,18 @@ def writing(
     cache, views = memory.between(tier, source)
     pieces = _pieces(bind(views, cache), mapping, chunk)
     return Task("write", "rows", tier, mapping, source.numel(), pieces, kept=(source,))
+
+
+def _read_rows(memory: Memory, rows: Rows, count: int) -> Tensor:
+    """See rows as what a read fills; raises LayoutError."""
+    wanted = (count, memory.bytes_per_block)
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != wanted or not rows.flags.carray:
+        found = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, np.ndarray) else f"a {type(rows).__name__}"
+        raise LayoutError(f"rows is {found}, must be uint8 {list(wanted)}, C-contiguous and writable")
+    tensor = torch.from_numpy(rows)
+    if memory.pin_memory and count and not tensor.is_pinned():
+        raise LayoutError("rows is pageable memory, must be page-locked as the engine's own staging rows are")
+    return tensor
 
 
 def _naming_tier(error: MappingError, memory: Memory, tiers: Sequence[EngineTier], ids: Ids) -> MappingError:

@@ -20,12 +20,11 @@ from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, MappingError
 from blockyard.executor.checked_store import Answer, CheckedStore
 from blockyard.executor.parts import Part, written
-from blockyard.workers import Buffers
 
 if TYPE_CHECKING:
     from blockyard.engine.tasks import Kind
 
-__all__ = ["Legs", "engine_tier", "staging_buffers"]
+__all__ = ["Legs", "engine_tier"]
 
 
 class Legs:
@@ -45,7 +44,7 @@ class Legs:
         self._engine = engine
         self._external = external
         self._max_bytes = max_bytes
-        self._buffers = staging_buffers(engine, max_bytes)
+        self._buffers = engine.memory.buffers
         self._numbers = count(1)
         self.launching: Part | None = None
 
@@ -67,9 +66,10 @@ class Legs:
         """
         self.launching = part
         try:
+            if part.kind in {"fetch", "spill"}:
+                part.rows = rows = self._buffers.take(len(part.pairs), self._engine.memory.bytes_per_block)
             if part.kind == "fetch":
-                part.rows = self._buffers.take(len(part.pairs), self._engine.memory.bytes_per_block)
-                part.batch = self._store().read(_column(part.pairs, 0), part.rows)
+                part.batch = self._store().read(_column(part.pairs, 0), rows)
             else:
                 part.transfer = self._submit(part)
         except BlockyardError:
@@ -120,7 +120,7 @@ class Legs:
     def _submit(self, part: Part) -> Transfer:
         tier = engine_tier(part.pairs.src)
         if part.kind == "spill":
-            return self._engine.submit_read(tier, _column(part.pairs, 0), after_compute=part.after_compute)
+            return self._engine.submit_read(tier, _column(part.pairs, 0), part.rows, after_compute=part.after_compute)
         return self._engine.submit(
             cast("Kind", part.kind),
             part.pairs.ids,
@@ -179,17 +179,6 @@ class Legs:
         if self._external is None:
             raise MappingError("a transfer names the external tier, and there is none")
         return self._external
-
-
-def staging_buffers(engine: CacheEngine, max_bytes: int) -> Buffers:
-    """Make buffers of staging rows, of few sizes, so that most fit again."""
-    width = engine.memory.bytes_per_block
-
-    def make(num_bytes: int) -> NDArray[np.uint8]:
-        rows: NDArray[np.uint8] = engine.memory.staging(1 << (num_bytes // width - 1).bit_length()).numpy()
-        return rows.reshape(-1)
-
-    return Buffers(make, max_bytes)
 
 
 def engine_tier(tier: str) -> Literal["device", "host"]:

@@ -36,7 +36,7 @@ class Part:
         prefetch: a load that nobody waits for.
         transfer: its leg with the engine, once under way.
         batch: its leg with the store, once under way.
-        rows: the buffer that a store reads into.
+        rows: the buffer between the two legs of a spill or a fetch.
         missed: pairs that are known to be lost while others are still under way.
         lost: the pairs that did not land; None until it has ended.
         error: why, if more is known than that a block did not come back.

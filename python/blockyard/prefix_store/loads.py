@@ -22,7 +22,6 @@ from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
 from blockyard.executor.checked_store import Answer, Batch, CheckedStore
-from blockyard.executor.legs import staging_buffers
 from blockyard.prefix_store.stats import LOAD_SECONDS, PrefixStoreStats
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
@@ -141,7 +140,7 @@ class Loads:
         self._manager, self._engine, self._store, self._stats = manager, engine, store, stats
         self._size = engine.layout.bytes_per_block
         self._max_blocks = max_bytes // self._size
-        self._buffers = staging_buffers(engine, max_bytes)
+        self._buffers = engine.memory.buffers
         self._jobs: list[StoreJob] = []  # the manager's jobs that have not ended
         self._abandoned: list[Read] = []  # reads past their deadline: their rows are the store's until they end
         self._failed: dict[bytes, float] = {}  # keys that are known to be of no use, each until when

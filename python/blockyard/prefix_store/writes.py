@@ -29,6 +29,7 @@ class Write:
     """Blocks of a job: read by the engine, then put by the store as `batch`, but for those that it has."""
 
     job: StoreJob
+    rows: NDArray[np.uint8] | None
     transfer: Transfer
     batch: Batch | None = None
 
@@ -57,6 +58,7 @@ class Writes:
         self._engine, self._store, self._stats = engine, store, stats
         self._store_jobs = manager.prefix.store_jobs
         self._size = engine.layout.bytes_per_block
+        self._buffers = engine.memory.buffers
         self._max_blocks = max_bytes // self._size
         self._blocks_at_once = max(1, min(self._max_blocks, WRITTEN_AT_ONCE // self._size))
         self._note_written = note_written
@@ -99,13 +101,13 @@ class Writes:
                 self._jobs.remove(job)
                 return
             try:
-                fence = self._engine.fence()
-                transfer = self._engine.submit_read(job.tier, job.blocks, after_compute=fence, on_full="refuse")
+                rows, fence = self._buffers.take(len(job), self._size), self._engine.fence()
+                transfer = self._engine.submit_read(job.tier, job.blocks, rows, after_compute=fence, on_full="refuse")
             except BlockyardError:
                 self._end_job(job)
                 self._stats.unwritten_blocks += len(job)
                 return
-            self._reading.append(Write(job, transfer))
+            self._reading.append(Write(job, rows, transfer))
             if self._hand_over(self._reading[-1]):
                 del self._reading[-1]
 
@@ -149,6 +151,7 @@ class Writes:
         else:  # the store has all of them
             self._count(len(write.job))
             self._note_written(write.job.keys)
+            self._give_back(write)
         return True
 
     def _take_answer(self, write: Write) -> bool:
@@ -159,7 +162,14 @@ class Writes:
         self._count(int(answer.ok.sum()) + len(write.job) - len(answer.ok))
         self._stats.unwritten_blocks += int(len(answer.ok) - answer.ok.sum())
         self._note_written(write.job.keys)
+        if answer.are_rows_free:
+            self._give_back(write)
         return True
+
+    def _give_back(self, write: Write) -> None:
+        """Let the rows of a write be used again: neither engine nor store has them."""
+        rows, write.rows = write.rows, None  # first: nobody gives them back twice
+        self._buffers.give(rows)
 
     def _put(self, write: Write, rows: NDArray[np.uint8]) -> bool:
         """Put the blocks that the store lacks; False if it refuses them."""
