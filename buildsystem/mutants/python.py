@@ -68,7 +68,8 @@ def main() -> int:
         sources = Path(folder) / "python"
         shutil.copytree(ROOT / "python", sources, ignore=shutil.ignore_patterns("__pycache__"))
         for test in sorted({test for fault in chosen for test in fault.tests}):
-            if status := run_tests(sources, (test,)):
+            # On a busy machine a test that is given little time may fail once.
+            if run_tests(sources, (test,)) and (status := run_tests(sources, (test,))):
                 print(f"{test} ends with {status} without a fault")
                 return 1
         for number, fault in enumerate(chosen, 1):
