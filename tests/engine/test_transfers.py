@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from simulated_device import SimulatedFaultError, SimulatedStreams
 
 from blockyard._core import Mapping
+from blockyard.engine.plans import TransferPlan
 from blockyard.engine.streams import WorkerStreams
-from blockyard.engine.tasks import Task
 from blockyard.engine.transfers import Transfer, Transfers
 from blockyard.errors import CaptureError, InvalidArgumentError, TransferQueueFullError
 
@@ -34,15 +34,17 @@ def pairs(*rows: tuple[int, int]) -> np.ndarray:
 SIDES = {"out": ("device", "host"), "in": ("host", "device"), "copy": ("device", "device"), "host": ("host", "host")}
 
 
-def task(stream: str, chosen: np.ndarray, num_bytes: int, pieces: list[Callable[[], object]], **more: object) -> Task:
+def plan(
+    stream: str, chosen: np.ndarray, num_bytes: int, pieces: list[Callable[[], object]], **more: object
+) -> TransferPlan:
     mapping = Mapping(chosen, src_blocks=10, dst_blocks=10, rule="swap")
-    return Task("copy", *SIDES.get(stream, SIDES["copy"]), mapping, num_bytes, pieces, **more)
+    return TransferPlan("copy", *SIDES.get(stream, SIDES["copy"]), mapping, num_bytes, pieces, **more)
 
 
 def start(
     book: Transfers, stream: str = "out", num_bytes: int = 10, log: list[object] | None = None, **more: object
 ) -> Transfer:
-    made = task(stream, more.pop("pairs", pairs((0, 1))), num_bytes, [])
+    made = plan(stream, more.pop("pairs", pairs((0, 1))), num_bytes, [])
     piece = lambda: None if log is None else log.append(made.mapping.pairs.tolist())  # noqa: E731
     return book.submit(stream, made._replace(pieces=[piece]), **more)
 
@@ -125,7 +127,7 @@ def test_a_limit_of_nothing_is_refused():
 
 def test_a_layer_that_there_is_not_is_refused():
     book = transfers()
-    load = book.submit("in", task("in", pairs(), 3, [lambda: None] * 3, layers=(0, 1, 2)))
+    load = book.submit("in", plan("in", pairs(), 3, [lambda: None] * 3, layers=(0, 1, 2)))
     for layer in (-1, 3):
         with pytest.raises(InvalidArgumentError, match=f"layer {layer} of a transfer, there are 3"):
             load.order_compute(layer)
@@ -136,7 +138,7 @@ def test_a_layer_that_there_is_not_is_refused():
 def test_a_layer_waits_for_the_piece_that_it_comes_with():
     book, log = transfers(), []
     pieces = [partial(log.append, number) for number in range(2)]
-    load = book.submit("in", task("in", pairs(), 3, pieces, layers=(0, 0, 0, 1)))
+    load = book.submit("in", plan("in", pairs(), 3, pieces, layers=(0, 0, 0, 1)))
     for layer, arrived in ((2, [0]), (3, [0, 1])):
         load.order_compute(layer)
         book.streams.fence().synchronize()
@@ -242,7 +244,7 @@ class Play:
         pieces = [partial(self.run, ticket, part) for part in range(2)]
         self.made[ticket] = self.book.submit(
             "in",
-            task("in", chosen, len(blocks) * 10, pieces),
+            plan("in", chosen, len(blocks) * 10, pieces),
             after=[self.made[earlier] for earlier in after],
             prefetch=prefetch,
         )
@@ -290,7 +292,7 @@ def test_work_on_the_callers_stream_runs_here_and_what_it_raises_is_the_transfer
     log: list[object] = []
     assert start(book, stream, log=log).wait().error is None
     assert log == [[[0, 1]]]
-    failed = book.submit(stream, task(stream, pairs(), 0, [lambda: int("no number")]))
+    failed = book.submit(stream, plan(stream, pairs(), 0, [lambda: int("no number")]))
     assert book.failed_to_launch(failed)
     with pytest.raises(ValueError, match="no number"):
         failed.wait()
@@ -305,7 +307,7 @@ def test_an_interrupted_call_fails_its_own_transfer_and_keeps_those_that_have_ru
 
     before = start(book, "out")
     with pytest.raises(KeyboardInterrupt):
-        book.submit("compute", task("compute", pairs(), 0, [interrupt]))
+        book.submit("compute", plan("compute", pairs(), 0, [interrupt]))
     (_, torn) = book.open()
     assert before.done
     assert before.error is None
@@ -318,7 +320,7 @@ def test_an_interrupted_call_fails_its_own_transfer_and_keeps_those_that_have_ru
 def test_a_graph_takes_work_alone_and_only_if_nothing_is_open():
     book = transfers()
     log: list[object] = []
-    work = task("copy", pairs((1, 2)), 10, [partial(log.append, 1)])
+    work = plan("copy", pairs((1, 2)), 10, [partial(log.append, 1)])
     assert book.capture(work).done
     assert log == [1]
     start(book)

@@ -18,8 +18,8 @@ from blockyard.engine.host_pool import OnFailure
 from blockyard.engine.mapping import Ids
 from blockyard.engine.memory import EngineTier, Memory, Rows
 from blockyard.engine.ops.library import prepare_device
+from blockyard.engine.plans import KINDS, Kind, TransferPlan, moving, reading, writing
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, WorkerStreams
-from blockyard.engine.tasks import KINDS, Kind, Task, moving, reading, writing
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
 from blockyard.errors import InvalidArgumentError, MappingError, PageLockError
 from blockyard.layout.kv import BlockLayout
@@ -206,8 +206,8 @@ class CacheEngine:
         self.transfers.check()
         if (by_layer or prefetch) and kind != "swap_in":
             raise InvalidArgumentError(f"kind is {kind!r}: by_layer and prefetch are for 'swap_in'")
-        task = moving(self.memory, kind, pairs, tier, chunk=self._chunk(prefetch=prefetch), by_layer=by_layer)
-        return self._submit(task, after, after_compute, on_full, prefetch=prefetch)
+        plan = moving(self.memory, kind, pairs, tier, chunk=self._chunk(prefetch=prefetch), by_layer=by_layer)
+        return self._submit(plan, after, after_compute, on_full, prefetch=prefetch)
 
     def submit_read(
         self,
@@ -235,8 +235,8 @@ class CacheEngine:
             MappingError, TransferQueueFullError, InvalidArgumentError, CaptureError: as for `submit`.
         """
         self.transfers.check()
-        task = reading(self.memory, tier, blocks, chunk=self._chunk(), into=rows)
-        return self._submit(task, after, after_compute, on_full)
+        plan = reading(self.memory, tier, blocks, chunk=self._chunk(), into=rows)
+        return self._submit(plan, after, after_compute, on_full)
 
     def submit_write(
         self,
@@ -266,8 +266,8 @@ class CacheEngine:
         """
         self.transfers.check()
         prefetch = prefetch and tier == "device"
-        task = writing(self.memory, tier, blocks, rows, chunk=self._chunk(prefetch=prefetch))
-        return self._submit(task, after, after_compute, on_full, prefetch=prefetch)
+        plan = writing(self.memory, tier, blocks, rows, chunk=self._chunk(prefetch=prefetch))
+        return self._submit(plan, after, after_compute, on_full, prefetch=prefetch)
 
     # ---- synchronous ----
 
@@ -282,9 +282,9 @@ class CacheEngine:
             CaptureError: a graph is being captured, and transfers are open or the blocks are the host's.
         """
         self.transfers.process.check()
-        task = moving(self.memory, kind, pairs, tier, chunk=None)
-        if len(task.mapping):
-            self._run(task)
+        plan = moving(self.memory, kind, pairs, tier, chunk=None)
+        if len(plan.mapping):
+            self._run(plan)
 
     def read(self, tier: EngineTier, blocks: Ids) -> Rows:
         """Copy blocks into fresh rows on the CPU; waits until they are there.
@@ -301,9 +301,9 @@ class CacheEngine:
             CaptureError: a graph is being captured.
         """
         self.transfers.check()
-        task = reading(self.memory, tier, blocks, chunk=None)
-        self._run(task).wait()
-        rows: Rows = cast("Tensor", task.rows).numpy()
+        plan = reading(self.memory, tier, blocks, chunk=None)
+        self._run(plan).wait()
+        rows: Rows = cast("Tensor", plan.rows).numpy()
         return rows
 
     def write(self, tier: EngineTier, blocks: Ids, rows: Rows) -> None:
@@ -320,9 +320,9 @@ class CacheEngine:
             CaptureError: a graph is being captured; nothing was written.
         """
         self.transfers.check()
-        task = writing(self.memory, tier, blocks, rows, chunk=None, copies=True)
-        if len(task.mapping):
-            self._run(task)
+        plan = writing(self.memory, tier, blocks, rows, chunk=None, copies=True)
+        if len(plan.mapping):
+            self._run(plan)
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
         """Carry a decision out with `run`, transfer by transfer.
@@ -395,59 +395,59 @@ class CacheEngine:
 
     def _submit(
         self,
-        task: Task,
+        plan: TransferPlan,
         after: Sequence[Transfer],
         after_compute: Event | None,
         on_full: OnFull,
         *,
         prefetch: bool = False,
     ) -> Transfer:
-        self.transfers.make_room(task.stream, task.num_bytes, on_full)
-        if task.stream == "host":
+        self.transfers.make_room(plan.stream, plan.num_bytes, on_full)
+        if plan.stream == "host":
             after_compute = None
         elif after_compute is None:
             after_compute = self.streams.fence()
         return self.transfers.submit(
-            task.stream,
-            task,
+            plan.stream,
+            plan,
             after=after,
             after_compute=after_compute,
             prefetch=prefetch,
-            on_end=partial(self._ended, task),
+            on_end=partial(self._ended, plan),
         )
 
-    def _run(self, task: Task) -> Transfer:
-        on_device = bool(task.device_columns)
+    def _run(self, plan: TransferPlan) -> Transfer:
+        on_device = bool(plan.device_columns)
         if on_device and self.streams.capturing():
-            return self.transfers.capture(task)
+            return self.transfers.capture(plan)
         stream: StreamName = "compute" if on_device else "caller"
         if not (self._on_cuda and on_device):
-            return self._run_here(task, stream)
+            return self._run_here(plan, stream)
         self.transfers.poll()  # what has ended is forgotten, however long only synchronous calls are made
         after = self.transfers.open()
-        transfer = self.transfers.submit(stream, task, after=after, on_end=partial(self._ended, task))
+        transfer = self.transfers.submit(stream, plan, after=after, on_end=partial(self._ended, plan))
         if self.transfers.failed_to_launch(transfer):
             transfer.wait()
         return transfer
 
-    def _run_here(self, task: Task, stream: StreamName) -> Transfer:
-        """Run a task in this thread, when all that is open has ended."""
+    def _run_here(self, plan: TransferPlan, stream: StreamName) -> Transfer:
+        """Run a plan in this thread, when all that is open has ended."""
         self.transfers.synchronize()
         transfer = Transfer(self.transfers)
-        events = [self.streams.launch(stream, piece) for piece in task.pieces]
+        events = [self.streams.launch(stream, piece) for piece in plan.pieces]
         for event in events:
             event.synchronize()
             transfer.error = transfer.error or event.error
-        self._ended(task, transfer)
+        self._ended(plan, transfer)
         if transfer.error is not None:
             raise transfer.error
         return transfer
 
-    def _ended(self, task: Task, transfer: Transfer) -> None:
-        if transfer.error is None and "rows" not in {task.src, task.dst}:
-            before = self.counters.get((task.src, task.dst), Traffic(0, 0))
-            blocks = task.num_bytes // self.memory.bytes_per_block  # an exchange moves two of a pair
-            self.counters[task.src, task.dst] = Traffic(before.blocks + blocks, before.num_bytes + task.num_bytes)
+    def _ended(self, plan: TransferPlan, transfer: Transfer) -> None:
+        if transfer.error is None and "rows" not in {plan.src, plan.dst}:
+            before = self.counters.get((plan.src, plan.dst), Traffic(0, 0))
+            blocks = plan.num_bytes // self.memory.bytes_per_block  # an exchange moves two of a pair
+            self.counters[plan.src, plan.dst] = Traffic(before.blocks + blocks, before.num_bytes + plan.num_bytes)
 
 
 def wait_for_engines(memory: Tensor, first: int) -> None:

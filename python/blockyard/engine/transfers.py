@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from blockyard.engine.plans import TransferPlan, Work
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, refuse_capture
-from blockyard.engine.tasks import Task, Work
 from blockyard.errors import (
     BlockyardError,
     CaptureError,
@@ -87,7 +87,7 @@ class _Job:
 
     transfer: Transfer
     number: int
-    task: Task
+    plan: TransferPlan
     stream: StreamName
     pieces: deque[Work]  # those that no stream has yet
     after: tuple[_Job, ...]
@@ -98,7 +98,7 @@ class _Job:
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.piece_bytes = -(-self.task.num_bytes // len(self.pieces))
+        self.piece_bytes = -(-self.plan.num_bytes // len(self.pieces))
 
     @property
     def end(self) -> Event:
@@ -120,11 +120,11 @@ class _Job:
 
     def touches_device(self, first: int) -> bool:
         """Whether it reads or writes a block of the device from this one on."""
-        return any(self.task.mapping.reach[column] > first for column in self.task.device_columns)
+        return any(self.plan.mapping.reach[column] > first for column in self.plan.device_columns)
 
     def writes_what(self, other: _Job) -> bool:
         """Whether both write a block; for two loads, which read nothing that a load writes."""
-        return bool(np.isin(self.task.mapping.pairs[:, 1], other.task.mapping.pairs[:, 1]).any())
+        return bool(np.isin(self.plan.mapping.pairs[:, 1], other.plan.mapping.pairs[:, 1]).any())
 
 
 class Transfers:
@@ -199,7 +199,7 @@ class Transfers:
     def submit(
         self,
         stream: StreamName,
-        task: Task,
+        plan: TransferPlan,
         *,
         after: Sequence[Transfer] = (),
         after_compute: Event | None = None,
@@ -210,7 +210,7 @@ class Transfers:
 
         Args:
             stream: where it runs.
-            task: what it does.
+            plan: what it does.
             after: transfers that must have ended before it runs. Those that synchronous calls have queued count too.
             after_compute: an event that must have fired before it runs.
             prefetch: a load that nobody waits for yet: it starts when no other load is under way, or when somebody
@@ -228,10 +228,10 @@ class Transfers:
         self._torn = True
         self._submitted += 1
         transfer = Transfer(self)
-        pieces = deque(task.pieces)
-        job = _Job(transfer, self._submitted, task, stream, pieces, earlier, after_compute, prefetch, on_end)
+        pieces = deque(plan.pieces)
+        job = _Job(transfer, self._submitted, plan, stream, pieces, earlier, after_compute, prefetch, on_end)
         self._open[transfer] = job
-        self._outstanding[stream] = self.outstanding(stream) + task.num_bytes
+        self._outstanding[stream] = self.outstanding(stream) + plan.num_bytes
         if prefetch:
             self._queue.append(job)
             self._prefetch()
@@ -240,7 +240,7 @@ class Transfers:
         self._torn = False
         return transfer
 
-    def capture(self, task: Task) -> Transfer:
+    def capture(self, plan: TransferPlan) -> Transfer:
         """Put a transfer into the graph that the compute stream is recorded into; it counts as ended.
 
         Raises:
@@ -248,7 +248,7 @@ class Transfers:
         """
         if self._open:
             raise CaptureError(f"{len(self._open)} transfers are open: wait for them before the capture begins")
-        for piece in task.pieces:
+        for piece in plan.pieces:
             piece()
         return Transfer(self)
 
@@ -289,7 +289,7 @@ class Transfers:
         job = self._job(transfer)
         if job is None:
             return
-        layers = job.task.layers
+        layers = job.plan.layers
         if layer is not None and layers and not 0 <= layer < len(layers):
             raise InvalidArgumentError(f"layer {layer} of a transfer, there are {len(layers)}")
         self._start(job)
@@ -379,7 +379,7 @@ class Transfers:
         self._torn = True
         for job in ended:
             self._end(job, None)
-            self._outstanding[job.stream] -= job.task.num_bytes
+            self._outstanding[job.stream] -= job.plan.num_bytes
             del self._open[job.transfer]
         self._prefetch()
         self._torn = False
@@ -391,8 +391,8 @@ class Transfers:
         if error is None:
             error = next((event.error for event in job.events if event.error is not None), None)
         transfer.error = transfer.error or error
-        if job.task.rows is not None:
-            transfer.rows = job.task.rows.numpy()
+        if job.plan.rows is not None:
+            transfer.rows = job.plan.rows.numpy()
         job.on_end = None
         if on_end is not None:
             on_end(transfer)

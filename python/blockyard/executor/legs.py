@@ -22,7 +22,7 @@ from blockyard.executor.checked_store import Answer, CheckedStore
 from blockyard.executor.parts import Part, written
 
 if TYPE_CHECKING:
-    from blockyard.engine.tasks import Kind
+    from blockyard.engine.plans import Kind
 
 __all__ = ["Legs", "engine_tier"]
 

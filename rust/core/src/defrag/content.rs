@@ -7,7 +7,7 @@ use super::facts::{Entry, Facts, Remaining};
 use super::goal::Goal;
 use super::rules::{Pairs, SPARE_HOLES};
 use crate::id::BlockId;
-use crate::occupancy::BlockMap;
+use crate::placement::BlockMap;
 use crate::reuse::BlockSet;
 use std::collections::HashSet;
 

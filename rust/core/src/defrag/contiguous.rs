@@ -9,7 +9,7 @@ use super::facts::{Entry, Facts, Remaining};
 use super::rules::{Pairs, Rules};
 use super::spans::Spans;
 use crate::id::BlockId;
-use crate::occupancy::BlockMap;
+use crate::placement::BlockMap;
 use crate::reuse::BlockSet;
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};

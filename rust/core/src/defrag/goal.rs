@@ -1,7 +1,7 @@
 //! What is wanted of the places of blocks.
 
 use crate::error::{Error, Result};
-use crate::occupancy::BlockMap;
+use crate::placement::BlockMap;
 
 /// What a defragmentation is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

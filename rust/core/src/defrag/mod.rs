@@ -18,7 +18,7 @@ mod rules;
 mod spans;
 mod view;
 
-pub use crate::occupancy::{BlockMap, Occupancy};
+pub use crate::placement::{BlockMap, Occupancy};
 pub use contiguous::{Sequences, runs};
 pub use facts::{Budget, Entry, Facts, Plain};
 pub use goal::Goal;

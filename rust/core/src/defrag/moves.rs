@@ -10,7 +10,7 @@ use crate::block::{BlockState, TierBlock};
 use crate::decision::Kind;
 use crate::error::Result;
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::occupancy::{Occupancy, Tracker};
+use crate::placement::{Occupancy, Tracker};
 use crate::sequence::Sequences;
 use crate::tiers::Tiers;
 use crate::transfer::{PendingMoves, PendingRehome, Step, View};

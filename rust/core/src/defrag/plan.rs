@@ -5,7 +5,7 @@ use super::goal::Goal;
 use super::rules::{Pairs, Rules, Scratch};
 use crate::error::{Error, Result};
 use crate::id::BlockId;
-use crate::occupancy::BlockMap;
+use crate::placement::BlockMap;
 
 /// What a plan does not move; see [`Plan`].
 #[derive(Clone, Copy, Debug, Default)]

@@ -6,7 +6,7 @@ use super::facts::{Budget, Facts, Remaining};
 use super::goal::Goal;
 use super::plan::{Hysteresis, Plan, Rest};
 use super::rules::{Pairs, Rules, Scratch};
-use crate::occupancy::BlockMap;
+use crate::placement::BlockMap;
 
 /// A goal and when to work for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use super::facts::{Entry, Facts, Remaining};
 use super::pair::Pairing;
 use crate::id::BlockId;
-use crate::occupancy::BlockMap;
+use crate::placement::BlockMap;
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -180,7 +180,7 @@ impl Scratch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::occupancy::Occupancy;
+    use crate::placement::Occupancy;
 
     /// Only holes from 10 on are blank.
     struct Late;

@@ -2,7 +2,7 @@
 
 use super::facts::{Entry, Facts};
 use super::rules::Rules;
-use crate::occupancy::BlockMap;
+use crate::placement::BlockMap;
 use crate::reuse::BlockSet;
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
     use crate::defrag::Plain;
     use crate::id::BlockId;
-    use crate::occupancy::Occupancy;
+    use crate::placement::Occupancy;
 
     #[test]
     fn the_longest_of_many_runs_are_kept() {

@@ -3,7 +3,7 @@
 use super::{Entry, Facts};
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, TicketId, Tier};
-use crate::occupancy::PlannerView;
+use crate::placement::PlannerView;
 use crate::reuse::BlockSet;
 use crate::sequence::{Owner, Row, Rows};
 use std::cell::Cell;

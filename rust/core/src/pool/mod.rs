@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
 use crate::memory;
-use crate::occupancy::Tracker;
+use crate::placement::Tracker;
 use crate::prefix::evict::Eviction;
 use crate::prefix::{PrefixCache, grown};
 use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::group::NULL_BLOCK;
 use crate::id::BlockId;
 use crate::memory;
-use crate::occupancy::{BlockMap, Occupancy, Tracker};
+use crate::placement::{BlockMap, Occupancy, Tracker};
 
 impl Pool {
     /// Tracks where all blocks lie from now on, if it does not yet; `written` are blocks that the present step writes.

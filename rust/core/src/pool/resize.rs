@@ -8,7 +8,7 @@ use super::Pool;
 use crate::block::{Block, Membership};
 use crate::error::Result;
 use crate::id::BlockId;
-use crate::occupancy::Tracker;
+use crate::placement::Tracker;
 use std::ops::Range;
 
 /// Blocks in use beyond the end of a pool.

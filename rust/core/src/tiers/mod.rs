@@ -16,7 +16,7 @@ use crate::event::{EventBatch, Events, Publication, PublishedEvent};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
 use crate::memory;
-use crate::occupancy::{BlockMap, Tracker};
+use crate::placement::{BlockMap, Tracker};
 use crate::pool::{Policies, Pool};
 use crate::prefix::{CachedIdentity, Published};
 use quota::Tenants;

@@ -7,7 +7,7 @@
 use crate::error::{Error, Result};
 use crate::id::{BlockId, Tier};
 use crate::memory;
-use crate::occupancy::{BlockMap, Occupancy};
+use crate::placement::{BlockMap, Occupancy};
 use crate::reuse::BlockSet;
 use std::cmp::Reverse;
 use std::collections::HashMap;

@@ -6,7 +6,7 @@ use crate::defrag::plan::Plan;
 use crate::defrag::planner::Planner;
 use crate::error::Result;
 use crate::id::BlockId;
-use crate::occupancy::Occupancy;
+use crate::placement::Occupancy;
 use crate::reuse::BlockSet;
 use std::collections::HashSet;
 

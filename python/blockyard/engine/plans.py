@@ -1,4 +1,4 @@
-"""What transfers do: mappings of block ids, joined with the engine's memory and cut into pieces."""
+"""Plans of transfers: mappings of block ids, joined with the engine's memory and cut into pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blockyard.engine.ops.checks import Rule
 from blockyard.engine.streams import StreamName
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
 
-__all__ = ["KINDS", "Kind", "Task", "Work", "moving", "reading", "writing"]
+__all__ = ["KINDS", "Kind", "TransferPlan", "Work", "moving", "reading", "writing"]
 
 Kind: TypeAlias = Literal["swap_out", "swap_in", "copy", "move", "exchange"]
 Work: TypeAlias = Callable[[], None]
@@ -37,7 +37,7 @@ _STREAMS: Final[dict[tuple[str, str], StreamName]] = {
 }
 
 
-class Task(NamedTuple):
+class TransferPlan(NamedTuple):
     """What a transfer does.
 
     Attributes:
@@ -75,7 +75,7 @@ class Task(NamedTuple):
 
 def moving(
     memory: Memory, kind: Kind, ids: Ids, tier: EngineTier, *, chunk: int | None, by_layer: bool = False
-) -> Task:
+) -> TransferPlan:
     """Check a mapping of block ids, and join it with the memory.
 
     Args:
@@ -106,14 +106,16 @@ def moving(
     runs, layers = memory.run_by_layer(src, dst) if by_layer else ([], [])
     if runs:
         pieces = [partial(run, mapping) for run in runs]
-        return Task(kind, src, dst, mapping, num_bytes, pieces, layers=layers)
+        return TransferPlan(kind, src, dst, mapping, num_bytes, pieces, layers=layers)
     # Within a tier in one piece: nothing comes between the steps of moves.
-    return Task(
+    return TransferPlan(
         kind, src, dst, mapping, num_bytes, _pieces(memory.run(src, dst), mapping, None if src == dst else chunk)
     )
 
 
-def reading(memory: Memory, tier: EngineTier, blocks: Ids, *, chunk: int | None, into: Rows | None = None) -> Task:
+def reading(
+    memory: Memory, tier: EngineTier, blocks: Ids, *, chunk: int | None, into: Rows | None = None
+) -> TransferPlan:
     """Check ids of blocks, int64 `[n]`, to be copied into rows, fresh ones if None.
 
     Raises:
@@ -126,12 +128,12 @@ def reading(memory: Memory, tier: EngineTier, blocks: Ids, *, chunk: int | None,
         raise _naming_tier(error, memory, [tier], blocks) from None
     rows = memory.staging(len(mapping)) if into is None else _read_rows(memory, into, len(mapping))
     pieces = _pieces(bind(*memory.between(tier, rows)), mapping, chunk)
-    return Task("read", tier, "rows", mapping, rows.numel(), pieces, rows=rows)
+    return TransferPlan("read", tier, "rows", mapping, rows.numel(), pieces, rows=rows)
 
 
 def writing(
     memory: Memory, tier: EngineTier, blocks: Ids, rows: Rows, *, chunk: int | None, copies: bool = False
-) -> Task:
+) -> TransferPlan:
     """Check ids of blocks, int64 `[n]` without repeats, to be written from rows; raises MappingError, LayoutError.
 
     Rows for a CUDA device are copied, if they are not page-locked and staging memory is; with `copies` in any case.
@@ -150,7 +152,7 @@ def writing(
         source = memory.staging(len(mapping)).copy_(source)
     cache, views = memory.between(tier, source)
     pieces = _pieces(bind(views, cache), mapping, chunk)
-    return Task("write", "rows", tier, mapping, source.numel(), pieces, kept=(source,))
+    return TransferPlan("write", "rows", tier, mapping, source.numel(), pieces, kept=(source,))
 
 
 def _read_rows(memory: Memory, rows: Rows, count: int) -> Tensor:

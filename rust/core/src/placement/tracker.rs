@@ -281,7 +281,7 @@ mod tests {
     use crate::hash::{Chain, KeySpec};
     use crate::id::BlockId;
     use crate::id::Tier;
-    use crate::occupancy::Occupancy;
+    use crate::placement::Occupancy;
     use crate::pool::Pool;
 
     /// Blocks 0 to 4 of 8 are taken; block 4 is cached and in no table.
