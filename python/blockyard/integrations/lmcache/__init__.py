@@ -8,7 +8,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from blockyard.integrations.fit import warn_version
+from blockyard.integrations.compat import warn_version
 
 SUPPORTED = "0.5.6"
 

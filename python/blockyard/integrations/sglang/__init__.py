@@ -8,7 +8,7 @@
 `docs/sglang.md` shows each option. Importing this raises `ImportError` where SGLang is missing or has other interfaces.
 """
 
-from blockyard.integrations.fit import require_fit, warn_version
+from blockyard.integrations.compat import require_fit, warn_version
 
 SUPPORTED = "0.5.23"
 

@@ -34,7 +34,7 @@ from sglang.srt.utils import get_device_module
 from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.fit import require_fit
+from blockyard.integrations.compat import require_fit
 from blockyard.integrations.objects import ObjectStore, store_url
 from blockyard.integrations.sglang.pages import as_bytes, restorable_pages
 from blockyard.stores.url import read_bytes

@@ -16,7 +16,7 @@ import transformers
 
 from blockyard.allocators import PrefixCachingAllocator, chain_keys
 from blockyard.errors import UnsupportedModelError
-from blockyard.integrations.fit import require_fit, warn_version
+from blockyard.integrations.compat import require_fit, warn_version
 
 SUPPORTED = "5.23"
 _WHICH = f"transformers {transformers.__version__} (Blockyard supports {SUPPORTED})"

@@ -8,9 +8,23 @@ Within its `TieringOffloadingSpec`, `BlockyardTier` can be one of the `secondary
 Importing this raises `ImportError` where vLLM is missing, or where its interfaces are not those of 0.32 and 0.33.
 """
 
-from blockyard.integrations.vllm.compat import require_fields, require_fit, require_vllm
+import sys
+from importlib import import_module
 
-require_vllm()
+from blockyard.integrations.compat import require_bases, require_fields, warn_version
+
+SUPPORTED = ("0.32", "0.33")
+
+try:
+    for _module in ("base", "cpu.common", "cpu.policies.base", "tiering.base"):
+        import_module(f"vllm.v1.kv_offload.{_module}")
+except ImportError as error:
+    raise ImportError(f"blockyard.integrations.vllm needs vLLM {' or '.join(SUPPORTED)}: {error}") from error
+
+_version = getattr(sys.modules["vllm"], "__version__", None)
+_WHICH = f"vLLM {_version or 'of an unknown version'} (Blockyard supports {' and '.join(SUPPORTED)})"
+if isinstance(_version, str):
+    warn_version("vLLM", _version, *SUPPORTED)
 
 from vllm.v1.kv_offload.base import OffloadingEvent, PrepareStoreOutput, TransferResult  # noqa: E402 (checked above)
 from vllm.v1.kv_offload.tiering.base import JobResult  # noqa: E402
@@ -31,8 +45,8 @@ __all__ = [
 ]
 
 for _class in (AdaptivePolicy, BlockyardManager, BlockyardSpec, BlockyardTier, BlockyardWorker, LRUPolicy):
-    require_fit(_class)
-require_fields(OffloadingEvent, "keys", "medium", "removed")
-require_fields(PrepareStoreOutput, "keys_to_store", "store_spec", "evicted_keys")
-require_fields(TransferResult, "job_id", "success", "transfer_size", "transfer_time")
-require_fields(JobResult, "job_id", "success", "successful_keys", "transfer_time", "transfer_bytes")
+    require_bases(_class, "vllm", _WHICH)
+require_fields(OffloadingEvent, _WHICH, "keys", "medium", "removed")
+require_fields(PrepareStoreOutput, _WHICH, "keys_to_store", "store_spec", "evicted_keys")
+require_fields(TransferResult, _WHICH, "job_id", "success", "transfer_size", "transfer_time")
+require_fields(JobResult, _WHICH, "job_id", "success", "successful_keys", "transfer_time", "transfer_bytes")

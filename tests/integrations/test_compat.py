@@ -1,11 +1,12 @@
-"""`require_fit` and `warn_version`: what is said where an engine's interfaces are not those we were written for."""
+"""What is said where an engine's interfaces are not those we were written for."""
 
 import logging
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import pytest
 
-from blockyard.integrations.fit import require_fit, warn_version
+from blockyard.integrations.compat import require_bases, require_fields, require_fit, warn_version
 
 
 class Theirs(ABC):
@@ -64,6 +65,23 @@ def test_a_constructor_is_compared_where_the_engine_calls_it():
     require_fit(Other, Base, "Engine 9")
     with pytest.raises(ImportError, match=r"__init__ passes size"):
         require_fit(Other, Base, "Engine 9", constructor=True)
+
+
+def test_a_class_is_compared_with_those_of_its_bases_that_are_the_engines(monkeypatch: pytest.MonkeyPatch):
+    require_bases(Older, "engine", "Engine 9")
+    monkeypatch.setattr(Theirs, "__module__", "engine.cache")
+    with pytest.raises(ImportError, match=r"^Engine 9: Theirs\.get passes place"):
+        require_bases(Older, "engine", "Engine 9")
+
+
+def test_a_record_without_a_field_is_an_import_error():
+    @dataclass
+    class Result:
+        key: str
+
+    require_fields(Result, "Engine 9", "key")
+    with pytest.raises(ImportError, match=r"^Engine 9: Result has no bytes, seconds$"):
+        require_fields(Result, "Engine 9", "key", "seconds", "bytes")
 
 
 @pytest.mark.parametrize(("version", "warns"), [("5.23", False), ("5.23.1", False), ("5.230", True), ("6", True)])

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable
 
-__all__ = ["require_fit", "warn_version"]
+__all__ = ["require_bases", "require_fields", "require_fit", "warn_version"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +39,28 @@ def require_fit(ours: type, theirs: type, which: str, *, constructor: bool = Fal
         problem = _misfit(base, method) if constructor or name != "__init__" else ""
         if problem:
             raise ImportError(f"{which}: {theirs.__name__}.{name} {problem}")
+
+
+def require_bases(ours: type, package: str, which: str) -> None:
+    """Check that an engine can make and call a class of ours by the signatures of all its base classes of a package.
+
+    Raises:
+        ImportError: an abstract method is missing, or takes other arguments.
+    """
+    for base in ours.__mro__:
+        if base.__module__.startswith(f"{package}."):
+            require_fit(ours, base, which, constructor=True)
+
+
+def require_fields(theirs: type, which: str, *names: str) -> None:
+    """Check that a record of an engine has the fields that are set or read here.
+
+    Raises:
+        ImportError: it lacks one.
+    """
+    missing = set(names) - set(inspect.signature(theirs).parameters)
+    if missing:
+        raise ImportError(f"{which}: {theirs.__name__} has no {', '.join(sorted(missing))}")
 
 
 def _misfit(theirs: Callable[..., object], ours: Callable[..., object]) -> str:
