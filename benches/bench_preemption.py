@@ -160,7 +160,7 @@ def options_of(mode: str, given: argparse.Namespace, urls: Mapping[str, str], fo
         return swap | {"preemption_mode": "recompute"}
     if mode == "warm":
         size = f"size={STORE_BYTES}"
-        store = {"prefix_store": f"file://{folder}/prefixes?{size}", "prefix_deadline": 10, "namespace": b"bench"}
+        store = {"prefix_store": f"file://{folder}/prefixes?{size}", "prefetch_timeout_base": 10, "namespace": b"bench"}
         return swap | store | {"host_blocks": 4 * blocks, "pin_memory": given.pin_memory, "prefix_caching": True}
     return swap | {"swap_store": urls[mode], "pin_memory": given.pin_memory}
 

@@ -74,7 +74,7 @@ def compute(cache: KVCache, prompt: list[int]) -> int:
 def call_times(store: Any, calls: int) -> NDArray[np.float64]:
     """Microseconds of each call, prompts served between them."""
     times = []
-    with open_cache(store, SMALL, prefix_deadline=0.05) as cache:
+    with open_cache(store, SMALL, prefetch_timeout_base=0.05) as cache:
         prefixes = cache.prefix_store
         assert prefixes is not None
         for number in range(calls // 4):
@@ -100,7 +100,7 @@ def hit_time(folder: str, hits: int = 500) -> tuple[float, int]:
             compute(cache, prompt)
         assert cache.prefix_store is not None
         cache.prefix_store.wait()
-    with open_cache(url, SMALL, prefix_deadline=60) as cache:
+    with open_cache(url, SMALL, prefetch_timeout_base=60) as cache:
         assert cache.prefix_store is not None
         for prompt in prompts:
             began = time.perf_counter()
@@ -121,7 +121,7 @@ def load_rates(folder: str) -> tuple[float, float]:
     for turn in range(5):
         url = f"file://{folder}/{turn}?size=64MiB"
         for times in (written, loaded):
-            with open_cache(url, LARGE, prefix_deadline=60) as cache:
+            with open_cache(url, LARGE, prefetch_timeout_base=60) as cache:
                 prefixes = cache.prefix_store
                 assert prefixes is not None
                 began = time.perf_counter()

@@ -150,7 +150,7 @@ def main() -> None:
         below = {
             "prefix_store": f"file://{folder / 'store'}?size=512MiB",
             "weights_fixed": True,
-            "prefix_store_deadline": 60,
+            "prefetch_timeout_base": 60,
         }
         engines = {}
         for subject, extra in {ALONE: {}, "host": ours, "file": {**ours, **below}}.items():

@@ -59,7 +59,8 @@ class KVCache:
             before, see `PrefixStore`. It needs prefix caching and a `namespace`.
         prefix_store_bytes: instead of `size` in that URL, bytes of the store.
         prefix_writes: which blocks go there: `"through"`, `"back"`, `"second_use"` or `"never"`, see `PrefixStore`.
-        prefix_deadline: least seconds after which a prompt goes on without the store.
+        prefetch_timeout_base: seconds after which a prompt goes on without the store, plus one for every 200 MB that it
+            lacks.
         groups: cache groups, see `BlockManager`.
         watermark: see `BlockManager`.
         reuse_order: see `BlockManager`.
@@ -116,7 +117,7 @@ class KVCache:
         prefix_store: str | ExternalStore | None = None,
         prefix_store_bytes: int | str | None = None,
         prefix_writes: str = "through",
-        prefix_deadline: float = 0.25,
+        prefetch_timeout_base: float = 0.25,
         groups: Sequence[CacheGroup] | None = None,
         watermark: float = 0.01,
         reuse_order: str = "lowest",
@@ -164,7 +165,9 @@ class KVCache:
             self._tickets = Tickets(self.manager, self.executor)
             self.prefix_store: PrefixStore | None = None
             if prefix_store is not None:
-                self.prefix_store = self._connect(prefix_store, namespace, prefix_writes, prefix_deadline, staging)
+                self.prefix_store = self._connect(
+                    prefix_store, namespace, prefix_writes, prefetch_timeout_base, staging
+                )
         except BaseException:
             self.close()
             raise
@@ -305,7 +308,7 @@ class KVCache:
         self.close()
 
     def _connect(
-        self, store: str | ExternalStore, namespace: bytes, writes: str, deadline: float, staging: int
+        self, store: str | ExternalStore, namespace: bytes, writes: str, timeout_base: float, staging: int
     ) -> PrefixStore:
         if not namespace:
             raise InvalidArgumentError(
@@ -317,7 +320,12 @@ class KVCache:
             store = open_store(store, bytes_per_block=size, namespace=name, use="prefix")
         try:
             connected = PrefixStore(
-                self.manager, self.engine, store, writes=writes, deadline=deadline, max_staging=staging
+                self.manager,
+                self.engine,
+                store,
+                writes=writes,
+                prefetch_timeout_base=timeout_base,
+                max_staging=staging,
             )
         except BaseException:
             store.close()

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 SECRET = "a-secret-of-the-tests"
-ROOMY = {**SPEC, "host_bytes": "16MiB", "weights_fixed": True, "prefix_store_deadline": 60}
+ROOMY = {**SPEC, "host_bytes": "16MiB", "weights_fixed": True, "prefetch_timeout_base": 60}
 
 
 class FileStorage:

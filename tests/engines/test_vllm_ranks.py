@@ -25,7 +25,7 @@ def wanted(folder: Path) -> Any:
 def test_ranks_of_which_one_stores_late_serve_the_tokens_of_vllm_alone_also_from_a_store(
     folder: Path, wanted: Any, tmp_path: Path
 ):
-    external = {"prefix_store": f"file://{tmp_path}?size=64MiB", "prefix_store_deadline": 60, "weights_fixed": True}
+    external = {"prefix_store": f"file://{tmp_path}?size=64MiB", "prefetch_timeout_base": 60, "weights_fixed": True}
     # Without a fault, but device and host are empty when a round begins.
     found = serve(folder, engine=RANKS, extra={**UNEVEN, **external, "last_rank": "late"}, faults=["", ""])
     assert found["tokens"] == [wanted[0]] * 2

@@ -55,7 +55,7 @@ def wanted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def test_engines_share_prefixes_and_a_node_that_is_killed_costs_no_token_and_stalls_none(
     folder: Path, wanted: list[Any], storage: Storage, tmp_path: Path
 ):
-    extra = {**SPEC, "weights_fixed": True, "prefix_store_deadline": 30, "prefix_store": storage.url}
+    extra = {**SPEC, "weights_fixed": True, "prefetch_timeout_base": 30, "prefix_store": storage.url}
     makers = [Engine(folder, tmp_path / f"log-{number}", extra=extra) for number in range(2)]
     with closing(makers[0]) as one, closing(makers[1]) as other:
 

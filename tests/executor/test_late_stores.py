@@ -263,7 +263,7 @@ def test_steps_read_right_bytes_from_host_copies(late: int, seed: int):
 def test_steps_read_right_bytes_from_a_prefix_store(late: int):
     prefixes = open_store(f"memory://late{late}?size=64KiB", bytes_per_block=SIZE, namespace=bytes(32), use="prefix")
     store = LateStore(prefixes, late, lose=0.1)
-    options = {"prefix_caching": True, "prefix_store": store, "namespace": b"a model", "prefix_deadline": 5}
+    options = {"prefix_caching": True, "prefix_store": store, "namespace": b"a model", "prefetch_timeout_base": 5}
     with opened(late, late, **options) as cache:
         served = Served(cache, late, prompts=True)
         for _ in range(4):

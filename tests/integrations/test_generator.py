@@ -187,7 +187,7 @@ def test_draft_tokens_change_no_token_of_chunked_prompts_with_a_prefix_store(mod
         "prefix_store": f"file://{tmp_path}/prefixes?size=1MiB",
         "namespace": b"model",
     }
-    drafts = {"num_lookahead_tokens": 3, "draft": Guessing(work[0], wanted), "prefix_deadline": 60.0}
+    drafts = {"num_lookahead_tokens": 3, "draft": Guessing(work[0], wanted), "prefetch_timeout_base": 60.0}
     for turn in range(2):
         with open_generator(model, tmp_path, **options, **drafts) as generator:
             assert generate(generator, *work) == wanted

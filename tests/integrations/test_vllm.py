@@ -108,8 +108,8 @@ def test_the_capacity_is_the_bytes_over_those_of_a_chunk(vllm: SimpleNamespace):
         ({"host_bytes": "64G"}, "host_bytes: '64G' is no size"),
         ({"host_bytes": 640, "prefix_store": 7}, "prefix_store is 7, must be a URL"),
         (
-            {"host_bytes": 640, "prefix_store": "file:///x", "prefix_store_deadline": 0},
-            "prefix_store_deadline is 0, must be seconds",
+            {"host_bytes": 640, "prefix_store": "file:///x", "prefetch_timeout_base": 0},
+            "prefetch_timeout_base is 0, must be seconds",
         ),
         (
             {"host_bytes": 640, "prefix_store": "file:///x", "weights_fixed": 1},

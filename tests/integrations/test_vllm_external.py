@@ -83,7 +83,7 @@ def test_a_request_waits_no_longer_than_its_deadline(engine: Callable[..., Engin
     first = engine()
     first.compute(KEYS[:4])
     first.close()
-    again = engine(prefix_store_deadline=0.05)
+    again = engine(prefetch_timeout_base=0.05)
     release = threading.Event()
     wait = again.store.wait
     monkeypatch.setattr(again.store, "wait", lambda *arguments: (release.wait(), wait(*arguments))[1])
@@ -201,8 +201,8 @@ def test_two_engines_share_a_server_and_go_on_without_it(engine: Callable[..., E
     with serving("valkey-server", tmp_path) as server:
         url = f"redis://127.0.0.1:{server.port}?size=1MiB&deadline=20"
         first, second = (
-            engine(prefix_store=url, prefix_store_deadline=30),
-            engine(prefix_store=url, prefix_store_deadline=30),
+            engine(prefix_store=url, prefetch_timeout_base=30),
+            engine(prefix_store=url, prefetch_timeout_base=30),
         )
         first.compute(KEYS[:4])
         # Neither knows what the server has: it is asked.

@@ -103,7 +103,7 @@ def test_other_weights_find_nothing(tmp_path: Path):
             "prefix_caching": True,
             "prefix_store": url,
             "namespace": name,
-            "prefix_deadline": 60,
+            "prefetch_timeout_base": 60,
         }
         with KVCache(LAYOUT, **options) as cache:  # type: ignore[arg-type]
             prefixes = cache.prefix_store
@@ -153,7 +153,7 @@ def test_another_layout_of_blocks_of_the_same_size_finds_nothing(tmp_path: Path)
     )
     assert narrow.bytes_per_block == wide.bytes_per_block
     for layout in (narrow, narrow, wide):
-        options = {"device_blocks": 8, "prefix_caching": True, "prefix_store": url, "prefix_deadline": 60}
+        options = {"device_blocks": 8, "prefix_caching": True, "prefix_store": url, "prefetch_timeout_base": 60}
         with KVCache(layout, namespace=b"model", **options) as cache:  # type: ignore[arg-type]
             prefixes = cache.prefix_store
             assert prefixes is not None
@@ -255,7 +255,7 @@ def test_a_store_that_hangs_costs_one_deadline_and_then_nothing(
         for stream in range(3):
             cache.serve(tokens(stream, 9))
     store = keyed(medium)
-    with checked(store, prefix_deadline=0.2) as cache:
+    with checked(store, prefetch_timeout_base=0.2) as cache:
         store.before, goes = hang
         goes.clear()
         assert cache.fetch(tokens(0, 9)).tokens == 0
@@ -391,7 +391,7 @@ def test_a_store_that_breaks_every_rule_costs_misses_alone():
             cache.serve(tokens(stream, 17))
     for seed in range(5):
         store = UnrulyStore(keyed(medium), seed=seed, share=0.3)
-        cache = CheckedCache(store, prefix_deadline=0.5)
+        cache = CheckedCache(store, prefetch_timeout_base=0.5)
         for stream in range(6):
             cache.fetch(tokens(stream, 17))
             cache.serve(tokens(stream, 17))
@@ -407,7 +407,7 @@ def test_a_scheduler_loads_prompts_near_the_head_and_admits_others_meanwhile(
     with checked(keyed(medium)) as cache:
         cache.serve(tokens(1, 17))
     store = keyed(medium)
-    cache = CheckedCache(store, prefix_deadline=60)
+    cache = CheckedCache(store, prefetch_timeout_base=60)
     store.before, goes = hang
     scheduler = Scheduler(cache.manager, prefetch=cache.prefixes.prefetch)
     goes.clear()
@@ -492,7 +492,7 @@ def test_bad_arguments_are_refused(tmp_path: Path):
         ({"namespace": b""}, "namespace is b''"),
         ({"prefix_caching": False}, "prefix_caching is False, must be True"),
         ({"prefix_writes": "sometimes"}, 'writes is "sometimes"'),
-        ({"prefix_deadline": 0}, "deadline is 0"),
+        ({"prefetch_timeout_base": 0}, "prefetch_timeout_base is 0, must be above 0"),
         ({"max_staging": WIDTH - 1}, f"max_staging is {WIDTH - 1}: .* hold no block of {WIDTH} bytes"),
     ]
     for change, message in bad:

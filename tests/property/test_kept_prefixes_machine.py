@@ -75,7 +75,7 @@ class Machine(RuleBasedStateMachine):
             self.caches.append(self.open(self.stores[-1], host))
 
     def open(self, store: FaultyStore, host: int) -> CheckedCache:
-        return CheckedCache(store, host=host, prefix_deadline=0.02, prefix_writes=self.writes)
+        return CheckedCache(store, host=host, prefetch_timeout_base=0.02, prefix_writes=self.writes)
 
     @rule(at=CACHES, stream=STREAMS, count=LENGTHS)
     def load_and_serve(self, at: int, stream: int, count: int) -> None:

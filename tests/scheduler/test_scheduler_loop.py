@@ -91,7 +91,7 @@ def test_prompts_are_loaded_from_the_prefix_store_that_an_idle_engine_has_filled
         "prefix_caching": True,
         "prefix_store": f"local://{tmp_path}?size=1MiB",
         "namespace": b"model",
-        "prefix_deadline": 30.0,
+        "prefetch_timeout_base": 30.0,
     }
     with KVCache(LAYOUT, **options) as cache:
         scheduler, wanted = serve(cache, requests_of(2))

@@ -48,7 +48,7 @@ class Program:
             swap_store=external,
             prefix_caching=PrefixCaching(host=True),
             prefix_store=prefix,
-            prefix_deadline=PATIENCE,
+            prefetch_timeout_base=PATIENCE,
             namespace=b"interrupts",
             watermark=0.0,
         )

@@ -38,7 +38,7 @@ class CheckedCache:
             prefix_store=store,
             namespace=b"a model",
             watermark=0.0,
-            **{"prefix_deadline": 60.0} | options,
+            **{"prefetch_timeout_base": 60.0} | options,
         )
         self.manager = self.cache.manager
         assert self.cache.prefix_store is not None

@@ -153,19 +153,19 @@ class Loads:
         """Whether blocks of the manager are held."""
         return bool(self._jobs)
 
-    def begin(self, prompt: HashedPrompt, deadline: float) -> Load:
+    def begin(self, prompt: HashedPrompt, timeout_base: float) -> Load:
         """Begin to load what the store has of a prompt and no tier has; never waits.
 
         Args:
             prompt: with its keys.
-            deadline: seconds, and a second more for every 200 MB.
+            timeout_base: seconds until it is given up, and a second more for every 200 MB.
         """
         load = Load(prompt, self._missing(prompt), time.monotonic())
         if not len(load.keys):
             load.done = True
             return load
         self._stats.prefetches += 1
-        load.until = load.began + deadline + len(load.keys) * self._size / 200e6
+        load.until = load.began + timeout_base + len(load.keys) * self._size / 200e6
         self.open.append(load)
         self._advance(load)
         return load

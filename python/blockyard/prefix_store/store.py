@@ -41,7 +41,8 @@ class PrefixStore:
         store: opened with `use="prefix"`. Only this object may use it.
         writes: which blocks go to the store. `"through"`: each once it is computed; `"back"`: those about to be
             evicted that no other tier has; `"second_use"`: those that are computed or hit a second time; `"never"`.
-        deadline: seconds after which a prompt goes on without the store, plus one for every 200 MB that it lacks.
+        prefetch_timeout_base: seconds after which a prompt goes on without the store, plus one for every 200 MB that it
+            lacks.
         max_staging: bytes of blocks on their way from the store, and as many on their way to it; an int or text.
 
     Raises:
@@ -77,11 +78,13 @@ class PrefixStore:
         store: ExternalStore,
         *,
         writes: str = "through",
-        deadline: float = 0.25,
+        prefetch_timeout_base: float = 0.25,
         max_staging: int | str = 256 << 20,
     ) -> None:
-        if not 0 < deadline <= 3600:
-            raise InvalidArgumentError(f"deadline is {deadline}, must be above 0 and at most 3600 seconds")
+        if not 0 < prefetch_timeout_base <= 3600:
+            raise InvalidArgumentError(
+                f"prefetch_timeout_base is {prefetch_timeout_base}, must be above 0 and at most 3600 seconds"
+            )
         size = engine.layout.bytes_per_block
         max_bytes = read_bytes("max_staging", max_staging, holds=size)
         checked = CheckedStore(store, size)
@@ -89,7 +92,7 @@ class PrefixStore:
         self.store = store
         self._stats = PrefixStoreStats()
         self._manager, self._engine, self._checked, self._size = manager, engine, checked, size
-        self._deadline = deadline
+        self._timeout_base = prefetch_timeout_base
         self._loads = Loads(manager, engine, checked, self._stats, max_bytes)
         self._writes = Writes(manager, engine, checked, self._stats, max_bytes, self._loads.note_written)
         if writes == "never":
@@ -129,7 +132,7 @@ class PrefixStore:
         hashed = prompt if isinstance(prompt, HashedPrompt) else prefix.hash(prompt, salt=salt, lora_id=lora_id)
         self._mend()
         self._torn = True
-        load = self._loads.begin(hashed, self._deadline)
+        load = self._loads.begin(hashed, self._timeout_base)
         self._torn = False
         return Prefetch(load, self.poll)
 

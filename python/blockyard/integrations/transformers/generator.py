@@ -91,7 +91,7 @@ class Generator:
         prefix_caching: let prompts share the blocks of earlier ones that began alike.
         prefix_store: URL of a store for cached blocks that outlives the process, see `KVCache`.
         prefix_writes: which blocks go there, see `KVCache`.
-        prefix_deadline: least seconds after which a prompt goes on without the store.
+        prefetch_timeout_base: seconds after which a prompt goes on without the store, see `KVCache`.
         namespace: names the model and the revision of its weights for the stores, see `KVCache`.
         tensor_parallel_size: processes that share the model, each with its part of the heads, on one CPU machine. This
             process is rank 0 and starts the others. Numbers of blocks, and the size in the URL, are of each rank.
@@ -137,7 +137,7 @@ class Generator:
         prefix_caching: bool = True,
         prefix_store: str | None = None,
         prefix_writes: str = "through",
-        prefix_deadline: float = 0.25,
+        prefetch_timeout_base: float = 0.25,
         namespace: bytes = b"",
         tensor_parallel_size: int = 1,
         preemption_mode: PreemptionMode = "auto",
@@ -169,7 +169,7 @@ class Generator:
                 prefix_caching=prefix_caching,
                 prefix_store=prefix_store,
                 prefix_writes=prefix_writes,
-                prefix_deadline=prefix_deadline,
+                prefetch_timeout_base=prefetch_timeout_base,
                 groups=_groups(self.model.sliding_window),
             )
             undo.callback(self.cache.close)

@@ -28,7 +28,7 @@ from blockyard.workers import keep
 __all__ = ["ExternalTier"]
 
 _LOG = logging.getLogger(__name__)
-DEADLINE_SECONDS: Final = 5.0
+TIMEOUT_BASE_SECONDS: Final = 5.0
 _BYTES_PER_SECOND: Final = 16_000_000  # storage that is slower than this costs a miss
 _WINDOW: Final = 64  # keys of one request that are asked for before the first answer is known
 _BATCH_BYTES: Final = 32 << 20
@@ -83,7 +83,7 @@ class ExternalTier:
     """Brings chunks from a prefix store to host memory, and writes chunks behind; the scheduler never waits for it.
 
     A chunk is read into memory of its own and verified there. Only then it gets a chunk of the host, evicting another,
-    and becomes a hit. Storage that damages, loses, refuses or hangs costs misses, at the latest at the deadline.
+    and becomes a hit. Storage that damages, loses, refuses or hangs costs misses, at the latest when its time is over.
 
     Args:
         store: opened for use as a prefix store; its blocks are the chunks of all workers.
@@ -91,7 +91,7 @@ class ExternalTier:
         offload: which host chunks hold which keys.
         lock: held while host chunks change hands.
         report: called with the keys that were stored in host memory, and those that were evicted.
-        deadline: least seconds that a request waits; it grows by a second for every 16 MB that it asked for.
+        timeout_base: seconds that a request waits, plus one for every 16 MB that it asked for.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class ExternalTier:
         *,
         lock: Any,
         report: Report,
-        deadline: float = DEADLINE_SECONDS,
+        timeout_base: float = TIMEOUT_BASE_SECONDS,
     ) -> None:
         self._store, self._region, self._offload = store, region, offload
-        self._lock, self._report, self._deadline = lock, report, deadline
+        self._lock, self._report, self._timeout_base = lock, report, timeout_base
         self._parts = region.rows(offload.num_chunks)
         self._batch = max(1, _BATCH_BYTES // store.bytes_per_block)
         # A local store knows what it has; others must be asked.
@@ -140,7 +140,7 @@ class ExternalTier:
         with self._state:
             request = self._requests.get(context.req_id)
             if request is None:
-                request = self._requests[context.req_id] = _Request(now + self._deadline_of(context))
+                request = self._requests[context.req_id] = _Request(now + self._timeout_base_of(context))
             if now >= request.until:
                 return LookupResult.MISS
             if self._is_under_way(key):
@@ -357,9 +357,9 @@ class ExternalTier:
         epoch = self._epoch if epoch is None else epoch
         return [hashlib.sha256(epoch + key).digest() for key in keys]
 
-    def _deadline_of(self, context: ReqContext) -> float:
+    def _timeout_base_of(self, context: ReqContext) -> float:
         wanted = read_hints(context).wait
-        return self._deadline if wanted is None else min(wanted, self._deadline)
+        return self._timeout_base if wanted is None else min(wanted, self._timeout_base)
 
     def _is_allowed(self, context: ReqContext) -> bool:
         tiers = getattr(context, "load_tier_filter", None)

@@ -101,10 +101,10 @@ class BlockyardManager(OffloadingManager):
         """What a caller holds over calls that belong together."""
         return self._lock
 
-    def use_external(self, store: ExternalStore, region: SharedRegion, deadline: float) -> None:
+    def use_external(self, store: ExternalStore, region: SharedRegion, timeout_base: float) -> None:
         """Look up in a prefix store what the host has not, and write behind what it has; see `ExternalTier`."""
         self._external = ExternalTier(
-            store, region, self._offload, lock=self._lock, report=self._report_both, deadline=deadline
+            store, region, self._offload, lock=self._lock, report=self._report_both, timeout_base=timeout_base
         )
 
     # ---- requests and lookups ----

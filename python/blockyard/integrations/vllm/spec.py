@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata,
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from blockyard.errors import BlockyardError, InvalidArgumentError
-from blockyard.integrations.vllm.external import DEADLINE_SECONDS
+from blockyard.integrations.vllm.external import TIMEOUT_BASE_SECONDS
 from blockyard.integrations.vllm.manager import BlockyardManager
 from blockyard.integrations.vllm.metrics import definitions
 from blockyard.integrations.vllm.region import SharedRegion
@@ -29,7 +29,7 @@ _OPTIONS = (
     "blocks_per_chunk",
     "prefix_store",
     "revision",
-    "prefix_store_deadline",
+    "prefetch_timeout_base",
     "weights_fixed",
 )
 _INFO = ("blockyard_num_chunks", "blockyard_blocks_per_chunk", "blockyard_bytes_per_chunk", "blockyard_policy")
@@ -48,7 +48,7 @@ class BlockyardSpec(OffloadingSpec):
     | `blocks_per_chunk` | device blocks that are stored under one key | 1 |
     | `prefix_store` | URL of a prefix store below the host, as for `blockyard.open_store` | none |
     | `revision` | of the weights; chunks of another revision are not found | empty |
-    | `prefix_store_deadline` | least seconds that a request waits for the store | 5 |
+    | `prefetch_timeout_base` | seconds that a request waits for the store, and one more for every 16 MB | 5 |
     | `weights_fixed` | whether the weights stay the same while the engine runs, also over sleep and reset | false |
 
     Args:
@@ -127,7 +127,7 @@ class BlockyardSpec(OffloadingSpec):
         except BlockyardError:
             store.close()
             raise
-        manager.use_external(store, region, external.deadline)
+        manager.use_external(store, region, external.timeout_base)
 
     def _region(self, place: int) -> SharedRegion:
         world = self.config.parallel.world_size
@@ -138,7 +138,7 @@ class BlockyardSpec(OffloadingSpec):
 class _External(NamedTuple):
     url: str
     revision: str
-    deadline: float
+    timeout_base: float
     weights_fixed: bool
 
 
@@ -157,13 +157,13 @@ def _external(options: Any) -> _External | None:
         return None
     if not isinstance(url, str):
         raise InvalidArgumentError(f"prefix_store is {url!r}, must be a URL: file:///dir?size=500GiB")
-    deadline = options.get("prefix_store_deadline", DEADLINE_SECONDS)
-    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline <= 3600:
-        raise InvalidArgumentError(f"prefix_store_deadline is {deadline!r}, must be seconds above 0, at most 3600")
+    base = options.get("prefetch_timeout_base", TIMEOUT_BASE_SECONDS)
+    if isinstance(base, bool) or not isinstance(base, int | float) or not 0 < base <= 3600:
+        raise InvalidArgumentError(f"prefetch_timeout_base is {base!r}, must be seconds above 0, at most 3600")
     fixed = options.get("weights_fixed", False)
     if not isinstance(fixed, bool):
         raise InvalidArgumentError(f"weights_fixed is {fixed!r}, must be true or false")
-    return _External(url, str(options.get("revision", "")), float(deadline), fixed)
+    return _External(url, str(options.get("revision", "")), float(base), fixed)
 
 
 def _host_bytes(options: Any, bytes_per_chunk: int) -> int:
