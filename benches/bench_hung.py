@@ -46,12 +46,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with (
             serving("valkey-server", Path(folder)) as server,
-            open_store(f"redis://127.0.0.1:{server.port}?deadline={DEADLINE}", **options) as store,
+            open_store(f"redis://127.0.0.1:{server.port}?timeout_base={DEADLINE}", **options) as store,
         ):
             figures |= hang(store, server, "redis", calls)
         with (
             serving_objects(Path(folder), SECRET) as objects,
-            open_store(f"{objects.url('bucket')}deadline={DEADLINE}", **options) as store,
+            open_store(f"{objects.url('bucket')}timeout_base={DEADLINE}", **options) as store,
         ):
             figures |= hang(store, objects, "s3", calls)
     for name, value in figures.items():

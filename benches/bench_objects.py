@@ -66,7 +66,7 @@ def compare(port: int, url: str, name: str, repeat: int) -> dict[str, float]:
     client = S3Store(
         "bucket", endpoint=f"http://127.0.0.1:{port}", region="us-east-1", client_options={"allow_http": True}
     )
-    url = f"{url}size={64 * PASS_BYTES[name]}&connections={CONNECTIONS}&deadline=60"
+    url = f"{url}size={64 * PASS_BYTES[name]}&connections={CONNECTIONS}&timeout_base=60"
     figures: dict[str, float] = {}
     with ThreadPoolExecutor(CONNECTIONS) as pool, open_store(url, bytes_per_block=size, use="prefix") as store:
         out = np.empty_like(rows)

@@ -88,7 +88,7 @@ def compare(port: int, name: str, size: int, repeat: int) -> dict[str, float]:
     count = PASS_BYTES // size
     rows = np.random.default_rng(size).integers(0, 256, (count, size), dtype=np.uint8)
     keys = np.random.default_rng(1).integers(0, 256, (count, 32), dtype=np.uint8)
-    url = f"redis://127.0.0.1:{port}?size={3 * PASS_BYTES}&threads={CONNECTIONS}&deadline=60"
+    url = f"redis://127.0.0.1:{port}?size={3 * PASS_BYTES}&threads={CONNECTIONS}&timeout_base=60"
     figures: dict[str, float] = {}
     with (
         redis.Redis(port=port) as client,

@@ -1947,7 +1947,7 @@ class SlabStore:
         threads: int = 4,
         direct: str = "auto",
         memory: int = 1073741824,
-        deadline: float = 10.0,
+        timeout_base: float = 10.0,
         namespace: bytes = ...,
         use: str = "swap",
         revision: str = "",

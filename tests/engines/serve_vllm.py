@@ -86,7 +86,7 @@ def failing() -> list[Any]:
     opened = spec.open_store
 
     def open_store(url: str, **options: Any) -> Any:
-        stores.append(FailingStore(opened(url, **options), deadline=1.0))
+        stores.append(FailingStore(opened(url, **options), timeout=1.0))
         return stores[-1]
 
     spec.open_store = open_store

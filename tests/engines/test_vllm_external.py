@@ -38,7 +38,7 @@ class FileStorage:
 
 class ValkeyStorage:
     def __init__(self, server: Server) -> None:
-        self.server, self.url = server, f"redis://127.0.0.1:{server.port}?size=64MiB&deadline=20"
+        self.server, self.url = server, f"redis://127.0.0.1:{server.port}?size=64MiB&timeout_base=20"
 
     def damage(self) -> None:
         """Flip a byte in every second chunk."""
@@ -54,7 +54,7 @@ class ValkeyStorage:
 
 class ObjectStorage:
     def __init__(self, server: ObjectServer) -> None:
-        self.url = f"{server.url('bucket')}size=64MiB&deadline=20"
+        self.url = f"{server.url('bucket')}size=64MiB&timeout_base=20"
         client: Any = {"client_options": {"allow_http": True}}
         self.client = S3Store("bucket", endpoint=f"http://127.0.0.1:{server.port}", region="us-east-1", **client)
 

@@ -27,7 +27,7 @@ class Storage:
     """
 
     def __init__(self, url: str, nodes: list[Server]) -> None:
-        self.url, self.nodes = f"{url}size=64MiB&deadline=20", nodes
+        self.url, self.nodes = f"{url}size=64MiB&timeout_base=20", nodes
 
 
 @pytest.fixture(params=["cluster", "s3"])

@@ -103,7 +103,7 @@ def test_a_grouped_layout_has_one_block_size():
             r"'memory://a\?size=1MiB' has size=1MiB and swap_store_bytes is 2MiB, give one of them",
         ),
         (
-            {"device_blocks": 4, "prefix_store": "memory://a?deadline=9&size=1MiB", "prefix_store_bytes": "2MiB"},
+            {"device_blocks": 4, "prefix_store": "memory://a?timeout_base=9&size=1MiB", "prefix_store_bytes": "2MiB"},
             "has size=1MiB and prefix_store_bytes is 2MiB",
         ),
         ({"max_device_blocks": 4}, "max_device_blocks needs device_blocks"),
@@ -123,7 +123,7 @@ def test_slots_of_the_store_are_used_as_far_as_is_said(tmp_path: Path, wanted: i
 
 def test_a_stores_size_can_stand_beside_its_url():
     options: Any = {"device_blocks": 4, "prefix_caching": True, "namespace": b"test"}
-    options |= {"swap_store": "memory://swap?deadline=9", "swap_store_bytes": "1MiB"}
+    options |= {"swap_store": "memory://swap?timeout_base=9", "swap_store_bytes": "1MiB"}
     options |= {"prefix_store": "memory://kept", "prefix_store_bytes": 1 << 20}
     with KVCache(LAYOUT, **options) as beside:
         assert beside.swap_store is not None

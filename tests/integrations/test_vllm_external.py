@@ -199,7 +199,7 @@ def test_a_store_that_cannot_be_opened_ends_the_start(vllm: SimpleNamespace, tmp
 
 def test_two_engines_share_a_server_and_go_on_without_it(engine: Callable[..., Engine], tmp_path: Path):
     with serving("valkey-server", tmp_path) as server:
-        url = f"redis://127.0.0.1:{server.port}?size=1MiB&deadline=20"
+        url = f"redis://127.0.0.1:{server.port}?size=1MiB&timeout_base=20"
         first, second = (
             engine(prefix_store=url, prefetch_timeout_base=30),
             engine(prefix_store=url, prefetch_timeout_base=30),

@@ -153,7 +153,7 @@ def test_a_put_that_lands_after_its_deadline_counts(chance: random.Random):
                 late.append(time.monotonic())
                 time.sleep(0.1)
 
-        store.deadline, store.before = 0.01, sleep
+        store.timeout_base, store.before = 0.01, sleep
         until = time.monotonic() + 60
         while len(late) < 3:  # after one the store is left alone for a moment
             use(cache, unlike(chance, 13))

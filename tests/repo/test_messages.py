@@ -153,7 +153,7 @@ def test_an_s3_store_without_credentials_is_not_opened_and_names_them(
     for name in given:
         monkeypatch.setenv(name, "example")
     nowhere = "http://127.0.0.1:1"
-    url = f"s3://bucket?size=1MiB&deadline=0.1&endpoint={nowhere}&metadata_endpoint={nowhere}"
+    url = f"s3://bucket?size=1MiB&timeout_base=0.1&endpoint={nowhere}&metadata_endpoint={nowhere}"
     with pytest.raises(StoreError) as error:
         open_store(url, bytes_per_block=512)
     assert str(error.value).startswith(f"{url!r}: ")

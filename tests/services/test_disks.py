@@ -85,7 +85,7 @@ def test_a_file_system_without_direct_io_is_said_so_or_refused(disk: Path):
 
 @pytest.fixture
 def frozen(tmp_path: Path, disk: Path, request: pytest.FixtureRequest) -> Iterator[SlabStore]:
-    """A store whose disk has stopped answering writes; its deadline is a second if the test asks for no other."""
+    """A store whose disk has stopped answering writes; its timeout is a second if the test asks for no other."""
     image = tmp_path / "image"
     with image.open("wb") as file:
         file.truncate(64 << 20)
@@ -93,8 +93,8 @@ def frozen(tmp_path: Path, disk: Path, request: pytest.FixtureRequest) -> Iterat
         pytest.skip("freezing a disk needs mkfs.ext4 and fsfreeze")
     subprocess.run(["mkfs.ext4", "-q", image], check=True)
     mount(disk, "-o", "loop", image)
-    deadline = getattr(request, "param", 1.0)
-    store = SlabStore(disk, bytes_per_block=WIDTH, num_slots=16, deadline=deadline, threads=2)
+    base = getattr(request, "param", 1.0)
+    store = SlabStore(disk, bytes_per_block=WIDTH, num_slots=16, timeout_base=base, threads=2)
     write(store, [0, 1])
     subprocess.run(["fsfreeze", "--freeze", disk], check=True)
     try:

@@ -132,7 +132,7 @@ def test_no_damaged_value_is_a_hit():
 
 
 def test_a_server_that_stops_costs_one_deadline_and_comes_back(server: ObjectServer, tmp_path: Path):
-    with opened(server.url(f"bucket/{tmp_path.name}") + "deadline=0.5") as store:
+    with opened(server.url(f"bucket/{tmp_path.name}") + "timeout_base=0.5") as store:
         put(store, 4)
         with server.stopped():
             first, second = store.submit_get(keys_of(2)), store.submit_put(keys_of(6)[5:], rows_of(1))
@@ -153,7 +153,7 @@ def test_a_server_that_stops_costs_one_deadline_and_comes_back(server: ObjectSer
 def test_a_connection_that_is_refused_is_an_error_at_opening_and_a_miss_later(tmp_path: Path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        url = f"s3://bucket?endpoint=http://127.0.0.1:{free.getsockname()[1]}&region=us-east-1&deadline=0.5"
+        url = f"s3://bucket?endpoint=http://127.0.0.1:{free.getsockname()[1]}&region=us-east-1&timeout_base=0.5"
     with pytest.raises(StoreError, match=r"127\.0\.0\.1") as caught:
         opened(url)
     assert SECRET not in str(caught.value)
@@ -330,7 +330,7 @@ def test_no_message_shows_a_credential(server: ObjectServer, tmp_path: Path, mon
         ("s3://", "must name a bucket"),
         ("local://host/path?size=1MiB", "must be the absolute path"),
         ("s3://bucket?connections=1", "'connections=1' must be 4 to 256"),
-        ("s3://bucket?deadline=never", "'deadline=never' must be"),
+        ("s3://bucket?timeout_base=never", "'timeout_base=never' must be"),
         ("local:///tmp?speed=9", "is not an option"),
         ("s3://bucket", "needs .size="),
     ],

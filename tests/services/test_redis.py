@@ -104,7 +104,7 @@ def test_no_damaged_value_is_a_hit(server: Server, client: "redis.Redis", rounds
         assert other.wait(other.submit_put(keys, rows)).ok.all()
     foreign = [client.get(key) for key in client.keys("blockyard:0000000000000000:*") if len(key) == 59]
     tried = hits = 0
-    with opened(server, "?deadline=60", **options) as store:
+    with opened(server, "?timeout_base=60", **options) as store:
         assert isinstance(store, RedisStore)
         for _ in range(rounds):
             assert store.wait(store.submit_put(keys, rows)).ok.all()
@@ -125,7 +125,7 @@ def test_no_damaged_value_is_a_hit(server: Server, client: "redis.Redis", rounds
 
 
 def test_a_server_that_stops_costs_one_deadline_and_comes_back(server: Server, client: "redis.Redis"):
-    with opened(server, "?deadline=0.5") as store:
+    with opened(server, "?timeout_base=0.5") as store:
         put(store, 4)
         calls = []
 
@@ -342,7 +342,7 @@ def test_no_message_shows_the_password(tmp_path: Path, caplog: pytest.LogCapture
         ("redis://host/3", "write .db=1"),
         ("redis://host?db=-1", "'db=-1' must be 0 or more"),
         ("redis://host?ttl=soon", "'ttl=soon' must be 0 to 1e9 seconds"),
-        ("redis://host?deadline=nan", "'deadline=nan' must be"),
+        ("redis://host?timeout_base=nan", "'timeout_base=nan' must be"),
         ("redis://host?ca=/x", "is not an option"),
         ("unix://host/socket", "must be the absolute path of a socket"),
         ("unix:", "must be the absolute path of a socket"),

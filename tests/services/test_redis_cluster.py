@@ -139,7 +139,7 @@ def stored(store: ExternalStore) -> NDArray[np.bool_]:
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_blocks_on_the_other_nodes_hit_while_a_node_is_lost(nodes: list[Server], url: str, how: str):
     deadline = 3.0
-    with opened(url, f"?deadline={deadline}") as store:
+    with opened(url, f"?timeout_base={deadline}") as store:
         assert stored(store).all()
         epoch = node_of(nodes, record_of(store))
         lost = (epoch + 1) % 3
@@ -173,7 +173,7 @@ def test_blocks_on_the_other_nodes_hit_while_a_node_is_lost(nodes: list[Server],
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_nothing_is_found_while_the_node_is_lost_that_knows_of_forget(nodes: list[Server], url: str, how: str):
-    with opened(url, "?deadline=1") as store:
+    with opened(url, "?timeout_base=1") as store:
         assert stored(store).all()
         assert loaded(store).all()
         with getattr(nodes[node_of(nodes, record_of(store))], how)():
@@ -189,7 +189,7 @@ def test_a_replica_takes_the_place_of_a_lost_node(tmp_path: Path):
     with (
         serving_cluster(tmp_path) as nodes,
         serving_replica(tmp_path / "replica", nodes[2]) as replica,
-        opened(f"redis+cluster://127.0.0.1:{nodes[0].port}", "?deadline=1") as store,
+        opened(f"redis+cluster://127.0.0.1:{nodes[0].port}", "?timeout_base=1") as store,
     ):
         assert stored(store).all()
         with redis.Redis(port=nodes[2].port) as client:
@@ -205,7 +205,7 @@ def test_a_replica_takes_the_place_of_a_lost_node(tmp_path: Path):
 
 
 def test_a_deleted_block_of_a_lost_node_is_reported(nodes: list[Server], url: str):
-    with opened(url, "?deadline=1") as store:
+    with opened(url, "?timeout_base=1") as store:
         assert stored(store).all()
         with nodes[2].stopped():
             assert not store.wait(store.submit_delete(KEYS)).ok.any()
@@ -213,7 +213,7 @@ def test_a_deleted_block_of_a_lost_node_is_reported(nodes: list[Server], url: st
 
 
 def test_a_cluster_that_stops_costs_its_deadlines_and_comes_back(nodes: list[Server], url: str):
-    with opened(url, "?deadline=0.5") as store, ExitStack() as stack:
+    with opened(url, "?timeout_base=0.5") as store, ExitStack() as stack:
         assert stored(store).all()
         for node in nodes:
             stack.enter_context(node.stopped())
@@ -232,7 +232,7 @@ def test_a_cluster_that_stops_costs_its_deadlines_and_comes_back(nodes: list[Ser
 
 
 def test_forget_fails_while_the_node_of_its_row_is_lost(nodes: list[Server], url: str):
-    with opened(url, "?deadline=1") as store:
+    with opened(url, "?timeout_base=1") as store:
         assert stored(store).all()
         epoch = node_of(nodes, record_of(store))
         with nodes[epoch].stopped():
@@ -253,11 +253,11 @@ def test_forget_fails_while_the_node_of_its_row_is_lost(nodes: list[Server], url
 
 
 def test_a_process_that_never_knew_the_epoch_finds_nothing_while_it_is_lost(nodes: list[Server], url: str):
-    with opened(url, "?deadline=1") as store:
+    with opened(url, "?timeout_base=1") as store:
         assert stored(store).all()
         epoch = node_of(nodes, record_of(store))
         seed = f"redis+cluster://127.0.0.1:{nodes[(epoch + 1) % 3].port}"
-        with nodes[epoch].stopped(), opened(seed, "?deadline=1") as other:
+        with nodes[epoch].stopped(), opened(seed, "?timeout_base=1") as other:
             for _ in range(3):
                 assert not stored(other).any()
                 assert not other.wait(other.submit_get(KEYS)).ok.any()

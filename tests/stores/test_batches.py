@@ -40,7 +40,7 @@ def test_storage_that_hangs_costs_one_deadline_and_not_one_for_each_batch():
     with KeyedStore() as store:
         put(store, 2)
         gate = threading.Event()
-        store.before, store.deadline = lambda name: gate.wait(PATIENCE), 0.1
+        store.before, store.timeout_base = lambda name: gate.wait(PATIENCE), 0.1
         waiting = [store.submit_get(names(2)) for _ in range(12)]
         began = time.monotonic()
         found = {reason for ticket in waiting for reason in store.wait(ticket).reasons}
@@ -52,7 +52,7 @@ def test_storage_that_hangs_costs_one_deadline_and_not_one_for_each_batch():
         with pytest.raises(StoreError, match="nothing is found or stored until it is called again: unavailable"):
             store.forget()
         gate.set()
-        store.deadline = PATIENCE
+        store.timeout_base = PATIENCE
         until = time.monotonic() + PATIENCE
         while "unavailable" in put(store, 2) and time.monotonic() < until:
             time.sleep(0.01)

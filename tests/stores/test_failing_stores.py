@@ -76,7 +76,7 @@ def test_a_store_that_fails_logs_each_cause_once_a_minute_and_that_it_works_agai
 def test_a_store_whose_only_thread_hangs_is_in_the_log(caplog: pytest.LogCaptureFixture):
     goes_on = threading.Event()
     with KeyedStore() as store:
-        store.threads, store.deadline = 1, 0.05
+        store.threads, store.timeout_base = 1, 0.05
         store.before = lambda name: goes_on.wait(60)
         try:
             assert set(put(store, 2)) <= {"timeout", "unavailable"}

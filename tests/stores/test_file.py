@@ -442,7 +442,7 @@ def test_batches_of_many_sizes_come_back(tmp_path: Path):
 
 
 def test_options_that_mean_nothing_are_refused(tmp_path: Path):
-    for options in ({"direct": "maybe"}, {"threads": 1}, {"threads": 17}, {"memory": 1}, {"deadline": -1.0}):
+    for options in ({"direct": "maybe"}, {"threads": 1}, {"threads": 17}, {"memory": 1}, {"timeout_base": -1.0}):
         with pytest.raises(InvalidArgumentError):
             SlabStore(tmp_path / "swap", bytes_per_block=WIDTH, num_slots=4, **options)
     assert not list(tmp_path.iterdir())

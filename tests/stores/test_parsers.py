@@ -23,8 +23,8 @@ from blockyard.stores.value import HEADER, check_parts, check_values, seal_value
 INPUTS = int(os.environ.get("BLOCKYARD_FUZZ", "4000"))
 PASSWORD = "hunter2-of-the-test"
 URLS = (
-    "file:///var/kv,/mnt/b?size=2GiB&direct=auto&threads=4&memory=1GiB&deadline=5",
-    f"redis://user:{PASSWORD}@host:6379?size=2GiB&db=1&ttl=60&threads=4&memory=1GiB&deadline=.5",
+    "file:///var/kv,/mnt/b?size=2GiB&direct=auto&threads=4&memory=1GiB&timeout_base=5",
+    f"redis://user:{PASSWORD}@host:6379?size=2GiB&db=1&ttl=60&threads=4&memory=1GiB&timeout_base=.5",
     f"rediss://:{PASSWORD}@[::1]:6380/?ca=/etc/ca.pem&cert=%2Fc&key=/k",
     f"redis+cluster://:{PASSWORD}@a:7000?size=1.5TiB",
     f"valkeys://:{PASSWORD}@a?size=2GiB&ca=/etc/ca.pem",

@@ -187,7 +187,7 @@ class Hanging(MemoryStore):
 
 def test_a_deadline_is_a_miss_and_what_lands_later_is_not_taken():
     with Hanging() as store:
-        store.before, store.deadline = store.hang, 0.05
+        store.before, store.timeout_base = store.hang, 0.05
         ticket = store.submit_write(np.array([1]), rows(1))
         assert store.begun.acquire(timeout=PATIENCE)
         until = time.monotonic() + PATIENCE
@@ -196,7 +196,7 @@ def test_a_deadline_is_a_miss_and_what_lands_later_is_not_taken():
         assert found == [ticket]
         assert store.wait(ticket).reasons == ("timeout",)
         assert store.stats().pending_bytes == SIZE, "the call that hangs has the rows"
-        store.before, store.deadline = lambda name: None, PATIENCE
+        store.before, store.timeout_base = lambda name: None, PATIENCE
         assert answered(store, [1]) == ("empty",)
         # The slot is used again; what the first call stores afterwards is found to be wrong.
         assert write(store, [1], rows(1, 1)) == ("",)

@@ -33,7 +33,7 @@ class FaultyStore(KeyedStore):
     released: ClassVar[threading.Event] = threading.Event()
 
     @property
-    def deadline(self) -> float:  # type: ignore[override]
+    def timeout_base(self) -> float:  # type: ignore[override]
         """Short only where it must pass."""
         return 0.2 if self.fault == "hangs" else 10 * SECONDS
 

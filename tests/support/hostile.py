@@ -290,6 +290,7 @@ VALID: dict[str, Any] = {
     "ticket": 2,
     "tier": "device",
     "timeout": 0.1,
+    "timeout_base": 10,
     "to": "host",
     "token_ids": [1, 2, 3, 4],
     "tokens": list(range(8)),

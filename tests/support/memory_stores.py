@@ -22,7 +22,7 @@ class MemoryStore(ThreadedStore):
     """Blocks in a dictionary; `before` runs first in each call, and may block or raise."""
 
     num_slots = 32
-    deadline = PATIENCE
+    timeout_base = PATIENCE
 
     def __init__(
         self, url: str = "", *, bytes_per_block: int = SIZE, namespace: bytes = bytes(32), **options: Any

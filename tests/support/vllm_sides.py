@@ -43,7 +43,7 @@ class Engine:
         config.parallel.__dict__["rank"] = 0
         self.manager = vllm.ours.BlockyardSpec(config).get_manager()
         self.tier = self.manager._external
-        self.store = FailingStore(self.tier._store, deadline=0.2)
+        self.store = FailingStore(self.tier._store, timeout=0.2)
         self.tier._store = self.store
         self.jobs = 0
 

@@ -74,7 +74,7 @@ class BatchStore(ExternalStore):
     bytes_per_block: int = 0
     threads: int = 4
     memory: int = 1 << 30
-    deadline: float = 10.0
+    timeout_base: float = 10.0
 
     def __init__(self) -> None:
         self._process = Process("a store")
@@ -238,7 +238,7 @@ class BatchStore(ExternalStore):
                 rows=rows,
                 reasons=[refused] * len(names),
                 num_bytes=0,
-                deadline=now + self.deadline + (self._pending + num_bytes) / _SLOWEST,
+                deadline=now + self.timeout_base + (self._pending + num_bytes) / _SLOWEST,
                 age=self._age,
                 spread=spread,
                 owners=owners,

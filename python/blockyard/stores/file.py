@@ -1,6 +1,6 @@
 """The file store: blocks in one preallocated file, read and written by threads.
 
-    file:///dir?size=2GiB&threads=4&direct=auto&memory=1GiB&deadline=10
+    file:///dir?size=2GiB&threads=4&direct=auto&memory=1GiB&timeout_base=10
 
 | option | meaning | default |
 |---|---|---|
@@ -8,7 +8,7 @@
 | `threads` | threads that read and write, 2 to 16 | 4 |
 | `direct` | bypass the page cache: `on`, `off`, or `auto`: where the file system allows it | `auto` |
 | `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
-| `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 10 |
+| `timeout_base` | seconds an operation is given, plus one for every 16 MB under way | 10 |
 
 `file:///a,/b,/c` keeps blocks on several disks, each with a slab, threads and a share of the size of its own. A disk
 that fails or hangs loses its own blocks only. If one cannot be opened, a prefix store goes on without it and logs that.
@@ -62,7 +62,7 @@ class FileURL(NamedTuple):
     threads: int
     direct: str
     memory: int
-    deadline: float
+    timeout_base: float
 
 
 def read_url(url: str) -> FileURL:
@@ -87,9 +87,9 @@ def read_url(url: str) -> FileURL:
         threads=parts.take("threads", count(2, 16), 4, "2 to 16"),
         direct=parts.take("direct", _one_of("auto", "on", "off"), "auto", "auto, on or off"),
         memory=parts.take("memory", positive, 1 << 30, SIZE),
-        deadline=parts.take("deadline", seconds(1, 86_400), 10.0, "1 to 86400 seconds"),
+        timeout_base=parts.take("timeout_base", seconds(1, 86_400), 10.0, "1 to 86400 seconds"),
     )
-    parts.finish("size, threads, direct, memory, deadline")
+    parts.finish("size, threads, direct, memory, timeout_base")
     return found
 
 
@@ -163,7 +163,7 @@ def _open_slabs(
                 threads=found.threads,
                 direct=found.direct,
                 memory=max(1, found.memory // num_disks),
-                deadline=found.deadline,
+                timeout_base=found.timeout_base,
                 namespace=namespace,
                 use=use,
                 revision=revision,
@@ -188,7 +188,7 @@ class GuardedSlab(RemoteStore):
 
     def __init__(self, found: FileURL, *, num_slots: int | None, use: Use, revision: str, **options: Any) -> None:
         super().__init__(found.parts, num_slots=num_slots or 1, use=use, secrets=[], **options)
-        self.threads, self.memory, self.deadline = found.threads, found.memory, found.deadline
+        self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base
         self._slab = _open_slabs(
             found,
             bytes_per_block=self._width,

@@ -10,7 +10,7 @@
 | `size` | bytes of the blocks that a process keeps track of; of swap space, all its slots | what `num_slots` need |
 | `connections` | requests under way at once, 4 to 256 | 16 |
 | `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
-| `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 5 |
+| `timeout_base` | seconds an operation is given, plus one for every 16 MB under way | 5 |
 | others | go to obstore: `endpoint`, `region`, `virtual_hosted_style_request`, `unsigned_payload`, ... | obstore's |
 
 Credentials come from where obstore takes them: environment variables such as `AWS_ACCESS_KEY_ID` and
@@ -78,7 +78,7 @@ class ObjectURL(NamedTuple):
     size: int | None
     connections: int
     memory: int
-    deadline: float
+    timeout_base: float
 
 
 def read_url(url: str) -> ObjectURL:
@@ -107,10 +107,10 @@ def read_url(url: str) -> ObjectURL:
         size=parts.take("size", positive, 0, SIZE) or None,
         connections=parts.take("connections", count(_BATCHES, 256), 16, f"{_BATCHES} to 256"),
         memory=parts.take("memory", positive, 1 << 30, SIZE),
-        deadline=parts.take("deadline", seconds(0.05, 86_400), 5.0, "0.05 to 86400 seconds"),
+        timeout_base=parts.take("timeout_base", seconds(0.05, 86_400), 5.0, "0.05 to 86400 seconds"),
     )
     if scheme in {"local", "memory"}:
-        parts.finish("size, connections, memory, deadline")
+        parts.finish("size, connections, memory, timeout_base")
     found.config.update(parts.options)
     return found
 
@@ -164,10 +164,10 @@ class ObjectStore(RemoteStore):
 
     def __init__(self, found: ObjectURL, **options: Any) -> None:
         super().__init__(found.parts, secrets=[], **options)
-        self.threads, self.memory, self.deadline = _BATCHES, found.memory, found.deadline
+        self.threads, self.memory, self.timeout_base = _BATCHES, found.memory, found.timeout_base
         self._calls = CallPool(found.connections)
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
-        self._ob, self._client = _connect(found, found.deadline + self._width / _SLOWEST)
+        self._ob, self._client = _connect(found, found.timeout_base + self._width / _SLOWEST)
         self._can_create = True
         self._bulk_delete = found.scheme == "s3"
         self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep them
@@ -463,10 +463,10 @@ def _connect(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
         name = f"{found.parts.host}{found.parts.path}"
         return obstore, _in_memory.setdefault(name, stores.MemoryStore())
     client: dict[str, Any] = {"timeout": f"{round(request_seconds * 1e3)}ms"}
-    client["connect_timeout"] = f"{round(min(2.0, found.deadline) * 1e3)}ms"
+    client["connect_timeout"] = f"{round(min(2.0, found.timeout_base) * 1e3)}ms"
     client["allow_http"] = found.config.get("endpoint", "").startswith("http://")
     waits = {"init_backoff": timedelta(seconds=0.05), "max_backoff": timedelta(seconds=1), "base": 2}
-    retry = {"max_retries": 2, "retry_timeout": timedelta(seconds=found.deadline), "backoff": waits}
+    retry = {"max_retries": 2, "retry_timeout": timedelta(seconds=found.timeout_base), "backoff": waits}
     try:
         if found.scheme == "local":
             return obstore, stores.LocalStore(found.parts.path, mkdir=True)

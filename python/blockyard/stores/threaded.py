@@ -67,7 +67,7 @@ class ThreadedStore(BatchStore):
         bytes_per_block: as given.
         threads: most calls that run at once.
         memory: most bytes in flight and in results that wait; blocks beyond are misses, `"queue_full"`.
-        deadline: least seconds for a batch; it grows by a second for every 16 MB in flight.
+        timeout_base: seconds that a batch is given, plus one for every 16 MB in flight.
 
     Example:
         >>> import numpy as np

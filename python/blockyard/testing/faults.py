@@ -230,7 +230,7 @@ class FailingStore(ExternalStore):
 
     Args:
         inner: a store with keys that works.
-        deadline: seconds after which what hangs is given up.
+        timeout: seconds after which what hangs is given up.
 
     Attributes:
         fault: what goes wrong from now on. `"lose"`: it says that it has a key, and then has not. `"refuse"`: every
@@ -250,8 +250,8 @@ class FailingStore(ExternalStore):
         [ True] ('absent',)
     """
 
-    def __init__(self, inner: ExternalStore, *, deadline: float = 2.0) -> None:
-        self._inner, self._deadline = inner, deadline
+    def __init__(self, inner: ExternalStore, *, timeout: float = 2.0) -> None:
+        self._inner, self._timeout = inner, timeout
         self._late: dict[int, float] = {}
         self.fault: Literal["", "lose", "refuse", "hang"] = ""
         self.faults = 0
@@ -348,7 +348,7 @@ class FailingStore(ExternalStore):
             raise StoreError("the storage refuses, on purpose")
         ticket = call()
         if self.fault == "hang":
-            self._late[ticket] = time.monotonic() + self._deadline
+            self._late[ticket] = time.monotonic() + self._timeout
         return ticket
 
 

@@ -209,11 +209,11 @@ impl Tickets {
     }
 }
 
-/// When blocks submitted now become misses: patience, and time for the bytes in flight.
-pub(crate) fn deadline(now: Instant, patience: Duration, bytes: u64) -> Instant {
+/// When blocks submitted now become misses: `timeout_base`, and time for the bytes in flight.
+pub(crate) fn deadline(now: Instant, timeout_base: Duration, bytes: u64) -> Instant {
     /// Slowest rate that a healthy medium is expected to keep up, bytes a millisecond (16 MB/s).
     const SLOWEST: u64 = 16_000;
-    now + patience + Duration::from_millis(bytes / SLOWEST)
+    now + timeout_base + Duration::from_millis(bytes / SLOWEST)
 }
 
 #[cfg(test)]
@@ -226,9 +226,9 @@ mod tests {
 
     #[test]
     fn deadlines_grow_with_the_bytes_under_way() {
-        let (now, patience) = (Instant::now(), Duration::from_secs(1));
-        assert_eq!(deadline(now, patience, 0) - now, patience);
-        assert_eq!(deadline(now, patience, 64_000_000) - now, Duration::from_secs(5));
+        let (now, timeout_base) = (Instant::now(), Duration::from_secs(1));
+        assert_eq!(deadline(now, timeout_base, 0) - now, timeout_base);
+        assert_eq!(deadline(now, timeout_base, 64_000_000) - now, Duration::from_secs(5));
     }
 
     #[test]

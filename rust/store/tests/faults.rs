@@ -53,7 +53,7 @@ impl Faulty {
             revision: [0; 32],
             threads: 4,
             memory_bytes: 1 << 22,
-            patience: PATIENCE,
+            timeout_base: PATIENCE,
         };
         let store = SlabStore::open_keyed(Arc::clone(&device) as _, options).unwrap();
         (device, store)

@@ -56,7 +56,7 @@ fn options() -> StoreOptions {
         revision: [0; 32],
         threads: 2,
         memory_bytes: 1 << 20,
-        patience: Duration::from_secs(60),
+        timeout_base: Duration::from_secs(60),
     }
 }
 

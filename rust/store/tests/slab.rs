@@ -108,7 +108,7 @@ fn buffered_and_direct_slabs_hold_the_same() {
                 revision: [0; 32],
                 threads: 2,
                 memory_bytes: 1 << 20,
-                patience: Duration::from_secs(20),
+                timeout_base: Duration::from_secs(20),
             },
         )
         .unwrap();
@@ -130,7 +130,7 @@ fn keyed(options: &SlabOptions) -> SlabStore {
         revision: [0; 32],
         threads: 2,
         memory_bytes: 1 << 20,
-        patience: Duration::from_secs(20),
+        timeout_base: Duration::from_secs(20),
     };
     SlabStore::open_keyed(Arc::new(slab), store).unwrap()
 }

@@ -139,7 +139,7 @@ fn pages() -> (Arc<Memory>, SlabStore) {
     let geometry = Geometry { payload_bytes: PAGE, slots: 9 };
     let memory = Memory::new(geometry.total());
     let device: Arc<dyn BlockDevice> = Arc::clone(&memory) as _;
-    let options = StoreOptions { geometry, patience: Duration::from_secs(1), ..options() };
+    let options = StoreOptions { geometry, timeout_base: Duration::from_secs(1), ..options() };
     let store = SlabStore::open(device, options).unwrap();
     let ticket = store.lend_write(&[0], lent(&Arc::default())).unwrap();
     assert_eq!(store.wait_for(ticket, LONG).unwrap(), Progress::Finished);
@@ -221,7 +221,7 @@ fn a_bad_block_is_no_miss_of_its_neighbours() {
 fn a_ticket_past_its_deadline_is_polled_and_expires() {
     let memory = Memory::new(options().geometry.total());
     let device: Arc<dyn BlockDevice> = Arc::clone(&memory) as _;
-    let store = SlabStore::open(device, StoreOptions { patience: Duration::from_secs(1), ..options() }).unwrap();
+    let store = SlabStore::open(device, StoreOptions { timeout_base: Duration::from_secs(1), ..options() }).unwrap();
     memory.freeze(true);
     let ticket = store.submit_write(&[0], &row(1)).unwrap();
     assert_eq!(store.poll().unwrap(), [0; 0]);
@@ -308,8 +308,8 @@ fn options_out_of_range_are_refused() {
         StoreOptions { threads: 17, ..options() },
         StoreOptions { memory_bytes: 12287, ..options() },
         StoreOptions { memory_bytes: u64::MAX, ..options() },
-        StoreOptions { patience: Duration::MAX, ..options() },
-        StoreOptions { patience: Duration::ZERO, ..options() },
+        StoreOptions { timeout_base: Duration::MAX, ..options() },
+        StoreOptions { timeout_base: Duration::ZERO, ..options() },
     ] {
         let device: Arc<dyn BlockDevice> = Arc::clone(&memory) as _;
         assert!(matches!(SlabStore::open(device, changed), Err(Error::InvalidOption { .. })));

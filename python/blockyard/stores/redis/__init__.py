@@ -1,6 +1,6 @@
 """The Redis store: blocks on a Redis or Valkey server, for one process or shared by machines.
 
-    redis://[[user]:password@]host[:port]?size=2GiB&ttl=3600&db=0&threads=4&memory=1GiB&deadline=2
+    redis://[[user]:password@]host[:port]?size=2GiB&ttl=3600&db=0&threads=4&memory=1GiB&timeout_base=2
     rediss://host?size=2GiB&ca=/etc/ca.pem&cert=/etc/cert.pem&key=/etc/key.pem
     unix:///run/redis.sock?size=2GiB           valkey:// and valkeys:// are other names of redis:// and rediss://
     redis+cluster://host:6379?size=2GiB        rediss+cluster://host?size=2GiB&ca=/etc/ca.pem
@@ -12,7 +12,7 @@
 | `db` | number of the database; a cluster has one | 0 |
 | `threads` | connections that work at once, 1 to 64 | 4 |
 | `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
-| `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 2 |
+| `timeout_base` | seconds an operation is given, plus one for every 16 MB under way | 2 |
 | `ca`, `cert`, `key` | PEM files for TLS: authorities of the server's certificate; our own | the system's; none |
 
 Percent signs decode user and password, which no message shows. The client is the crate `redis`, in `blockyard._core`.
@@ -26,7 +26,7 @@ Percent signs decode user and password, which no message shows. The client is th
   list that keeps a bound.
 - Cluster: name any of its nodes. Blocks are spread over 64 segments on all nodes, each with its part of `size`; a batch
   is a round trip to each node. Blocks of a node that fails are misses, and are not stored, until it or another serves
-  their slots. The first batch to notice waits for a third of `deadline`. Give the servers
+  their slots. The first batch to notice waits for a third of `timeout_base`. Give the servers
   `cluster-require-full-coverage no`: else all refuse once one is lost.
   - While the node is lost that says whether another process called `forget`, there are only misses.
 

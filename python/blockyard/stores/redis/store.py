@@ -89,7 +89,7 @@ class RedisStore(RemoteStore):
     def __init__(self, found: RedisURL, *, use: Use, **options: Any) -> None:
         secrets = [secret for secret in (found.client["password"], found.client["username"]) if secret]
         super().__init__(found.parts, use=use, secrets=secrets, **options)
-        self.threads, self.memory, self.deadline = found.threads, found.memory, found.deadline
+        self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base
         ttl = found.ttl if found.ttl is not None else _SWAP_TTL if use == "swap" else 0.0
         self._ttl = round(ttl * 1000) or None
         digits = self.namespace[:8].hex().encode()
@@ -102,7 +102,7 @@ class RedisStore(RemoteStore):
         self._are_quotas_lost = False
         self._to_sweep: set[int] = set()  # segments that may have blocks in no list
         self._is_sweeping = False
-        timeout = self.deadline / _NODES_LOST if found.client["cluster"] else self.deadline
+        timeout = self.timeout_base / _NODES_LOST if found.client["cluster"] else self.timeout_base
         timeouts: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT_SECONDS)}
         try:
             self._client = RedisClient(**found.client, **timeouts)

@@ -18,7 +18,7 @@ class RedisURL(NamedTuple):
     ttl: float | None
     threads: int
     memory: int
-    deadline: float
+    timeout_base: float
 
     def __repr__(self) -> str:
         return f"RedisURL({self.parts.url!r})"
@@ -62,7 +62,7 @@ def read_url(url: str) -> RedisURL:
         ttl=parts.take("ttl", seconds(0, 1e9), None, "0 to 1e9 seconds"),
         threads=parts.take("threads", count(1, 64), 4, "1 to 64"),
         memory=parts.take("memory", positive, 1 << 30, SIZE),
-        deadline=parts.take("deadline", seconds(0.05, 86_400), 2.0, "0.05 to 86400 seconds"),
+        timeout_base=parts.take("timeout_base", seconds(0.05, 86_400), 2.0, "0.05 to 86400 seconds"),
     )
-    parts.finish("size, ttl, db, threads, memory, deadline and, for rediss and valkeys, ca, cert, key")
+    parts.finish("size, ttl, db, threads, memory, timeout_base and, for rediss and valkeys, ca, cert, key")
     return found

@@ -38,7 +38,7 @@ named! {
     now num_blocks num_bytes num_chunks num_computed_slots num_cpu_blocks num_empty_slots num_external_blocks num_gpu_blocks
     num_lookahead_slots num_slots num_threads num_tokens number pending_bytes per_block pin plain port
     prefix_caching priority read_blocks read_bytes rows rule sequence sequences shared_tokens size sizes slack slot src_blocks
-    stored_blocks tenant threads ticket timeout token_ids transfers ttl_ms watermark window written_blocks written_bytes
+    stored_blocks tenant threads ticket timeout timeout_base token_ids transfers ttl_ms watermark window written_blocks written_bytes
 }
 
 /// The error for an argument that is not what it must be; other errors than of a wrong type or value are the caller's

@@ -113,7 +113,7 @@ pub(crate) struct PySlabStore {
 impl PySlabStore {
     #[new]
     #[pyo3(signature = (directory, *, bytes_per_block, size=None, num_slots=None, threads=4, direct="auto",
-                        memory=1_073_741_824, deadline=10.0, namespace=[0; 32], r#use="swap", revision=""))]
+                        memory=1_073_741_824, timeout_base=10.0, namespace=[0; 32], r#use="swap", revision=""))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, one an option of the URL")]
     fn new(
         py: Python<'_>,
@@ -124,7 +124,7 @@ impl PySlabStore {
         #[pyo3(from_py_with = args::threads)] threads: usize,
         direct: &str,
         #[pyo3(from_py_with = args::memory)] memory: u64,
-        #[pyo3(from_py_with = args::deadline)] deadline: f64,
+        #[pyo3(from_py_with = args::timeout_base)] timeout_base: f64,
         #[pyo3(from_py_with = args::namespace)] namespace: [u8; 32],
         r#use: &str,
         revision: &str,
@@ -140,11 +140,11 @@ impl PySlabStore {
             "off" => DirectMode::Off,
             other => return Err(invalid(format!("direct is '{other}', must be 'auto', 'on' or 'off'"))),
         };
-        let patience = seconds("deadline", deadline)?;
+        let timeout_base = seconds("timeout_base", timeout_base)?;
         py.detach(|| {
             let geometry = Geometry::fit(bytes_per_block, size, num_slots)?;
             let revision = revision_name(revision);
-            let options = StoreOptions { geometry, namespace, revision, threads, memory_bytes: memory, patience };
+            let options = StoreOptions { geometry, namespace, revision, threads, memory_bytes: memory, timeout_base };
             options.check()?;
             let file = SlabOptions { directory, geometry, namespace, direct };
             let slab = if is_keyed { SlabFile::open_kept(&file)? } else { SlabFile::create(&file)? };

@@ -112,7 +112,7 @@ pub(crate) struct Queue {
     next_generation: u64,
     limit: u64,
     used: u64,
-    patience: Duration,
+    timeout_base: Duration,
     idle: Vec<Buffer>,
     stats: Stats,
     closing: bool,
@@ -133,13 +133,13 @@ pub(crate) struct QueueOptions {
     pub(crate) slots: u32,
     pub(crate) stride: usize,
     pub(crate) limit: u64,
-    pub(crate) patience: Duration,
+    pub(crate) timeout_base: Duration,
     pub(crate) threads: usize,
 }
 
 impl Queue {
     pub(crate) fn new(options: QueueOptions, first_generation: u64) -> Self {
-        let QueueOptions { slots, stride, limit, patience, threads } = options;
+        let QueueOptions { slots, stride, limit, timeout_base, threads } = options;
         Self {
             stride,
             slots: vec![SlotState::Empty; slots as usize],
@@ -152,7 +152,7 @@ impl Queue {
             next_generation: first_generation,
             limit,
             used: 0,
-            patience,
+            timeout_base,
             idle: Vec::new(),
             stats: Stats::default(),
             closing: false,
@@ -385,7 +385,7 @@ impl Queue {
     /// Closes a ticket. Keys whose reads missed its deadline are forgotten, so that nobody waits for them again.
     pub(crate) fn take(&mut self, ticket: u64, now: Instant) -> Result<Outcomes> {
         if self.running > 0 && self.tickets.is_unanswered(ticket, now, self.answers) {
-            self.hung_until = Some(now + self.patience);
+            self.hung_until = Some(now + self.timeout_base);
         }
         for place in self.tickets.overdue(ticket, now) {
             self.drop_key(place, Reuse::Last);

@@ -165,7 +165,7 @@ impl Queue {
             return Ok(None);
         }
         let count = dropped.len();
-        let deadline = deadline(now, self.patience, self.used + (count * PAGE) as u64);
+        let deadline = deadline(now, self.timeout_base, self.used + (count * PAGE) as u64);
         let ticket = self.tickets.open(false, count, (count, Miss::QueueFull), deadline, self.answers);
         self.tickets.hide(ticket);
         for (index, (slot, key, generation)) in dropped.into_iter().enumerate() {
@@ -226,7 +226,7 @@ impl Queue {
 
     /// Opens a ticket; blocks beyond `accepted` are refused for the reason `miss`.
     fn open_ticket(&mut self, reads: bool, blocks: usize, accepted: usize, miss: Miss, now: Instant) -> u64 {
-        let deadline = deadline(now, self.patience, self.used);
+        let deadline = deadline(now, self.timeout_base, self.used);
         self.tickets.open(reads, blocks, (accepted, miss), deadline, self.answers)
     }
 
@@ -237,7 +237,7 @@ impl Queue {
         if now < again || self.running >= self.threads {
             return true;
         }
-        self.hung_until = Some(now + self.patience);
+        self.hung_until = Some(now + self.timeout_base);
         false
     }
 }

@@ -4,7 +4,7 @@ use super::*;
 
 fn queue() -> Queue {
     Queue::new(
-        QueueOptions { slots: 4, stride: 8192, limit: 4 * 8192, patience: Duration::from_secs(1), threads: 2 },
+        QueueOptions { slots: 4, stride: 8192, limit: 4 * 8192, timeout_base: Duration::from_secs(1), threads: 2 },
         100,
     )
 }

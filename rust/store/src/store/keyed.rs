@@ -154,7 +154,7 @@ impl SlabStore {
             shared.lock().queue.has_forgotten(floor);
             Ok(())
         };
-        self.floor.raise(revision, self.options.patience, raise, write)
+        self.floor.raise(revision, self.options.timeout_base, raise, write)
     }
 
     /// Limits the blocks that count for one tenant, in this life of the store, and drops what is beyond at once: first blocks

@@ -55,8 +55,8 @@ pub struct StoreOptions {
     pub threads: usize,
     /// Most bytes of blocks in flight and of results not yet collected, headers included.
     pub memory_bytes: u64,
-    /// Least time for an operation; it grows with the bytes in flight.
-    pub patience: Duration,
+    /// Time for an operation, beside that for the bytes in flight.
+    pub timeout_base: Duration,
 }
 
 impl StoreOptions {
@@ -73,16 +73,16 @@ impl StoreOptions {
         if !(stride..=1 << 50).contains(&self.memory_bytes) {
             return invalid("memory", self.memory_bytes, format!("between one slot of {stride} bytes and 1 PiB"));
         }
-        if !(1..=86_400).contains(&self.patience.as_secs()) {
-            return invalid("deadline", self.patience.as_secs(), "between 1 and 86400 seconds".to_owned());
+        if !(1..=86_400).contains(&self.timeout_base.as_secs()) {
+            return invalid("timeout_base", self.timeout_base.as_secs(), "between 1 and 86400 seconds".to_owned());
         }
         Ok(())
     }
 
     fn queue(&self, first_generation: u64) -> Queue {
-        let Self { geometry, memory_bytes: limit, patience, threads, .. } = *self;
+        let Self { geometry, memory_bytes: limit, timeout_base, threads, .. } = *self;
         let Geometry { slots, .. } = geometry;
-        Queue::new(QueueOptions { slots, stride: geometry.stride(), limit, patience, threads }, first_generation)
+        Queue::new(QueueOptions { slots, stride: geometry.stride(), limit, timeout_base, threads }, first_generation)
     }
 }
 

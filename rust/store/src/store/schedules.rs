@@ -43,7 +43,7 @@ fn store() -> Arc<SlabStore> {
         revision: [0; 32],
         threads: 2,
         memory_bytes: 1 << 20,
-        patience: LONG,
+        timeout_base: LONG,
     };
     let memory = Memory(Mutex::new(vec![0; usize::try_from(geometry.total()).unwrap()]));
     Arc::new(SlabStore::open(Arc::new(memory), options).unwrap())
@@ -87,7 +87,7 @@ fn keyed() -> Arc<SlabStore> {
         revision: [0; 32],
         threads: 2,
         memory_bytes: 1 << 20,
-        patience: LONG,
+        timeout_base: LONG,
     };
     let memory = Memory(Mutex::new(vec![0; usize::try_from(geometry.total()).unwrap()]));
     let mut queue = options.queue(1);

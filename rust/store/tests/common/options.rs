@@ -16,6 +16,6 @@ pub(crate) fn options() -> StoreOptions {
         revision: [0; 32],
         threads: 2,
         memory_bytes: 1 << 20,
-        patience: Duration::from_secs(20),
+        timeout_base: Duration::from_secs(20),
     }
 }
