@@ -114,7 +114,7 @@ def by_key(folder: str, blocks: int, repeat: int) -> dict[str, float]:
             wall = time.perf_counter()
             store.contains(keys)
             best["file_contains_us"] = (time.perf_counter() - wall) / blocks * 1e6
-            assert number + 1 < repeat or store.stats().stored_blocks == blocks
+            assert number + 1 < repeat or store.stats().cached_blocks == blocks
     return best
 
 
@@ -132,7 +132,7 @@ def opening(folder: str, slots: int) -> dict[str, float]:
         wall = time.perf_counter()
         with open_store(url, bytes_per_block=width, num_slots=slots, use="prefix") as store:
             figures[f"file_open_{name}_us_per_slot"] = (time.perf_counter() - wall) / slots * 1e6
-            assert store.stats().stored_blocks == slots
+            assert store.stats().cached_blocks == slots
     return figures
 
 

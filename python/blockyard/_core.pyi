@@ -1712,7 +1712,7 @@ class StoreStats:
         last_error: str = "",
         errors_in_a_row: int = 0,
         pending_bytes: int = 0,
-        stored_blocks: int = 0,
+        cached_blocks: int = 0,
         evicted_blocks: int = 0,
     ) -> StoreStats: ...
     @property
@@ -1740,7 +1740,7 @@ class StoreStats:
     def errors_in_a_row(self) -> int:
         """Operations that the system answered with an error since the last that succeeded: 0 means healthy."""
     @property
-    def stored_blocks(self) -> int:
+    def cached_blocks(self) -> int:
         """Keys that have a block now."""
     @property
     def evicted_blocks(self) -> int:

@@ -286,7 +286,7 @@ class KVCache:
             found |= self.prefix_store.stats().as_dict()
             found["prefix_store_waiting_blocks"] = self.prefix_store.waiting_blocks
             pool, store = self.manager.pool("external"), self.prefix_store.store
-            used = found["used_blocks_external"] + store.stats().stored_blocks
+            used = found["used_blocks_external"] + store.stats().cached_blocks
             found["external_cache_usage_sys"] = used / max(1, pool.num_blocks + store.num_slots)
         return found
 

@@ -162,7 +162,7 @@ def test_eviction_keeps_the_size_and_is_counted(tmp_path: Path):
     with store_at(tmp_path) as store:
         put(store, 20)
         stats = store.stats()
-        assert (stats.stored_blocks, stats.evicted_blocks, store.num_slots) == (8, 12, 8)
+        assert (stats.cached_blocks, stats.evicted_blocks, store.num_slots) == (8, 12, 8)
         assert store.path.stat().st_size == store.file_bytes
         assert store.contains(keys_of(20)).tolist() == [False] * 12 + [True] * 8
 

@@ -186,7 +186,7 @@ class KeyedDictStore(DictStore):
     def stats(self) -> StoreStats:
         plain = super().stats().as_dict()
         plain = {name: plain[name] for name in ("written_blocks", "read_blocks", "misses")}
-        return StoreStats(**plain, stored_blocks=len(self.medium))
+        return StoreStats(**plain, cached_blocks=len(self.medium))
 
 
 class TestKeyedDictStore(PrefixStoreSuite):

@@ -171,7 +171,7 @@ VALID: dict[str, Any] = {
     **dict.fromkeys(("enabled", "end", "is_first_block"), True),
     "encoder_tokens": 0,
     **dict.fromkeys(("errors", "errors_in_a_row", "evicted_blocks", "pending_bytes", "read_blocks", "read_bytes"), 0),
-    **dict.fromkeys(("stored_blocks", "written_blocks", "written_bytes"), 0),
+    **dict.fromkeys(("cached_blocks", "written_blocks", "written_bytes"), 0),
     "eviction": "lru",
     "eviction_policy": None,
     "exchange": None,

@@ -152,7 +152,7 @@ class LateStore(ExternalStore):
         return Completion(ticket, batch.ok, rows, reasons)
 
     def stats(self) -> StoreStats:
-        return StoreStats(stored_blocks=len(self._medium))
+        return StoreStats(cached_blocks=len(self._medium))
 
     def close(self, timeout: float = 5.0) -> bool:
         for batch in self._open.values():

@@ -63,7 +63,7 @@ class FileTier:
     """Counters of the external tier.
 
     Attributes:
-        written_blocks: blocks stored.
+        written_blocks: blocks written.
         written_bytes: their bytes.
         read_blocks: blocks read intact.
         read_bytes: their bytes.

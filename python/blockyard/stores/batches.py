@@ -198,7 +198,7 @@ class BatchStore(ExternalStore):
                 errors_in_a_row=self._errors_in_a_row,
                 last_error=self._last_error,
                 pending_bytes=self._pending,
-                stored_blocks=self._count_stored(),
+                cached_blocks=self._count_stored(),
             )
 
     def close(self, timeout: float = 5.0) -> bool:

@@ -212,7 +212,7 @@ class StripedStore(ExternalStore):
             name: sum(getattr(part, name) for part in parts)
             for name in (
                 *("written_blocks", "written_bytes", "read_blocks", "read_bytes", "errors", "errors_in_a_row"),
-                *("pending_bytes", "stored_blocks", "evicted_blocks"),
+                *("pending_bytes", "cached_blocks", "evicted_blocks"),
             )
         }
         return StoreStats(misses=misses, last_error="; ".join(filter(None, (p.last_error for p in parts))), **sums)

@@ -355,7 +355,7 @@ class PrefixStoreSuite(ABC):
             self.put(store, 1, 2, 3)
             self.check(store, [1, 2], [9])
             stats = store.stats()
-            _equal((stats.written_blocks, stats.read_blocks, stats.stored_blocks), (3, 2, 3), "blocks")
+            _equal((stats.written_blocks, stats.read_blocks, stats.cached_blocks), (3, 2, 3), "blocks")
             _equal((stats.errors, stats.errors_in_a_row, sum(stats.misses.values())), (0, 0, 1), "failures")
 
     def test_a_closed_store_refuses_batches(self) -> None:

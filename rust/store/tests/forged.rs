@@ -137,7 +137,7 @@ pub(crate) fn run(bytes: &[u8]) {
     for block in store.take(got).unwrap().blocks() {
         assert!(!matches!(block, Ok(Some(bytes)) if bytes != [5; BYTES]), "wrong bytes");
     }
-    assert!(store.stats().unwrap().stored_blocks <= u64::from(SLOTS));
+    assert!(store.stats().unwrap().cached_blocks <= u64::from(SLOTS));
     store.check().unwrap();
     store.set_quota([9; 32], Some(2)).unwrap();
     let put = store.submit_put(&keys(), &[5; 6 * BYTES], Some(&owners())).unwrap();

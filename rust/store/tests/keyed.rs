@@ -36,7 +36,7 @@ fn a_block_comes_back_under_its_key_and_another_key_is_absent() {
     assert_eq!(get(&store, &[2, 3, 1, 1]), [Ok(row(2, 0)), ABSENT, Ok(row(1, 0)), Ok(row(1, 0))]);
     assert_eq!(contains(&store, &[1, 2, 3]), [true, true, false]);
     let stats = store.stats().unwrap();
-    assert_eq!((stats.written_blocks, stats.stored_blocks, stats.evicted_blocks), (2, 2, 0));
+    assert_eq!((stats.written_blocks, stats.cached_blocks, stats.evicted_blocks), (2, 2, 0));
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn the_next_life_finds_the_blocks_with_and_without_a_checkpoint() {
         put(&store, &[1, 2, 3], 0);
         let store = reopened(&disk, store, with_checkpoint);
         assert_eq!(get(&store, &[3, 4, 1]), [Ok(row(3, 0)), ABSENT, Ok(row(1, 0))]);
-        assert_eq!(store.stats().unwrap().stored_blocks, 3);
+        assert_eq!(store.stats().unwrap().cached_blocks, 3);
         put(&store, &[4], 0);
         let store = reopened(&disk, store, with_checkpoint);
         assert_eq!(contains(&store, &[1, 2, 3, 4]), [true; 4]);
@@ -265,7 +265,7 @@ fn forgetting_drops_every_key_with_writes_in_flight_and_lasts() {
         store.forget(None).unwrap();
         collect(&store, in_flight);
         assert_eq!(contains(&store, &[1, 2, 3, 4, 5]), [false; 5]);
-        assert_eq!(store.stats().unwrap().stored_blocks, 0);
+        assert_eq!(store.stats().unwrap().cached_blocks, 0);
         put(&store, &[2, 4], 1);
         assert_eq!(get(&store, &[1, 2, 4]), [ABSENT, Ok(row(2, 1)), Ok(row(4, 1))]);
         let store = reopened(&disk, store, with_checkpoint);
@@ -331,7 +331,7 @@ fn without_its_superblock_a_slab_is_empty() {
     drop(store);
     disk.change(|bytes| bytes[100] ^= 1);
     let store = open(&disk);
-    assert_eq!(store.stats().unwrap().stored_blocks, 0);
+    assert_eq!(store.stats().unwrap().cached_blocks, 0);
     assert_eq!(get(&store, &[1]), [ABSENT]);
     put(&store, &[1], 1);
     let store = open(&disk.killed());
@@ -356,7 +356,7 @@ fn another_namespace_or_length_finds_nothing_and_takes_the_slots() {
                 disk.drop_checkpoint();
             }
             let store = SlabStore::open_keyed(disk.device(), other.clone()).unwrap();
-            assert_eq!((contains(&store, &[1, 2]), store.stats().unwrap().stored_blocks), (vec![false; 2], 0));
+            assert_eq!((contains(&store, &[1, 2]), store.stats().unwrap().cached_blocks), (vec![false; 2], 0));
             if other.geometry == same {
                 assert_no_slot_leaked(&store, 0);
             }
@@ -539,7 +539,7 @@ impl Pair {
         let all: Vec<u64> = (0..SLOTS.into()).collect();
         let held: Vec<bool> = all.iter().map(|n| self.model.contains_key(n)).collect();
         assert_eq!(contains(&self.store, &all), held);
-        assert_eq!(self.store.stats().unwrap().stored_blocks, self.model.len() as u64);
+        assert_eq!(self.store.stats().unwrap().cached_blocks, self.model.len() as u64);
         assert_eq!(self.store.stats().unwrap().pending_bytes, 0);
     }
 }

@@ -184,7 +184,7 @@ fn blocks_that_name_each_other_or_themselves_as_parents_keep_to_the_quota() {
         store.check().unwrap();
     }
     store.set_quota(tenant(1), Some(0)).unwrap();
-    assert_eq!(store.stats().unwrap().stored_blocks, 0);
+    assert_eq!(store.stats().unwrap().cached_blocks, 0);
 }
 
 #[test]
@@ -434,7 +434,7 @@ impl Pair {
     fn check(&self) {
         self.store.check().unwrap();
         assert_eq!(held(&self.store, 0..IDS), self.model.blocks.keys().copied().collect::<Vec<_>>());
-        assert_eq!(self.store.stats().unwrap().stored_blocks, self.model.blocks.len() as u64);
+        assert_eq!(self.store.stats().unwrap().cached_blocks, self.model.blocks.len() as u64);
         assert_eq!(self.store.stats().unwrap().pending_bytes, 0);
         for of in 0..2 {
             let expected = self.model.most.get(&of).map(|&most| (u32::try_from(self.model.held(of)).unwrap(), most));

@@ -32,13 +32,13 @@ macro_rules! named {
 
 named! {
     _blocks absolute_id after blocks block block_hashes block_bytes block_id block_ids block_size block_token_ids budget
-    bytes_per_block cache_group cached_tokens chunk_tokens commands computed_seq_block_ids connect_timeout count cur_block_token_ids db deadline depth depths device_blocks dst_blocks
+    bytes_per_block cache_group cached_blocks cached_tokens chunk_tokens commands computed_seq_block_ids connect_timeout count cur_block_token_ids db deadline depth depths device_blocks dst_blocks
     encoder_tokens errors errors_in_a_row evicted_blocks extra_hash external_blocks extras first free goals group groups handle head_bytes host_blocks host_copies_per_step hot ids job keys last lease lengths
     limit lookahead lora_id lost max_block_sliding_window max_blocks max_bytes max_events max_moves max_open_tickets max_pinned memory misses most moves names namespace
     now num_blocks num_bytes num_chunks num_computed_slots num_cpu_blocks num_empty_slots num_external_blocks num_gpu_blocks
     num_lookahead_slots num_slots num_threads num_tokens number pending_bytes per_block pin plain port
     prefix_caching priority read_blocks read_bytes rows rule sequence sequences shared_tokens size sizes slack slot src_blocks
-    stored_blocks tenant threads ticket timeout timeout_base token_ids transfers ttl_ms watermark window written_blocks written_bytes
+    tenant threads ticket timeout timeout_base token_ids transfers ttl_ms watermark window written_blocks written_bytes
 }
 
 /// The error for an argument that is not what it must be; other errors than of a wrong type or value are the caller's

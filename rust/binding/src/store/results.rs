@@ -88,7 +88,7 @@ pub(crate) struct PyTierStats {
     /// Bytes of blocks in flight and of results not yet collected.
     pending_bytes: u64,
     /// Keys that have a block now.
-    stored_blocks: u64,
+    cached_blocks: u64,
     /// Keys whose block gave way to another.
     evicted_blocks: u64,
 }
@@ -97,7 +97,7 @@ pub(crate) struct PyTierStats {
 impl PyTierStats {
     #[new]
     #[pyo3(signature = (*, written_blocks=0, written_bytes=0, read_blocks=0, read_bytes=0, misses=None, errors=0,
-                        last_error="", errors_in_a_row=0, pending_bytes=0, stored_blocks=0, evicted_blocks=0))]
+                        last_error="", errors_in_a_row=0, pending_bytes=0, cached_blocks=0, evicted_blocks=0))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, one a counter")]
     fn new(
         #[pyo3(from_py_with = args::written_blocks)] written_blocks: u64,
@@ -109,7 +109,7 @@ impl PyTierStats {
         last_error: &str,
         #[pyo3(from_py_with = args::errors_in_a_row)] errors_in_a_row: u64,
         #[pyo3(from_py_with = args::pending_bytes)] pending_bytes: u64,
-        #[pyo3(from_py_with = args::stored_blocks)] stored_blocks: u64,
+        #[pyo3(from_py_with = args::cached_blocks)] cached_blocks: u64,
         #[pyo3(from_py_with = args::evicted_blocks)] evicted_blocks: u64,
     ) -> Self {
         Self {
@@ -122,7 +122,7 @@ impl PyTierStats {
             last_error: last_error.to_owned(),
             errors_in_a_row,
             pending_bytes,
-            stored_blocks,
+            cached_blocks,
             evicted_blocks,
         }
     }
@@ -163,7 +163,7 @@ impl PyTierStats {
             ("errors", self.errors),
             ("errors_in_a_row", self.errors_in_a_row),
             ("pending_bytes", self.pending_bytes),
-            ("stored_blocks", self.stored_blocks),
+            ("cached_blocks", self.cached_blocks),
             ("evicted_blocks", self.evicted_blocks),
         ] {
             dict.set_item(name, value)?;
@@ -199,7 +199,7 @@ impl PyTierStats {
             last_error: stats.last_error,
             errors_in_a_row: stats.errors_in_a_row,
             pending_bytes: stats.pending_bytes,
-            stored_blocks: stats.stored_blocks,
+            cached_blocks: stats.cached_blocks,
             evicted_blocks: stats.evicted_blocks,
         }
     }

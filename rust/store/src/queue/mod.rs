@@ -46,7 +46,7 @@ pub struct Stats {
     /// Bytes of blocks in flight and of results not yet collected, headers included.
     pub pending_bytes: u64,
     /// Keys that have a block now.
-    pub stored_blocks: u64,
+    pub cached_blocks: u64,
     /// Keys whose block gave way to another.
     pub evicted_blocks: u64,
 }
@@ -568,7 +568,7 @@ impl Queue {
         Stats {
             misses: self.tickets.misses(),
             pending_bytes: self.used,
-            stored_blocks: self.index.live().into(),
+            cached_blocks: self.index.live().into(),
             evicted_blocks: self.index.evicted(),
             ..self.stats.clone()
         }

@@ -123,7 +123,7 @@ fn callers_by_key() {
     caller.join().unwrap();
     let held = store.contains(&[[1; 32], [2; 32], [3; 32]]).unwrap().into_iter().filter(|held| *held).count() as u64;
     let stats = store.stats().unwrap();
-    assert_eq!((stats.stored_blocks, stats.pending_bytes), (held, 0));
+    assert_eq!((stats.cached_blocks, stats.pending_bytes), (held, 0));
     assert!(held > 0 && store.close(LONG));
 }
 

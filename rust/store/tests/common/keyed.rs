@@ -72,7 +72,7 @@ pub(crate) fn assert_no_slot_leaked(store: &SlabStore, epoch: u64) {
         assert!(put(store, ids, epoch).iter().all(Result::is_ok));
     }
     assert!(contains(store, &fresh).into_iter().all(|held| held));
-    assert_eq!(store.stats().unwrap().stored_blocks, slots);
+    assert_eq!(store.stats().unwrap().cached_blocks, slots);
     for &n in &fresh {
         assert_eq!(get(store, &[n]), [Ok(row(n, epoch))]);
     }
