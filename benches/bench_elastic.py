@@ -31,6 +31,7 @@ class Driver:
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
 
     def __init__(self) -> None:
@@ -49,6 +50,10 @@ class Driver:
         """Reserve without memory."""
         self.room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
         return 0, torch.frombuffer(self.room, dtype=torch.uint8).data_ptr()
+
+    def cuStreamCreate(self, *_: int) -> tuple[int, int]:  # noqa: N802
+        """Give a stream."""
+        return 0, 1
 
     def cuMemCreate(self, *_: object) -> tuple[int, int]:  # noqa: N802
         """Give a handle."""
