@@ -75,7 +75,7 @@ class Workload:
         return max(1, round(self.distinct * percent / 100))
 
     def fitting(self, blocks: int) -> list[int]:
-        """Numbers of the requests that a pool of so many blocks can hold."""
+        """Numbers of the requests that a pool of `blocks` blocks can hold."""
         return [number for number, chain in enumerate(self.chains) if chain.needed <= blocks]
 
     def hits(self, eviction: str, blocks: int) -> list[int]:
@@ -222,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="*", metavar="TRACE", help="Mooncake JSONL files; no workloads, then")
     parser.add_argument("--workloads", help=f"some of {','.join(WORKLOADS)}")
-    parser.add_argument("--mixtures", type=int, default=0, help="so many random mixtures, counted from the seed")
+    parser.add_argument("--mixtures", type=int, default=0, help="number of random mixtures, counted from the seed")
     parser.add_argument("--seed", type=int, default=0, help="of the workloads")
     parser.add_argument("--percents", default=",".join(map(str, PERCENTS)), help="pool sizes, of the distinct blocks")
     parser.add_argument("--json", metavar="FILE", help="where all hits go")

@@ -78,7 +78,7 @@ class Load:
         self._again = turnover and not waiting
 
     def measure(self, steps: int) -> Parts:
-        """Run so many steps."""
+        """Run `steps` steps."""
         gc.collect()
         times = np.array([self._step(again=self._again) for _ in range(steps)]) / 1e3
         total = times.sum(axis=1)

@@ -23,7 +23,7 @@ class Router:
             socket.subscribe("")
 
     def follow(self, timeout=1000):
-        """Take in what the engines say, until they are silent for so many milliseconds."""
+        """Take in what the engines say, until they are silent for `timeout` milliseconds."""
         for engine, socket in enumerate(self.sockets):
             while socket.poll(timeout):
                 _, number, payload = socket.recv_multipart()

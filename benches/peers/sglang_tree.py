@@ -72,7 +72,7 @@ def key_of(tokens: list[int]) -> Any:
 
 
 def take(cache: Any, tokens: int) -> Any:
-    """Slots for so many tokens, evicting for them where too few are free."""
+    """Slots for `tokens` tokens, evicting for them where too few are free."""
     allocator = cache.token_to_kv_pool_allocator
     shortfall = tokens - allocator.available_size()
     if shortfall > 0:

@@ -28,7 +28,7 @@ class _Source:
         self._next = count()
 
     def text(self, blocks: float) -> list[int]:
-        """Return new text of about so many blocks, at least one."""
+        """Return new text of about `blocks` blocks, at least one."""
         return list(islice(self._next, max(1, round(self.rng.gauss(blocks, blocks / 3)))))
 
     def texts(self, number: int, blocks: float) -> list[list[int]]:
