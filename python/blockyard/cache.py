@@ -165,9 +165,7 @@ class KVCache:
             self._tickets = Tickets(self.manager, self.executor)
             self.prefix_store: PrefixStore | None = None
             if prefix_store is not None:
-                self.prefix_store = self._connect(
-                    prefix_store, namespace, prefix_writes, prefetch_timeout_base, staging
-                )
+                self.prefix_store = self._join(prefix_store, namespace, prefix_writes, prefetch_timeout_base, staging)
         except BaseException:
             self.close()
             raise
@@ -307,7 +305,7 @@ class KVCache:
     ) -> None:
         self.close()
 
-    def _connect(
+    def _join(
         self, store: str | ExternalStore, namespace: bytes, writes: str, timeout_base: float, staging: int
     ) -> PrefixStore:
         if not namespace:
