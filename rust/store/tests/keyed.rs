@@ -134,7 +134,8 @@ fn a_key_whose_read_failed_is_absent_at_once_and_can_be_put_again() {
 #[test]
 fn a_key_whose_read_missed_its_deadline_is_absent_at_once() {
     let disk = disk();
-    let store = SlabStore::open_keyed(disk.device(), StoreOptions { timeout_base: Duration::from_secs(1), ..options() });
+    let store =
+        SlabStore::open_keyed(disk.device(), StoreOptions { timeout_base: Duration::from_secs(1), ..options() });
     let store = store.unwrap();
     put(&store, &[1, 2], 0);
     let late = disk.frozen(|| {
@@ -309,7 +310,8 @@ fn the_blocks_of_a_revision_are_found_under_that_revision_alone() {
 #[test]
 fn forgetting_ends_in_time_though_the_disk_hangs_and_takes_no_puts_until_the_disk_knows() {
     let disk = disk();
-    let store = SlabStore::open_keyed(disk.device(), StoreOptions { timeout_base: Duration::from_secs(1), ..options() });
+    let store =
+        SlabStore::open_keyed(disk.device(), StoreOptions { timeout_base: Duration::from_secs(1), ..options() });
     let store = store.unwrap();
     put(&store, &[1], 0);
     disk.frozen(|| {

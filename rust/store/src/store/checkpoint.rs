@@ -113,7 +113,14 @@ mod tests {
     fn options() -> StoreOptions {
         let geometry = Geometry { payload_bytes: 100, slots: 8 };
         let timeout_base = Duration::from_secs(1);
-        StoreOptions { geometry, namespace: [3; 32], revision: [0; 32], threads: 2, memory_bytes: 1 << 20, timeout_base }
+        StoreOptions {
+            geometry,
+            namespace: [3; 32],
+            revision: [0; 32],
+            threads: 2,
+            memory_bytes: 1 << 20,
+            timeout_base,
+        }
     }
 
     fn landed() -> Landed {
