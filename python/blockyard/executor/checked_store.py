@@ -226,8 +226,9 @@ class CheckedStore:
         while self._answers:
             batch, answer = self._answers[0]
             if batch.answer is None:
-                batch.answer = self._checked(batch, batch.ticket, answer)
-                self.num_answers += 1
+                checked = self._checked(batch, batch.ticket, answer)
+                self.num_answers += 1  # first: who looks before the answer is there looks again
+                batch.answer = checked
             self._open.pop(batch.ticket, None)
             del self._answers[0]
 
