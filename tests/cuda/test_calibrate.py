@@ -223,6 +223,7 @@ def test_a_crash_costs_the_gpu_benchmark_the_case_under_way(
 
     for name, result in (("is_available", True), ("current_device", 0), ("get_device_name", "card")):
         monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
+    monkeypatch.setattr(bench, "op_library", lambda: SimpleNamespace(loaded=True))
     monkeypatch.setattr(bench, "Case", Case)
     monkeypatch.setattr(bench, "use_cached", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["bench", "--no-calibrate", "--json", str(path)])

@@ -15,10 +15,13 @@ import torch
 from cuda_on_cpu import patch_cuda
 
 from blockyard.engine.ops import strategy
+from blockyard.engine.ops.library import op_library
 
 SHELL = ("limits", "tests", "rates", "goals", "counters", "all")
 # Seconds of one call on a machine that is held for minutes only, less what it takes to install the wheel.
 MOST_SECONDS = 570
+
+needs_op_library = pytest.mark.skipif(not op_library().loaded, reason=op_library().explain())
 
 
 def load(repo: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -81,6 +84,7 @@ def test_the_views_are_copied_by_every_strategy_each_way(
                 assert f"{count:4d} blocks, {4 * count:6d} pieces, {way:3s} {named:7s}" in out
 
 
+@needs_op_library
 @pytest.mark.usefixtures("on_cpu")
 def test_every_case_of_the_smoke_test_runs(
     repo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -116,6 +120,7 @@ def test_the_capture_beside_the_host_pool_runs(
     assert "pool: 300 blocks page-locked, no problem" in out
 
 
+@needs_op_library
 @pytest.mark.usefixtures("on_cpu")
 def test_the_benchmark_runs_every_direction_and_judges_the_goals(
     repo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
