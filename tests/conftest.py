@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,20 @@ GPU_TESTS = ROOT / "tests" / "gpu"
 settings.register_profile("quick", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=2000, stateful_step_count=200)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def built_files() -> dict[str, int]:
+    """When each file was written that a build leaves among the sources."""
+    package = ROOT / "python" / "blockyard"
+    return {path.name: path.stat().st_mtime_ns for path in package.glob("_*") if path.suffix in {".so", ".json"}}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def the_build_stays() -> Iterator[None]:
+    """Fails the run if a test builds in the source tree: the next run would test something else."""
+    before = built_files()
+    yield
+    assert built_files() == before
 
 
 @pytest.fixture(scope="session")

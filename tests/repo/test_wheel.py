@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -48,12 +49,26 @@ def install(python: Path, wheel: Path) -> None:
         run(*command)
 
 
+def copy_sources(repo: Path, tree: Path) -> None:
+    """Copy what the backend reads and writes, with the op library if there is one. Cargo's part is linked: at another
+    path Cargo would compile everything again.
+    """
+    for name in ("python", "cuda", "buildsystem"):
+        shutil.copytree(repo / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", ".ops-*"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(repo / name, tree)
+    for name in ("Cargo.toml", "Cargo.lock", "rust"):
+        (tree / name).symlink_to(repo / name)
+
+
 @pytest.fixture(scope="module")
 def wheel(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dist")
+    """The wheel, built in a copy: the build writes the op library among the sources."""
+    tree = tmp_path_factory.mktemp("tree")
+    copy_sources(repo, tree)
     build = [UV, "build", "--quiet", "--wheel", "--no-build-isolation", "--python", sys.executable]
-    run(*build, "--out-dir", folder, repo)
-    return next(folder.glob("*.whl"))
+    run(*build, "--out-dir", tree / "dist", tree)
+    return next((tree / "dist").glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
