@@ -16,6 +16,7 @@ from cuda_on_cpu import patch_cuda
 
 from blockyard.engine.ops import strategy
 from blockyard.engine.ops.library import op_library
+from blockyard_build.toolchain import MissingError, find_toolchain
 
 SHELL = ("limits", "tests", "rates", "goals", "counters", "all")
 # Seconds of one call on a machine that is held for minutes only, less what it takes to install the wheel.
@@ -156,6 +157,22 @@ def test_the_docs_have_the_table_of_the_cost_model(repo: Path, monkeypatch: pyte
     header = (repo / "cuda/staged.h").read_text()
     for constant, name in ((model.SLOT, "kSlotBytes"), (model.LEAST_PART, "kLeastPartBytes")):
         assert f"{name} = {constant >> 20} << 20" in header
+
+
+def test_the_probe_compiles_and_links_as_the_scripts_build_it(repo: Path, tmp_path: Path):
+    try:
+        tools = find_toolchain(os.environ)
+    except MissingError as missing:
+        pytest.skip(f"no {missing}")
+    line = next(line for line in (repo / "benches/gpu/survey/common.sh").read_text().splitlines() if " nvcc " in line)
+    script = f"SURVEY=benches/gpu/survey PROBE={tmp_path}/probe; {line.replace('timeout 100', '').rstrip(' |')}"
+    environ = os.environ | {
+        "PATH": f"{tools.cuda_home}/bin:{os.environ['PATH']}",
+        "NVCC_FLAGS": f"-O0 -L{tools.cuda_libs}",
+    }
+    built = subprocess.run(["bash", "-c", script], cwd=repo, env=environ, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "probe").exists()
 
 
 # ---- the shell scripts, with stand-ins for every tool ----

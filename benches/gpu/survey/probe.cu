@@ -1,5 +1,5 @@
 // Asks a device and its driver, without torch, what they refuse and how fast each copy strategy can be.
-//   nvcc -O3 -std=c++17 -arch=sm_90 -Icuda benches/gpu/survey/probe.cu cuda/steps.cpp -o probe
+//   nvcc -O3 -std=c++17 -arch=sm_90 -Icuda benches/gpu/survey/probe.cu cuda/steps.cpp cuda/has_bulk.cpp -o probe
 //   ./probe limits | ./probe batch PIECES BYTES | ./probe rates | ./probe counters
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -98,6 +98,7 @@ double seconds(const std::function<void()>& work, double* host = nullptr, int re
 }
 
 constexpr size_t half = 64 << 10;
+constexpr unsigned kFew = 12;  // blocks of threads: FEW_BLOCKS of ops/strategy.py
 
 void report(cudaStream_t s, const char* what, int r) {
     cudaError_t later = cudaStreamSynchronize(s);
@@ -343,8 +344,8 @@ void counters() {
     OK(copy_on_device(apart.data(), views, plan, l.s));
     OK(copy_on_device(apart.data(), views, ring, l.s));
     for (const auto& tensors : {to_host, to_device}) {
-        OK(copy_host_kernel(tensors.data(), views, plan, kFewBlocks, l.s));
-        if (has_bulk(0)) OK(copy_bulk(tensors.data(), views, plan, kFewBlocks, l.s));
+        OK(copy_host_kernel(tensors.data(), views, plan, kFew, l.s));
+        if (has_bulk(0)) OK(copy_bulk(tensors.data(), views, plan, kFew, l.s));
     }
     OK(cudaDeviceSynchronize());
     printf("%zu pieces of %zu bytes by each kernel\n", views * blocks, bytes);
