@@ -147,7 +147,7 @@ test-gpu: $(if $(GPU_PYTHON),,dev)
 	BLOCKYARD_TEST_GPU=require $(PYTHON_WITH_US) -m pytest -m gpu tests/gpu
 	@if said=$$($(SANITIZER) $(PYTHON_WITH_US) -c $(SANITIZER_PROBE) 2>&1); then \
 	    $(SANITIZER) $(PYTHON_WITH_US) -m pytest -m gpu -k "not calibration and not graph" \
-	        tests/gpu/test_moves_cuda.py tests/gpu/test_bulk_cuda.py tests/gpu/test_staged_cuda.py; \
+	        tests/gpu/test_moves_cuda.py tests/gpu/test_staged_cuda.py tests/gpu/test_swaps_cuda.py; \
 	else echo "blockyard: compute-sanitizer does not run here, its pass is left out:"; echo "$$said" | tail -n 3; fi
 
 bench-gpu: $(if $(GPU_PYTHON),,dev)

@@ -31,17 +31,6 @@ cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const 
 cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks,
                              cudaStream_t stream);
 
-// Whether a device has a bulk engine and the library has machine code for it. Also while a thread captures a graph.
-bool has_bulk(int device);
-
-// The same of the current device. Fails where that cannot be said now, as when memory is short.
-cudaError_t ask_bulk(bool* found);
-
-// Copies every pair in every tensor by the bulk engine, driven by at most `blocks` blocks of threads. Pairs must be
-// independent; both sides are memory of the current device or page-locked. Requires has_bulk and fits_bulk.
-cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks,
-                      cudaStream_t stream);
-
 // Copies pieces between host and device by the copy engines: in batches of up to `most` pieces if the driver has them,
 // with one call a piece if it has none or `most` is 0. In batches the host memory must be page-locked and have the same
 // addresses on the device. Sources are read in stream order.

@@ -97,14 +97,11 @@ void prepare_device(int64_t device) {
     prepare(static_cast<int32_t>(device));
 }
 
-bool has_device_bulk(int64_t device) { return has_bulk(static_cast<int>(device)); }
-
 }  // namespace
 }  // namespace blockyard
 
 // Whatever selects the device: these say themselves what they cannot take.
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CompositeExplicitAutograd, m) {
-    m.impl("has_bulk", TORCH_BOX(&blockyard::has_device_bulk));
     m.impl("prepare", TORCH_BOX(&blockyard::prepare_device));
     m.impl("set_batch_pieces", TORCH_BOX(&blockyard::set_device_batch_pieces));
     m.impl("set_region", TORCH_BOX(&blockyard::set_region));

@@ -69,18 +69,6 @@ std::vector<CopyTensor> join(const Side& src, const Side& dst) {
     return tensors;
 }
 
-// Uses the bulk engine if the strategy asks for it and it can, else a kernel.
-cudaError_t copy_by_kernel(const std::vector<CopyTensor>& tensors, const Steps& plan, StrategyChoice choice,
-                           Direction direction, int32_t device, cudaStream_t stream) {
-    if (choice.strategy == Strategy::kBulk && is_independent(plan) && fits_bulk(tensors.data(), tensors.size()) &&
-        has_bulk(device)) {
-        return copy_bulk(tensors.data(), tensors.size(), plan, choice.blocks, stream);
-    }
-    return direction == Direction::kWithin
-               ? copy_on_device(tensors.data(), tensors.size(), plan, stream)
-               : copy_host_kernel(tensors.data(), tensors.size(), plan, choice.blocks, stream);
-}
-
 bool is_dense(const CopyTensor& tensor) {
     return tensor.src_stride == tensor.width && tensor.dst_stride == tensor.width;
 }
@@ -190,9 +178,7 @@ void run_on_device(const Side& src, const Side& dst, const Steps& plan) {
     const std::vector<CopyTensor> tensors = join(src, dst);
     const DeviceGuard guard(dst.device);
     const cudaStream_t stream = current_stream(dst.device);
-    const StrategyChoice choice = strategy_of(tensors, plan.steps, dst.device, Direction::kWithin, false);
-    check_cuda(copy_by_kernel(tensors, plan, choice, Direction::kWithin, dst.device, stream),
-               "copying blocks within the device");
+    check_cuda(copy_on_device(tensors.data(), tensors.size(), plan, stream), "copying blocks within the device");
 }
 
 struct HostMemory {
@@ -252,11 +238,9 @@ bool can_stage(int32_t device, bool to_host) {
     return false;
 }
 
-bool is_kernel(Strategy strategy) { return strategy == Strategy::kKernel || strategy == Strategy::kBulk; }
-
 StrategyChoice strategy_between(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs,
                                 int32_t device, Direction direction, const HostMemory& memory, cudaStream_t stream) {
-    if (!memory.pinned) return {Strategy::kLoop, kFewBlocks};
+    if (!memory.pinned) return {Strategy::kLoop, 1};
     const bool to_host = direction == Direction::kToHost;
     // Rows of one piece each would reach the slots no sooner than the view.
     const bool rows = tensors.size() > 1 && has_host_rows(tensors, to_host);
@@ -266,7 +250,7 @@ StrategyChoice strategy_between(const std::vector<CopyTensor>& tensors, const st
     }
     // Narrow accesses would waste most of the link's bandwidth.
     const bool fits = memory.reached && misalignment(tensors.data(), tensors.size()) % 16 == 0;
-    if (is_kernel(choice.strategy) && !fits) choice.strategy = Strategy::kBatch;
+    if (choice.strategy == Strategy::kKernel && !fits) choice.strategy = Strategy::kBatch;
     // A batch takes addresses of the host for the device's; single copies look them up.
     if (choice.strategy == Strategy::kBatch && !memory.same) choice.strategy = Strategy::kLoop;
     return choice;
@@ -302,11 +286,11 @@ void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& 
              " is not page-locked: a graph would copy from or to memory that may move before it is replayed");
     }
     const StrategyChoice choice = strategy_between(tensors, pairs, device, direction, memory, stream);
-    if (is_kernel(choice.strategy)) {
+    if (choice.strategy == Strategy::kKernel) {
         const std::vector<CopyTensor> seen =
             memory.same ? tensors
                         : join(to_host ? src : on_device(src, memory), to_host ? on_device(dst, memory) : dst);
-        check_cuda(copy_by_kernel(seen, independent(pairs), choice, direction, device, stream),
+        check_cuda(copy_host_kernel(seen.data(), seen.size(), independent(pairs), choice.blocks, stream),
                    "copying blocks between host and device by a kernel");
         return;
     }
@@ -341,7 +325,6 @@ void run(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs) {
 void prepare(int32_t device) {
     const DeviceGuard guard(device);
     check_cuda(cudaSetDevice(device), "entering the device");
-    has_bulk(device);
     for (const bool to_host : {false, true}) can_stage(device, to_host);
 }
 

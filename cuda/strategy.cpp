@@ -47,11 +47,9 @@ StrategyChoice choose_strategy(int32_t device, Direction direction, int64_t byte
             if (holds && (host_rows || rule.strategy != Strategy::kStaged)) return {rule.strategy, rule.blocks};
         }
     }
-    if (direction == Direction::kWithin) return {Strategy::kKernel, kFewBlocks};
-    if (bytes >= (host_rows ? kLargeStagedPiece : kLargePiece) || count < kLeastPieces) {
-        return {Strategy::kBatch, kFewBlocks};
-    }
-    return {host_rows ? Strategy::kStaged : Strategy::kKernel, kFewBlocks};
+    if (bytes >= (host_rows ? kLargeStagedPiece : kLargePiece) || count < kLeastPieces) return {Strategy::kBatch, 1};
+    if (host_rows) return {Strategy::kStaged, kSlotBlocks};
+    return {Strategy::kKernel, kHostBlocks};
 }
 
 }  // namespace blockyard

@@ -1,4 +1,4 @@
-// Copy strategies between host and device and within a device: a table for each device, measured on such a device.
+// Copy strategies between host and device: a table for each device, measured on such a device.
 #pragma once
 
 #include <cstddef>
@@ -11,18 +11,19 @@ namespace blockyard {
 enum class Strategy : int64_t {
     kBatch = 1,   // one batched call to the copy engines
     kLoop = 2,    // one call to the copy engines for each piece
-    kKernel = 3,  // a kernel: few multiprocessors for copies with the host, all within a device
-    kBulk = 4,    // the bulk engine of sm_90 and later, driven by few multiprocessors
-    kStaged = 5,  // large copies between rows of the host and slots on the device, a kernel between slots and views
+    kKernel = 3,  // a kernel on few multiprocessors
+    kStaged = 4,  // large copies between rows of the host and slots on the device, a kernel between slots and views
 };
-constexpr int64_t kNumStrategies = 5;
+constexpr int64_t kNumStrategies = 4;
 
-enum class Direction : int64_t { kToDevice = 0, kToHost = 1, kWithin = 2 };
-constexpr int64_t kNumDirections = 3;
+enum class Direction : int64_t { kToDevice = 0, kToHost = 1 };
+constexpr int64_t kNumDirections = 2;
 
-// Blocks of threads of a kernel that overlaps the device's own work, at most one a multiprocessor. They keep the link
-// to the host busy; more would take multiprocessors from compute.
-constexpr unsigned kFewBlocks = 12;
+// Blocks of threads of the two kernels where no rule holds, at most one a multiprocessor. Between slots and views more
+// of them leave more to compute, since they end sooner; with the host fewer do, as long as they keep the link busy
+// (docs/benchmarks/copies.md).
+constexpr unsigned kSlotBlocks = 12;
+constexpr unsigned kHostBlocks = 3;
 
 // A rule holds for up to max_count pieces of up to max_bytes on average; one for kStaged only if the host's pieces of a
 // block are contiguous.
@@ -65,8 +66,8 @@ void set_batch_pieces(int32_t device, std::optional<size_t> most);
 size_t batch_pieces(int32_t device);
 
 // Chooses for `count` pieces of `bytes` bytes on average; `host_rows`: the host's pieces of a block are contiguous, and
-// more than one. Without a matching rule: the kernel within a device; between host and device many pieces are staged,
-// or take the kernel without host rows if they are small, and others take the batched call.
+// more than one. Without a matching rule many pieces are staged, or take the kernel without host rows if they are
+// small, and others take the batched call.
 StrategyChoice choose_strategy(int32_t device, Direction direction, int64_t bytes, int64_t count, bool host_rows);
 
 }  // namespace blockyard

@@ -23,5 +23,5 @@ ln -sf "$PWD/target/asan/$host/debug/lib_core.so" "$site/blockyard/_core.abi3.so
 preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
 PYTHONPATH=$site LD_PRELOAD=$preload PYTHONMALLOC=malloc \
     .venv/bin/python -m pytest -m "not slow" -k "not inductor and not two_workers and not memory_has_no_room" -p no:cacheprovider \
-    $(for name in base buildsystem bulk_kernel cli demo doctor examples generator kernels lean_import models run run_engine serve shrink tidy transformers wheel workers; do
+    $(for name in base buildsystem cli demo doctor examples generator kernels lean_import models run run_engine serve shrink tidy transformers wheel workers; do
         echo "--ignore $(echo tests/*/test_$name.py)"; done) --ignore tests/docs "$@"

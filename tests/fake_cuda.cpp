@@ -54,14 +54,14 @@ struct Capture {
 struct Fake {
     Range host;
     std::vector<Range> registered, mapped;
-    bool own_stream = true, capturing = false, has_bulk = true, tells_ranges = true;
+    bool own_stream = true, capturing = false, tells_ranges = true;
     int answer = 0;      // to questions about memory of the host
     int capability = 9;  // major
     bool full = false;   // the device has no memory left
     size_t most_pieces = SIZE_MAX;
     int faults = 0, questions = 0;
-    // m: one copy, B: a batch, r: an event is recorded, w: waited for, K: a kernel on all, F: on few, U: the bulk
-    // engine, A: memory is allocated.
+    // m: one copy, B: a batch, r: an event is recorded, w: waited for, K: a kernel on all, F: on few, A:
+    // memory is allocated.
     std::string calls;
     unsigned blocks = 0;  // of the last kernel on few
 };
@@ -355,10 +355,9 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
 
 // ---- what the test sets and reads ----
 
-void fake_reset(uintptr_t host, uintptr_t host_end, bool own_stream, bool capturing, bool has_bulk, bool tells_ranges,
+void fake_reset(uintptr_t host, uintptr_t host_end, bool own_stream, bool capturing, bool tells_ranges,
                 size_t most_pieces) {
-    fake = {{host, host_end}, {}, {}, own_stream, capturing, has_bulk, tells_ranges, 0, 9, false,
-            most_pieces,      0,  0,  "",         0};
+    fake = {{host, host_end}, {}, {}, own_stream, capturing, tells_ranges, 0, 9, false, most_pieces, 0, 0, "", 0};
     has_context = false;
     last_error = lost = cudaSuccess;
     blockyard::declared().regions.clear();
@@ -414,8 +413,6 @@ void fake_strategy(int64_t direction, int64_t strategy, unsigned blocks) {
 
 namespace blockyard {
 
-bool has_bulk(int) { return fake.has_bulk; }
-
 cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t) {
     fake.calls += 'K';
     copy_steps(tensors, num_tensors, plan);
@@ -427,14 +424,6 @@ cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, cons
     fake.calls += 'F';
     fake.blocks = blocks;
     fake.faults += !is_independent(plan);
-    copy_steps(tensors, num_tensors, plan);
-    return cudaGetLastError();
-}
-
-cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks, cudaStream_t) {
-    fake.calls += 'U';
-    fake.blocks = blocks;
-    fake.faults += !is_independent(plan) || !fake.has_bulk || !fits_bulk(tensors, num_tensors);
     copy_steps(tensors, num_tensors, plan);
     return cudaGetLastError();
 }

@@ -9,11 +9,11 @@ work, so no time of the host is in them. `wall_` has the time until all is done 
 Ratios: `to_large` to one copy of the same bytes (d2d: `copy_`; both: two large copies at once), `predicted` what
 `copy_model.py` expects of it, `to_loop` to one cudaMemcpyAsync a piece, called from C++. `host_us_per_100` is the time
 until the call returns, for a hundred pieces; `loop_host_us_per_100` the loop's. `strategy` is the calibrated table's
-choice, `sms` how many multiprocessors it may take, and `strategies` the GB/s of each strategy of the direction.
-`compute_kept` is the rate of matrix products on another stream while copies run, as a part of their rate alone, where
-copies last long enough to tell. `pool_gb_s` is the rate at which host memory is touched and page-locked. A block's
-pieces are contiguous on the host, as in an engine's host pool, in rows of up to 1 MiB; on the device each is in a view
-of its own.
+choice, `sms` how many multiprocessors it may take, and `strategies` the GB/s of each strategy. `compute_kept` is the
+rate of matrix products on another stream while copies run, as a part of their rate alone, where copies last long enough
+to tell: the median of several turns, since the device's clock changes with its load. `pool_gb_s` is the rate at which
+host memory is touched and page-locked. A block's pieces are contiguous on the host, as in an engine's host pool, in
+rows of up to 1 MiB; on the device each is in a view of its own.
 
 The last lines compare with the goals, which hold for copies of 64 MiB and more. Without a CUDA device it says so; that
 is an error with --require.
@@ -21,6 +21,7 @@ is an error with --require.
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,27 +37,28 @@ from blockyard.engine import ops
 from blockyard.engine.cuda.calibrate import calibrate_device, views_and_blocks
 from blockyard.engine.host_pool import HostPool
 from blockyard.engine.ops.library import op_library
-from blockyard.engine.ops.strategy import ALLOWED, Rule, StrategyTable, force_strategy, use_cached
+from blockyard.engine.ops.strategy import STRATEGIES, StrategyTable, force_strategy, use_cached
 
 MOST_PIECE = 1 << 30
 DIRECTIONS = ("d2h", "h2d", "both", "d2d")
 SIZES = tuple(4096 << step for step in range(11))
 GOAL_SIZES = (4096, 8192, 16384, 65536, 262144)
 COUNTS = (16, 128, 1024, 8192, 50_000)
-# Goals hold for copies of at least this many bytes; each names a figure, its directions and its piece sizes.
+# Goals hold for copies of at least this many bytes; each names a figure, its directions and its piece sizes. A loop of
+# pieces of 16 KiB has more than a tenth of the link's rate.
 GOAL_BYTES = 64 << 20
 GOALS = (
     ("to_large", 0.95, ("h2d", "d2h"), range(64 << 10, MOST_PIECE)),
     ("to_large", 0.85, ("h2d", "d2h", "both"), range(8 << 10, 64 << 10)),
     ("to_large", 0.85, ("d2d",), range(8 << 10, MOST_PIECE)),
-    ("to_loop", 10.0, ("h2d", "d2h"), range(4 << 10, (16 << 10) + 1)),
+    ("to_loop", 10.0, ("h2d", "d2h"), range(4 << 10, (8 << 10) + 1)),
     ("compute_kept", 0.95, DIRECTIONS, range(MOST_PIECE)),
 )
 MOST_BYTES = 2 << 30
 # A loop of single copies over more pieces says nothing new.
 MOST_LOOPED = 8192
 # What copies are put beside: products of square matrices, and seconds of them.
-MATRIX, COMPUTE_SECONDS = 4096, 0.05
+MATRIX, COMPUTE_SECONDS, COMPUTE_TURNS = 4096, 0.05, 5
 # The device waits no longer than this for the host to queue a copy.
 MOST_HELD_SECONDS = 0.05
 Work = Callable[[], None]
@@ -190,15 +192,13 @@ class Case:
         if "loop" in taken:
             result["to_loop"] = taken["loop"] / taken["ours"]
             result["loop_host_us_per_100"] = host["loop"] * 1e8 / pieces
-        if self.direction in ALLOWED:
+        if self.direction != "both":
+            result["predicted"] = to_large(self.direction, self.size, self.count)
+        if self.direction in ("h2d", "d2h"):
             held = table or StrategyTable("", "", ())
             rule = held.rule(self.direction, self.size, self.count, host_rows=self.num_views > 1)
-            result |= {
-                "predicted": to_large(self.direction, self.size, self.count),
-                "strategy": rule.strategy,
-                "sms": self.multiprocessors(rule),
-                "strategies": self.by_strategy(repeat, moved),
-            }
+            sms = rule.blocks if rule.strategy in ("staged", "kernel") else 0
+            result |= {"strategy": rule.strategy, "sms": sms, "strategies": self.by_strategy(repeat, moved)}
         # Where calls return long before the copies end: else none would be left to run beside anything.
         if taken["ours"] > max(1e-3, 2 * host["ours"]):
             result["compute_kept"] = self.compute_kept(taken["ours"])
@@ -215,14 +215,10 @@ class Case:
         return least
 
     def by_strategy(self, repeat: int, moved: int) -> dict[str, float]:
-        """GB/s of every strategy that copies in this direction may take on this device."""
+        """GB/s of every strategy."""
         rates = {}
-        for strategy in ALLOWED[self.direction]:
-            left_out = {
-                "loop": self.count > MOST_LOOPED,
-                "bulk": not self.has_bulk(),
-                "staged": self.num_views == 1,
-            }
+        for strategy in STRATEGIES:
+            left_out = {"loop": self.count > MOST_LOOPED, "staged": self.num_views == 1}
             if left_out.get(strategy, False):
                 continue
             with force_strategy(self.device, strategy):
@@ -230,29 +226,19 @@ class Case:
             rates[strategy] = moved / taken[strategy] / 1e9
         return rates
 
-    def has_bulk(self) -> bool:
-        """Whether this device and the library have the bulk engine."""
-        return bool(torch.ops.blockyard.has_bulk(self.device))
-
-    def multiprocessors(self, rule: Rule) -> int:
-        """How many multiprocessors a rule's strategy may take; `staged` takes them for a part of the time."""
-        if rule.strategy in {"batch", "loop"}:
-            return 0
-        every = torch.cuda.get_device_properties(self.device).multi_processor_count
-        takes_all = self.direction == "d2d" and (rule.strategy == "kernel" or not self.has_bulk())
-        return every if takes_all else min(rule.blocks, every)
-
     def compute_kept(self, seconds: float) -> float:
         """Rate of matrix products while copies run without a pause, as a part of their rate alone."""
         matrix = torch.ones((MATRIX, MATRIX), dtype=torch.bfloat16, device="cuda")
         alone = self.products(matrix, 10) / 10
         products = max(1, int(COMPUTE_SECONDS / alone))
-        alone = self.products(matrix, products)
-        for _ in range(int(2 * alone / seconds) + 1):
-            self.ours()
-        beside = self.products(matrix, products)
-        torch.cuda.synchronize()
-        return alone / beside
+        kept = []
+        for _ in range(COMPUTE_TURNS):
+            alone = self.products(matrix, products)
+            for _ in range(int(2 * alone / seconds) + 1):
+                self.ours()
+            kept.append(alone / self.products(matrix, products))
+            torch.cuda.synchronize()
+        return statistics.median(kept)
 
     def products(self, matrix: torch.Tensor, count: int) -> float:
         """Seconds that matrix products take on a stream of their own, by the device's clock."""

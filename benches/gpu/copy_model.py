@@ -1,4 +1,4 @@
-"""A cost model of copies on an H200: what `bench_transfer.py` is expected to find, before a device can be had.
+"""A cost model of copies on an H200: what `bench_transfer.py` is expected to find.
 
     python benches/gpu/copy_model.py
 
@@ -9,18 +9,17 @@ device; the caller's own time is left out. Staged copies are walked part by part
 from itertools import pairwise
 
 MIB = 1 << 20
-# Bytes a microsecond: the link, a plain copy within the device (each byte counted once), and a kernel of 12 blocks of
-# threads between a slot and the device's views.
-LINK, COPY, SCATTER = 55e3, 2150e3, 600e3
-# A kernel of few blocks of threads over the link, which waits longer for reads of the host than for its writes.
-KERNEL = {"h2d": 35e3, "d2h": 52.8e3}
+# Bytes a microsecond: the link, and a kernel of 12 blocks of threads between a slot and the device's views.
+LINK, SCATTER = 55.3e3, 600e3
+# A plain copy within the device, each byte counted once.
+COPY = 2090e3
+# Kernels: of few blocks of threads over the link, and of all multiprocessors within the device.
+KERNEL = {"h2d": 51.1e3, "d2h": 52.5e3, "d2d": 1900e3}
 # From the first command of a copy to its first byte; of a kernel; from an event to work of another stream.
 START, LAUNCH, EVENT = 8.0, 4.0, 2.0
-# A piece of a batch costs this beside its bytes; the copy engines carry pieces below `LARGE` at a lower rate.
-GAP, SLOW = 0.5, 8e3
-# Within the device: multiprocessors, blocks of threads that each runs at once, the time of one, and what it carries.
-SMS, RESIDENT, BLOCK_TIME, BLOCK_BYTES, BLOCK_ROWS = 132, 5, 1.3, 16 << 10, 16
-SLOTS, SLOT, LEAST_PART, LARGE_STAGED, LARGE = 3, 16 * MIB, 2 * MIB, 512 << 10, 28 << 10
+# The host submits a piece of a batch in this time; a call's pieces move once it has returned.
+GAP, MOST_PIECES = 0.45, 1024
+SLOTS, SLOT, LEAST_PART, LARGE_STAGED = 3, 16 * MIB, 2 * MIB, 512 << 10
 ROW = MIB
 
 
@@ -30,14 +29,14 @@ def large(direction: str, num_bytes: float) -> float:
 
 
 def batch(size: int, count: int) -> float:
-    """Copy pieces in batched calls."""
-    return START + count * (GAP + size / (SLOW if size < LARGE else LINK))
+    """Copy pieces in batched calls: the first call is waited for, then the slower of host and link."""
+    first = min(count, MOST_PIECES) * GAP
+    return START + max(first + count * size / LINK, count * GAP + size / LINK)
 
 
 def kernel(direction: str, size: int, count: int) -> float:
     """Copy by one kernel; within the device it has all multiprocessors."""
-    by_blocks = SMS * RESIDENT * min(BLOCK_BYTES, BLOCK_ROWS * size) / BLOCK_TIME
-    return LAUNCH + size * count / (min(COPY, by_blocks) if direction == "d2d" else KERNEL[direction])
+    return LAUNCH + size * count / KERNEL[direction]
 
 
 def parts(row: int, count: int) -> list[int]:
@@ -79,7 +78,7 @@ def to_large(direction: str, size: int, count: int) -> float:
     return large(direction, size * count) / ours(direction, size, count)[1]
 
 
-def crossing(direction: str, num_bytes: int = 512 * MIB) -> int:
+def crossing(direction: str, num_bytes: int = 64 * MIB) -> int:
     """Give the least piece, a power of two, from which on a batch is as fast as staging."""
     sizes = [1 << power for power in range(12, 21)]
     wins = [batch(size, num_bytes // size) <= staged(direction, size, num_bytes // size) * 1.03 for size in sizes]
@@ -94,7 +93,7 @@ def table() -> list[str]:
             count = total // size
             link = large("h2d", total)
             times = [ours("h2d", size, count)[1], ours("d2h", size, count)[1], batch(size, count)]
-            times += [kernel(direction, size, count) for direction in KERNEL]
+            times += [kernel(direction, size, count) for direction in ("h2d", "d2h")]
             shares = [*(link / time for time in times), to_large("d2d", size, count)]
             cells = [f"{size >> 10} KiB", f"{total >> 20} MiB", ours("h2d", size, count)[0]]
             lines.append("| " + " | ".join([*cells, *(f"{share:.2f}" for share in shares)]) + " |")

@@ -40,7 +40,7 @@ def test_a_run_of_blocks_is_cut_where_a_mapping_of_the_device_ends(fake: ctypes.
     assert Case(fake, mapped=(700, 1500), registered=THIRDS).go(direction, "loop", DENSE) == "mmmmm"
 
 
-@pytest.mark.parametrize("strategy", ["batch", "loop", "kernel", "bulk"])
+@pytest.mark.parametrize("strategy", ["batch", "loop", "kernel"])
 @pytest.mark.parametrize("ranges", [[(0, 1000)], [(1000, BYTES)], [(0, 640), (704, BYTES)]])
 def test_a_run_that_is_page_locked_in_part_is_cut_there(
     fake: ctypes.CDLL, strategy: str, ranges: list[tuple[int, int]]
@@ -146,7 +146,7 @@ def halves(rows: torch.Tensor) -> list[torch.Tensor]:
 
 @given(
     st.sampled_from(["h2d", "d2h"]),
-    st.sampled_from(["batch", "loop", "kernel", "bulk"]),
+    st.sampled_from(["batch", "loop", "kernel"]),
     st.lists(st.integers(1, 400), max_size=12),
     st.integers(0, 12),
     st.lists(st.integers(1, BYTES - 1), max_size=8, unique=True).map(sorted),

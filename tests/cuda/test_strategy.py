@@ -15,8 +15,8 @@ from blockyard._core import Mapping
 from blockyard.engine.ops import compiled, strategy
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import (
-    ALLOWED,
     BATCH_PIECES,
+    DIRECTIONS,
     MOST,
     STRATEGIES,
     Rule,
@@ -55,7 +55,6 @@ def test_the_first_rule_that_holds_decides():
     assert TABLE.strategy("h2d", 8192, 1001, host_rows=True) == "staged"
     assert TABLE.strategy("d2h", 1 << 30, 2) == "loop"
     assert TABLE.strategy("d2h", 1 << 30, 4) == "batch"
-    assert TABLE.strategy("d2d", 1, 1) == "kernel"
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
@@ -70,9 +69,9 @@ def test_without_a_rule_many_pieces_are_staged_or_take_the_kernel(direction: str
 
 
 def test_a_rule_for_staging_holds_for_host_rows_alone():
-    table = StrategyTable("", "", (Rule("h2d", MOST, MOST, "staged"), Rule("h2d", MOST, MOST, "bulk", 3)))
+    table = StrategyTable("", "", (Rule("h2d", MOST, MOST, "staged"), Rule("h2d", MOST, MOST, "kernel", 3)))
     assert table.strategy("h2d", 1 << 20, 1, host_rows=True) == "staged"
-    assert table.rule("h2d", 1 << 20, 1) == Rule("h2d", MOST, MOST, "bulk", 3)
+    assert table.rule("h2d", 1 << 20, 1) == Rule("h2d", MOST, MOST, "kernel", 3)
 
 
 def test_a_table_comes_back_from_its_file(tmp_path: Path):
@@ -86,15 +85,15 @@ def with_rule(direction: str, max_bytes: float, strategy: str) -> dict[str, obje
     return {**GOOD, "rules": [{"direction": direction, "max_bytes": max_bytes, "max_count": 1, "strategy": strategy}]}
 
 
-GOOD = {"version": 4, "device": "d", "torch_cuda": "13.0", "rules": [], "batch_pieces": 512}
+GOOD = {"version": 5, "device": "d", "torch_cuda": "13.0", "rules": [], "batch_pieces": 512}
 BROKEN = {
-    "another version": {**GOOD, "version": 3},
+    "another version": {**GOOD, "version": 4},
     "less than no pieces in a batch": {**GOOD, "batch_pieces": -1},
     "a batch too long for drivers": {**GOOD, "batch_pieces": 2049},
     "a batch of words": {**GOOD, "batch_pieces": "512"},
     "no rules": {key: value for key, value in GOOD.items() if key != "rules"},
     "an unknown strategy": with_rule("h2d", 1, "magic"),
-    "a strategy of another direction": with_rule("d2d", 1, "batch"),
+    "a direction of another version": with_rule("d2d", 1, "kernel"),
     "an unknown direction": with_rule("up", 1, "loop"),
     "a fraction": with_rule("h2d", 1.5, "loop"),
     "a huge number": with_rule("h2d", 2**70, "loop"),
@@ -155,18 +154,17 @@ def test_rules_of_an_unknown_strategy_are_refused():
         use_rules(0, (Rule("h2d", 1, 1, "magic"),))
     with pytest.raises(InvalidArgumentError, match="blocks must be 1 to 65535"):
         use_rules(0, (Rule("h2d", 1, 1, "kernel", 0),))
-    with pytest.raises(InvalidArgumentError, match="d2d: kernel, bulk"):
-        use_rules(0, (Rule("d2d", 1, 1, "batch"),))
+    with pytest.raises(InvalidArgumentError, match="directions h2d, d2h and strategies batch, loop, kernel, staged"):
+        use_rules(0, (Rule("d2d", 1, 1, "kernel"),))
 
 
-def test_a_strategy_is_forced_in_the_directions_that_allow_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_strategy_is_forced_each_way_with_its_blocks_of_threads(monkeypatch: pytest.MonkeyPatch):
     used: list[tuple[Rule, ...]] = []
     monkeypatch.setattr(strategy, "use_cached", lambda index: TABLE)
     monkeypatch.setattr(strategy, "use_rules", lambda index, rules: used.append(rules))
-    for name, directions in (("bulk", {"h2d", "d2h", "d2d"}), ("batch", {"h2d", "d2h"})):
+    for name, blocks in (("staged", 12), ("kernel", 3), ("batch", 1)):
         with strategy.force_strategy(0, name):
-            assert {rule.direction for rule in used[-1]} == directions
-            assert {rule.strategy for rule in used[-1]} == {name}
+            assert used[-1] == tuple(Rule(direction, MOST, MOST, name, blocks) for direction in DIRECTIONS)
         assert used[-1] == TABLE.rules
 
 
@@ -175,8 +173,8 @@ def test_a_strategy_is_forced_in_the_directions_that_allow_it(monkeypatch: pytes
     [
         (-1, [[0, 1, 1, 1, 1]], "device -1"),
         (64, [[0, 1, 1, 1, 1]], "device 64"),
-        (0, [[0, 1, 1, 6, 1]], "strategy 6, there are 5"),
-        (0, [[3, 1, 1, 1, 1]], "direction 3, there are 3"),
+        (0, [[0, 1, 1, 5, 1]], "strategy 5, there are 4"),
+        (0, [[2, 1, 1, 1, 1]], "direction 2, there are 2"),
         (0, [[0, 1, 1, 3, 0]], "0 blocks of threads, must be 1 to 65535"),
     ],
 )
@@ -199,12 +197,6 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library.choose.restype = ctypes.c_int64
     library.choose.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 3, ctypes.c_bool]
     return library
-
-
-def test_a_machine_without_a_device_has_no_bulk_engine():
-    if not op_library().loaded or torch.cuda.is_available():
-        pytest.skip("there is a CUDA device, or no op library")
-    assert not any(torch.ops.blockyard.has_bulk(index) for index in (-1, 0, 64))
 
 
 def test_batches_are_bounded_unless_calibration_says_otherwise(shim: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch):
@@ -238,12 +230,7 @@ def test_the_library_refuses_batches_of_less_than_nothing_and_unknown_devices(nu
 
 
 SMALL = st.integers(0, 6) | st.sampled_from([31, 32, (28 << 10) - 1, 28 << 10, (512 << 10) - 1, 512 << 10])
-DIRECTIONS = list(ALLOWED)
-RULES = st.sampled_from(DIRECTIONS).flatmap(
-    lambda direction: st.builds(
-        Rule, st.just(direction), SMALL, SMALL, st.sampled_from(ALLOWED[direction]), st.integers(1, 99)
-    )
-)
+RULES = st.builds(Rule, st.sampled_from(DIRECTIONS), SMALL, SMALL, st.sampled_from([*STRATEGIES]), st.integers(1, 99))
 
 
 @given(st.lists(RULES, max_size=5), st.sampled_from(DIRECTIONS), SMALL, SMALL, st.booleans())

@@ -77,7 +77,7 @@ def test_the_views_are_copied_by_every_strategy_each_way(
     monkeypatch.setattr(views, "force_strategy", force)
     views.main()
     out = capsys.readouterr().out
-    strategies = ["default", *views.ALLOWED["h2d"]]
+    strategies = ["default", *views.STRATEGIES]
     assert [strategy for _, strategy in forced] == strategies[1:] * 6
     for count in (16, 64, 256):
         for way in ("out", "in"):

@@ -65,7 +65,6 @@ def test_the_built_library_loads_and_has_the_cuda_kernels(loaded: native.OpLibra
         "run_gather",
         "run_scatter",
         "prepare",
-        "has_bulk",
         "set_region",
         "set_batch_pieces",
     ):

@@ -1,4 +1,4 @@
-// CUDA's words for a CPU: a launch is a loop over its blocks and their threads, shared memory is an array. The build in
+// CUDA's words for a CPU: a launch is a loop over its blocks and their threads. The build in
 // tests/support/host_kernels.py writes `kernel<<<..>>>(..)` as `on_grid(kernel, ..)(..)` and passes parameters by
 // reference.
 #pragma once
@@ -10,32 +10,25 @@
 #include <stdexcept>
 
 #undef __global__
-#undef __shared__
-#undef __align__
 #undef __launch_bounds__
 #define __global__
-#define __shared__
-#define __align__(bytes)
 #define __launch_bounds__(threads)
-#define __CUDA_ARCH__ 900
 
 inline dim3 gridDim, blockIdx, threadIdx;
 inline std::mt19937 drawn;  // whatever a device leaves open
 inline int planted = 0;     // the number of a mistake, see tests/support/host_kernels.py
 inline size_t num_launches = 0;
-inline size_t shared_bytes = 0;  // of the launch under way
 
 inline uint32_t below(uint32_t limit) { return static_cast<uint32_t>(drawn() % limit); }
 
 // Blocks run in a drawn order, as a device runs them in any, and the threads of each up or down.
 template <typename Kernel>
-auto on_grid(Kernel* kernel, dim3 grid, unsigned threads, size_t shared, cudaStream_t) {
+auto on_grid(Kernel* kernel, dim3 grid, unsigned threads, size_t, cudaStream_t) {
     return [=](const auto&... arguments) {
         const uint64_t blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
         const bool is_malformed = blocks == 0 || grid.x > INT32_MAX || grid.y > 65535 || grid.z > 65535;
         if (is_malformed || threads == 0 || threads > 1024) throw std::invalid_argument("a launch out of range");
         ++num_launches;
-        shared_bytes = shared;
         gridDim = grid;
         uint64_t step = drawn() % blocks + 1, block = drawn() % blocks;
         while (std::gcd(step, blocks) > 1) ++step;
@@ -55,17 +48,4 @@ auto on_grid(Kernel* kernel, dim3 grid, unsigned threads, size_t shared, cudaStr
 
 extern "C" {
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-}
-
-template <typename Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
-    attributes->ptxVersion = 90;
-    return cudaSuccess;
-}
-
-template <typename Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, size_t) {
-    return cudaSuccess;
 }

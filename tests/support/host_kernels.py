@@ -13,7 +13,7 @@ TESTS = Path(__file__).resolve().parent.parent
 CUDA = TESTS.parent / "cuda"
 MOST_STEPS = 2048
 """Of one launch."""
-WITHIN_DEVICE, BESIDE_HOST, BY_BULK = range(3)
+WITHIN_DEVICE, BESIDE_HOST = range(2)
 """Routes of a copy."""
 
 FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-sanitize-recover=all"]
@@ -30,8 +30,6 @@ MISTAKES = {
     "the grid ends a chunk early": ("copy.cu", "(widest + kChunk<Access> - 1)", "widest"),
     "warps miss the last chunk": ("copy.cu", "(widest + kHostChunk<Access> - 1)", "widest"),
     "accesses wider than the rows allow": ("copy.cu", "bits % 16 == 0", "bits % 8 == 0"),
-    "a piece of no bytes": ("bulk_kernel.h", "offset >= tensor.width", "offset > tensor.width"),
-    "a piece is one access longer": ("bulk_kernel.h", "left < kStageBytes", "left < kStageBytes - 16"),
     "a tensor more than a launch takes": (
         "launch.h",
         "std::min(kMaxTensors, num_tensors - t)",
@@ -51,10 +49,7 @@ def build_kernels(folder: Path, *, program: bool) -> Path:
     home = find_cuda_home({})
     if home is None:
         pytest.skip("no CUDA headers")
-    for source in [*CUDA.glob("*.h"), CUDA / "copy.cu", CUDA / "bulk.cu", CUDA / "steps.cpp"]:
-        # The ring of `tests/kernels/` takes the place of the device's.
-        if source.name == "shared_ring.h":
-            continue
+    for source in [*CUDA.glob("*.h"), CUDA / "copy.cu", CUDA / "steps.cpp"]:
         text = source.read_text()
         for number, (name, right, wrong) in enumerate(MISTAKES.values(), 1):
             if name == source.name and program:
@@ -74,6 +69,4 @@ def build_kernels(folder: Path, *, program: bool) -> Path:
 
 def load_kernels(folder: Path) -> ctypes.CDLL:
     """Build and load the library."""
-    loaded = ctypes.CDLL(str(build_kernels(folder, program=False)))
-    loaded.fits.restype = ctypes.c_bool
-    return loaded
+    return ctypes.CDLL(str(build_kernels(folder, program=False)))

@@ -98,7 +98,7 @@ class Case:
         random = np.random.default_rng(width)
         host, device, other = (torch.from_numpy(random.integers(0, 256, BLOCKS * width + 64, np.uint8)) for _ in "hdo")
         self.host, self.device, self.other = (rows_of(memory, width) for memory in (host, device, other))
-        chosen = {"own_stream": True, "capturing": False, "has_bulk": True, "tells_ranges": True, **flags}
+        chosen = {"own_stream": True, "capturing": False, "tells_ranges": True, **flags}
         start, size = self.host.data_ptr(), BLOCKS * width
         fake.fake_reset(start, start + size, *chosen.values(), most_pieces)
         ranges = [(0, pinned * width)] if registered is None else registered
@@ -130,7 +130,8 @@ class Case:
             cut_device: those of the device's, where they differ.
             blocks: of threads.
         """
-        self.fake.fake_strategy(DIRECTIONS[direction], STRATEGIES.get(strategy, 0), blocks)
+        if direction != "d2d":
+            self.fake.fake_strategy(DIRECTIONS[direction], STRATEGIES.get(strategy, 0), blocks)
         src = self.host if direction == "h2d" else self.device
         dst = {"h2d": self.device, "d2h": self.host, "d2d": self.other}[direction]
         wanted = dst.clone()

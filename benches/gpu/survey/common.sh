@@ -27,7 +27,7 @@ fi
 PROBE="$SITE/probe"
 build_probe() {
     if [ ! "$PROBE" -nt $SURVEY/probe.cu ]; then
-        timeout 100 nvcc -O3 -std=c++17 -arch=sm_90 ${NVCC_FLAGS:-} -Icuda $SURVEY/probe.cu cuda/steps.cpp cuda/has_bulk.cpp -o "$PROBE" ||
+        timeout 100 nvcc -O3 -std=c++17 -arch=sm_90 ${NVCC_FLAGS:-} -Icuda $SURVEY/probe.cu cuda/steps.cpp -o "$PROBE" ||
             echo "no probe"
     fi
 }

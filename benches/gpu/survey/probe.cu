@@ -1,5 +1,5 @@
 // Asks a device and its driver, without torch, what they refuse and how fast each copy strategy can be.
-//   nvcc -O3 -std=c++17 -arch=sm_90 -Icuda benches/gpu/survey/probe.cu cuda/steps.cpp cuda/has_bulk.cpp -o probe
+//   nvcc -O3 -std=c++17 -arch=sm_90 -Icuda benches/gpu/survey/probe.cu cuda/steps.cpp -o probe
 //   ./probe limits | ./probe batch PIECES BYTES | ./probe rates | ./probe counters
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -16,7 +16,6 @@
 #include <string>
 #include <vector>
 
-#include "bulk.cu"
 #include "copy.cu"
 
 using namespace blockyard;
@@ -98,7 +97,7 @@ double seconds(const std::function<void()>& work, double* host = nullptr, int re
 }
 
 constexpr size_t half = 64 << 10;
-constexpr unsigned kFew = 12;  // blocks of threads: FEW_BLOCKS of ops/strategy.py
+constexpr unsigned kFew = 3;  // blocks of threads: kHostBlocks of strategy.h
 
 void report(cudaStream_t s, const char* what, int r) {
     cudaError_t later = cudaStreamSynchronize(s);
@@ -258,20 +257,17 @@ void by_calls(const Link& l, bool to_host, const Job& j, size_t bytes, uint32_t 
     printf(" loop %.1f\n", rate(n * bytes, seconds(loop)));
 }
 
-void by_kernel(const Link& l, bool bulk, bool to_host, const std::vector<CopyPair>& p, size_t bytes) {
+void by_kernel(const Link& l, bool to_host, const std::vector<CopyPair>& p, size_t bytes) {
     char *src = to_host ? l.dev : l.host, *dst = to_host ? l.host : l.dev;
     const size_t n = p.size();
     static CopyParams q;
-    printf("    %s blocks:", bulk ? "bulk  " : "kernel");
+    printf("    kernel blocks:");
     for (unsigned blocks : {1u, 2u, 3u, 4u, 6u, 8u, 12u, 16u, 24u, 48u, 132u}) {
         auto work = [&] {
             for (size_t at = 0; at < n; at += kMaxSteps) {
                 fill(q, &p[at], std::min<size_t>(kMaxSteps, n - at), src, dst, bytes);
-                if (bulk)
-                    copy_by_bulk<<<blocks, kWarp, kRingBytes, l.s>>>(q, 1, (bytes + kStageBytes - 1) / kStageBytes);
-                else
-                    copy_pieces<uint4><<<blocks, kHostKernelThreads, 0, l.s>>>(
-                        q, 1, (bytes + kHostChunk<uint4> - 1) / kHostChunk<uint4>);
+                copy_pieces<uint4>
+                    <<<blocks, kHostKernelThreads, 0, l.s>>>(q, 1, (bytes + kHostChunk<uint4> - 1) / kHostChunk<uint4>);
             }
         };
         const double reached = rate(n * bytes, seconds(work));
@@ -309,14 +305,13 @@ void within_device(const Link& l, uint32_t n, size_t bytes) {
 
 void rates() {
     const Link l = make_link();
-    OK(cudaFuncSetAttribute(copy_by_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes));
     for (size_t bytes : {4096ul, 8192ul, 16384ul, 28672ul, 65536ul}) {
         const uint32_t n = std::min<size_t>(8192, kMost / bytes);
         auto p = pairs_of(n);
         for (bool to_host : {false, true}) {
             Job j = to_host ? job_of(l.host, l.dev, p, bytes) : job_of(l.dev, l.host, p, bytes);
             by_calls(l, to_host, j, bytes, n);
-            for (bool bulk : {false, true}) by_kernel(l, bulk, to_host, p, bytes);
+            by_kernel(l, to_host, p, bytes);
             staged(l, to_host, p, bytes);
         }
         for (uint32_t m : {1024u, n, (uint32_t)std::min<size_t>(50000, kMost / bytes)}) within_device(l, m, bytes);
@@ -343,10 +338,7 @@ void counters() {
     const Steps plan = independent(pairs);
     OK(copy_on_device(apart.data(), views, plan, l.s));
     OK(copy_on_device(apart.data(), views, ring, l.s));
-    for (const auto& tensors : {to_host, to_device}) {
-        OK(copy_host_kernel(tensors.data(), views, plan, kFew, l.s));
-        if (has_bulk(0)) OK(copy_bulk(tensors.data(), views, plan, kFew, l.s));
-    }
+    for (const auto& tensors : {to_host, to_device}) OK(copy_host_kernel(tensors.data(), views, plan, kFew, l.s));
     OK(cudaDeviceSynchronize());
     printf("%zu pieces of %zu bytes by each kernel\n", views * blocks, bytes);
 }

@@ -7,8 +7,8 @@ timeout 60 python3 -m pytest -q -m gpu tests/gpu/test_capture_cuda.py 2>&1 | tee
     grep -E "^(FAILED|ERROR)|passed|failed|skipped|UserWarning" | head -n 20
 if command -v compute-sanitizer >/dev/null; then
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 150 compute-sanitizer --report-api-errors no --error-exitcode 9 \
-        --target-processes all python3 -m pytest -q -m gpu -W default tests/gpu/test_bulk_cuda.py \
-        -k "48 or ring or shift or same" >"$OUT/memcheck.log" 2>&1
-    echo "memcheck of the bulk tests ended with $?"
+        --target-processes all python3 -m pytest -q -m gpu -W default tests/gpu/test_moves_cuda.py \
+        tests/gpu/test_staged_cuda.py tests/gpu/test_swaps_cuda.py -k "not calibration" >"$OUT/memcheck.log" 2>&1
+    echo "memcheck of the copies ended with $?"
     tail -n 5 "$OUT/memcheck.log"
 fi

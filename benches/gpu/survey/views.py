@@ -14,7 +14,7 @@ import torch
 
 from blockyard import CacheEngine, KVLayout
 from blockyard.engine import ops
-from blockyard.engine.ops.strategy import ALLOWED, force_strategy
+from blockyard.engine.ops.strategy import STRATEGIES, force_strategy
 
 CUDA = torch.cuda.is_available()
 BLOCKS = 600
@@ -57,7 +57,7 @@ def strategies() -> Iterator[str]:
         yield "cpu"
         return
     yield "default"
-    for strategy in ALLOWED["h2d"]:
+    for strategy in STRATEGIES:
         with force_strategy(0, strategy):
             yield strategy
 

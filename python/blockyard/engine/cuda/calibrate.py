@@ -1,4 +1,4 @@
-"""Measures the fastest copy strategies to, from and within a device: `blockyard calibrate`."""
+"""Measures the fastest copy strategies to and from a device: `blockyard calibrate`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Final, get_args
+from typing import Final
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ from blockyard.engine.cuda.journal import Journal
 from blockyard.engine.ops import swap_blocks
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import (
-    ALLOWED,
-    FEW_BLOCKS,
+    DIRECTIONS,
     MOST,
     Direction,
     Rule,
@@ -28,6 +27,7 @@ from blockyard.engine.ops.strategy import (
     table_path,
     use_batch_pieces,
     use_cached,
+    usual_blocks,
 )
 from blockyard.errors import BlockyardError
 
@@ -40,14 +40,11 @@ BATCH_SIZES: Final = (512, 1024, 2048)
 _BATCHED_PIECES, _BATCHED_BYTES = 8192, 8192
 # Fewer are safer with drivers that fail: more must be faster by this.
 _BATCH_GAIN = 1.02
-# A strategy that takes multiprocessors from compute must be this much faster. With the host, both kernels take some all
-# the time, staging some for a small part of it, and a batch none; within a device, `kernel` takes all and `bulk` few.
-_WITH_HOST: Final[dict[StrategyName, float]] = {"batch": 1.0, "staged": 1.03, "kernel": 1.1, "bulk": 1.1}
-_HANDICAP: Final[dict[Direction, dict[StrategyName, float]]] = {
-    "h2d": _WITH_HOST,
-    "d2h": _WITH_HOST,
-    "d2d": {"kernel": 1.1, "bulk": 1.0},
-}
+# A strategy that takes multiprocessors from compute must be this much faster. On an H200 compute keeps all of its rate
+# beside a batch, .98 beside staging and .7 beside the kernel (docs/benchmarks/copies.md).
+_HANDICAP: Final[dict[StrategyName, float]] = {"batch": 1.0, "staged": 1.03, "kernel": 1.3}
+# Of pieces larger than any that was measured.
+_USUAL: Final[StrategyName] = "batch"
 # Rows of the host that pieces lie in, as in an engine's host pool, and the most views that one launch takes.
 _ROW_BYTES, _MOST_VIEWS = 1 << 20, 256
 # Numbers of blocks of threads that are tried, on pieces of one size and number, and what a slower one may lose.
@@ -83,7 +80,7 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
         )
         say(f"batches of up to {batch_pieces} pieces" if batch_pieces else "no batches: the process ended in one")
         use_batch_pieces(index, batch_pieces)
-        for direction in _HANDICAP:
+        for direction in DIRECTIONS:
             rules += _measure_direction(index, direction, journal, say)
     table = StrategyTable(name, torch_cuda, tuple(rules), batch_pieces)
     table.save(table_path(name))
@@ -96,8 +93,8 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
 def _measure_direction(
     index: int, direction: Direction, journal: Journal, say: Callable[[str], None]
 ) -> tuple[Rule, ...]:
-    counted = journal.measure(f"{direction} blocks", lambda: dict(measure_blocks(index, direction)))
-    blocks = {strategy: int(count) for strategy, count in counted.items()}
+    counted = journal.measure(f"{direction} blocks", lambda: {"kernel": float(measure_blocks(index, direction))})
+    blocks: Blocks = {strategy: int(count) for strategy, count in counted.items()}
     say(f"{direction} blocks of threads: {blocks}")
 
     def measure(size: int, count: int) -> dict[StrategyName, float]:
@@ -105,7 +102,7 @@ def _measure_direction(
         taken = journal.measure(case, lambda: measure_strategies(index, direction, size, count, blocks))
         if not taken:
             say(f"{case}: the process ended while it was measured, it is left out")
-            return {ALLOWED[direction][0]: float("inf")}
+            return {_USUAL: float("inf")}
         rates = ", ".join(f"{strategy} {size * count / s / 1e9:6.1f} GB/s" for strategy, s in taken.items())
         say(f"{direction} {size:8d} bytes x {count:6d}: {rates}")
         return taken
@@ -153,14 +150,13 @@ def choose_rules(
         measure: gives the seconds of each strategy for (bytes of a piece, number of pieces).
         sizes: bytes of a piece, ascending.
         counts: numbers of pieces, ascending; the last stands for all larger ones.
-        blocks: of threads, for strategies that do not take `FEW_BLOCKS`.
+        blocks: of threads, for strategies that do not take `usual_blocks`.
 
     Returns:
         Rules for copies in that direction. A rule for staging is followed by one for copies that cannot be staged.
-        Pieces larger than measured use the first strategy that the direction allows.
+        Pieces larger than measured are batched.
     """
-    handicap, rules = _HANDICAP[direction], []
-    usual = ALLOWED[direction][0]
+    rules = []
     for place, count in enumerate(counts):
         most = MOST if place == len(counts) - 1 else count
         steps: list[tuple[int, tuple[StrategyName, ...]]] = []
@@ -168,16 +164,19 @@ def choose_rules(
             if size * count > _MOST_BYTES:
                 break
             taken = measure(size, count)
-            order = sorted(taken, key=lambda strategy: taken[strategy] * handicap[strategy])
+            order = sorted(taken, key=lambda strategy: taken[strategy] * _HANDICAP[strategy])
             chosen = tuple(order[: 2 if order[0] == "staged" else 1])
             if steps and steps[-1][1] == chosen:
                 steps.pop()
             steps.append((size, chosen))
         # Without this row, larger pieces would match the next one.
-        if steps and steps[-1][1] == (usual,):
+        if steps and steps[-1][1] == (_USUAL,):
             steps.pop()
-        for size, chosen in (*steps, (MOST, (usual,))):
-            rules += [Rule(direction, size, most, strategy, blocks.get(strategy, FEW_BLOCKS)) for strategy in chosen]
+        for size, chosen in (*steps, (MOST, (_USUAL,))):
+            rules += [
+                Rule(direction, size, most, strategy, blocks.get(strategy, usual_blocks(strategy)))
+                for strategy in chosen
+            ]
     return tuple(rules)
 
 
@@ -197,7 +196,7 @@ def measure_strategies(
         direction: of the copies.
         size: bytes of a piece.
         count: number of pieces.
-        blocks: of threads, for strategies that do not take `FEW_BLOCKS`.
+        blocks: of threads, for strategies that do not take `usual_blocks`.
 
     Returns:
         Seconds of each strategy, the best of some; by the clock of the host, its own time included.
@@ -207,31 +206,24 @@ def measure_strategies(
     """
     pieces = _Pieces(torch.device("cuda", index), direction, size, count)
     return {
-        strategy: pieces.measure(strategy, blocks.get(strategy, FEW_BLOCKS))
-        for strategy in _HANDICAP[direction]
-        if (strategy != "bulk" or torch.ops.blockyard.has_bulk(index))
-        and (strategy != "staged" or pieces.num_views > 1)
+        strategy: pieces.measure(strategy, blocks.get(strategy, usual_blocks(strategy)))
+        for strategy in _HANDICAP
+        if strategy != "staged" or pieces.num_views > 1
     }
 
 
-def measure_blocks(index: int, direction: Direction) -> Blocks:
-    """Find how many blocks of threads keep the link busy, for each kernel between host and device.
+def measure_blocks(index: int, direction: Direction) -> int:
+    """Find how many blocks of threads of the kernel keep the link busy.
 
     Args:
         index: the device's.
-        direction: of the copies; within a device every kernel keeps its number.
+        direction: of the copies.
 
     Raises:
-        BlockyardError: a kernel delivers other bytes than a plain copy.
+        BlockyardError: the kernel delivers other bytes than a plain copy.
     """
-    if direction == "d2d":
-        return {}
     pieces = _Pieces(torch.device("cuda", index), direction, *_BLOCKS_SHAPE)
-    chosen: Blocks = {}
-    for strategy in get_args(StrategyName):
-        if strategy == "kernel" or (strategy == "bulk" and torch.ops.blockyard.has_bulk(index)):
-            chosen[strategy] = choose_blocks({blocks: pieces.measure(strategy, blocks) for blocks in _BLOCKS})
-    return chosen
+    return choose_blocks({blocks: pieces.measure("kernel", blocks) for blocks in _BLOCKS})
 
 
 def views_and_blocks(size: int, count: int) -> tuple[int, int]:
@@ -241,17 +233,12 @@ def views_and_blocks(size: int, count: int) -> tuple[int, int]:
 
 
 class _Pieces:
-    """Scattered pieces of one size: views that are apart on the device, and contiguous in rows of the other side.
-
-    The other side is page-locked memory or, within a device, the device.
-    """
+    """Scattered pieces of one size: views that are apart on the device, and contiguous in page-locked rows."""
 
     def __init__(self, device: torch.device, direction: Direction, size: int, count: int) -> None:
         self.device, self.direction, self.size, self.count = device, direction, size, count
         self.num_views, blocks = views_and_blocks(size, count)
-        cpu = torch.device("cpu")
-        rows = _random_bytes(device if direction == "d2d" else cpu, blocks, self.num_views * size)
-        self.rows = rows if direction == "d2d" else rows.pin_memory()
+        self.rows = _random_bytes(torch.device("cpu"), blocks, self.num_views * size).pin_memory()
         self.apart = _random_bytes(device, self.num_views, blocks, size)
         random = np.random.default_rng(0)
         self.pairs = torch.from_numpy(np.column_stack((random.permutation(blocks), random.permutation(blocks))))

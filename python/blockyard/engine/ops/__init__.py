@@ -240,8 +240,6 @@ def _register() -> torch.library.Library:
     library.define("prepare(int device) -> ()")
     library.define("set_batch_pieces(int device, int most) -> ()")
     library.define("set_region(int address, int num_bytes, int chunk_bytes) -> ()")
-    # Whether a device and the compiled library's code for it have the bulk engine.
-    library.define("has_bulk(int device) -> bool")
     # What benchmarks compare with: one cudaMemcpyAsync for each piece. The compiled library alone has it.
     library.define("bench_copy_loop(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()")
     return library

@@ -48,7 +48,6 @@ def _between(src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping) -> 
 
 
 def _within(caches: Sequence[Tensor], mapping: Mapping) -> None:
-    _use_cached(caches)
     steps, starts = mapping.steps()
     _run(torch.ops.blockyard.run_steps, caches, torch.from_numpy(steps), torch.from_numpy(starts))
 

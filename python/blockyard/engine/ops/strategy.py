@@ -1,4 +1,4 @@
-"""Copy strategies to, from and within a device, by size and number of pieces: a table for each kind of device.
+"""Copy strategies to and from a device, by size and number of pieces: a table for each kind of device.
 
 `blockyard calibrate` measures the table once and writes it to the user's cache folder. The ops read that file when they
 meet a device for the first time. Without a file, `default_strategy` chooses.
@@ -21,18 +21,13 @@ import torch
 from blockyard.engine.ops.library import op_library
 from blockyard.errors import InvalidArgumentError
 
-Direction = Literal["h2d", "d2h", "d2d"]
-StrategyName = Literal["batch", "loop", "kernel", "bulk", "staged"]
-STRATEGIES: Final[dict[str, int]] = {"batch": 1, "loop": 2, "kernel": 3, "bulk": 4, "staged": 5}
-# What each direction allows; the first is used for pieces larger than any that was measured.
-ALLOWED: Final[dict[str, tuple[StrategyName, ...]]] = {
-    "h2d": ("batch", "loop", "kernel", "bulk", "staged"),
-    "d2h": ("batch", "loop", "kernel", "bulk", "staged"),
-    "d2d": ("kernel", "bulk"),
-}
+Direction = Literal["h2d", "d2h"]
+StrategyName = Literal["batch", "loop", "kernel", "staged"]
+DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
+STRATEGIES: Final[dict[StrategyName, int]] = {"batch": 1, "loop": 2, "kernel": 3, "staged": 4}
 MOST: Final = 2**62
-# Blocks of threads of a kernel that leaves the device to compute.
-FEW_BLOCKS: Final = 12
+# Blocks of threads of the two kernels where nothing was calibrated; as kSlotBlocks and kHostBlocks in cuda/strategy.h.
+_USUAL_BLOCKS: Final[dict[StrategyName, int]] = {"staged": 12, "kernel": 3}
 _MOST_BLOCKS: Final = 2**16 - 1
 # Without a table, at least this many pieces between host and device are staged if they have fewer bytes than the first
 # each, or take a kernel if they have fewer than the second; as in cuda/strategy.h.
@@ -44,7 +39,7 @@ _LARGE_PIECE: Final = 28 << 10
 BATCH_PIECES: Final = 1024
 MOST_BATCH_PIECES: Final = 2048
 # Goes into every file: tables of another version must be measured again.
-_VERSION = 4
+_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -52,35 +47,39 @@ class Rule:
     """One line of a table: it holds for at most `max_count` pieces of at most `max_bytes` on average.
 
     A rule for `"staged"` holds only where the host's pieces of a block are contiguous. `blocks` is the number of blocks
-    of threads of a kernel that leaves the device to compute.
+    of threads of a kernel; the others have none.
     """
 
     direction: Direction
     max_bytes: int
     max_count: int
     strategy: StrategyName
-    blocks: int = FEW_BLOCKS
+    blocks: int = 1
 
     @property
     def is_known(self) -> bool:
-        """Whether its direction allows its strategy, and its numbers are in range."""
+        """Whether there are such a direction and strategy, and its numbers are in range."""
         numbers = (self.max_bytes, self.max_count, self.blocks)
         return (
-            self.strategy in ALLOWED.get(self.direction, ())
+            self.direction in DIRECTIONS
+            and self.strategy in STRATEGIES
             and all(isinstance(number, int) for number in numbers)
             and max(self.max_bytes, self.max_count) <= MOST
             and 1 <= self.blocks <= _MOST_BLOCKS
         )
 
 
-def default_strategy(direction: Direction, num_bytes: int, count: int, *, host_rows: bool = False) -> StrategyName:
+def usual_blocks(strategy: StrategyName) -> int:
+    """Give the blocks of threads of a strategy's kernel where nothing was calibrated; 1 where it has none."""
+    return _USUAL_BLOCKS.get(strategy, 1)
+
+
+def default_strategy(num_bytes: int, count: int, *, host_rows: bool = False) -> StrategyName:
     """Give the strategy where no rule holds, for `count` pieces of `num_bytes` each.
 
-    Within a device, the kernel. Between host and device, many pieces are staged where the host's pieces of a block are
-    contiguous, and more than one (`host_rows`); elsewhere small ones take the kernel. Others take the batched call.
+    Many pieces are staged where the host's pieces of a block are contiguous, and more than one (`host_rows`); elsewhere
+    small ones take the kernel. Others take the batched call.
     """
-    if direction == "d2d":
-        return "kernel"
     if num_bytes >= (_LARGE_STAGED_PIECE if host_rows else _LARGE_PIECE) or count < _LEAST_PIECES:
         return "batch"
     return "staged" if host_rows else "kernel"
@@ -108,7 +107,8 @@ class StrategyTable:
             holds = rule.direction == direction and num_bytes <= rule.max_bytes and count <= rule.max_count
             if holds and (host_rows or rule.strategy != "staged"):
                 return rule
-        return Rule(direction, num_bytes, count, default_strategy(direction, num_bytes, count, host_rows=host_rows))
+        strategy = default_strategy(num_bytes, count, host_rows=host_rows)
+        return Rule(direction, num_bytes, count, strategy, usual_blocks(strategy))
 
     def strategy(self, direction: Direction, num_bytes: int, count: int, *, host_rows: bool = False) -> StrategyName:
         """Give the strategy for `count` pieces of `num_bytes` each."""
@@ -153,17 +153,15 @@ def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
         rules: the first that holds decides.
 
     Raises:
-        InvalidArgumentError: a rule names an unknown direction, a strategy that its direction does not allow, or a
-            number that is out of range.
+        InvalidArgumentError: a rule names an unknown direction or strategy, or a number that is out of range.
     """
     for rule in rules:
         if not rule.is_known:
-            allowed = "; ".join(f"{direction}: {', '.join(strategies)}" for direction, strategies in ALLOWED.items())
-            raise InvalidArgumentError(f"{rule} is not of {allowed}; blocks must be 1 to {_MOST_BLOCKS}")
+            known = f"directions {', '.join(DIRECTIONS)} and strategies {', '.join(STRATEGIES)}"
+            raise InvalidArgumentError(f"{rule} is not of {known}; blocks must be 1 to {_MOST_BLOCKS}")
     if op_library().loaded:
-        places = list(ALLOWED)
         numbers = [
-            [places.index(r.direction), r.max_bytes, r.max_count, STRATEGIES[r.strategy], r.blocks] for r in rules
+            [DIRECTIONS.index(r.direction), r.max_bytes, r.max_count, STRATEGIES[r.strategy], r.blocks] for r in rules
         ]
         torch.ops.blockyard.set_strategies(index, torch.tensor(numbers, dtype=torch.int64).view(-1, 5))
 
@@ -190,14 +188,14 @@ def use_cached(index: int) -> StrategyTable | None:
 
 
 @contextmanager
-def force_strategy(index: int, strategy: StrategyName, blocks: int = FEW_BLOCKS) -> Iterator[None]:
-    """Use one strategy for all copies of a device in directions that allow it; afterwards the table holds again.
+def force_strategy(index: int, strategy: StrategyName, blocks: int | None = None) -> Iterator[None]:
+    """Use one strategy for all copies of a device; afterwards the table holds again.
 
-    Copies that it cannot take (see `Rule`) use what `default_strategy` gives.
+    Copies that it cannot take (see `Rule`) use what `default_strategy` gives. `blocks` is `usual_blocks` if None.
     """
     table = use_cached(index)
-    directions = [direction for direction in get_args(Direction) if strategy in ALLOWED[direction]]
-    use_rules(index, tuple(Rule(direction, MOST, MOST, strategy, blocks) for direction in directions))
+    blocks = usual_blocks(strategy) if blocks is None else blocks
+    use_rules(index, tuple(Rule(direction, MOST, MOST, strategy, blocks) for direction in DIRECTIONS))
     try:
         yield
     finally:

@@ -1,7 +1,6 @@
-"""The bulk engine on a CUDA device: every direction, every length of its ring, and what it leaves to the kernel.
+"""The kernels on a CUDA device: swaps with page-locked memory and copies within, around what one launch and warp take.
 
-Where a device has none the same calls go by the kernel, and must move the same bytes. The shapes are small enough to
-run under compute-sanitizer.
+The shapes are small enough to run under compute-sanitizer.
 """
 
 from collections.abc import Iterator
@@ -11,18 +10,19 @@ import pytest
 import torch
 
 from blockyard.engine import ops
-from blockyard.engine.ops.library import op_library, require_op_library
+from blockyard.engine.ops.library import require_op_library
 from blockyard.engine.ops.strategy import force_strategy
 
-STAGE = 8192
+# Bytes of a row that one warp moves at a time.
+CHUNK = 4096
 BLOCKS = 200
 
 
 @pytest.fixture(autouse=True)
-def bulk(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     monkeypatch.setenv("BLOCKYARD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     require_op_library()
-    with force_strategy(torch.cuda.current_device(), "bulk"):
+    with force_strategy(torch.cuda.current_device(), "kernel"):
         yield
 
 
@@ -35,17 +35,7 @@ def random_pairs(count: int, seed: int = 1) -> torch.Tensor:
     return torch.from_numpy(np.column_stack((random.integers(0, BLOCKS, count), random.permutation(BLOCKS)[:count])))
 
 
-def test_a_device_from_sm_90_on_has_a_bulk_engine():
-    built = [int(name[3:].rstrip("af")) for name in op_library().built_for.split() if name.startswith("sm_")]
-    major, minor = torch.cuda.get_device_capability()
-    # Machine code of a later minor release runs, that of another major release does not.
-    runs = any(major == arch // 10 and minor >= arch % 10 and arch >= 90 for arch in built)
-    found = torch.ops.blockyard.has_bulk(torch.cuda.current_device())
-    assert found or not runs
-    assert major >= 9 or not found
-
-
-@pytest.mark.parametrize("width", [16, 48, STAGE - 16, STAGE, STAGE + 16, 5 * STAGE + 32])
+@pytest.mark.parametrize("width", [16, 48, CHUNK - 16, CHUNK, CHUNK + 16, 5 * CHUNK + 32])
 @pytest.mark.parametrize("count", [1, 12, 13, 100, BLOCKS])
 def test_pieces_come_from_page_locked_memory_and_go_back(width: int, count: int):
     host, back = random_bytes(BLOCKS, width).pin_memory(), torch.zeros((BLOCKS, width), dtype=torch.uint8).pin_memory()
@@ -61,7 +51,7 @@ def test_pieces_come_from_page_locked_memory_and_go_back(width: int, count: int)
     assert torch.equal(back, wanted)
 
 
-@pytest.mark.parametrize("widths", [[16], [STAGE], [48, STAGE + 16, 0, 4096], [64 * 1024]])
+@pytest.mark.parametrize("widths", [[16], [CHUNK], [48, CHUNK + 16, 0, 4096], [64 * 1024]])
 def test_pieces_move_within_the_device(widths: list[int]):
     src, dst = (random_bytes(BLOCKS, sum(widths) + 32, seed=seed).cuda() for seed in (1, 2))
     pairs = random_pairs(150)
@@ -81,7 +71,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_moves_are_made_as_if_all_were_read_first(shape: str):
-    cache, pairs = random_bytes(BLOCKS, STAGE + 48).cuda(), torch.from_numpy(SHAPES[shape])
+    cache, pairs = random_bytes(BLOCKS, CHUNK + 48).cuda(), torch.from_numpy(SHAPES[shape])
     wanted = cache.cpu()
     wanted[pairs[:, 1]] = wanted[pairs[:, 0]]
     ops.move_blocks([cache], pairs)
@@ -103,7 +93,7 @@ def test_copies_exchanges_gathers_and_scatters_move_the_same_bytes():
 
 
 @pytest.mark.parametrize(("offset", "width"), [(8, 64), (0, 72), (4, 100), (1, 33)])
-def test_rows_that_are_not_aligned_go_another_way(offset: int, width: int):
+def test_rows_that_are_not_aligned_arrive(offset: int, width: int):
     host, device = random_bytes(BLOCKS, 256).pin_memory(), random_bytes(BLOCKS, 256, seed=3).cuda()
     other = device.clone()
     pairs, wanted = random_pairs(100), device.cpu()
