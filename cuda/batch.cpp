@@ -61,8 +61,8 @@ cudaError_t submit(BatchCopy batch_copy, const CopyBatch& batch, size_t most, cu
         const CUresult status =
             batch_copy(dsts.data(), srcs.data(), sizes.data(), count, &attributes, &first, 1, stream);
         if (status == CUDA_ERROR_INVALID_VALUE) {
-            // A piece leaves its extent, and the driver did not say where that ends. Single copies take it, and what
-            // the batch has copied already is copied once more.
+            // A piece leaves its extent, and the driver did not say where that ends. Single copies take it, unless it
+            // lies over two registrations, and what the batch has copied already is copied once more.
             const CopyBatch part{batch.dsts + start, batch.srcs + start, batch.sizes + start, count, batch.kind};
             const cudaError_t copied = copy_one_by_one(part, stream);
             if (copied != cudaSuccess) return copied;

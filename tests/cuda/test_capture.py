@@ -44,7 +44,7 @@ class FakeRuntime:
 @pytest.fixture
 def runtime(fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     made = FakeRuntime(fake)
-    fake.fake_reset(0, 0, *[True, False, True, True], 1024)
+    fake.fake_reset(0, 0, *[True, False, True], 1024)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(capture, "load_driver", lambda: fake)

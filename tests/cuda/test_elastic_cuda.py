@@ -359,7 +359,7 @@ def test_groups_of_other_shapes_come_and_go_with_their_blocks():
 
 def test_copies_of_an_elastic_cache_end_with_its_chunks(fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda, "declare_region", fake.fake_declare)
-    fake.fake_reset(0, 0, *[True, False, True, True], 1024)
+    fake.fake_reset(0, 0, *[True, False, True], 1024)
     driver = FakeDriver()
     chunks = memory(driver)
     chunks.commit(0, 8)

@@ -38,7 +38,7 @@ def load_stand_in(library: Path) -> ctypes.CDLL:
     torch.ops.load_library(str(library))
     loaded = ctypes.CDLL(str(library))
     loaded.fake_calls.restype = ctypes.c_char_p
-    loaded.fake_reset.argtypes = [*[ctypes.c_size_t] * 2, *[ctypes.c_bool] * 4, ctypes.c_size_t]
+    loaded.fake_reset.argtypes = [*[ctypes.c_size_t] * 2, *[ctypes.c_bool] * 3, ctypes.c_size_t]
     loaded.fake_host.argtypes = [ctypes.c_size_t] * 2
     loaded.fake_register.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int64]
     loaded.fake_map.argtypes = [ctypes.c_size_t] * 2
