@@ -1,10 +1,10 @@
 //! Keys of names, and maps by keys.
 
 use crate::hash::Key;
+use rustc_hash::FxHashMap;
 use siphasher::sip128::SipHasher13;
-use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
-use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
+use std::hash::BuildHasher;
 
 /// Makes keys of names. Its secret is drawn at random: nobody can find two names with one key.
 #[derive(Clone, Debug)]
@@ -27,24 +27,8 @@ impl Names {
     }
 }
 
-/// A key is as random as a hash, so it is one.
-#[derive(Debug, Default)]
-pub(super) struct KeyHasher(u64);
-
-impl Hasher for KeyHasher {
-    fn write(&mut self, bytes: &[u8]) {
-        if let Some(first) = bytes.first_chunk() {
-            self.0 = u64::from_le_bytes(*first);
-        }
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
-
 /// A map by keys.
-pub(super) type ByKey<T> = HashMap<Key, T, BuildHasherDefault<KeyHasher>>;
+pub(super) type ByKey<T> = FxHashMap<Key, T>;
 
 #[cfg(test)]
 mod tests {

@@ -7,34 +7,12 @@
 use super::ghosts::Sample;
 use super::segments::{Rule, Segments};
 use crate::id::BlockId;
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
-
-/// Spreads tags, whose lowest bits are alike.
-#[derive(Debug, Clone, Default)]
-struct TagHasher(u64);
-
-impl Hasher for TagHasher {
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.write_u32(byte.into());
-        }
-    }
-
-    #[inline]
-    fn write_u32(&mut self, tag: u32) {
-        self.0 = (self.0 ^ u64::from(tag)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
+use rustc_hash::FxHashMap;
 
 /// The followed blocks that some cache has: all caches have the same number for a tag.
 #[derive(Debug, Clone, Default)]
 struct Followed {
-    numbers: HashMap<u32, BlockId, BuildHasherDefault<TagHasher>>,
+    numbers: FxHashMap<u32, BlockId>,
     /// By number; 0 for one that no tag has.
     tags: Vec<u32>,
     /// Numbers that no tag has.
