@@ -32,7 +32,6 @@ mod _core {
     #[pymodule_export]
     use crate::event::PyEventBatch;
     #[pymodule_export]
-    #[pymodule_export]
     use crate::free_blocks::PyFreeBlocks;
     #[pymodule_export]
     use crate::manager::PyBlockManager;
