@@ -1,9 +1,9 @@
-"""File store: GB/s of writing and reading 1 MiB blocks at random slots, of fetching them, and CPU seconds a GB.
+"""File store: GB/s of writing and reading 1 MiB blocks at random slots, of swapping them in, and CPU seconds a GB.
 
     python benches/bench_file_tier.py [--url "file:///dir?threads=8"] [--blocks 512]
 
 With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. Both ways the bytes are copied once
-between numpy and the store's buffers, checksummed and checked. `file_fetch_gb_s` is the rate from the file to a cache
+between numpy and the store's buffers, checksummed and checked. `file_swap_in_gb_s` is the rate from the file to a cache
 engine's tensors on the CPU, by `StepExecutor`. A prefix store puts and gets the same blocks by key, and is opened from
 the headers of its slots and from its checkpoint.
 `bench_file_fio.py` compares the store with fio.
@@ -42,7 +42,7 @@ def main() -> None:
         url = arguments.url or f"file://{folder}/swap"
         with open_store(url, bytes_per_block=BYTES_PER_BLOCK, num_slots=arguments.blocks) as store:
             figures = measure(store, arguments.blocks, arguments.repeat)
-            figures |= fetch(store, arguments.blocks, arguments.repeat)
+            figures |= swap_in(store, arguments.blocks, arguments.repeat)
             print(store)
         figures |= by_key(folder, arguments.blocks, arguments.repeat)
         figures |= opening(folder, arguments.open_slots)
@@ -68,8 +68,8 @@ def measure(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:
     return best
 
 
-def fetch(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:
-    """Fetch all blocks into a cache engine, a batch in each of a few steps under way."""
+def swap_in(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:
+    """Swap all blocks in to a cache engine, a batch in each of a few steps under way."""
     layout = KVLayout("kv_first", num_layers=8, block_size=16, num_kv_heads=8, head_size=128, dtype="float32")
     random = np.random.default_rng(0)
     best: dict[str, float] = {}
@@ -80,15 +80,15 @@ def fetch(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:
             order = np.array_split(pairs, max(1, blocks // BATCH))
             wall, cpu = time.perf_counter(), time.process_time()
             for ticket, ids in enumerate(order):
-                executor.submit(StepDecision(ticket, [("fetch", Pairs("external", "device", ids))]))
+                executor.submit(StepDecision(ticket, [("swap_in", Pairs("external", "device", ids))]))
                 if ticket >= AHEAD:
                     executor.wait(ticket - AHEAD)
             for ticket in range(max(0, len(order) - AHEAD), len(order)):
                 executor.wait(ticket)
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             gigabytes = blocks * BYTES_PER_BLOCK / 1e9
-            if gigabytes / wall > best.get("file_fetch_gb_s", 0.0):
-                best = {"file_fetch_gb_s": gigabytes / wall, "file_fetch_cpu_s_per_gb": cpu / gigabytes}
+            if gigabytes / wall > best.get("file_swap_in_gb_s", 0.0):
+                best = {"file_swap_in_gb_s": gigabytes / wall, "file_swap_in_cpu_s_per_gb": cpu / gigabytes}
     return best
 
 

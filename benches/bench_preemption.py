@@ -51,11 +51,11 @@ PAYLOADS = (1, 4, 16, 64, 256)
 """Blocks that one swap of `--legs` moves."""
 LEGS = (
     ("swap_out", "device", "host"),
-    ("spill", "host", "external"),
-    ("fetch", "external", "host"),
+    ("swap_out", "host", "external"),
+    ("swap_in", "external", "host"),
     ("swap_in", "host", "device"),
-    ("spill", "device", "external"),
-    ("fetch", "external", "device"),
+    ("swap_out", "device", "external"),
+    ("swap_in", "external", "device"),
 )
 
 
@@ -267,7 +267,7 @@ def time_legs(cache: KVCache, repeat: int) -> dict[tuple[str, str, str], dict[in
         for turn in range(repeat + 1):
             ids = np.column_stack((np.arange(most), random.permutation(most)))[:blocks]
             for index, (kind, src, dst) in enumerate(LEGS):
-                pairs = np.ascontiguousarray(ids if kind in {"swap_out", "spill"} else ids[:, ::-1])
+                pairs = np.ascontiguousarray(ids if kind == "swap_out" else ids[:, ::-1])
                 if (src, dst) in {("host", "external"), ("external", "host")}:
                     pairs = np.column_stack((ids[:, 1], ids[:, 1]))
                 ticket += 1
@@ -278,7 +278,7 @@ def time_legs(cache: KVCache, repeat: int) -> dict[tuple[str, str, str], dict[in
                 taken[index, turn] = time.perf_counter() - began
                 if lost:
                     raise SystemExit(f"{src} to {dst}: {sum(map(len, lost))} of {blocks} blocks were lost")
-                if kind in {"swap_out", "spill"}:
+                if kind == "swap_out":
                     cache.engine.write("device" if src == "device" else "host", pairs[:, 0].copy(), zeros[:blocks])
         for leg, seconds in zip(LEGS, taken[:, 1:].mean(axis=1).tolist(), strict=True):  # the first turn warms up
             times[leg][blocks] = seconds

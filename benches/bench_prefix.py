@@ -92,7 +92,7 @@ def host_fill(requests: Prompts, copies: int) -> tuple[float, float, float]:
         prefix_caching=PrefixCaching(eviction="lru", host=True, host_copies_per_step=copies),
     )
     us = serve(manager, requests)
-    return us, manager.stats().hit_rate, manager.stats().swapped_out_blocks / len(requests)
+    return us, manager.stats().hit_rate, manager.stats().swapped_out_blocks["host"] / len(requests)
 
 
 def full_of_chains(evictable: int, chain: int = 4) -> BlockManager:

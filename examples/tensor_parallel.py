@@ -136,8 +136,8 @@ class Driver:
             del self.tags[handle]  # an engine computes it again from its tokens
         self.voided += len(void)
         self.pairs_sent += len(decision)
-        for pairs in decision.spill:
-            if self.random.random() < 0.2:
+        for pairs in decision.swap_out:
+            if pairs.dst == "external" and self.random.random() < 0.2:
                 self.random.choice(self.workers).tell(("damage", pairs.ids[:1, 1].copy()))
 
     def move(self, handle: int) -> bool:

@@ -200,8 +200,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ),
             ("            if not awaited.isdisjoint(touched):", "            if awaited.isdisjoint(touched):"),
             (
-                "    return behind, [*reads, *loads, *within, *fetches]",
-                "    return behind, [*loads, *reads, *within, *fetches]",
+                "    return behind, [*reads, *loads, *within, *store_reads]",
+                "    return behind, [*loads, *reads, *within, *store_reads]",
             ),
             (
                 '    if kind != "exchange":\n        return pairs\n',

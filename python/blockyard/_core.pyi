@@ -349,17 +349,11 @@ class StepDecision:
     def after(self) -> tuple[int, ...]:
         """Tickets whose device reads must end before this step writes to the device, a tuple of ints."""
     @property
-    def spill(self) -> tuple[Pairs, ...]:
-        """Device or host to external: a tuple with one `Pairs` for each source tier."""
-    @property
     def swap_out(self) -> tuple[Pairs, ...]:
-        """Device to host: a tuple of `Pairs`."""
+        """Away from the device, to the host or the external tier: a tuple with one `Pairs` for each pair of tiers."""
     @property
     def swap_in(self) -> tuple[Pairs, ...]:
-        """Host to device: a tuple of `Pairs`."""
-    @property
-    def fetch(self) -> tuple[Pairs, ...]:
-        """External to device or host: a tuple with one `Pairs` for each target tier."""
+        """Towards the device, from the host or the external tier: a tuple with one `Pairs` for each pair of tiers."""
     @property
     def copy(self) -> tuple[Pairs, ...]:
         """Copy-on-write on the device: a tuple of `Pairs`."""
@@ -1320,8 +1314,8 @@ class BlockManager:
             InvalidArgumentError: a handle is given twice, or `to` is another tier.
         """
     def swap_out(self, sequences: _Handles, to: Literal["host", "external"] = "host") -> None:
-        """Move sequences away from the device, by this step's decision: `swap_out` to the host, `spill` to the external
-        tier from either. A block that several of them share moves once.
+        """Move sequences away from the device, by this step's decision: from the device to the host, or from either to the
+        external tier. A block that several of them share moves once.
 
         Args:
             sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
@@ -1347,8 +1341,8 @@ class BlockManager:
             InvalidArgumentError: a handle is given twice, or `to` is another tier.
         """
     def swap_in(self, sequences: _Handles, to: Literal["device", "host"] = "device") -> None:
-        """Move sequences back towards the device, by this step's decision: `swap_in` from the host, `fetch` from the
-        external tier.
+        """Move sequences back towards the device, by this step's decision: from the external tier to the host, or from
+        either to the device.
 
         Args:
             sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
@@ -1622,17 +1616,11 @@ class ManagerStats:
     def copied_blocks(self) -> int:
         """Copies on write that were decided."""
     @property
-    def swapped_out_blocks(self) -> int:
-        """Blocks moved from device to host."""
+    def swapped_out_blocks(self) -> dict[_Tier, int]:
+        """For host and external tier, blocks swapped out to it."""
     @property
-    def swapped_in_blocks(self) -> int:
-        """Blocks moved from host to device."""
-    @property
-    def spilled_blocks(self) -> int:
-        """Blocks moved to the external tier."""
-    @property
-    def fetched_blocks(self) -> int:
-        """Blocks moved from the external tier."""
+    def swapped_in_blocks(self) -> dict[_Tier, int]:
+        """For host and external tier, blocks swapped in from it."""
     @property
     def moved_blocks(self) -> int:
         """Moves by defragmentation that ended."""

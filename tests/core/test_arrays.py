@@ -200,7 +200,7 @@ VALUES = [
     *(AllocStatus.OK, AllocStatus.NEVER, CacheGroup.full_attention(), CacheGroup.sliding_window(7)),
     *(CacheGroup.recurrent(), Pairs("host", "device", [[4, 1]]), StoreStats(misses={"timeout": 2}, last_error="late")),
     StepDecision(
-        5, [("copy", Pairs("device", "device", [[0, 1]])), ("spill", Pairs("host", "external", []))], after=[3]
+        5, [("copy", Pairs("device", "device", [[0, 1]])), ("swap_out", Pairs("host", "external", []))], after=[3]
     ),
 ]
 

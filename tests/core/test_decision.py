@@ -6,13 +6,8 @@ import pytest
 from blockyard import Pairs, StepDecision
 from blockyard.errors import InvalidArgumentError, MappingError
 
-ORDER = ["spill", "swap_out", "swap_in", "fetch", "copy", "move", "exchange"]
-TIERS = {
-    "spill": ("host", "external"),
-    "swap_out": ("device", "host"),
-    "swap_in": ("host", "device"),
-    "fetch": ("external", "host"),
-}
+ORDER = ["swap_out", "swap_in", "copy", "move", "exchange"]
+TIERS = {"swap_out": ("device", "host"), "swap_in": ("host", "device")}
 
 
 def pairs(kind: str, *ids: tuple[int, int]) -> Pairs:
@@ -39,7 +34,9 @@ def test_each_kind_is_a_tuple_that_is_empty_if_there_is_nothing_to_do(kind: str)
 def test_the_names_that_engines_know_are_arrays_of_pairs(kind: str):
     name = f"blocks_to_{kind}"
     assert getattr(StepDecision(1, []), name).shape == (0, 2)
-    found = getattr(StepDecision(1, [(kind, pairs(kind, (2, 5)))]), name)
+    stored = {"swap_out": [Pairs("device", "external", [(1, 1)])], "swap_in": [Pairs("external", "device", [(1, 1)])]}
+    given = [*stored.get(kind, []), pairs(kind, (2, 5))]
+    found = getattr(StepDecision(1, [(kind, each) for each in given]), name)
     assert (found.tolist(), found.dtype) == ([[2, 5]], np.int64)
 
 

@@ -266,8 +266,8 @@ def test_a_handle_that_is_named_twice_is_refused_by_every_batch_call():
     manager = new_manager()
     handle = open_one(manager, 3)
     before = seen(manager, handle)
-    spill = partial(manager.swap_out, to="external")
-    for call in (manager.append, manager.can_append, manager.free, manager.can_swap_out, manager.swap_out, spill):
+    store = partial(manager.swap_out, to="external")
+    for call in (manager.append, manager.can_append, manager.free, manager.can_swap_out, manager.swap_out, store):
         with pytest.raises(InvalidArgumentError, match="named twice"):
             call([handle, handle])
     assert seen(manager, handle) == before
@@ -413,8 +413,8 @@ def test_sizes_out_of_range_are_refused(bad: dict[str, float]):
 def test_handles_of_a_wrong_kind_are_refused(bad: object):
     manager = new_manager()
     open_one(manager, 3)
-    fetch = partial(manager.swap_in, to="host")
-    for call in (manager.append, manager.free, manager.swap_out, manager.can_swap_in, fetch, manager.block_tables):
+    to_host = partial(manager.swap_in, to="host")
+    for call in (manager.append, manager.free, manager.swap_out, manager.can_swap_in, to_host, manager.block_tables):
         with pytest.raises((InvalidArgumentError, UnknownSequenceError)):
             call(bad)
     manager.check()

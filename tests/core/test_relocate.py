@@ -136,7 +136,7 @@ def test_a_partly_filled_block_is_not_shared_with_a_sequence_that_writes_on():
 
 @pytest.mark.parametrize("by_host", [False, True], ids=["from the device", "by way of the host"])
 @pytest.mark.parametrize("to_host", [False, True], ids=["to the device", "to the host"])
-def test_spilled_sequences_come_back_with_their_tokens(by_host: bool, to_host: bool):
+def test_sequences_come_back_from_the_external_tier_with_their_tokens(by_host: bool, to_host: bool):
     engine = Engine()
     parent = engine.open(2 * BLOCK + 1)
     group = [parent, *engine.fork(parent, 1)]
@@ -144,11 +144,11 @@ def test_spilled_sequences_come_back_with_their_tokens(by_host: bool, to_host: b
         engine.manager.swap_out(group)
         engine.step()
     engine.manager.swap_out(group, to="external")
-    assert len(engine.step()["spill"]) == 3
+    assert len(engine.step()["swap_out"]) == 3
     assert [engine.manager.tier(handle) for handle in group] == ["external", "external"]
     engine.verify()
     engine.manager.swap_in(group, to="host" if to_host else "device")
-    assert len(engine.step()["fetch"]) == 3
+    assert len(engine.step()["swap_in"]) == 3
     if to_host:
         engine.manager.swap_in(group)
         engine.step()
@@ -270,7 +270,7 @@ def test_a_block_being_read_is_given_to_device_work_that_is_ordered_after_the_re
     engine.manager.check()
 
 
-def test_a_block_being_read_is_given_to_a_swap_in_of_the_same_step_but_never_to_a_fetch():
+def test_a_block_being_read_is_given_to_a_swap_in_from_the_host_in_the_same_step_but_never_to_one_from_a_store():
     engine = Engine(device=2, host=4, external=4)
     a = engine.open(2 * BLOCK)
     engine.manager.swap_out([a], to="external")
@@ -287,7 +287,7 @@ def test_a_block_being_read_is_given_to_a_swap_in_of_the_same_step_but_never_to_
     engine.manager.swap_in([b])
     decision = engine.manager.take_decision()
     assert decision.after == (decision.ticket,)
-    assert [kind for kind, _ in decision.transfers()] == ["spill", "swap_in"]
+    assert [kind for kind, _ in decision.transfers()] == ["swap_out", "swap_in"]
     engine.memory.execute(decision)
     engine.manager.complete(decision.ticket)
     engine.verify()
@@ -307,12 +307,12 @@ def test_writing_in_place_waits_for_a_reader_of_the_block():
 
 
 def loaded(engine: Engine, *handles: int) -> tuple[int, Pairs]:
-    """Spill and fetch sequences; returns the open ticket of the fetch and its pairs."""
+    """Swap sequences out to the external tier and in again; returns the open ticket of the swap-in and its pairs."""
     engine.manager.swap_out(list(handles), to="external")
     engine.step()
     engine.manager.swap_in(list(handles))
     decision = engine.manager.take_decision()
-    return decision.ticket, decision.fetch[0]
+    return decision.ticket, decision.swap_in[0]
 
 
 def test_fail_names_exactly_the_sequences_that_were_hit():
@@ -323,8 +323,8 @@ def test_fail_names_exactly_the_sequences_that_were_hit():
     hit = engine.manager.complete(ticket, [Pairs("external", "device", pairs.ids[[0, 2]])])
     assert sorted(hit.tolist()) == sorted([a, c, d])
     for handle in (a, c, d):
-        spill = partial(engine.manager.swap_out, to="external")
-        for call in (engine.manager.append, engine.manager.swap_out, engine.manager.block_tables, spill):
+        store = partial(engine.manager.swap_out, to="external")
+        for call in (engine.manager.append, engine.manager.swap_out, engine.manager.block_tables, store):
             with pytest.raises(SequenceStateError, match="can only be freed"):
                 call([handle])
         with pytest.raises(SequenceStateError):
@@ -344,7 +344,7 @@ def test_a_copy_made_from_what_did_not_land_is_lost_too():
     engine.manager.append([a])
     decision = engine.manager.take_decision()
     assert len(decision.copy) == 1
-    lost = Pairs("external", "device", decision.fetch[0].ids[1:])
+    lost = Pairs("external", "device", decision.swap_in[0].ids[1:])
     assert sorted(engine.manager.complete(decision.ticket, [lost]).tolist()) == sorted([a, b])
 
 
@@ -361,7 +361,7 @@ def test_a_copy_of_what_did_not_land_is_lost_even_after_the_copy_has_ended():
     copy = engine.manager.take_decision()
     assert len(copy.copy) == 1
     engine.manager.complete(copy.ticket)
-    lost = Pairs("external", "device", load.fetch[0].ids[1:])
+    lost = Pairs("external", "device", load.swap_in[0].ids[1:])
     assert sorted(engine.manager.complete(load.ticket, [lost]).tolist()) == sorted([a, b])
 
 
@@ -371,9 +371,9 @@ def test_a_lost_copy_is_not_shared_again():
     a, b = engine.fork(stays, 2)
     engine.manager.swap_out([a], to="external")
     decision = engine.manager.take_decision()
-    assert engine.manager.complete(decision.ticket, [decision.spill[0]]).tolist() == [a]
+    assert engine.manager.complete(decision.ticket, [decision.swap_out[0]]).tolist() == [a]
     engine.manager.swap_out([b], to="external")
-    assert len(engine.step()["spill"]) == 1
+    assert len(engine.step()["swap_out"]) == 1
     del engine.tokens[a]
     engine.verify()
 

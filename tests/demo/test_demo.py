@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from blockyard import BlockManager
 from blockyard.demo import serve
 from blockyard.demo.models import bytes_per_block, load_model
-from blockyard.demo.report import Difference, Progress, Report
+from blockyard.demo.report import SABOTAGE_KINDS, Difference, Progress, Report
 from blockyard.demo.run import DemoOptions, compare, make_report, pool_sizes, run_demo
 from blockyard.demo.workload import WorkItem, text_workload
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StoreURLError
@@ -31,7 +31,7 @@ SMALL = DemoOptions(
     num_device_blocks=24,
     num_host_blocks=6,
 )
-KINDS = ("swap_out", "swap_in", "spill", "fetch", "copy")
+SWAPS = [(kind, tier) for kind in ("swap_out", "swap_in") for tier in ("host", "external")]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def report() -> Report:
 def test_tokens_are_identical_though_blocks_went_every_way(report: Report) -> None:
     assert report.identical_requests == report.compared == 12
     assert report.differences == []
-    assert {kind: report.blocks(kind) > 0 for kind in KINDS} == dict.fromkeys(KINDS, True)
+    assert all(report.blocks(kind, tier) > 0 for kind, tier in [*SWAPS, ("copy", "device")])
     assert all(count > 0 for count in report.preemptions.values())
     assert report.exit_code == 0
 
@@ -77,8 +77,8 @@ def test_tokens_are_the_same_with_and_without_a_prefix_cache_and_in_chunks(repor
 
 
 def test_report_counts_what_went_through_the_file(report: Report) -> None:
-    assert report.file_tier.written_blocks == report.blocks("spill")
-    assert report.file_tier.read_blocks == report.blocks("fetch")
+    assert report.file_tier.written_blocks == report.blocks("swap_out", "external")
+    assert report.file_tier.read_blocks == report.blocks("swap_in", "external")
     assert report.file_tier.checksum_failures == 0
     assert report.file_tier.misses == {}
     assert all(row.bytes == row.blocks * 65536 for row in report.transfers)
@@ -97,10 +97,11 @@ def test_same_options_give_the_same_run(report: Report) -> None:
     assert replace(again, **changing) == replace(report, **changing)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sabotage_of_one_transfer_exits_1(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", SABOTAGE_KINDS)
+@pytest.mark.parametrize("host", [6, 0])
+def test_sabotage_of_one_transfer_exits_1(kind: str, host: int, capsys: pytest.CaptureFixture[str]) -> None:
     # With a prefix cache, a dropped block may be one that is never read back: its copy is still on the device.
-    assert run_demo(replace(SMALL, prefix_caching=False, sabotage=kind)) == 1
+    assert run_demo(replace(SMALL, prefix_caching=False, num_host_blocks=host, sabotage=kind)) == 1
     text = capsys.readouterr().out
     assert f"{kind} of " in text
     assert "differs at token" in text
@@ -108,10 +109,10 @@ def test_sabotage_of_one_transfer_exits_1(kind: str, capsys: pytest.CaptureFixtu
 
 
 def test_sabotage_of_what_never_happens_is_said_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_demo(replace(SMALL, preemption_mode="recompute", sabotage="fetch")) == 2
+    assert run_demo(replace(SMALL, preemption_mode="recompute", sabotage="swap_in")) == 2
     captured = capsys.readouterr()
-    assert "nothing: 0 blocks of kind fetch" in captured.out
-    assert captured.err.startswith("blockyard: no fetch could be dropped")
+    assert "nothing: 0 blocks of kind swap_in" in captured.out
+    assert captured.err.startswith("blockyard: no swap_in could be dropped")
 
 
 def test_a_report_that_cannot_be_written_exits_3_and_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,8 +141,7 @@ def test_damage_that_nothing_reads_is_said_and_exits_2(capsys: pytest.CaptureFix
 def test_without_a_host_tier_blocks_go_from_device_to_file() -> None:
     report = make_report(replace(SMALL, num_host_blocks=0))
     assert report.identical
-    assert report.blocks("swap_out") == 0
-    assert report.blocks("spill", "external") > 0
+    assert report.blocks("swap_out") == report.blocks("swap_out", "external") > 0
     assert report.peak["host"].total == 0
 
 
@@ -202,7 +202,7 @@ def test_folder_made_for_the_file_tier_is_removed(tmp_path: Path, monkeypatch: p
 def test_folder_given_for_the_file_tier_stays_without_its_slab(tmp_path: Path) -> None:
     report = make_report(replace(SMALL, swap_store=f"file://{tmp_path}", swap_store_space="4MiB"))
     assert report.identical
-    assert report.blocks("fetch") > 0
+    assert report.blocks("swap_in", "external") > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -259,15 +259,19 @@ def test_default_pools_send_blocks_every_way(seed: int) -> None:
     scheduler = Scheduler(manager, max_num_seqs=options.max_num_seqs)
     for item in items:
         scheduler.add(Request(item.request_id, item.prompt.tolist(), item.sampling.max_tokens, n=item.sampling.n))
-    kinds = set()
+    ways = set()
     token = 0
     while scheduler.num_unfinished:
         step = scheduler.schedule()
-        kinds |= {kind for kind, _ in step.decision.transfers()}
+        ways |= {(kind, pairs.src, pairs.dst) for kind, pairs in step.decision.transfers()}
         scheduler.complete(step.decision.ticket)
         token += 1
         scheduler.update(step, [token % 251 + draw.sequence for draw in step.draws()])
-    assert kinds == set(KINDS)
+    assert {way for way in ways if "external" in way} == {
+        ("swap_out", "device", "external"),
+        ("swap_in", "external", "device"),
+    }
+    assert {kind for kind, *_ in ways} == {"swap_out", "swap_in", "copy"}
     assert scheduler.stats().preempted_recompute > 0
     manager.check()
 
@@ -305,5 +309,5 @@ def test_comparison_sees_sequences_that_end_early_or_late() -> None:
 def test_default_run_is_identical_48_of_48() -> None:
     report = make_report(DemoOptions(device="cpu"))
     assert (report.identical_requests, report.compared) == (48, 48)
-    assert {kind: report.blocks(kind) > 0 for kind in KINDS} == dict.fromkeys(KINDS, True)
+    assert all(report.blocks(kind, tier) > 0 for kind, tier in [*SWAPS, ("copy", "device")])
     assert report.preemptions["recompute"] > 0

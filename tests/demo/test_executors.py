@@ -54,13 +54,13 @@ class Bench:
         self.manager.complete(decision.ticket, lost)
         return list(lost)
 
-    def move(self, executor: Executor, *moves: str) -> list[Pairs]:
-        """Move the sequence by `"swap_out"`, `"swap_in"`, `"spill"` or `"fetch"`, as decisions name what they do."""
-        for name in moves:
-            if name in ("swap_out", "spill"):
-                self.manager.swap_out(self.sequence, to="host" if name == "swap_out" else "external")
-            else:
+    def move(self, executor: Executor, *tiers: str) -> list[Pairs]:
+        """Swap the sequence from tier to tier."""
+        for tier in tiers:
+            if tier == "device":
                 self.manager.swap_in(self.sequence)
+            else:
+                self.manager.swap_out(self.sequence, to=tier)
             lost = self.carry_out(executor)
         return lost
 
@@ -85,10 +85,10 @@ def overwrite_device(bench: Bench) -> None:
 
 
 def test_undisturbed_round_trips_bring_every_byte_back(bench: Bench) -> None:
-    for away, back in (("swap_out", "swap_in"), ("spill", "fetch")):
-        bench.move(bench.executor, away)
+    for tier in ("host", "external"):
+        bench.move(bench.executor, tier)
         overwrite_device(bench)
-        bench.move(bench.executor, back)
+        bench.move(bench.executor, "device")
         assert bench.differing() == [False, False, False]
 
 
@@ -104,7 +104,7 @@ def test_steady_ends_each_decision_in_the_step_after_its_own(bench: Bench) -> No
 
 def test_calls_that_are_not_watched_reach_the_executor(bench: Bench) -> None:
     wrapped = CountingExecutor(bench.executor)
-    bench.move(bench.executor, "swap_out")
+    bench.move(bench.executor, "host")
     bench.manager.swap_in(bench.sequence)
     decision = bench.manager.take_decision()
     wrapped.submit(decision, by_layer=True)
@@ -117,22 +117,22 @@ def test_calls_that_are_not_watched_reach_the_executor(bench: Bench) -> None:
 
 def test_counting_names_kind_and_tiers(bench: Bench) -> None:
     counting = CountingExecutor(bench.executor)
-    bench.move(counting, "swap_out", "swap_in", "spill", "fetch")
+    bench.move(counting, "host", "device", "external", "device")
     assert counting.blocks == {
         ("swap_out", "device", "host"): 3,
         ("swap_in", "host", "device"): 3,
-        ("spill", "device", "external"): 3,
-        ("fetch", "external", "device"): 3,
+        ("swap_out", "device", "external"): 3,
+        ("swap_in", "external", "device"): 3,
     }
 
 
+@pytest.mark.parametrize("tier", ["host", "external"])
 @pytest.mark.parametrize("kind", [kind for kind in SABOTAGE_KINDS if kind != "copy"])
-def test_sabotage_drops_one_block_and_reports_nothing_lost(bench: Bench, kind: str) -> None:
+def test_sabotage_drops_one_block_and_reports_nothing_lost(bench: Bench, kind: str, tier: str) -> None:
     sabotaged = SabotagedExecutor(bench.executor, bench.executor, kind)
-    away, back = ("swap_out", "swap_in") if "swap" in kind else ("spill", "fetch")
-    assert bench.move(sabotaged, away) == []
+    assert bench.move(sabotaged, tier) == []
     overwrite_device(bench)
-    assert bench.move(sabotaged, back) == []
+    assert bench.move(sabotaged, "device") == []
     assert sum(bench.differing()) == 1
     assert sabotaged.seen == 3
     assert sabotaged.dropped.startswith(f"{kind} of ")
@@ -141,9 +141,9 @@ def test_sabotage_drops_one_block_and_reports_nothing_lost(bench: Bench, kind: s
 def test_sabotage_drops_only_once(bench: Bench) -> None:
     sabotaged = SabotagedExecutor(bench.executor, bench.executor, "swap_in")
     for _ in range(2):
-        bench.move(sabotaged, "swap_out")
+        bench.move(sabotaged, "host")
         overwrite_device(bench)
-        bench.move(sabotaged, "swap_in")
+        bench.move(sabotaged, "device")
     assert sum(bench.differing()) == 1
     assert sabotaged.seen == 6
 
@@ -160,7 +160,7 @@ def test_sabotage_of_a_copy_leaves_the_copy_as_it_was(bench: Bench) -> None:
 
 def test_sabotage_passes_over_blocks_that_the_transfer_does_not_change(bench: Bench) -> None:
     sabotaged = SabotagedExecutor(bench.executor, bench.executor, "swap_in")
-    bench.move(sabotaged, "swap_out", "swap_in")  # nobody wrote over the device blocks meanwhile
+    bench.move(sabotaged, "host", "device")  # nobody wrote over the device blocks meanwhile
     assert bench.differing() == [False, False, False]
     assert (sabotaged.seen, sabotaged.dropped) == (3, "")
 
@@ -172,25 +172,25 @@ def test_sabotage_of_an_unknown_kind_raises(bench: Bench) -> None:
 
 def test_damaged_blocks_are_those_that_do_not_come_back(bench: Bench) -> None:
     corrupting = CorruptingExecutor(bench.executor, bench.store, count=20)
-    assert bench.move(corrupting, "spill") == []
-    (lost,) = bench.move(corrupting, "fetch")
+    assert bench.move(corrupting, "external") == []
+    (lost,) = bench.move(corrupting, "device")
     assert len(lost) == corrupting.stored == corrupting.read == 2
     assert bench.store.stats().checksum_failures == 2
 
 
 def test_damage_stops_at_the_number_asked_for(bench: Bench) -> None:
     corrupting = CorruptingExecutor(bench.executor, bench.store, count=1)
-    bench.move(corrupting, "spill", "fetch")
+    bench.move(corrupting, "external", "device")
     assert corrupting.stored == 1
 
 
 def test_slot_written_again_is_not_damaged_any_more(bench: Bench) -> None:
     corrupting = CorruptingExecutor(bench.executor, bench.store, count=2)
-    bench.move(corrupting, "spill")
+    bench.move(corrupting, "external")
     bench.manager.free(bench.sequence)
     bench.sequence = bench.manager.allocate(counts=[5])
     bench.carry_out(corrupting)
     bench.engine.write("device", bench.blocks(), bench.rows)
-    assert bench.move(corrupting, "spill", "fetch") == []
+    assert bench.move(corrupting, "external", "device") == []
     assert (corrupting.stored, corrupting.read) == (2, 0)
     assert bench.differing() == [False, False, False]

@@ -43,8 +43,8 @@ REPORT = Report(
     lost=0,
     transfers=[
         Transfer("swap_out", "device", "host", 40, 40 * 2**20),
-        Transfer("spill", "device", "external", 30, 30 * 2**20),
-        Transfer("spill", "host", "external", 5, 5 * 2**20),
+        Transfer("swap_out", "device", "external", 30, 30 * 2**20),
+        Transfer("swap_out", "host", "external", 5, 5 * 2**20),
         Transfer("copy", "device", "device", 7, 7 * 2**20),
     ],
     peak={"device": Peak(96, 96), "host": Peak(20, 24), "external": Peak(30, 512)},
@@ -80,8 +80,8 @@ def test_run_that_compared_nothing_is_not_identical() -> None:
 
 
 def test_sabotage_that_found_nothing_to_drop_exits_2() -> None:
-    assert replace(REPORT, sabotage=Sabotage("fetch", 0, "")).exit_code == 2
-    assert replace(WRONG, sabotage=Sabotage("fetch", 9, "block 3 from slot 4")).exit_code == 1
+    assert replace(REPORT, sabotage=Sabotage("swap_in", 0, "")).exit_code == 2
+    assert replace(WRONG, sabotage=Sabotage("swap_in", 9, "block 3 from slot 4")).exit_code == 1
 
 
 def test_last_line_says_how_many_requests_came_out_identical() -> None:
@@ -91,7 +91,7 @@ def test_last_line_says_how_many_requests_came_out_identical() -> None:
 
 def test_table_names_every_transfer_tier_and_preemption() -> None:
     text = printed(REPORT)
-    for part in ("swap out, device to host", "spill, host to external", "5 blocks, 5.0 MiB", "20 of 24 blocks"):
+    for part in ("swap out, device to host", "swap out, host to external", "5 blocks, 5.0 MiB", "20 of 24 blocks"):
         assert part in text
     assert "file tier checksum failures" in text
 
@@ -143,10 +143,11 @@ def test_sabotage_is_told() -> None:
     assert table["dropped on purpose"] == "nothing: 0 blocks of kind copy were due in this run"
 
 
-def test_blocks_are_summed_by_kind_and_destination() -> None:
-    assert REPORT.blocks("spill") == 35
-    assert REPORT.blocks("swap_out", "host") == 40
-    assert REPORT.blocks("fetch") == 0
+def test_blocks_are_summed_by_kind_and_tier() -> None:
+    assert REPORT.blocks("swap_out") == 75
+    assert REPORT.blocks("swap_out", "external") == 35
+    assert REPORT.blocks("swap_out", "host") == 45
+    assert REPORT.blocks("swap_in") == 0
 
 
 def test_json_holds_every_attribute_and_the_verdict(tmp_path: Path) -> None:

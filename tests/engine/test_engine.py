@@ -286,8 +286,8 @@ def test_a_failed_transfer_is_reported_and_not_counted():
 def test_arguments_out_of_range_are_refused(engine: CacheEngine):
     with make() as other, pytest.raises(InvalidArgumentError, match="of another engine"):
         engine.submit("swap_out", pairs((0, 0)), after=[other.submit("swap_out", pairs((0, 0)))])
-    with pytest.raises(InvalidArgumentError, match="kind is 'spill', must be one of swap_out, swap_in, copy"):
-        engine.submit("spill", pairs((0, 0)))
+    with pytest.raises(InvalidArgumentError, match="kind is 'store', must be one of swap_out, swap_in, copy"):
+        engine.submit("store", pairs((0, 0)))
     with pytest.raises(InvalidArgumentError, match="kind is 'copy': by_layer and prefetch are for 'swap_in'"):
         engine.submit("copy", pairs((0, 1)), prefetch=True)
     assert engine.transfers.open() == ()

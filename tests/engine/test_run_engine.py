@@ -344,7 +344,7 @@ def test_while_a_graph_is_recorded_work_goes_into_it_and_counts_as_done():
         engine.run("swap_in", ids((1, 2)))
 
 
-@pytest.mark.parametrize(("kind", "src", "dst"), [("spill", "device", "external"), ("fetch", "external", "host")])
+@pytest.mark.parametrize(("kind", "src", "dst"), [("swap_out", "device", "external"), ("swap_in", "external", "host")])
 def test_a_decision_of_the_external_tier_is_refused_before_anything_moves(engine: CacheEngine, kind, src, dst):
     wanted = state(engine)
     copy = ("copy", Pairs("device", "device", ids((0, 1))))

@@ -53,12 +53,12 @@ class Odd(SimulatedStore):
             setattr(self, name, call)
 
 
-def spill(ticket: int = 1) -> StepDecision:
-    return StepDecision(ticket, [("spill", Pairs("device", "external", np.array([[0, 1], [1, 0]])))])
+def store(ticket: int = 1) -> StepDecision:
+    return StepDecision(ticket, [("swap_out", Pairs("device", "external", np.array([[0, 1], [1, 0]])))])
 
 
-def fetch(ticket: int = 2) -> StepDecision:
-    return StepDecision(ticket, [("fetch", Pairs("external", "device", np.array([[1, 4], [0, 5]])))])
+def load(ticket: int = 2) -> StepDecision:
+    return StepDecision(ticket, [("swap_in", Pairs("external", "device", np.array([[1, 4], [0, 5]])))])
 
 
 def test_a_batch_that_has_its_answer_is_no_longer_under_way():
@@ -159,12 +159,12 @@ def raising(error: Exception) -> Callable[..., Any]:
         ),
     ],
 )
-def test_a_spill_that_the_store_breaks_is_lost_with_one_line_in_the_log(
+def test_a_swap_out_that_the_store_breaks_is_lost_with_one_line_in_the_log(
     call: str, broken: Callable[..., Any], why: str, polls: bool, caplog: pytest.LogCaptureFixture
 ):
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         executor = StepExecutor(engine, Odd(**{call: broken}))
-        executor.submit(spill())
+        executor.submit(store())
         done = finish(executor, 1, polls=polls)
         assert [pairs.ids.tolist() for pairs in done.lost] == [[[0, 1], [1, 0]]]
         (error,) = done.errors
@@ -191,7 +191,7 @@ def test_arrays_of_another_shape_are_misses_and_write_nothing(ok: list[bool], sh
 
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         executor = StepExecutor(engine, Odd(wait=answer))
-        executor.submit(fetch())
+        executor.submit(load())
         done = executor.wait(2)
         assert [pairs.ids.tolist() for pairs in done.lost] == [[[1, 4], [0, 5]]]
         assert found in str(done.errors[0])
@@ -204,7 +204,7 @@ def test_rows_that_cannot_be_written_to_or_lie_backwards_are_taken():
     for given in (rows, rows[::-1]):
         store = Odd(wait=lambda ticket, *_, given=given: Completion(ticket, np.ones(2, bool), given, ["", ""]))
         with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
-            assert StepExecutor(engine, store).execute(fetch()) == []
+            assert StepExecutor(engine, store).execute(load()) == []
             assert np.array_equal(engine.read("device", np.array([4, 5])), given)
 
 
@@ -212,14 +212,14 @@ def test_rows_that_cannot_be_written_to_or_lie_backwards_are_taken():
 def test_a_poll_that_answers_nonsense_gives_up_what_is_under_way(found: object):
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         executor = StepExecutor(engine, Odd(poll=lambda: found, wait=raising(KeyError(1))))
-        executor.submit(spill())
+        executor.submit(store())
         assert len(finish(executor, 1, polls=True).lost) == 1
 
 
 def test_a_ticket_that_the_store_forgets_is_given_up_in_time():
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         executor = StepExecutor(engine, Odd(poll=list, wait=raising(KeyError(1))))
-        executor.submit(spill())
+        executor.submit(store())
         assert len(finish(executor, 1, polls=True).lost) == 1
 
 
@@ -227,7 +227,7 @@ def test_of_two_batches_with_one_ticket_neither_is_believed():
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         store = Odd(submit_read=lambda *_: 9, poll=list)
         executor = StepExecutor(engine, store, chunk_bytes=SIZE)
-        executor.submit(fetch())
+        executor.submit(load())
         done = executor.wait(2)
         assert sorted(pair for pairs in done.lost for pair in pairs.ids.tolist()) == [[0, 5], [1, 4]]
         assert all("ticket 9 twice" in str(error) for error in done.errors)
@@ -239,13 +239,13 @@ def test_sizes_are_compared_when_engine_and_store_meet():
             StepExecutor(engine, SimulatedStore(BLOCKS, 2 * SIZE, seed=0))
         executor = StepExecutor(engine, SimulatedStore(1, SIZE, seed=0))
         swap = ("swap_out", Pairs("device", "host", np.zeros((0, 2), np.int64)))
-        for decision in (spill(), fetch(), StepDecision(3, [swap, *spill().transfers()])):
+        for decision in (store(), load(), StepDecision(3, [swap, *store().transfers()])):
             with pytest.raises(MappingError, match="name external block 1, the store has external_blocks=1"):
                 executor.submit(decision)
             assert executor.num_in_flight == 0
 
 
-def test_rows_for_fetched_blocks_are_used_again_when_the_engine_has_written_them():
+def test_rows_for_blocks_that_the_store_reads_are_used_again_when_the_engine_has_written_them():
     seen: list[int] = []
 
     class Watched(SimulatedStore):
@@ -257,10 +257,10 @@ def test_rows_for_fetched_blocks_are_used_again_when_the_engine_has_written_them
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         engine.write("device", np.arange(2), np.arange(2 * SIZE, dtype=np.uint8).reshape(2, SIZE))
         executor = StepExecutor(engine, Watched(BLOCKS, SIZE, seed=0), chunk_bytes=SIZE)
-        assert executor.execute(spill()) == []
+        assert executor.execute(store()) == []
         assert seen == []
         for ticket in (2, 3):
-            assert executor.execute(fetch(ticket)) == []
+            assert executor.execute(load(ticket)) == []
             assert np.array_equal(engine.read("device", np.array([4, 5])), engine.read("device", np.array([0, 1])))
         assert len(seen) == 4
         assert set(seen[2:]) == set(seen[:2]), "two buffers, one for each part, and no more"

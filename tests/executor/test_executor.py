@@ -85,8 +85,8 @@ def test_each_kind_moves_its_blocks_and_no_others(engine: CacheEngine, store: Ex
     device, host = content(0), content(1)
     executor = StepExecutor(engine, store, chunk_bytes=LAYOUT.bytes_per_block)
     first = [
-        ("spill", pairs("device", "external", (0, 3), (1, 0))),
-        ("spill", pairs("host", "external", (7, 5))),
+        ("swap_out", pairs("device", "external", (0, 3), (1, 0))),
+        ("swap_out", pairs("host", "external", (7, 5))),
         ("swap_out", pairs("device", "host", (2, 6))),
         ("swap_in", pairs("host", "device", (1, 2))),
         ("copy", pairs("device", "device", (2, 4), (3, 5))),
@@ -101,8 +101,8 @@ def test_each_kind_moves_its_blocks_and_no_others(engine: CacheEngine, store: Ex
     assert np.array_equal(read(engine, "device"), device)
     assert np.array_equal(read(engine, "host"), host)
     second = [
-        ("fetch", pairs("external", "device", (5, 0), (0, 7))),
-        ("fetch", pairs("external", "host", (3, 2))),
+        ("swap_in", pairs("external", "device", (5, 0), (0, 7))),
+        ("swap_in", pairs("external", "host", (3, 2))),
         ("copy", pairs("device", "device", (0, 6), (3, 1))),
     ]
     executor.submit(StepDecision(2, second))
@@ -116,13 +116,13 @@ def test_each_kind_moves_its_blocks_and_no_others(engine: CacheEngine, store: Ex
 def test_no_call_waits_for_storage_and_other_steps_go_on(engine: CacheEngine):
     store = FrozenStore()
     executor = StepExecutor(engine, store)
-    executor.submit(StepDecision(1, [("spill", pairs("device", "external", (0, 0)))]))
+    executor.submit(StepDecision(1, [("swap_out", pairs("device", "external", (0, 0)))]))
     executor.submit(StepDecision(2, [("swap_out", pairs("device", "host", (1, 1)))]))
     executor.submit(StepDecision(3, []))
     assert sorted(done.ticket for done in finish(executor, 2)) == [2, 3]
-    fetch = ("fetch", pairs("external", "device", (0, 5)))
+    back = ("swap_in", pairs("external", "device", (0, 5)))
     copy = ("copy", pairs("device", "device", (5, 6)))
-    executor.submit(StepDecision(4, [fetch, copy], prefetch=True))
+    executor.submit(StepDecision(4, [back, copy], prefetch=True))
     assert executor.poll() == []
     assert executor.num_in_flight == 2
     store.frozen = False
@@ -132,10 +132,10 @@ def test_no_call_waits_for_storage_and_other_steps_go_on(engine: CacheEngine):
 
 def test_a_damaged_block_is_reported_and_the_others_land(engine: CacheEngine, store: ExternalStore):
     executor = StepExecutor(engine, store)
-    executor.submit(StepDecision(1, [("spill", pairs("device", "external", (0, 0), (1, 1), (2, 2)))]))
+    executor.submit(StepDecision(1, [("swap_out", pairs("device", "external", (0, 0), (1, 1), (2, 2)))]))
     finish(executor)
     corrupt_slots(store, [1])
-    executor.submit(StepDecision(2, [("fetch", pairs("external", "device", (0, 5), (1, 6), (2, 7)))]))
+    executor.submit(StepDecision(2, [("swap_in", pairs("external", "device", (0, 5), (1, 6), (2, 7)))]))
     ((ticket, (lost,), errors),) = finish(executor)
     assert (ticket, lost.src, lost.dst, lost.ids.tolist(), errors) == (2, "external", "device", [[1, 6]], ())
     expected = content(0)
@@ -146,9 +146,9 @@ def test_a_damaged_block_is_reported_and_the_others_land(engine: CacheEngine, st
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_what_did_not_come_is_lost_until_the_end_is_reported(engine: CacheEngine, store: ExternalStore, tier):
     executor = StepExecutor(engine, store, chunk_bytes=LAYOUT.bytes_per_block)
-    executor.execute(StepDecision(1, [("spill", pairs("device", "external", (0, 0), (1, 1), (2, 2)))]))
+    executor.execute(StepDecision(1, [("swap_out", pairs("device", "external", (0, 0), (1, 1), (2, 2)))]))
     corrupt_slots(store, [1])
-    executor.submit(StepDecision(2, [("fetch", pairs("external", tier, (0, 5), (1, 6), (2, 7)))]))
+    executor.submit(StepDecision(2, [("swap_in", pairs("external", tier, (0, 5), (1, 6), (2, 7)))]))
     if tier == "device":  # `submit` has waited for it
         assert [lost.ids.tolist() for lost in executor.lost(2)] == [[[1, 6]]]
     deadline = time.monotonic() + PATIENCE
@@ -181,25 +181,25 @@ def test_a_tier_that_refuses_has_lost_what_it_refused(engine: CacheEngine):
     dead = SimulatedStore(BLOCKS, LAYOUT.bytes_per_block, seed=0)
     dead.close()
     executor = StepExecutor(engine, dead)
-    executor.submit(StepDecision(1, [("spill", pairs("device", "external", (0, 0), (1, 1)))]))
-    fetch = ("fetch", pairs("external", "device", (4, 4)))
-    executor.submit(StepDecision(2, [fetch, ("copy", pairs("device", "device", (4, 6)))]))
+    executor.submit(StepDecision(1, [("swap_out", pairs("device", "external", (0, 0), (1, 1)))]))
+    back = ("swap_in", pairs("external", "device", (4, 4)))
+    executor.submit(StepDecision(2, [back, ("copy", pairs("device", "device", (4, 6)))]))
     for done in sorted(finish(executor, 2)):
         assert [p.ids.tolist() for p in done.lost] == {1: [[[0, 0], [1, 1]]], 2: [[[4, 4]]]}[done.ticket]
         assert "closed" in str(done.errors[0])
 
 
-def test_staging_is_bounded_spills_beyond_are_lost_and_fetches_wait(engine: CacheEngine):
+def test_staging_is_bounded_swap_outs_beyond_are_lost_and_swap_ins_wait(engine: CacheEngine):
     store = SimulatedStore(BLOCKS, LAYOUT.bytes_per_block, seed=0)
     executor = StepExecutor(engine, store, max_staging=2 * LAYOUT.bytes_per_block)
-    executor.submit(StepDecision(1, [("spill", pairs("device", "external", *[(i, i) for i in range(5)]))]))
+    executor.submit(StepDecision(1, [("swap_out", pairs("device", "external", *[(i, i) for i in range(5)]))]))
     (done,) = finish(executor)
     assert [p.ids.tolist() for p in done.lost] == [[[2, 2], [3, 3]], [[4, 4]]]
     assert "blocks from device to external" in str(done.errors[0])
     for block in range(5):
-        executor.submit(StepDecision(2 + block, [("spill", pairs("device", "external", (block, block)))]))
+        executor.submit(StepDecision(2 + block, [("swap_out", pairs("device", "external", (block, block)))]))
         finish(executor)
-    executor.submit(StepDecision(9, [("fetch", pairs("external", "host", *[(i, 7 - i) for i in range(5)]))]))
+    executor.submit(StepDecision(9, [("swap_in", pairs("external", "host", *[(i, 7 - i) for i in range(5)]))]))
     assert finish(executor) == [StepDone(9, (), ())]
     assert np.array_equal(read(engine, "host")[3:], content(0)[4::-1])
 
@@ -222,9 +222,9 @@ def test_what_the_device_fails_is_reported_with_its_error():
 def test_a_decision_that_cannot_be_carried_out_is_refused(engine: CacheEngine):
     executor = StepExecutor(engine)
     with pytest.raises(MappingError, match="external tier, and there is none"):
-        executor.submit(StepDecision(1, [("spill", pairs("device", "external", (0, 0)))]))
-    with pytest.raises(MappingError, match="'fetch' name the external tier, and there is none"):
-        executor.submit(StepDecision(1, [("fetch", pairs("external", "host", (0, 0)))]))
+        executor.submit(StepDecision(1, [("swap_out", pairs("device", "external", (0, 0)))]))
+    with pytest.raises(MappingError, match="'swap_in' name the external tier, and there is none"):
+        executor.submit(StepDecision(1, [("swap_in", pairs("external", "host", (0, 0)))]))
     assert executor.num_in_flight == 0
     executor.submit(StepDecision(1, [("swap_out", pairs("device", "host", (0, 1)))]))
     with pytest.raises(UnknownTicketError, match="decision 1 is under way already"):
@@ -236,9 +236,9 @@ def test_a_decision_that_cannot_be_carried_out_is_refused(engine: CacheEngine):
 def test_execute_waits_for_all_pieces_and_names_what_did_not_land(engine: CacheEngine, store: ExternalStore):
     executor = StepExecutor(engine, store, chunk_bytes=3 * LAYOUT.bytes_per_block)
     ids = [(i, BLOCKS - 1 - i) for i in range(BLOCKS)]
-    assert executor.execute(StepDecision(1, [("spill", pairs("device", "external", *ids))])) == []
+    assert executor.execute(StepDecision(1, [("swap_out", pairs("device", "external", *ids))])) == []
     corrupt_slots(store, [0, 7])
-    lost = executor.execute(StepDecision(2, [("fetch", pairs("external", "host", *[(b, a) for a, b in ids]))]))
+    lost = executor.execute(StepDecision(2, [("swap_in", pairs("external", "host", *[(b, a) for a, b in ids]))]))
     assert sorted(pair for piece in lost for pair in piece.ids.tolist()) == [[0, 7], [7, 0]]
     expected = content(0)
     expected[[0, 7]] = content(1)[[0, 7]]
@@ -257,8 +257,8 @@ def test_a_sequence_keeps_its_bytes_through_every_tier(engine: CacheEngine, stor
     a, b = manager.allocate(counts=[12, 8])
     step()
     rows = content(0)[manager.block_table(a).astype(np.int64)]
-    spill = partial(manager.swap_out, to="external")
-    for move in (manager.swap_out, spill, manager.swap_in, spill, manager.swap_in):
+    away = partial(manager.swap_out, to="external")
+    for move in (manager.swap_out, away, manager.swap_in, away, manager.swap_in):
         move([a])
         if move == manager.swap_out:
             manager.free([b])
@@ -304,14 +304,14 @@ def test_moves_come_after_copies_and_exchanges_after_moves(engine: CacheEngine, 
     assert np.array_equal(read(engine, "host"), host)
 
 
-def test_a_move_of_what_is_fetched_waits_and_so_does_what_follows_it(engine: CacheEngine):
+def test_a_move_of_what_the_store_reads_waits_and_so_does_what_follows_it(engine: CacheEngine):
     store = FrozenStore()
     executor = StepExecutor(engine, store)
     store.frozen = False
-    executor.execute(StepDecision(1, [("spill", pairs("device", "external", (7, 0)))]))
+    executor.execute(StepDecision(1, [("swap_out", pairs("device", "external", (7, 0)))]))
     store.frozen = True
     kinds = [
-        ("fetch", pairs("external", "device", (0, 1))),
+        ("swap_in", pairs("external", "device", (0, 1))),
         ("move", pairs("device", "device", (1, 2))),
         ("exchange", pairs("device", "device", (2, 3))),
         ("exchange", pairs("host", "host", (0, 1))),
@@ -385,7 +385,7 @@ def test_collect_waits_for_a_step_whose_loads_were_read_or_that_has_lost_somethi
     engine: CacheEngine,
 ):
     executor = StepExecutor(engine, FrozenStore(), max_staging=LAYOUT.bytes_per_block)
-    executor.submit(StepDecision(1, [("spill", pairs("device", "external", (0, 0)))]))
+    executor.submit(StepDecision(1, [("swap_out", pairs("device", "external", (0, 0)))]))
     assert executor.collect(1) == [], "storage is not waited for"
     executor.submit(StepDecision(2, [("swap_in", pairs("host", "device", (0, 1)))]))
     assert executor.is_awaited(2)
@@ -395,9 +395,9 @@ def test_collect_waits_for_a_step_whose_loads_were_read_or_that_has_lost_somethi
     assert not executor.is_awaited(3)
     assert executor.wait(3).ticket == 3
     swaps = ("swap_out", pairs("device", "host", (1, 2)))
-    spills = ("spill", pairs("device", "external", (1, 1), (2, 2)))
-    executor.submit(StepDecision(4, [spills, swaps]))
-    assert executor.is_awaited(4) == executor.is_open(4), "a spill had no room"
+    away = ("swap_out", pairs("device", "external", (1, 1), (2, 2)))
+    executor.submit(StepDecision(4, [away, swaps]))
+    assert executor.is_awaited(4) == executor.is_open(4), "a swap-out had no room"
     executor.store.frozen = False
     assert {done.ticket for done in executor.collect(4)} >= {4}
 
@@ -465,8 +465,8 @@ def test_tokens_are_those_of_endless_memory(tmp_path: Path, host_blocks: int):
             for done in decoder.executor.poll():
                 scheduler.complete(done.ticket, done.lost)
     assert outputs == {request.request_id: reference_tokens(request) for request in requests}
-    assert scheduler.stats().resumed_fetch > 0
-    assert bool(scheduler.stats().resumed_swap) == bool(host_blocks)
+    assert scheduler.stats().resumed_swap_external > 0
+    assert bool(scheduler.stats().resumed_swap_host) == bool(host_blocks)
     assert all(manager.pool(tier).num_free == manager.pool(tier).num_blocks for tier in ("device", "host", "external"))
 
 

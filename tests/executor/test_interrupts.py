@@ -68,11 +68,11 @@ class Rig:
     def run(self, interrupt: Interrupt) -> None:
         """Move both to every tier and back, with one interrupt; what is interrupted is called again."""
         first, second = self.live
-        spill, swap_in = partial(self.manager.swap_out, to="external"), self.manager.swap_in
+        store, swap_in = partial(self.manager.swap_out, to="external"), self.manager.swap_in
         for moves in (
-            ((spill, first), (self.manager.swap_out, second)),
+            ((store, first), (self.manager.swap_out, second)),
             ((swap_in, first), (swap_in, second)),
-            ((self.manager.swap_out, first), (spill, second)),
+            ((self.manager.swap_out, first), (store, second)),
             ((swap_in, first), (swap_in, second)),
         ):
             for move, handle in moves:
@@ -203,7 +203,7 @@ class SlowStore(SimulatedStore):
 def test_an_interrupted_wait_for_storage_loses_nothing_and_can_be_made_again():
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         executor = StepExecutor(engine, SlowStore(BLOCKS, LAYOUT.bytes_per_block, seed=0))
-        decision = StepDecision(1, [("spill", Pairs("device", "external", np.array([[0, 0], [1, 1]])))])
+        decision = StepDecision(1, [("swap_out", Pairs("device", "external", np.array([[0, 0], [1, 1]])))])
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         try:

@@ -394,7 +394,7 @@ def test_the_scheduler_reads_right_bytes_however_late_the_store_is(late: int, ov
                     assert np.array_equal(found, model_cells(tokens, range(len(tokens)), layer))
             finished += scheduler.update(step, [draw.position % 50 for draw in step.draws()])
         assert len(finished) == 6
-        assert scheduler.stats().resumed_fetch > 0
+        assert scheduler.stats().resumed_swap_external > 0
 
 
 @pytest.mark.parametrize("late", [5])
@@ -408,5 +408,5 @@ def test_a_generator_gives_the_same_tokens_however_late_the_store_is(late: int):
     store = LateStore(PromptStore(100, size, seed=late), late)
     with Generator(model, device_blocks=6, swap_store=store, **options) as generator:
         found = {output.index: output.tokens for output in generator.generate(prompts, max_new_tokens=8)}
-        assert generator.scheduler.stats().resumed_fetch > 0
+        assert generator.scheduler.stats().resumed_swap_external > 0
     assert found == wanted

@@ -37,28 +37,28 @@ def test_an_exchange_writes_both_blocks_of_a_pair():
     assert written("move", pairs("host", "host", (1, 2))).ids.tolist() == [[1, 2]]
 
 
-def test_a_decision_is_cut_with_device_reads_first_and_what_is_fetched_last():
+def test_a_decision_is_cut_with_device_reads_first_and_store_reads_last():
     engine, _ = rig()
     kinds = [
-        ("fetch", pairs("external", "device", (0, 0), (1, 1), (2, 2))),
+        ("swap_in", pairs("external", "device", (0, 0), (1, 1), (2, 2))),
         ("swap_in", pairs("host", "device", (0, 3))),
         ("copy", pairs("device", "device", (2, 4))),
         ("exchange", pairs("device", "device", (4, 5))),
         ("exchange", pairs("device", "device", (6, 7))),
-        ("spill", pairs("device", "external", (8, 0))),
+        ("swap_out", pairs("device", "external", (8, 0))),
     ]
     behind, parts = cut(StepDecision(1, kinds, after=(1,)), [], engine.fence(), 2, by_layer=True)
     assert [(part.kind, len(part.pairs)) for part in parts] == [
-        ("spill", 1),
+        ("swap_out", 1),
         ("swap_in", 1),
         ("exchange", 1),
-        ("fetch", 2),
-        ("fetch", 1),
+        ("swap_in", 2),
+        ("swap_in", 1),
         ("copy", 1),
         ("exchange", 1),
     ]
-    spill, load, free, one, two, copy, last = parts
-    assert behind == (spill,)
+    away, load, free, one, two, copy, last = parts
+    assert behind == (away,)
     assert [part.by_layer for part in parts] == [False, True, False, False, False, False, False]
     assert (free.needs, copy.needs, last.needs) == ((load,), (load, one, two), (load, one, two, copy))
 
@@ -73,7 +73,7 @@ def test_device_writes_come_behind_the_device_reads_of_the_decisions_that_are_na
 
 
 @pytest.mark.parametrize(
-    ("kind", "moved"), [("fetch", pairs("external", "host", (0, 0))), ("spill", pairs("host", "external", (0, 0)))]
+    ("kind", "moved"), [("swap_in", pairs("external", "host", (0, 0))), ("swap_out", pairs("host", "external", (0, 0)))]
 )
 @pytest.mark.parametrize(("reason", "is_used_again"), [("absent", True), ("timeout", False)])
 def test_rows_that_a_store_may_still_use_are_not_used_again(kind: str, moved: Pairs, reason: str, is_used_again: bool):
@@ -94,32 +94,32 @@ def test_rows_that_a_store_may_still_use_are_not_used_again(kind: str, moved: Pa
     assert np.shares_memory(engine.memory.buffers.take(1, SIZE), rows) == is_used_again
 
 
-def test_a_spill_is_read_then_stored_and_a_fetch_the_other_way_round():
+def test_what_goes_to_the_store_is_read_then_stored_and_what_comes_back_the_other_way_round():
     engine, side = rig()
     legs = Legs(engine, side, max_bytes=2 * SIZE)
     rows = np.arange(2 * SIZE, dtype=np.uint8).reshape(2, SIZE)
     engine.write("device", np.array([2, 3]), rows)
-    spill = Part("spill", pairs("device", "external", (2, 1), (3, 0)), engine.fence())
-    assert (spill.waiting, spill.pending, spill.staged, spill.ended) == (True, True, False, False)
-    legs.begin(spill)
-    assert (spill.waiting, spill.pending, spill.staged) == (False, False, True)
-    assert legs.num_bytes([spill]) == 2 * SIZE
+    away = Part("swap_out", pairs("device", "external", (2, 1), (3, 0)), engine.fence())
+    assert (away.waiting, away.pending, away.staged, away.ended) == (True, True, False, False)
+    legs.begin(away)
+    assert (away.waiting, away.pending, away.staged) == (False, False, True)
+    assert legs.num_bytes([away]) == 2 * SIZE
     engine.transfers.synchronize()
-    legs.advance(spill)
-    assert (spill.batch is not None, spill.staged) == (True, False), "the store has copied the rows"
-    side.wait(spill.batch)
-    legs.advance(spill)
-    assert (spill.ended, spill.lost) == (True, ())
-    fetch = Part("fetch", pairs("external", "host", (0, 0), (1, 1), (2, 2)), engine.fence())
-    legs.begin(fetch)
-    assert (fetch.waiting, fetch.pending, fetch.staged) == (False, True, True)
-    side.wait(fetch.batch)
-    legs.advance(fetch)
-    assert fetch.missed.ids.tolist() == [[2, 2]], "slot 2 was never written"
+    legs.advance(away)
+    assert (away.batch is not None, away.staged) == (True, False), "the store has copied the rows"
+    side.wait(away.batch)
+    legs.advance(away)
+    assert (away.ended, away.lost) == (True, ())
+    back = Part("swap_in", pairs("external", "host", (0, 0), (1, 1), (2, 2)), engine.fence())
+    legs.begin(back)
+    assert (back.waiting, back.pending, back.staged) == (False, True, True)
+    side.wait(back.batch)
+    legs.advance(back)
+    assert back.missed.ids.tolist() == [[2, 2]], "slot 2 was never written"
     engine.transfers.synchronize()
-    legs.advance(fetch)
-    assert [gone.ids.tolist() for gone in fetch.lost] == [[[2, 2]]]
-    assert not fetch.staged
+    legs.advance(back)
+    assert [gone.ids.tolist() for gone in back.lost] == [[[2, 2]]]
+    assert not back.staged
     np.testing.assert_array_equal(engine.read("host", np.array([1, 0])), rows)
 
 
@@ -133,6 +133,6 @@ def test_what_is_refused_leaves_nothing_being_launched_and_an_end_comes_once():
     legs.lose(part, BlockyardError("first"))
     legs.lose(part, BlockyardError("second"))
     assert str(part.error) == "first"
-    other = Part("fetch", pairs("external", "host", (0, 0), (1, 1)), engine.fence())
+    other = Part("swap_in", pairs("external", "host", (0, 0), (1, 1)), engine.fence())
     assert legs.full(other, 0) == "", "a part that is larger than the limit goes alone"
     assert legs.full(other, 1) == f"1 bytes are staged, at most {SIZE} may be"

@@ -17,7 +17,11 @@ from blockyard.integrations.transformers.generator import Generator
 from blockyard.integrations.transformers.model import reference_generate
 from blockyard.scheduler import Scheduler
 
-KINDS = ("swap_out", "swap_in", "spill", "fetch", "copy")
+TRANSFERS = {
+    *(("swap_out", "device", tier) for tier in ("host", "external")),
+    *(("swap_in", tier, "device") for tier in ("host", "external")),
+    ("copy", "device", "device"),
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,14 +68,14 @@ def generate(generator, prompts, params):
 
 
 class Watching(Wrapper):
-    """Notes which kinds of transfer were carried out."""
+    """Notes which transfers were carried out: kind and tiers."""
 
     def __init__(self, inner):
         super().__init__(inner)
-        self.kinds = set()
+        self.transfers = set()
 
     def submit(self, decision, *, by_layer=False):
-        self.kinds |= {kind for kind, _ in decision.transfers()}
+        self.transfers |= {(kind, pairs.src, pairs.dst) for kind, pairs in decision.transfers()}
         super().submit(decision, by_layer=by_layer)
 
 
@@ -79,7 +83,7 @@ class Watching(Wrapper):
 def test_tokens_are_the_unpaged_ones_though_all_kinds_of_transfer_happen(model, work, wanted, tmp_path, layout):
     with open_generator(model, tmp_path, wrap_executor=Watching, kind=layout, preemption_mode="swap") as generator:
         assert generate(generator, *work) == wanted
-        assert generator.executor.kinds == set(KINDS)
+        assert generator.executor.transfers == TRANSFERS
         generator.manager.check()
         assert generator.manager.pool("device").num_free == 40
         assert generator.manager.pool("external").num_free == generator.swap_store.num_slots
@@ -101,7 +105,7 @@ def test_a_sliding_window_keeps_no_more_blocks_than_it_needs_and_its_tokens(wind
     wanted = [[reference_generate(windowed, p, s, index) for index in range(s.n)] for p, s in alone]
     with open_generator(windowed, tmp_path, host_blocks=host, preemption_mode="swap") as generator:
         assert generate(generator, prompts, params) == wanted
-        assert generator.scheduler.stats().preempted_swap + generator.scheduler.stats().preempted_spill > 0
+        assert generator.scheduler.stats().preempted_swap_host + generator.scheduler.stats().preempted_swap_external > 0
         generator.manager.check()
         assert generator.manager.pool("device").num_free == 39, "all but the null block"
 
@@ -126,14 +130,14 @@ def test_every_way_of_preemption_gives_the_same_tokens(model, work, wanted, tmp_
         assert generate(generator, *work) == wanted
         stats = generator.scheduler.stats()
         assert (stats.preempted_recompute > 0) == (mode != "swap")
-        assert (stats.preempted_swap > 0) == (mode != "recompute" and host > 0)
-        assert (stats.preempted_spill > 0) == (mode != "recompute" and host == 0)
+        assert (stats.preempted_swap_host > 0) == (mode != "recompute" and host > 0)
+        assert (stats.preempted_swap_external > 0) == (mode != "recompute" and host == 0)
         metrics = generator.metrics()
         modes = ("swap_host", "swap_external", "recompute")
-        counts = [stats.preempted_swap, stats.preempted_spill, stats.preempted_recompute]
+        counts = [stats.preempted_swap_host, stats.preempted_swap_external, stats.preempted_recompute]
         assert [metrics[f"num_preemptions_{way}_total"] for way in modes] == counts
         assert metrics["num_preemptions_total"] == sum(counts)
-        for tier, preempted in (("host", stats.preempted_swap), ("external", stats.preempted_spill)):
+        for tier, preempted in (("host", stats.preempted_swap_host), ("external", stats.preempted_swap_external)):
             assert (metrics[f"swapped_out_blocks_{tier}_total"] > 0) == (preempted > 0)
             assert (metrics[f"swapped_in_blocks_{tier}_total"] > 0) == (preempted > 0)
 
@@ -164,8 +168,8 @@ def test_draft_tokens_change_no_token_whatever_the_preemption(model, work, wante
         assert generate(generator, *work) == wanted
         stats = generator.scheduler.stats()
         assert (stats.preempted_recompute > 0) or mode == "swap"
-        assert (stats.preempted_swap > 0) == (mode != "recompute" and host > 0)
-        assert (stats.preempted_spill > 0) == (mode != "recompute" and host == 0)
+        assert (stats.preempted_swap_host > 0) == (mode != "recompute" and host > 0)
+        assert (stats.preempted_swap_external > 0) == (mode != "recompute" and host == 0)
         assert_drafts_were_used(stats)
         generator.manager.check()
         assert generator.manager.pool("device").num_free == 40
@@ -253,7 +257,7 @@ def test_transfers_that_end_late_cost_no_token(model, work, wanted, tmp_path, ho
     with open_generator(model, tmp_path, **options) as generator:
         assert generate(generator, *work) == wanted
         assert generator.executor.late > 0
-        assert generator.scheduler.stats().preempted_spill > 0
+        assert generator.scheduler.stats().preempted_swap_external > 0
         generator.manager.check()
 
 
@@ -269,10 +273,10 @@ class Losing(Wrapper):
 
     def __init__(self, inner):
         super().__init__(inner)
-        self.losses, self.fetched = 0, {}
+        self.losses, self.back = 0, {}
 
     def submit(self, decision, *, by_layer=False):
-        self.fetched[decision.ticket] = [pairs for kind, pairs in decision.transfers() if kind == "fetch"]
+        self.back[decision.ticket] = [pairs for pairs in decision.swap_in if pairs.src == "external"]
         super().submit(decision, by_layer=by_layer)
 
     def poll(self):
@@ -282,7 +286,7 @@ class Losing(Wrapper):
         return self.lose(super().wait(ticket))
 
     def lose(self, done):
-        lost = [Pairs(pairs.src, pairs.dst, pairs.ids[::3].copy()) for pairs in self.fetched.pop(done.ticket)]
+        lost = [Pairs(pairs.src, pairs.dst, pairs.ids[::3].copy()) for pairs in self.back.pop(done.ticket)]
         for pairs in lost:
             self._inner.engine.write("device", pairs.ids[:, 1].copy(), self.noise(len(pairs)))
         self.losses += sum(len(pairs) for pairs in lost)
@@ -307,10 +311,10 @@ class Scrambling(Losing):
 
     def submit(self, decision, *, by_layer=False):
         super().submit(decision, by_layer=by_layer)
-        self.scramble(pairs for kind, pairs in decision.transfers() if kind == "swap_in")
+        self.scramble(pairs for pairs in decision.swap_in if pairs.src == "host")
 
     def lose(self, done):
-        self.scramble(self.fetched.pop(done.ticket))
+        self.scramble(self.back.pop(done.ticket))
         return done
 
     def scramble(self, back):
@@ -417,7 +421,7 @@ def test_tokens_on_a_cuda_device_are_the_unpaged_ones(work, tmp_path):
     model = demo_model(config, device="cuda", dtype=torch.float64)
     with open_generator(model, tmp_path, preemption_mode="swap", wrap_executor=Watching) as generator:
         outputs = generate(generator, *work)
-        assert generator.executor.kinds == set(KINDS)
+        assert generator.executor.transfers == TRANSFERS
     each = zip(*work, strict=True)
     assert outputs == [[reference_generate(model, prompt, p, index) for index in range(p.n)] for prompt, p in each]
 

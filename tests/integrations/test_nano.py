@@ -141,7 +141,7 @@ def test_a_block_that_a_token_evicts_is_on_the_host_first():
         if one is gone:
             manager.deallocate(gone)
     assert len(seq.block_table) == BLOCKS - 1
-    assert manager.stats().swapped_out_blocks == 1
+    assert manager.stats().swapped_out_blocks["host"] == 1
     assert manager.can_allocate(Sequence([0] * 4)) == 0
     manager.deallocate(seq)
     assert manager.can_allocate(gone) == 2
@@ -269,7 +269,7 @@ def test_a_load_that_fails_leaves_the_sequence_without_blocks(error: bool):
         manager.allocate(seq)
         seq.token_ids.append(7)
         manager.deallocate(seq)
-    assert manager.stats().swapped_out_blocks == BLOCKS - 1
+    assert manager.stats().swapped_out_blocks["host"] == BLOCKS - 1
     inner, manager.executor = manager.executor, Failing(manager.executor, error=error)
     seq = Sequence([0] * 9)
     with pytest.raises(RuntimeError if error else SequenceStateError):

@@ -72,7 +72,7 @@ def test_a_tensor_of_another_shape_is_refused():
     [
         decision("swap_in", "host", "device", (2, 0)),
         decision("swap_out", "device", "host", (6, 0)),
-        decision("spill", "device", "external", (0, 0)),
+        decision("swap_out", "device", "external", (0, 0)),
     ],
 )
 def test_transfers_that_cannot_be_carried_out_change_nothing(bad: StepDecision):

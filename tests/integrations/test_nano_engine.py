@@ -341,7 +341,7 @@ def test_tokens_are_those_of_the_unpaged_model_without_an_engine(kind: type[Engi
     stats = engine.manager.stats()
     assert engine.preempted > 0
     assert engine.prefix_hits == stats.hit_blocks > 0
-    assert (stats.swapped_out_blocks, stats.loaded_blocks, stats.moved_blocks) == (0, 0, 0)
+    assert (stats.swapped_out_blocks["host"], stats.loaded_blocks, stats.moved_blocks) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -350,7 +350,7 @@ def test_tokens_are_those_of_the_unpaged_model_with_copies_on_the_host_and_moves
     assert serve(engine, REQUESTS) == wanted(REQUESTS)
     stats = engine.manager.stats()
     assert engine.preempted > 0
-    assert stats.swapped_out_blocks > 0
+    assert stats.swapped_out_blocks["host"] > 0
     assert stats.loaded_blocks > 0
     assert stats.moved_blocks > 0
     serve(alone, REQUESTS)

@@ -64,11 +64,12 @@ class Damaging(Wrapper):
     def __init__(self, inner, folder):
         super().__init__(SteadyExecutor(inner))
         self.store, self.folder = inner.executors[0].store, folder
-        self.spilled, self.kinds, self.lost_pairs, self.errors = {}, set(), 0, []
+        self.stored, self.kinds, self.lost_pairs, self.errors = {}, set(), 0, []
 
     def submit(self, decision, *, by_layer=False):
-        self.kinds |= {kind for kind, pairs in decision.transfers() if len(pairs)}
-        self.spilled[decision.ticket] = [slot for pairs in decision.spill for slot in pairs.ids[::2, 1].tolist()]
+        self.kinds |= {(kind, pairs.src, pairs.dst) for kind, pairs in decision.transfers() if len(pairs)}
+        stored = [pairs for pairs in decision.swap_out if pairs.dst == "external"]
+        self.stored[decision.ticket] = [slot for pairs in stored for slot in pairs.ids[::2, 1].tolist()]
         super().submit(decision, by_layer=by_layer)
 
     def poll(self):
@@ -78,7 +79,7 @@ class Damaging(Wrapper):
         return self.damage(super().wait(ticket))
 
     def damage(self, done):
-        slots = self.spilled.pop(done.ticket)
+        slots = self.stored.pop(done.ticket)
         (slab,) = self.folder.glob("*.slab")
         flip_bytes(slab, [self.store.slot_offset(slot) + 100 for slot in slots], masks=[1] * len(slots))
         self.lost_pairs += sum(len(pairs) for pairs in done.lost)
@@ -111,7 +112,9 @@ def generator(model, folder):
 def test_blocks_that_only_rank_1_loses_cost_a_recompute_and_no_token(generator, work, wanted):
     assert generator.engine.layout.num_kv_heads == 1
     assert generate(generator, work) == wanted
-    assert generator.executor.kinds >= {"swap_out", "swap_in", "spill", "fetch", "copy"}
+    away = {("swap_out", "device", tier) for tier in ("host", "external")}
+    back = {("swap_in", tier, "device") for tier in ("host", "external")}
+    assert generator.executor.kinds == away | back | {("copy", "device", "device")}
     assert generator.executor.lost_pairs > 0
     assert generator.scheduler.stats().lost > 0
     assert generator.swap_store.stats().damaged_blocks == 0, "rank 0 has lost nothing itself"
@@ -145,7 +148,7 @@ def test_ranks_share_a_server_and_a_rank_that_dies_ends_the_driver_with_its_name
             )
         )
         assert generate(generator, work) == wanted
-        assert generator.scheduler.stats().resumed_fetch > 0
+        assert generator.scheduler.stats().resumed_swap_external > 0
         processes = generator.ranks.processes
         steps = iter(generator.generate(*work))
         next(steps)

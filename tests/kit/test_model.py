@@ -115,5 +115,5 @@ def test_a_copy_of_a_lost_block_is_lost_even_after_the_copy_has_ended():
     copy = manager.take_decision()
     assert len(copy.copy) == 1
     manager.complete(copy.ticket)
-    lost = load.fetch[0]
+    lost = load.swap_in[0]
     assert sorted(manager.complete(load.ticket, [lost]).tolist()) == sorted(np.array([a, b]).tolist())

@@ -95,6 +95,6 @@ def test_a_load_that_is_lost_never_lands():
     memory = LateMemory(CONFIG)
     memory.tiers["external"][2] = [7, 8]
     load = pairs("external", "device", (2, 0))
-    memory.submit(StepDecision(1, [("fetch", load)]), {0}, [load])
+    memory.submit(StepDecision(1, [("swap_in", load)]), {0}, [load])
     memory.finish(1)
     assert memory.read([0], 2) == [LOST, LOST]

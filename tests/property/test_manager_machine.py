@@ -150,10 +150,10 @@ def test_a_loss_that_is_not_followed_is_noticed(buggy: type[Buggy]):
 # ---- a sound manager over a copy engine with a bug ----
 
 
-def faulty(dropped: str) -> type[LateMemory]:
+def faulty(dropped: str, tier: str) -> type[LateMemory]:
     class Drops(LateMemory):
         def store(self, kind: str, pairs: Pairs, rows: NDArray[np.int64]) -> None:
-            if kind != dropped:
+            if kind != dropped or tier not in (pairs.src, pairs.dst):
                 super().store(kind, pairs, rows)
 
     return Drops
@@ -175,10 +175,17 @@ class ShiftsWrites(LateMemory):
         super().write(np.roll(np.asarray(slots, dtype=np.int64), 1), tokens)
 
 
-@pytest.mark.parametrize("kind", ["copy", "swap_in", "swap_out", "spill", "fetch"])
-def test_a_dropped_transfer_is_noticed(kind: str):
+@pytest.mark.parametrize("tier", ["host", "external"])
+@pytest.mark.parametrize("kind", ["swap_in", "swap_out"])
+def test_a_dropped_swap_is_noticed(kind: str, tier: str):
     machine = manager_machine()
-    machine.make_memory = faulty(kind)
+    machine.make_memory = faulty(kind, tier)
+    assert_noticed(machine)
+
+
+def test_a_dropped_copy_is_noticed():
+    machine = manager_machine()
+    machine.make_memory = faulty("copy", "device")
     assert_noticed(machine)
 
 

@@ -131,11 +131,11 @@ def test_a_prefix_cache_with_a_bug_is_noticed(buggy: Callable[[Config, int], Pre
     assert_noticed(prefix_machine(buggy))
 
 
-@pytest.mark.parametrize("kind", ["copy", "swap_out", "spill"])
-def test_a_dropped_transfer_is_noticed(kind: str):
+@pytest.mark.parametrize("to", ["device", "host", "external"])
+def test_a_dropped_transfer_is_noticed(to: str):
     class Drops(LateMemory):
-        def store(self, what: str, pairs: Pairs, rows: NDArray[np.int64]) -> None:
-            if what != kind:
+        def store(self, kind: str, pairs: Pairs, rows: NDArray[np.int64]) -> None:
+            if kind == "swap_in" or pairs.dst != to:
                 super().store(what, pairs, rows)
 
     machine = prefix_machine()

@@ -479,11 +479,14 @@ def test_a_scheduler_that_takes_a_resize_wrongly_is_noticed(buggy: type[Schedule
 # ---- a sound scheduler over a copy engine with a bug ----
 
 
-@pytest.mark.parametrize("dropped", ["copy", "swap_in", "swap_out", "spill", "fetch", "move"])
-def test_a_dropped_transfer_is_noticed(dropped: str):
+SWAPS = [("swap_in", "host"), ("swap_out", "host"), ("swap_in", "external"), ("swap_out", "external")]
+
+
+@pytest.mark.parametrize(("dropped", "tier"), [("copy", "device"), *SWAPS, ("move", "device")])
+def test_a_dropped_transfer_is_noticed(dropped: str, tier: str):
     class Drops(SimulatedMemory):
         def store(self, kind: str, pairs: Pairs, rows: NDArray[np.int64]) -> None:
-            if kind != dropped:
+            if kind != dropped or tier not in (pairs.src, pairs.dst):
                 super().store(kind, pairs, rows)
 
     machine = scheduler_machine(swapping)

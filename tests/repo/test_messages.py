@@ -188,13 +188,13 @@ ENGINE_OF_4 = {
             "the same"
         ),
     ),
-    "a fetch beyond the host": (
-        [("fetch", "external", "host", (0, 9))],
-        "1 pairs of kind 'fetch' name host block 9, the engine has host_blocks=2, give its manager the same",
+    "a swap-in beyond the host": (
+        [("swap_in", "external", "host", (0, 9))],
+        "1 pairs of kind 'swap_in' name host block 9, the engine has host_blocks=2, give its manager the same",
     ),
-    "a spill beyond the store": (
-        [("spill", "device", "external", (0, 3))],
-        "1 pairs of kind 'spill' name external block 3, the store has external_blocks=3, give its manager the same",
+    "a swap-out beyond the store": (
+        [("swap_out", "device", "external", (0, 3))],
+        "1 pairs of kind 'swap_out' name external block 3, the store has external_blocks=3, give its manager the same",
     ),
 }
 

@@ -130,35 +130,35 @@ def test_the_preemption_mode_decides_how_a_victim_leaves(mode: str, n: int, expe
     requests = [engine.add("a", 8, 8), engine.add("b", 6, 6, n=n)]
     engine.run(*requests)
     stats = engine.scheduler.stats()
-    counts = {"swap": stats.preempted_swap, "recompute": stats.preempted_recompute}
+    counts = {"swap": stats.preempted_swap_host, "recompute": stats.preempted_recompute}
     assert counts[expected] > 0
     assert sum(counts.values()) == counts[expected]
-    assert stats.preempted_spill == 0
+    assert stats.preempted_swap_external == 0
 
 
-def test_a_full_host_spills_to_the_external_tier_and_a_full_external_tier_recomputes():
+def test_a_full_host_swaps_out_to_the_external_tier_and_a_full_external_tier_recomputes():
     engine = Engine(14, 2, 2, preemption_mode="swap")
     requests = [engine.add(name, 8, 8) for name in "abcdefg"]
     engine.step()
     engine.step()
     stats = engine.scheduler.stats()
-    assert engine.kinds[-1] == ["spill", "swap_out"]
-    assert (stats.preempted_swap, stats.preempted_spill, stats.preempted_recompute) == (1, 1, 1)
+    assert engine.kinds[-1] == ["swap_out", "swap_out"]
+    assert (stats.preempted_swap_host, stats.preempted_swap_external, stats.preempted_recompute) == (1, 1, 1)
     metrics = engine.scheduler.metrics()
     names = ("total", "swap_host_total", "swap_external_total", "recompute_total")
     assert [metrics[f"num_preemptions_{name}"] for name in names] == [3, 1, 1, 1]
     assert [metrics[f"swapped_out_blocks_{tier}_total"] for tier in ("host", "external")] == [2, 2]
     engine.run(*requests)
     stats = engine.scheduler.stats()
-    assert stats.resumed_swap == stats.preempted_swap
-    assert stats.resumed_fetch == stats.preempted_spill
+    assert stats.resumed_swap_host == stats.preempted_swap_host
+    assert stats.resumed_swap_external == stats.preempted_swap_external
 
 
 def test_without_a_host_victims_go_to_the_external_tier():
     engine = Engine(6, 0, 16, preemption_mode="swap")
     requests = [engine.add(name, 8, 8) for name in "abc"]
     engine.run(*requests)
-    assert engine.scheduler.stats().preempted_spill > 0
+    assert engine.scheduler.stats().preempted_swap_external > 0
     assert engine.scheduler.stats().preempted_recompute == 0
 
 
@@ -181,7 +181,7 @@ def test_nothing_is_swapped_in_in_a_step_that_preempts():
     engine.run(*requests)
     assert any("swap_out" in kinds for kinds in engine.kinds)
     for kinds in engine.kinds:
-        assert not ({"swap_out", "spill"} & set(kinds) and {"swap_in", "fetch"} & set(kinds))
+        assert not {"swap_out", "swap_in"} <= set(kinds)
 
 
 def test_a_recomputed_group_shares_only_its_common_full_blocks():
@@ -208,7 +208,7 @@ def test_a_swapped_group_whose_return_needs_every_block_comes_back():
     engine = Engine(3, 8)
     requests = [engine.add("b", 1, 3), engine.add("a", 6, 2, n=2, priority=1)]
     engine.run(*requests)
-    assert engine.scheduler.stats().preempted_swap == 1
+    assert engine.scheduler.stats().preempted_swap_host == 1
 
 
 def test_a_request_that_comes_back_goes_before_the_chunk_of_a_prompt():
@@ -219,7 +219,7 @@ def test_a_request_that_comes_back_goes_before_the_chunk_of_a_prompt():
         requests.append(engine.add(*request))
         engine.step()
         engine.step()
-    while engine.scheduler.stats().resumed_swap == 0:
+    while engine.scheduler.stats().resumed_swap_host == 0:
         ran = engine.step()
     assert ran == ["b:0", "c"]
     engine.run(*requests)
@@ -327,7 +327,7 @@ def test_a_request_that_lost_pairs_starts_again_from_its_tokens():
     requests = [engine.add(name, 8, 8) for name in "abc"]
     while engine.scheduler.stats().lost < 2:
         step = engine.scheduler.schedule()
-        lost = [Pairs(p.src, p.dst, p.ids[:1]) for p in (*step.decision.fetch, *step.decision.spill)]
+        lost = [Pairs(p.src, p.dst, p.ids[:1]) for p in (*step.decision.swap_in, *step.decision.swap_out)]
         engine.finish(step, lost if engine.scheduler.stats().steps < 40 else [])
     engine.run(*requests)
 
@@ -339,16 +339,16 @@ def test_counters_say_what_happened():
     stats = engine.scheduler.stats()
     assert stats.steps == len(engine.kinds)
     assert stats.tokens == sum(len(request.prompt) + request.max_tokens - 1 for request in requests)
-    assert (stats.preempted_swap, stats.resumed_swap, stats.lost) == (1, 1, 0)
+    assert (stats.preempted_swap_host, stats.resumed_swap_host, stats.lost) == (1, 1, 0)
     assert (stats.peak_device_blocks, stats.peak_external_blocks) == (8, 0)
     assert 2 <= stats.peak_host_blocks <= 4
 
 
-# ---- what is fetched joins when it has come ----
+# ---- what comes from the external tier joins when it is back ----
 
 
 def overlapped(**options: object) -> Engine:
-    """An engine in which request `b` has been spilled, and `a` is about to end."""
+    """An engine in which request `b` is in the external tier, and `a` is about to end."""
     engine = Engine(4, external=8, preemption_mode="swap", overlap_io=True, **options)
     engine.add("a", 6, 6)
     engine.add("b", 6, 6)
@@ -359,10 +359,10 @@ def overlapped(**options: object) -> Engine:
     return engine
 
 
-def test_a_fetched_request_is_in_no_step_before_its_ticket_has_ended():
+def test_a_returning_request_is_in_no_step_before_its_ticket_has_ended():
     engine = overlapped()
     step = engine.scheduler.schedule()
-    assert [kind for kind, _ in step.decision.transfers()] == ["fetch"]
+    assert [kind for kind, _ in step.decision.transfers()] == ["swap_in"]
     assert step.rows == 0
     assert engine.scheduler.num_unfinished == 1
     other = engine.scheduler.schedule()
@@ -374,13 +374,13 @@ def test_a_fetched_request_is_in_no_step_before_its_ticket_has_ended():
     assert engine.step() == ["b:0"]
 
 
-def test_others_run_while_a_request_is_fetched():
+def test_others_run_while_a_request_returns():
     engine = overlapped()
-    fetch = engine.scheduler.schedule()
+    swap_in = engine.scheduler.schedule()
     new = engine.add("c", 3, 2)
     assert engine.step() == ["c"]
-    engine.memory.execute(fetch.decision)
-    engine.scheduler.complete(fetch.decision.ticket)
+    engine.memory.execute(swap_in.decision)
+    engine.scheduler.complete(swap_in.decision.ticket)
     assert sorted(engine.step()) == ["b:0", "c:0"]
     while engine.scheduler.num_unfinished:
         engine.step()
@@ -388,22 +388,22 @@ def test_others_run_while_a_request_is_fetched():
     assert engine.done["b"] == reference_tokens(Request("b", [(ord("b") + i) % 97 for i in range(6)], 6))
 
 
-def test_a_request_whose_fetch_is_lost_starts_again():
+def test_a_request_whose_swap_in_is_lost_starts_again():
     engine = overlapped()
-    fetch = engine.scheduler.schedule()
-    ((_, pairs),) = fetch.decision.transfers()
-    assert engine.scheduler.complete(fetch.decision.ticket, [pairs]) == ["b"]
+    swap_in = engine.scheduler.schedule()
+    ((_, pairs),) = swap_in.decision.transfers()
+    assert engine.scheduler.complete(swap_in.decision.ticket, [pairs]) == ["b"]
     assert engine.scheduler.stats().lost == 1
     assert engine.step() == ["b"]
 
 
-def test_a_request_can_be_aborted_while_it_is_fetched_and_its_blocks_come_free_with_the_ticket():
+def test_a_request_can_be_aborted_while_it_returns_and_its_blocks_come_free_with_the_ticket():
     engine = overlapped()
-    fetch = engine.scheduler.schedule()
+    swap_in = engine.scheduler.schedule()
     engine.scheduler.abort("b")
     assert engine.scheduler.num_unfinished == 0
     assert engine.manager.pool("device").num_free < 4
-    engine.scheduler.complete(fetch.decision.ticket)
+    engine.scheduler.complete(swap_in.decision.ticket)
     assert engine.manager.pool("device").num_free == 4
     assert engine.manager.pool("external").num_free == 8
 

@@ -126,7 +126,8 @@ class Rig:
         if abort is not None:
             self.abort(abort)
         lost = self.memory.execute(step.decision)
-        lost += [Pairs(p.src, p.dst, p.ids[:1]) for p in step.decision.spill if self.steps % 2]
+        stored = [pairs for pairs in step.decision.swap_out if pairs.dst == "external" and self.steps % 2]
+        lost += [Pairs(p.src, p.dst, p.ids[:1]) for p in stored]
         for pairs in lost:
             self.memory.lose(pairs)
         self.settle(step, lost)
@@ -138,7 +139,7 @@ class Rig:
     def settle(self, step: Step, lost: list[Pairs]) -> None:
         """End the ticket, or that of the step before, in time for what it computes."""
         self.late.append((step.decision.ticket, lost))
-        if self.overlap and step.decision.fetch and not step.rows:
+        if self.overlap and any(p.src == "external" for p in step.decision.swap_in) and not step.rows:
             return
         for ticket, pairs in self.late:
             self.again(lambda ticket=ticket, pairs=pairs: self.scheduler.complete(ticket, pairs))

@@ -68,7 +68,7 @@ def test_the_loop_serves_from_three_tiers_and_ends_every_ticket(tmp_path: Path, 
         scheduler, found = serve(cache, requests_of(8), preemption_mode=mode, overlap_io=overlap_io)
         assert found == wanted
         stats = scheduler.stats()
-        assert (stats.preempted_swap > 0, stats.preempted_spill > 0) == (mode == "swap", mode == "swap")
+        assert (stats.preempted_swap_host > 0, stats.preempted_swap_external > 0) == (mode == "swap", mode == "swap")
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -139,7 +139,7 @@ class Crowd:
         engine.finish(step, lost)
 
     def external(self, step: Step) -> list[Pairs]:
-        return [pairs for kind, pairs in step.decision.transfers() if kind in ("spill", "fetch")]
+        return [pairs for _, pairs in step.decision.transfers() if "external" in (pairs.src, pairs.dst)]
 
     def abort(self) -> None:
         live = [r.request_id for r in self.requests if r.request_id in self.engine.scheduler._requests]
@@ -171,7 +171,7 @@ def test_every_token_is_right_whatever_is_lost_aborted_moved_or_shared(prefix_ca
         crowd.run()
         stats = crowd.engine.scheduler.stats()
         cached += stats.cached_tokens
-        away += stats.preempted_swap + stats.preempted_spill + stats.preempted_recompute
+        away += stats.preempted_swap_host + stats.preempted_swap_external + stats.preempted_recompute
     assert (cached > 0) == prefix_caching
     assert away > 0
 

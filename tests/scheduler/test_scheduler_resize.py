@@ -69,13 +69,13 @@ def test_what_is_on_its_way_back_and_cannot_fit_any_more_leaves_its_blocks_to_th
     stays = engine.add("a", 8, 3)
     large = engine.add("b", 8, 12, arrival=1.0)
     step = engine.scheduler.schedule()
-    while not any(kind == "fetch" for kind, _ in step.decision.transfers()):
+    while not any(kind == "swap_in" for kind, _ in step.decision.transfers()):
         engine.finish(step)
         step = engine.scheduler.schedule()
     engine.manager.defrag.resize(4)
     late = engine.scheduler.schedule()
     assert engine.manager.defrag.progress().held + 4 - engine.manager.pool().num_free > 0, (
-        "the fetch still writes there"
+        "the swap-in still writes there"
     )
     engine.finish(late)
     assert_refused(engine, large, 5, 0, 4)

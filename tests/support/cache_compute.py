@@ -19,7 +19,7 @@ class Compute:
 
     def __init__(self, rig: Rig, step: CacheStep, counts: dict[str, int]) -> None:
         self.rig, self.step, self.counts = rig, step, counts
-        loads = [pairs for kind, pairs in step.decision.transfers() if kind in {"swap_in", "fetch"}]
+        loads = [pairs for kind, pairs in step.decision.transfers() if kind == "swap_in"]
         counts["loads"] += sum(len(pairs) for pairs in loads)
         self.readers = [sequence for sequence in rig.sequences if self.takes_part(sequence)]
         self.firsts = [sequence.written for sequence in self.readers]

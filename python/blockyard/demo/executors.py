@@ -110,7 +110,7 @@ class SabotagedExecutor(Wrapper):
     """Silently drops the transfer of one block of one kind.
 
     It carries the decision out, then restores one destination block to its old bytes. It skips blocks that the transfer
-    did not change. A dropped spill leaves a valid, checksummed slot of zeros: the store would report a missing write as
+    did not change. A dropped write to the store leaves a valid, checksummed slot of zeros: the store would report a missing write as
     a miss, but it cannot see this drop.
 
     Args:
@@ -140,12 +140,13 @@ class SabotagedExecutor(Wrapper):
             self._inner.submit(decision, by_layer=by_layer)
             return
         before = [self._stale(pairs) for pairs in targets]
-        landing = [self._arriving(pairs) for pairs in targets if pairs.dst == "external"]
+        sources = [self._held(pairs.src, pairs.ids[:, 0]) if pairs.dst == "external" else None for pairs in targets]
         self._inner.submit(decision)
         done = self._ended[decision.ticket] = self._inner.wait(decision.ticket)
         gone: set[tuple[str, int]] = {(pairs.dst, block) for pairs in done.lost for block in pairs.ids[:, 1].tolist()}
-        after = landing or [self._held(pairs.dst, pairs.ids[:, 1]) for pairs in targets]
-        for pairs, old, new in zip(targets, before, after, strict=True):
+        for pairs, old, source in zip(targets, before, sources, strict=True):
+            # What was stored is read at its source, so that the file store's counters do not change.
+            new = self._held(pairs.dst, pairs.ids[:, 1]) if source is None else source
             self._put_one_back(pairs, old, (old != new).any(axis=1), gone)
 
     def poll(self) -> list[StepDone]:
@@ -162,10 +163,6 @@ class SabotagedExecutor(Wrapper):
         if pairs.dst == "external":
             return np.zeros((len(pairs), self._executor.engine.layout.bytes_per_block), dtype=np.uint8)
         return self._held(pairs.dst, pairs.ids[:, 1])
-
-    def _arriving(self, pairs: Pairs) -> NDArray[np.uint8]:
-        """The bytes of a spill, read at its source, so that the file store's counters do not change."""
-        return self._held(pairs.src, pairs.ids[:, 0])
 
     def _held(self, tier: str, blocks: NDArray[np.int64]) -> NDArray[np.uint8]:
         return self._executor.engine.read("host" if tier == "host" else "device", blocks)
@@ -203,18 +200,18 @@ class CorruptingExecutor(Wrapper):
         self._store = store
         self._count = count
         self._rng = np.random.default_rng([seed, count])
-        self._spilled: dict[int, list[int]] = {}
+        self._written: dict[int, list[int]] = {}
         self._damaged: set[int] = set()
         self.stored = 0
         self.read = 0
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
         """Start to carry out a decision; every damaged block that it reads must be lost."""
-        for kind, pairs in decision.transfers():
-            if kind == "fetch":
+        for _, pairs in decision.transfers():
+            if pairs.src == "external":
                 self.read += len(self._damaged.intersection(pairs.ids[:, 0].tolist()))
-            if kind == "spill":
-                self._spilled.setdefault(decision.ticket, []).extend(pairs.ids[:, 1].tolist())
+            if pairs.dst == "external":
+                self._written.setdefault(decision.ticket, []).extend(pairs.ids[:, 1].tolist())
         self._inner.submit(decision, by_layer=by_layer)
 
     def poll(self) -> list[StepDone]:
@@ -227,7 +224,7 @@ class CorruptingExecutor(Wrapper):
 
     def _passed(self, done: StepDone) -> StepDone:
         unwritten = {slot for pairs in done.lost if pairs.dst == "external" for slot in pairs.ids[:, 1].tolist()}
-        self._damage([slot for slot in self._spilled.pop(done.ticket, []) if slot not in unwritten])
+        self._damage([slot for slot in self._written.pop(done.ticket, []) if slot not in unwritten])
         return done
 
     def _damage(self, slots: list[int]) -> None:

@@ -22,7 +22,7 @@ from blockyard.demo.pool import PoolReport, pool_rows
 TIERS = ("device", "host", "external")
 STDOUT = Path("-")
 """As the path of the JSON file: standard output."""
-SABOTAGE_KINDS = ("swap_in", "swap_out", "spill", "fetch", "copy")
+SABOTAGE_KINDS = ("swap_in", "swap_out", "copy")
 """Kinds of transfers of which one can be dropped on purpose."""
 
 
@@ -31,7 +31,7 @@ class Transfer:
     """All blocks of one kind of transfer between two tiers.
 
     Attributes:
-        kind: `copy`, `swap_out`, `swap_in`, `spill` or `fetch`.
+        kind: `copy`, `swap_out` or `swap_in`.
         src: tier read.
         dst: tier written.
         blocks: blocks moved.
@@ -211,17 +211,17 @@ class Report:
         nothing_dropped = self.sabotage is not None and not self.sabotage.dropped
         return 2 if nothing_dropped or (self.damage is not None and not self.damage.read) else 0
 
-    def blocks(self, kind: str, dst: str | None = None) -> int:
+    def blocks(self, kind: str, tier: str | None = None) -> int:
         """Sum the blocks of one kind of transfer.
 
         Args:
             kind: as in `Transfer.kind`.
-            dst: only those written to this tier; all if None.
+            tier: only those from or to this tier; all if None.
 
         Returns:
             The number of blocks.
         """
-        return sum(row.blocks for row in self.transfers if row.kind == kind and dst in (None, row.dst))
+        return sum(row.blocks for row in self.transfers if row.kind == kind and tier in (None, row.src, row.dst))
 
     def to_json(self) -> str:
         """Return the whole report as one JSON object, keys as documented above."""

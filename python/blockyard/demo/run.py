@@ -1,6 +1,6 @@
 """The demo: serve a workload that does not fit its KV cache, and compare every token with an unpaged run.
 
-The pools are so small that blocks are swapped to the host, spilled to a file, fetched back and recomputed. Bad options
+The pools are so small that blocks are swapped to the host and to a file and back, and recomputed. Bad options
 are refused before torch is loaded where possible.
 """
 
@@ -431,8 +431,8 @@ def _report(run: _Run, wanted: Outputs, ties: list[Difference], reference_second
         tokens_per_second=tokens / served.seconds,
         reference_seconds=reference_seconds,
         preemptions={
-            "swap_host": stats.preempted_swap,
-            "swap_external": stats.preempted_spill,
+            "swap_host": stats.preempted_swap_host,
+            "swap_external": stats.preempted_swap_external,
             "recompute": stats.preempted_recompute,
         },
         lost=stats.lost,

@@ -120,8 +120,8 @@ class _Step:
 class StepExecutor(Executor):
     """Executes decisions beside compute.
 
-    `wait`, `collect` and `execute` wait for storage, and `submit` for blocks that a step fetches from the external tier
-    and computes with. No other call does.
+    `wait`, `collect` and `execute` wait for storage, and `submit` for blocks that a step swaps in from the external
+    tier and computes with. No other call does.
 
     Device reads of a step run after all compute that was queued before `submit`, and its device writes after the
     device reads of the tickets that the decision names in `after`. Within a step the kinds keep their order where they
@@ -141,8 +141,8 @@ class StepExecutor(Executor):
     Args:
         engine: owner of the device and host blocks.
         store: the external store, where there is one.
-        max_staging: bytes of blocks on their way to or from the external tier that are staged. Fetches wait for room; a
-            spill beyond it is lost, which costs a recompute and holds nobody up.
+        max_staging: bytes of blocks on their way to or from the external tier that are staged. Beyond it, a swap-in
+            waits for room; a swap-out is lost, which costs a recompute and holds nobody up.
         chunk_bytes: longer transfers with the external tier are cut into pieces of this size.
 
     Attributes:
@@ -225,7 +225,7 @@ class StepExecutor(Executor):
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
         """Start to carry out a decision, before the step's compute is queued.
 
-        Unless the decision is a `prefetch`, this waits until the store has answered for each block that it fetches to
+        Unless the decision is a `prefetch`, this waits until the store has answered for each block that it swaps in to
         the device, for as long as the store's deadline allows. `lost` then names the blocks that did not come. The
         loads of a prefetch go when no other load is under way.
 
@@ -247,13 +247,13 @@ class StepExecutor(Executor):
         self._order_layers()
         behind, parts = self._cut(decision, self.engine.fence(), by_layer=by_layer)
         awaited = [part for part in parts if part.loads_device and not decision.prefetch]
-        loads = [part for part in awaited if part.kind == "swap_in"]
+        loads = [part for part in awaited if not part.reads_store]
         step = _Step(decision, parts, read=bool(awaited))
         self._submitting = self._steps[ticket] = step
         refused = None
         try:
             for part in parts:
-                if part.kind != "fetch" and not any(need.pending for need in part.needs):
+                if not part.reads_store and not any(need.pending for need in part.needs):
                     self._begin(part)
             for part in (*behind, *(() if by_layer else loads)):
                 if part.transfer is not None:
@@ -263,7 +263,7 @@ class StepExecutor(Executor):
             self._fail(step, error)
         self._begin_waiting()
         if len(awaited) > len(loads) and refused is None:
-            self._await_fetches(step)
+            self._await_store_reads(step)
         self._end_steps()
         self._submitting = None
         if refused is not None:
@@ -284,7 +284,7 @@ class StepExecutor(Executor):
         """
         step = self._steps.get(ticket)
         for part in step.parts if step else ():
-            if part.transfer is not None and part.kind in {"swap_in", "fetch"} and part.writes_device:
+            if part.transfer is not None and part.loads_device:
                 part.transfer.order_compute(layer)
 
     def is_open(self, ticket: int) -> bool:
@@ -351,12 +351,12 @@ class StepExecutor(Executor):
                 self._legs.advance(part)
 
     def _begin_waiting(self) -> None:
-        """Begin parts whose needs are met and whose rows have room; fetches in the order of submission."""
+        """Begin parts whose needs are met and whose rows have room; store reads in the order of submission."""
         room = True
         for part in tuple(self._parts()):
             if not part.waiting or any(need.pending for need in part.needs):
                 continue
-            if part.kind == "fetch":
+            if part.reads_store:
                 room = room and not self._legs.full(part, self.staged_bytes)
                 if not room:
                     continue
@@ -366,7 +366,7 @@ class StepExecutor(Executor):
                 self._legs.lose(part, error)
 
     def _begin(self, part: Part) -> None:
-        full = self._legs.full(part, self.staged_bytes) if part.kind == "spill" else ""
+        full = self._legs.full(part, self.staged_bytes) if part.writes_store else ""
         if full:
             pairs = part.pairs
             error = StoreError(f"{len(pairs)} blocks from {pairs.src} to {pairs.dst}: {full}")
@@ -382,9 +382,10 @@ class StepExecutor(Executor):
                 self._done[ticket] = step.done()
                 del self._steps[ticket]
 
-    def _await_fetches(self, step: _Step) -> None:
+    def _await_store_reads(self, step: _Step) -> None:
         """Wait for the storage that the step's compute depends on; let compute wait for what follows."""
-        parts = [part for part in step.parts if part.writes_device and part.kind in {"fetch", "copy", "exchange"}]
+        waited = [part for part in step.parts if part.reads_store or part.kind in {"copy", "exchange"}]
+        parts = [part for part in waited if part.writes_device]
         while awaited := [part for part in parts if part.pending]:
             self._wait_for_leg(awaited)
             if self._checked is not None:

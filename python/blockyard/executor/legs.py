@@ -1,8 +1,8 @@
 """The legs that the bytes of a part go: with the copy engine, and with the external store.
 
-The blocks of a spill are read by the engine, then written by the store. Those of a fetch are read by the store, then
-written by the engine. All others have one leg, with the engine. Rows between the two legs are staged, and their bytes
-are limited.
+Blocks that are swapped out to the external tier are read by the engine, then written by the store. Those that are
+swapped in from there are read by the store, then written by the engine. All others have one leg, with the engine. Rows
+between the two legs are staged, and their bytes are limited.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Legs:
         """
         self.launching = part
         try:
-            if part.kind in {"fetch", "spill"}:
+            if part.reads_store or part.writes_store:
                 part.rows = rows = self._buffers.take(len(part.pairs), self._engine.memory.bytes_per_block)
-            if part.kind == "fetch":
+            if part.reads_store:
                 part.batch = self._store().read(_column(part.pairs, 0), rows)
             else:
                 part.transfer = self._submit(part)
@@ -79,7 +79,7 @@ class Legs:
 
     def wait(self, part: Part) -> None:
         """Wait for the leg that is under way; `advance` takes note of it."""
-        if part.batch is not None and (part.kind == "spill" or part.transfer is None):
+        if part.batch is not None and (part.writes_store or part.transfer is None):
             self._store().wait(part.batch)
         elif part.transfer is not None:
             self._engine.transfers.wait(part.transfer)
@@ -87,17 +87,17 @@ class Legs:
     def advance(self, part: Part) -> None:
         """Take note of a leg that has ended, and submit the next one; never waits."""
         transfer, batch = part.transfer, part.batch
-        if part.kind == "fetch" and transfer is None:
+        if part.reads_store and transfer is None:
             if batch is not None and batch.answer is not None:
-                self._write_fetched(part, batch.answer)
-        elif part.kind == "spill" and batch is not None:
+                self._engine_write(part, batch.answer)
+        elif part.writes_store and batch is not None:
             if batch.answer is not None:
                 self.end(part, [_some(part.pairs, ~batch.answer.ok)], batch.answer.error)
         elif transfer is not None and transfer.done:
             if transfer.error is not None:
                 self.lose(part, transfer.error)
-            elif part.kind == "spill":
-                self._store_read(part, transfer)
+            elif part.writes_store:
+                self._store_write(part, transfer)
             else:
                 self.end(part, [part.missed] if part.missed else [], None)
         if part.ended and part.rows is not None:
@@ -119,7 +119,7 @@ class Legs:
 
     def _submit(self, part: Part) -> Transfer:
         tier = engine_tier(part.pairs.src)
-        if part.kind == "spill":
+        if part.writes_store:
             return self._engine.submit_read(tier, _column(part.pairs, 0), part.rows, after_compute=part.after_compute)
         return self._engine.submit(
             cast("Kind", part.kind),
@@ -131,7 +131,7 @@ class Legs:
             prefetch=part.prefetch,
         )
 
-    def _store_read(self, part: Part, transfer: Transfer) -> None:
+    def _store_write(self, part: Part, transfer: Transfer) -> None:
         """Hand the rows that the engine has read over to the store."""
         rows = transfer.rows
         if rows is None:  # it was handed over by a call that was interrupted
@@ -144,7 +144,7 @@ class Legs:
             self.lose(part, error)
         self.launching = None
 
-    def _write_fetched(self, part: Part, answer: Answer) -> None:
+    def _engine_write(self, part: Part, answer: Answer) -> None:
         """Write what the store has read; what it has not is lost from now on."""
         rows, came = answer.rows, part.pairs
         if not answer.ok.any():

@@ -36,7 +36,7 @@ class Part:
         prefetch: a load that nobody waits for.
         transfer: its leg with the engine, once under way.
         batch: its leg with the store, once under way.
-        rows: the buffer between the two legs of a spill or a fetch.
+        rows: the buffer between a leg with the engine and one with the store.
         missed: pairs that are known to be lost while others are still under way.
         lost: the pairs that did not land; None until it has ended.
         error: why, if more is known than that a block did not come back.
@@ -89,11 +89,21 @@ class Part:
         return self.writes_device and not self.reads_device
 
     @property
+    def reads_store(self) -> bool:
+        """Whether it reads slots of the external tier."""
+        return self.pairs.src == "external"
+
+    @property
+    def writes_store(self) -> bool:
+        """Whether it writes slots of the external tier."""
+        return self.pairs.dst == "external"
+
+    @property
     def staged(self) -> bool:
         """Whether it holds staged rows."""
         if self.lost is not None:
             return False
-        if self.kind == "spill":  # the store counts what it was given
+        if self.writes_store:  # the store counts what it was given
             return self.transfer is not None and self.batch is None
         return self.batch is not None
 
@@ -122,21 +132,21 @@ def cut(
     reads = [
         Part(kind, piece, after_compute)
         for kind, pairs in transfers
-        if kind in {"spill", "swap_out"}
-        for piece in _pieces(pairs, chunk_blocks if kind == "spill" else None)
+        if kind == "swap_out"
+        for piece in _pieces(pairs, chunk_blocks if pairs.dst == "external" else None)
     ]
     own = reads if decision.ticket in decision.after else ()
     behind = tuple(part for part in (*named, *own) if part.reads_device)
     loads: list[Part] = []
-    fetches: list[Part] = []  # and what waits for them
+    store_reads: list[Part] = []  # and what waits for them
     within: list[Part] = []
     awaited: set[tuple[str, int]] = set()  # blocks that these will write
     for kind, pairs in transfers:
-        if kind == "swap_in":
-            loads.append(Part(kind, pairs, after_compute, behind=behind, by_layer=by_layer, prefetch=decision.prefetch))
-        elif kind == "fetch":
+        if pairs.src == "external":
             awaited.update((pairs.dst, block) for block in pairs.ids[:, 1].tolist())
-            fetches += [Part(kind, piece, after_compute, behind=behind) for piece in _pieces(pairs, chunk_blocks)]
+            store_reads += [Part(kind, piece, after_compute, behind=behind) for piece in _pieces(pairs, chunk_blocks)]
+        elif kind == "swap_in":
+            loads.append(Part(kind, pairs, after_compute, behind=behind, by_layer=by_layer, prefetch=decision.prefetch))
         elif kind in _WITHIN:
             part = Part(
                 kind, pairs, after_compute, needs=(*loads, *(reads if pairs.src == "host" else ())), behind=behind
@@ -144,11 +154,11 @@ def cut(
             touched = {(pairs.src, block) for block in pairs.ids.reshape(-1).tolist()} if awaited else set()
             if not awaited.isdisjoint(touched):
                 awaited |= touched
-                part.needs += tuple(fetches)
-                fetches.append(part)
+                part.needs += tuple(store_reads)
+                store_reads.append(part)
             else:
                 within.append(part)
-    return behind, [*reads, *loads, *within, *fetches]
+    return behind, [*reads, *loads, *within, *store_reads]
 
 
 def _pieces(pairs: Pairs, size: int | None) -> Iterator[Pairs]:

@@ -17,7 +17,7 @@ __all__ = ["Fetch", "Finished", "Parked", "Place", "Rank", "Request", "RequestSt
 
 Rank: TypeAlias = tuple[int, float, int]
 """Priority, arrival and number of a request; the lowest goes first."""
-Place: TypeAlias = Literal["waiting", "swapped", "fetching", "running"]
+Place: TypeAlias = Literal["waiting", "swapped", "returning", "running"]
 
 NO_TOKEN = 0xFFFF_FFFF
 """The one uint32 that the prefix cache takes for no token id."""

@@ -61,7 +61,7 @@ class Rows:
         flat: the same, `[capacity * max_generated]`.
         owners: by seat.
         forks: by seat, sequences that will fork off its prompt.
-        seats_left: seats that are not in use, nor kept for sequences that will fork off a prompt or are being fetched.
+        seats_left: seats that are not in use, nor kept for sequences that will fork off a prompt or are on their way back.
         count: rows in use.
         decodes: those of them that are past their prompts.
     """

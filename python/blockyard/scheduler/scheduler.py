@@ -64,7 +64,7 @@ class Scheduler:
         num_lookahead_tokens: most draft tokens that a sequence computes in a step behind its own, for speculative
             decoding or for several tokens a step; see `Step`. They count in `max_num_batched_tokens`. They preempt
             nobody: where blocks are short, a step has none.
-        overlap_io: a sequence that is fetched from the external tier is left out of steps until it has arrived. Other
+        overlap_io: a sequence that comes back from the external tier is left out of steps until it has arrived. Other
             tickets must have ended before the next `schedule` if they load what the step computes. None: over a cache.
         defragment: moves of device blocks to decide with every step, once all else has its blocks; none by default.
             The executor must carry `move` out.
@@ -329,7 +329,7 @@ class Scheduler:
         return step
 
     def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:
-        """End a ticket whose transfers have run; what it fetched runs in the next step.
+        """End a ticket whose transfers have run; sequences that it swapped in run in the next step.
 
         Ending the last ticket once more does nothing, so that a call that was interrupted can be made again. Over a
         `KVCache`, `step`, `poll` and `drain` end tickets.

@@ -219,13 +219,13 @@ class SchedulerStats:
         steps: steps scheduled.
         tokens: tokens scheduled.
         cached_tokens: prompt tokens that the prefix cache saved.
-        preempted_swap: preemptions that moved sequences to the host.
-        preempted_spill: preemptions that moved sequences to the external tier.
+        preempted_swap_host: preemptions that swapped sequences out to the host.
+        preempted_swap_external: preemptions that swapped sequences out to the external tier.
         preempted_recompute: preemptions that freed sequences, to be computed again.
         lost: sequences that lost bytes in a transfer and start again.
         refused: requests that ended because the device became too small.
-        resumed_swap: sequences that came back from the host.
-        resumed_fetch: sequences that came back from the external tier.
+        resumed_swap_host: sequences that came back from the host.
+        resumed_swap_external: sequences that came back from the external tier.
         spec_decode_num_drafts: rows that computed draft tokens.
         spec_decode_num_draft_tokens: draft tokens that they computed.
         spec_decode_num_accepted_tokens: draft tokens that were accepted.
@@ -237,13 +237,13 @@ class SchedulerStats:
     steps: int = 0
     tokens: int = 0
     cached_tokens: int = 0
-    preempted_swap: int = 0
-    preempted_spill: int = 0
+    preempted_swap_host: int = 0
+    preempted_swap_external: int = 0
     preempted_recompute: int = 0
     lost: int = 0
     refused: int = 0
-    resumed_swap: int = 0
-    resumed_fetch: int = 0
+    resumed_swap_host: int = 0
+    resumed_swap_external: int = 0
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
@@ -253,7 +253,7 @@ class SchedulerStats:
 
     def preemptions(self) -> dict[str, float]:
         """Return the preemptions, all and by mode, under the names of `Scheduler.metrics`."""
-        modes = (self.preempted_swap, self.preempted_spill, self.preempted_recompute)
+        modes = (self.preempted_swap_host, self.preempted_swap_external, self.preempted_recompute)
         return {
             "num_preemptions_total": sum(modes),
             "num_preemptions_swap_host_total": modes[0],

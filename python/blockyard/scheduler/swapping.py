@@ -1,4 +1,4 @@
-"""Who leaves the device with their blocks, and comes back: swapping, spilling, fetching."""
+"""Who leaves the device with their blocks, and comes back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Swapping:
         builder: of the step that they come back in.
         waiting: queue of those that lose their blocks.
         stats: counts what moves.
-        overlap_io: whether what is fetched is left out of steps until it has arrived.
+        overlap_io: whether what comes from the external tier is left out of steps until it has arrived.
 
     Attributes:
         swapped: the queue of those that are to come back.
@@ -50,7 +50,7 @@ class Swapping:
         self._overlap_io = overlap_io
         self._prefix_caching = opened.manager.prefix.enabled
         self._away: dict[Parked, None] = {}  # in order, so that the same requests give the same run
-        self._fetching: list[Parked] = []  # by the step being put together
+        self._returning: list[Parked] = []  # from the external tier, by the step being put together
         self._loading: dict[int, list[Parked]] = {}  # by a ticket
         self._landed: list[Parked] = []  # to get their rows in the next step
 
@@ -63,10 +63,10 @@ class Swapping:
         handles = rows.handles[gone]
         if manager.can_swap_out(handles):
             manager.swap_out(handles)
-            self._stats.preempted_swap += 1
+            self._stats.preempted_swap_host += 1
         elif manager.can_swap_out(handles, to="external"):
             manager.swap_out(handles, to="external")
-            self._stats.preempted_spill += 1
+            self._stats.preempted_swap_external += 1
         else:
             return False
         owners = [rows.owner(row) for row in gone.tolist()]
@@ -79,17 +79,17 @@ class Swapping:
         return True
 
     def begin(self, ticket: int) -> None:
-        """Note the ticket of what this step fetches."""
-        if self._fetching:
-            self._loading[ticket], self._fetching = self._fetching, []
+        """Note the ticket under which sequences come from the external tier."""
+        if self._returning:
+            self._loading[ticket], self._returning = self._returning, []
 
     def end(self, ticket: int) -> None:
-        """What a ticket has fetched gets its rows in the next step."""
+        """What came with a ticket gets its rows in the next step."""
         if self._loading:
             self._landed += self._loading.pop(ticket, ())
 
     def board(self) -> None:
-        """Seat sequences whose fetch has landed. No step is in flight."""
+        """Seat sequences that are back. No step is in flight."""
         if self._landed:
             landed, self._landed = self._landed, []
             self._seat([seated for parked in landed if parked in self._away for seated in self._return(parked)])
@@ -113,8 +113,8 @@ class Swapping:
         computed = False
         while (parked := self.swapped.head()) is not None:
             apart = self._overlap_io and self._manager.tier(int(parked.handles[0])) == "external"
-            # A ticket with a fetch ends late: nothing that this step computes may depend on it.
-            mixed = computed if apart else bool(self._fetching)
+            # A ticket with reads of a store ends late: nothing that this step computes may depend on it.
+            mixed = computed if apart else bool(self._returning)
             if mixed or len(parked.indices) > self._rows.seats_left:
                 break
             status = self._bring_back(parked.handles)
@@ -126,9 +126,9 @@ class Swapping:
             self.swapped.pop()
             self._rows.seats_left -= len(parked.indices)
             if apart:
-                parked.place = "fetching"
+                parked.place = "returning"
                 parked.state.parked.append(parked)
-                self._fetching.append(parked)
+                self._returning.append(parked)
                 continue
             computed = True
             self._run_now(parked)
@@ -148,8 +148,8 @@ class Swapping:
         if fit:
             is_external = self._manager.tier(int(handles[0])) == "external"
             self._manager.swap_in(handles)
-            self._stats.resumed_fetch += is_external
-            self._stats.resumed_swap += not is_external
+            self._stats.resumed_swap_external += is_external
+            self._stats.resumed_swap_host += not is_external
         return fit.status
 
     def recompute(self, parked: Parked) -> None:
@@ -161,7 +161,7 @@ class Swapping:
     def _return(self, parked: Parked) -> list[Seated]:
         """Note that sequences are not away any more; give what their rows are made of."""
         del self._away[parked]
-        if parked.place == "fetching":
+        if parked.place == "returning":
             parked.state.parked.remove(parked)
         each = zip(parked.indices, parked.tokens, parked.handles.tolist(), strict=True)
         return [(parked.state, index, tokens, handle, 0, 0) for index, tokens, handle in each]

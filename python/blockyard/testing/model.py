@@ -28,7 +28,7 @@ from blockyard.testing.model_state import Block, ModelState, Row, Step
 __all__ = ["ReferenceManager"]
 
 TIERS: Final[tuple[TierName, ...]] = ("device", "host", "external")
-KINDS: Final = ("spill", "swap_out", "swap_in", "fetch", "copy")
+KINDS: Final = ("swap_out", "swap_in", "copy")
 
 
 class _BusyError(SequenceStateError):
@@ -452,8 +452,8 @@ class ReferenceManager:
 
     def _move(self, handles: list[int], origin: TierName, to: TierName) -> None:
         wanted, _ = self._sources(handles, origin, to)
-        kind = {"host": "swap_in", "external": "fetch", "device": "swap_out"}[origin] if to != "external" else "spill"
-        self._state.require(to, wanted, draining_too=kind == "swap_in")
+        kind = "swap_out" if TIERS.index(origin) < TIERS.index(to) else "swap_in"
+        self._state.require(to, wanted, draining_too=(origin, to) == ("host", "device"))
         targets = self._state.take(to, wanted)
         partial: list[Block] = []
         for handle in handles:

@@ -176,9 +176,10 @@ impl PyStepDecision {
         )
     }
 
-    /// The pairs of a kind that has one pair of tiers.
-    fn blocks<'py>(&self, py: Python<'py>, kind: Kind) -> PyResult<Bound<'py, PyArray2<i64>>> {
-        match self.transfers.iter().find(|(k, _)| *k == kind) {
+    /// The pairs of a kind between two tiers.
+    fn blocks<'py>(&self, py: Python<'py>, kind: Kind, src: Tier, dst: Tier) -> PyResult<Bound<'py, PyArray2<i64>>> {
+        let wanted = |(k, pairs): &&(Kind, Py<PyPairs>)| (*k, pairs.get().src, pairs.get().dst) == (kind, src, dst);
+        match self.transfers.iter().find(wanted) {
             Some((_, pairs)) => Ok(pairs.get().ids.bind(py).clone()),
             None => array(py, &[]),
         }
@@ -211,28 +212,16 @@ impl PyStepDecision {
         PyTuple::new(py, &self.after)
     }
 
-    /// Device or host to external: a tuple with one `Pairs` for each source tier.
-    #[getter]
-    fn spill<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        self.of(py, Kind::Spill)
-    }
-
-    /// Device to host: a tuple of `Pairs`.
+    /// Away from the device, to the host or the external tier: a tuple with one `Pairs` for each pair of tiers.
     #[getter]
     fn swap_out<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         self.of(py, Kind::SwapOut)
     }
 
-    /// Host to device: a tuple of `Pairs`.
+    /// Towards the device, from the host or the external tier: a tuple with one `Pairs` for each pair of tiers.
     #[getter]
     fn swap_in<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         self.of(py, Kind::SwapIn)
-    }
-
-    /// External to device or host: a tuple with one `Pairs` for each target tier.
-    #[getter]
-    fn fetch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        self.of(py, Kind::Fetch)
     }
 
     /// Copy-on-write on the device: a tuple of `Pairs`.
@@ -256,19 +245,19 @@ impl PyStepDecision {
     /// Host to device, int64 `[n, 2]`; vLLM's name.
     #[getter]
     fn blocks_to_swap_in<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
-        self.blocks(py, Kind::SwapIn)
+        self.blocks(py, Kind::SwapIn, Tier::Host, Tier::Device)
     }
 
     /// Device to host, int64 `[n, 2]`; vLLM's name.
     #[getter]
     fn blocks_to_swap_out<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
-        self.blocks(py, Kind::SwapOut)
+        self.blocks(py, Kind::SwapOut, Tier::Device, Tier::Host)
     }
 
     /// Copy-on-write on the device, int64 `[n, 2]`; vLLM's name.
     #[getter]
     fn blocks_to_copy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
-        self.blocks(py, Kind::Copy)
+        self.blocks(py, Kind::Copy, Tier::Device, Tier::Device)
     }
 
     /// All kinds and pairs, in the order in which they are safe to run one after another.

@@ -408,8 +408,8 @@ impl World {
             }
             Op::SwapOut(s, n) => self.swap_out(s, n, Tier::Host),
             Op::SwapIn(s, n) => self.swap_in(s, n, Tier::Device),
-            Op::Spill(s, n) => self.swap_out(s, n, Tier::External),
-            Op::Fetch(s, n, host) => self.swap_in(s, n, if host { Tier::Host } else { Tier::Device }),
+            Op::SwapOutExternal(s, n) => self.swap_out(s, n, Tier::External),
+            Op::SwapInExternal(s, n, host) => self.swap_in(s, n, if host { Tier::Host } else { Tier::Device }),
             Op::AppendTwice { pick, tokens, lookahead } => {
                 let sequence = self.pick(pick, 1);
                 for tokens in tokens {

@@ -49,7 +49,7 @@ class CacheSwapper:
         """
         pairs = _last_writes(src_to_dst)
         near, far = self._split(pairs, 1)
-        self._run([("swap_out", Pairs("device", "host", near)), ("spill", Pairs("device", "external", far))])
+        self._run([("swap_out", Pairs("device", "host", near)), ("swap_out", Pairs("device", "external", far))])
 
     def swap_in(self, src_to_dst: Tensor | Sequence[tuple[int, int]]) -> None:
         """Copy blocks back to the GPU, for compute that is queued from now on.
@@ -64,7 +64,7 @@ class CacheSwapper:
         """
         pairs = _last_writes(src_to_dst)
         near, far = self._split(pairs, 0)
-        self._run([("swap_in", Pairs("host", "device", near)), ("fetch", Pairs("external", "device", far))])
+        self._run([("swap_in", Pairs("host", "device", near)), ("swap_in", Pairs("external", "device", far))])
 
     def _split(self, pairs: NDArray[np.int64], column: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Pairs with the host and pairs with the store, whose slots count from 0."""

@@ -32,7 +32,7 @@ __all__ = [
 
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
 DRAFTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4)
-LOSSY = ("spill", "swap_out", "swap_in", "fetch")
+LOSSY = ("swap_out", "swap_in")
 """Transfers that can be lost."""
 IDLE_STEPS = 3
 """Steps in a row that may do nothing while requests wait."""

@@ -34,14 +34,10 @@ pub(crate) struct PyManagerStats {
     loaded_blocks: u64,
     /// Copies on write that were decided.
     copied_blocks: u64,
-    /// Blocks moved from device to host.
-    swapped_out_blocks: u64,
-    /// Blocks moved from host to device.
-    swapped_in_blocks: u64,
-    /// Blocks moved to the external tier.
-    spilled_blocks: u64,
-    /// Blocks moved from the external tier.
-    fetched_blocks: u64,
+    /// For host and external tier, blocks swapped out to it.
+    swapped_out_blocks: ByTier,
+    /// For host and external tier, blocks swapped in from it.
+    swapped_in_blocks: ByTier,
     /// Moves by defragmentation that ended.
     moved_blocks: u64,
     /// Moves given up because the block was written, freed or leased meanwhile.
@@ -67,6 +63,7 @@ pub(crate) struct PyManagerStats {
 impl PyManagerStats {
     pub(crate) fn new(stats: &Stats, open_tickets: impl Iterator<Item = TicketId>) -> Self {
         let by_tier = |of: fn(&TierUse) -> u64| Tier::ALL.map(|t| (t.name(), of(&stats.tiers[t.index()]))).into();
+        let swapped = |kind| [Tier::Host, Tier::External].map(|t| (t.name(), stats.decided(kind, t))).into();
         let prefix = &stats.prefix;
         Self {
             sequences: stats.sequences as u64,
@@ -79,11 +76,9 @@ impl PyManagerStats {
             missed_tokens: prefix.missed_tokens(),
             merged_blocks: prefix.merged,
             loaded_blocks: prefix.loaded,
-            copied_blocks: stats.decided(Kind::Copy),
-            swapped_out_blocks: stats.decided(Kind::SwapOut),
-            swapped_in_blocks: stats.decided(Kind::SwapIn),
-            spilled_blocks: stats.decided(Kind::Spill),
-            fetched_blocks: stats.decided(Kind::Fetch),
+            copied_blocks: stats.decided(Kind::Copy, Tier::Device),
+            swapped_out_blocks: swapped(Kind::SwapOut),
+            swapped_in_blocks: swapped(Kind::SwapIn),
             moved_blocks: stats.moves.done,
             cancelled_moves: stats.moves.cancelled,
             failed_moves: stats.moves.failed,
@@ -125,16 +120,17 @@ impl PyManagerStats {
             ("merged_blocks", self.merged_blocks),
             ("loaded_blocks", self.loaded_blocks),
             ("copied_blocks", self.copied_blocks),
-            ("swapped_out_blocks_host_total", self.swapped_out_blocks),
-            ("swapped_in_blocks_host_total", self.swapped_in_blocks),
-            ("swapped_out_blocks_external_total", self.spilled_blocks),
-            ("swapped_in_blocks_external_total", self.fetched_blocks),
             ("moved_blocks", self.moved_blocks),
             ("cancelled_moves", self.cancelled_moves),
             ("failed_moves", self.failed_moves),
         ];
         for (name, value) in plain {
             dict.set_item(name, value)?;
+        }
+        for (name, by_tier) in [("swapped_out", &self.swapped_out_blocks), ("swapped_in", &self.swapped_in_blocks)] {
+            for (tier, value) in by_tier {
+                dict.set_item(format!("{name}_blocks_{tier}_total"), value)?;
+            }
         }
         let tiers = [
             ("used_blocks", &self.used_blocks),

@@ -17,7 +17,7 @@ const DIGEST: usize = 32;
 const MAGIC: &[u8; 8] = b"BLKYSTEP";
 
 /// Version of the payload: any change of what a decision holds needs another.
-pub const DECISION_VERSION: u32 = 2;
+pub const DECISION_VERSION: u32 = 3;
 
 /// Writes contents into an envelope.
 pub(super) fn seal(contents: &impl Serialize) -> Contents<Vec<u8>> {

@@ -13,14 +13,10 @@ pub use wire::MAX_DECISION_BYTES;
 /// reads of device blocks first, then loads, then copies; new tokens write last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Kind {
-    /// Device or host to external.
-    Spill,
-    /// Device to host.
+    /// Away from the device: device to host, or either to external.
     SwapOut,
-    /// Host to device.
+    /// Towards the device: external to host, or either to device.
     SwapIn,
-    /// External to device or host.
-    Fetch,
     /// Copy-on-write within the device.
     Copy,
     /// Defragmentation, into holes.
@@ -31,23 +27,20 @@ pub enum Kind {
 
 impl Kind {
     /// All kinds, in the order in which they are safe to run.
-    pub const ALL: [Self; 7] =
-        [Self::Spill, Self::SwapOut, Self::SwapIn, Self::Fetch, Self::Copy, Self::Move, Self::Exchange];
+    pub const ALL: [Self; 5] = [Self::SwapOut, Self::SwapIn, Self::Copy, Self::Move, Self::Exchange];
 
     /// Whether it goes towards the device.
     #[must_use]
     pub const fn loads(self) -> bool {
-        matches!(self, Self::SwapIn | Self::Fetch)
+        matches!(self, Self::SwapIn)
     }
 
     /// The kind's name in Python.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
-            Self::Spill => "spill",
             Self::SwapOut => "swap_out",
             Self::SwapIn => "swap_in",
-            Self::Fetch => "fetch",
             Self::Copy => "copy",
             Self::Move => "move",
             Self::Exchange => "exchange",
@@ -107,10 +100,12 @@ mod tests {
     #[test]
     fn a_kind_gives_one_entry_for_each_pair_of_tiers() {
         let pairs = |src, ids: &[[u32; 2]]| Pairs { src, dst: Tier::External, ids: ids.to_vec() };
-        let transfers =
-            vec![(Kind::Spill, pairs(Tier::Device, &[[1, 2]])), (Kind::Spill, pairs(Tier::Host, &[[3, 4], [5, 6]]))];
+        let transfers = vec![
+            (Kind::SwapOut, pairs(Tier::Device, &[[1, 2]])),
+            (Kind::SwapOut, pairs(Tier::Host, &[[3, 4], [5, 6]])),
+        ];
         let decision = StepDecision { ticket: TicketId(1), after: Vec::new(), transfers, prefetch: false };
-        assert!(decision.of(Kind::Spill).map(|pairs| pairs.src).eq([Tier::Device, Tier::Host]));
+        assert!(decision.of(Kind::SwapOut).map(|pairs| pairs.src).eq([Tier::Device, Tier::Host]));
         assert_eq!(decision.of(Kind::Copy).count(), 0);
         assert_eq!(decision.len(), 3);
         assert!(!decision.is_empty());
@@ -119,12 +114,6 @@ mod tests {
     #[test]
     fn device_reads_come_before_loads_and_loads_before_copies() {
         assert!(Kind::ALL.is_sorted());
-        assert!(Kind::SwapOut < Kind::SwapIn && Kind::Spill < Kind::Fetch && Kind::Fetch < Kind::Copy);
-    }
-
-    #[test]
-    fn only_transfers_to_the_device_load() {
-        let loads: Vec<Kind> = Kind::ALL.into_iter().filter(|kind| kind.loads()).collect();
-        assert_eq!(loads, [Kind::SwapIn, Kind::Fetch]);
+        assert!(Kind::SwapOut < Kind::SwapIn && Kind::SwapIn < Kind::Copy);
     }
 }

@@ -84,12 +84,10 @@ fn check(kind: Kind, pairs: &Pairs) -> Contents<()> {
 impl Kind {
     /// Whether transfers of this kind go from one tier to the other.
     #[must_use]
-    pub const fn joins(self, src: Tier, dst: Tier) -> bool {
+    pub fn joins(self, src: Tier, dst: Tier) -> bool {
         match self {
-            Self::Spill => matches!((src, dst), (Tier::Device | Tier::Host, Tier::External)),
-            Self::SwapOut => matches!((src, dst), (Tier::Device, Tier::Host)),
-            Self::SwapIn => matches!((src, dst), (Tier::Host, Tier::Device)),
-            Self::Fetch => matches!((src, dst), (Tier::External, Tier::Device | Tier::Host)),
+            Self::SwapOut => src < dst,
+            Self::SwapIn => src > dst,
             Self::Copy => matches!((src, dst), (Tier::Device, Tier::Device)),
             Self::Move | Self::Exchange => {
                 matches!((src, dst), (Tier::Device, Tier::Device) | (Tier::Host, Tier::Host))
@@ -109,8 +107,8 @@ mod tests {
 
     fn sample() -> StepDecision {
         let transfers = vec![
-            (Kind::Spill, pairs(Tier::Device, Tier::External, &[[1, 2]])),
-            (Kind::Spill, pairs(Tier::Host, Tier::External, &[[3, 4], [300, 6]])),
+            (Kind::SwapOut, pairs(Tier::Device, Tier::External, &[[1, 2]])),
+            (Kind::SwapOut, pairs(Tier::Host, Tier::External, &[[3, 4], [300, 6]])),
             (Kind::Copy, pairs(Tier::Device, Tier::Device, &[[u32::MAX, 0], [u32::MAX, 1]])),
         ];
         StepDecision { ticket: TicketId(70_000), after: vec![TicketId(3), TicketId(70_000)], transfers, prefetch: true }
@@ -163,7 +161,7 @@ mod tests {
     #[test]
     fn a_forged_number_of_pairs_takes_no_memory() {
         // Ticket 1, no tickets before, one transfer: swap_out from device to host of 2^62 pairs.
-        let mut payload = vec![1u8, 0, 1, 1, 0, 1];
+        let mut payload = vec![1u8, 0, 1, 0, 0, 1];
         payload.extend([0x80; 8]);
         payload.push(0x40);
         let mut bytes = seal(&()).unwrap();

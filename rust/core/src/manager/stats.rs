@@ -2,6 +2,7 @@
 
 use crate::decision::Kind;
 use crate::defrag::MoveStats;
+use crate::id::Tier;
 use crate::sequence::PrefixStats;
 
 /// Use of one tier.
@@ -38,13 +39,13 @@ pub struct Stats {
     pub moves: MoveStats,
     /// Device, host, external.
     pub tiers: [TierUse; 3],
-    pub(super) decided: [u64; 7],
+    pub(super) decided: [[u64; 3]; 5],
 }
 
 impl Stats {
-    /// Pairs of a kind in all decisions taken.
+    /// Pairs of a kind in all decisions taken, by the slower of their two tiers.
     #[must_use]
-    pub fn decided(&self, kind: Kind) -> u64 {
-        self.decided[kind as usize]
+    pub fn decided(&self, kind: Kind, tier: Tier) -> u64 {
+        self.decided[kind as usize][tier.index()]
     }
 }

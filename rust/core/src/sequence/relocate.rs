@@ -1,4 +1,4 @@
-//! Moving whole sequences between tiers: swap out and in, spill and fetch. Sequences that share blocks go on sharing.
+//! Moving whole sequences between tiers: swap out and swap in. Sequences that share blocks go on sharing.
 
 use super::append::{copied, end_of};
 use super::{Sequences, blocks_for, in_flight, refuse_lost, require_tier};
@@ -24,14 +24,9 @@ struct Route {
 
 impl Route {
     fn new(from: Tier, to: Tier) -> Self {
-        let kind = match (from, to) {
-            (_, Tier::External) => Kind::Spill,
-            (Tier::External, _) => Kind::Fetch,
-            (Tier::Device, _) => Kind::SwapOut,
-            _ => Kind::SwapIn,
-        };
+        let kind = if from < to { Kind::SwapOut } else { Kind::SwapIn };
         let reads = if from == Tier::Device { LeaseKind::OverlappableRead } else { LeaseKind::Read };
-        Self { from, to, kind, reads, takes_overlappable: kind == Kind::SwapIn }
+        Self { from, to, kind, reads, takes_overlappable: (from, to) == (Tier::Host, Tier::Device) }
     }
 }
 
@@ -68,7 +63,7 @@ impl Sequences {
             Err(error) => return Self::unmovable(view, to, error),
         };
         let moved = view.fit(request, 0, || found.clone());
-        // The tokens may have blocks that device work still reads; what is fetched from the external tier may not.
+        // The tokens may have blocks that device work still reads; what comes from the external tier may not.
         let blocks = new + view.cost(to, &found, true) + appended;
         let all = Request { blocks, least: request.least + least, overlappable: true, ..request };
         let fit = view.fit(all, self.watermark.blocks(), || found);

@@ -44,8 +44,8 @@ pub(crate) struct Transfers {
     /// Whether what the open step computes reads blocks that it loads.
     reads_loads: bool,
     submitted: BTreeMap<TicketId, Ticket>,
-    /// Pairs decided so far, by kind.
-    num_decided: [u64; 7],
+    /// Pairs decided so far, by kind and the slower of their two tiers.
+    num_decided: [[u64; 3]; 5],
     /// Copies of ended tickets that came after one that has not ended: its loads may yet turn out to have failed.
     ended_copies: BTreeMap<TicketId, Vec<[BlockVersion; 2]>>,
     /// How many these are at most, and above how many they are looked through.
@@ -63,7 +63,7 @@ impl Transfers {
             overlaps: false,
             reads_loads: false,
             submitted: BTreeMap::new(),
-            num_decided: [0; 7],
+            num_decided: [[0; 3]; 5],
             ended_copies: BTreeMap::new(),
             ended: 0,
             ended_limit: FEW_COPIES,
@@ -95,8 +95,8 @@ impl Transfers {
         pairs_of(&mut self.decided, kind, src, dst)
     }
 
-    /// Pairs in all decisions, by kind.
-    pub(crate) fn num_decided(&self) -> [u64; 7] {
+    /// Pairs in all decisions, by kind and the slower of their two tiers.
+    pub(crate) fn num_decided(&self) -> [[u64; 3]; 5] {
         self.num_decided
     }
 
@@ -157,7 +157,7 @@ impl Transfers {
         self.open = TicketId(ticket.0 + 1);
         self.fresh = HashSet::new();
         for (kind, pairs) in &transfers {
-            self.num_decided[*kind as usize] += pairs.ids.len() as u64;
+            self.num_decided[*kind as usize][pairs.src.max(pairs.dst).index()] += pairs.ids.len() as u64;
         }
         let after = if std::mem::take(&mut self.overlaps) { self.overlapped() } else { Vec::new() };
         StepDecision { ticket, after, transfers, prefetch }
