@@ -5,7 +5,7 @@ use crate::convert::args::{self, Argument, shown};
 use crate::convert::arrays;
 use crate::convert::errors::{bad_mapping, invalid, out_of_memory};
 use crate::convert::memory::{self, RowViews};
-use blockyard_copy::{ASIDE, CopyError, Mapping, Rule};
+use blockyard_copy::{ASIDE, CopyError, Mapping, MappingRule};
 use numpy::{Ix1, Ix2, PyArray};
 use pyo3::prelude::*;
 use std::fmt::Display;
@@ -22,10 +22,10 @@ pub(crate) fn to_py(error: CopyError) -> PyErr {
     }
 }
 
-impl<'py> Argument<'py> for Rule {
+impl<'py> Argument<'py> for MappingRule {
     fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
         let word: String = value.extract().unwrap_or_default();
-        let found = Rule::ALL.into_iter().find(|rule| rule.name() == word);
+        let found = MappingRule::ALL.into_iter().find(|rule| rule.name() == word);
         let must = "'swap', 'copy', 'move' or 'exchange'";
         found.ok_or_else(|| invalid(format!("{name} is {}, must be {must}", shown(value))))
     }
@@ -57,7 +57,7 @@ impl PyMapping {
         pairs: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = args::src_blocks)] src_blocks: usize,
         #[pyo3(from_py_with = args::dst_blocks)] dst_blocks: usize,
-        #[pyo3(from_py_with = args::rule)] rule: Rule,
+        #[pyo3(from_py_with = args::rule)] rule: MappingRule,
     ) -> PyResult<Self> {
         let entries = arrays::id_pairs(pairs)?;
         Mapping::new(&entries, [src_blocks, dst_blocks], rule).map(Self).map_err(to_py)

@@ -13,7 +13,7 @@ const FIRST_CHUNK: usize = 64;
 /// Reads up to `count` free blocks from place `first` of their order on.
 type ReadFree = Box<dyn Fn(usize, usize) -> VecDeque<BlockId> + Send + Sync>;
 
-struct State {
+struct ReadAhead {
     ahead: VecDeque<BlockId>,
     /// Blocks read so far.
     place: usize,
@@ -29,12 +29,12 @@ struct State {
 #[pyclass(frozen, name = "FreeBlocks", module = "blockyard._core")]
 pub(crate) struct PyFreeBlocks {
     read: ReadFree,
-    state: OuterLock<State>,
+    state: OuterLock<ReadAhead>,
 }
 
 impl PyFreeBlocks {
     pub(crate) fn new(read: ReadFree) -> Self {
-        let state = State { ahead: VecDeque::new(), place: 0, chunk: FIRST_CHUNK, ended: false };
+        let state = ReadAhead { ahead: VecDeque::new(), place: 0, chunk: FIRST_CHUNK, ended: false };
         Self { read, state: OuterLock::new(state) }
     }
 }

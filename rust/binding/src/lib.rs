@@ -65,7 +65,7 @@ mod _core {
     use crate::span::expand_span;
     #[pymodule_export]
     use crate::store::{
-        PyCompletion, PyRedisClient, PySlabReport, PySlabStore, PyTierStats, check_slab, checksum_rows, inspect_slab,
+        PyCompletion, PyRedisClient, PySlabReport, PySlabStore, PyStoreStats, check_slab, checksum_rows, inspect_slab,
     };
     #[pymodule_export]
     use crate::v0::hash_blocks;

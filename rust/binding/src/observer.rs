@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use std::fmt::Display;
 
-type Table<'py> = Bound<'py, PyArray2<i64>>;
+type PairArray<'py> = Bound<'py, PyArray2<i64>>;
 
 /// Block ids: an int64 or int32 array `[n]` or a list of ints.
 pub(crate) struct Ids(Vec<u32>);
@@ -80,19 +80,19 @@ impl PyMovePlan {
 
     /// Moves and exchanges as one mapping, int64 `[n, 2]`.
     #[getter]
-    fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
+    fn pairs<'py>(&self, py: Python<'py>) -> PyResult<PairArray<'py>> {
         array(py, &self.plan.pairs)
     }
 
     /// Moves into holes, int64 `[n, 2]`, `(from, to)`.
     #[getter]
-    fn r#move<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
+    fn r#move<'py>(&self, py: Python<'py>) -> PyResult<PairArray<'py>> {
         array(py, self.plan.moves())
     }
 
     /// Pairs of blocks that change places, int64 `[n, 2]`.
     #[getter]
-    fn exchange<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
+    fn exchange<'py>(&self, py: Python<'py>) -> PyResult<PairArray<'py>> {
         array(py, self.plan.exchanges())
     }
 
@@ -130,12 +130,12 @@ fn taken(sequences: Vec<Ids>) -> Vec<Vec<u32>> {
     sequences.into_iter().map(|Ids(ids)| ids).collect()
 }
 
-struct State {
+struct Defragmenter {
     observer: Observer,
     planner: Planner,
 }
 
-impl State {
+impl Defragmenter {
     /// The step's plan; hysteresis goes on where the goals are those of the step before.
     fn plan(&mut self, wanted: &[Wanted], sequences: &[Vec<u32>], hot: &[u32], budget: Budget) -> PyResult<PyMovePlan> {
         if !self.planner.wanted().eq(wanted.iter().copied()) {
@@ -170,11 +170,11 @@ impl State {
 ///     [1, 2]
 #[pyclass(frozen, name = "BlockObserver", module = "blockyard._core")]
 pub(crate) struct PyBlockObserver {
-    inner: InnerLock<State>,
+    inner: InnerLock<Defragmenter>,
 }
 
 impl PyBlockObserver {
-    fn lock(&self) -> Guard<'_, State> {
+    fn lock(&self) -> Guard<'_, Defragmenter> {
         lock(&self.inner)
     }
 
@@ -224,7 +224,7 @@ impl PyBlockObserver {
             return Err(invalid(format!("num_blocks is {num_blocks:?}, must be 1 to {MOST}")));
         }
         let observer = Observer::new(num_blocks.unwrap_or(1), num_blocks.unwrap_or(MOST)).map_err(to_py)?;
-        Ok(Self { inner: InnerLock::new(State { observer, planner: Planner::default() }) })
+        Ok(Self { inner: InnerLock::new(Defragmenter { observer, planner: Planner::default() }) })
     }
 
     /// Ids known so far.
@@ -361,7 +361,7 @@ impl PyBlockObserver {
     }
 
     /// Blocks with references, rising, and how many, int64 `[n, 2]`.
-    fn used<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
+    fn used<'py>(&self, py: Python<'py>) -> PyResult<PairArray<'py>> {
         let used: Vec<[u32; 2]> = self.lock().observer.used().map(|(block, refs)| [block.0, refs]).collect();
         array(py, &used)
     }

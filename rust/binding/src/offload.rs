@@ -56,11 +56,11 @@ impl PyPreparedStore {
 ///     >>> manager.complete_load([b"a"])
 #[pyclass(frozen, name = "OffloadManager", module = "blockyard._core")]
 pub(crate) struct PyOffloadManager {
-    state: InnerLock<State>,
+    state: InnerLock<NamedCache>,
     names: Names,
 }
 
-struct State {
+struct NamedCache {
     cache: OffloadCache,
     /// The name of the key that each chunk has.
     names: Vec<Option<Py<PyAny>>>,
@@ -84,7 +84,7 @@ impl<'py> Keys<'py> {
 }
 
 impl PyOffloadManager {
-    fn lock(&self) -> Guard<'_, State> {
+    fn lock(&self) -> Guard<'_, NamedCache> {
         lock(&self.state)
     }
 
@@ -129,7 +129,7 @@ impl PyOffloadManager {
     fn new(#[pyo3(from_py_with = args::num_chunks)] num_chunks: u32, eviction: &str) -> PyResult<Self> {
         let policies = Policies { eviction: policy(eviction)?, ..Policies::default() };
         let cache = OffloadCache::new(num_chunks as usize, policies).map_err(to_py)?;
-        let state = InnerLock::new(State { cache, names: Vec::new() });
+        let state = InnerLock::new(NamedCache { cache, names: Vec::new() });
         Ok(Self { state, names: Names::default() })
     }
 

@@ -5,7 +5,7 @@ use crate::contest::{Contest, Way};
 use crate::error::CopyError;
 use crate::lanes::{LANES, PIECE_BYTES, in_lanes};
 use crate::lines::{exchange_line, fence, stream_line};
-use crate::mapping::{ASIDE, Mapping, Rule, Steps};
+use crate::mapping::{ASIDE, Mapping, MappingRule, Steps};
 use crate::pieces::{Piece, Pieces};
 use crate::rows::Rows;
 use crate::share::share;
@@ -69,10 +69,10 @@ impl Caches {
         }
         let (rule, pairs) = (mapping.rule(), mapping.pairs());
         let targets = match (&self.targets, rule) {
-            (Some(targets), Rule::Swap | Rule::Copy) => targets,
+            (Some(targets), MappingRule::Swap | MappingRule::Copy) => targets,
             (Some(_), _) => return Err(CopyError::Place { rule: rule.name(), place: "between caches" }),
-            (None, Rule::Swap) => return Err(CopyError::Place { rule: rule.name(), place: "within caches" }),
-            (None, Rule::Exchange) => {
+            (None, MappingRule::Swap) => return Err(CopyError::Place { rule: rule.name(), place: "within caches" }),
+            (None, MappingRule::Exchange) => {
                 self.exchange(pairs, threads);
                 return Ok(());
             }

@@ -20,5 +20,5 @@ mod share;
 
 pub use copy::Caches;
 pub use error::CopyError;
-pub use mapping::{ASIDE, MAX_RING, Mapping, Rule, Steps};
+pub use mapping::{ASIDE, MAX_RING, Mapping, MappingRule, Steps};
 pub use rows::Rows;

@@ -4,7 +4,7 @@ use crate::error::CopyError;
 
 /// What a mapping does to the blocks that it names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rule {
+pub enum MappingRule {
     /// Copies from one cache to another: no block is written twice.
     Swap,
     /// Copies within a cache: besides, no block is both read and written.
@@ -15,7 +15,7 @@ pub enum Rule {
     Exchange,
 }
 
-impl Rule {
+impl MappingRule {
     /// All rules.
     pub const ALL: [Self; 4] = [Self::Swap, Self::Copy, Self::Move, Self::Exchange];
 
@@ -50,10 +50,10 @@ pub struct Steps {
     pub starts: Vec<usize>,
 }
 
-/// Pairs `[from, to]` of blocks that follow a [`Rule`], ordered by target.
+/// Pairs `[from, to]` of blocks that follow a [`MappingRule`], ordered by target.
 #[derive(Debug, Clone)]
 pub struct Mapping {
-    rule: Rule,
+    rule: MappingRule,
     pairs: Vec<[u32; 2]>,
     reach: [usize; 2],
     /// The order of moves that depend on one another.
@@ -66,25 +66,25 @@ impl Mapping {
     ///
     /// # Errors
     /// An id is out of range, or the pairs break the rule.
-    pub fn new(entries: &[[i64; 2]], blocks: [usize; 2], rule: Rule) -> Result<Self, CopyError> {
+    pub fn new(entries: &[[i64; 2]], blocks: [usize; 2], rule: MappingRule) -> Result<Self, CopyError> {
         let mut pairs = Vec::with_capacity(entries.len());
         let mut reach = [0; 2];
         for (entry, &ids) in entries.iter().enumerate() {
-            if rule == Rule::Exchange && ids == [PADDING; 2] {
+            if rule == MappingRule::Exchange && ids == [PADDING; 2] {
                 continue;
             }
             let mut pair = [0; 2];
             for side in [0, 1] {
                 // ASIDE is no block.
                 let found = u32::try_from(ids[side]).ok().filter(|&id| id < ASIDE && (id as usize) < blocks[side]);
-                let verb = if rule == Rule::Exchange { "exchanged" } else { ["read", "written"][side] };
+                let verb = if rule == MappingRule::Exchange { "exchanged" } else { ["read", "written"][side] };
                 let (block, blocks) = (ids[side], blocks[side]);
                 pair[side] = found.ok_or(CopyError::OutOfRange { entry, block, verb, blocks })?;
                 reach[side] = reach[side].max(pair[side] as usize + 1);
             }
             pairs.push(pair);
         }
-        if rule == Rule::Exchange {
+        if rule == MappingRule::Exchange {
             check_named_once(entries, &pairs)?;
             return Ok(Self { rule, pairs, reach, order: None });
         }
@@ -94,11 +94,11 @@ impl Mapping {
                 return Err(repeated(entries, two[0][1], "written", |ids| &ids[1..]));
             }
         }
-        if rule == Rule::Copy {
+        if rule == MappingRule::Copy {
             check_unread(entries, &pairs)?;
         }
         let mut mapping = Self { rule, pairs, reach, order: None };
-        if rule == Rule::Move {
+        if rule == MappingRule::Move {
             mapping.pairs.retain(|[from, to]| from != to);
             mapping.order = order(&mapping.pairs);
         }
@@ -107,7 +107,7 @@ impl Mapping {
 
     /// What it does.
     #[must_use]
-    pub const fn rule(&self) -> Rule {
+    pub const fn rule(&self) -> MappingRule {
         self.rule
     }
 
@@ -134,7 +134,7 @@ impl Mapping {
     pub fn steps(&self) -> Steps {
         match &self.order {
             Some(order) => order.clone(),
-            None if self.rule == Rule::Exchange => Steps {
+            None if self.rule == MappingRule::Exchange => Steps {
                 steps: self
                     .pairs
                     .iter()
@@ -321,18 +321,18 @@ mod tests {
     }
 
     /// The rules, said once more.
-    fn is_sound(entries: &[[i64; 2]], blocks: [usize; 2], rule: Rule) -> bool {
-        let padding = |ids: &&[i64; 2]| rule == Rule::Exchange && **ids == [-1, -1];
+    fn is_sound(entries: &[[i64; 2]], blocks: [usize; 2], rule: MappingRule) -> bool {
+        let padding = |ids: &&[i64; 2]| rule == MappingRule::Exchange && **ids == [-1, -1];
         let kept: Vec<_> = entries.iter().filter(|ids| !padding(ids)).collect();
         let inside = |id: i64, blocks| usize::try_from(id).is_ok_and(|id| id < blocks);
         kept.iter().all(|ids| inside(ids[0], blocks[0]) && inside(ids[1], blocks[1]))
             && match rule {
-                Rule::Swap | Rule::Move => distinct(kept.iter().map(|ids| ids[1])),
-                Rule::Copy => {
+                MappingRule::Swap | MappingRule::Move => distinct(kept.iter().map(|ids| ids[1])),
+                MappingRule::Copy => {
                     distinct(kept.iter().map(|ids| ids[1]))
                         && kept.iter().all(|ids| kept.iter().all(|other| other[1] != ids[0]))
                 }
-                Rule::Exchange => distinct(kept.iter().flat_map(|ids| **ids)),
+                MappingRule::Exchange => distinct(kept.iter().flat_map(|ids| **ids)),
             }
     }
 
@@ -355,12 +355,12 @@ mod tests {
         rows
     }
 
-    fn wanted(entries: &[[i64; 2]], blocks: usize, rule: Rule) -> Vec<usize> {
+    fn wanted(entries: &[[i64; 2]], blocks: usize, rule: MappingRule) -> Vec<usize> {
         let mut rows: Vec<_> = (0..blocks).collect();
         for ids in entries {
             if let [Ok(from), Ok(to)] = ids.map(usize::try_from) {
                 rows[to] = from;
-                if rule == Rule::Exchange {
+                if rule == MappingRule::Exchange {
                     rows[from] = to;
                 }
             }
@@ -396,8 +396,8 @@ mod tests {
     proptest! {
         #[test]
         fn a_mapping_passes_exactly_if_it_is_sound(entries in any_entries(), read in 0..9_usize, written in 0..9_usize) {
-            for rule in Rule::ALL {
-                let blocks = if matches!(rule, Rule::Swap) { [read, written] } else { [read; 2] };
+            for rule in MappingRule::ALL {
+                let blocks = if matches!(rule, MappingRule::Swap) { [read, written] } else { [read; 2] };
                 let made = Mapping::new(&entries, blocks, rule);
                 prop_assert_eq!(made.is_ok(), is_sound(&entries, blocks, rule), "{:?}: {:?}", rule, made);
             }
@@ -405,13 +405,13 @@ mod tests {
 
         #[test]
         fn steps_have_the_effect_of_reading_all_first((blocks, entries) in sound_entries(), backwards in any::<bool>()) {
-            for rule in Rule::ALL {
+            for rule in MappingRule::ALL {
                 let Ok(mapping) = Mapping::new(&entries, [blocks; 2], rule) else { continue };
                 for &[from, to] in mapping.pairs() {
                     prop_assert!((from as usize) < mapping.reach()[0] && (to as usize) < mapping.reach()[1]);
                 }
-                prop_assert!(rule == Rule::Exchange || mapping.pairs().is_sorted_by_key(|pair| pair[1]));
-                if rule == Rule::Swap {
+                prop_assert!(rule == MappingRule::Exchange || mapping.pairs().is_sorted_by_key(|pair| pair[1]));
+                if rule == MappingRule::Swap {
                     prop_assert_eq!(mapping.pairs().len(), entries.len());
                     continue;
                 }
@@ -424,15 +424,15 @@ mod tests {
         fn exchanges_are_made((ids, some) in (Just((0..20_i64).collect::<Vec<_>>()).prop_shuffle(), 0..10_usize)) {
             let mut entries: Vec<_> = ids[..some].iter().zip(&ids[10..]).map(|(&one, &other)| [one, other]).collect();
             entries.insert(some / 2, [-1, -1]);
-            let mapping = Mapping::new(&entries, [20; 2], Rule::Exchange).unwrap();
-            prop_assert_eq!(run(&mapping.steps(), 20, false), wanted(&entries, 20, Rule::Exchange));
+            let mapping = Mapping::new(&entries, [20; 2], MappingRule::Exchange).unwrap();
+            prop_assert_eq!(run(&mapping.steps(), 20, false), wanted(&entries, 20, MappingRule::Exchange));
         }
 
         #[test]
         fn parts_hold_all_pairs_in_order_and_bound_moves_stay_whole(
             (blocks, entries) in sound_entries(), most in 0..6_usize
         ) {
-            for rule in Rule::ALL {
+            for rule in MappingRule::ALL {
                 let Ok(mapping) = Mapping::new(&entries, [blocks; 2], rule) else { continue };
                 let parts = mapping.split(most);
                 let pairs: Vec<_> = parts.iter().flat_map(|part| part.pairs().to_vec()).collect();
@@ -445,9 +445,9 @@ mod tests {
 
     #[test]
     fn independent_moves_need_no_order_and_a_ring_sets_one_block_aside() {
-        let free = Mapping::new(&[[5, 1], [9, 0], [5, 2], [3, 3]], [10; 2], Rule::Move).unwrap();
+        let free = Mapping::new(&[[5, 1], [9, 0], [5, 2], [3, 3]], [10; 2], MappingRule::Move).unwrap();
         assert_eq!((free.pairs(), free.order()), (&[[9, 0], [5, 1], [5, 2]][..], None));
-        let ring = Mapping::new(&[[0, 1], [1, 2], [2, 0], [2, 7], [8, 9]], [10; 2], Rule::Move).unwrap();
+        let ring = Mapping::new(&[[0, 1], [1, 2], [2, 0], [2, 7], [8, 9]], [10; 2], MappingRule::Move).unwrap();
         let order = ring.order().unwrap();
         let aside = order.steps.iter().filter(|step| step[1] == ASIDE).count();
         assert_eq!((order.starts.len(), order.steps.len(), aside), (3, 6, 1), "{order:?}");
@@ -458,8 +458,8 @@ mod tests {
         let blocks = 3 * MAX_RING + 7;
         let entries: Vec<_> =
             (0..blocks).map(|block| [block, (block + 5) % blocks].map(|id| i64::try_from(id).unwrap())).collect();
-        let mapping = Mapping::new(&entries, [blocks; 2], Rule::Move).unwrap();
-        assert_eq!(run(&mapping.steps(), blocks, false), wanted(&entries, blocks, Rule::Move));
+        let mapping = Mapping::new(&entries, [blocks; 2], MappingRule::Move).unwrap();
+        assert_eq!(run(&mapping.steps(), blocks, false), wanted(&entries, blocks, MappingRule::Move));
         let (mut length, mut longest) = (0, 0);
         for step in &mapping.steps().steps {
             length = if step[1] == ASIDE { 1 } else { length + 1 };
@@ -471,18 +471,21 @@ mod tests {
     #[test]
     fn errors_carry_the_numbers() {
         let error = |entries: &[[i64; 2]], rule| Mapping::new(entries, [8, 4], rule).unwrap_err().to_string();
-        let apart = Rule::Swap;
+        let apart = MappingRule::Swap;
         assert_eq!(error(&[[3, 1], [9, 2]], apart), "entry 1: block 9 is to be read, there are 8 blocks");
         assert_eq!(error(&[[3, -1]], apart), "entry 0: block -1 is to be written, there are 4 blocks");
         assert_eq!(error(&[[3, 1], [4, 0], [5, 1]], apart), "block 1 is written twice, by entries 0 and 2");
         assert_eq!(
-            error(&[[0, 3], [3, 1], [1, 2]], Rule::Copy),
+            error(&[[0, 3], [3, 1], [1, 2]], MappingRule::Copy),
             "block 3 is both read (pair 1) and written in one copy"
         );
         assert_eq!(
-            error(&[[-1, -1], [1, 2], [3, 3]], Rule::Exchange),
+            error(&[[-1, -1], [1, 2], [3, 3]], MappingRule::Exchange),
             "block 3 is exchanged twice, by entries 2 and 2"
         );
-        assert_eq!(error(&[[2, -1]], Rule::Exchange), "entry 0: block -1 is to be exchanged, there are 4 blocks");
+        assert_eq!(
+            error(&[[2, -1]], MappingRule::Exchange),
+            "entry 0: block -1 is to be exchanged, there are 4 blocks"
+        );
     }
 }

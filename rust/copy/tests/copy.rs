@@ -1,6 +1,6 @@
 //! Copies, exchanges and moves of rows against vectors of rows.
 
-use blockyard_copy::{Caches as Checked, CopyError, Mapping, Rows, Rule};
+use blockyard_copy::{Caches as Checked, CopyError, Mapping, MappingRule, Rows};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 
@@ -51,7 +51,7 @@ impl Caches {
     }
 }
 
-fn mapping(pairs: &[[u32; 2]], blocks: [usize; 2], rule: Rule) -> Result<Mapping, CopyError> {
+fn mapping(pairs: &[[u32; 2]], blocks: [usize; 2], rule: MappingRule) -> Result<Mapping, CopyError> {
     let entries: Vec<_> = pairs.iter().map(|pair| pair.map(i64::from)).collect();
     Mapping::new(&entries, blocks, rule)
 }
@@ -99,7 +99,7 @@ proptest! {
         let read = source.memory.clone();
         let blocks = [source.shape.rows as usize, target.shape.rows as usize];
         let caches = Checked::between(source.rows(), target.rows()).unwrap();
-        caches.run(&mapping(&pairs, blocks, Rule::Swap).unwrap(), threads).unwrap();
+        caches.run(&mapping(&pairs, blocks, MappingRule::Swap).unwrap(), threads).unwrap();
         same(&target.memory, &wanted)?;
         same(&source.memory, &read)?;
     }
@@ -122,7 +122,7 @@ proptest! {
             }
         }
         let blocks = [caches.shape.rows as usize; 2];
-        Checked::within(caches.rows()).unwrap().run(&mapping(&pairs, blocks, Rule::Exchange).unwrap(), threads).unwrap();
+        Checked::within(caches.rows()).unwrap().run(&mapping(&pairs, blocks, MappingRule::Exchange).unwrap(), threads).unwrap();
         same(&caches.memory, &wanted)?;
     }
 
@@ -145,7 +145,7 @@ proptest! {
             }
         }
         let blocks = [caches.shape.rows as usize; 2];
-        Checked::within(caches.rows()).unwrap().run(&mapping(&pairs, blocks, Rule::Move).unwrap(), threads).unwrap();
+        Checked::within(caches.rows()).unwrap().run(&mapping(&pairs, blocks, MappingRule::Move).unwrap(), threads).unwrap();
         same(&caches.memory, &wanted)?;
     }
 }
@@ -188,17 +188,20 @@ fn a_mapping_runs_only_where_its_blocks_are_and_as_its_rule_says() {
     let within = Checked::within(small.rows()).unwrap();
     let between = Checked::between(large.rows(), small.rows()).unwrap();
     let reach = |last, rows| Err(CopyError::Reach { last, rows });
-    assert_eq!(between.run(&mapping(&[[8, 4]], [9, 9], Rule::Swap).unwrap(), 1), reach(4, 4));
-    assert_eq!(between.run(&mapping(&[[9, 3]], [10, 4], Rule::Swap).unwrap(), 1), reach(9, 9));
-    assert_eq!(within.run(&mapping(&[[0, 1], [4, 2]], [5; 2], Rule::Exchange).unwrap(), 1), reach(4, 4));
-    assert_eq!(within.run(&mapping(&[[0, 4], [4, 0]], [5; 2], Rule::Move).unwrap(), 1), reach(4, 4));
-    let place = |rule: Rule, place| Err(CopyError::Place { rule: rule.name(), place });
-    for rule in [Rule::Move, Rule::Exchange] {
+    assert_eq!(between.run(&mapping(&[[8, 4]], [9, 9], MappingRule::Swap).unwrap(), 1), reach(4, 4));
+    assert_eq!(between.run(&mapping(&[[9, 3]], [10, 4], MappingRule::Swap).unwrap(), 1), reach(9, 9));
+    assert_eq!(within.run(&mapping(&[[0, 1], [4, 2]], [5; 2], MappingRule::Exchange).unwrap(), 1), reach(4, 4));
+    assert_eq!(within.run(&mapping(&[[0, 4], [4, 0]], [5; 2], MappingRule::Move).unwrap(), 1), reach(4, 4));
+    let place = |rule: MappingRule, place| Err(CopyError::Place { rule: rule.name(), place });
+    for rule in [MappingRule::Move, MappingRule::Exchange] {
         assert_eq!(between.run(&mapping(&[[0, 1]], [2; 2], rule).unwrap(), 1), place(rule, "between caches"));
     }
-    assert_eq!(within.run(&mapping(&[[0, 1]], [2; 2], Rule::Swap).unwrap(), 1), place(Rule::Swap, "within caches"));
+    assert_eq!(
+        within.run(&mapping(&[[0, 1]], [2; 2], MappingRule::Swap).unwrap(), 1),
+        place(MappingRule::Swap, "within caches")
+    );
     let nothing = Checked::between(Vec::new(), Vec::new()).unwrap();
-    assert_eq!(nothing.run(&mapping(&[], [0; 2], Rule::Swap).unwrap(), 1), Ok(()));
+    assert_eq!(nothing.run(&mapping(&[], [0; 2], MappingRule::Swap).unwrap(), 1), Ok(()));
     assert_eq!([small.memory, large.memory], before);
 }
 
@@ -207,7 +210,7 @@ fn rings_that_no_memory_can_set_aside_are_refused() {
     // SAFETY: the call fails before it touches the memory.
     let rows = unsafe { Rows::new(std::ptr::without_provenance_mut(64), 2, 1 << 62, 1 << 62) };
     let bytes = 1 << 62;
-    let ring = mapping(&[[0, 1], [1, 0]], [2; 2], Rule::Move).unwrap();
+    let ring = mapping(&[[0, 1], [1, 0]], [2; 2], MappingRule::Move).unwrap();
     let caches = Checked::within(vec![rows]).unwrap();
     assert_eq!(caches.run(&ring, 1), Err(CopyError::OutOfMemory { bytes }));
 }

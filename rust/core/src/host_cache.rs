@@ -10,7 +10,7 @@ use crate::decision::Kind;
 use crate::hash::Key;
 use crate::id::{BlockId, TicketId, Tier};
 use crate::prefix::CachedIdentity;
-use crate::transfer::{PendingPublish, Step, View};
+use crate::transfer::{OpenStep, PendingPublish, View};
 use std::collections::HashSet;
 
 /// A block of a prompt that was found after the first one that is not on the device.
@@ -57,7 +57,7 @@ impl View<'_> {
     }
 }
 
-impl Step<'_> {
+impl OpenStep<'_> {
     /// Appends to a new table what was found after its first blocks: device blocks, which have been claimed, and host copies,
     /// which are loaded. Returns how many were not being loaded yet.
     pub(crate) fn load(&mut self, tail: &[Found], keys: &[Key], tenant: u16, table: &mut Vec<BlockId>) -> u64 {

@@ -20,18 +20,18 @@ const TOGETHER: usize = 128;
 const SWEPT: usize = 4;
 
 /// A block, and the stamp that it had when it was put here.
-type Entry = (BlockId, u32);
+type StampedBlock = (BlockId, u32);
 
 /// First in, first out, in chunks: it grows without moving what it holds.
 #[derive(Debug, Clone, Default)]
 struct Queue {
     /// Read from `at` on.
-    front: Vec<Entry>,
+    front: Vec<StampedBlock>,
     at: usize,
-    full: VecDeque<Vec<Entry>>,
-    back: Vec<Entry>,
+    full: VecDeque<Vec<StampedBlock>>,
+    back: Vec<StampedBlock>,
     /// An empty chunk, to be filled next.
-    spare: Vec<Entry>,
+    spare: Vec<StampedBlock>,
     /// Entries in a chunk.
     chunk: usize,
 }
@@ -42,7 +42,7 @@ impl Queue {
     }
 
     #[inline]
-    fn push(&mut self, entry: Entry) {
+    fn push(&mut self, entry: StampedBlock) {
         if self.back.len() == self.back.capacity() {
             self.next_chunk();
         }
@@ -60,7 +60,7 @@ impl Queue {
     }
 
     #[inline]
-    fn first(&mut self) -> Option<Entry> {
+    fn first(&mut self) -> Option<StampedBlock> {
         if self.at == self.front.len() && !self.turn() {
             return None;
         }
@@ -68,7 +68,7 @@ impl Queue {
     }
 
     #[inline]
-    fn pop(&mut self) -> Option<Entry> {
+    fn pop(&mut self) -> Option<StampedBlock> {
         let entry = self.first()?;
         self.at += 1;
         Some(entry)
@@ -76,7 +76,7 @@ impl Queue {
 
     /// The first `count` entries, or fewer if they are in several chunks; at least one, if there is any.
     #[inline]
-    fn firsts(&mut self, count: usize) -> &[Entry] {
+    fn firsts(&mut self, count: usize) -> &[StampedBlock] {
         if self.at == self.front.len() && !self.turn() {
             return &[];
         }
@@ -84,7 +84,7 @@ impl Queue {
         &rest[..count.min(rest.len())]
     }
 
-    fn iter(&self) -> impl Iterator<Item = &Entry> {
+    fn iter(&self) -> impl Iterator<Item = &StampedBlock> {
         self.front[self.at..].iter().chain(self.full.iter().flatten()).chain(&self.back)
     }
 
@@ -168,7 +168,7 @@ impl Rings {
     /// Blocks of a ring, first to last.
     pub(crate) fn iter(&self, ring: usize) -> impl Iterator<Item = BlockId> + '_ {
         let entries = self.each.get(ring).into_iter().flat_map(|ring| ring.swept.iter().chain(ring.rest.iter()));
-        let block = |&(block, stamp): &Entry| {
+        let block = |&(block, stamp): &StampedBlock| {
             let block =
                 if self.stamps[block.index()] == stamp { Some(block) } else { self.renamed.get(&stamp).copied() };
             block.filter(|block| self.stamps[block.index()] == stamp)
@@ -299,7 +299,7 @@ impl Rings {
 
 /// The block that an entry is of, if it counts; a name that the entry lacks is given once.
 #[inline]
-fn current(entry: Entry, stamps: &[u32], renamed: &mut HashMap<u32, BlockId>) -> Option<BlockId> {
+fn current(entry: StampedBlock, stamps: &[u32], renamed: &mut HashMap<u32, BlockId>) -> Option<BlockId> {
     let (block, stamp) = entry;
     if stamps[block.index()] == stamp {
         return Some(block);
@@ -391,7 +391,7 @@ mod tests {
     fn a_queue_begins_a_chunk_when_the_last_is_full() {
         let mut queue = Queue::new(4);
         for _ in 0..9 {
-            queue.push(Entry::default());
+            queue.push(StampedBlock::default());
         }
         assert_eq!((queue.full.len(), queue.back.len()), (2, 1));
     }

@@ -1,7 +1,7 @@
 //! Several goals at once, and sequences in few runs, against brute force on small pools.
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
-use blockyard_core::defrag::{BlockMap, Budget, Entry, Facts, Goal, Occupancy, Plain, Plan, Planner, Wanted, runs};
+use blockyard_core::defrag::{BlockMap, Budget, Facts, Goal, HoleUse, Occupancy, Plain, Plan, Planner, Wanted, runs};
 use blockyard_core::reuse::BlockSet;
 use blockyard_core::{BlockId, merge_runs};
 use proptest::prelude::*;
@@ -180,8 +180,8 @@ impl Drawn {
 }
 
 impl Facts for Drawn {
-    fn entry(&self, hole: BlockId) -> Entry {
-        [Entry::Move, Entry::Drop, Entry::Exchange, Entry::Never][usize::from(self.of(hole) % 4)]
+    fn hole_use(&self, hole: BlockId) -> HoleUse {
+        [HoleUse::Move, HoleUse::Drop, HoleUse::Exchange, HoleUse::Never][usize::from(self.of(hole) % 4)]
     }
 
     fn is_hot(&self, live: BlockId) -> bool {
@@ -252,11 +252,11 @@ proptest! {
         let plan = places.plan_all(&[goal], &[&live], &facts, budget);
         prop_assert!(places.check_pairs(&plan.pairs).is_ok());
         prop_assert!(plan.pairs.len() <= moves && plan.writes() as u64 <= writes);
-        let lists = [(plan.moves(), Entry::Move), (plan.drops(), Entry::Drop), (plan.exchanges(), Entry::Exchange)];
-        for (pairs, entry) in lists {
+        let lists = [(plan.moves(), HoleUse::Move), (plan.drops(), HoleUse::Drop), (plan.exchanges(), HoleUse::Exchange)];
+        for (pairs, hole_use) in lists {
             for &[from, to] in pairs {
                 prop_assert!(facts.may_leave(BlockId(from)));
-                prop_assert_eq!(facts.entry(BlockId(to)), entry);
+                prop_assert_eq!(facts.hole_use(BlockId(to)), hole_use);
             }
         }
         prop_assert_eq!(lists.map(|(pairs, _)| pairs).concat(), plan.pairs);
@@ -285,11 +285,11 @@ struct Cached {
 }
 
 impl Facts for Cached {
-    fn entry(&self, hole: BlockId) -> Entry {
+    fn hole_use(&self, hole: BlockId) -> HoleUse {
         match (self.content.holes().contains(hole), self.keep) {
-            (false, _) => Entry::Move,
-            (true, true) => Entry::Exchange,
-            (true, false) => Entry::Drop,
+            (false, _) => HoleUse::Move,
+            (true, true) => HoleUse::Exchange,
+            (true, false) => HoleUse::Drop,
         }
     }
 
@@ -376,9 +376,9 @@ impl Counted {
 }
 
 impl Facts for Counted {
-    fn entry(&self, _hole: BlockId) -> Entry {
+    fn hole_use(&self, _hole: BlockId) -> HoleUse {
         self.count();
-        Entry::Exchange
+        HoleUse::Exchange
     }
 
     fn is_hot(&self, _live: BlockId) -> bool {

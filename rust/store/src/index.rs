@@ -45,7 +45,7 @@ pub(crate) struct Landed {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct IndexEntry {
     key: Key,
     /// Of the write that put the key here; 0 without a key.
     generation: u64,
@@ -64,7 +64,7 @@ pub(crate) enum Reuse {
 /// The keys of a store. A store of swap slots has an index of no slots.
 #[derive(Debug)]
 pub(crate) struct Index {
-    entries: Vec<Entry>,
+    entries: Vec<IndexEntry>,
     slots: HashMap<Key, u32>,
     newest: u32,
     oldest: u32,
@@ -77,7 +77,7 @@ pub(crate) struct Index {
 impl Index {
     /// An index of `slots` slots without keys; generations below `floor`, which is at least 1, count for nothing.
     pub(crate) fn new(slots: u32, floor: u64) -> Self {
-        let entry = |slot: u32| Entry {
+        let entry = |slot: u32| IndexEntry {
             key: [0; 32],
             generation: 0,
             newer: if slot + 1 < slots { slot + 1 } else { NONE },
@@ -219,7 +219,7 @@ impl Index {
     /// Forgets a key of a tenant that is beyond its quota; returns its slot, key and generation.
     pub(crate) fn drop_beyond(&mut self, tenant: &[u8; 32]) -> Option<(u32, Key, u64)> {
         let slot = self.quotas.beyond(tenant)?;
-        let Entry { key, generation, .. } = self.entries[slot as usize];
+        let IndexEntry { key, generation, .. } = self.entries[slot as usize];
         self.remove(slot, generation, Reuse::First).then_some((slot, key, generation))
     }
 
@@ -276,7 +276,7 @@ impl Index {
     }
 
     fn unlink(&mut self, slot: u32) {
-        let Entry { newer, older, .. } = self.entries[slot as usize];
+        let IndexEntry { newer, older, .. } = self.entries[slot as usize];
         match self.entries.get_mut(newer as usize) {
             Some(entry) => entry.older = older,
             None => self.newest = older,
@@ -356,46 +356,46 @@ mod tests {
     }
 
     #[derive(Clone, Debug)]
-    enum Step {
+    enum Action {
         Put(u8),
         Touch(u8),
         Remove(u8, bool),
         Forget,
     }
 
-    fn steps() -> impl Strategy<Value = Vec<Step>> {
-        let step = prop_oneof![
-            6 => (0u8..9).prop_map(Step::Put),
-            3 => (0u8..9).prop_map(Step::Touch),
-            2 => (0u8..9, any::<bool>()).prop_map(|(n, last)| Step::Remove(n, last)),
-            1 => Just(Step::Forget),
+    fn actions() -> impl Strategy<Value = Vec<Action>> {
+        let action = prop_oneof![
+            6 => (0u8..9).prop_map(Action::Put),
+            3 => (0u8..9).prop_map(Action::Touch),
+            2 => (0u8..9, any::<bool>()).prop_map(|(n, last)| Action::Remove(n, last)),
+            1 => Just(Action::Forget),
         ];
-        prop::collection::vec(step, 0..60)
+        prop::collection::vec(action, 0..60)
     }
 
     proptest! {
         /// The model is a list of keys with their slots, least recently used first.
         #[test]
-        fn a_random_history_gives_what_a_plain_list_gives(steps in steps()) {
+        fn a_random_history_gives_what_a_plain_list_gives(actions in actions()) {
             let mut index = Index::new(SLOTS, 1);
             let mut model: Vec<(Option<u8>, u32)> = (0..SLOTS).map(|slot| (None, slot)).collect();
             let mut generation = 1;
-            for step in steps {
+            for action in actions {
                 generation += 1;
-                match step {
-                    Step::Put(n) if index.find(&key(n)).is_none() => {
+                match action {
+                    Action::Put(n) if index.find(&key(n)).is_none() => {
                         let (held, slot) = model.remove(0);
                         prop_assert_eq!(index.claim(key(n), generation, None), Some((slot, held.map(key))));
                         model.push((Some(n), slot));
                     }
-                    Step::Put(n) | Step::Touch(n) => {
+                    Action::Put(n) | Action::Touch(n) => {
                         if let Some(at) = model.iter().position(|&(held, _)| held == Some(n)) {
                             let entry = model.remove(at);
                             index.touch(&key(n));
                             model.push(entry);
                         }
                     }
-                    Step::Remove(n, last) => {
+                    Action::Remove(n, last) => {
                         if let Some(at) = model.iter().position(|&(held, _)| held == Some(n)) {
                             let (_, slot) = model.remove(at);
                             let found = index.find(&key(n)).unwrap();
@@ -404,7 +404,7 @@ mod tests {
                             model.insert(if last { model.len() } else { 0 }, (None, slot));
                         }
                     }
-                    Step::Forget => {
+                    Action::Forget => {
                         index.forget(generation);
                         for entry in &mut model {
                             entry.0 = None;

@@ -47,7 +47,7 @@ pub(crate) struct Place {
 }
 
 #[derive(Debug)]
-struct Ticket {
+struct OpenBatch {
     reads: bool,
     blocks: Vec<Option<Outcome>>,
     /// Reads by key, whose keys are forgotten if they miss the deadline.
@@ -64,7 +64,7 @@ struct Ticket {
 /// The open tickets, and how many blocks missed for which reason.
 #[derive(Debug)]
 pub(crate) struct Tickets {
-    entries: BTreeMap<u64, Ticket>,
+    entries: BTreeMap<u64, OpenBatch>,
     next: u64,
     misses: [u64; Miss::ALL.len()],
     /// A ticket has ended since [`Tickets::take_ended`] was last asked.
@@ -94,7 +94,8 @@ impl Tickets {
         self.misses[refusal.index()] += (blocks - accepted) as u64;
         self.ended |= accepted == 0;
         let (gets, open) = (Vec::new(), accepted);
-        let entry = Ticket { reads, blocks: outcomes, gets, open, deadline, answers, reported: false, hidden: false };
+        let entry =
+            OpenBatch { reads, blocks: outcomes, gets, open, deadline, answers, reported: false, hidden: false };
         self.entries.insert(ticket, entry);
         ticket
     }
@@ -125,7 +126,7 @@ impl Tickets {
 
     /// Whether a ticket has missed its deadline and no job has ended since it was opened.
     pub(crate) fn is_unanswered(&self, ticket: u64, now: Instant, answers: u64) -> bool {
-        let is_late = |entry: &Ticket| entry.open > 0 && now >= entry.deadline && entry.answers == answers;
+        let is_late = |entry: &OpenBatch| entry.open > 0 && now >= entry.deadline && entry.answers == answers;
         self.entries.get(&ticket).is_some_and(is_late)
     }
 
@@ -170,7 +171,7 @@ impl Tickets {
 
     /// Tickets that finished or expired since the last call and have not been collected.
     pub(crate) fn poll(&mut self, now: Instant) -> Vec<u64> {
-        let over = |entry: &Ticket| !entry.reported && (entry.open == 0 || now >= entry.deadline);
+        let over = |entry: &OpenBatch| !entry.reported && (entry.open == 0 || now >= entry.deadline);
         let mut found = Vec::new();
         for (&ticket, entry) in self.entries.iter_mut().filter(|(_, entry)| over(entry)) {
             entry.reported = true;

@@ -1,8 +1,8 @@
 //! The protocol by which processes share a store's epoch, searched exhaustively.
 //!
-//! The steps are those of `python/blockyard/stores/epochs.py` and `threaded.py`:
+//! The actions are those of `python/blockyard/stores/epochs.py` and `threaded.py`:
 //!
-//! | step here | there |
+//! | action here | there |
 //! |---|---|
 //! | `Submit` | `submit_put`: the put has the epoch of its submission |
 //! | `Land` | `_carry_out_under_epoch` of a put, with what is known or after `SharedEpoch.confirm` |
@@ -12,11 +12,11 @@
 //! | `Crash` | the process is killed; another one opens the store with the namespace's weights |
 //! | `Lose` | the storage loses the record |
 //!
-//! A read of the record and the replacement that depends on it are one step: the storage refuses a replacement whose read
+//! A read of the record and the replacement that depends on it are one action: the storage refuses a replacement whose read
 //! is out of date.
 //!
 //! Worlds that differ only in numbers of tokens, names of keys or the order of processes are searched once. A block is
-//! either old, computed before the last `forget`, or young: no step asks for more.
+//! either old, computed before the last `forget`, or young: no action asks for more.
 //!
 //! The protocol of the first release, with epochs by the processes' clocks, is a variant that must fail.
 
@@ -91,7 +91,7 @@ enum Fault {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Step {
+enum Action {
     Submit { who: usize, key: u8 },
     Land { who: usize, asks: bool },
     Read { who: usize, key: u8 },
@@ -320,13 +320,13 @@ impl ByTime for Option<Epoch> {
 
 impl Model for Bounds {
     type State = World;
-    type Action = Step;
+    type Action = Action;
 
     fn init_states(&self) -> Vec<World> {
         vec![World { processes: vec![Process::default(); self.processes], ..World::default() }]
     }
 
-    fn actions(&self, world: &World, steps: &mut Vec<Step>) {
+    fn actions(&self, world: &World, actions: &mut Vec<Action>) {
         if world.wrong.is_some() {
             return;
         }
@@ -336,45 +336,45 @@ impl Model for Bounds {
         for (who, process) in world.processes.iter().enumerate() {
             for key in 0..self.keys {
                 if process.put.is_none() {
-                    steps.push(Step::Submit { who, key });
+                    actions.push(Action::Submit { who, key });
                 }
                 if !reads {
-                    steps.push(Step::Read { who, key });
+                    actions.push(Action::Read { who, key });
                 }
             }
             if process.put.is_some() {
-                steps.extend([Step::Land { who, asks: false }, Step::Land { who, asks: true }]);
+                actions.extend([Action::Land { who, asks: false }, Action::Land { who, asks: true }]);
             }
             if process.get.is_some() {
-                steps.push(Step::Take { who });
+                actions.push(Action::Take { who });
             }
             if process.forgets < self.forgets {
-                steps.extend([Step::Stop { who, names: false }, Step::Stop { who, names: true }]);
+                actions.extend([Action::Stop { who, names: false }, Action::Stop { who, names: true }]);
             }
             if process.is_due {
-                steps.push(Step::Begin { who, fault: Fault::None });
+                actions.push(Action::Begin { who, fault: Fault::None });
                 if may_fail && !self.by_clocks {
-                    steps.push(Step::Begin { who, fault: Fault::RequestLost });
-                    steps.push(Step::Begin { who, fault: Fault::AnswerLost });
+                    actions.push(Action::Begin { who, fault: Fault::RequestLost });
+                    actions.push(Action::Begin { who, fault: Fault::AnswerLost });
                 }
             }
             if may_fail {
-                steps.push(Step::Crash { who });
+                actions.push(Action::Crash { who });
             }
         }
         if may_fail && self.record_is_lost && world.record.is_some() {
-            steps.push(Step::Lose);
+            actions.push(Action::Lose);
         }
     }
 
-    fn next_state(&self, last: &World, step: Step) -> Option<World> {
+    fn next_state(&self, last: &World, action: Action) -> Option<World> {
         let mut world = last.clone();
-        match step {
-            Step::Submit { who, key } => {
+        match action {
+            Action::Submit { who, key } => {
                 let value = Value { key, weights: world.processes[who].name, is_old: false };
                 world.processes[who].put = Some(Put { value, is_void: false });
             }
-            Step::Land { who, asks } => {
+            Action::Land { who, asks } => {
                 let epoch = world.known(who, asks, *self);
                 if let (Some(put), Some(epoch)) = (world.processes[who].put.take(), epoch)
                     && !put.is_void
@@ -382,9 +382,9 @@ impl Model for Bounds {
                     world.blocks.insert((epoch.token, put.value));
                 }
             }
-            Step::Read { who, key } => world.read(who, key, *self),
-            Step::Take { who } => world.take(who, *self),
-            Step::Stop { who, names } => {
+            Action::Read { who, key } => world.read(who, key, *self),
+            Action::Take { who } => world.take(who, *self),
+            Action::Stop { who, names } => {
                 let fresh_time =
                     world.processes[who].mine.map_or(if who == 0 { AHEAD } else { 1 }, |mine| mine.weights + 1);
                 let fresh = world.fresh(fresh_time, 0);
@@ -396,7 +396,7 @@ impl Model for Bounds {
                 process.mine = self.by_clocks.then_some(fresh);
                 process.name = if names { 1 } else { process.name };
             }
-            Step::Begin { who, fault } => {
+            Action::Begin { who, fault } => {
                 world.faults += u8::from(fault != Fault::None);
                 let epoch = if self.by_clocks { world.share_by_clocks(who) } else { world.begun(who) };
                 let has_begun = self.by_clocks || Some(epoch) != world.record;
@@ -412,11 +412,11 @@ impl Model for Bounds {
                     (process.mine, process.is_due) = (Some(epoch), false);
                 }
             }
-            Step::Crash { who } => {
+            Action::Crash { who } => {
                 world.faults += 1;
                 world.processes[who] = Process { forgets: world.processes[who].forgets, ..Process::default() };
             }
-            Step::Lose => {
+            Action::Lose => {
                 world.faults += 1;
                 world.record = None;
             }

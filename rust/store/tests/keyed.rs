@@ -459,9 +459,9 @@ fn an_event_says_that_tickets_have_ended_until_somebody_polls() {
     assert_eq!(store.poll().unwrap(), [absent]);
 }
 
-/// One step of a random history.
+/// One action of a random history.
 #[derive(Clone, Debug)]
-enum Step {
+enum Action {
     Put(Vec<u64>),
     Get(Vec<u64>),
     Delete(u64),
@@ -471,20 +471,20 @@ enum Step {
     Kill,
 }
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn actions() -> impl Strategy<Value = Vec<Action>> {
     // As many keys as slots: nothing is evicted, so each key's fate is known.
     let id = 0..u64::from(SLOTS);
     let ids = prop::collection::vec(id.clone(), 0..6);
-    let step = prop_oneof![
-        5 => ids.clone().prop_map(Step::Put),
-        4 => ids.prop_map(Step::Get),
-        2 => id.clone().prop_map(Step::Delete),
-        1 => id.prop_map(Step::FailingGet),
-        1 => Just(Step::Forget),
-        1 => any::<bool>().prop_map(Step::Reopen),
-        1 => Just(Step::Kill),
+    let action = prop_oneof![
+        5 => ids.clone().prop_map(Action::Put),
+        4 => ids.prop_map(Action::Get),
+        2 => id.clone().prop_map(Action::Delete),
+        1 => id.prop_map(Action::FailingGet),
+        1 => Just(Action::Forget),
+        1 => any::<bool>().prop_map(Action::Reopen),
+        1 => Just(Action::Kill),
     ];
-    prop::collection::vec(step, 1..40)
+    prop::collection::vec(action, 1..40)
 }
 
 /// The store beside a map from key to epoch.
@@ -496,24 +496,24 @@ struct Pair {
 }
 
 impl Pair {
-    fn apply(&mut self, step: Step) {
-        match step {
-            Step::Put(ids) => {
+    fn apply(&mut self, action: Action) {
+        match action {
+            Action::Put(ids) => {
                 assert!(put(&self.store, &ids, self.epoch).iter().all(Result::is_ok));
                 for n in ids {
                     self.model.entry(n).or_insert(self.epoch);
                 }
             }
-            Step::Get(ids) => {
+            Action::Get(ids) => {
                 let expected: Vec<_> =
                     ids.iter().map(|n| self.model.get(n).map(|&epoch| row(*n, epoch)).ok_or(Miss::Absent)).collect();
                 assert_eq!(get(&self.store, &ids), expected);
             }
-            Step::Delete(n) => {
+            Action::Delete(n) => {
                 assert_eq!(delete(&self.store, &[n]), [Ok(())]);
                 self.model.remove(&n);
             }
-            Step::FailingGet(n) => {
+            Action::FailingGet(n) => {
                 self.disk.fail(Some((1, 5)));
                 let expected = if self.model.contains_key(&n) { Miss::Io } else { Miss::Absent };
                 assert_eq!(get(&self.store, &[n]), [Err(expected)]);
@@ -521,19 +521,19 @@ impl Pair {
                 self.model.remove(&n);
                 delete_surely(&self.store, n);
             }
-            Step::Forget => {
+            Action::Forget => {
                 self.store.forget(None).unwrap();
                 self.model.clear();
                 self.epoch += 1;
             }
-            Step::Reopen(with_checkpoint) => {
+            Action::Reopen(with_checkpoint) => {
                 assert!(self.store.close(LONG));
                 if !with_checkpoint {
                     self.disk.drop_checkpoint();
                 }
                 self.store = open(&self.disk);
             }
-            Step::Kill => {
+            Action::Kill => {
                 self.disk = self.disk.killed();
                 self.store = open(&self.disk);
             }
@@ -550,12 +550,12 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
     #[test]
-    fn a_random_history_gives_what_a_map_gives(steps in steps()) {
+    fn a_random_history_gives_what_a_map_gives(actions in actions()) {
         let disk = disk();
         let store = open(&disk);
         let mut pair = Pair { disk, store, model: BTreeMap::new(), epoch: 0 };
-        for step in steps {
-            pair.apply(step);
+        for action in actions {
+            pair.apply(action);
         }
         assert_no_slot_leaked(&pair.store, pair.epoch);
     }

@@ -211,9 +211,9 @@ fn wrong_owners_and_swap_space_are_refused() {
     assert!(matches!(store.quota(tenant(1)), Err(Error::NotKeyed)));
 }
 
-/// One step of a random history.
+/// One action of a random history.
 #[derive(Clone, Debug)]
-enum Step {
+enum Action {
     Put(Vec<(u64, Option<Of>)>),
     Get(Vec<u64>),
     Delete(u64),
@@ -226,28 +226,28 @@ enum Step {
 /// More than there are slots.
 const IDS: u64 = 12;
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn actions() -> impl Strategy<Value = Vec<Action>> {
     let (id, of) = (0..IDS, 0u8..2);
     let any_of = prop::option::of((of.clone(), prop::option::of(id.clone())));
     let chain = (of.clone(), id.clone(), 1..9u64).prop_map(|(of, first, len)| {
         let chain = chain(of, first..IDS.min(first + len));
         chain.into_iter().map(|(n, of)| (n, Some(of))).collect::<Vec<_>>()
     });
-    let step = prop_oneof![
-        5 => chain.prop_map(Step::Put),
-        3 => prop::collection::vec((id.clone(), any_of), 0..6).prop_map(Step::Put),
-        4 => prop::collection::vec(id.clone(), 0..6).prop_map(Step::Get),
-        2 => id.prop_map(Step::Delete),
-        3 => (of, prop::option::weighted(0.8, 0..7u32)).prop_map(|(of, most)| Step::Quota(of, most)),
-        1 => Just(Step::Forget),
-        1 => any::<bool>().prop_map(Step::Reopen),
-        1 => Just(Step::Kill),
+    let action = prop_oneof![
+        5 => chain.prop_map(Action::Put),
+        3 => prop::collection::vec((id.clone(), any_of), 0..6).prop_map(Action::Put),
+        4 => prop::collection::vec(id.clone(), 0..6).prop_map(Action::Get),
+        2 => id.prop_map(Action::Delete),
+        3 => (of, prop::option::weighted(0.8, 0..7u32)).prop_map(|(of, most)| Action::Quota(of, most)),
+        1 => Just(Action::Forget),
+        1 => any::<bool>().prop_map(Action::Reopen),
+        1 => Just(Action::Kill),
     ];
-    prop::collection::vec(step, 1..40)
+    prop::collection::vec(action, 1..40)
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Block {
+struct ModelBlock {
     of: Option<Of>,
     /// For the store, which evicts by size.
     used: i64,
@@ -260,7 +260,7 @@ struct Block {
 /// The rules, over a map.
 #[derive(Default)]
 struct Model {
-    blocks: BTreeMap<u64, Block>,
+    blocks: BTreeMap<u64, ModelBlock>,
     most: BTreeMap<u8, u32>,
     clock: i64,
 }
@@ -284,7 +284,7 @@ impl Model {
 
     /// The block of a tenant that goes first.
     fn first(&self, of: u8) -> Option<u64> {
-        let is_of = |block: &&Block| block.of.is_some_and(|(tenant, _)| tenant == of);
+        let is_of = |block: &&ModelBlock| block.of.is_some_and(|(tenant, _)| tenant == of);
         let is_parent = |n: u64| self.blocks.values().filter(is_of).any(|block| block.of.unwrap().1 == Some(n));
         let own = self.blocks.iter().filter(|(_, block)| is_of(block));
         own.min_by_key(|&(&n, block)| (is_parent(n), block.rank)).map(|(&n, _)| n)
@@ -296,13 +296,13 @@ impl Model {
         let now = self.tick();
         if let Some(block) = self.blocks.get_mut(&n) {
             if !block.proven {
-                *block = Block { used: now, rank: now, written: now, proven: true, ..*block };
+                *block = ModelBlock { used: now, rank: now, written: now, proven: true, ..*block };
             }
             return Ok(());
         }
         let parent = of.and_then(|(_, parent)| parent);
         let rank = |model: &Self| if parent.is_none_or(|n| model.blocks.contains_key(&n)) { now } else { -now };
-        let block = |rank| Block { of, used: now, rank, written: now, proven: true };
+        let block = |rank| ModelBlock { of, used: now, rank, written: now, proven: true };
         let quota = of.and_then(|(of, _)| self.most.get(&of).map(|&most| (of, most)));
         if let Some((of, _)) = quota.filter(|&(of, most)| self.held(of) >= most as usize) {
             self.blocks.insert(n, block(rank(self)));
@@ -399,31 +399,31 @@ impl Pair {
         }
     }
 
-    fn apply(&mut self, step: Step) {
-        match step {
-            Step::Put(blocks) => self.put(&blocks),
-            Step::Get(ids) => self.get(&ids),
-            Step::Delete(n) => {
+    fn apply(&mut self, action: Action) {
+        match action {
+            Action::Put(blocks) => self.put(&blocks),
+            Action::Get(ids) => self.get(&ids),
+            Action::Delete(n) => {
                 assert_eq!(delete(&self.store, &[n]), [Ok(())]);
                 self.model.blocks.remove(&n);
             }
-            Step::Quota(of, most) => {
+            Action::Quota(of, most) => {
                 self.store.set_quota(tenant(of), most).unwrap();
                 self.model.limit(of, most);
             }
-            Step::Forget => {
+            Action::Forget => {
                 self.store.forget(None).unwrap();
                 self.model.blocks.clear();
                 self.epoch += 1;
             }
-            Step::Reopen(with_checkpoint) => {
+            Action::Reopen(with_checkpoint) => {
                 assert!(self.store.close(LONG));
                 if !with_checkpoint {
                     self.disk.drop_checkpoint();
                 }
                 self.open(with_checkpoint);
             }
-            Step::Kill => {
+            Action::Kill => {
                 self.disk = self.disk.killed();
                 self.open(false);
             }
@@ -448,12 +448,12 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn a_random_history_gives_what_the_rules_say(steps in steps()) {
+    fn a_random_history_gives_what_the_rules_say(actions in actions()) {
         let disk = disk();
         let store = open(&disk);
         let mut pair = Pair { disk, store, model: Model::default(), epoch: 0 };
-        for step in steps {
-            pair.apply(step);
+        for action in actions {
+            pair.apply(action);
         }
         assert_no_slot_leaked(&pair.store, pair.epoch);
     }

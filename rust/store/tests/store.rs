@@ -316,9 +316,9 @@ fn options_out_of_range_are_refused() {
     }
 }
 
-/// One step of a random history.
+/// One action of a random history.
 #[derive(Clone, Debug)]
-enum Step {
+enum Action {
     Write(Vec<i64>, u8),
     Read(Vec<i64>),
     FailingWrite(i64),
@@ -327,18 +327,18 @@ enum Step {
     Reopen,
 }
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn actions() -> impl Strategy<Value = Vec<Action>> {
     let slot = 0..i64::from(SLOTS);
     let slots = prop::collection::btree_set(slot.clone(), 0..6).prop_map(|set| set.into_iter().collect::<Vec<_>>());
-    let step = prop_oneof![
-        4 => (slots, any::<u8>()).prop_map(|(slots, seed)| Step::Write(slots, seed)),
-        4 => prop::collection::vec(slot.clone(), 0..6).prop_map(Step::Read),
-        1 => slot.clone().prop_map(Step::FailingWrite),
-        1 => (slot, 0..4096 + PAYLOAD as u64, 1u8..).prop_map(|(slot, at, mask)| Step::Damage(slot, at, mask)),
-        3 => Just(Step::Collect),
-        1 => Just(Step::Reopen),
+    let action = prop_oneof![
+        4 => (slots, any::<u8>()).prop_map(|(slots, seed)| Action::Write(slots, seed)),
+        4 => prop::collection::vec(slot.clone(), 0..6).prop_map(Action::Read),
+        1 => slot.clone().prop_map(Action::FailingWrite),
+        1 => (slot, 0..4096 + PAYLOAD as u64, 1u8..).prop_map(|(slot, at, mask)| Action::Damage(slot, at, mask)),
+        3 => Just(Action::Collect),
+        1 => Just(Action::Reopen),
     ];
-    prop::collection::vec(step, 1..40)
+    prop::collection::vec(action, 1..40)
 }
 
 /// What a slot must give back.
@@ -363,27 +363,27 @@ impl Pair {
         Self { memory, store, model: vec![Slot::Missing(Miss::Empty); SLOTS as usize], open: Vec::new() }
     }
 
-    fn apply(&mut self, step: Step) {
-        match step {
-            Step::Write(slots, seed) => {
+    fn apply(&mut self, action: Action) {
+        match action {
+            Action::Write(slots, seed) => {
                 let rows: Vec<u8> = slots.iter().flat_map(|&slot| row(seed ^ u8::try_from(slot).unwrap())).collect();
                 self.open.push((self.store.submit_write(&slots, &rows).unwrap(), None));
                 for slot in slots {
                     self.model[usize::try_from(slot).unwrap()] = Slot::Holds(seed ^ u8::try_from(slot).unwrap());
                 }
             }
-            Step::Read(slots) => {
+            Action::Read(slots) => {
                 let expected = slots.iter().map(|&slot| self.model[usize::try_from(slot).unwrap()].clone()).collect();
                 self.open.push((self.store.submit_read(&slots).unwrap(), Some(expected)));
             }
-            Step::FailingWrite(slot) => {
+            Action::FailingWrite(slot) => {
                 self.collect();
                 self.memory.set_faults(Fault::None, Fault::Errno(5));
                 assert_eq!(write(&self.store, &[slot], 9), [Err(Miss::Io)]);
                 self.memory.set_faults(Fault::None, Fault::None);
                 self.model[usize::try_from(slot).unwrap()] = Slot::Missing(Miss::Lost);
             }
-            Step::Damage(slot, at, mask) => {
+            Action::Damage(slot, at, mask) => {
                 self.collect();
                 let at = options().geometry.offset(u32::try_from(slot).unwrap()) + at;
                 // Only once between two writes: the same change twice would mend the block.
@@ -392,8 +392,8 @@ impl Pair {
                     self.memory.flip(at, mask);
                 }
             }
-            Step::Collect => self.collect(),
-            Step::Reopen => {
+            Action::Collect => self.collect(),
+            Action::Reopen => {
                 self.collect();
                 assert!(self.store.close(LONG));
                 let device: Arc<dyn BlockDevice> = Arc::clone(&self.memory) as _;
@@ -427,10 +427,10 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn a_random_history_gives_what_a_plain_list_gives(steps in steps()) {
+    fn a_random_history_gives_what_a_plain_list_gives(actions in actions()) {
         let mut pair = Pair::new();
-        for step in steps {
-            pair.apply(step);
+        for action in actions {
+            pair.apply(action);
         }
         pair.collect();
     }

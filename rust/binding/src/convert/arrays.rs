@@ -25,9 +25,9 @@ impl<'py> Argument<'py> for Handle {
 
 /// A ticket; a number that no ticket can have is an unknown one.
 #[derive(Clone, Copy)]
-pub(crate) struct Ticket(pub(crate) TicketId);
+pub(crate) struct TicketArgument(pub(crate) TicketId);
 
-impl<'py> Argument<'py> for Ticket {
+impl<'py> Argument<'py> for TicketArgument {
     fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
         match value.extract::<u64>() {
             Ok(ticket) => Ok(Self(TicketId(ticket))),
@@ -215,10 +215,10 @@ pub(crate) fn exactly(slots: Area<'_, i64>, len: usize) -> PyResult<&mut [i64]> 
 }
 
 /// A block table of the caller's.
-pub(crate) type Table<'a, 'py> = Target<'a, 'py, i32, Ix2>;
+pub(crate) type TableTarget<'a, 'py> = Target<'a, 'py, i32, Ix2>;
 
 /// Where a block table is written.
-pub(crate) fn table<'a, 'py>(table: &'a Bound<'py, PyAny>, name: &'static str) -> Table<'a, 'py> {
+pub(crate) fn table<'a, 'py>(table: &'a Bound<'py, PyAny>, name: &'static str) -> TableTarget<'a, 'py> {
     Target::new(table, name, "int32 [sequences, blocks]")
 }
 

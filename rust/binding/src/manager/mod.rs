@@ -15,7 +15,7 @@ pub(crate) mod stats;
 
 use crate::allocator::ids;
 use crate::convert::args;
-use crate::convert::arrays::{self, Handle, Ticket, Tokens};
+use crate::convert::arrays::{self, Handle, TicketArgument, Tokens};
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory::{self, Area};
 use crate::convert::tiers::{tier, tier_of};
@@ -632,7 +632,7 @@ impl PyBlockManager {
     fn complete<'py>(
         &self,
         py: Python<'py>,
-        #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
+        #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
         #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         if lost.is_empty() {
@@ -655,7 +655,7 @@ impl PyBlockManager {
     fn fail<'py>(
         &self,
         py: Python<'py>,
-        #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
+        #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let hit = self.lock().fail_whole(ticket.0).map_err(to_py)?;
         handles(py, &hit)
@@ -675,7 +675,7 @@ impl PyBlockManager {
     fn lose<'py>(
         &self,
         py: Python<'py>,
-        #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
+        #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
         #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let lost = core_pairs(py, &lost)?;

@@ -7,10 +7,10 @@ mod results;
 
 pub(crate) use redis::PyRedisClient;
 pub(crate) use report::{PySlabReport, check_slab, inspect_slab};
-pub(crate) use results::{PyCompletion, PyTierStats};
+pub(crate) use results::{PyCompletion, PyStoreStats};
 
 use crate::convert::args::{self, Argument};
-use crate::convert::arrays::Ticket;
+use crate::convert::arrays::TicketArgument;
 use crate::convert::memory::{self, LentRows};
 use blockyard_store::{
     BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Owner, Progress, SlabFile, SlabOptions, SlabStore,
@@ -316,7 +316,7 @@ impl PySlabStore {
     fn wait(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
+        #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
         #[pyo3(from_py_with = args::timeout)] timeout: Option<f64>,
     ) -> PyResult<PyCompletion> {
         let ticket = ticket.0.0;
@@ -344,9 +344,9 @@ impl PySlabStore {
     }
 
     /// Counters since the store was opened.
-    fn stats(&self) -> PyResult<PyTierStats> {
+    fn stats(&self) -> PyResult<PyStoreStats> {
         let stats = self.store.stats().map_err(|error| to_py(&error))?;
-        Ok(PyTierStats::from_store(stats, self.bytes_per_block() as u64))
+        Ok(PyStoreStats::from_store(stats, self.bytes_per_block() as u64))
     }
 
     /// Give up what is under way, and remove the file of swap space. Returns False if the disk did not answer within

@@ -68,7 +68,7 @@ impl PyCompletion {
 /// Counters of a tier since it was opened.
 #[pyclass(frozen, eq, get_all, name = "StoreStats", module = "blockyard._core")]
 #[derive(Clone, Default, PartialEq, Eq)]
-pub(crate) struct PyTierStats {
+pub(crate) struct PyStoreStats {
     /// Blocks whose write completed.
     written_blocks: u64,
     /// Bytes of those, headers not counted.
@@ -94,7 +94,7 @@ pub(crate) struct PyTierStats {
 }
 
 #[pymethods]
-impl PyTierStats {
+impl PyStoreStats {
     #[new]
     #[pyo3(signature = (*, written_blocks=0, written_bytes=0, read_blocks=0, read_bytes=0, misses=None, errors=0,
                         last_error="", errors_in_a_row=0, pending_bytes=0, cached_blocks=0, evicted_blocks=0))]
@@ -186,7 +186,7 @@ impl PyTierStats {
     }
 }
 
-impl PyTierStats {
+impl PyStoreStats {
     pub(super) fn from_store(stats: Stats, bytes_per_block: u64) -> Self {
         let seen = Miss::ALL.into_iter().map(|miss| (miss.name().to_owned(), stats.misses[miss.index()]));
         Self {

@@ -1,6 +1,6 @@
 //! The allocators of one device.
 
-use super::block::{Block, PyNaiveBlock, key_of};
+use super::block::{PyNaiveBlock, V0Block, key_of};
 use super::key::IntKey;
 use super::pool::{Ids, PyPoolAllocator};
 use super::{freed, require, to_v0};
@@ -36,13 +36,13 @@ impl PyPoolAllocator {
 
     /// Give a block back.
     #[pyo3(signature = (block, keep_block_object=false))]
-    fn free(&self, block: Block<'_>, keep_block_object: bool) -> PyResult<()> {
+    fn free(&self, block: V0Block<'_>, keep_block_object: bool) -> PyResult<()> {
         let _ = keep_block_object; // block objects are cheap here and not pooled
         self.release(&[block])
     }
 
     /// Return the blocks up to this one, shared.
-    pub(super) fn fork<'py>(slf: &Bound<'py, Self>, last_block: Block<'py>) -> PyResult<Vec<Block<'py>>> {
+    pub(super) fn fork<'py>(slf: &Bound<'py, Self>, last_block: V0Block<'py>) -> PyResult<Vec<V0Block<'py>>> {
         let mut blocks = vec![last_block];
         while let Some(prev) = blocks[blocks.len() - 1].get().prev(slf.py()) {
             blocks.push(prev.cast_into()?);
@@ -60,7 +60,7 @@ impl PyPoolAllocator {
         #[pyo3(from_py_with = args::block_token_ids)] block_token_ids: Vec<Vec<i64>>,
         #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
         device: Option<Bound<'py, PyAny>>,
-    ) -> PyResult<Vec<Block<'py>>> {
+    ) -> PyResult<Vec<V0Block<'py>>> {
         one_device(device.as_ref())?;
         Self::allocate_chain(slf, prev_block.as_ref(), block_token_ids, Vec::new(), extra_hash)
     }
@@ -74,7 +74,7 @@ impl PyPoolAllocator {
         #[pyo3(from_py_with = args::token_ids)] token_ids: Vec<i64>,
         #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
         device: Option<Bound<'py, PyAny>>,
-    ) -> PyResult<Block<'py>> {
+    ) -> PyResult<V0Block<'py>> {
         one_device(device.as_ref())?;
         Ok(Self::allocate_chain(slf, prev_block.as_ref(), vec![token_ids], Vec::new(), extra_hash)?.remove(0))
     }
@@ -87,7 +87,7 @@ impl PyPoolAllocator {
         prev_block: Option<Bound<'py, PyAny>>,
         #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
         device: Option<Bound<'py, PyAny>>,
-    ) -> PyResult<Block<'py>> {
+    ) -> PyResult<V0Block<'py>> {
         one_device(device.as_ref())?;
         let ids = slf.get().take(&[None])?;
         let made = Self::create(slf, Self::parts(slf, prev_block, Vec::new(), ids[0], extra_hash));
@@ -96,7 +96,7 @@ impl PyPoolAllocator {
 
     /// Return the id to write to, of a copy if the block is shared.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
-    fn cow_block_if_not_appendable(&self, block: Block<'_>) -> PyResult<i64> {
+    fn cow_block_if_not_appendable(&self, block: V0Block<'_>) -> PyResult<i64> {
         let source = block.get().id().ok_or_else(freed)?;
         let (local, mut out) = (self.local(source)?, Vec::with_capacity(1));
         lock(&self.pool).make_writable(&[local], &mut out).map_err(to_v0)?;
@@ -114,13 +114,13 @@ impl PyPoolAllocator {
 
     /// Give the blocks of a list back.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
-    fn swap_out(&self, #[pyo3(from_py_with = args::blocks)] blocks: Vec<Block<'_>>) -> PyResult<()> {
+    fn swap_out(&self, #[pyo3(from_py_with = args::blocks)] blocks: Vec<V0Block<'_>>) -> PyResult<()> {
         self.release(&blocks)
     }
 
     /// Take blocks for a list that comes back.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
-    fn swap_in(&self, #[pyo3(from_py_with = args::blocks)] blocks: Vec<Block<'_>>) -> PyResult<()> {
+    fn swap_in(&self, #[pyo3(from_py_with = args::blocks)] blocks: Vec<V0Block<'_>>) -> PyResult<()> {
         let ids = self.take(&self.places(&blocks, |_| Ok(true))?)?;
         blocks.iter().zip(ids).for_each(|(block, id)| block.get().set_id(Some(id)));
         Ok(())
@@ -142,7 +142,7 @@ impl PyPoolAllocator {
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn get_num_full_blocks_touched(
         &self,
-        #[pyo3(from_py_with = args::blocks)] blocks: Vec<Block<'_>>,
+        #[pyo3(from_py_with = args::blocks)] blocks: Vec<V0Block<'_>>,
     ) -> PyResult<usize> {
         self.touched(&blocks, |_| Ok(true))
     }
@@ -155,7 +155,7 @@ impl PyPoolAllocator {
 
     /// Return the id of a full block, of the cached block with the same tokens if there is one.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
-    fn promote_to_immutable_block(&self, block: Block<'_>) -> PyResult<i64> {
+    fn promote_to_immutable_block(&self, block: V0Block<'_>) -> PyResult<i64> {
         if !self.caching {
             return Err(PyNotImplementedError::new_err("there is no promotion for naive blocks"));
         }
@@ -300,7 +300,7 @@ impl PyPrefixCachingBlockAllocator {
 
     /// Return whether the contents of a block are cached.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
-    fn is_block_cached(slf: &Bound<'_, Self>, block: Block<'_>) -> PyResult<bool> {
+    fn is_block_cached(slf: &Bound<'_, Self>, block: V0Block<'_>) -> PyResult<bool> {
         let key = key_of(&block)?;
         Ok(key.is_some_and(|key| lock(&slf.as_super().get().pool).holder(&key).is_some()))
     }

@@ -13,7 +13,7 @@ use pyo3::types::PyType;
 use pyo3::{PyTypeInfo, intern};
 use std::fmt::Display;
 
-pub(super) type Block<'py> = Bound<'py, PyNaiveBlock>;
+pub(super) type V0Block<'py> = Bound<'py, PyNaiveBlock>;
 
 /// The class of allocators that cache prefixes. Its module makes blocks and imports this one, so this one imports the class.
 static CACHING: PyOnceLock<Py<PyType>> = PyOnceLock::new();
@@ -28,7 +28,7 @@ pub(super) struct Parts<'py> {
     pub(super) extra: Option<i64>,
 }
 
-struct State {
+struct V0BlockState {
     tokens: Vec<i64>,
     id: Option<i64>,
     key: Option<Key>,
@@ -47,14 +47,15 @@ pub(crate) struct PyNaiveBlock {
     extra: Option<i64>,
     /// Tokens of the blocks before; `None` for a block that never gets a key.
     before: Option<usize>,
-    state: InnerLock<State>,
+    state: InnerLock<V0BlockState>,
 }
 
 impl PyNaiveBlock {
     pub(super) fn naive(parts: Parts<'_>, cow_target: Option<Py<PyAny>>) -> PyResult<Self> {
         let (len, block_size) = (parts.tokens.len(), parts.block_size);
         require(len <= block_size, || format!("{len} tokens do not fit into a block of {block_size}"))?;
-        let state = State { tokens: parts.tokens, id: parts.id, key: None, computed: false, last_accessed: -1.0 };
+        let state =
+            V0BlockState { tokens: parts.tokens, id: parts.id, key: None, computed: false, last_accessed: -1.0 };
         Ok(Self {
             block_size,
             allocator: parts.allocator.unbind(),
@@ -156,7 +157,7 @@ impl Drop for PyNaiveBlock {
 }
 
 /// Key of a block, `None` until it and those before it are full; each is hashed once.
-pub(super) fn key_of(block: &Block<'_>) -> PyResult<Option<Key>> {
+pub(super) fn key_of(block: &V0Block<'_>) -> PyResult<Option<Key>> {
     let (py, mut todo, mut parent) = (block.py(), vec![block.clone()], None);
     while let Some(block) = todo.last() {
         if block.get().before.is_none() {
@@ -190,7 +191,7 @@ pub(super) fn key_of(block: &Block<'_>) -> PyResult<Option<Key>> {
 }
 
 /// Appends tokens to a block; what others use is copied first, and a block that gets full is found from then on.
-pub(super) fn append(block: &Block<'_>, tokens: &[i64]) -> PyResult<()> {
+pub(super) fn append(block: &V0Block<'_>, tokens: &[i64]) -> PyResult<()> {
     let (py, this) = (block.py(), block.get());
     if this.before.is_some() {
         require(key_of(block)?.is_none() && !lock(&this.state).computed, || {
@@ -215,7 +216,7 @@ pub(super) fn append(block: &Block<'_>, tokens: &[i64]) -> PyResult<()> {
     Ok(())
 }
 
-impl<'py> Argument<'py> for Block<'py> {
+impl<'py> Argument<'py> for V0Block<'py> {
     fn read(value: &Bound<'py, PyAny>, _: &dyn Display) -> PyResult<Self> {
         Ok(value.extract()?)
     }

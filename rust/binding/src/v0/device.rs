@@ -1,7 +1,7 @@
 //! The allocators of both devices behind one.
 
 use super::allocator::of_kind;
-use super::block::{Block, PyNaiveBlock, PyNullBlock};
+use super::block::{PyNaiveBlock, PyNullBlock, V0Block};
 use super::pool::PyPoolAllocator;
 use super::{freed, require};
 use crate::convert::args;
@@ -53,7 +53,7 @@ pub(crate) struct PyCpuGpuBlockAllocator {
 }
 
 /// The blocks that can move or go: all but null blocks.
-pub(super) fn live<'py>(blocks: &[Bound<'py, PyAny>]) -> PyResult<Vec<Block<'py>>> {
+pub(super) fn live<'py>(blocks: &[Bound<'py, PyAny>]) -> PyResult<Vec<V0Block<'py>>> {
     let not_null = blocks.iter().filter(|block| !block.is_instance_of::<PyNullBlock>());
     not_null.map(|block| Ok(block.cast::<PyNaiveBlock>()?.clone())).collect()
 }
@@ -118,7 +118,7 @@ impl PyCpuGpuBlockAllocator {
 
     /// Whether a block's bytes are all there. One that is still in prefill is nobody else's on the other device: it
     /// must neither overwrite the bytes of one that has its key and all of them, nor stand for it.
-    fn complete(&self, block: &Block<'_>) -> PyResult<bool> {
+    fn complete(&self, block: &V0Block<'_>) -> PyResult<bool> {
         let Some(id) = block.get().id() else { return Ok(true) };
         self.owner(block.py(), Some(id))?.get().computed(id)
     }
@@ -173,7 +173,7 @@ impl PyCpuGpuBlockAllocator {
         prev_block: Option<Bound<'py, PyAny>>,
         device: Device,
         #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
-    ) -> PyResult<Block<'py>> {
+    ) -> PyResult<V0Block<'py>> {
         PyPoolAllocator::allocate_mutable_block(&self.of(py, device), prev_block, extra_hash, None)
     }
 
@@ -186,7 +186,7 @@ impl PyCpuGpuBlockAllocator {
         #[pyo3(from_py_with = args::block_token_ids)] block_token_ids: Vec<Vec<i64>>,
         device: Device,
         #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
-    ) -> PyResult<Vec<Block<'py>>> {
+    ) -> PyResult<Vec<V0Block<'py>>> {
         let pool = self.of(py, device);
         PyPoolAllocator::allocate_immutable_blocks(&pool, prev_block, block_token_ids, extra_hash, None)
     }
@@ -200,7 +200,7 @@ impl PyCpuGpuBlockAllocator {
         #[pyo3(from_py_with = args::token_ids)] token_ids: Vec<i64>,
         device: Device,
         #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
-    ) -> PyResult<Block<'py>> {
+    ) -> PyResult<V0Block<'py>> {
         PyPoolAllocator::allocate_immutable_block(&self.of(py, device), prev_block, token_ids, extra_hash, None)
     }
 
@@ -211,7 +211,7 @@ impl PyCpuGpuBlockAllocator {
     }
 
     /// Return the blocks up to this one, shared.
-    fn fork<'py>(&self, py: Python<'py>, last_block: Bound<'py, PyAny>) -> PyResult<Vec<Block<'py>>> {
+    fn fork<'py>(&self, py: Python<'py>, last_block: Bound<'py, PyAny>) -> PyResult<Vec<V0Block<'py>>> {
         let is_null = last_block.is_instance_of::<PyNullBlock>();
         require(!is_null, || "the null block is not forked".to_owned())?;
         let block = last_block.cast_into::<PyNaiveBlock>()?;

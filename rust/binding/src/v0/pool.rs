@@ -1,6 +1,6 @@
 //! The pool of one device under the engine's ids: what the allocators' verbs are made of.
 
-use super::block::{Block, Parts, PyNaiveBlock, PyPrefixCachingBlock, key_of};
+use super::block::{Parts, PyNaiveBlock, PyPrefixCachingBlock, V0Block, key_of};
 use super::key;
 use super::{freed, require, to_v0};
 use crate::convert::args::Argument;
@@ -110,7 +110,7 @@ impl PyPoolAllocator {
         ids.iter().map(|&id| self.local(id)).collect()
     }
 
-    fn blocks(&self, blocks: &[Block<'_>]) -> PyResult<Vec<BlockId>> {
+    fn blocks(&self, blocks: &[V0Block<'_>]) -> PyResult<Vec<BlockId>> {
         blocks.iter().map(|block| self.local(block.get().id().ok_or_else(freed)?)).collect()
     }
 
@@ -138,25 +138,25 @@ impl PyPoolAllocator {
     }
 
     /// Whether others use a block too.
-    pub(super) fn is_shared(&self, block: &Block<'_>) -> PyResult<bool> {
+    pub(super) fn is_shared(&self, block: &V0Block<'_>) -> PyResult<bool> {
         let local = self.local(block.get().id().ok_or_else(freed)?)?;
         Ok(lock(&self.pool).pool().refs(local) > 1)
     }
 
     /// Fails unless each physical block has as many references as blocks here name it.
-    pub(super) fn require_refs(&self, blocks: &[Block<'_>]) -> PyResult<()> {
+    pub(super) fn require_refs(&self, blocks: &[V0Block<'_>]) -> PyResult<()> {
         let blocks = self.blocks(blocks)?;
         lock(&self.pool).require(&blocks).map_err(to_v0)
     }
 
     /// Takes one more reference for each block.
-    pub(super) fn add_refs(&self, blocks: &[Block<'_>]) -> PyResult<()> {
+    pub(super) fn add_refs(&self, blocks: &[V0Block<'_>]) -> PyResult<()> {
         let blocks = self.blocks(blocks)?;
         lock(&self.pool).share(&blocks).map_err(to_v0)
     }
 
     /// Gives back one reference each, all or none.
-    pub(super) fn release(&self, blocks: &[Block<'_>]) -> PyResult<()> {
+    pub(super) fn release(&self, blocks: &[V0Block<'_>]) -> PyResult<()> {
         let locals = self.blocks(blocks)?;
         lock(&self.pool).free(&locals).map_err(to_v0)?;
         for block in blocks {
@@ -203,7 +203,7 @@ impl PyPoolAllocator {
         lock(&self.pool).cost(keys)
     }
 
-    pub(super) fn keyed(block: &Block<'_>) -> PyResult<Option<Keyed>> {
+    pub(super) fn keyed(block: &V0Block<'_>) -> PyResult<Option<Keyed>> {
         let depth = block.get().end().map_or(0, |end| u32::try_from(end).unwrap_or(u32::MAX));
         Ok(key_of(block)?.map(|key| Keyed { key, depth }))
     }
@@ -211,14 +211,14 @@ impl PyPoolAllocator {
     /// The keys of blocks that come from another device, of those that `complete` says yes to.
     pub(super) fn places(
         &self,
-        blocks: &[Block<'_>],
-        complete: impl Fn(&Block<'_>) -> PyResult<bool>,
+        blocks: &[V0Block<'_>],
+        complete: impl Fn(&V0Block<'_>) -> PyResult<bool>,
     ) -> PyResult<Vec<Option<Keyed>>> {
         let place = |block| if self.caching && complete(block)? { Self::keyed(block) } else { Ok(None) };
         blocks.iter().map(place).collect()
     }
 
-    pub(super) fn create<'py>(slf: &Bound<'py, Self>, parts: Parts<'py>) -> PyResult<Block<'py>> {
+    pub(super) fn create<'py>(slf: &Bound<'py, Self>, parts: Parts<'py>) -> PyResult<V0Block<'py>> {
         let (py, this) = (slf.py(), slf.get());
         if this.caching {
             return Ok(Bound::new(py, PyPrefixCachingBlock::with(parts, false)?)?.into_super());
@@ -251,11 +251,11 @@ impl PyPoolAllocator {
     }
 
     /// Chain of new blocks over the physical blocks of others.
-    pub(super) fn share<'py>(slf: &Bound<'py, Self>, blocks: &[Block<'py>]) -> PyResult<Vec<Block<'py>>> {
+    pub(super) fn share<'py>(slf: &Bound<'py, Self>, blocks: &[V0Block<'py>]) -> PyResult<Vec<V0Block<'py>>> {
         let this = slf.get();
         this.add_refs(blocks)?;
         let ids: Vec<i64> = blocks.iter().filter_map(|block| block.get().id()).collect();
-        let mut copies: Vec<Block<'py>> = Vec::with_capacity(blocks.len());
+        let mut copies: Vec<V0Block<'py>> = Vec::with_capacity(blocks.len());
         for (block, &id) in blocks.iter().zip(&ids) {
             let other = block.get();
             let prev = copies.last().map_or_else(|| other.prev(slf.py()), |prev| Some(prev.clone().into_any()));
@@ -276,7 +276,7 @@ impl PyPoolAllocator {
         full: Vec<Vec<i64>>,
         tail: Vec<i64>,
         extra: Option<i64>,
-    ) -> PyResult<Vec<Block<'py>>> {
+    ) -> PyResult<Vec<V0Block<'py>>> {
         let this = slf.get();
         let keys = if this.caching { this.keys(prev, &full, extra)? } else { vec![None; full.len()] };
         let mut places = keys;
@@ -301,8 +301,8 @@ impl PyPoolAllocator {
         prev: Option<&Bound<'py, PyAny>>,
         chunks: impl Iterator<Item = ((Vec<i64>, i64), Option<Keyed>)>,
         extra: Option<i64>,
-    ) -> PyResult<Vec<Block<'py>>> {
-        let mut blocks: Vec<Block<'py>> = Vec::new();
+    ) -> PyResult<Vec<V0Block<'py>>> {
+        let mut blocks: Vec<V0Block<'py>> = Vec::new();
         for ((tokens, id), key) in chunks {
             let before = blocks.last().map_or_else(|| prev.cloned(), |block| Some(block.clone().into_any()));
             let block = Self::create(slf, Self::parts(slf, before, tokens, id, extra))?;
@@ -338,10 +338,10 @@ impl PyPoolAllocator {
     /// Blocks that full blocks use up on this device; those that `complete` says yes to are found by their keys.
     pub(super) fn touched(
         &self,
-        blocks: &[Block<'_>],
-        complete: impl Fn(&Block<'_>) -> PyResult<bool>,
+        blocks: &[V0Block<'_>],
+        complete: impl Fn(&V0Block<'_>) -> PyResult<bool>,
     ) -> PyResult<usize> {
-        let full: Vec<Block<'_>> = blocks.iter().filter(|block| block.get().full()).cloned().collect();
+        let full: Vec<V0Block<'_>> = blocks.iter().filter(|block| block.get().full()).cloned().collect();
         let places = self.places(&full, complete)?;
         let alone = full.iter().zip(&places).filter(|(_, place)| place.is_none());
         let alone: HashSet<Option<i64>> = alone.map(|(block, _)| block.get().id()).collect();

@@ -1,6 +1,6 @@
 //! The blocks of one sequence.
 
-use super::block::{self, Block, PyNaiveBlock, PyNullBlock};
+use super::block::{self, PyNaiveBlock, PyNullBlock, V0Block};
 use super::device::{Device, PyCpuGpuBlockAllocator};
 use super::pool::PyPoolAllocator;
 use super::require;
@@ -12,7 +12,7 @@ use pyo3::types::{PyList, PySlice};
 use std::ops::Range;
 
 /// The lists are the engine's to keep: they grow in place and are exchanged when blocks move.
-struct State {
+struct BlockLists {
     blocks: Py<PyList>,
     ids: Py<PyList>,
     num_full_slots: usize,
@@ -28,7 +28,7 @@ pub(crate) struct PyBlockTable {
     block_size: usize,
     allocator: Py<PyCpuGpuBlockAllocator>,
     max_block_sliding_window: Option<usize>,
-    state: InnerLock<State>,
+    state: InnerLock<BlockLists>,
 }
 
 fn lists<'py>(blocks: &[Bound<'py, PyAny>], py: Python<'py>) -> PyResult<(Py<PyList>, Py<PyList>)> {
@@ -49,7 +49,7 @@ impl PyBlockTable {
         lock(&self.state).num_full_slots
     }
 
-    fn block<'py>(blocks: &Bound<'py, PyList>, index: usize) -> PyResult<Block<'py>> {
+    fn block<'py>(blocks: &Bound<'py, PyList>, index: usize) -> PyResult<V0Block<'py>> {
         Ok(blocks.get_item(index)?.cast_into::<PyNaiveBlock>()?)
     }
 
@@ -139,7 +139,7 @@ impl PyBlockTable {
         let len = |block: &Bound<'_, PyAny>| block.getattr(intern!(py, "token_ids"))?.len();
         let num_full_slots = given.iter().map(len).sum::<PyResult<usize>>()?;
         let (blocks, ids) = lists(&given, py)?;
-        let state = InnerLock::new(State { blocks, ids, num_full_slots, dropped: 0, computed: 0 });
+        let state = InnerLock::new(BlockLists { blocks, ids, num_full_slots, dropped: 0, computed: 0 });
         Ok(Self { block_size, allocator: block_allocator.unbind(), max_block_sliding_window, state })
     }
 
@@ -245,8 +245,8 @@ impl PyBlockTable {
     fn fork(&self, py: Python<'_>) -> PyResult<Self> {
         let blocks: Vec<Bound<'_, PyAny>> = self.allocated(py)?.iter().collect();
         let (blocks, ids) = lists(&self.allocator.get().share(py, &blocks)?, py)?;
-        let State { num_full_slots, dropped, computed, .. } = *lock(&self.state);
-        let state = InnerLock::new(State { blocks, ids, num_full_slots, dropped, computed });
+        let BlockLists { num_full_slots, dropped, computed, .. } = *lock(&self.state);
+        let state = InnerLock::new(BlockLists { blocks, ids, num_full_slots, dropped, computed });
         let (block_size, allocator) = (self.block_size, self.allocator.clone_ref(py));
         Ok(Self { block_size, allocator, max_block_sliding_window: self.max_block_sliding_window, state })
     }

@@ -3,7 +3,7 @@
 //! They count as holes. Those that are entered, and those where `max_id` or `free_tail` want nothing to be, give up what
 //! they hold, or hand it on to a hole that holds nothing. Other goals are about live blocks alone.
 
-use super::facts::{Entry, Facts, Remaining};
+use super::facts::{Facts, HoleUse, Remaining};
 use super::goal::Goal;
 use super::rules::{Pairs, SPARE_HOLES};
 use crate::id::BlockId;
@@ -64,7 +64,8 @@ pub(super) fn settle<F: Facts>(
     let lists = [&pairs.moves, &pairs.drops, &pairs.exchanges];
     let entered: HashSet<u32> = lists.into_iter().flatten().map(|&[_, to]| to).collect();
     let most = entered.len().saturating_mul(16).saturating_add(SPARE_HOLES);
-    let is_spare = |hole: u32| !entered.contains(&hole) && facts.entry(BlockId(hole)) == Entry::Move && hole < ends.all;
+    let is_spare =
+        |hole: u32| !entered.contains(&hole) && facts.hole_use(BlockId(hole)) == HoleUse::Move && hole < ends.all;
     let (mut blank, mut vain) = (places.holes().without(content).map(|hole| hole.0), 0);
     let mut spare = std::iter::from_fn(|| {
         while vain < most {
@@ -87,13 +88,13 @@ pub(super) fn settle<F: Facts>(
     }
     let mut left = 0;
     for block in in_the_way(content, ends.awake, places).filter(|block| !entered.contains(block)) {
-        if facts.entry(BlockId(block)) != Entry::Exchange {
+        if facts.hole_use(BlockId(block)) != HoleUse::Exchange {
             pairs.clear.push(block);
-        } else if budget_left.buys(Entry::Move) == 0 {
+        } else if budget_left.buys(HoleUse::Move) == 0 {
             left += 1;
         } else if let Some(hole) = spare.next() {
             pairs.moves.push([block, hole]);
-            budget_left.pay(Entry::Move, 1);
+            budget_left.pay(HoleUse::Move, 1);
         } else {
             pairs.clear.push(block);
         }

@@ -5,7 +5,7 @@
 //! sequences share are put in order with the first of them, but for pieces that another sequence goes on from in place:
 //! moving those would gain nothing.
 
-use super::facts::{Entry, Facts, Remaining};
+use super::facts::{Facts, HoleUse, Remaining};
 use super::rules::{Pairs, Rules};
 use super::spans::Spans;
 use crate::id::BlockId;
@@ -98,7 +98,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
         let (mut claimed, links) = (HashMap::new(), links(sequences, self.places.holes().capacity()));
         let (mut spans, mut held) = (None, 0);
         for sequence in cold.into_iter().chain(hot) {
-            if self.budget_left.buys(Entry::Move) == 0 || self.places.holes().is_empty() {
+            if self.budget_left.buys(HoleUse::Move) == 0 || self.places.holes().is_empty() {
                 break;
             }
             let mut pieces = self.pieces(sequence, &claimed, &links);
@@ -192,7 +192,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
         let movable = pieces[first..].iter().take_while(|piece| piece.can_move);
         let span = spans.fit(self.places, movable.map(Piece::len).sum(), self.rules.facts.content());
         let mut best = span.and_then(|span| self.lay(pieces, first, span.start));
-        let most = u32::try_from(self.budget_left.buys(Entry::Move)).unwrap_or(u32::MAX);
+        let most = u32::try_from(self.budget_left.buys(HoleUse::Move)).unwrap_or(u32::MAX);
         let mut before = 0;
         // Around each piece that stays; what lies in between must fit in front of it.
         for anchor in &pieces[first..] {
@@ -230,15 +230,16 @@ impl<F: Facts> Arranger<'_, '_, F> {
     fn cost(&self, range: Range<u32>) -> Option<(u32, u32)> {
         let mut costs = (0, 0);
         for hole in range {
-            let entry = self.entry(hole)?;
-            costs = (costs.0 + 1, costs.1 + if entry == Entry::Exchange { 2 } else { 1 });
+            let hole_use = self.hole_use(hole)?;
+            costs = (costs.0 + 1, costs.1 + if hole_use == HoleUse::Exchange { 2 } else { 1 });
         }
         Some(costs)
     }
 
-    fn entry(&self, hole: u32) -> Option<Entry> {
-        let entry = if self.places.holes().contains(BlockId(hole)) { self.rules.entry(hole) } else { Entry::Never };
-        (entry != Entry::Never).then_some(entry)
+    fn hole_use(&self, hole: u32) -> Option<HoleUse> {
+        let hole_use =
+            if self.places.holes().contains(BlockId(hole)) { self.rules.hole_use(hole) } else { HoleUse::Never };
+        (hole_use != HoleUse::Never).then_some(hole_use)
     }
 
     fn affords(&self, so_far: (u32, u32), more: (u32, u32)) -> bool {
@@ -249,14 +250,14 @@ impl<F: Facts> Arranger<'_, '_, F> {
     /// Pays for a piece's moves and takes its blocks out of sight.
     fn reserve(&mut self, piece: &Piece) {
         for [from, to] in piece.pairs() {
-            self.budget_left.pay(self.rules.facts.entry(BlockId(to)), 1);
+            self.budget_left.pay(self.rules.facts.hole_use(BlockId(to)), 1);
             self.places.suspend([from, to]);
         }
     }
 
     fn unreserve(&mut self, piece: &Piece) {
         for [from, to] in piece.pairs() {
-            self.budget_left.refund(self.rules.facts.entry(BlockId(to)));
+            self.budget_left.refund(self.rules.facts.hole_use(BlockId(to)));
             self.places.resume([from, to]);
         }
     }
@@ -264,7 +265,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
     /// Hands over the pairs of all pieces that move.
     fn name(&mut self, pieces: &[Piece]) {
         for [from, to] in pieces.iter().filter(|piece| piece.moves()).flat_map(Piece::pairs) {
-            self.out.of(self.rules.facts.entry(BlockId(to))).push([from, to]);
+            self.out.of(self.rules.facts.hole_use(BlockId(to))).push([from, to]);
             self.named.push([from, to]);
         }
     }

@@ -5,7 +5,7 @@ use crate::reuse::BlockSet;
 
 /// How a hole is entered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Entry {
+pub enum HoleUse {
     /// Nobody will read its bytes: they are overwritten.
     #[default]
     Move,
@@ -21,9 +21,9 @@ pub enum Entry {
 /// What the owner of the blocks knows about each; asked of those alone that a plan looks at.
 pub trait Facts {
     /// How a hole is entered: cached ones by the owner's policy.
-    fn entry(&self, hole: BlockId) -> Entry {
+    fn hole_use(&self, hole: BlockId) -> HoleUse {
         let _ = hole;
-        Entry::Move
+        HoleUse::Move
     }
 
     /// Holes that hold something cached, which is in the way where a goal wants blocks to be free. None if what is in
@@ -75,7 +75,7 @@ impl Budget {
     /// Pairs that it buys where none of them is an exchange.
     #[must_use]
     pub fn one_way(self) -> usize {
-        Remaining::new(self).buys(Entry::Move)
+        Remaining::new(self).buys(HoleUse::Move)
     }
 }
 
@@ -97,19 +97,19 @@ impl Remaining {
     }
 
     /// Pairs of that kind which it buys.
-    pub(super) fn buys(self, entry: Entry) -> usize {
-        self.moves.min(if entry == Entry::Exchange { self.writes / 2 } else { self.writes })
+    pub(super) fn buys(self, hole_use: HoleUse) -> usize {
+        self.moves.min(if hole_use == HoleUse::Exchange { self.writes / 2 } else { self.writes })
     }
 
     /// Takes back what was paid for a pair.
-    pub(super) fn refund(&mut self, entry: Entry) {
+    pub(super) fn refund(&mut self, hole_use: HoleUse) {
         self.moves += 1;
-        self.writes += if entry == Entry::Exchange { 2 } else { 1 };
+        self.writes += if hole_use == HoleUse::Exchange { 2 } else { 1 };
     }
 
-    pub(super) fn pay(&mut self, entry: Entry, pairs: usize) {
+    pub(super) fn pay(&mut self, hole_use: HoleUse, pairs: usize) {
         self.moves -= pairs;
-        self.writes -= pairs * if entry == Entry::Exchange { 2 } else { 1 };
+        self.writes -= pairs * if hole_use == HoleUse::Exchange { 2 } else { 1 };
     }
 }
 
@@ -120,22 +120,22 @@ mod tests {
     #[test]
     fn an_exchange_writes_twice() {
         let mut budget_left = Remaining::new(Budget { moves: 10, bytes: 5 * 64 + 63, block_bytes: 64 });
-        assert_eq!((budget_left.buys(Entry::Move), budget_left.buys(Entry::Exchange)), (5, 2));
-        budget_left.pay(Entry::Exchange, 2);
-        budget_left.pay(Entry::Drop, 1);
-        assert_eq!((budget_left.buys(Entry::Move), budget_left.moves), (0, 7));
-        assert_eq!(Remaining::new(Budget::of_moves(3)).buys(Entry::Exchange), 3);
+        assert_eq!((budget_left.buys(HoleUse::Move), budget_left.buys(HoleUse::Exchange)), (5, 2));
+        budget_left.pay(HoleUse::Exchange, 2);
+        budget_left.pay(HoleUse::Drop, 1);
+        assert_eq!((budget_left.buys(HoleUse::Move), budget_left.moves), (0, 7));
+        assert_eq!(Remaining::new(Budget::of_moves(3)).buys(HoleUse::Exchange), 3);
         assert_eq!(Budget { moves: 10, bytes: 127, block_bytes: 64 }.one_way(), 1);
     }
 
     #[test]
     fn a_refund_gives_back_what_a_pair_cost() {
-        for entry in [Entry::Move, Entry::Drop, Entry::Exchange] {
+        for hole_use in [HoleUse::Move, HoleUse::Drop, HoleUse::Exchange] {
             let mut budget_left = Remaining::new(Budget { moves: 10, bytes: 64 * 64, block_bytes: 64 });
             let before = (budget_left.moves, budget_left.writes);
-            budget_left.pay(entry, 3);
-            (0..3).for_each(|_| budget_left.refund(entry));
-            assert_eq!((budget_left.moves, budget_left.writes), before, "{entry:?}");
+            budget_left.pay(hole_use, 3);
+            (0..3).for_each(|_| budget_left.refund(hole_use));
+            assert_eq!((budget_left.moves, budget_left.writes), before, "{hole_use:?}");
         }
     }
 }

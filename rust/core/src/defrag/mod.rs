@@ -20,7 +20,7 @@ mod view;
 
 pub use crate::placement::{BlockMap, Occupancy};
 pub use contiguous::{Sequences, runs};
-pub use facts::{Budget, Entry, Facts, Plain};
+pub use facts::{Budget, Facts, HoleUse, Plain};
 pub use goal::Goal;
 pub use moves::{Cached, Fragmentation, MoveStats, Moves};
 pub(crate) use moves::{Defrag, check_moves, fragmentation};

@@ -5,7 +5,7 @@
 //! source that was written, freed, given out again or leased meanwhile stays, and the target is given back.
 
 use super::view::SequenceFacts;
-use super::{Budget, Entry, Goal, Plan, Planner, Wanted};
+use super::{Budget, Goal, HoleUse, Plan, Planner, Wanted};
 use crate::block::{BlockState, TierBlock};
 use crate::decision::Kind;
 use crate::error::Result;
@@ -13,7 +13,7 @@ use crate::id::{BlockId, SequenceId, Tier};
 use crate::placement::{Occupancy, Tracker};
 use crate::sequence::Sequences;
 use crate::tiers::Tiers;
-use crate::transfer::{PendingMoves, PendingRehome, Step, View};
+use crate::transfer::{OpenStep, PendingMoves, PendingRehome, View};
 use std::collections::HashSet;
 
 /// What becomes of cached blocks that are in the way and that no sequence uses.
@@ -51,11 +51,11 @@ impl Cached {
     }
 
     /// How one is entered.
-    pub(super) const fn entry(self) -> Entry {
+    pub(super) const fn hole_use(self) -> HoleUse {
         match self {
-            Self::Move => Entry::Never,
-            Self::Drop => Entry::Drop,
-            Self::Exchange => Entry::Exchange,
+            Self::Move => HoleUse::Never,
+            Self::Drop => HoleUse::Drop,
+            Self::Exchange => HoleUse::Exchange,
         }
     }
 
@@ -132,7 +132,7 @@ impl Defrag {
     /// Decides moves towards goals; see [`Manager::defragment`](crate::Manager::defragment).
     pub(crate) fn request(
         &mut self,
-        (sequences, step): (&mut Sequences, &mut Step<'_>),
+        (sequences, step): (&mut Sequences, &mut OpenStep<'_>),
         goals: &[Wanted],
         named: Option<&[SequenceId]>,
         budget: Budget,
@@ -187,7 +187,7 @@ impl Defrag {
     /// At most `budget` moves towards the goals: what is to be kept of a block that one of them writes takes another.
     fn plan(
         &mut self,
-        (sequences, step): (&mut Sequences, &mut Step<'_>),
+        (sequences, step): (&mut Sequences, &mut OpenStep<'_>),
         tables: &[Vec<BlockId>],
         budget: usize,
         cached: Cached,
@@ -198,14 +198,14 @@ impl Defrag {
         let (map, blocks) = tracker.planning(blocks);
         let tables: Vec<&[BlockId]> = tables.iter().map(Vec::as_slice).collect();
         let (rows, owners) = sequences.owners();
-        let facts = SequenceFacts { rows, owners, blocks, open, first, block_size, null, entry: cached.entry() };
+        let facts = SequenceFacts { rows, owners, blocks, open, first, block_size, null, hole_use: cached.hole_use() };
         let budget = Budget { moves: usize::MAX, bytes: budget as u64, block_bytes: 1 };
         self.planner.plan(map, &tables, &facts, budget)
     }
 
     /// Puts the moves of the present step that still count into its decision.
-    pub(crate) fn decide(&mut self, step: &mut Step<'_>) {
-        let Step { tiers, transfers, .. } = step;
+    pub(crate) fn decide(&mut self, step: &mut OpenStep<'_>) {
+        let OpenStep { tiers, transfers, .. } = step;
         let Some(tracker) = tiers.device().tracker() else { return };
         let mut all = transfers.step_mut().take_moves();
         let counts = |&[from, to]: &[u32; 2]| tracker.moves_to(BlockId(from), BlockId(to));

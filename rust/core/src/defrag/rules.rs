@@ -1,6 +1,6 @@
 //! Which blocks a goal may name, once the goals before it have had their say.
 
-use super::facts::{Entry, Facts, Remaining};
+use super::facts::{Facts, HoleUse, Remaining};
 use super::pair::Pairing;
 use crate::id::BlockId;
 use crate::placement::BlockMap;
@@ -28,12 +28,12 @@ pub(super) struct Pairs {
 }
 
 impl Pairs {
-    pub(super) fn of(&mut self, entry: Entry) -> &mut Vec<[u32; 2]> {
-        debug_assert_ne!(entry, Entry::Never, "a pair whose hole nobody may enter");
-        match entry {
-            Entry::Drop => &mut self.drops,
-            Entry::Exchange => &mut self.exchanges,
-            Entry::Move | Entry::Never => &mut self.moves,
+    pub(super) fn of(&mut self, hole_use: HoleUse) -> &mut Vec<[u32; 2]> {
+        debug_assert_ne!(hole_use, HoleUse::Never, "a pair whose hole nobody may enter");
+        match hole_use {
+            HoleUse::Drop => &mut self.drops,
+            HoleUse::Exchange => &mut self.exchanges,
+            HoleUse::Move | HoleUse::Never => &mut self.moves,
         }
     }
 
@@ -66,7 +66,7 @@ pub(super) struct HoleRuns {
 }
 
 /// How holes are entered, the cheapest first.
-const ENTRIES: [Entry; 3] = [Entry::Move, Entry::Drop, Entry::Exchange];
+const HOLE_USES: [HoleUse; 3] = [HoleUse::Move, HoleUse::Drop, HoleUse::Exchange];
 
 impl HoleRuns {
     fn clear(&mut self) {
@@ -78,8 +78,8 @@ impl HoleRuns {
         self.found.iter().sum()
     }
 
-    fn push(&mut self, entry: Entry, run: Range<u32>) {
-        let Some(i) = ENTRIES.iter().position(|&other| other == entry) else { return };
+    fn push(&mut self, hole_use: HoleUse, run: Range<u32>) {
+        let Some(i) = HOLE_USES.iter().position(|&other| other == hole_use) else { return };
         self.found[i] += (run.end - run.start) as usize;
         match self.runs[i].last_mut() {
             Some(last) if last.end == run.start => last.end = run.end,
@@ -105,8 +105,8 @@ impl<'a, F: Facts> Rules<'a, F> {
     }
 
     /// How a hole is entered.
-    pub(super) fn entry(&self, hole: u32) -> Entry {
-        if hole >= self.end { Entry::Never } else { self.facts.entry(BlockId(hole)) }
+    pub(super) fn hole_use(&self, hole: u32) -> HoleUse {
+        if hole >= self.end { HoleUse::Never } else { self.facts.hole_use(BlockId(hole)) }
     }
 
     /// Picks up to `count` blocks that may move, in the order given, but those of running sequences last.
@@ -146,7 +146,7 @@ impl<'a, F: Facts> Rules<'a, F> {
             }
             let run = run.start..run.end.min(range.end);
             (from, looked) = (run.end, looked + run.len());
-            run.for_each(|hole| holes.push(self.entry(hole), hole..hole + 1));
+            run.for_each(|hole| holes.push(self.hole_use(hole), hole..hole + 1));
             spare += usize::from(holes.found[0] >= count);
             if (count == 1 && spare > 0) || spare > most_spare || (looked > most && holes.len() >= count) {
                 return true;
@@ -165,11 +165,11 @@ impl Scratch {
     pub(super) fn match_up(&mut self, budget_left: &mut Remaining, out: &mut Pairs) -> usize {
         let Self { sources, holes, pairing, .. } = self;
         let mut done = 0;
-        for (i, entry) in ENTRIES.into_iter().enumerate() {
-            let count = holes.found[i].min(budget_left.buys(entry)).min(sources.len() - done);
+        for (i, hole_use) in HOLE_USES.into_iter().enumerate() {
+            let count = holes.found[i].min(budget_left.buys(hole_use)).min(sources.len() - done);
             if count > 0 {
-                pairing.pair(&mut sources[done..done + count], &holes.runs[i], out.of(entry));
-                budget_left.pay(entry, count);
+                pairing.pair(&mut sources[done..done + count], &holes.runs[i], out.of(hole_use));
+                budget_left.pay(hole_use, count);
                 done += count;
             }
         }
@@ -186,8 +186,8 @@ mod tests {
     struct Late;
 
     impl Facts for Late {
-        fn entry(&self, hole: BlockId) -> Entry {
-            if hole.0 < 10 { Entry::Exchange } else { Entry::Move }
+        fn hole_use(&self, hole: BlockId) -> HoleUse {
+            if hole.0 < 10 { HoleUse::Exchange } else { HoleUse::Move }
         }
     }
 

@@ -1,6 +1,6 @@
 //! Runs of holes that a sequence's blocks can be laid into.
 
-use super::facts::{Entry, Facts};
+use super::facts::{Facts, HoleUse};
 use super::rules::Rules;
 use crate::placement::BlockMap;
 use crate::reuse::BlockSet;
@@ -48,11 +48,11 @@ impl Spans {
 
     fn add<F: Facts>(&mut self, rules: &Rules<'_, F>, run: Range<u32>) {
         for hole in run {
-            let entry = rules.entry(hole);
-            if entry == Entry::Move {
+            let hole_use = rules.hole_use(hole);
+            if hole_use == HoleUse::Move {
                 grow(&mut self.blank, hole);
             }
-            if entry != Entry::Never {
+            if hole_use != HoleUse::Never {
                 grow(&mut self.any, hole);
             }
         }

@@ -1,16 +1,16 @@
 //! What the planner of moves knows of sequences: their block tables, which of them run now, and which blocks they write.
 
-use super::{Entry, Facts};
+use super::{Facts, HoleUse};
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, TicketId, Tier};
 use crate::placement::PlannerView;
 use crate::reuse::BlockSet;
-use crate::sequence::{Owner, Row, Rows};
+use crate::sequence::{Owner, Row, SequenceRows};
 use std::cell::Cell;
 
 /// What sequences and the pool say of device blocks beyond their places.
 pub(super) struct SequenceFacts<'a> {
-    pub(super) rows: &'a Rows,
+    pub(super) rows: &'a SequenceRows,
     pub(super) owners: &'a [Cell<Owner>],
     pub(super) blocks: PlannerView<'a>,
     /// The present step, and the earliest that has not ended.
@@ -20,16 +20,16 @@ pub(super) struct SequenceFacts<'a> {
     /// Whether tables have null blocks.
     pub(super) null: bool,
     /// How cached blocks that no sequence uses are entered.
-    pub(super) entry: Entry,
+    pub(super) hole_use: HoleUse,
 }
 
 impl Facts for SequenceFacts<'_> {
-    fn entry(&self, hole: BlockId) -> Entry {
-        if self.blocks.cached.contains(hole) { self.entry } else { Entry::Move }
+    fn hole_use(&self, hole: BlockId) -> HoleUse {
+        if self.blocks.cached.contains(hole) { self.hole_use } else { HoleUse::Move }
     }
 
     fn content(&self) -> Option<&BlockSet> {
-        (self.entry != Entry::Never).then_some(self.blocks.cached)
+        (self.hole_use != HoleUse::Never).then_some(self.blocks.cached)
     }
 
     /// Whether the sequence that was last known to have it was written in this step or the one before.

@@ -23,7 +23,7 @@ use crate::pins::Pins;
 use crate::pool::{Policies, Pool};
 use crate::sequence::Sequences;
 use crate::tiers::Tiers;
-use crate::transfer::{Step, StoreJobs, Transfers, View};
+use crate::transfer::{OpenStep, StoreJobs, Transfers, View};
 
 pub use stats::{Stats, TierUse};
 pub use verbs::Resize;
@@ -261,14 +261,14 @@ impl Manager {
     }
 
     /// What it takes to decide a transfer.
-    fn step(&mut self) -> Step<'_> {
-        Step { tiers: &mut self.tiers, transfers: &mut self.transfers, jobs: &mut self.jobs }
+    fn step(&mut self) -> OpenStep<'_> {
+        OpenStep { tiers: &mut self.tiers, transfers: &mut self.transfers, jobs: &mut self.jobs }
     }
 
     /// The sequences, and what it takes to decide a transfer.
-    fn parts(&mut self) -> (&mut Sequences, Step<'_>) {
+    fn parts(&mut self) -> (&mut Sequences, OpenStep<'_>) {
         let Self { tiers, transfers, sequences, jobs, .. } = self;
-        (sequences, Step { tiers, transfers, jobs })
+        (sequences, OpenStep { tiers, transfers, jobs })
     }
 
     /// What a question needs.

@@ -6,7 +6,7 @@ use crate::block::{LeaseKind, TierBlock};
 use crate::decision::{Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId};
-use crate::transfer::{Held, HeldRuns, Step, Ticket};
+use crate::transfer::{Held, HeldRuns, OpenStep, Ticket};
 use std::collections::HashSet;
 
 impl Manager {
@@ -24,7 +24,7 @@ impl Manager {
     fn end_step(&mut self, prefetch: bool) -> StepDecision {
         self.tiers.enforce_quotas();
         let Self { tiers, transfers, defrag, jobs, sequences, .. } = self;
-        let mut step = Step { tiers, transfers, jobs };
+        let mut step = OpenStep { tiers, transfers, jobs };
         if sequences.finds_on_host() {
             step.offload_ahead();
         }

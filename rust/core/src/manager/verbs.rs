@@ -8,7 +8,7 @@ use crate::fit::{Fit, Share};
 use crate::group::Group;
 use crate::id::{BlockId, PinId, SequenceId, Tier};
 use crate::sequence::{Batch, Counts, Demand, PrefixHit, PrefixStats, Prompt, TableRows};
-use crate::transfer::Step;
+use crate::transfer::OpenStep;
 use std::ops::Range;
 
 /// How far the device's size has changed.
@@ -453,7 +453,7 @@ impl Manager {
         cached: Cached,
     ) -> Result<Moves> {
         let Self { tiers, transfers, sequences: state, defrag, jobs, .. } = self;
-        defrag.request((state, &mut Step { tiers, transfers, jobs }), goals, sequences, budget, cached)
+        defrag.request((state, &mut OpenStep { tiers, transfers, jobs }), goals, sequences, budget, cached)
     }
 
     /// How the device's blocks lie; takes time that rises with the pool and the tables.

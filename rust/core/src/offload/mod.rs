@@ -15,7 +15,7 @@ mod names;
 mod stores;
 use names::ByKey;
 pub use names::Names;
-use stores::{Batch, Stores};
+use stores::{DistinctKeys, Stores};
 
 /// What a lookup finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,7 +81,7 @@ pub struct OffloadCache {
     stores: Stores,
     detached: ByKey<Detached>,
     /// The new keys of one `prepare_store`.
-    batch: Batch,
+    batch: DistinctKeys,
 }
 
 impl OffloadCache {
@@ -91,7 +91,7 @@ impl OffloadCache {
     /// More chunks than a tier can have, or than there is memory for.
     pub fn new(chunks: usize, policies: Policies) -> Result<Self> {
         let pool = Pool::with_policies(Tier::Host, chunks, true, policies)?;
-        Ok(Self { pool, stores: Stores::default(), detached: ByKey::default(), batch: Batch::default() })
+        Ok(Self { pool, stores: Stores::default(), detached: ByKey::default(), batch: DistinctKeys::default() })
     }
 
     /// Chunks in all.

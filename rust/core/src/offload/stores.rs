@@ -66,12 +66,12 @@ impl Stores {
 
 /// The keys that one call adds, to see those that are given twice: a table of places by the keys' tags.
 #[derive(Debug, Default)]
-pub(super) struct Batch {
+pub(super) struct DistinctKeys {
     /// 0 for none, else the place of a key plus 1; a power of two, twice as many as keys or more.
     places: Vec<u32>,
 }
 
-impl Batch {
+impl DistinctKeys {
     /// Forgets all keys, and makes room for `keys`.
     pub(super) fn begin(&mut self, keys: usize) {
         self.places.clear();

@@ -6,7 +6,7 @@ use crate::error::{Error, Result, invalid};
 use crate::group::Group;
 use crate::id::{SequenceId, TicketId, Tier};
 use crate::memory;
-use crate::transfer::{Request, Step, View};
+use crate::transfer::{OpenStep, Request, View};
 
 /// Most block table entries that one fork may write.
 const MAX_FORKED: usize = 1 << 30;
@@ -14,7 +14,7 @@ const MAX_FORKED: usize = 1 << 30;
 impl Sequences {
     pub(crate) fn fork(
         &mut self,
-        step: &mut Step<'_>,
+        step: &mut OpenStep<'_>,
         sequence: SequenceId,
         count: u32,
         out: &mut Vec<SequenceId>,
@@ -43,7 +43,7 @@ impl Sequences {
         Ok(())
     }
 
-    fn fork_row(&mut self, step: &mut Step<'_>, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) {
+    fn fork_row(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) {
         let begun = self.begun.contains(&sequence);
         let row = self.rows.at_mut(sequence);
         row.writable = 0;
@@ -64,7 +64,7 @@ impl Sequences {
 
     pub(crate) fn fork_prefix(
         &mut self,
-        step: &mut Step<'_>,
+        step: &mut OpenStep<'_>,
         sequence: SequenceId,
         shared: u32,
         tokens: u32,
@@ -122,7 +122,7 @@ impl Sequences {
 
     pub(super) fn fork_row_prefix(
         &mut self,
-        step: &mut Step<'_>,
+        step: &mut OpenStep<'_>,
         member: SequenceId,
         shared: u32,
         tokens: u32,

@@ -7,7 +7,7 @@ use crate::fit::{AllocStatus, Fit};
 use crate::group::{Group, MAX_PASSED, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::memory;
-use crate::transfer::{Request, Step, View};
+use crate::transfer::{OpenStep, Request, View};
 use std::ops::Range;
 
 /// What a new sequence is going to need.
@@ -162,7 +162,7 @@ impl Sequences {
     }
 
     /// Appends null blocks to a table.
-    pub(super) fn pass_over(step: &mut Step<'_>, count: usize, table: &mut Vec<BlockId>) {
+    pub(super) fn pass_over(step: &mut OpenStep<'_>, count: usize, table: &mut Vec<BlockId>) {
         if count > 0 {
             step.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(count).unwrap_or(u32::MAX));
             table.resize(table.len() + count, NULL_BLOCK);
@@ -170,7 +170,7 @@ impl Sequences {
     }
 
     /// Appends null blocks to a row.
-    pub(super) fn skip(&mut self, step: &mut Step<'_>, sequence: SequenceId, count: usize) {
+    pub(super) fn skip(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, count: usize) {
         step.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(count).unwrap_or(u32::MAX));
         let row = self.rows.at_mut(sequence);
         row.table.extend_with(|table| table.resize(table.len() + count, NULL_BLOCK));
@@ -205,7 +205,7 @@ impl Sequences {
     }
 
     /// Gives up the blocks of a row that are left without a state when `count` tokens are put in.
-    pub(super) fn pass(&mut self, step: &mut Step<'_>, sequence: SequenceId, count: u32) {
+    pub(super) fn pass(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, count: u32) {
         let (open, size) = (step.transfers.open(), u64::from(self.block_size));
         let passed = self.passed_over(sequence, count);
         let begun = self.begun.contains(&sequence);

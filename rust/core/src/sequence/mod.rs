@@ -23,14 +23,14 @@ pub use groups::Demand;
 pub(crate) use owners::Owner;
 use owners::Owners;
 pub use prompt::{BlockExtra, HashedPrompt, PrefixHit, PrefixStats, Prompt};
-pub(crate) use table::{Row, Rows};
+pub(crate) use table::{Row, SequenceRows};
 
 use crate::block::TierBlock;
 use crate::error::{Error, Result, invalid};
 use crate::fit::Share;
 use crate::group::{Group, Groups};
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::transfer::{Request, Step, Transfers, View};
+use crate::transfer::{OpenStep, Request, Transfers, View};
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -41,7 +41,7 @@ pub(crate) struct Sequences {
     groups: Groups,
     /// Device blocks that admission keeps free.
     watermark: Share,
-    rows: Rows,
+    rows: SequenceRows,
     /// Rows of recurrent groups that began the block of their last token in the open step: the step is yet to write the state
     /// there.
     begun: HashSet<SequenceId>,
@@ -57,7 +57,7 @@ impl Sequences {
             block_size,
             groups,
             watermark,
-            rows: Rows::new(block_size),
+            rows: SequenceRows::new(block_size),
             begun: HashSet::new(),
             owners: Owners::default(),
             stats: PrefixStats::default(),
@@ -85,12 +85,12 @@ impl Sequences {
         self.rows.set_manager(number);
     }
 
-    pub(crate) fn rows(&self) -> &Rows {
+    pub(crate) fn rows(&self) -> &SequenceRows {
         &self.rows
     }
 
     #[cfg(test)]
-    pub(crate) fn rows_mut(&mut self) -> &mut Rows {
+    pub(crate) fn rows_mut(&mut self) -> &mut SequenceRows {
         &mut self.rows
     }
 
@@ -187,7 +187,7 @@ impl Sequences {
         Ok(row)
     }
 
-    pub(crate) fn free(&mut self, step: &mut Step<'_>, sequences: &[SequenceId]) -> Result<()> {
+    pub(crate) fn free(&mut self, step: &mut OpenStep<'_>, sequences: &[SequenceId]) -> Result<()> {
         let mut all = Vec::new();
         let sequences = self.members(sequences, &mut all)?;
         self.rows.begin_batch();
@@ -225,7 +225,12 @@ impl Sequences {
         sequences
     }
 
-    pub(crate) fn allocate(&mut self, step: &mut Step<'_>, tokens: &[u32], out: &mut Vec<SequenceId>) -> Result<()> {
+    pub(crate) fn allocate(
+        &mut self,
+        step: &mut OpenStep<'_>,
+        tokens: &[u32],
+        out: &mut Vec<SequenceId>,
+    ) -> Result<()> {
         if !self.groups.is_single() {
             return self.allocate_groups(step, tokens, None, out);
         }
@@ -242,7 +247,7 @@ impl Sequences {
 
     pub(crate) fn allocate_groups(
         &mut self,
-        step: &mut Step<'_>,
+        step: &mut OpenStep<'_>,
         tokens: &[u32],
         encoder_tokens: Option<&[u32]>,
         out: &mut Vec<SequenceId>,
@@ -288,7 +293,7 @@ impl Sequences {
     /// the others are taken.
     pub(super) fn open_row(
         &mut self,
-        step: &mut Step<'_>,
+        step: &mut OpenStep<'_>,
         group: u8,
         held: u32,
         tokens: u32,

@@ -1,11 +1,11 @@
 //! Which block table a device block is in. A note may be out of date: who uses one looks there first.
 
-use super::{Row, Rows, Sequences, require_tier};
+use super::{Row, SequenceRows, Sequences, require_tier};
 use crate::error::Result;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::memory;
 use crate::pool::Pool;
-use crate::transfer::Step;
+use crate::transfer::OpenStep;
 use std::cell::Cell;
 
 /// The table that a block was last known to be in, and where. All tables that share a block have it in the same place.
@@ -82,7 +82,7 @@ impl Sequences {
     }
 
     /// Notes owners, and tracks where the device's blocks lie, from now on.
-    pub(crate) fn track_owners(&mut self, step: &mut Step<'_>) -> Result<()> {
+    pub(crate) fn track_owners(&mut self, step: &mut OpenStep<'_>) -> Result<()> {
         if self.owners.are_noted() {
             return Ok(());
         }
@@ -107,7 +107,7 @@ impl Sequences {
     }
 
     /// All rows, and by device block its owner, to be corrected while it is read.
-    pub(crate) fn owners(&mut self) -> (&Rows, &[Cell<Owner>]) {
+    pub(crate) fn owners(&mut self) -> (&SequenceRows, &[Cell<Owner>]) {
         (&self.rows, self.owners.cells())
     }
 

@@ -11,7 +11,7 @@ use crate::hash::{Chain, Extra, Key, KeySpec, has_reserved, refuse_reserved};
 use crate::host_cache::Found;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::prefix::{CachedIdentity, Published};
-use crate::transfer::{Step, View};
+use crate::transfer::{OpenStep, View};
 use std::borrow::Cow;
 
 /// Something besides tokens that decides the bytes of one block of a prompt.
@@ -221,7 +221,7 @@ impl Sequences {
 
     pub(crate) fn allocate_chunks(
         &mut self,
-        step: &mut Step<'_>,
+        step: &mut OpenStep<'_>,
         prompts: &[Prompt<'_>],
         chunk: u32,
         out: &mut Vec<(SequenceId, u32)>,
@@ -255,7 +255,7 @@ impl Sequences {
         Ok(())
     }
 
-    pub(crate) fn append_tokens(&mut self, step: &mut Step<'_>, tokens: &[u32], batch: Batch<'_>) -> Result<()> {
+    pub(crate) fn append_tokens(&mut self, step: &mut OpenStep<'_>, tokens: &[u32], batch: Batch<'_>) -> Result<()> {
         let Batch { sequences, counts, .. } = batch;
         let total = counts.total(sequences.len())?;
         if tokens.len() as u64 != total {
@@ -274,7 +274,7 @@ impl Sequences {
 
     pub(crate) fn mark_computed_to(
         &mut self,
-        step: &mut Step<'_>,
+        step: &mut OpenStep<'_>,
         sequences: &[SequenceId],
         computed: Option<&[u32]>,
     ) -> Result<()> {
@@ -423,7 +423,7 @@ impl Sequences {
     /// Opens the rows of a prompt whose found blocks have been claimed.
     fn open_prompt(
         &mut self,
-        step: &mut Step<'_>,
+        step: &mut OpenStep<'_>,
         prompt: &Prompt<'_>,
         found: Match<'_>,
         chunk: u32,
@@ -523,7 +523,7 @@ impl Sequences {
     }
 
     /// Publishes what has landed of one row on the device, and is computed.
-    fn publish_row(&mut self, step: &mut Step<'_>, sequence: SequenceId, keys: &RowKeys, computed: u32) {
+    fn publish_row(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, computed: u32) {
         let row = self.rows.at_mut(sequence);
         // What its blocks were loaded or copied from may yet turn out to be lost, and all computed from it too.
         if row.tier != Tier::Device || row.lost || !step.transfers.is_settled(row.ticket) {

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::fit::{AllocStatus, Fit};
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::transfer::{Request, Step, View};
+use crate::transfer::{OpenStep, Request, View};
 
 /// From where to where, and what follows from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -238,7 +238,7 @@ impl Sequences {
     /// Moves a batch to a tier, away from the device or towards it.
     pub(crate) fn relocate(
         &mut self,
-        step: &mut Step<'_>,
+        step: &mut OpenStep<'_>,
         sequences: &[SequenceId],
         to: Tier,
         away: bool,
@@ -281,7 +281,7 @@ impl Sequences {
     }
 
     /// Rows that found all their blocks in the tier that they moved to have nothing to wait for.
-    fn settle_found(&mut self, step: &Step<'_>, sequences: &[SequenceId], tier: Tier) {
+    fn settle_found(&mut self, step: &OpenStep<'_>, sequences: &[SequenceId], tier: Tier) {
         let pool = step.tiers.pool(tier);
         let comes = |&sequence| self.rows.at(sequence).table.iter().any(|&block| pool.block(block).is_filling());
         if sequences.iter().any(comes) {
@@ -298,7 +298,7 @@ impl Sequences {
     /// only for the rest of this call, since its owners may write on.
     fn relocate_row(
         &mut self,
-        step: &mut Step<'_>,
+        step: &mut OpenStep<'_>,
         sequence: SequenceId,
         route: Route,
         targets: &mut std::slice::Iter<'_, BlockId>,
@@ -333,7 +333,7 @@ impl Sequences {
     /// Moves one row whose blocks nothing else uses.
     fn relocate_private(
         &mut self,
-        step: &mut Step<'_>,
+        step: &mut OpenStep<'_>,
         sequence: SequenceId,
         route: Route,
         targets: &mut std::slice::Iter<'_, BlockId>,
@@ -347,7 +347,7 @@ impl Sequences {
     }
 
     /// Takes a row's table out of it; blocks without tokens are released, they hold nothing to be moved.
-    fn take_filled(&mut self, step: &mut Step<'_>, sequence: SequenceId, tier: Tier) -> Vec<BlockId> {
+    fn take_filled(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, tier: Tier) -> Vec<BlockId> {
         let row = self.rows.at_mut(sequence);
         let held = blocks_for(u64::from(row.len), self.block_size);
         row.note_cut();
@@ -358,7 +358,7 @@ impl Sequences {
     }
 
     /// Gives a row its table in the tier that it has moved to under the present step's ticket.
-    fn arrive(&mut self, step: &mut Step<'_>, sequence: SequenceId, tier: Tier, table: Vec<BlockId>) {
+    fn arrive(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, tier: Tier, table: Vec<BlockId>) {
         let (open, size) = (step.transfers.open(), self.block_size);
         let row = self.rows.at_mut(sequence);
         let recurrent = self.groups.get(row.group) == Group::Recurrent;

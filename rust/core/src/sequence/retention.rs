@@ -4,7 +4,7 @@ use super::Sequences;
 use crate::error::{Result, invalid};
 use crate::id::{SequenceId, Tier};
 use crate::prefix::evict::MAX_PRIORITY;
-use crate::transfer::Step;
+use crate::transfer::OpenStep;
 
 impl Sequences {
     pub(crate) fn set_priority(&mut self, sequences: &[SequenceId], priority: u8) -> Result<()> {
@@ -23,7 +23,7 @@ impl Sequences {
     }
 
     /// Tells the policy that a sequence's blocks are released from now on.
-    pub(super) fn begin_release(&mut self, step: &mut Step<'_>, sequence: SequenceId) {
+    pub(super) fn begin_release(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId) {
         let row = self.rows.at(sequence);
         let is_kept = row.priority > 0 && row.tier == Tier::Device;
         step.tiers.begin_release(if is_kept { &row.table } else { &[] }, row.priority);

@@ -5,10 +5,10 @@ use super::{Sequences, blocks_for, refuse_lost};
 use crate::error::{Error, Result, invalid};
 use crate::group::Group;
 use crate::id::SequenceId;
-use crate::transfer::Step;
+use crate::transfer::OpenStep;
 
 impl Sequences {
-    pub(crate) fn truncate(&mut self, step: &mut Step<'_>, sequence: SequenceId, tokens: u32) -> Result<()> {
+    pub(crate) fn truncate(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, tokens: u32) -> Result<()> {
         let row = self.rows.get(sequence)?;
         refuse_lost(sequence, row)?;
         if tokens > row.len {
@@ -30,7 +30,7 @@ impl Sequences {
         Ok(())
     }
 
-    fn truncate_row(&mut self, step: &mut Step<'_>, sequence: SequenceId, tokens: u32) {
+    fn truncate_row(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, tokens: u32) {
         let size = self.block_size;
         let row = self.rows.at_mut(sequence);
         if tokens < row.len {

@@ -47,7 +47,7 @@ impl StoreWrites {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum WriteState {
     Published,
     Queued,
     /// The store has been given it, or it came from there.
@@ -62,11 +62,11 @@ struct Note {
     parent_frames: u32,
     parent: Key,
     salt: [u8; 32],
-    state: State,
+    state: WriteState,
 }
 
 impl Note {
-    fn new(publication: &Publication, state: State) -> Self {
+    fn new(publication: &Publication, state: WriteState) -> Self {
         let Publication { key, parent, salt, .. } = publication;
         let (parent, parent_frames) = parent.map_or((Key::default(), 0), |parent| (parent.key(), parent.frames()));
         Self { frames: key.frames(), parent_frames, parent, salt: *salt, state }
@@ -110,7 +110,7 @@ impl Outbox {
     pub(crate) fn note_computed(&mut self, publication: &Publication, is_cached: impl Fn(&Key) -> bool) {
         let key = publication.key.key();
         let Some(known) = self.notes.get(&key).map(|note| note.state) else {
-            self.insert(key, Note::new(publication, State::Published), is_cached);
+            self.insert(key, Note::new(publication, WriteState::Published), is_cached);
             if self.writes == StoreWrites::Through {
                 self.enqueue(key);
             }
@@ -118,8 +118,10 @@ impl Outbox {
         };
         match (self.writes, known) {
             // Computed again: it was evicted here, and the store did not have it either.
-            (StoreWrites::Through | StoreWrites::SecondUse, State::Published | State::Stored) => self.enqueue(key),
-            (StoreWrites::Back, State::Stored) => self.set(key, State::Published),
+            (StoreWrites::Through | StoreWrites::SecondUse, WriteState::Published | WriteState::Stored) => {
+                self.enqueue(key)
+            }
+            (StoreWrites::Back, WriteState::Stored) => self.set(key, WriteState::Published),
             _ => {}
         }
     }
@@ -127,7 +129,7 @@ impl Outbox {
     /// Notes that a prompt found a cached block.
     pub(crate) fn note_hit(&mut self, key: Key) {
         if self.writes == StoreWrites::SecondUse
-            && self.notes.get(&key).is_some_and(|note| note.state == State::Published)
+            && self.notes.get(&key).is_some_and(|note| note.state == WriteState::Published)
         {
             self.enqueue(key);
         }
@@ -137,9 +139,9 @@ impl Outbox {
     pub(crate) fn note_loaded(&mut self, publication: &Publication, is_cached: impl Fn(&Key) -> bool) {
         let key = publication.key.key();
         if self.notes.contains_key(&key) {
-            self.set(key, State::Stored);
+            self.set(key, WriteState::Stored);
         } else {
-            self.insert(key, Note::new(publication, State::Stored), is_cached);
+            self.insert(key, Note::new(publication, WriteState::Stored), is_cached);
         }
     }
 
@@ -151,8 +153,8 @@ impl Outbox {
     /// The next key of the queue, which counts as stored from now on.
     pub(crate) fn pop(&mut self) -> Option<Key> {
         while let Some(key) = self.queue.pop_front() {
-            if self.notes.get(&key).is_some_and(|note| note.state == State::Queued) {
-                self.set(key, State::Stored);
+            if self.notes.get(&key).is_some_and(|note| note.state == WriteState::Queued) {
+                self.set(key, WriteState::Stored);
                 return Some(key);
             }
         }
@@ -161,23 +163,23 @@ impl Outbox {
 
     /// Puts a key that was popped and not written back to the front.
     pub(crate) fn push_back_in(&mut self, key: Key) {
-        self.set(key, State::Queued);
+        self.set(key, WriteState::Queued);
         self.queue.push_front(key);
     }
 
     /// Whether a block was published and is not stored; it counts as stored from now on.
     pub(crate) fn claim(&mut self, key: &Key) -> bool {
-        let is_new = self.notes.get(key).is_some_and(|note| note.state == State::Published);
+        let is_new = self.notes.get(key).is_some_and(|note| note.state == WriteState::Published);
         if is_new {
-            self.set(*key, State::Stored);
+            self.set(*key, WriteState::Stored);
         }
         is_new
     }
 
     /// A block that the store was not given after all counts as published again.
     pub(crate) fn unclaim(&mut self, key: &Key) {
-        if self.notes.get(key).is_some_and(|note| note.state == State::Stored) {
-            self.set(*key, State::Published);
+        if self.notes.get(key).is_some_and(|note| note.state == WriteState::Stored) {
+            self.set(*key, WriteState::Published);
         }
     }
 
@@ -217,7 +219,7 @@ impl Outbox {
     }
 
     fn enqueue(&mut self, key: Key) {
-        self.set(key, State::Queued);
+        self.set(key, WriteState::Queued);
         self.queue.push_back(key);
         // Of blocks that went before they were written only the key is left.
         if self.queue.len() > self.capacity {
@@ -225,7 +227,7 @@ impl Outbox {
         }
     }
 
-    fn set(&mut self, key: Key, state: State) {
+    fn set(&mut self, key: Key, state: WriteState) {
         if let Some(note) = self.notes.get_mut(&key) {
             note.state = state;
         }

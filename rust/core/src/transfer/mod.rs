@@ -3,17 +3,17 @@
 //! Invariant: each lease belongs to one ticket or pin, and a ticket fills each block that it is to publish. A leased block
 //! is not freed, moved or given out again until the transfer that reads or writes it has finished.
 
+mod open_step;
 mod request;
 mod runs;
 mod span;
-mod step;
 mod store_jobs;
 mod ticket;
 
+pub(crate) use open_step::{OpenStep, View};
 pub(crate) use request::Request;
 pub use runs::{Run, merge_runs};
 pub use span::Span;
-pub(crate) use step::{Step, View};
 pub use store_jobs::StoreJob;
 pub(crate) use store_jobs::{Missing, StoreJobs, Wanted};
 pub(crate) use ticket::{Held, HeldRuns, Lease, PendingMoves, PendingPublish, PendingRehome, Ticket};

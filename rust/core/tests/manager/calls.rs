@@ -100,14 +100,14 @@ struct Named {
 }
 
 /// A manager, and what a call on it may name.
-struct State {
+struct ReachedState {
     manager: Manager,
     all: Vec<SequenceId>,
     loads: Vec<StoreJob>,
     writes: Vec<StoreJob>,
 }
 
-impl State {
+impl ReachedState {
     /// Runs a program.
     fn new(setup: Setup, ops: Vec<Op>) -> Self {
         let mut world = World::new(setup);
@@ -281,7 +281,7 @@ fn difference(before: &str, after: &str) -> Option<String> {
 }
 
 /// What was asked right before a call, and what comes of it.
-fn agrees(state: &State, call: Call) {
+fn agrees(state: &ReachedState, call: Call) {
     let (mut manager, before) = (state.manager.clone(), dump(&state.manager));
     let Some(asked) = state.ask(&mut manager, call) else { return };
     assert_eq!(difference(&before, &dump(&manager)), None, "{call:?}: a question has changed something");
@@ -310,7 +310,7 @@ fn agrees(state: &State, call: Call) {
 
 /// Lets each step of a call that may fail do so, one after the other.
 #[cfg(debug_assertions)]
-fn fails_whole(state: &State, call: Call) {
+fn fails_whole(state: &ReachedState, call: Call) {
     let (named, before) = (state.named(call), dump(&state.manager));
     let changed = |manager: &Manager, result: &Result<(), Error>| {
         result.as_ref().err().and_then(|_| difference(&before, &dump(manager)))
@@ -337,7 +337,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
     #[test]
     fn a_call_does_what_was_said_of_it(setup in setup(), ops in ops(), calls in calls()) {
-        let state = State::new(setup, ops);
+        let state = ReachedState::new(setup, ops);
         for call in calls {
             agrees(&state, call);
         }
@@ -346,7 +346,7 @@ proptest! {
     #[cfg(debug_assertions)]
     #[test]
     fn a_call_that_fails_at_any_step_changes_nothing(setup in setup(), ops in ops(), calls in calls()) {
-        let state = State::new(setup, ops);
+        let state = ReachedState::new(setup, ops);
         for call in calls {
             fails_whole(&state, call);
         }

@@ -1,6 +1,6 @@
 //! Blocks under keys: a store that evicts what was not used for longest, and finds its blocks again in the next life.
 
-use super::{LONGEST, STORE, SlabStore, State, StoreOptions};
+use super::{LONGEST, STORE, SlabStore, StoreOptions, StoreState};
 use crate::buffer::{Buffer, LentRow};
 use crate::device::BlockDevice;
 use crate::error::{Error, Result};
@@ -79,7 +79,7 @@ impl SlabStore {
 
     fn submit_puts(
         &self,
-        mut state: MutexGuard<'_, State>,
+        mut state: MutexGuard<'_, StoreState>,
         keys: &[Key],
         owners: Option<&[Owner]>,
         buffers: Vec<Option<Buffer>>,

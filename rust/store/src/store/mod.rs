@@ -100,12 +100,12 @@ pub struct SlabStore {
 
 #[derive(Debug)]
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<StoreState>,
     work: Condvar,
     done: Condvar,
 }
 
-struct State {
+struct StoreState {
     queue: Queue,
     /// Taken on close, so that the last thread that uses the device drops it.
     device: Option<Arc<dyn BlockDevice>>,
@@ -114,19 +114,19 @@ struct State {
     event: Option<OwnedFd>,
 }
 
-impl std::fmt::Debug for State {
+impl std::fmt::Debug for StoreState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("State").field("threads", &self.threads).finish_non_exhaustive()
+        f.debug_struct("StoreState").field("threads", &self.threads).finish_non_exhaustive()
     }
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, StoreState> {
         // A device that panicked did so outside the lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wake_callers(&self, state: &State) {
+    fn wake_callers(&self, state: &StoreState) {
         self.done.notify_all();
         if let Some(event) = &state.event {
             // A full counter is readable too.
@@ -147,7 +147,7 @@ impl SlabStore {
     }
 
     fn start(device: Arc<dyn BlockDevice>, options: StoreOptions, queue: Queue, keyed: bool) -> Result<Self> {
-        let state = Mutex::new(State { queue, device: Some(device), threads: 0, event: None });
+        let state = Mutex::new(StoreState { queue, device: Some(device), threads: 0, event: None });
         let shared = Arc::new(Shared { state, work: Condvar::new(), done: Condvar::new() });
         let (floor, owner) = (Arc::new(Floor::new(options.revision)), std::process::id());
         let store = Self { options, shared, owner, keyed, floor };
@@ -219,7 +219,12 @@ impl SlabStore {
         self.submit_buffers(state, &checked, buffers)
     }
 
-    fn submit_buffers(&self, mut state: MutexGuard<'_, State>, slots: &[u32], buffers: Vec<Buffer>) -> Result<u64> {
+    fn submit_buffers(
+        &self,
+        mut state: MutexGuard<'_, StoreState>,
+        slots: &[u32],
+        buffers: Vec<Buffer>,
+    ) -> Result<u64> {
         let count = buffers.len();
         let result = state.queue.submit_writes(slots, buffers, Instant::now());
         if result.is_err() {
@@ -287,7 +292,7 @@ impl SlabStore {
     }
 
     /// Wakes threads for a batch, and callers for one that has ended already.
-    fn submitted(&self, mut state: MutexGuard<'_, State>, result: Result<u64>) -> Result<u64> {
+    fn submitted(&self, mut state: MutexGuard<'_, StoreState>, result: Result<u64>) -> Result<u64> {
         if state.queue.tickets.take_ended() {
             self.shared.wake_callers(&state);
         }
@@ -432,7 +437,11 @@ impl SlabStore {
     }
 
     /// Waits until all threads have ended, or until a point in time.
-    fn wait_for_threads<'a>(&'a self, mut state: MutexGuard<'a, State>, until: Instant) -> MutexGuard<'a, State> {
+    fn wait_for_threads<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, StoreState>,
+        until: Instant,
+    ) -> MutexGuard<'a, StoreState> {
         while state.threads > 0 {
             let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else { break };
             state = self.shared.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;

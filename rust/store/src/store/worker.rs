@@ -1,7 +1,7 @@
 //! One thread of the store. It takes a job from the queue, moves the job's neighbouring blocks by one call to the device,
 //! and hands the outcomes to the queue: headers go before a write, checks come after a read.
 
-use super::{Shared, State};
+use super::{Shared, StoreState};
 use crate::buffer::Buffer;
 use crate::device::{BlockDevice, read_blocks, write_blocks};
 use crate::geometry::{Geometry, PAGE};
@@ -16,7 +16,7 @@ use std::io;
 type Run = Vec<(Place, Buffer)>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum JobKind {
     Write,
     Read,
     /// A page of zeros over a header.
@@ -67,7 +67,7 @@ impl Worker {
     }
 
     /// The blocks of a job, ready for the device.
-    fn begin(&self, job: Job) -> (Kind, Run) {
+    fn begin(&self, job: Job) -> (JobKind, Run) {
         match job {
             Job::Write(mut run) => {
                 for (place, buffer) in &mut run {
@@ -75,20 +75,20 @@ impl Worker {
                     let header = Header { owner: place.owner, ..header };
                     header.encode(buffer.as_mut_slice());
                 }
-                (Kind::Write, run)
+                (JobKind::Write, run)
             }
-            Job::Read(run) => (Kind::Read, run),
-            Job::Wipe(place) => (Kind::Wipe, vec![(place, Buffer::new(PAGE))]),
+            Job::Read(run) => (JobKind::Read, run),
+            Job::Wipe(place) => (JobKind::Wipe, vec![(place, Buffer::new(PAGE))]),
         }
     }
 
     /// Moves neighbouring blocks together; if that fails, each alone, so that one bad block is no miss of the others.
-    fn each(&self, kind: Kind, run: &mut Run) -> Vec<io::Result<()>> {
+    fn each(&self, kind: JobKind, run: &mut Run) -> Vec<io::Result<()>> {
         let call = |blocks: &mut [(Place, Buffer)]| {
             let offset = self.offset(blocks);
             match kind {
-                Kind::Read => read_blocks(&*self.device, blocks.iter_mut().map(|(_, buffer)| buffer), offset),
-                Kind::Write | Kind::Wipe => {
+                JobKind::Read => read_blocks(&*self.device, blocks.iter_mut().map(|(_, buffer)| buffer), offset),
+                JobKind::Write | JobKind::Wipe => {
                     write_blocks(&*self.device, blocks.iter().map(|(_, buffer)| buffer), offset)
                 }
             }
@@ -106,18 +106,18 @@ impl Worker {
     }
 
     /// Checks blocks that were read.
-    fn check(&self, kind: Kind, run: &Run, results: Vec<io::Result<()>>) -> Answers {
+    fn check(&self, kind: JobKind, run: &Run, results: Vec<io::Result<()>>) -> Answers {
         let check = |(result, (place, buffer)): (io::Result<()>, &(Place, Buffer))| {
             let payload = || buffer.payload(self.geometry.payload_bytes);
             result.map(|()| match kind {
-                Kind::Read => self.expected(*place).check(buffer.as_slice(), payload()),
-                Kind::Write | Kind::Wipe => Ok(()),
+                JobKind::Read => self.expected(*place).check(buffer.as_slice(), payload()),
+                JobKind::Write | JobKind::Wipe => Ok(()),
             })
         };
         results.into_iter().zip(run).map(check).collect()
     }
 
-    fn wake_callers(&self, state: &mut MutexGuard<'_, State>) {
+    fn wake_callers(&self, state: &mut MutexGuard<'_, StoreState>) {
         if state.queue.tickets.take_ended() {
             self.shared.wake_callers(state);
         }
@@ -135,18 +135,18 @@ impl Worker {
 }
 
 /// Hands the outcomes of a job to the queue.
-fn settle(queue: &mut Queue, kind: Kind, run: Run, answers: Answers) {
+fn settle(queue: &mut Queue, kind: JobKind, run: Run, answers: Answers) {
     let what = match kind {
-        Kind::Write => "write of",
-        Kind::Read => "read of",
-        Kind::Wipe => "deletion from",
+        JobKind::Write => "write of",
+        JobKind::Read => "read of",
+        JobKind::Wipe => "deletion from",
     };
     for ((place, buffer), answer) in run.into_iter().zip(answers) {
         let result = outcome(queue, what, place.slot, answer).and_then(|checked| checked);
         match kind {
-            Kind::Write => queue.finish_write(place, buffer, result),
-            Kind::Read => queue.finish_read(place, buffer, result),
-            Kind::Wipe => queue.finish_wipe(place, result),
+            JobKind::Write => queue.finish_write(place, buffer, result),
+            JobKind::Read => queue.finish_read(place, buffer, result),
+            JobKind::Wipe => queue.finish_wipe(place, result),
         }
     }
     queue.answered();

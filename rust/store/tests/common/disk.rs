@@ -11,7 +11,7 @@ pub(crate) const SECTOR: usize = 512;
 pub(crate) const ERRORS: [i32; 6] = [5, 24, 27, 28, 30, 122];
 
 #[derive(Clone, Default)]
-struct State {
+struct DiskState {
     /// What a read finds.
     seen: Vec<u8>,
     /// What a loss of power leaves for certain.
@@ -26,7 +26,7 @@ struct State {
 
 /// Storage in memory that loses power, or answers with errors.
 #[derive(Clone, Default)]
-pub(crate) struct Disk(Arc<Mutex<State>>, Arc<Mutex<()>>, Arc<AtomicUsize>);
+pub(crate) struct Disk(Arc<Mutex<DiskState>>, Arc<Mutex<()>>, Arc<AtomicUsize>);
 
 /// A small generator of numbers, the same for the same seed.
 pub(crate) struct Random(u64);
@@ -55,7 +55,7 @@ impl Disk {
     pub(crate) fn new(len: u64) -> Self {
         let disk = Self::default();
         let zeros = vec![0; usize::try_from(len).unwrap()];
-        *disk.0.lock().unwrap() = State { seen: zeros.clone(), durable: zeros, ..State::default() };
+        *disk.0.lock().unwrap() = DiskState { seen: zeros.clone(), durable: zeros, ..DiskState::default() };
         disk
     }
 
@@ -87,7 +87,7 @@ impl Disk {
             }
             _ => {}
         }
-        let state = State { seen: image.clone(), durable: image, unsynced: Vec::new(), failing: None, ..state };
+        let state = DiskState { seen: image.clone(), durable: image, unsynced: Vec::new(), failing: None, ..state };
         Self(Arc::new(Mutex::new(state)), Arc::default(), Arc::default())
     }
 
@@ -130,7 +130,7 @@ impl Disk {
     }
 }
 
-impl State {
+impl DiskState {
     /// Makes everything durable.
     fn settle(&mut self) {
         self.durable.clone_from(&self.seen);

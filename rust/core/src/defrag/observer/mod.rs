@@ -32,7 +32,7 @@ pub enum Fresh {
 /// What is known of a block, side by side: a step touches many blocks once each.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(8))]
-struct Block {
+struct ObservedBlock {
     /// The id whose bytes lie here.
     id: u32,
     refs: u32,
@@ -42,7 +42,7 @@ struct Block {
 #[derive(Clone, Debug)]
 pub struct Observer {
     forward: Vec<u32>,
-    blocks: Vec<Block>,
+    blocks: Vec<ObservedBlock>,
     places: BlockMap,
     /// Holes whose bytes nobody will read.
     blank: BlockSet,
@@ -127,7 +127,7 @@ impl Observer {
 
     /// Blocks with references, and how many they have, rising.
     pub fn used(&self) -> impl Iterator<Item = (BlockId, u32)> + '_ {
-        let used = |(id, block): (u32, &Block)| (block.refs > 0).then_some((BlockId(id), block.refs));
+        let used = |(id, block): (u32, &ObservedBlock)| (block.refs > 0).then_some((BlockId(id), block.refs));
         (0..).zip(&self.blocks).filter_map(used)
     }
 
@@ -343,10 +343,10 @@ impl Observer {
         let known = self.len();
         if blocks > known {
             // A vector may get twice the room that it had; of bits there are those of places and `blank`.
-            const BLOCK: usize = 2 * (size_of::<u32>() + size_of::<Block>() + 1);
+            const BLOCK: usize = 2 * (size_of::<u32>() + size_of::<ObservedBlock>() + 1);
             memory::require((blocks as usize).saturating_mul(BLOCK))?;
             self.forward.extend(known..blocks);
-            self.blocks.extend((known..blocks).map(|id| Block { id, refs: 0 }));
+            self.blocks.extend((known..blocks).map(|id| ObservedBlock { id, refs: 0 }));
             self.places.grow(blocks);
             self.blank.grow(blocks as usize);
         }

@@ -1,7 +1,7 @@
 //! An observer's steps: plan, and commit once the bytes have moved.
 
 use super::Observer;
-use crate::defrag::facts::{Budget, Entry, Facts};
+use crate::defrag::facts::{Budget, Facts, HoleUse};
 use crate::defrag::plan::Plan;
 use crate::defrag::planner::Planner;
 use crate::error::Result;
@@ -17,8 +17,8 @@ struct Known<'a> {
 }
 
 impl Facts for Known<'_> {
-    fn entry(&self, hole: BlockId) -> Entry {
-        if self.blank.contains(hole) { Entry::Move } else { Entry::Exchange }
+    fn hole_use(&self, hole: BlockId) -> HoleUse {
+        if self.blank.contains(hole) { HoleUse::Move } else { HoleUse::Exchange }
     }
 
     fn is_hot(&self, live: BlockId) -> bool {

@@ -1,13 +1,19 @@
 //! The rule that has the most hits just now, found out by miniature caches.
 
 use super::ghosts::Sample;
-use super::miniature::{Chain, Miniatures};
-use super::segments::{Rule, Segments};
+use super::miniature::{Miniatures, SampledChain};
+use super::segments::{EvictionRule, Segments};
 use super::{Departure, Evictor};
 use crate::id::BlockId;
 
 /// The rules that are tried; the first one until there is reason for another.
-const RULES: [Rule; 5] = [Rule::Chances(10), Rule::Once(717), Rule::Once(205), Rule::Keep, Rule::Once(10)];
+const RULES: [EvictionRule; 5] = [
+    EvictionRule::Chances(10),
+    EvictionRule::Once(717),
+    EvictionRule::Once(205),
+    EvictionRule::Keep,
+    EvictionRule::Once(10),
+];
 /// Blocks of the miniature cache of a large pool.
 const MANY_BLOCKS: usize = 512;
 /// In smaller pools one block in 28 is followed, which keeps the cost low, ...
@@ -21,7 +27,7 @@ const CHOICES: usize = 8;
 const REMAINING: u64 = 232;
 /// One hit, as it is counted: fractions remain of older ones.
 const HIT: u64 = 256;
-/// One in 3 hits of [`Rule::Keep`] does not count: what it keeps has no merit but to be there.
+/// One in 3 hits of [`EvictionRule::Keep`] does not count: what it keeps has no merit but to be there.
 const MARGIN_OF_KEEP: u64 = 3;
 
 /// Hits of the miniature caches, of chains for which the rules differ; older ones count less.
@@ -61,7 +67,7 @@ impl Scores {
     /// The rule that has most hits by more than chance, compared with the present one.
     fn best(&self, current: usize) -> usize {
         let gain = |rule: usize| {
-            let margin = if RULES[rule] == Rule::Keep { self.hits[rule] / MARGIN_OF_KEEP } else { 0 };
+            let margin = if RULES[rule] == EvictionRule::Keep { self.hits[rule] / MARGIN_OF_KEEP } else { 0 };
             self.hits[rule].saturating_sub(self.hits[current] + margin)
         };
         // More than 1.2 standard deviations of the sum.
@@ -84,7 +90,7 @@ pub(crate) struct Adaptive {
     highest: u32,
     /// Tags of the chains that were released since the last choice, as far as they are followed.
     tags: Vec<u32>,
-    chains: Vec<Chain<{ RULES.len() }>>,
+    chains: Vec<SampledChain<{ RULES.len() }>>,
     /// Blocks to follow between two choices.
     between_choices: usize,
     current: usize,
@@ -179,7 +185,7 @@ impl Evictor for Adaptive {
     fn begin_chain(&mut self) {
         let end = self.tags.len();
         if end > self.chains.last().map_or(0, |chain| chain.end) {
-            self.chains.push(Chain { end, hits: [0; RULES.len()] });
+            self.chains.push(SampledChain { end, hits: [0; RULES.len()] });
             if end >= self.between_choices {
                 self.follow();
             }
@@ -260,7 +266,7 @@ mod tests {
             let mut scores = Scores::default();
             let mut hits = [0; COUNT];
             hits[rule] = 8;
-            for _ in 1..if RULES[rule] == Rule::Keep { 4 } else { 2 } {
+            for _ in 1..if RULES[rule] == EvictionRule::Keep { 4 } else { 2 } {
                 scores.add(hits);
                 assert_eq!(scores.best(0), 0);
             }

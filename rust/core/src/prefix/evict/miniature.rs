@@ -5,7 +5,7 @@
 //! USENIX ATC 2017.
 
 use super::ghosts::Sample;
-use super::segments::{Rule, Segments};
+use super::segments::{EvictionRule, Segments};
 use crate::id::BlockId;
 use rustc_hash::FxHashMap;
 
@@ -45,7 +45,7 @@ impl Followed {
 
 /// Blocks of a sample that a sequence used, and how many of them each cache had.
 #[derive(Debug, Clone)]
-pub(super) struct Chain<const RULES: usize> {
+pub(super) struct SampledChain<const RULES: usize> {
     /// Where its tags end among those of all chains.
     pub(super) end: usize,
     pub(super) hits: [usize; RULES],
@@ -72,7 +72,7 @@ pub(super) struct Miniatures<const RULES: usize> {
 impl<const RULES: usize> Miniatures<RULES> {
     /// The pool remembers `denser` times as many blocks of a chain, and knows the chain again as long as one of them is left.
     /// So that a cache knows it as long, it remembers one pool more for each time that halves a chain's blocks.
-    pub(super) fn new(blocks: usize, rules: [Rule; RULES], denser: usize) -> Self {
+    pub(super) fn new(blocks: usize, rules: [EvictionRule; RULES], denser: usize) -> Self {
         let places = blocks * (1 + denser.max(1).ilog2() as usize);
         Self {
             blocks,
@@ -87,7 +87,7 @@ impl<const RULES: usize> Miniatures<RULES> {
     }
 
     /// Sequences have used blocks with these tags, the last one of each first.
-    pub(super) fn follow(&mut self, tags: &[u32], chains: &mut [Chain<RULES>]) {
+    pub(super) fn follow(&mut self, tags: &[u32], chains: &mut [SampledChain<RULES>]) {
         let mut used = std::mem::take(&mut self.used);
         used.clear();
         used.extend(tags.iter().map(|&tag| self.followed.number(tag)));
@@ -95,7 +95,7 @@ impl<const RULES: usize> Miniatures<RULES> {
         // One cache after the other, so that each is read once.
         for rule in 0..RULES {
             let mut start = 0;
-            for Chain { end, hits } in &mut *chains {
+            for SampledChain { end, hits } in &mut *chains {
                 hits[rule] = self.follow_one(rule, &used[start..*end]);
                 start = *end;
             }
@@ -169,9 +169,9 @@ mod tests {
 
     #[test]
     fn a_block_that_is_released_twice_counts_once() {
-        let mut miniatures = Miniatures::new(4, [Rule::Once(512), Rule::Chances(10)], 1);
+        let mut miniatures = Miniatures::new(4, [EvictionRule::Once(512), EvictionRule::Chances(10)], 1);
         for (tags, hits) in [([16, 8, 16], 0), ([16, 16, 8], 2)] {
-            let mut chains = [Chain { end: 3, hits: [0; 2] }];
+            let mut chains = [SampledChain { end: 3, hits: [0; 2] }];
             miniatures.follow(&tags, &mut chains);
             assert_eq!(chains[0].hits, [hits; 2]);
         }
@@ -180,11 +180,12 @@ mod tests {
 
     #[test]
     fn what_no_cache_has_is_forgotten() {
-        let mut miniatures = Miniatures::new(8, [Rule::Once(102), Rule::Chances(10), Rule::Keep], 1);
+        let mut miniatures =
+            Miniatures::new(8, [EvictionRule::Once(102), EvictionRule::Chances(10), EvictionRule::Keep], 1);
         for first in 1..2000u32 {
             // Some chains are longer than the caches.
             let tags: Vec<u32> = (first..first + first % 12).rev().map(|tag| tag * 16).collect();
-            miniatures.follow(&tags, &mut [Chain { end: tags.len(), hits: [0; 3] }]);
+            miniatures.follow(&tags, &mut [SampledChain { end: tags.len(), hits: [0; 3] }]);
             let Followed { numbers, tags, free } = &miniatures.followed;
             assert!(numbers.len() <= 3 * 8 && numbers.len() + free.len() == tags.len());
             for (number, &tag) in tags.iter().enumerate() {

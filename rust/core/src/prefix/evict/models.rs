@@ -1,8 +1,8 @@
 //! Segments and miniature caches against a plain model: a list that is searched from its beginning.
 
 use super::ghosts::Sample;
-use super::miniature::{Chain, Miniatures};
-use super::segments::{Rule, Segments};
+use super::miniature::{Miniatures, SampledChain};
+use super::segments::{EvictionRule, Segments};
 use crate::id::BlockId;
 use proptest::prelude::*;
 use std::collections::HashMap;
@@ -49,18 +49,18 @@ impl Plain for Reported {
 
 /// An evictable block of the model. Classes: 0 on probation or used once, 1 on probation, 2 used once, 3 to 5 used again.
 #[derive(Clone, Copy)]
-struct Entry {
+struct ModelBlock {
     block: BlockId,
     tag: u32,
     class: usize,
 }
 
 struct Model {
-    rule: Rule,
+    rule: EvictionRule,
     ghosts: Sample,
     /// Oldest first.
-    entries: Vec<Entry>,
-    known: HashMap<BlockId, Entry>,
+    entries: Vec<ModelBlock>,
+    known: HashMap<BlockId, ModelBlock>,
     chains: usize,
     /// Highest class in the chain that is being released, and the class of its blocks that have no hits.
     floor: usize,
@@ -71,7 +71,7 @@ struct Model {
 }
 
 impl Model {
-    fn new(rule: Rule, ghosts: Sample) -> Self {
+    fn new(rule: EvictionRule, ghosts: Sample) -> Self {
         let (entries, known) = (Vec::new(), HashMap::new());
         Self { rule, ghosts, entries, known, chains: 0, floor: 0, fresh: 2, inserted: 0, longest: 0 }
     }
@@ -88,10 +88,12 @@ impl Model {
         let once = self.entries.iter().filter(|entry| entry.class == 2).count();
         loop {
             match self.rule {
-                Rule::Once(share) | Rule::Chances(share) if once > BLOCKS * usize::from(share) / 1024 => {
+                EvictionRule::Once(share) | EvictionRule::Chances(share)
+                    if once > BLOCKS * usize::from(share) / 1024 =>
+                {
                     return self.first(2).unwrap();
                 }
-                Rule::Chances(_) if self.entries[0].class > 3 => {
+                EvictionRule::Chances(_) if self.entries[0].class > 3 => {
                     let mut entry = self.entries.remove(0);
                     entry.class -= 1;
                     self.entries.push(entry);
@@ -105,8 +107,8 @@ impl Model {
 
 impl Plain for Model {
     fn publish(&mut self, block: BlockId, tag: u32) {
-        let class = usize::from(self.ghosts.take(tag) && self.rule != Rule::Keep) * 3;
-        self.known.insert(block, Entry { block, tag, class });
+        let class = usize::from(self.ghosts.take(tag) && self.rule != EvictionRule::Keep) * 3;
+        self.known.insert(block, ModelBlock { block, tag, class });
     }
 
     fn begin_chain(&mut self) {
@@ -115,7 +117,7 @@ impl Plain for Model {
         self.longest = std::mem::take(&mut self.inserted).max(self.longest - self.longest.div_ceil(16));
         let probation = self.entries.iter().filter(|entry| entry.class == 1).count();
         let is_kept = self.chains % 256 == 0 || probation > (2 * self.longest).clamp(BLOCKS / 16, BLOCKS / 2);
-        self.fresh = if self.rule == Rule::Keep && !is_kept { 1 } else { 2 };
+        self.fresh = if self.rule == EvictionRule::Keep && !is_kept { 1 } else { 2 };
     }
 
     fn insert(&mut self, block: BlockId) {
@@ -145,9 +147,10 @@ impl Plain for Model {
     }
 }
 
-fn rules() -> impl Strategy<Value = Rule> {
+fn rules() -> impl Strategy<Value = EvictionRule> {
     let shares = [10, 300, 700];
-    let rules = shares.map(Rule::Once).into_iter().chain(shares.map(Rule::Chances)).chain([Rule::Keep]);
+    let rules =
+        shares.map(EvictionRule::Once).into_iter().chain(shares.map(EvictionRule::Chances)).chain([EvictionRule::Keep]);
     prop::sample::select(rules.collect::<Vec<_>>())
 }
 
@@ -215,7 +218,7 @@ struct Shared {
 
 impl Shared {
     fn new() -> Self {
-        let segments = Segments::new(BLOCKS, Rule::Once(300), Sample::new(BLOCKS, 1));
+        let segments = Segments::new(BLOCKS, EvictionRule::Once(300), Sample::new(BLOCKS, 1));
         let free = (0..u32::try_from(BLOCKS).unwrap()).map(BlockId).collect();
         Self { segments, at: HashMap::new(), users: HashMap::new(), before: HashMap::new(), running: Vec::new(), free }
     }
@@ -291,7 +294,7 @@ proptest! {
             let (mut tags, mut chains) = (Vec::new(), Vec::new());
             for prompt in prompts {
                 tags.extend(prompt.iter().rev());
-                chains.push(Chain { end: tags.len(), hits: [0; 2] });
+                chains.push(SampledChain { end: tags.len(), hits: [0; 2] });
             }
             miniatures.follow(&tags, &mut chains);
             for chain in chains {

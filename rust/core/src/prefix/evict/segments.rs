@@ -19,7 +19,7 @@ const HIT: u32 = 4;
 const HITS: u32 = 3 * HIT;
 const TAG: u32 = !15;
 
-/// [`Rule::Keep`] keeps one new chain in 256.
+/// [`EvictionRule::Keep`] keeps one new chain in 256.
 const KEPT_CHAINS: u32 = 256;
 /// The other chains may have one block in 16, ...
 const PROBATION_SHARE: usize = 16;
@@ -28,7 +28,7 @@ const PROBATION_CHAINS: usize = 2;
 
 /// Which block goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Rule {
+pub(super) enum EvictionRule {
     /// The oldest of the blocks used once, as long as these are more than this share, in 1024ths.
     Once(u16),
     /// As `Once`; and the oldest of the others stays once more for each further time that it was used.
@@ -40,7 +40,7 @@ pub(super) enum Rule {
 
 #[derive(Debug, Clone)]
 pub(super) struct Segments {
-    rule: Rule,
+    rule: EvictionRule,
     rings: Rings,
     /// By block.
     notes: Vec<u32>,
@@ -63,7 +63,7 @@ pub(super) struct Segments {
 
 impl Segments {
     /// For a pool of `blocks` blocks; `ghosts` remembers those that go.
-    pub(super) fn new(blocks: usize, rule: Rule, ghosts: Sample) -> Self {
+    pub(super) fn new(blocks: usize, rule: EvictionRule, ghosts: Sample) -> Self {
         Self {
             rule,
             rings: Rings::new(blocks, 3),
@@ -80,7 +80,7 @@ impl Segments {
         }
     }
 
-    pub(super) fn set_rule(&mut self, rule: Rule) {
+    pub(super) fn set_rule(&mut self, rule: EvictionRule) {
         self.rule = rule;
     }
 
@@ -96,7 +96,7 @@ impl Segments {
         self.longest = inserted.max(self.longest - self.longest.div_ceil(16));
         let room = (self.blocks / PROBATION_SHARE).max((self.longest * PROBATION_CHAINS).min(self.blocks / 2));
         let is_kept = self.chains % KEPT_CHAINS == 0 || self.lens[PROBATION as usize] > room;
-        self.fresh = if self.rule == Rule::Keep && !is_kept { PROBATION } else { ONCE };
+        self.fresh = if self.rule == EvictionRule::Keep && !is_kept { PROBATION } else { ONCE };
     }
 
     /// A block of the chain stays in use; returns what is known of its tag.
@@ -139,7 +139,7 @@ impl Segments {
 
     #[inline]
     pub(super) fn publish(&mut self, block: BlockId, tag: u32) {
-        let came_back = self.ghosts.take(tag) && self.rule != Rule::Keep;
+        let came_back = self.ghosts.take(tag) && self.rule != EvictionRule::Keep;
         self.notes[block.index()] = (tag & TAG) | if came_back { HIT } else { 0 };
     }
 
@@ -168,11 +168,11 @@ impl Segments {
         }
     }
 
-    /// Whether the first block used again may stay if it has hits left: under [`Rule::Chances`], and under any rule if a block
+    /// Whether the first block used again may stay if it has hits left: under [`EvictionRule::Chances`], and under any rule if a block
     /// behind it has stayed, which may need it.
     fn next_has_chance(&mut self) -> bool {
         let age = self.rings.age(AGAIN as usize).unwrap_or(0);
-        matches!(self.rule, Rule::Chances(_)) || age >= self.rings.clock().wrapping_sub(self.stayed)
+        matches!(self.rule, EvictionRule::Chances(_)) || age >= self.rings.clock().wrapping_sub(self.stayed)
     }
 
     /// Takes out the blocks that go first, or as many as there are.
@@ -204,7 +204,7 @@ impl Segments {
         if again == 0 {
             return (ONCE, once);
         }
-        if let Rule::Once(share) | Rule::Chances(share) = self.rule {
+        if let EvictionRule::Once(share) | EvictionRule::Chances(share) = self.rule {
             let kept = (self.blocks * usize::from(share)) >> 10;
             if once > kept {
                 return (ONCE, once - kept);

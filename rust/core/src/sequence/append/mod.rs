@@ -12,7 +12,7 @@ use crate::error::{Error, Result, invalid};
 use crate::fit::Fit;
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::transfer::{Request, Step, View};
+use crate::transfer::{OpenStep, Request, View};
 use pass::{Batch, Passed, Slow, Work, fits, next_block, next_blocks, pass};
 use std::ops::Range;
 
@@ -124,7 +124,7 @@ impl Sequences {
         view.require(request, Vec::new)
     }
 
-    pub(crate) fn append(&mut self, step: &mut Step<'_>, batch: Batch<'_>) -> Result<()> {
+    pub(crate) fn append(&mut self, step: &mut OpenStep<'_>, batch: Batch<'_>) -> Result<()> {
         let Batch { sequences, counts, lookahead, slots, tables } = batch;
         let (mut members, mut spread) = (Vec::new(), Vec::new());
         counts.total(sequences.len())?;
@@ -143,7 +143,7 @@ impl Sequences {
 
     /// Appends to a batch in one pass over the rows whose tokens fit into the blocks that they are writing, and one over
     /// the others. If those cannot be served, the first pass is undone.
-    fn append_batch(&mut self, step: &mut Step<'_>, mut batch: Batch<'_>) -> Result<()> {
+    fn append_batch(&mut self, step: &mut OpenStep<'_>, mut batch: Batch<'_>) -> Result<()> {
         let mut work = std::mem::take(&mut self.work);
         let pass = if batch.tables.is_some() { pass::<true> } else { pass::<false> };
         let passed = pass(&mut self.rows, step.transfers.open(), &mut batch, &mut work);
@@ -166,7 +166,7 @@ impl Sequences {
 
     /// The second pass: checks all rows that need blocks, then gives them.
     #[inline(never)]
-    fn append_slow(&mut self, step: &mut Step<'_>, batch: &mut Batch<'_>, work: &mut Work) -> Result<()> {
+    fn append_slow(&mut self, step: &mut OpenStep<'_>, batch: &mut Batch<'_>, work: &mut Work) -> Result<()> {
         let mut blocks = std::mem::take(&mut self.scratch);
         blocks.clear();
         let result = self.slow_needs(step.view(), batch, work, &mut blocks).and_then(|new| {
@@ -226,7 +226,7 @@ impl Sequences {
     /// Appends to the noted rows, for which there are blocks. Without copies, these are taken at once.
     fn append_checked(
         &mut self,
-        step: &mut Step<'_>,
+        step: &mut OpenStep<'_>,
         batch: &mut Batch<'_>,
         work: &Work,
         new: usize,
@@ -355,7 +355,7 @@ impl Sequences {
     /// Appends to one row what [`Manager::need`] has found to fit; `fresh` are blocks taken for it and rows after it.
     fn grow(
         &mut self,
-        step: &mut Step<'_>,
+        step: &mut OpenStep<'_>,
         sequence: SequenceId,
         count: u32,
         lookahead: u32,
@@ -424,7 +424,14 @@ impl Sequences {
     }
 
     /// Gives a row a block of its own in place of a shared one, by a copy of this step if it has tokens there.
-    fn copy_on_write(&mut self, step: &mut Step<'_>, sequence: SequenceId, index: usize, shared: BlockId, used: bool) {
+    fn copy_on_write(
+        &mut self,
+        step: &mut OpenStep<'_>,
+        sequence: SequenceId,
+        index: usize,
+        shared: BlockId,
+        used: bool,
+    ) {
         let mut fresh = Vec::with_capacity(1);
         step.take(Tier::Device, 1, used, &mut fresh);
         let own = fresh[0];
@@ -456,7 +463,7 @@ struct Need {
 }
 
 /// Notes that the open step writes a block; its copy in another tier, which after a truncation it may have, parts from it.
-fn write_in_place(step: &mut Step<'_>, block: BlockId) {
+fn write_in_place(step: &mut OpenStep<'_>, block: BlockId) {
     if let Some((tracker, blocks)) = step.tiers.tracker_mut() {
         tracker.note_written(block, blocks);
     }

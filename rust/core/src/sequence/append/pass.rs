@@ -6,7 +6,7 @@
 use super::Counts;
 use super::block_tables::TableRows;
 use crate::id::{BlockId, SequenceId, TicketId};
-use crate::sequence::table::{Row, Rows};
+use crate::sequence::table::{Row, SequenceRows};
 
 /// One call's worth of appending.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ const NEVER: TicketId = TicketId(u64::MAX);
 /// The first pass of a batch: advances the rows whose tokens fit and whose block table is up to date, and notes the others.
 /// `TABLES`: the caller keeps a block table from call to call, and the rows know what it shows.
 pub(in crate::sequence) fn pass<const TABLES: bool>(
-    rows: &mut Rows,
+    rows: &mut SequenceRows,
     open: TicketId,
     batch: &mut Batch<'_>,
     work: &mut Work,
@@ -196,7 +196,7 @@ pub(in crate::sequence) fn next_block(row: &mut Row, block: BlockId, size: u32, 
 /// The second pass, where all rows that are left to it have filled their last blocks: each gets one of `blocks`.
 #[inline(never)]
 pub(in crate::sequence) fn next_blocks(
-    rows: &mut Rows,
+    rows: &mut SequenceRows,
     batch: &mut Batch<'_>,
     slow: &[Slow],
     blocks: &[BlockId],

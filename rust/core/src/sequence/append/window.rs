@@ -4,7 +4,7 @@ use crate::group::{Group, NULL_BLOCK};
 use crate::hash::Key;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::sequence::Sequences;
-use crate::transfer::{Step, View};
+use crate::transfer::{OpenStep, View};
 
 impl Sequences {
     /// Blocks at the start of a prompt, at most `keys.len()`, that all groups can serve. Writes the first group's table of
@@ -61,7 +61,7 @@ impl Sequences {
     }
 
     /// Puts the null block in place of the blocks that a row needs no more, its first `computed` tokens being computed.
-    pub(in crate::sequence) fn leave_window(&mut self, step: &mut Step<'_>, sequence: SequenceId, computed: u32) {
+    pub(in crate::sequence) fn leave_window(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, computed: u32) {
         let row = self.rows.at(sequence);
         let (from, tier) = (row.null_prefix as usize, row.tier);
         let to = self.groups.get(row.group).unneeded(computed, self.block_size).min(row.table.len());

@@ -18,7 +18,7 @@ const MAX_SEQUENCES: usize = SequenceId::FIELD_MAX as usize + 1;
 /// attention kernel's block table, can be brought up to date by what has changed alone.
 #[derive(Debug, Clone, Default)]
 #[repr(C)]
-pub(crate) struct Table {
+pub(crate) struct BlockTable {
     /// Counts changes.
     version: u32,
     /// Version that the last change of entries that there were led to.
@@ -29,7 +29,7 @@ pub(crate) struct Table {
     blocks: Vec<BlockId>,
 }
 
-impl Table {
+impl BlockTable {
     pub(crate) fn version(&self) -> u32 {
         self.version
     }
@@ -131,7 +131,7 @@ impl Table {
     }
 }
 
-impl Deref for Table {
+impl Deref for BlockTable {
     type Target = [BlockId];
 
     fn deref(&self) -> &[BlockId] {
@@ -175,7 +175,7 @@ pub(crate) struct Row {
     pub(crate) stamp: u32,
     /// First tokens whose ids are known and lead to `keys`; [`Row::NOT_FOLLOWED`] without `keys`.
     pub(crate) known: u32,
-    pub(crate) table: Table,
+    pub(crate) table: BlockTable,
     /// Last ticket that moves or copies blocks of this row.
     pub(crate) ticket: TicketId,
     pub(crate) tier: Tier,
@@ -247,7 +247,7 @@ impl Row {
             tier: Tier::Device,
             moving: false,
             lost: false,
-            table: Table::default(),
+            table: BlockTable::default(),
             synced: SyncState::nothing(),
             known: Self::NOT_FOLLOWED,
             group: 0,
@@ -284,7 +284,7 @@ impl Row {
 
 /// All sequences.
 #[derive(Debug, Clone)]
-pub(crate) struct Rows {
+pub(crate) struct SequenceRows {
     /// Number of the manager, in all handles.
     manager: u16,
     entries: Vec<Row>,
@@ -295,7 +295,7 @@ pub(crate) struct Rows {
     recent: RecentTokens,
 }
 
-impl Rows {
+impl SequenceRows {
     pub(crate) fn new(block_size: u32) -> Self {
         let recent = RecentTokens::new(block_size);
         Self { manager: 0, entries: Vec::new(), unused: Vec::new(), worn_out: 0, epoch: 0, recent }
@@ -328,7 +328,7 @@ impl Rows {
         })
     }
 
-    /// Opens a row without tokens; the caller has called [`Rows::require`].
+    /// Opens a row without tokens; the caller has called [`SequenceRows::require`].
     pub(crate) fn open(&mut self, tier: Tier, table: Vec<BlockId>) -> SequenceId {
         let index = self.unused.pop().unwrap_or_else(|| {
             self.entries.push(Row::unused());
@@ -453,7 +453,7 @@ mod tests {
 
     #[test]
     fn a_stale_handle_is_unknown_even_after_its_row_is_used_again() {
-        let mut rows = Rows::new(16);
+        let mut rows = SequenceRows::new(16);
         let first = rows.open(Tier::Device, vec![BlockId(5)]);
         assert_eq!(rows.close(first), [BlockId(5)]);
         assert!(rows.get(first).is_err());
@@ -466,7 +466,7 @@ mod tests {
 
     #[test]
     fn a_handle_that_is_not_valid_says_why() {
-        let mut rows = Rows::new(16);
+        let mut rows = SequenceRows::new(16);
         rows.set_manager(3);
         let sequence = rows.open(Tier::Device, Vec::new());
         let foreign = SequenceId::new(5, sequence.row(), sequence.generation());
@@ -482,7 +482,7 @@ mod tests {
 
     #[test]
     fn a_row_whose_generations_are_used_up_is_not_used_again() {
-        let mut rows = Rows::new(16);
+        let mut rows = SequenceRows::new(16);
         let first = rows.open(Tier::Device, Vec::new());
         rows.close(first);
         rows.entries[0].id = SequenceId::new(0, 0, SequenceId::FIELD_MAX - 3);
@@ -499,7 +499,7 @@ mod tests {
 
     #[test]
     fn a_row_used_again_goes_on_counting_versions() {
-        let mut rows = Rows::new(16);
+        let mut rows = SequenceRows::new(16);
         let first = rows.open(Tier::Device, vec![BlockId(5)]);
         let version = rows.at(first).table.version();
         rows.close(first);
@@ -510,7 +510,7 @@ mod tests {
 
     #[test]
     fn a_copy_has_what_lies_before_all_entries_that_were_changed_since() {
-        let mut table = Table { blocks: (0..8).map(BlockId).collect(), ..Table::default() };
+        let mut table = BlockTable { blocks: (0..8).map(BlockId).collect(), ..BlockTable::default() };
         table.extend_with(|blocks| blocks.push(BlockId(8)));
         let before = table.version();
         table.replace(7, BlockId(17));
@@ -529,7 +529,7 @@ mod tests {
 
     #[test]
     fn a_batch_notices_a_row_named_twice_and_the_next_batch_does_not() {
-        let mut rows = Rows::new(16);
+        let mut rows = SequenceRows::new(16);
         let a = rows.open(Tier::Device, Vec::new());
         rows.begin_batch();
         assert!(rows.next_in_batch(a).is_ok());

@@ -1,6 +1,6 @@
 //! The token ids of each row's last two blocks: those that are hashed next, and those that are hashed anew when a row is cut.
 
-use super::{Row, RowKeys, Rows};
+use super::{Row, RowKeys, SequenceRows};
 use crate::error::Result;
 use crate::id::SequenceId;
 use crate::memory;
@@ -56,14 +56,14 @@ impl RecentTokens {
     }
 }
 
-impl Rows {
+impl SequenceRows {
     /// Makes room to follow `count` more rows, or fails.
     pub(crate) fn require_followed(&mut self, count: usize) -> Result<()> {
         let more = count.saturating_sub(self.unused.len());
         self.recent.require(self.entries.len().saturating_add(more))
     }
 
-    /// Follows a row from now on, whose first tokens are these; the caller has called [`Rows::require_followed`].
+    /// Follows a row from now on, whose first tokens are these; the caller has called [`SequenceRows::require_followed`].
     pub(crate) fn follow(&mut self, sequence: SequenceId, keys: RowKeys, tokens: &[u32]) {
         self.recent.write(sequence.row() as usize, 0, tokens);
         let row = self.at_mut(sequence);
@@ -71,7 +71,7 @@ impl Rows {
         row.keys = Some(Box::new(keys));
     }
 
-    /// Follows a child if its parent is; the caller has called [`Rows::require_followed`].
+    /// Follows a child if its parent is; the caller has called [`SequenceRows::require_followed`].
     pub(crate) fn follow_as(&mut self, child: SequenceId, parent: SequenceId) {
         let Row { keys, known, .. } = self.at(parent);
         let (keys, known) = (keys.clone(), *known);

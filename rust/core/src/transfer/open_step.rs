@@ -7,13 +7,13 @@ use crate::id::{BlockId, Tier};
 use crate::tiers::Tiers;
 
 /// The tiers, the open step, and the jobs of a prefix store.
-pub(crate) struct Step<'a> {
+pub(crate) struct OpenStep<'a> {
     pub(crate) tiers: &'a mut Tiers,
     pub(crate) transfers: &'a mut Transfers,
     pub(crate) jobs: &'a mut StoreJobs,
 }
 
-/// As [`Step`], to be read.
+/// As [`OpenStep`], to be read.
 #[derive(Clone, Copy)]
 pub(crate) struct View<'a> {
     pub(crate) tiers: &'a Tiers,
@@ -21,7 +21,7 @@ pub(crate) struct View<'a> {
     pub(crate) jobs: &'a StoreJobs,
 }
 
-impl Step<'_> {
+impl OpenStep<'_> {
     /// What a question about the step needs.
     #[inline]
     pub(crate) fn view(&self) -> View<'_> {
@@ -44,13 +44,13 @@ impl Step<'_> {
         self.add(kind, from, to, reads);
     }
 
-    /// As [`Step::transfer`], from a cached block: the transfer counts as a hit for the order of eviction.
+    /// As [`OpenStep::transfer`], from a cached block: the transfer counts as a hit for the order of eviction.
     pub(crate) fn transfer_cached(&mut self, kind: Kind, from: TierBlock, to: TierBlock, reads: LeaseKind) {
         self.tiers.lease_cached(from, reads);
         self.add(kind, from, to, reads);
     }
 
-    /// As [`Step::transfer`], from a device block that has left the order of eviction.
+    /// As [`OpenStep::transfer`], from a device block that has left the order of eviction.
     pub(crate) fn transfer_popped(&mut self, kind: Kind, from: TierBlock, to: TierBlock) {
         self.tiers.lease_popped(from.1);
         self.add(kind, from, to, LeaseKind::OverlappableRead);
@@ -62,7 +62,7 @@ impl Step<'_> {
         self.transfers.pairs(kind, from.0, to.0).push([from.1.0, to.1.0]);
     }
 
-    /// As [`Step::transfer`], of many blocks that each have one reference and nothing else, which the transfer drops. No
+    /// As [`OpenStep::transfer`], of many blocks that each have one reference and nothing else, which the transfer drops. No
     /// question is asked for each block: this is what a swap costs.
     pub(crate) fn transfer_private(
         &mut self,
@@ -91,7 +91,7 @@ mod tests {
     fn a_transfer_leases_both_blocks_until_its_ticket_ends() {
         let mut tiers = Tiers::new([4; 3], 1, false, false, Policies::default()).unwrap();
         let (mut transfers, mut jobs) = (Transfers::new(), StoreJobs::default());
-        let mut step = Step { tiers: &mut tiers, transfers: &mut transfers, jobs: &mut jobs };
+        let mut step = OpenStep { tiers: &mut tiers, transfers: &mut transfers, jobs: &mut jobs };
         let (mut sources, mut targets) = (Vec::new(), Vec::new());
         step.take(Tier::Device, 3, false, &mut sources);
         step.take(Tier::Host, 3, true, &mut targets);
