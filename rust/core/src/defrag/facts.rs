@@ -3,31 +3,31 @@
 use crate::id::BlockId;
 use crate::reuse::BlockSet;
 
-/// How a hole is entered.
+/// What becomes of a hole's bytes when a block moves into it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HoleUse {
-    /// Nobody will read its bytes: they are overwritten.
+    /// It is empty: its bytes are overwritten.
     #[default]
     Move,
-    /// It is cached, and may be evicted: its key is dropped and its bytes are overwritten.
+    /// It is cached and may be evicted: its key is dropped and its bytes are overwritten.
     Drop,
-    /// Its bytes must live: the two blocks change places; or, where they count as [`Facts::content`], they go on to a hole
-    /// that holds nothing, if there is one.
+    /// Its bytes are kept: the two blocks change places. If it is among [`Facts::content`], its bytes move on to an empty
+    /// hole instead, or are dropped if there is none.
     Exchange,
-    /// It is nobody's destination now.
+    /// No block may move into it now.
     Never,
 }
 
 /// What the owner of the blocks knows about each; asked of those alone that a plan looks at.
 pub trait Facts {
-    /// How a hole is entered: cached ones by the owner's policy.
+    /// How a hole may be used; the owner's policy decides for cached ones.
     fn hole_use(&self, hole: BlockId) -> HoleUse {
         let _ = hole;
         HoleUse::Move
     }
 
-    /// Holes that hold something cached, which is in the way where a goal wants blocks to be free. None if what is in
-    /// holes is in nobody's way.
+    /// Holes with cached content. Goals that want blocks to be empty count it as in the way. `None`: no content is ever in
+    /// the way.
     fn content(&self) -> Option<&BlockSet> {
         None
     }
@@ -66,7 +66,7 @@ impl Budget {
     /// As much as the goals ask for.
     pub const UNLIMITED: Self = Self { moves: usize::MAX, bytes: u64::MAX, block_bytes: 0 };
 
-    /// So many pairs, of any number of bytes.
+    /// `moves` pairs, of any number of bytes.
     #[must_use]
     pub const fn of_moves(moves: usize) -> Self {
         Self { moves, ..Self::UNLIMITED }

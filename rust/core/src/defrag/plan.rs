@@ -181,7 +181,7 @@ impl Hysteresis {
         Self { slack, active: false }
     }
 
-    /// Whether there is to be moved now, with the goal missed by so much.
+    /// Whether to move blocks now, with the goal missed by `excess`.
     pub(super) fn wakes(&mut self, excess: u32) -> bool {
         self.active = excess > if self.active { 0 } else { self.slack };
         self.active

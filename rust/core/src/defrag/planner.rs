@@ -1,6 +1,6 @@
 //! Several goals at once, by priority, step after step.
 
-use super::content;
+use super::content::Content;
 use super::contiguous::{Arranger, Sequences};
 use super::facts::{Budget, Facts, Remaining};
 use super::goal::Goal;
@@ -63,13 +63,14 @@ impl Planner {
         budget: Budget,
     ) -> Plan {
         let Self { wanted, scratch } = self;
+        let mut content = facts.content().map(Content::new);
         let mut due = false;
         // All goals are measured before anything is suspended.
         let awake: Vec<(Goal, u32, bool)> = wanted
             .iter_mut()
             .map(|(Wanted { goal, .. }, hysteresis)| {
                 let live = excess(places, *goal, sequences);
-                let all = facts.content().map_or(live, |content| content::excess(content, *goal, places, live));
+                let all = content.as_ref().map_or(live, |content| content.excess(*goal, places, live));
                 let wakes = hysteresis.wakes(all);
                 due |= wakes;
                 (*goal, goal.end(places), wakes)
@@ -80,7 +81,6 @@ impl Planner {
         }
         let (mut rules, mut budget_left) = (Rules::new(facts), Remaining::new(budget));
         let (mut pairs, mut named, mut rest) = (Pairs::default(), Vec::new(), Rest::default());
-        let mut ends = content::Ends::new();
         for (i, &(goal, end, wakes)) in awake.iter().enumerate() {
             let done = named.len();
             match goal {
@@ -105,11 +105,13 @@ impl Planner {
                 rules.kept.extend(sequences.iter().copied().flatten().map(|block| block.0));
             } else {
                 rules.end = rules.end.min(end);
-                ends.add(goal, end, wakes);
+                if let Some(content) = &mut content {
+                    content.add_goal(goal, end, wakes);
+                }
             }
         }
-        if let Some(content) = facts.content() {
-            rest.left += content::settle(content, &ends, places, facts, &mut budget_left, &mut pairs);
+        if let Some(content) = &content {
+            rest.left += content.make_way(places, facts, &mut budget_left, &mut pairs);
         }
         for pair in named {
             places.resume(pair);

@@ -58,14 +58,14 @@ pub(super) struct Rules<'a, F> {
     pub(super) kept: HashSet<u32>,
 }
 
-/// Runs of holes by how they are entered.
+/// Runs of holes by their use.
 #[derive(Clone, Debug, Default)]
 pub(super) struct HoleRuns {
     runs: [Vec<Range<u32>>; 3],
     found: [usize; 3],
 }
 
-/// How holes are entered, the cheapest first.
+/// Uses of holes, the cheapest first.
 const HOLE_USES: [HoleUse; 3] = [HoleUse::Move, HoleUse::Drop, HoleUse::Exchange];
 
 impl HoleRuns {
@@ -104,7 +104,7 @@ impl<'a, F: Facts> Rules<'a, F> {
         Self { facts, end: u32::MAX, kept: HashSet::new() }
     }
 
-    /// How a hole is entered.
+    /// How a hole may be used.
     pub(super) fn hole_use(&self, hole: u32) -> HoleUse {
         if hole >= self.end { HoleUse::Never } else { self.facts.hole_use(BlockId(hole)) }
     }
