@@ -233,7 +233,7 @@ def test_folders_are_small_and_modules_have_one_style():
 
 def test_each_binding_file_has_a_class_or_a_partner_in_a_crate():
     concepts = {path.stem for path in (ROOT / "rust").glob("*/src/**/*.rs") if "binding" not in path.parts}
-    concepts |= {path.name for path in (ROOT / "rust").glob("*/src/*") if path.is_dir()}
+    concepts |= {path.name for path in (ROOT / "rust").glob("*/src/**/*") if path.is_dir()}
     concepts |= {path.name for path in (ROOT / "rust").iterdir()}
     source = ROOT / "rust" / "binding" / "src"
     files = [path for path in source.rglob("*.rs") if "#[pyclass(" not in path.read_text()]

@@ -1,0 +1,222 @@
+//! Verbs that open and free sequences.
+
+use crate::convert::args;
+use crate::convert::arrays::{Handle, Tokens};
+use crate::convert::errors::{invalid, to_py};
+use crate::convert::memory;
+use crate::manager::PyBlockManager;
+use crate::manager::fit::PyFit;
+use crate::manager::prompts::{self, KeySpecs, PromptLike, Prompts, PyExtra};
+use crate::manager::sequence::PySequence;
+use crate::manager::shared::handles;
+use blockyard_core::{Demand, Manager, SequenceId};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+/// Why options of token ids are refused where there are only counts.
+const KEYED: &str = "salt, lora_id, extras or chunk_tokens are given with counts, give token ids with them";
+
+impl PyBlockManager {
+    /// Opens sequences of which only the lengths are known.
+    fn allocate_counts(&self, counts: &[u32], encoder: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<SequenceId>> {
+        let encoder = encoder.map(|tokens| Tokens::new(tokens, "encoder_tokens")).transpose()?.map(Tokens::into_vec);
+        let mut out = memory::reserved(counts.len())?;
+        match encoder {
+            None => self.lock().allocate(counts, &mut out),
+            Some(encoder) => self.lock().allocate_encoded(counts, &encoder, &mut out),
+        }
+        .map_err(to_py)?;
+        Ok(out)
+    }
+}
+
+#[pymethods]
+impl PyBlockManager {
+    /// Return whether a new sequence can be admitted while the watermark stays free.
+    ///
+    /// The whole prompt is counted, even if `chunk_tokens` puts it in step by step. Nothing is taken.
+    ///
+    /// Args:
+    ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or their number, an int, which
+    ///         finds no cached blocks.
+    ///     salt: keeps tenants apart, bytes; see `allocate`.
+    ///     lora_id: adapter of the prompt; 0 for none.
+    ///     lookahead: slots beyond the prompt.
+    ///     encoder_tokens: tokens of its encoder, where there is a group with cross attention.
+    ///     chunk_tokens: most tokens that go in at a time; a sliding window then needs fewer blocks at once.
+    /// Returns:
+    ///     `Fit`, true if the sequence fits now.
+    /// Raises:
+    ///     InvalidArgumentError: a number or a token id is out of range.
+    #[pyo3(signature = (prompt, *, salt = None, lora_id = 0, lookahead = 0, encoder_tokens = 0, chunk_tokens = None))]
+    fn can_allocate(
+        &self,
+        prompt: &Bound<'_, PyAny>,
+        salt: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
+        #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
+        #[pyo3(from_py_with = args::encoder_tokens)] encoder_tokens: u32,
+        #[pyo3(from_py_with = args::chunk_tokens)] chunk_tokens: Option<u32>,
+    ) -> PyResult<PyFit> {
+        if chunk_tokens == Some(0) {
+            return Err(invalid("chunk_tokens is 0, must be at least 1".to_owned()));
+        }
+        match PromptLike::new(prompt, &"prompt")? {
+            PromptLike::Count(tokens) => {
+                let demand = Demand { tokens, lookahead, encoder_tokens, chunk: chunk_tokens.unwrap_or(0) };
+                Ok(self.lock().can_admit(&demand).into())
+            }
+            PromptLike::Tokens(_) if encoder_tokens > 0 => {
+                Err(invalid(format!("encoder_tokens is {encoder_tokens}, must be 0 with token ids: give their number")))
+            }
+            PromptLike::Tokens(tokens) => {
+                let (specs, chunk) = (KeySpecs::one(salt, lora_id)?, chunk_tokens.unwrap_or(u32::MAX));
+                let fit = self.shared.with(|manager| {
+                    prompts::lend(&[tokens], &specs, &[], |prompts| {
+                        manager.can_admit_prompt(&prompts[0], chunk, lookahead)
+                    })
+                })?;
+                fit.map(Into::into).map_err(to_py)
+            }
+        }
+    }
+
+    /// Open sequences, all or none. Each positional argument is one sequence.
+    ///
+    /// `allocate([40, 40])` opens one sequence, whose prompt has two token ids. `allocate(40, 40)` opens two sequences
+    /// of 40 tokens.
+    ///
+    /// With prefix caching a prompt shares the longest cached prefix; its last token is always computed. A prefix that
+    /// is only on the host is loaded by this step's decision (`swap_in`): the step that computes the rest runs after
+    /// it.
+    ///
+    /// Args:
+    ///     prompts: for each sequence its token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or their
+    ///         number, an int. Token id 4294967295 is reserved.
+    ///     counts: instead of prompts, the number of tokens of each sequence, uint32 `[n]`.
+    ///     salt: keeps tenants apart: prompts share only with prompts of the same salt. Bytes or None for all prompts,
+    ///         or a list with one for each. `b""` is a salt too.
+    ///     lora_id: adapter of the prompts, 0 for none; one int, or one for each prompt.
+    ///     extras: other inputs that decide a block's bytes, such as an image's hash: `(prompt, block, kind, bytes)`,
+    ///         by rising block.
+    ///     chunk_tokens: most tokens beyond the cached ones to take blocks for; `next_chunk` and `append` put
+    ///         the rest in. None: all at once.
+    ///     encoder_tokens: tokens of each sequence's encoder, where there is a group with cross attention.
+    /// Returns:
+    ///     One `Sequence` for one prompt, a tuple of them for several, uint64 `[n]` for `counts`.
+    /// Raises:
+    ///     OutOfBlocksError: the device has too few free blocks for all of them.
+    ///     InvalidArgumentError: a token id is out of range, counts and prompts are mixed, or there is not one salt,
+    ///         adapter or encoder length for each.
+    #[pyo3(signature = (*prompts, counts = None, salt = None, lora_id = None, extras = Vec::new(), chunk_tokens = None,
+        encoder_tokens = None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
+    fn allocate<'py>(
+        &self,
+        prompts: &Bound<'py, PyTuple>,
+        counts: Option<&Bound<'py, PyAny>>,
+        salt: Option<&Bound<'py, PyAny>>,
+        lora_id: Option<&Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = args::extras)] extras: Vec<PyExtra>,
+        #[pyo3(from_py_with = args::chunk_tokens)] chunk_tokens: Option<u32>,
+        encoder_tokens: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = prompts.py();
+        let is_keyed = salt.is_some() || lora_id.is_some() || !extras.is_empty() || chunk_tokens.is_some();
+        if let Some(counts) = counts {
+            if is_keyed {
+                return Err(invalid(KEYED.to_owned()));
+            }
+            if !prompts.is_empty() {
+                return Err(invalid(format!("counts are given with {} prompts, give one of them", prompts.len())));
+            }
+            let counts = Tokens::new(counts, "counts")?.into_vec();
+            return Ok(handles(py, &self.allocate_counts(&counts, encoder_tokens)?)?.into_any());
+        }
+        if prompts.is_empty() {
+            return Err(invalid("prompts are missing: give token ids or counts".to_owned()));
+        }
+        let opened = match Prompts::new(prompts)? {
+            Prompts::Counts(_) if is_keyed => return Err(invalid(KEYED.to_owned())),
+            Prompts::Counts(counts) => {
+                self.allocate_counts(&counts, encoder_tokens)?.into_iter().map(|id| (id, 0)).collect()
+            }
+            Prompts::Tokens(_) if encoder_tokens.is_some() => {
+                return Err(invalid("encoder_tokens are given with token ids, give counts with them".to_owned()));
+            }
+            Prompts::Tokens(tokens) => {
+                let (specs, chunk) = (KeySpecs::new(salt, lora_id, tokens.len())?, chunk_tokens.unwrap_or(u32::MAX));
+                let mut out = memory::reserved(tokens.len())?;
+                let open = |manager: &mut Manager| {
+                    prompts::lend(&tokens, &specs, &extras, |prompts| manager.allocate_chunks(prompts, chunk, &mut out))
+                };
+                self.shared.with(open)?.map_err(to_py)?;
+                out
+            }
+        };
+        let mut sequences = opened.into_iter().map(PySequence::from_core);
+        match (sequences.next(), prompts.len()) {
+            (Some(one), 1) => Ok(Bound::new(py, one)?.into_any()),
+            (first, _) => {
+                let all = first.into_iter().chain(sequences).map(|sequence| Bound::new(py, sequence));
+                Ok(PyTuple::new(py, all.collect::<PyResult<Vec<_>>>()?)?.into_any())
+            }
+        }
+    }
+
+    /// Open sequences that share the blocks of one. A write to a shared block copies it first.
+    ///
+    /// What this step is yet to write of shared blocks must be written even if `sequence` is freed before it runs.
+    ///
+    /// Args:
+    ///     sequence: handle.
+    ///     count: of sequences to open; None opens one.
+    ///     shared_tokens: share only the first tokens, a multiple of the block size; the new sequence gets blocks of
+    ///         its own for the rest. Together with `num_tokens`.
+    ///     num_tokens: tokens of the new sequence.
+    /// Returns:
+    ///     `Sequence`, or uint64 `[count]`.
+    /// Raises:
+    ///     UnknownSequenceError: there is no such sequence.
+    ///     SequenceStateError: the sequence has lost bytes; or, with `shared_tokens`, it is not on the device, is still
+    ///         loading, or this step is yet to write the recurrent state that the new tokens need.
+    ///     InvalidArgumentError: `shared_tokens` is no multiple of the block size or more than either sequence has.
+    ///     OutOfBlocksError: the device has too few free blocks for the rest.
+    #[pyo3(signature = (sequence, count = None, *, shared_tokens = None, num_tokens = None))]
+    fn fork<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
+        #[pyo3(from_py_with = args::count)] count: Option<u32>,
+        #[pyo3(from_py_with = args::shared_tokens)] shared_tokens: Option<u32>,
+        #[pyo3(from_py_with = args::num_tokens)] num_tokens: Option<u32>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let one = |id: SequenceId| Ok(Bound::new(py, PySequence::from_core((id, 0)))?.into_any());
+        match (shared_tokens, num_tokens, count) {
+            (Some(shared), Some(tokens), None) => {
+                one(self.lock().fork_prefix(sequence.0, shared, tokens).map_err(to_py)?)
+            }
+            (None, None, _) => {
+                let mut out = Vec::new();
+                self.lock().fork(sequence.0, count.unwrap_or(1), &mut out).map_err(to_py)?;
+                match (&out[..], count) {
+                    (&[id], None) => one(id),
+                    _ => Ok(handles(py, &out)?.into_any()),
+                }
+            }
+            _ => Err(invalid("shared_tokens and num_tokens go together, without count".to_owned())),
+        }
+    }
+
+    /// Free sequences. Their blocks are free once nothing references them and no transfer leases them.
+    ///
+    /// Args:
+    ///     sequences: handles, uint64 `[n]`, a list, or one.
+    /// Raises:
+    ///     UnknownSequenceError: there is no such sequence.
+    ///     InvalidArgumentError: a handle is given twice.
+    fn free(&self, sequences: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.batch(sequences, Manager::free)
+    }
+}

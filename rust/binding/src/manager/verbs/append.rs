@@ -1,0 +1,168 @@
+//! Verbs that change the length of sequences.
+
+use crate::convert::args;
+use crate::convert::arrays::{self, Handle, Tokens};
+use crate::convert::errors::{invalid, to_py};
+use crate::convert::memory::{self, Area};
+use crate::manager::PyBlockManager;
+use crate::manager::fit::PyFit;
+use blockyard_core::{Manager, TableRows};
+use numpy::{PyArray1, PyArrayMethods};
+use pyo3::prelude::*;
+
+/// Slots of one call that are many: whether there are blocks is asked before memory for the slots is taken.
+const MANY_SLOTS: usize = 1 << 16;
+
+#[pymethods]
+impl PyBlockManager {
+    /// Return whether `append` has the blocks it takes: new ones, and one for each copy-on-write.
+    ///
+    /// Args:
+    ///     sequences: handles, uint64 `[n]`, a list, or one.
+    ///     num_tokens: tokens for each sequence, one int or uint32 `[n]`.
+    ///     lookahead: slots beyond those tokens for which each sequence gets blocks too.
+    /// Returns:
+    ///     `Fit`, true if `append` finds its blocks.
+    /// Raises:
+    ///     UnknownSequenceError, SequenceStateError, InvalidArgumentError: as `append`.
+    #[pyo3(signature = (sequences, num_tokens = None, *, lookahead = 0))]
+    fn can_append(
+        &self,
+        sequences: &Bound<'_, PyAny>,
+        num_tokens: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
+    ) -> PyResult<PyFit> {
+        let tokens = Tokens::or_one(num_tokens)?;
+        let counts = tokens.get();
+        self.batch(sequences, |manager, sequences| manager.can_append(sequences, counts, lookahead)).map(Into::into)
+    }
+
+    /// Append tokens to a batch of sequences and return their slots. A shared block is copied before it is written.
+    ///
+    /// Args:
+    ///     sequences: handles, uint64 `[n]`, none twice; a list, or one.
+    ///     num_tokens: tokens for each sequence, one int or uint32 `[n]`; 1 by default.
+    ///     token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. Where
+    ///         they are not known yet, leave them out and name them later with `prefix.note_tokens`; what is behind
+    ///         tokens without ids is not published.
+    ///     lookahead: slots beyond those tokens for which each sequence gets blocks too, for draft tokens.
+    ///     block_tables: int32 `[n or more, max_blocks]`, C-contiguous, that the caller keeps from call to call: row i
+    ///         is sequence i. Only what changed since the sequence's last such call is written. After you move a
+    ///         sequence to another row or array, copy its row or write it with `block_tables`. With several groups the
+    ///         rows of one group follow those of another, `n` each.
+    ///     out: int64 array to write the slots to, C-contiguous; it shares no memory with `block_tables`.
+    /// Returns:
+    ///     Slots, `block * block_size + offset`, int64 `[tokens]`; with several groups `[groups, tokens]`, groups with
+    ///     cross attention left out.
+    /// Raises:
+    ///     OutOfBlocksError: the device has too few free blocks for the whole batch.
+    ///     UnknownSequenceError: there is no such sequence.
+    ///     SequenceStateError: a sequence is not on the device, is still loading, or has lost bytes.
+    ///     InvalidArgumentError: a handle is given twice, or an array has the wrong shape or dtype or cannot be
+    ///         written.
+    #[pyo3(signature = (sequences, num_tokens = None, *, token_ids = None, lookahead = 0, block_tables = None,
+        out = None))]
+    fn append<'py>(
+        &self,
+        sequences: &Bound<'py, PyAny>,
+        num_tokens: Option<&Bound<'py, PyAny>>,
+        token_ids: Option<&Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
+        block_tables: Option<&Bound<'py, PyAny>>,
+        out: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = sequences.py();
+        let (sequences, tokens) = (arrays::sequences(sequences)?, Tokens::or_one(num_tokens)?);
+        let counts = tokens.get();
+        let total = counts.total(sequences.len()).map_err(to_py)?;
+        let groups = self.lock().growing_groups();
+        let len = usize::try_from(total).ok().and_then(|total| total.checked_mul(groups));
+        let len = len.ok_or_else(|| invalid(format!("{total} tokens are too many for one call")))?;
+        if len > MANY_SLOTS {
+            self.lock().require_append(&sequences, counts, lookahead).map_err(to_py)?;
+        }
+        let token_ids = token_ids.map(|ids| arrays::token_ids(ids, &"token_ids")?.into_vec()).transpose()?;
+        let out = arrays::slots(py, len, out)?;
+        let append = |tables: Option<TableRows<'_>>, slots: Area<'_, i64>, manager: &mut Manager| {
+            let slots = arrays::exactly(slots, len)?;
+            match (&token_ids, tables) {
+                (None, None) => manager.append(&sequences, counts, lookahead, slots),
+                (None, Some(tables)) => manager.append_with_tables(&sequences, counts, lookahead, tables, slots),
+                (Some(ids), tables) => manager.append_tokens(&sequences, counts, lookahead, ids, tables, slots),
+            }
+            .map_err(to_py)
+        };
+        let slots = arrays::slots_target(&out, "out");
+        match block_tables {
+            None => memory::write(slots, || self.lock(), |slots, manager| append(None, slots, manager))?,
+            Some(table) => memory::write_both(
+                arrays::table(table, "block_tables"),
+                slots,
+                || self.lock(),
+                |table, slots, manager| append(Some(arrays::rows(table)), slots, manager),
+            )?,
+        }?;
+        if groups == 1 {
+            return Ok(out);
+        }
+        Ok(out.cast::<PyArray1<i64>>()?.reshape([groups, len / groups])?.into_any())
+    }
+
+    /// Return how many tokens of a sequence's prompt to append next.
+    ///
+    /// With a recurrent group and prefix caching a chunk ends at a block's end where it can: only states there are
+    /// cached.
+    ///
+    /// Args:
+    ///     sequence: handle of a sequence that was allocated with `chunk_tokens`.
+    ///     budget: most tokens.
+    /// Returns:
+    ///     Tokens, at most `budget`; 0 once the whole prompt is in.
+    /// Raises:
+    ///     UnknownSequenceError: there is no such sequence.
+    fn next_chunk(
+        &self,
+        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
+        #[pyo3(from_py_with = args::budget)] budget: u32,
+    ) -> PyResult<u32> {
+        self.lock().next_chunk(sequence.0, budget).map_err(to_py)
+    }
+
+    /// Publish the full blocks of sequences whose tokens the model has computed.
+    ///
+    /// A block that another block already duplicates is replaced by it, and blocks outside a window are given back:
+    /// block tables may change.
+    ///
+    /// Args:
+    ///     sequences: handles, uint64 `[n]`, none twice; a list, or one.
+    ///     num_computed: how many of each sequence's first tokens are computed, uint32 `[n]`; all by default.
+    /// Raises:
+    ///     UnknownSequenceError: there is no such sequence.
+    ///     InvalidArgumentError: a sequence has fewer tokens, or there is not one number for each.
+    ///     SequenceStateError: a sequence has tokens that this step is yet to write.
+    #[pyo3(signature = (sequences, num_computed = None))]
+    fn mark_computed(&self, sequences: &Bound<'_, PyAny>, num_computed: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let sequences = arrays::sequences(sequences)?;
+        let computed = num_computed.map(|computed| Tokens::new(computed, "num_computed")).transpose()?;
+        let computed = computed.map(Tokens::into_vec);
+        self.lock().mark_computed_to(&sequences, computed.as_deref()).map_err(to_py)
+    }
+
+    /// Cut a sequence to its first tokens, for instance after draft tokens were rejected. Blocks that hold none of
+    /// them, and those of an earlier lookahead, are freed.
+    ///
+    /// Args:
+    ///     sequence: handle.
+    ///     num_tokens: tokens to keep.
+    /// Raises:
+    ///     UnknownSequenceError: there is no such sequence.
+    ///     SequenceStateError: the sequence has lost bytes, or tokens that this step is yet to write.
+    ///     InvalidArgumentError: the sequence is shorter, or has a recurrent state, which cannot be taken back.
+    fn truncate(
+        &self,
+        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
+        #[pyo3(from_py_with = args::num_tokens)] num_tokens: u32,
+    ) -> PyResult<()> {
+        self.lock().truncate(sequence.0, num_tokens).map_err(to_py)
+    }
+}

@@ -1,0 +1,7 @@
+//! What `BlockManager` does to sequences and steps, by subject.
+
+mod admission;
+mod append;
+mod block_tables;
+mod relocate;
+mod step;

@@ -1,0 +1,110 @@
+//! Verbs that end a step, and its ticket.
+
+use crate::convert::args;
+use crate::convert::arrays::TicketArgument;
+use crate::convert::errors::to_py;
+use crate::decision::{PyPairs, PyStepDecision};
+use crate::manager::PyBlockManager;
+use crate::manager::shared::{handles, no_handles};
+use blockyard_core::Pairs;
+use numpy::PyArray1;
+use pyo3::prelude::*;
+
+fn core_pairs(py: Python<'_>, pairs: &[Py<PyPairs>]) -> PyResult<Vec<Pairs>> {
+    pairs.iter().map(|pairs| pairs.get().to_core(py)).collect()
+}
+
+#[pymethods]
+impl PyBlockManager {
+    /// End the step and return its transfers. Carry them out, then `complete` or `fail` the ticket.
+    ///
+    /// Args:
+    ///     prefetch: let the step compute while its loads arrive. Until the ticket has ended, `append`, `slot_mapping`,
+    ///         `block_table` and `block_tables` refuse what it loads. If a sequence that it loads was appended to, or
+    ///         asked for its block table, before this call, the step computes with it: then `decision.prefetch` is
+    ///         False, and the step waits for all its loads.
+    /// Returns:
+    ///     `StepDecision`.
+    /// Warns:
+    ///     RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest.
+    #[pyo3(signature = (*, prefetch = false))]
+    fn take_decision(&self, py: Python<'_>, prefetch: bool) -> PyResult<PyStepDecision> {
+        self.open_tickets.warn(py, &self.shared)?;
+        let decision = {
+            let mut manager = self.lock();
+            if prefetch { manager.take_prefetch() } else { manager.take_decision() }
+        };
+        self.open_tickets.note(py, decision.ticket, &self.shared);
+        PyStepDecision::from_core(py, &decision)
+    }
+
+    /// End a ticket whose transfers have ended.
+    ///
+    /// Until then its blocks stay leased, however long it takes. Where the process or device that ran it has died and
+    /// can write no more, give all its pairs as `lost`, or call `fail`. Where it only hangs, `lose` marks its sequences
+    /// and keeps the blocks leased.
+    ///
+    /// Args:
+    ///     ticket: `decision.ticket`.
+    ///     lost: the `Pairs` that did not land.
+    /// Returns:
+    ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
+    /// Raises:
+    ///     UnknownTicketError: the ticket was never handed out, or has ended.
+    ///     MappingError: the ticket writes no such block.
+    #[expect(clippy::needless_pass_by_value, reason = "an argument from Python")]
+    #[pyo3(signature = (ticket, lost = Vec::new()), text_signature = "($self, ticket, lost=())")]
+    fn complete<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
+        #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
+    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        if lost.is_empty() {
+            let none = no_handles(py)?;
+            return self.lock().complete(ticket.0).map(|()| none).map_err(to_py);
+        }
+        let lost = core_pairs(py, &lost)?;
+        let hit = self.lock().fail(ticket.0, &lost).map_err(to_py)?;
+        handles(py, &hit)
+    }
+
+    /// End a ticket of which nothing landed, for instance because it was never carried out.
+    ///
+    /// Args:
+    ///     ticket: `decision.ticket`.
+    /// Returns:
+    ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
+    /// Raises:
+    ///     UnknownTicketError: the ticket was never handed out, or has ended.
+    fn fail<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
+    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let hit = self.lock().fail_whole(ticket.0).map_err(to_py)?;
+        handles(py, &hit)
+    }
+
+    /// Mark the sequences that have lost bytes while the ticket's other transfers still run.
+    ///
+    /// Args:
+    ///     ticket: `decision.ticket`. It stays open; give `complete` the same pairs when it ends.
+    ///     lost: the `Pairs` that are known not to land.
+    /// Returns:
+    ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
+    /// Raises:
+    ///     UnknownTicketError: the ticket was never handed out, or has ended.
+    ///     MappingError: the ticket writes no such block.
+    #[expect(clippy::needless_pass_by_value, reason = "an argument from Python")]
+    fn lose<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
+        #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
+    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let lost = core_pairs(py, &lost)?;
+        let hit = self.lock().lose(ticket.0, &lost).map_err(to_py)?;
+        handles(py, &hit)
+    }
+}
