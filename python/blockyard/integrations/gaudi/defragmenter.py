@@ -1,4 +1,4 @@
-"""Defragmentation beside an allocator that is not ours: its block ids stay as they are, the bytes move."""
+"""Defragmentation for an engine that keeps its own allocator: block ids stay, bytes move."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class DefragStats(NamedTuple):
 class OnlineDefragmenter:
     """Keeps the blocks in use at low places, whatever ids their allocator gives out.
 
-    The allocator's ids go in; `resolve` gives the blocks that attention must read and write. By default every id lies
-    where it says until `defragment` exchanges it for another, so that whatever an id is cached for stays with it.
-    Ids without content are bound to the lowest free block instead, and most steps need no move.
+    `resolve` maps the allocator's ids to the blocks that attention must read and write. At first an id is its own
+    block. `defragment` exchanges blocks, so cached content stays with its id. Ids without content are bound to the
+    lowest free block instead, and most steps need no move.
     One thread at a time.
 
     Args:
@@ -129,7 +129,7 @@ class OnlineDefragmenter:
         self._seconds = 0.0
 
     def initialize(self, kv_caches: Sequence[Tensor | Sequence[Tensor | None]], block_size: int) -> None:
-        """Say where the bytes are.
+        """Set the caches whose blocks are moved.
 
         Args:
             kv_caches: one entry a layer, `(keys, values)`, values None for MLA; the first dimension counts slots.
@@ -161,12 +161,12 @@ class OnlineDefragmenter:
         *,
         fresh: Collection[int] | None = None,
     ) -> None:
-        """Take over a step of the allocator: requests that ended before it, then the blocks given out in it.
+        """Report a step of the allocator: requests that ended before it, then the blocks that it gave out.
 
         Args:
             new_blocks: ids by request. An id and no generation means the request of that id that runs, or a new one.
-            finished_reqs: without a generation, the oldest request of that id that runs. Unknown ones are passed over:
-                they ended before they got blocks, or were released.
+            finished_reqs: without a generation, the oldest request of that id that runs. Unknown ones are ignored: they
+                ended before they got blocks, or were released.
             fresh: ids of `new_blocks` without content; all, if there is no prefix caching.
 
         Raises:
@@ -175,12 +175,12 @@ class OnlineDefragmenter:
         """
         if not self.enabled:
             return
-        # Long runs of free blocks go to those who can use them.
+        # The longest first, so that long runs of free blocks go to requests that fill them.
         longest = sorted(new_blocks.items(), key=lambda item: len(item[1]), reverse=True)
         given = {key: _listed(blocks) for key, blocks in longest if len(blocks)}
         ids = list(chain.from_iterable(given.values()))
         self._check_ids(ids)
-        ended = self._ended(finished_reqs)
+        ended = self._named(finished_reqs)
         ended_set = set(ended)
         targets = {key: self._target(key, ended_set) for key in given}
         self._observer.release_ids(
@@ -189,10 +189,11 @@ class OnlineDefragmenter:
         )
         for name, generation in ended:
             self._forget(name, generation)
-        said = ids if not self.prefix_caching else fresh or ()
-        is_fresh = said if isinstance(said, range) else set(said)
-        self._observer.use_ids([b for b in ids if b not in is_fresh])
-        self._observer.use_ids([b for b in ids if b in is_fresh], fresh=True)
+        without_content = (fresh or ()) if self.prefix_caching else ids
+        if not isinstance(without_content, range):
+            without_content = set(without_content)
+        self._observer.use_ids([b for b in ids if b not in without_content])
+        self._observer.use_ids([b for b in ids if b in without_content], fresh=True)
         for key, blocks in given.items():
             name, generation = targets[key]
             self._requests.setdefault(name, {}).setdefault(generation, []).extend(blocks)
@@ -200,7 +201,7 @@ class OnlineDefragmenter:
             _log.debug("%d new blocks, %d requests finished", len(ids), len(ended))
 
     def release(self, request: RequestKey, blocks: Blocks | None = None) -> None:
-        """Take blocks from a request that goes on: it is preempted, or they fell out of its window.
+        """Take blocks from a request that has not ended: it was preempted, or they fell out of its window.
 
         Args:
             request: as in `finished_reqs`.
@@ -211,7 +212,7 @@ class OnlineDefragmenter:
         """
         if not self.enabled:
             return
-        found = self._ended([request])
+        found = self._named([request])
         if not found:
             raise InvalidArgumentError(f"request {request!r} holds no blocks")
         name, generation = found[0]
@@ -225,7 +226,7 @@ class OnlineDefragmenter:
             self._forget(name, generation)
 
     def forget(self, blocks: Blocks) -> None:
-        """Mark ids as empty, as far as they are not in use: the allocator dropped their content.
+        """Mark ids that are not in use as empty: the allocator dropped their content.
 
         Raises:
             InvalidArgumentError: an id is out of range; nothing was changed.
@@ -233,7 +234,7 @@ class OnlineDefragmenter:
         self._observer.forget_ids(blocks)
 
     def lease(self, blocks: Blocks) -> int:
-        """Keep ids where they are, bytes included, for a reader such as a connector, also when their request has ended.
+        """Keep the bytes of ids in place for a reader such as a connector, even after their request has ended.
 
         Returns:
             A number for `end_lease`.
@@ -258,9 +259,9 @@ class OnlineDefragmenter:
     # ---- moving ----
 
     def defragment(self, *, hot: Iterable[RequestKey] = ()) -> int:
-        """Move blocks as the goals ask for, if enough is to be gained.
+        """Move blocks towards the goals, if they are missed by enough.
 
-        The state changes once the bytes have been moved; if that fails, it does not.
+        If moving the bytes fails, the state stays as it was.
 
         Args:
             hot: requests that run in the next step, as in `finished_reqs`: their blocks move last.
@@ -298,7 +299,7 @@ class OnlineDefragmenter:
         return len(plan)
 
     def _highest_for_log(self) -> int | None:
-        """The highest block in use; None if nobody reads it, since finding it looks at all blocks."""
+        """The highest block in use; None if the log does not show it, since finding it looks at all blocks."""
         if not _log.isEnabledFor(logging.DEBUG):
             return None
         return int(self._observer.used()[:, 0].max(initial=0))
@@ -307,7 +308,7 @@ class OnlineDefragmenter:
         goals = self.goals or [("dense", self.margin, max(self.threshold - self.margin, 0))]
         wants_runs = any(goal[0] == "contiguous" for goal in goals)
         running = self._running() if wants_runs else None
-        hot_ids = [b for name, generation in self._ended(hot) for b in self._requests[name][generation]]
+        hot_ids = [b for name, generation in self._named(hot) for b in self._requests[name][generation]]
         return self._observer.plan_all(
             goals,
             sequences=running,
@@ -318,13 +319,13 @@ class OnlineDefragmenter:
         )
 
     def free_blocks(self) -> Iterator[int]:
-        """Blocks that nobody refers to or holds, rising; without end as long as `initialize` was not called."""
+        """Blocks without references or leases, rising; without end before `initialize` is called."""
         yield from self._observer.holes().tolist()
         if self.mover is None:
             yield from count(len(self._observer))
 
     def stats(self) -> DefragStats:
-        """Return what has been done, and the gap as it is."""
+        """Return the counters, and the present gap."""
         num_bytes = (self._moves + 2 * self._exchanges) * (self.mover.bytes_per_block if self.mover else 0)
         return DefragStats(self._steps, self._moves, self._exchanges, num_bytes, self._observer.gap, self._seconds)
 
@@ -412,19 +413,19 @@ class OnlineDefragmenter:
     def _running(self) -> list[list[int]]:
         return [ids for generations in self._requests.values() for ids in generations.values()]
 
-    def _ended(self, requests: Iterable[RequestKey]) -> list[tuple[str, int]]:
+    def _named(self, requests: Iterable[RequestKey]) -> list[tuple[str, int]]:
         """Running requests that these keys name, each once; the oldest where no generation is given."""
-        ended: dict[tuple[str, int], None] = {}
+        named: dict[tuple[str, int], None] = {}
         for key in requests:
             if isinstance(key, tuple) and len(key) == 2:
                 name, generation = key
                 if generation in self._requests.get(name, ()):
-                    ended[name, generation] = None
+                    named[name, generation] = None
             elif not isinstance(key, str):
                 raise InvalidArgumentError(f"request is {key!r}, must be an id or (id, generation)")
-            elif running := [g for g in self._requests.get(key, ()) if (key, g) not in ended]:
-                ended[key, min(running)] = None
-        return list(ended)
+            elif running := [g for g in self._requests.get(key, ()) if (key, g) not in named]:
+                named[key, min(running)] = None
+        return list(named)
 
     def _target(self, key: RequestKey, ended: Collection[tuple[str, int]]) -> tuple[str, int]:
         """The request that new blocks belong to once the ended ones are gone."""

@@ -45,23 +45,23 @@ impl ReuseOrder {
     }
 }
 
-/// The free blocks of a pool, in their order.
+/// The free blocks of a pool, in the order in which they are taken.
 #[derive(Debug, Clone)]
 pub(crate) struct FreeBlocks {
-    /// Those that go by their ids, the lowest first: all of them, or those that were never used.
+    /// Blocks taken by id, the lowest first: all of them with [`ReuseOrder::Lowest`], else those never used.
     by_id: BlockSet,
-    /// The others; none where ids alone decide.
+    /// Blocks that were used before; `None` with [`ReuseOrder::Lowest`].
     returned: Option<Returned>,
 }
 
-/// Takes up to `count` blocks that came back, and hands them to `take`; returns how many there were.
+/// Takes up to `count` returned blocks and hands them to `take`. Returns their number.
 #[inline]
 fn take_returned(returned: &mut Returned, count: usize, take: &mut impl FnMut(Range<u32>)) -> usize {
     let blocks = std::iter::from_fn(|| returned.pop()).take(count);
     blocks.map(|block| take(block.0..block.0 + 1)).count()
 }
 
-/// Takes the `count` blocks that go first, of those that came back and the others.
+/// Takes the first `count` blocks of both parts.
 #[inline(never)]
 fn take_both(by_id: &mut BlockSet, returned: &mut Returned, count: usize, mut take: impl FnMut(Range<u32>)) {
     let mut left = count;
@@ -88,12 +88,12 @@ impl FreeBlocks {
         self.by_id.contains(block) || self.returned.as_ref().is_some_and(|returned| returned.contains(block))
     }
 
-    /// Takes one block out of its turn; returns whether it was free.
+    /// Removes a block wherever it stands. Returns whether it was free.
     pub(crate) fn remove(&mut self, block: BlockId) -> bool {
         self.by_id.remove(block) || self.returned.as_mut().is_some_and(|returned| returned.remove(block))
     }
 
-    /// The last use of a block has ended; it may be free only later.
+    /// Notes that the last use of a block has ended. It may be freed later, when its transfers have ended.
     #[inline]
     pub(crate) fn used(&mut self, block: BlockId) {
         if let Some(returned) = &mut self.returned {
@@ -111,7 +111,7 @@ impl FreeBlocks {
         }
     }
 
-    /// The last use of neighbours has ended, of the last one first; they may be free only later.
+    /// As [`FreeBlocks::used`], for neighbours, the last one first.
     #[inline]
     pub(crate) fn used_run(&mut self, run: Range<u32>) {
         if let Some(returned) = &mut self.returned {
@@ -119,7 +119,7 @@ impl FreeBlocks {
         }
     }
 
-    /// As [`FreeBlocks::insert`], of neighbours, of the last one first.
+    /// As [`FreeBlocks::insert`], for neighbours, the last one first.
     #[inline]
     pub(crate) fn insert_run(&mut self, run: Range<u32>) {
         match &mut self.returned {
@@ -128,7 +128,7 @@ impl FreeBlocks {
         }
     }
 
-    /// Takes the `count` blocks that go first, or as many as there are, and hands them to `take` as runs of neighbours.
+    /// Takes the first `count` blocks, or all if there are fewer, and hands them to `take` as runs of neighbours.
     #[inline]
     pub(crate) fn take_runs(&mut self, count: usize, take: impl FnMut(Range<u32>)) {
         match &mut self.returned {
@@ -144,7 +144,7 @@ impl FreeBlocks {
         returned(true).chain(self.by_id.iter()).chain(returned(false))
     }
 
-    /// Lets go of the blocks at the end of a pool, free or not: none of them is given out any more.
+    /// Removes the blocks at the end of a pool, free or not.
     pub(crate) fn cut(&mut self, gone: Range<u32>) {
         self.by_id.remove_run(gone.clone());
         if let Some(returned) = &mut self.returned {
@@ -152,7 +152,7 @@ impl FreeBlocks {
         }
     }
 
-    /// Adds blocks at the end of a pool, all but the `busy` ones; they go as if they were never used.
+    /// Adds blocks at the end of a pool, except the `busy` ones. They count as never used.
     pub(crate) fn extend(&mut self, new: Range<u32>, busy: &[BlockId]) {
         if let Some(returned) = &mut self.returned {
             returned.make_room(new.end as usize);

@@ -1,4 +1,4 @@
-//! Free blocks that came back, in the order in which they go again.
+//! Free blocks that were used before, in the order in which they are taken again.
 
 use super::{BlockSet, ReuseOrder};
 use crate::id::BlockId;
@@ -6,7 +6,7 @@ use crate::ring::Rings;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Free blocks that were used before, where it matters when.
+/// Free blocks that were used before, for the orders that depend on when.
 #[derive(Debug, Clone)]
 pub(super) enum Returned {
     Fifo(Rings),
@@ -14,7 +14,7 @@ pub(super) enum Returned {
     Lifo(Stack),
 }
 
-/// Calls a method of whichever it is.
+/// Calls a method of the variant.
 macro_rules! dispatch {
     ($returned:expr, $each:ident => $call:expr) => {
         match $returned {
@@ -26,7 +26,7 @@ macro_rules! dispatch {
 }
 
 impl Returned {
-    /// None yet, of a pool of `blocks` blocks; not for orders by id alone.
+    /// No blocks yet, for a pool of `blocks` blocks; `None` for [`ReuseOrder::Lowest`].
     pub(super) fn none(order: ReuseOrder, blocks: usize) -> Option<Self> {
         match order {
             ReuseOrder::Lowest => None,
@@ -36,7 +36,7 @@ impl Returned {
         }
     }
 
-    /// Whether these go before blocks that were never used.
+    /// Whether these are taken before blocks that were never used.
     pub(super) fn goes_first(&self) -> bool {
         matches!(self, Self::Lifo(_))
     }
@@ -70,7 +70,7 @@ impl Returned {
         }
     }
 
-    /// Takes the block out that goes first.
+    /// Takes the first block.
     #[inline]
     pub(super) fn pop(&mut self) -> Option<BlockId> {
         match self {
@@ -80,7 +80,7 @@ impl Returned {
         }
     }
 
-    /// First to go first.
+    /// The blocks in order.
     pub(super) fn iter(&self) -> Box<dyn Iterator<Item = BlockId> + '_> {
         match self {
             Self::Fifo(ring) => Box::new(ring.iter(0)),
@@ -109,9 +109,9 @@ impl Returned {
 /// Blocks by the end of their last use; transfers may hold a block for longer.
 #[derive(Debug, Clone)]
 pub(super) struct ByLastUse {
-    /// Also some that are not free: transfers hold them, or they were given out again.
+    /// Includes blocks that are not free: transfers hold them, or they were given out again.
     uses: Rings,
-    /// Free blocks whose turn came before they were free: these go first.
+    /// Free blocks whose turn came before they were free: these are taken first.
     overdue: VecDeque<BlockId>,
     free: BlockSet,
 }
@@ -178,12 +178,12 @@ impl ByLastUse {
     }
 }
 
-/// The last that came back goes first.
+/// Last in, first out.
 #[derive(Debug, Clone)]
 pub(super) struct Stack {
-    /// First to go last.
+    /// The last one is taken first.
     blocks: Vec<BlockId>,
-    /// The same blocks, to be looked up.
+    /// The same blocks, for lookups.
     known: BlockSet,
 }
 
