@@ -50,7 +50,7 @@ class Parts:
 
 
 class Load:
-    """A scheduler with so many sequences running.
+    """A scheduler with `running` sequences.
 
     Args:
         running: sequences.

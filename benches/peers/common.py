@@ -56,7 +56,7 @@ def cpu_ns(run: Callable[[], object]) -> int:
 
 
 def laps(items: Iterable[Item], run: Callable[[Item], object], units: float) -> list[float]:
-    """Thread-CPU time of one run for each item, in nanoseconds a unit; a run has so many units."""
+    """Thread-CPU time of one run for each item, in nanoseconds a unit, of `units` units a run."""
     return [cpu_ns(lambda: run(item)) / units for item in items]  # noqa: B023
 
 

@@ -792,7 +792,7 @@ class Prefix:
             token_ids: uint32 `[tokens]` or a list of ints; copied.
             salt: of its tenant, bytes.
             lora_id: its adapter; 0 for none.
-            extras: what else decides a block's bytes: `(0, block, kind, bytes)`, by rising block.
+            extras: other inputs that decide a block's bytes: `(0, block, kind, bytes)`, by rising block.
         Returns:
             `HashedPrompt`, for `lookup`, `can_allocate` and `allocate` of managers with the same block size.
         Raises:
@@ -1149,8 +1149,8 @@ class BlockManager:
             salt: keeps tenants apart: prompts share only with prompts of the same salt. Bytes or None for all prompts,
                 or a list with one for each. `b""` is a salt too.
             lora_id: adapter of the prompts, 0 for none; one int, or one for each prompt.
-            extras: what else decides a block's bytes, such as an image's hash: `(prompt, block, kind, bytes)`, by
-                rising block.
+            extras: other inputs that decide a block's bytes, such as an image's hash: `(prompt, block, kind, bytes)`,
+                by rising block.
             chunk_tokens: most tokens beyond the cached ones to take blocks for; `next_chunk` and `append` put
                 the rest in. None: all at once.
             encoder_tokens: tokens of each sequence's encoder, where there is a group with cross attention.
@@ -1686,7 +1686,7 @@ class Completion:
 
 @final
 class StoreStats:
-    """Counters of a tier since it was opened."""
+    """Counters of a store since it was opened."""
 
     def __new__(
         cls,
@@ -2026,7 +2026,7 @@ def chain_keys(
         tokens: token ids, uint32 `[n]`; what does not fill a block is left out.
         block_size: tokens in a block.
         parent: key of the block before them.
-        extra: what else decides the bytes of each of these blocks.
+        extra: other inputs that decide the bytes of each of these blocks.
     """
 
 def export_keys(
@@ -2157,7 +2157,7 @@ class V0NaiveBlock:
 
     @property
     def extra_hash(self) -> int | None:
-        """What else the contents depend on; None for nothing."""
+        """Hash of inputs beyond the tokens that the contents depend on; None if there are none."""
     @property
     def is_full(self) -> bool:
         """Whether all slots hold tokens."""
@@ -2485,8 +2485,8 @@ class MovePlan:
 
     Attributes:
         pairs: all, block ids `(from, to)`, int64 `[n, 2]`.
-        move: those whose destination holds nothing of worth.
-        exchange: those whose destination's bytes must be kept: the two change places.
+        move: those whose destination is empty.
+        exchange: those whose destination holds bytes to keep: the two blocks change places.
         left: moves that the goals need beyond these; `contiguous` adds nothing to it.
         stuck: live blocks in the way of the goals for which there is no hole.
     """
@@ -2554,7 +2554,7 @@ class BlockObserver:
 
         Args:
             ids: any number of times each; where they are fresh, those of a sequence together, long ones first.
-            fresh: what they hold is of no worth: those not in use are bound to the lowest blank blocks.
+            fresh: the ids have no content; those not in use are bound to the lowest empty blocks.
 
         Raises:
             InvalidArgumentError: an id is out of range; nothing was changed.
@@ -2565,14 +2565,14 @@ class BlockObserver:
 
         Args:
             ids: any number of times each.
-            fresh: what they hold is of no worth once nobody refers to them: their blocks become blank.
+            fresh: blocks without references become empty.
 
         Raises:
             InvalidArgumentError: a block has fewer references; nothing was changed.
         """
 
     def forget_ids(self, ids: _BlockIds) -> None:
-        """Say that ids that are not in use hold nothing of worth.
+        """Mark ids that are not in use as empty.
 
         Raises:
             InvalidArgumentError: an id is out of range; nothing was changed.
@@ -2631,7 +2631,7 @@ class BlockObserver:
         """Blocks with references, rising, and how many, int64 `[n, 2]`."""
 
     def holes(self) -> NDArray[np.int64]:
-        """Blocks that nobody refers to or leases, rising, int64 `[n]`."""
+        """Blocks without references or leases, rising, int64 `[n]`."""
 
     @property
     def gap(self) -> int:

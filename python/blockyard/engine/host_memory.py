@@ -40,7 +40,7 @@ class HostMapping:
         address: of its first byte, a multiple of 2 MiB; of a file's, a multiple of the page size.
 
     Raises:
-        OutOfMemoryError: the system does not give so much.
+        OutOfMemoryError: the system has too little memory.
     """
 
     def __init__(self, num_bytes: int, *, file: int | None = None, offset: int = 0) -> None:

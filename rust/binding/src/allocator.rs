@@ -381,7 +381,7 @@ impl PyPrefixCachingAllocator {
 ///     tokens: token ids, uint32 `[n]`; what does not fill a block is left out.
 ///     block_size: tokens in a block.
 ///     parent: key of the block before them.
-///     extra: what else decides the bytes of each of these blocks.
+///     extra: other inputs that decide the bytes of each of these blocks.
 #[pyfunction]
 #[pyo3(signature = (tokens, *, block_size, parent = None, extra = None))]
 pub(crate) fn chain_keys<'py>(

@@ -55,8 +55,8 @@ fn fresh(fresh: bool) -> Fresh {
 ///
 /// Attributes:
 ///     pairs: all, block ids `(from, to)`, int64 `[n, 2]`.
-///     move: those whose destination holds nothing of worth.
-///     exchange: those whose destination's bytes must be kept: the two change places.
+///     move: those whose destination is empty.
+///     exchange: those whose destination holds bytes to keep: the two blocks change places.
 ///     left: moves that the goals need beyond these; `contiguous` adds nothing to it.
 ///     stuck: live blocks in the way of the goals for which there is no hole.
 #[pyclass(frozen, name = "MovePlan", module = "blockyard._core")]
@@ -250,7 +250,7 @@ impl PyBlockObserver {
     ///
     /// Args:
     ///     ids: any number of times each; where they are fresh, those of a sequence together, long ones first.
-    ///     fresh: what they hold is of no worth: those not in use are bound to the lowest blank blocks.
+    ///     fresh: the ids have no content; those not in use are bound to the lowest empty blocks.
     ///
     /// Raises:
     ///     InvalidArgumentError: an id is out of range; nothing was changed.
@@ -265,7 +265,7 @@ impl PyBlockObserver {
     ///
     /// Args:
     ///     ids: any number of times each.
-    ///     fresh: what they hold is of no worth once nobody refers to them: their blocks become blank.
+    ///     fresh: blocks without references become empty.
     ///
     /// Raises:
     ///     InvalidArgumentError: a block has fewer references; nothing was changed.
@@ -275,7 +275,7 @@ impl PyBlockObserver {
         self.lock().observer.release_ids(&ids, self::fresh(fresh)).map_err(to_py)
     }
 
-    /// Say that ids that are not in use hold nothing of worth.
+    /// Mark ids that are not in use as empty.
     ///
     /// Raises:
     ///     InvalidArgumentError: an id is out of range; nothing was changed.
@@ -366,7 +366,7 @@ impl PyBlockObserver {
         array(py, &used)
     }
 
-    /// Blocks that nobody refers to or leases, rising, int64 `[n]`.
+    /// Blocks without references or leases, rising, int64 `[n]`.
     fn holes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let holes: Vec<BlockId> = self.lock().observer.places().holes().iter().collect();
         memory::array(py, &holes, |hole| i64::from(hole.0))

@@ -1,4 +1,4 @@
-//! Keys of full blocks: everything before a block, its tokens, and what else decides its bytes.
+//! Keys of full blocks: everything before a block, its tokens, and other inputs that decide its bytes.
 //!
 //! One byte stream a sequence: a 64-byte header frame, then for each block its extra frames and its tokens as
 //! little-endian u32, padded to 64 bytes with 0xFF. The in-process [`Key`] of a block is SHA-256's chaining value after

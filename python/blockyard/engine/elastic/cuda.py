@@ -67,7 +67,7 @@ class DeviceMemory:
         """Map new memory, all zeros, behind chunks `first` to `last` (exclusive).
 
         Raises:
-            OutOfMemoryError: the device has not so much; nothing was mapped.
+            OutOfMemoryError: the device has too little memory; nothing was mapped.
         """
         self._range.map(first, last, self.chunk)
 

@@ -83,7 +83,7 @@ class BlockyardWorker(OffloadingWorker):
 
     Raises:
         InvalidArgumentError: the tensors do not fit one another.
-        OutOfMemoryError: there is not so much host memory.
+        OutOfMemoryError: the host has too little memory.
     """
 
     def __init__(

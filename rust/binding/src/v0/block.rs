@@ -278,7 +278,7 @@ impl PyNaiveBlock {
         self.prev(py)
     }
 
-    /// What else the contents depend on; None for nothing.
+    /// Hash of inputs beyond the tokens that the contents depend on; None if there are none.
     #[getter]
     fn extra_hash(&self) -> Option<i64> {
         self.extra

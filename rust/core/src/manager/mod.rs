@@ -246,10 +246,9 @@ impl Manager {
         self.tiers.keeps_host_copies()
     }
 
-    /// Takes the next `count` device blocks to be evicted to the host, as far as there is room: those that have a copy
-    /// there go free, the others are copied; returns how many. Nobody waits for them: as long as they are copied a prompt
-    /// may still use them, or device work may have them; what is left once its copy has landed goes free, and is cached on
-    /// the host.
+    /// Copies the next `count` device blocks to be evicted to the host, as far as there is room. Blocks that have a host
+    /// copy are freed at once. The others stay findable while they are copied; if no prompt has taken them by the time the
+    /// copy lands, they are freed and stay cached on the host. Returns the number of blocks.
     ///
     /// # Errors
     /// Host copies are not kept.

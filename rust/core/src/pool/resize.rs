@@ -171,7 +171,7 @@ impl Pool {
         self.free.extend(id(former)..id(self.len), &busy);
     }
 
-    /// So many blocks beyond the end have changed alike.
+    /// Counts `count` blocks beyond the end that changed from `before` to `now`.
     #[cold]
     pub(super) fn moved_beyond(&mut self, count: usize, before: Block, now: Block) {
         let ([was_live, was_held], [live, held]) = (users(before), users(now));

@@ -105,7 +105,7 @@ impl PyPrefix {
     ///     token_ids: uint32 `[tokens]` or a list of ints; copied.
     ///     salt: of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
-    ///     extras: what else decides a block's bytes: `(0, block, kind, bytes)`, by rising block.
+    ///     extras: other inputs that decide a block's bytes: `(0, block, kind, bytes)`, by rising block.
     /// Returns:
     ///     `HashedPrompt`, for `lookup`, `can_allocate` and `allocate` of managers with the same block size.
     /// Raises:

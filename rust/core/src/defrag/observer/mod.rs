@@ -2,7 +2,7 @@
 //!
 //! *Id* is what the foreign allocator calls a block, *block* is where its bytes lie. `forward` (id to block) and
 //! `backward` are inverse permutations at all times. References, leases and places belong to blocks. A block without
-//! references may still hold what its id is cached for; it is *blank* once the caller has said that it does not.
+//! references may still hold cached content of its id; it is *blank* once the caller has said that it does not.
 
 use crate::error::{Error, Result};
 use crate::id::{BlockId, Tier};
@@ -20,7 +20,7 @@ mod steps;
 #[repr(transparent)]
 pub struct LeaseId(pub u64);
 
-/// What is known of the bytes behind ids that go out of use.
+/// Whether ids that go out of use have content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fresh {
     /// They may matter: a cached block.
@@ -184,8 +184,8 @@ impl Observer {
         Ok(())
     }
 
-    /// Takes a reference from the blocks of ids. Those that nobody refers to any more may still hold what they are
-    /// cached for, unless the caller says [`Fresh::Yes`].
+    /// Takes a reference from the blocks of ids. Blocks without references keep their cached content, except with
+    /// [`Fresh::Yes`].
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] or [`Error::NotReferenced`]; nothing has changed.
@@ -214,7 +214,7 @@ impl Observer {
         Ok(())
     }
 
-    /// Says that nobody will read the bytes of these ids, as long as they are not in use.
+    /// Marks the blocks of these ids as blank, if they are not in use.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if an id is out of range; nothing has changed.
