@@ -37,7 +37,7 @@ SHARED_BLOCKS = 32
 TRANSFER_TOKENS = 2048
 
 
-class Step(NamedTuple):
+class AllocatorStep(NamedTuple):
     """What the allocator reports of a step."""
 
     freed: Ids
@@ -67,7 +67,7 @@ class Churn:
         """Give out ids."""
         return [self._free.popleft() for _ in range(count)]
 
-    def step(self, *, tables: bool = False) -> Step:
+    def step(self, *, tables: bool = False) -> AllocatorStep:
         """End, append, start; the blocks of those that start come first."""
         freed: list[int] = []
         new: list[int] = []
@@ -102,7 +102,7 @@ class Churn:
         if self._shared:
             self._refs.update(new + appended)
         copied = [list(table) for table in self._tables] if tables else None
-        return Step(np.array(freed, np.int64), np.array(new + appended, np.int64), copied, ended, grown)
+        return AllocatorStep(np.array(freed, np.int64), np.array(new + appended, np.int64), copied, ended, grown)
 
     def _released(self, freed: list[int]) -> list[int]:
         """Those that nobody refers to any more."""
@@ -139,7 +139,7 @@ def quality(blocks: int, steps: int, *, starts: int = STARTS, fresh: bool = True
     return {"moves": moved / steps, "gap": gap / steps, "run": held / runs}
 
 
-def one_run(blocks: int, steps: list[Step]) -> NDArray[np.int64]:
+def one_run(blocks: int, steps: list[AllocatorStep]) -> NDArray[np.int64]:
     """Nanoseconds of each step: plan and remap, and all of it. Always the same steps."""
     observer = BlockObserver(blocks)
     clock = time.perf_counter_ns

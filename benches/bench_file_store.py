@@ -1,6 +1,6 @@
 """File store: GB/s of writing and reading 1 MiB blocks at random slots, of swapping them in, and CPU seconds a GB.
 
-    python benches/bench_file_tier.py [--url "file:///dir?threads=8"] [--blocks 512]
+    python benches/bench_file_store.py [--url "file:///dir?threads=8"] [--blocks 512]
 
 With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. Both ways the bytes are copied once
 between numpy and the store's buffers, checksummed and checked. `file_swap_in_gb_s` is the rate from the file to a cache

@@ -48,8 +48,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         SCHEDULER,
         [
             (
-                "self._waiting.push(Parked(state, [0], [state.prompt], forks=request.n - 1))",
-                "self._waiting.push(Parked(state, [0], [state.prompt], forks=request.n))",
+                "self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))",
+                "self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n))",
             ),
             ("        self._opened.free(self._rows.handles[gone])\n", ""),
             ("        self._stop_tokens.add(state.stops)\n            # What", "        # What"),
@@ -98,14 +98,14 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            if head.forks > self._rows.seats_left:",
             ),
             ("            self._rows.seats_left -= 1 + head.forks\n", "            self._rows.seats_left -= 1\n"),
-            ("        for parked in self._aside:\n            self._waiting.push(parked)\n", ""),
+            ("        for idle in self._aside:\n            self._waiting.push(idle)\n", ""),
             (
                 "            longest = min(len(text), len(tokens) - 1)",
                 "            longest = min(len(text), len(tokens))",
             ),
             ("            common -= common % self._manager.block_size\n", ""),
             ("        manager.block_tables(handles, out=rows.block_tables[first : rows.count])\n", ""),
-            ("prefix.hash(parked.tokens[0], salt=request.salt,", "prefix.hash(parked.tokens[0], salt=None,"),
+            ("prefix.hash(idle.tokens[0], salt=request.salt,", "prefix.hash(idle.tokens[0], salt=None,"),
         ],
     ),
     (
@@ -118,12 +118,12 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            self._landed = self._loading.pop(ticket, [])",
             ),
             (
-                "            if mixed or len(parked.indices) > self._rows.seats_left:",
-                "            if mixed and len(parked.indices) > self._rows.seats_left:",
+                "            if mixed or len(idle.indices) > self._rows.seats_left:",
+                "            if mixed and len(idle.indices) > self._rows.seats_left:",
             ),
             ("        builder.token_ids[new] = [tokens[-1] for", "        builder.token_ids[new] = [tokens[0] for"),
-            ("            self._rows.seats_left -= len(parked.indices)\n", ""),
-            ("        del self._away[parked]\n        self._opened", "        self._opened"),
+            ("            self._rows.seats_left -= len(idle.indices)\n", ""),
+            ("        del self._away[idle]\n        self._opened", "        self._opened"),
         ],
     ),
     (
@@ -145,8 +145,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         SCHEDULER,
         [
             (
-                "        self._take(parked)\n        return parked",
-                '        parked.place = "running"\n        return parked',
+                "        self._take(idle)\n        return idle",
+                '        idle.place = "running"\n        return idle',
             )
         ],
     ),

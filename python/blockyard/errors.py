@@ -139,15 +139,15 @@ class OpLibraryError(BlockyardError):
 
 
 class StoreError(BlockyardError):
-    """An external tier could not be opened, or refused an operation."""
+    """A store could not be opened, or refused an operation."""
 
 
 class StoreURLError(StoreError, ValueError):
-    """The URL of an external tier is malformed; the message shows the part that is wrong."""
+    """The URL of a store is malformed; the message shows the part that is wrong."""
 
 
 class StoreFullError(StoreError):
-    """The storage behind a tier cannot hold the size asked for."""
+    """The storage behind a store cannot hold the size asked for."""
 
 
 class TraceError(BlockyardError, ValueError):

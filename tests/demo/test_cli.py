@@ -111,7 +111,7 @@ def test_trace_in_no_known_format_is_refused_by_line(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "url", ["file:", "file://", "http://example.org/swap", "file:///tmp?size=lots", "file:///tmp?sise=1GiB", "swap"]
 )
-def test_malformed_url_of_the_file_tier_is_refused(capsys: pytest.CaptureFixture[str], url: str) -> None:
+def test_malformed_url_of_the_file_store_is_refused(capsys: pytest.CaptureFixture[str], url: str) -> None:
     assert complaint(capsys, "demo", "--swap-store", url).startswith("blockyard: ")
 
 

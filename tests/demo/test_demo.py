@@ -77,10 +77,10 @@ def test_tokens_are_the_same_with_and_without_a_prefix_cache_and_in_chunks(repor
 
 
 def test_report_counts_what_went_through_the_file(report: Report) -> None:
-    assert report.file_tier.written_blocks == report.blocks("swap_out", "external")
-    assert report.file_tier.read_blocks == report.blocks("swap_in", "external")
-    assert report.file_tier.checksum_failures == 0
-    assert report.file_tier.misses == {}
+    assert report.swap_store.written_blocks == report.blocks("swap_out", "external")
+    assert report.swap_store.read_blocks == report.blocks("swap_in", "external")
+    assert report.swap_store.checksum_failures == 0
+    assert report.swap_store.misses == {}
     assert all(row.bytes == row.blocks * 65536 for row in report.transfers)
 
 
@@ -128,7 +128,7 @@ def test_damaged_blocks_are_all_detected_and_tokens_stay_identical() -> None:
     assert report.damage is not None
     assert report.damage.detected == report.damage.read >= 1
     assert report.damage.read <= report.damage.stored <= 20
-    assert report.file_tier.checksum_failures == report.damage.detected
+    assert report.swap_store.checksum_failures == report.damage.detected
     assert report.lost >= 1
     assert report.exit_code == 0
 
@@ -193,13 +193,13 @@ def test_json_file_holds_the_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.endswith("generate run: 2/2\n")
 
 
-def test_folder_made_for_the_file_tier_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_made_for_the_file_store_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     make_report(replace(SMALL, requests=2))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_given_for_the_file_tier_stays_without_its_slab(tmp_path: Path) -> None:
+def test_folder_given_for_the_file_store_stays_without_its_slab(tmp_path: Path) -> None:
     report = make_report(replace(SMALL, swap_store=f"file://{tmp_path}", swap_store_space="4MiB"))
     assert report.identical
     assert report.blocks("swap_in", "external") > 0

@@ -13,10 +13,10 @@ import pytest
 from blockyard.demo.report import (
     Damage,
     Difference,
-    FileTier,
     Peak,
     Report,
     Sabotage,
+    SwapStoreCounters,
     Transfer,
     live_progress,
     print_report,
@@ -48,7 +48,7 @@ REPORT = Report(
         Transfer("copy", "device", "device", 7, 7 * 2**20),
     ],
     peak={"device": Peak(96, 96), "host": Peak(20, 24), "external": Peak(30, 512)},
-    file_tier=FileTier(written_blocks=35, written_bytes=35 * 2**20, read_blocks=35, read_bytes=35 * 2**20),
+    swap_store=SwapStoreCounters(written_blocks=35, written_bytes=35 * 2**20, read_blocks=35, read_bytes=35 * 2**20),
     damage=None,
     sabotage=None,
     compared=48,
@@ -93,7 +93,7 @@ def test_table_names_every_transfer_tier_and_preemption() -> None:
     text = printed(REPORT)
     for part in ("swap out, device to host", "swap out, host to external", "5 blocks, 5.0 MiB", "20 of 24 blocks"):
         assert part in text
-    assert "file tier checksum failures" in text
+    assert "swap store checksum failures" in text
 
 
 def test_preemptions_are_worded_by_kind() -> None:
@@ -120,10 +120,12 @@ def test_many_differences_are_cut_short() -> None:
 
 
 def test_corruptions_are_told_beside_what_was_damaged() -> None:
-    tier = FileTier(checksum_failures=4, damaged_blocks=4, misses={"header_checksum": 1, "payload_checksum": 3})
-    table = dict(rows(replace(REPORT, file_tier=tier, damage=Damage(20, 9, 4, 4), lost=2)))
+    counters = SwapStoreCounters(
+        checksum_failures=4, damaged_blocks=4, misses={"header_checksum": 1, "payload_checksum": 3}
+    )
+    table = dict(rows(replace(REPORT, swap_store=counters, damage=Damage(20, 9, 4, 4), lost=2)))
     assert table["corruptions"] == "4 detected, 4 damaged blocks read of 9 stored"
-    assert table["file tier misses"] == "header_checksum 1, payload_checksum 3"
+    assert table["swap store misses"] == "header_checksum 1, payload_checksum 3"
     assert table["requests recomputed after a miss"] == "2"
 
 

@@ -364,11 +364,11 @@ def test_a_long_prefetch_goes_in_pieces_on_any_device():
     with make(streams, max_ahead=1) as engine:
         rows = filled(engine)
         size = layout().bytes_per_block
-        engine_module.CHUNK_BYTES, kept = 2 * size, engine_module.CHUNK_BYTES
+        engine_module.PIECE_BYTES, kept = 2 * size, engine_module.PIECE_BYTES
         try:
             load = engine.submit("swap_in", pairs(*[(i, i) for i in range(BLOCKS)]), prefetch=True)
         finally:
-            engine_module.CHUNK_BYTES = kept
+            engine_module.PIECE_BYTES = kept
         while not load.done:
             assert streams.launched <= 12
         assert load.wait().error is None

@@ -154,9 +154,9 @@ def test_what_did_not_come_is_lost_until_the_end_is_reported(engine: CacheEngine
     deadline = time.monotonic() + PATIENCE
     while not executor.lost(2):
         assert time.monotonic() < deadline
-        executor._go_on()  # as `poll` does, which reports the end
+        executor._progress()  # as `poll` does, which reports the end
     for _ in range(200):
-        executor._go_on()
+        executor._progress()
         time.sleep(0.0002)
         assert [lost.ids.tolist() for lost in executor.lost(2)] == [[[1, 6]]]
     assert [lost.ids.tolist() for lost in executor.wait(2).lost] == [[[1, 6]]]

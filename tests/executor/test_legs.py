@@ -60,7 +60,11 @@ def test_a_decision_is_cut_with_device_reads_first_and_store_reads_last():
     away, load, free, one, two, copy, last = parts
     assert behind == (away,)
     assert [part.by_layer for part in parts] == [False, True, False, False, False, False, False]
-    assert (free.needs, copy.needs, last.needs) == ((load,), (load, one, two), (load, one, two, copy))
+    assert (free.must_have_started, copy.must_have_started, last.must_have_started) == (
+        (load,),
+        (load, one, two),
+        (load, one, two, copy),
+    )
 
 
 def test_device_writes_come_behind_the_device_reads_of_the_decisions_that_are_named():
@@ -69,7 +73,7 @@ def test_device_writes_come_behind_the_device_reads_of_the_decisions_that_are_na
     writes = Part("swap_in", pairs("host", "device", (1, 1)), engine.fence())
     decision = StepDecision(2, [("swap_in", pairs("host", "device", (0, 0)))], after=(1,))
     behind, (load,) = cut(decision, [reads, writes], engine.fence(), 2)
-    assert behind == load.behind == (reads,)
+    assert behind == load.ordered_after == (reads,)
 
 
 @pytest.mark.parametrize(

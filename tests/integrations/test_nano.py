@@ -18,7 +18,7 @@ from blockyard.errors import (
     UnknownSequenceError,
 )
 from blockyard.executor.executor import Executor
-from blockyard.integrations.nano import BlockManager, Fit
+from blockyard.integrations.nano import BlockManager, CachedBlocks
 
 SIZE, BLOCKS, HOST = 4, 16, 24
 
@@ -42,11 +42,11 @@ def kv_tensor() -> torch.Tensor:
 
 
 def test_what_fits_is_true_also_without_a_cached_block():
-    assert Fit(0)
-    assert Fit(3)
-    assert Fit(3) * 2 == 6
-    assert not Fit(-1)
-    assert Fit(-1) == -1
+    assert CachedBlocks(0)
+    assert CachedBlocks(3)
+    assert CachedBlocks(3) * 2 == 6
+    assert not CachedBlocks(-1)
+    assert CachedBlocks(-1) == -1
 
 
 def test_a_sequence_gets_blocks_and_gives_them_back():

@@ -1,4 +1,4 @@
-"""`ObjectStore`: objects of any length over blocks of one width."""
+"""`PrefixObjects`: objects of any length over blocks of one width."""
 
 import random
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from stepped_store import Actor, Crash, SteppedStore
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations import objects
-from blockyard.integrations.objects import ObjectStore, store_url
+from blockyard.integrations.objects import PrefixObjects, store_url
 
 
 def test_an_object_of_another_length_is_a_miss(tmp_path: Path):
-    store = ObjectStore(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
+    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
     data = np.arange(250, dtype=np.uint8)
     assert store.put(["a"], [250], lambda index: data) == [True]
     taken: list[bytes] = []
@@ -39,7 +39,7 @@ def test_an_object_that_is_larger_than_a_batch_is_one_and_no_batch_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(objects, "_BATCH_BYTES", 300)
-    store = ObjectStore(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
+    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
     assert list(store._batches([1000, 1000, 100, 100, 100])) == [(0, 1, 10), (1, 2, 10), (2, 4, 2), (4, 5, 1)]
     store.close()
 
@@ -49,7 +49,7 @@ def test_objects_of_many_lengths_come_back_whatever_the_batch_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
 ):
     monkeypatch.setattr(objects, "_BATCH_BYTES", batch_bytes)
-    store = ObjectStore(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={"model": "one"})
+    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={"model": "one"})
     sizes = [0, 1, 92, 99, 100, 101, 207, 208, 209, 1000]
     random = np.random.default_rng(0)
     data = [random.integers(0, 256, size, dtype=np.uint8) for size in sizes]
@@ -66,7 +66,7 @@ def test_objects_of_many_lengths_come_back_whatever_the_batch_holds(
 
 
 def test_an_object_that_has_lost_one_of_its_blocks_is_a_miss(tmp_path: Path):
-    store = ObjectStore(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
+    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
     data = np.arange(250, dtype=np.uint8)
     assert store.put(["a"], [250], lambda index: data) == [True]
     names = store._names(["a"], [250])
@@ -79,7 +79,7 @@ def test_an_object_that_has_lost_one_of_its_blocks_is_a_miss(tmp_path: Path):
 
 def test_a_root_dir_is_made_for_its_owner_alone_and_any_path_is_one(tmp_path: Path):
     url = store_url(str(tmp_path / "a folder" / "100%"), None, "1MiB", "rank")
-    ObjectStore(url, object_bytes=100, fields={}).close()
+    PrefixObjects(url, object_bytes=100, fields={}).close()
     assert (tmp_path / "a folder" / "100%" / "rank" / "blockyard-prefix.slab").exists()
     assert (tmp_path / "a folder" / "100%").stat().st_mode & 0o077 == 0
     with pytest.raises(InvalidArgumentError, match="must be exactly one of them"):
@@ -121,19 +121,19 @@ class Processes:
             return view
 
         monkeypatch.setattr(objects, "open_store", open_store)
-        stores = [ObjectStore("stepped://", object_bytes=PART, fields={}) for _ in views]
+        stores = [PrefixObjects("stepped://", object_bytes=PART, fields={}) for _ in views]
         self.actors: list[Actor] = []
         for view, store in zip(views, stores, strict=True):
             store._patience = 0.0
 
-            def work(actor: Actor, view: SteppedStore = view, store: ObjectStore = store) -> None:
+            def work(actor: Actor, view: SteppedStore = view, store: PrefixObjects = store) -> None:
                 view.step = actor.step
                 for _ in range(8):
                     self.act(store)
 
             self.actors.append(Actor(work))
 
-    def act(self, store: ObjectStore) -> None:
+    def act(self, store: PrefixObjects) -> None:
         verb, key, content = self.rng.choice(["put", "put", "get", "get", "get", "delete"]), self.rng.choice("ab"), None
         wanted, begin, ok = self.rng.choices(range(len(CONTENTS)), [6, 6, 6, 1, 1])[0], self.now, False
         taken: list[bytes] = []
@@ -192,7 +192,7 @@ def test_one_process_alone_gets_what_it_put_last(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_put_of_the_same_bytes_writes_nothing_and_one_of_others_replaces_them(tmp_path: Path):
-    store = ObjectStore(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
+    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
     old, new = np.full(250, 1, np.uint8), np.full(250, 2, np.uint8)
     for _ in range(2):
         assert store.put(["a", "b"], [250, 100], [old, old[:100]].__getitem__) == [True, True]

@@ -158,7 +158,7 @@ class LinkerProgram(Caller):
         self.pool = DevicePool()
         self.linker = sglang_stand_in.linker(page, 1 << 20)
         del self.linker.close  # the stand-in's
-        self.linker._objects = objects.ObjectStore("faulty://linker", object_bytes=page, fields={})
+        self.linker._objects = objects.PrefixObjects("faulty://linker", object_bytes=page, fields={})
         self.linker._group.num_layers, self.linker.pools = LAYERS, {"kv": self.pool}
         self.linker._owner, self.linker._ranks = True, 1
         self.linker.layer_done_counter = Counter()

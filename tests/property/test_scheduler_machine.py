@@ -22,7 +22,7 @@ from blockyard.errors import BlockyardError, OutOfBlocksError
 from blockyard.scheduler import PREEMPTION_MODES, DefragPolicy, Finished, PreemptionMode, Request, Scheduler, Step
 from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.options import capacity
-from blockyard.scheduler.request import Fetch, Parked, RequestState
+from blockyard.scheduler.request import Fetch, IdleSequences, RequestState
 from blockyard.scheduler.rows import DONE
 from blockyard.testing import Config, SimulatedMemory
 from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine
@@ -247,7 +247,7 @@ class AsksFetchesWithinTheStep(ForgetsInterrupts):
         super()._make_empty()
         admission, waiting = self._admission, self._waiting
 
-        def head() -> Parked | None:
+        def head() -> IdleSequences | None:
             while (first := waiting.head()) is not None and first.fetch is not None and not first.fetch.done:
                 admission._aside.append(waiting.pop())
             return first
@@ -445,7 +445,7 @@ class ForgetsWhatWaits(Scheduler):
     """Looks for those that do not fit any more among the running alone."""
 
     def _refuse_what_no_longer_fits(self) -> None:
-        every, self._requests = self._requests, {n: state for n, state in self._requests.items() if not state.parked}
+        every, self._requests = self._requests, {n: state for n, state in self._requests.items() if not state.idle}
         super()._refuse_what_no_longer_fits()
         self._requests = every
 

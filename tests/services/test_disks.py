@@ -1,4 +1,4 @@
-"""The file tier on full, frozen and buffered disks, which are mounted for the test; skipped where that needs root."""
+"""The file store on full, frozen and buffered disks, which are mounted for the test; skipped where that needs root."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The file tier: what it keeps, what it notices, and what it leaves behind."""
+"""The file store: what it keeps, what it notices, and what it leaves behind."""
 
 import errno
 import json

@@ -113,7 +113,7 @@ def test_a_key_that_was_deleted_and_is_put_by_another_process_is_found():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_nothing_whole_is_deleted_and_all_of_it_comes_back(seed: int, monkeypatch: pytest.MonkeyPatch):
-    """Stores and `objects.ObjectStore` over one medium: puts, gets, trouble and damage in any order."""
+    """Stores and `objects.PrefixObjects` over one medium: puts, gets, trouble and damage in any order."""
     monkeypatch.setattr(batches, "FAILED_SECONDS", 0.01)
     monkeypatch.setattr(objects, "_MISSED_SECONDS", 0.01)
     monkeypatch.setattr(objects, "_ASK_SECONDS", 0.0)
@@ -124,17 +124,17 @@ def test_nothing_whole_is_deleted_and_all_of_it_comes_back(seed: int, monkeypatc
         return stores[-1]
 
     monkeypatch.setattr(objects, "open_store", opened)
-    clients = [objects.ObjectStore("troubled://", object_bytes=100, fields={}) for _ in range(3)]
+    clients = [objects.PrefixObjects("troubled://", object_bytes=100, fields={}) for _ in range(3)]
     sizes = {name: rng.choice([1, 100, 101, 250, 399]) for name in "abcdef"}
     data = {
         name: np.random.default_rng(at).integers(0, 256, size, np.uint8)
         for at, (name, size) in enumerate(sizes.items())
     }
 
-    def put(client: objects.ObjectStore, names: list[str]) -> list[bool]:
+    def put(client: objects.PrefixObjects, names: list[str]) -> list[bool]:
         return client.put(names, [sizes[name] for name in names], lambda index: data[names[index]])
 
-    def get(client: objects.ObjectStore, names: list[str]) -> list[bool]:
+    def get(client: objects.PrefixObjects, names: list[str]) -> list[bool]:
         taken: dict[int, bytes] = {}
         found = client.get(names, [sizes[name] for name in names], lambda at, row: taken.update({at: row.tobytes()}))
         assert taken == {at: data[names[at]].tobytes() for at, good in enumerate(found) if good}

@@ -297,11 +297,11 @@ class RotatingScheduler(Scheduler):
         if turn and self._swapping.swapped and self.num_running > 1:
             first = self._rows.owner(0)[0]
             self._preempt(self._rows.find(first.seats))
-            for parked in first.parked:
-                if parked.place == "swapped":  # behind those that it makes room for
-                    self._swapping.swapped.discard(parked)
-                    parked.rank = (1 << 30, 0.0, self.stats().steps)
-                    self._swapping.swapped.push(parked)
+            for idle in first.idle:
+                if idle.place == "swapped":  # behind those that it makes room for
+                    self._swapping.swapped.discard(idle)
+                    idle.rank = (1 << 30, 0.0, self.stats().steps)
+                    self._swapping.swapped.push(idle)
         return super()._append_to_running()
 
 

@@ -190,7 +190,7 @@ class CorruptingExecutor(Wrapper):
 
     Args:
         inner: carries the decisions out.
-        store: the file tier below it.
+        store: the swap store below it.
         count: blocks to damage; fewer if the run stores too few.
         seed: chooses blocks and bytes.
     """

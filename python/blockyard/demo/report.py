@@ -59,8 +59,8 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class FileTier:
-    """Counters of the external tier.
+class SwapStoreCounters:
+    """Counters of the swap store.
 
     Attributes:
         written_blocks: blocks written.
@@ -91,7 +91,7 @@ class Damage:
         asked: blocks to damage.
         stored: blocks damaged; fewer than asked if the run stored too few.
         read: damaged blocks that were read.
-        detected: damaged blocks that the file tier refused.
+        detected: damaged blocks that the swap store refused.
     """
 
     asked: int
@@ -157,7 +157,7 @@ class Report:
         lost: requests restarted because bytes were lost.
         transfers: blocks and bytes per kind and pair of tiers.
         peak: most blocks used, by tier.
-        file_tier: what the external tier counted.
+        swap_store: what the swap store counted.
         damage: blocks damaged on purpose; None if not requested.
         sabotage: the transfer dropped on purpose; None if not requested.
         compared: requests compared with the unpaged run.
@@ -186,7 +186,7 @@ class Report:
     lost: int
     transfers: list[Transfer]
     peak: dict[str, Peak]
-    file_tier: FileTier
+    swap_store: SwapStoreCounters
     damage: Damage | None
     sabotage: Sabotage | None
     compared: int
@@ -272,7 +272,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         for tier in TIERS
         if tier in report.peak
     ]
-    table.append(("file tier checksum failures", str(report.file_tier.checksum_failures)))
+    table.append(("swap store checksum failures", str(report.swap_store.checksum_failures)))
     if report.prefix_store is not None:
         of = report.prefix_store
         figures = f"{of['prefix_store_hit_blocks']} blocks loaded, {of['prefix_store_written_blocks']} written"
@@ -356,8 +356,8 @@ def live_progress(label: str, *, live: bool) -> Iterator[Progress]:
 
 def _fault_rows(report: Report) -> list[tuple[str, str]]:
     table = []
-    if report.file_tier.misses:
-        table.append(("file tier misses", _join(report.file_tier.misses)))
+    if report.swap_store.misses:
+        table.append(("swap store misses", _join(report.swap_store.misses)))
     if report.lost:
         table.append(("requests recomputed after a miss", str(report.lost)))
     if report.damage is not None:

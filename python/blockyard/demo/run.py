@@ -23,10 +23,10 @@ from blockyard.demo.report import (
     STDOUT,
     Damage,
     Difference,
-    FileTier,
     Peak,
     Report,
     Sabotage,
+    SwapStoreCounters,
     Transfer,
     live_progress,
     print_report,
@@ -441,9 +441,9 @@ def _report(run: _Run, wanted: Outputs, ties: list[Difference], reference_second
             for (kind, src, dst), count in sorted(served.blocks.items())
         ],
         peak={name: Peak(used, served.totals[name]) for name, used in peaks.items()},
-        file_tier=_file_tier(served.tier),
+        swap_store=_counters(served.swap_store),
         prefix_store=served.prefix_store,
-        damage=_damage(run.faults, served.tier.damaged_blocks),
+        damage=_damage(run.faults, served.swap_store.damaged_blocks),
         sabotage=_sabotage(run.faults),
         compared=len(items),
         identical_requests=identical,
@@ -453,8 +453,8 @@ def _report(run: _Run, wanted: Outputs, ties: list[Difference], reference_second
     )
 
 
-def _file_tier(stats: StoreStats) -> FileTier:
-    return FileTier(
+def _counters(stats: StoreStats) -> SwapStoreCounters:
+    return SwapStoreCounters(
         written_blocks=stats.written_blocks,
         written_bytes=stats.written_bytes,
         read_blocks=stats.read_blocks,

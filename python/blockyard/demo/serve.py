@@ -31,7 +31,7 @@ class Served:
         outputs: generated tokens by request id, one list per sequence.
         seconds: wall time.
         stats: the scheduler's counters.
-        tier: the external tier's counters.
+        swap_store: the swap store's counters.
         blocks: blocks by (kind, source, destination).
         bytes_per_block: all layers, keys and values.
         totals: blocks of each tier at the start.
@@ -41,7 +41,7 @@ class Served:
     outputs: Outputs
     seconds: float
     stats: SchedulerStats
-    tier: StoreStats
+    swap_store: StoreStats
     blocks: dict[tuple[str, str, str], int]
     bytes_per_block: int
     totals: dict[str, int]
@@ -149,7 +149,7 @@ def serve(
         outputs=outputs,
         seconds=time.perf_counter() - started,
         stats=generator.scheduler.stats(),
-        tier=generator.swap_store.stats() if generator.swap_store is not None else StoreStats(),
+        swap_store=generator.swap_store.stats() if generator.swap_store is not None else StoreStats(),
         blocks=dict(faults.counting.blocks) if faults.counting is not None else {},
         bytes_per_block=generator.engine.layout.bytes_per_block,
         totals=totals,

@@ -19,7 +19,7 @@ from blockyard.engine.mapping import Ids
 from blockyard.engine.memory import EngineTier, Memory, Rows
 from blockyard.engine.ops.library import prepare_device
 from blockyard.engine.plans import KINDS, Kind, TransferPlan, moving, reading, writing
-from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, WorkerStreams
+from blockyard.engine.streams import PIECE_BYTES, Event, StreamName, Streams, WorkerStreams
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
 from blockyard.errors import InvalidArgumentError, MappingError, PageLockError
 from blockyard.layout.kv import BlockLayout
@@ -123,7 +123,7 @@ class CacheEngine:
         host_blocks: int = 0,
         device: str | torch.device | None = None,
         max_outstanding: int = 1 << 30,
-        max_ahead: int = 8 * CHUNK_BYTES,
+        max_ahead: int = 8 * PIECE_BYTES,
         streams: Streams | None = None,
         tensors: Sequence[Tensor] | None = None,
         pin_memory: bool | None = None,
@@ -390,7 +390,7 @@ class CacheEngine:
 
     def _chunk(self, *, prefetch: bool = False) -> int | None:
         """Blocks of one piece, where longer ones would hold others up."""
-        chunk = self.streams.chunk_bytes or (CHUNK_BYTES if prefetch else None)
+        chunk = self.streams.chunk_bytes or (PIECE_BYTES if prefetch else None)
         return chunk and max(1, chunk // self.memory.bytes_per_block)
 
     def _submit(

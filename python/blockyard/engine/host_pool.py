@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 OnFailure = Literal["raise", "unpinned"]
-CHUNK_BYTES: Final = 256 << 20
+POOL_CHUNK_BYTES: Final = 256 << 20
 # For all contexts, and reached by kernels.
 _REGISTER_FLAGS: Final = 3
 _FORBIDDEN_BY_CAPTURE: Final = 900
@@ -118,7 +118,7 @@ class HostPool:
         locker: Locker | None = None,
         node: int | None = None,
         touch: bool = True,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = POOL_CHUNK_BYTES,
         on_failure: OnFailure = "raise",
         mapping: HostMapping | None = None,
     ) -> None:

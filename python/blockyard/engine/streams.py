@@ -16,14 +16,14 @@ from typing import Final, Literal, Protocol, TypeAlias
 from blockyard.errors import BlockyardError, CaptureError
 from blockyard.workers import Process, start_worker
 
-__all__ = ["CHUNK_BYTES", "STREAMS", "Event", "StreamName", "Streams", "WorkerStreams", "refuse_capture"]
+__all__ = ["PIECE_BYTES", "STREAMS", "Event", "StreamName", "Streams", "WorkerStreams", "refuse_capture"]
 
 StreamName: TypeAlias = Literal["copy", "in", "host", "out", "compute", "caller"]
 
 STREAMS: Final[tuple[StreamName, ...]] = ("copy", "in", "host", "out")
 """The streams that are not the caller's. Where they share a worker, the first is served first."""
 
-CHUNK_BYTES: Final = 8 << 20
+PIECE_BYTES: Final = 8 << 20
 """Where streams share a worker, no single piece of work moves more: a load waits for one piece of a store at most."""
 
 _IDLE_SECONDS = 1.0
@@ -139,7 +139,7 @@ class WorkerStreams:
         prepare: called by the thread before its first work.
     """
 
-    chunk_bytes: int | None = CHUNK_BYTES
+    chunk_bytes: int | None = PIECE_BYTES
 
     def __init__(self, prepare: Callable[[], None] | None = None) -> None:
         self._process = Process("a worker stream")

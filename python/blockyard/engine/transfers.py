@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.engine.plans import TransferPlan, Work
-from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, refuse_capture
+from blockyard.engine.streams import PIECE_BYTES, Event, StreamName, Streams, refuse_capture
 from blockyard.errors import (
     BlockyardError,
     CaptureError,
@@ -136,7 +136,7 @@ class Transfers:
         max_ahead: bytes of prefetches that a stream may have; one piece may always go.
     """
 
-    def __init__(self, streams: Streams, *, max_outstanding: int, max_ahead: int = 8 * CHUNK_BYTES) -> None:
+    def __init__(self, streams: Streams, *, max_outstanding: int, max_ahead: int = 8 * PIECE_BYTES) -> None:
         if max_outstanding < 1 or max_ahead < 1:
             raise InvalidArgumentError(
                 f"max_outstanding is {max_outstanding} bytes, max_ahead {max_ahead}, must be at least 1"
@@ -150,7 +150,9 @@ class Transfers:
         self._ahead: deque[tuple[Event, int]] = deque()  # their pieces that a stream has, with their bytes
         self._outstanding: dict[StreamName, int] = {}
         self._submitted = 0
-        self._torn = False  # a call changes the fields above; if it is set when one begins, the last was interrupted
+        self._in_critical_section = (
+            False  # a call changes the fields above; if it is set when one begins, the last was interrupted
+        )
 
     def __contains__(self, transfer: Transfer) -> bool:
         return transfer in self._open
@@ -183,8 +185,8 @@ class Transfers:
         if on_full not in {"wait", "refuse"}:
             raise InvalidArgumentError(f"on_full is {on_full!r}, must be 'wait' or 'refuse'")
         self.process.check()
-        self._mend()
-        self._go_on()
+        self._recover_from_interrupt()
+        self._progress()
         while self.outstanding(stream) and self.outstanding(stream) + num_bytes > self._max_outstanding:
             if on_full == "refuse":
                 raise TransferQueueFullError(
@@ -194,7 +196,7 @@ class Transfers:
             oldest = next(job for job in self._open.values() if job.stream == stream)
             self._start(oldest)
             oldest.end.synchronize()
-            self._go_on()
+            self._progress()
 
     def submit(
         self,
@@ -221,11 +223,11 @@ class Transfers:
             InvalidArgumentError: a transfer in `after` belongs to another engine; nothing was submitted.
         """
         self.process.check()
-        self._mend()
+        self._recover_from_interrupt()
         named = [self._job(transfer) for transfer in after]
         queued = [job for job in self._open.values() if job.stream == "compute"]
         earlier = tuple(job for job in (*named, *queued) if job is not None)
-        self._torn = True
+        self._in_critical_section = True
         self._submitted += 1
         transfer = Transfer(self)
         pieces = deque(plan.pieces)
@@ -237,7 +239,7 @@ class Transfers:
             self._prefetch()
         else:
             self._start(job)
-        self._torn = False
+        self._in_critical_section = False
         return transfer
 
     def capture(self, plan: TransferPlan) -> Transfer:
@@ -255,16 +257,16 @@ class Transfers:
     def poll(self) -> None:
         """End what has ended, and start prefetches that may start by now; never waits."""
         self.check()
-        self._mend()
-        self._go_on()
+        self._recover_from_interrupt()
+        self._progress()
 
     def has_ended(self, transfer: Transfer) -> bool:
         """Whether a transfer has ended; never waits."""
         self.check()
-        self._mend()
+        self._recover_from_interrupt()
         job = self._job(transfer)
         if job is not None and (job.prefetch or job.ended):
-            self._go_on()
+            self._progress()
         return transfer not in self._open
 
     def failed_to_launch(self, transfer: Transfer) -> bool:
@@ -275,17 +277,17 @@ class Transfers:
     def wait(self, transfer: Transfer) -> None:
         """Wait for a transfer to end."""
         self.check()
-        self._mend()
+        self._recover_from_interrupt()
         job = self._job(transfer)
         if job is not None:
             self._start(job)
             job.end.synchronize()
-            self._go_on()
+            self._progress()
 
     def order_compute(self, transfer: Transfer, layer: int | None = None) -> None:
         """Let the compute stream wait for a transfer, or for its layers up to and with this one."""
         self.check()
-        self._mend()
+        self._recover_from_interrupt()
         job = self._job(transfer)
         if job is None:
             return
@@ -298,12 +300,12 @@ class Transfers:
     def synchronize(self, first_device_block: int | None = None) -> None:
         """Wait for all that is under way, or for what touches blocks of the device from one on."""
         self.check()
-        self._mend()
+        self._recover_from_interrupt()
         for job in tuple(self._open.values()):
             if first_device_block is None or job.touches_device(first_device_block):
                 self._start(job)
                 job.end.synchronize()
-        self._go_on()
+        self._progress()
 
     def _job(self, transfer: Transfer) -> _Job | None:
         """Give the job of a transfer; None if it has ended."""
@@ -311,9 +313,9 @@ class Transfers:
             raise InvalidArgumentError("a transfer of another engine was given")
         return self._open.get(transfer)
 
-    def _mend(self) -> None:
+    def _recover_from_interrupt(self) -> None:
         """After an interrupt, fail what the interrupted call had begun to launch: how far it came is not known."""
-        if not self._torn:
+        if not self._in_critical_section:
             return
         for stream in {job.stream for job in self._open.values()}:
             self.streams.launch(stream, _nothing).synchronize()
@@ -323,7 +325,7 @@ class Transfers:
         self._open, self._outstanding = {}, {}
         self._queue.clear()
         self._ahead.clear()
-        self._torn = False
+        self._in_critical_section = False
 
     # ---- starting ----
 
@@ -331,7 +333,7 @@ class Transfers:
         """Hand all that is left of a transfer to its stream, after what it must not overtake."""
         if not job.pieces:
             return
-        before, self._torn = self._torn, True
+        before, self._in_critical_section = self._in_critical_section, True
         for other in job.after:
             self._start(other)
         if job.stream == "in":
@@ -343,7 +345,7 @@ class Transfers:
         if job.prefetch:
             self._queue.remove(job)
             job.prefetch = False
-        self._torn = before
+        self._in_critical_section = before
 
     def _launch_piece(self, job: _Job) -> None:
         event = self.streams.launch(job.stream, job.pieces[0], tuple(job.waits()))
@@ -373,16 +375,16 @@ class Transfers:
 
     # ---- ending ----
 
-    def _go_on(self) -> None:
+    def _progress(self) -> None:
         """End the transfers whose events have fired, and start what may start then."""
         ended = [job for job in self._open.values() if job.ended]
-        self._torn = True
+        self._in_critical_section = True
         for job in ended:
             self._end(job, None)
             self._outstanding[job.stream] -= job.plan.num_bytes
             del self._open[job.transfer]
         self._prefetch()
-        self._torn = False
+        self._in_critical_section = False
 
     @staticmethod
     def _end(job: _Job, error: Exception | None) -> None:

@@ -26,7 +26,7 @@ from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.stores.batches import BatchStore
 from blockyard.workers import Process
 
-__all__ = ["Answer", "Batch", "CheckedStore"]
+__all__ = ["Answer", "CheckedStore", "PendingBatch"]
 
 NOTHING_READ: Final = {"absent", "empty"}
 """Reasons of misses for which no byte was read."""
@@ -62,7 +62,7 @@ class Answer(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class PendingBatch:
     """A batch that the store has, until it has an answer."""
 
     what: str
@@ -97,15 +97,15 @@ class CheckedStore:
         self._store = store
         self._process = Process("a connection to a store")
         self._bytes_per_block = bytes_per_block
-        self._open: dict[int, Batch] = {}
-        self._answers: list[tuple[Batch, object]] = []
+        self._open: dict[int, PendingBatch] = {}
+        self._answers: list[tuple[PendingBatch, object]] = []
         self._failures = None if isinstance(store, BatchStore) else FailureLog()  # that one logs by itself
         self._repeated: set[int] = set()
         self._strays = 0  # calls that were interrupted, and whose ticket is not known
         self._polling = False  # if it is set when `poll` begins, the last call was interrupted
         self.num_answers = 0
 
-    def write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> Batch:
+    def write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> PendingBatch:
         """Start to write blocks; the rows are the store's from now on, nobody else may write to them.
 
         Args:
@@ -115,28 +115,28 @@ class CheckedStore:
         Raises:
             StoreError: the store did not take it.
         """
-        return self._submit(Batch("write", len(slots)), partial(self._store.submit_write, slots, rows))
+        return self._submit(PendingBatch("write", len(slots)), partial(self._store.submit_write, slots, rows))
 
-    def read(self, slots: NDArray[np.int64], out: NDArray[np.uint8]) -> Batch:
+    def read(self, slots: NDArray[np.int64], out: NDArray[np.uint8]) -> PendingBatch:
         """Start to read blocks into rows; see `write`.
 
         The rows are the store's until the batch has an answer, and for longer unless its `are_rows_free`.
         """
-        return self._submit(Batch("read", len(slots), out), partial(self._store.submit_read, slots, out))
+        return self._submit(PendingBatch("read", len(slots), out), partial(self._store.submit_read, slots, out))
 
-    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners | None = None) -> Batch:
+    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners | None = None) -> PendingBatch:
         """Start to store blocks under their keys, uint8 `[n, 32]`; see `write`.
 
         A store without quotas does not get the owners.
         """
-        batch = Batch("put", len(keys))
+        batch = PendingBatch("put", len(keys))
         if owners is None or not self._store.keeps_quotas:
             return self._submit(batch, partial(self._store.submit_put, keys, rows))
         return self._submit(batch, partial(self._store.submit_put, keys, rows, owners))
 
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> Batch:
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> PendingBatch:
         """Start to read blocks by key, uint8 `[n, 32]`; see `read`."""
-        return self._submit(Batch("get", len(keys), out), partial(self._store.submit_get, keys, out))
+        return self._submit(PendingBatch("get", len(keys), out), partial(self._store.submit_get, keys, out))
 
     def contains(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return which keys the store says it has, bool `[n]`; none if it says anything else."""
@@ -169,14 +169,14 @@ class CheckedStore:
         self._take_in()
         self._polling = False
 
-    def wait(self, batch: Batch) -> None:
+    def wait(self, batch: PendingBatch) -> None:
         """Wait until a batch has an answer. After an interrupt it can be called again."""
         self._take_in()
         if batch.answer is None:
             self._collect(batch, max(0.0, batch.since + OVERDUE_SECONDS - time.monotonic()))
             self._take_in()
 
-    def _submit(self, batch: Batch, call: Callable[[], object]) -> Batch:
+    def _submit(self, batch: PendingBatch, call: Callable[[], object]) -> PendingBatch:
         self._process.check()
         self._strays += 1
         try:
@@ -208,7 +208,7 @@ class CheckedStore:
         overdue = takewhile(lambda ticket: self._open[ticket].since < until, self._open)  # the oldest are first
         return [*found, *overdue]
 
-    def _collect(self, batch: Batch, timeout: float) -> None:
+    def _collect(self, batch: PendingBatch, timeout: float) -> None:
         try:
             # Run by C code as a whole, so no interrupt can come between the store's answer and the list.
             self._answers.extend(zip((batch,), map(self._store.wait, (batch.ticket,), (timeout,)), strict=True))
@@ -232,7 +232,7 @@ class CheckedStore:
             self._open.pop(batch.ticket, None)
             del self._answers[0]
 
-    def _checked(self, batch: Batch, ticket: int, answer: object) -> Answer:
+    def _checked(self, batch: PendingBatch, ticket: int, answer: object) -> Answer:
         """Take an answer whose arrays are those of the batch, and no other."""
         none = np.zeros((0, self._bytes_per_block), dtype=np.uint8)
         if isinstance(answer, Completion):
@@ -267,7 +267,7 @@ class CheckedStore:
             log.failed(self._store.stats().last_error or ", ".join(sorted(reasons)))
         log.flush(self._store)
 
-    def _refusal(self, batch: Batch, why: Exception) -> StoreError:
+    def _refusal(self, batch: PendingBatch, why: Exception) -> StoreError:
         """Log that a batch is lost, once."""
         error = StoreError(f"{batch.what} of {batch.count} blocks with the external tier is lost: {_describe(why)}")
         error.__cause__ = why

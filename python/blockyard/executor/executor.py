@@ -36,9 +36,9 @@ from blockyard.executor.legs import Legs
 from blockyard.executor.parts import Part, cut, written
 from blockyard.stores.base import ExternalStore
 
-__all__ = ["CHUNK_BYTES", "Executor", "StepDone", "StepExecutor"]
+__all__ = ["PART_BYTES", "Executor", "StepDone", "StepExecutor"]
 
-CHUNK_BYTES: Final = 64 << 20
+PART_BYTES: Final = 64 << 20
 """Longer transfers with the external tier are cut into pieces of this size."""
 
 
@@ -86,7 +86,7 @@ class Executor(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
+class _OpenDecision:
     """A decision under way.
 
     Attributes:
@@ -173,7 +173,7 @@ class StepExecutor(Executor):
         store: ExternalStore | None = None,
         *,
         max_staging: int = 1 << 30,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = PART_BYTES,
     ) -> None:
         if max_staging < 1 or chunk_bytes < 1:
             raise InvalidArgumentError(
@@ -184,9 +184,11 @@ class StepExecutor(Executor):
         self._checked = None if store is None else CheckedStore(store, engine.layout.bytes_per_block)
         self._legs = Legs(engine, self._checked, max_staging)
         self._chunk_blocks = max(1, min(chunk_bytes, max_staging) // engine.layout.bytes_per_block)
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, _OpenDecision] = {}
         self._done: dict[int, StepDone] = {}
-        self._submitting: _Step | None = None  # if it is set when a call begins, that submission was interrupted
+        self._submitting: _OpenDecision | None = (
+            None  # if it is set when a call begins, that submission was interrupted
+        )
         self._executing: StepDecision | None = None
 
     def __repr__(self) -> str:
@@ -215,7 +217,7 @@ class StepExecutor(Executor):
         Raises:
             MappingError, UnknownTicketError: as for `submit`.
         """
-        self._mend()
+        self._recover_from_interrupt()
         known = decision.ticket in self._steps or decision.ticket in self._done
         if not (known and self._executing is decision):
             self._executing = decision
@@ -239,23 +241,23 @@ class StepExecutor(Executor):
                 it will be reported as lost.
             UnknownTicketError: its ticket is under way already.
         """
-        self._mend()
+        self._recover_from_interrupt()
         ticket = decision.ticket
         if ticket in self._steps or ticket in self._done:
             raise UnknownTicketError(f"decision {ticket} is under way already")
         self._refuse(decision.transfers())
         self._order_layers()
-        behind, parts = self._cut(decision, self.engine.fence(), by_layer=by_layer)
+        earlier_reads, parts = self._cut(decision, self.engine.fence(), by_layer=by_layer)
         awaited = [part for part in parts if part.loads_device and not decision.prefetch]
         loads = [part for part in awaited if not part.reads_store]
-        step = _Step(decision, parts, read=bool(awaited))
+        step = _OpenDecision(decision, parts, read=bool(awaited))
         self._submitting = self._steps[ticket] = step
         refused = None
         try:
             for part in parts:
-                if not part.reads_store and not any(need.pending for need in part.needs):
+                if not part.reads_store and not any(other.pending for other in part.must_have_started):
                     self._begin(part)
-            for part in (*behind, *(() if by_layer else loads)):
+            for part in (*earlier_reads, *(() if by_layer else loads)):
                 if part.transfer is not None:
                     part.transfer.order_compute()
         except BlockyardError as error:
@@ -301,14 +303,14 @@ class StepExecutor(Executor):
 
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
         """Give the pairs of a decision that are known not to land, so far; until it is reported."""
-        self._mend()
+        self._recover_from_interrupt()
         step, done = self._steps.get(ticket), self._done.get(ticket)
         return step.lost() if step else done.lost if done else ()
 
     def poll(self) -> list[StepDone]:
         """Make progress without waiting, and give the decisions that ended since the last call."""
-        self._mend()
-        self._go_on()
+        self._recover_from_interrupt()
+        self._progress()
         ended = list(self._done.values())
         self._done = {}
         return ended
@@ -322,9 +324,9 @@ class StepExecutor(Executor):
         Raises:
             UnknownTicketError: no such decision is under way, or it has been reported.
         """
-        self._mend()
+        self._recover_from_interrupt()
         while ticket in self._steps:
-            self._go_on()
+            self._progress()
             if ticket in self._steps:
                 self._wait_for_leg(self._steps[ticket].parts)
         done = self._done.get(ticket)
@@ -336,7 +338,7 @@ class StepExecutor(Executor):
 
     # ---- going on ----
 
-    def _go_on(self) -> None:
+    def _progress(self) -> None:
         if self._checked is not None:
             self._checked.poll()
         self._take_in()
@@ -351,10 +353,10 @@ class StepExecutor(Executor):
                 self._legs.advance(part)
 
     def _begin_waiting(self) -> None:
-        """Begin parts whose needs are met and whose rows have room; store reads in the order of submission."""
+        """Begin parts that need not wait and whose rows have room; store reads in the order of submission."""
         room = True
         for part in tuple(self._parts()):
-            if not part.waiting or any(need.pending for need in part.needs):
+            if not part.waiting or any(other.pending for other in part.must_have_started):
                 continue
             if part.reads_store:
                 room = room and not self._legs.full(part, self.staged_bytes)
@@ -382,7 +384,7 @@ class StepExecutor(Executor):
                 self._done[ticket] = step.done()
                 del self._steps[ticket]
 
-    def _await_store_reads(self, step: _Step) -> None:
+    def _await_store_reads(self, step: _OpenDecision) -> None:
         """Wait for the storage that the step's compute depends on; let compute wait for what follows."""
         waited = [part for part in step.parts if part.reads_store or part.kind in {"copy", "exchange"}]
         parts = [part for part in waited if part.writes_device]
@@ -398,7 +400,7 @@ class StepExecutor(Executor):
         self._take_in()  # on a CPU these have ended, and what failed is known
 
     def _wait_for_leg(self, parts: Iterable[Part]) -> None:
-        """Wait for one leg that is under way, of these parts if there is one; `_go_on` takes note of it."""
+        """Wait for one leg that is under way, of these parts if there is one; `_progress` takes note of it."""
         for part in chain(parts, self._parts()):
             if part.ended or part.waiting:
                 continue
@@ -411,7 +413,7 @@ class StepExecutor(Executor):
         for step in self._steps.values():
             yield from step.parts
 
-    def _mend(self) -> None:
+    def _recover_from_interrupt(self) -> None:
         """After an interrupt, end as lost what was being handed to engine or store; of a submission, all of it."""
         part, step = self._legs.launching, self._submitting
         if part is None and step is None:
@@ -426,7 +428,7 @@ class StepExecutor(Executor):
             self._end_steps()
         self._legs.launching = self._submitting = None
 
-    def _fail(self, step: _Step, error: Exception) -> None:
+    def _fail(self, step: _OpenDecision, error: Exception) -> None:
         """Have all of a step count as lost; it ends when what has begun of it has ended."""
         step.failed = error
         for part in step.parts:

@@ -114,7 +114,7 @@ class Legs:
         gone, number = tuple(pairs for pairs in lost if len(pairs)), next(self._numbers)
         if part.lost is None:
             # No call comes between these, so no interrupt does.
-            part.needs = part.behind = ()
+            part.must_have_started = part.ordered_after = ()
             part.error, part.number, part.lost = error, number, gone
 
     def _submit(self, part: Part) -> Transfer:
@@ -171,8 +171,10 @@ class Legs:
     @staticmethod
     def _take_after(part: Part) -> list[Transfer]:
         """Give the transfers that a part comes after; a chain of parts is not kept for ever."""
-        after = [other.transfer for other in (*part.needs, *part.behind) if other.transfer is not None]
-        part.needs = part.behind = ()
+        after = [
+            other.transfer for other in (*part.must_have_started, *part.ordered_after) if other.transfer is not None
+        ]
+        part.must_have_started = part.ordered_after = ()
         return after
 
     def _store(self) -> CheckedStore:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from blockyard._core import Pairs, StepDecision
 from blockyard.engine.streams import Event
 from blockyard.engine.transfers import Transfer
-from blockyard.executor.checked_store import Batch
+from blockyard.executor.checked_store import PendingBatch
 
 __all__ = ["Part", "cut", "written"]
 
@@ -29,9 +29,9 @@ class Part:
         kind: of the transfer.
         pairs: its block ids.
         after_compute: the place in compute before which it does not begin.
-        needs: parts of its step that must have an engine transfer, or have ended, before this one begins; it comes
-            after them.
-        behind: parts, of other steps too, that it comes after as far as they are under way when it begins.
+        must_have_started: parts of its step that must have an engine transfer, or have ended, before this one begins.
+            It runs after them.
+        ordered_after: parts, of other steps too, that it runs after if they are under way when it begins.
         by_layer: a load that arrives layer by layer.
         prefetch: a load that nobody waits for.
         transfer: its leg with the engine, once under way.
@@ -46,12 +46,12 @@ class Part:
     kind: str
     pairs: Pairs
     after_compute: Event
-    needs: tuple[Part, ...] = ()
-    behind: tuple[Part, ...] = ()
+    must_have_started: tuple[Part, ...] = ()
+    ordered_after: tuple[Part, ...] = ()
     by_layer: bool = False
     prefetch: bool = False
     transfer: Transfer | None = None
-    batch: Batch | None = None
+    batch: PendingBatch | None = None
     rows: NDArray[np.uint8] | None = None
     missed: Pairs | None = None
     lost: tuple[Pairs, ...] | None = None
@@ -136,7 +136,7 @@ def cut(
         for piece in _pieces(pairs, chunk_blocks if pairs.dst == "external" else None)
     ]
     own = reads if decision.ticket in decision.after else ()
-    behind = tuple(part for part in (*named, *own) if part.reads_device)
+    earlier_reads = tuple(part for part in (*named, *own) if part.reads_device)
     loads: list[Part] = []
     store_reads: list[Part] = []  # and what waits for them
     within: list[Part] = []
@@ -144,21 +144,36 @@ def cut(
     for kind, pairs in transfers:
         if pairs.src == "external":
             awaited.update((pairs.dst, block) for block in pairs.ids[:, 1].tolist())
-            store_reads += [Part(kind, piece, after_compute, behind=behind) for piece in _pieces(pairs, chunk_blocks)]
+            store_reads += [
+                Part(kind, piece, after_compute, ordered_after=earlier_reads) for piece in _pieces(pairs, chunk_blocks)
+            ]
         elif kind == "swap_in":
-            loads.append(Part(kind, pairs, after_compute, behind=behind, by_layer=by_layer, prefetch=decision.prefetch))
+            loads.append(
+                Part(
+                    kind,
+                    pairs,
+                    after_compute,
+                    ordered_after=earlier_reads,
+                    by_layer=by_layer,
+                    prefetch=decision.prefetch,
+                )
+            )
         elif kind in _WITHIN:
             part = Part(
-                kind, pairs, after_compute, needs=(*loads, *(reads if pairs.src == "host" else ())), behind=behind
+                kind,
+                pairs,
+                after_compute,
+                must_have_started=(*loads, *(reads if pairs.src == "host" else ())),
+                ordered_after=earlier_reads,
             )
             touched = {(pairs.src, block) for block in pairs.ids.reshape(-1).tolist()} if awaited else set()
             if not awaited.isdisjoint(touched):
                 awaited |= touched
-                part.needs += tuple(store_reads)
+                part.must_have_started += tuple(store_reads)
                 store_reads.append(part)
             else:
                 within.append(part)
-    return behind, [*reads, *loads, *within, *store_reads]
+    return earlier_reads, [*reads, *loads, *within, *store_reads]
 
 
 def _pieces(pairs: Pairs, size: int | None) -> Iterator[Pairs]:

@@ -36,7 +36,7 @@ from blockyard.workers import keep
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BlockManager", "Fit", "Goal", "NanoSequence", "ScheduledSequence"]
+__all__ = ["BlockManager", "CachedBlocks", "Goal", "NanoSequence", "ScheduledSequence"]
 
 
 KIND: Final = "kv layers blocks tokens heads dim"
@@ -69,7 +69,7 @@ class ScheduledSequence(NanoSequence, Protocol):
     num_scheduled_tokens: int
 
 
-class Fit(int):
+class CachedBlocks(int):
     """How many of a sequence's blocks are cached, or -1 if it does not fit; true whenever it fits.
 
     Older engines ask whether it is true, newer ones compare it with -1 and count with it.
@@ -128,7 +128,7 @@ class BlockManager:
         self._running: dict[int, _Running] = {}
         self._lost: set[int] = set()  # sequences that can only be deallocated
         # What a call has taken from the manager; if it is torn, it raised before it gave all of that back.
-        self._torn = False
+        self._in_critical_section = False
         self._decisions: list[_core.StepDecision] = []
         self._opened: list[_core.Sequence] = []
         self._pins: list[tuple[int, int]] = []
@@ -190,14 +190,14 @@ class BlockManager:
 
     # ---- prompts ----
 
-    def can_allocate(self, seq: NanoSequence) -> Fit:
+    def can_allocate(self, seq: NanoSequence) -> CachedBlocks:
         """Say whether there are blocks for all tokens of a sequence, and how many of its blocks are cached.
 
         With host blocks, what the sequence is about to evict is copied to the host here.
         """
         self._begin()
-        fit = Fit(self._fit(_tokens(seq)))
-        self._torn = False
+        fit = CachedBlocks(self._fit(_tokens(seq)))
+        self._in_critical_section = False
         return fit
 
     def allocate(self, seq: NanoSequence, num_cached_blocks: int | None = None) -> None:
@@ -232,9 +232,9 @@ class BlockManager:
         except BaseException:
             self._running.pop(id(seq), None)
             seq.block_table.clear()
-            self._mend()
+            self._recover_from_interrupt()
             raise
-        self._torn = False
+        self._in_critical_section = False
 
     def deallocate(self, seq: NanoSequence) -> None:
         """Take a sequence's blocks back: empties its `block_table`, and sets `num_cached_tokens` to 0.
@@ -256,7 +256,7 @@ class BlockManager:
         seq.num_cached_tokens = 0
         if entry is not None and self.moves:
             self._defragment("dense", 0, self.moves)
-        self._torn = False
+        self._in_critical_section = False
 
     # ---- tokens ----
 
@@ -269,8 +269,8 @@ class BlockManager:
             UnknownSequenceError: it has no blocks from here.
             InvalidArgumentError: it has fewer tokens than it had.
         """
-        if self._torn:
-            self._mend()
+        if self._in_critical_section:
+            self._recover_from_interrupt()
         entry, tokens = self._entry(seq), len(seq)
         if entry.handle in self._lost:
             return False
@@ -287,22 +287,22 @@ class BlockManager:
             SequenceStateError: it has lost blocks: deallocate it, and compute it again.
             InvalidArgumentError: it has fewer tokens than it had.
         """
-        if self._torn:
-            self._mend()
+        if self._in_critical_section:
+            self._recover_from_interrupt()
         entry, tokens = self._whole(seq), len(seq)
         certain = self._certain(entry, tokens)
         if not entry.tokens <= tokens <= entry.slots:
-            self._torn = True
+            self._in_critical_section = True
             wanted = self._wanted(entry, tokens)
             if wanted <= self.manager.pool().num_free:
                 self._offload(wanted)
             self._tell(entry, tokens)
             self._show(entry)
-            self._torn = False
+            self._in_critical_section = False
         entry.tokens = tokens
         if certain > entry.computed:
             self._publish(entry, certain)
-            self._torn = False
+            self._in_critical_section = False
 
     def hash_blocks(self, seq: ScheduledSequence) -> None:
         """Let others find the blocks that this step has filled.
@@ -314,8 +314,8 @@ class BlockManager:
             SequenceStateError: it has lost blocks: deallocate it, and compute it again.
             InvalidArgumentError: more tokens would be computed than the sequence has.
         """
-        if self._torn:
-            self._mend()
+        if self._in_critical_section:
+            self._recover_from_interrupt()
         entry = self._whole(seq)
         computed = seq.num_cached_tokens
         if computed == entry.computed:
@@ -324,7 +324,7 @@ class BlockManager:
             raise InvalidArgumentError(f"{computed} tokens are computed, the sequence has blocks for {entry.tokens}")
         if computed > entry.computed:
             self._publish(entry, computed)
-            self._torn = False
+            self._in_critical_section = False
 
     def defragment(self, goal: Goal = "dense", number: int = 0, *, max_moves: int = 512) -> int:
         """Move blocks of the KV tensor towards a goal, and rewrite the block tables of the sequences that have them.
@@ -348,18 +348,18 @@ class BlockManager:
             raise SequenceStateError("blocks are to be moved, and no KV tensor is attached")
         self._begin()
         moved = self._defragment(goal, number, max_moves)
-        self._torn = False
+        self._in_critical_section = False
         return moved
 
     # ---- after an exception ----
 
     def _begin(self) -> None:
         """Begin a call that takes from the manager, after the last one has ended or is mended."""
-        if self._torn:
-            self._mend()
-        self._torn = True
+        if self._in_critical_section:
+            self._recover_from_interrupt()
+        self._in_critical_section = True
 
-    def _mend(self) -> None:
+    def _recover_from_interrupt(self) -> None:
         """Give back what a call that raised had taken, and have every sequence as the manager has it."""
         self._end_decisions(self.manager.fail)  # what landed is not known
         self._land(())  # what was decided before blocks change hands
@@ -375,7 +375,7 @@ class BlockManager:
         self._opened.clear()
         for entry in list(self._running.values()):
             self._restore(entry)
-        self._torn = False
+        self._in_critical_section = False
 
     def _restore(self, entry: _Running) -> None:
         """Have a sequence as the manager has it."""
@@ -518,7 +518,7 @@ class BlockManager:
         """Note that the first tokens of a sequence are computed."""
         entry.computed = max(entry.computed, computed)
         if entry.computed >= entry.full:
-            self._torn = True
+            self._in_critical_section = True
             self._tell(entry, entry.computed)
             self._land(())
             self.manager.mark_computed([entry.handle], [entry.computed])

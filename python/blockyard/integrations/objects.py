@@ -30,7 +30,7 @@ from blockyard.stores import Completion, ExternalStore, StoreStats, open_store
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
 
-__all__ = ["MissedKeys", "ObjectStore", "collect", "require_one", "store_url"]
+__all__ = ["MissedKeys", "PrefixObjects", "collect", "require_one", "store_url"]
 
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = b"blockyard objects 2"
@@ -109,7 +109,7 @@ def store_url(root_dir: str | None, url: str | None, size: int | str, part: str)
     return f"file://{quote(str(folder))}?size={size}"
 
 
-class ObjectStore:
+class PrefixObjects:
     """Objects under keys, in a prefix store. No method but the constructor raises: what fails is a miss.
 
     Args:

@@ -2,7 +2,7 @@
 
 A *row* holds one block of all layers, side by side: tensor after tensor, in each the dimensions of the layout in their
 order, less that of the blocks. With `"kv_first"` and `"blocks_first"` that is for each layer K, then V, each
-token-major `[block_size, heads, dim]`. Host cache, staging buffers and external tiers hold rows; the device holds the
+token-major `[block_size, heads, dim]`. Host cache, staging buffers and stores hold rows; the device holds the
 engine's own tensors.
 """
 

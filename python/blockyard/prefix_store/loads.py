@@ -21,7 +21,7 @@ from blockyard._core import BlockManager, HashedPrompt, StoreJob
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
-from blockyard.executor.checked_store import Answer, Batch, CheckedStore
+from blockyard.executor.checked_store import Answer, CheckedStore, PendingBatch
 from blockyard.prefix_store.stats import LOAD_SECONDS, PrefixStoreStats
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
@@ -44,7 +44,7 @@ class Read:
     """
 
     keys: NDArray[np.uint8]
-    batch: Batch
+    batch: PendingBatch
     rows: NDArray[np.uint8] | None
 
 

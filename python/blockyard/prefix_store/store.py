@@ -97,7 +97,9 @@ class PrefixStore:
         self._writes = Writes(manager, engine, checked, self._stats, max_bytes, self._loads.note_written)
         if writes == "never":
             self._writes.close()
-        self._torn = False  # a call is amid changes; if it is set when one begins, the last was interrupted
+        self._in_critical_section = (
+            False  # a call is amid changes; if it is set when one begins, the last was interrupted
+        )
 
     def __repr__(self) -> str:
         return f"PrefixStore({self.store!r}, {self.num_open} prefetches, {len(self._writes)} writes under way)"
@@ -130,22 +132,22 @@ class PrefixStore:
         """
         prefix = self._manager.prefix
         hashed = prompt if isinstance(prompt, HashedPrompt) else prefix.hash(prompt, salt=salt, lora_id=lora_id)
-        self._mend()
-        self._torn = True
+        self._recover_from_interrupt()
+        self._in_critical_section = True
         load = self._loads.begin(hashed, self._timeout_base)
-        self._torn = False
+        self._in_critical_section = False
         return Prefetch(load, self.poll)
 
     def poll(self) -> None:
         """Make progress in both directions without waiting."""
-        self._mend()
-        self._torn = True
+        self._recover_from_interrupt()
+        self._in_critical_section = True
         if self._loads.open or self._writes:
             self._engine.poll()
         self._checked.poll()
         self._loads.advance()
         self._writes.advance()
-        self._torn = False
+        self._in_critical_section = False
 
     def wait(self, timeout: float | None = None, *, until: Callable[[], bool] | None = None) -> bool:
         """Wait until all blocks that are to be written are in the store, or have been refused.
@@ -186,7 +188,7 @@ class PrefixStore:
         Raises:
             StoreError: the store could not forget its keys.
         """
-        self._mend()
+        self._recover_from_interrupt()
         if self._loads.open or self._writes or not self._manager.prefix.reset():
             return False
         self.store.forget(revision)
@@ -236,11 +238,11 @@ class PrefixStore:
         self._writes.close()
         return self.store.close(max(0.0, until - time.monotonic()))
 
-    def _mend(self) -> None:
+    def _recover_from_interrupt(self) -> None:
         """After an interrupt, give up what is under way: how far it came is not known."""
-        if self._torn:
+        if self._in_critical_section:
             self._give_up_all("interrupted")
-            self._torn = False
+            self._in_critical_section = False
 
     def _give_up_all(self, why: str) -> None:
         """Let prompts go on without the store, and forget writes that the store has not got; can be called again."""

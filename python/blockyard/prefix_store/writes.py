@@ -14,7 +14,7 @@ from blockyard._core import BlockManager, StoreJob
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
-from blockyard.executor.checked_store import Batch, CheckedStore
+from blockyard.executor.checked_store import CheckedStore, PendingBatch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.base import Owners
 from blockyard.workers import keep
@@ -31,7 +31,7 @@ class Write:
     job: StoreJob
     rows: NDArray[np.uint8] | None
     transfer: Transfer
-    batch: Batch | None = None
+    batch: PendingBatch | None = None
 
 
 class Writes:

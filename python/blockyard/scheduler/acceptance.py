@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from blockyard.scheduler.opened import Opened
 from blockyard.scheduler.request import NO_TOKEN
-from blockyard.scheduler.rows import BASE, LENGTH, LIMIT, SEAT, Rows
+from blockyard.scheduler.rows import BASE, LENGTH, LIMIT, SEAT, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, ragged
 from blockyard.scheduler.stop_tokens import StopTokens
 
@@ -35,7 +35,7 @@ class Acceptance:
     """
 
     def __init__(
-        self, opened: Opened, rows: Rows, builder: StepBuilder, stop_tokens: StopTokens, stats: SchedulerStats
+        self, opened: Opened, rows: SequenceRows, builder: StepBuilder, stop_tokens: StopTokens, stats: SchedulerStats
     ) -> None:
         self._opened = opened
         self._manager = opened.manager

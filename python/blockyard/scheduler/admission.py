@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from blockyard._core import HashedPrompt
 from blockyard.scheduler.opened import Opened, handles_of
 from blockyard.scheduler.ranked_queue import RankedQueue
-from blockyard.scheduler.request import Fetch, Parked, RequestState
-from blockyard.scheduler.rows import LENGTH, Rows
+from blockyard.scheduler.request import Fetch, IdleSequences, RequestState
+from blockyard.scheduler.rows import LENGTH, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, StepBuilder
 
 __all__ = ["Admission"]
@@ -37,7 +37,7 @@ class Admission:
     def __init__(
         self,
         opened: Opened,
-        rows: Rows,
+        rows: SequenceRows,
         builder: StepBuilder,
         waiting: RankedQueue,
         stats: SchedulerStats,
@@ -52,15 +52,15 @@ class Admission:
         self._prefix_caching = opened.manager.prefix.enabled
         (self._group,) = opened.manager.pool().groups
         self._prefetch = prefetch
-        self._loading: list[Parked] = []  # whose prompts are being loaded, as `load_ahead` found
-        self._aside: list[Parked] = []  # those of them taken out of the queue, until the end of `admit`
+        self._loading: list[IdleSequences] = []  # whose prompts are being loaded, as `load_ahead` found
+        self._aside: list[IdleSequences] = []  # those of them taken out of the queue, until the end of `admit`
 
     @property
     def num_loading(self) -> int:
         """Waiting sequences near the head whose prompts are being loaded from a prefix store."""
         if self._prefetch is None:
             return 0
-        return sum(not (parked.fetch is None or parked.fetch.done) for parked in self._waiting.first(LOADED_AHEAD))
+        return sum(not (idle.fetch is None or idle.fetch.done) for idle in self._waiting.first(LOADED_AHEAD))
 
     def load_ahead(self) -> None:
         """Start to load the prompts near the head of the queue, and see which are loaded.
@@ -69,10 +69,10 @@ class Admission:
         """
         if self._prefetch is None:
             return
-        for parked in self._waiting.first(LOADED_AHEAD):
-            if parked.fetch is None:
-                parked.fetch = self._prefetch(self._hashed(parked))
-                self._loading.append(parked)
+        for idle in self._waiting.first(LOADED_AHEAD):
+            if idle.fetch is None:
+                idle.fetch = self._prefetch(self._hashed(idle))
+                self._loading.append(idle)
         self._loading = [p for p in self._loading if p.place == "waiting" and not (p.fetch is None or p.fetch.done)]
 
     def admit(self) -> None:
@@ -85,11 +85,11 @@ class Admission:
             if not batch:
                 break
             self._start(batch, siblings)
-        for parked in self._aside:
-            self._waiting.push(parked)
+        for idle in self._aside:
+            self._waiting.push(idle)
         self._aside.clear()
 
-    def _pick(self) -> tuple[list[Parked], tuple[int, int] | None]:
+    def _pick(self) -> tuple[list[IdleSequences], tuple[int, int] | None]:
         """Take the first waiting sequences that fit and can be admitted by one call to the manager.
 
         Returns:
@@ -97,7 +97,7 @@ class Admission:
             and the tokens to share.
         """
         manager, left, size = self._manager, self._builder.left, self._manager.block_size
-        batch: list[Parked] = []
+        batch: list[IdleSequences] = []
         tokens, blocks = 0, self._blocks_owed()
         room = manager.can_allocate(size).free
         while (head := self._head()) is not None:
@@ -129,7 +129,7 @@ class Admission:
                 return batch, share
         return batch, None
 
-    def _head(self) -> Parked | None:
+    def _head(self) -> IdleSequences | None:
         """Give the first whose prompt is not being loaded; those before it are set aside."""
         while (head := self._waiting.head()) is not None and head in self._loading:
             self._aside.append(self._waiting.pop())
@@ -143,14 +143,14 @@ class Admission:
         lengths = rows.fields[LENGTH, rows.decodes : rows.count].tolist()
         return sum(-(-length // size) + -end // size for length, end in zip(lengths, builder.ends, strict=True))
 
-    def _blocks_with_hits(self, parked: Parked) -> int:
-        return self._manager.can_allocate(self._hashed(parked)).blocks
+    def _blocks_with_hits(self, idle: IdleSequences) -> int:
+        return self._manager.can_allocate(self._hashed(idle)).blocks
 
-    def _hashed(self, parked: Parked) -> HashedPrompt:
-        if parked.hashed is None:  # it may be asked for in every step until it fits
-            request, prefix = parked.state.request, self._manager.prefix
-            parked.hashed = prefix.hash(parked.tokens[0], salt=request.salt, lora_id=request.lora_id)
-        return parked.hashed
+    def _hashed(self, idle: IdleSequences) -> HashedPrompt:
+        if idle.hashed is None:  # it may be asked for in every step until it fits
+            request, prefix = idle.state.request, self._manager.prefix
+            idle.hashed = prefix.hash(idle.tokens[0], salt=request.salt, lora_id=request.lora_id)
+        return idle.hashed
 
     def _shared_with(self, state: RequestState, tokens: NDArray[np.uint32]) -> tuple[int, int] | None:
         """Find the running sequence of a request whose first whole blocks another one can share: handle and tokens."""
@@ -175,11 +175,11 @@ class Admission:
         first = max(0, tokens + 1 - self._group.window) // size
         return bool(self._manager.block_table(handle)[first : tokens // size].all())
 
-    def _start(self, batch: list[Parked], share: tuple[int, int] | None) -> None:
+    def _start(self, batch: list[IdleSequences], share: tuple[int, int] | None) -> None:
         """Admit sequences; all but the last get all of their tokens into this step."""
         manager, builder, rows = self._manager, self._builder, self._rows
         left = builder.left
-        prompts = [parked.tokens[0] for parked in batch]
+        prompts = [idle.tokens[0] for idle in batch]
         begun = [0] * len(batch)
         if share is not None:
             parent, begun[0] = share
@@ -191,7 +191,7 @@ class Admission:
         else:
             counts = [min(len(tokens), left) for tokens in prompts]
             handles = self._opened.open(partial(manager.allocate, counts=counts))
-        states = [parked.state for parked in batch]
+        states = [idle.state for idle in batch]
         rows.make_room(max([state.limit for state in states]), max([state.request.max_tokens for state in states]))
         each = zip(batch, prompts, handles.tolist(), begun, strict=True)
         first = rows.count
@@ -202,13 +202,13 @@ class Admission:
         slots = builder.slots[at : builder.tokens]
         manager.slot_mapping(handles, builder.starts[chunks:], builder.ends[chunks:], out=slots)
 
-    def _allocate(self, batch: list[Parked]) -> tuple[NDArray[np.uint64], list[int]]:
+    def _allocate(self, batch: list[IdleSequences]) -> tuple[NDArray[np.uint64], list[int]]:
         """Open sequences with what of their prompts is cached; give their handles, and how many tokens that is."""
         # What is hashed has its salt and adapter.
-        requests = [parked.state.request if parked.hashed is None else None for parked in batch]
+        requests = [idle.state.request if idle.hashed is None else None for idle in batch]
         call = partial(
             self._manager.allocate,
-            *[parked.tokens[0] if parked.hashed is None else parked.hashed for parked in batch],
+            *[idle.tokens[0] if idle.hashed is None else idle.hashed for idle in batch],
             salt=[request.salt if request else None for request in requests],
             lora_id=[request.lora_id if request else 0 for request in requests],
             chunk_tokens=self._builder.left,

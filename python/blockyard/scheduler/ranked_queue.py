@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from blockyard.scheduler.request import Parked, Place, Rank
+from blockyard.scheduler.request import IdleSequences, Place, Rank
 
 __all__ = ["RankedQueue"]
 
@@ -12,41 +12,41 @@ FEWEST_SWEPT = 64
 
 
 class RankedQueue:
-    """Parked sequences, the lowest rank first; what is taken out of the middle stays in the heap until it is met.
+    """Idle sequences, the lowest rank first; what is taken out of the middle stays in the heap until it is met.
 
     Args:
-        place: the `Parked.place` of what is in this queue.
+        place: the `IdleSequences.place` of what is in this queue.
     """
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._heap: list[tuple[Rank, int, int, Parked]] = []
+        self._heap: list[tuple[Rank, int, int, IdleSequences]] = []
         self._entries = 0
         self._live = 0
 
     def __len__(self) -> int:
         return self._live
 
-    def push(self, parked: Parked) -> None:
+    def push(self, idle: IdleSequences) -> None:
         """Put sequences in by their rank, those of one request by their index."""
-        parked.place = self._place
-        parked.state.parked.append(parked)
+        idle.place = self._place
+        idle.state.idle.append(idle)
         self._entries += 1
         self._live += 1
-        heapq.heappush(self._heap, (parked.rank, parked.indices[0], self._entries, parked))
+        heapq.heappush(self._heap, (idle.rank, idle.indices[0], self._entries, idle))
 
-    def head(self) -> Parked | None:
+    def head(self) -> IdleSequences | None:
         """Give the first; it stays."""
         while self._heap:
-            parked = self._heap[0][3]
-            if parked.place == self._place:
-                return parked
+            idle = self._heap[0][3]
+            if idle.place == self._place:
+                return idle
             heapq.heappop(self._heap)
         return None
 
-    def first(self, count: int) -> list[Parked]:
+    def first(self, count: int) -> list[IdleSequences]:
         """Give the first few, in order; they stay. The cost does not grow with what waits behind them."""
-        heap, found = self._heap, list[Parked]()
+        heap, found = self._heap, list[IdleSequences]()
         near = [(heap[0], 0)] if heap else []
         while near and len(found) < count:
             entry, at = heapq.heappop(near)
@@ -56,20 +56,20 @@ class RankedQueue:
                 heapq.heappush(near, (heap[child], child))
         return found
 
-    def pop(self) -> Parked:
+    def pop(self) -> IdleSequences:
         """Take out what `head` has given."""
-        parked = heapq.heappop(self._heap)[3]
-        self._take(parked)
-        return parked
+        idle = heapq.heappop(self._heap)[3]
+        self._take(idle)
+        return idle
 
-    def discard(self, parked: Parked) -> None:
+    def discard(self, idle: IdleSequences) -> None:
         """Take sequences out of the middle, in constant time but for a sweep once half of the heap is dead."""
-        self._take(parked)
+        self._take(idle)
         if len(self._heap) > FEWEST_SWEPT and self._live * 2 < len(self._heap):
             self._heap = [entry for entry in self._heap if entry[3].place == self._place]
             heapq.heapify(self._heap)
 
-    def _take(self, parked: Parked) -> None:
-        parked.place = "running"
-        parked.state.parked.remove(parked)
+    def _take(self, idle: IdleSequences) -> None:
+        idle.place = "running"
+        idle.state.idle.remove(idle)
         self._live -= 1

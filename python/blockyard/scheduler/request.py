@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from blockyard._core import HashedPrompt
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 
-__all__ = ["Fetch", "Finished", "Parked", "Place", "Rank", "Request", "RequestState"]
+__all__ = ["Fetch", "Finished", "IdleSequences", "Place", "Rank", "Request", "RequestState"]
 
 Rank: TypeAlias = tuple[int, float, int]
 """Priority, arrival and number of a request; the lowest goes first."""
@@ -99,17 +99,17 @@ class RequestState:
             loses no token.
         outputs: of each sequence what it has generated, once it has ended.
         seats: seats of its sequences that run.
-        parked: its sequences that do not.
+        idle: its sequences that do not.
         error: why it was refused, once it was.
     """
 
     __slots__ = (
         "alive",
         "error",
+        "idle",
         "limit",
         "lost",
         "outputs",
-        "parked",
         "places",
         "prompt",
         "rank",
@@ -129,7 +129,7 @@ class RequestState:
         self.places: list[int | NDArray[np.uint32]] = [self.prompt] * request.n
         self.outputs: list[NDArray[np.uint32] | None] = [None] * request.n
         self.seats: set[int] = set()
-        self.parked: list[Parked] = []
+        self.idle: list[IdleSequences] = []
         self.error: OutOfBlocksError | None = None
 
     @property
@@ -144,23 +144,23 @@ class RequestState:
             return output
         return NO_TOKENS if isinstance(place, int) else place[len(self.prompt) :]
 
-    def start_over(self) -> list[Parked]:
+    def start_over(self) -> list[IdleSequences]:
         """Give what waits if all sequences start again from their tokens; none has a seat.
 
         Those that have all of their tokens end.
         """
         self.lost = False
-        self.seats, self.parked = set(), []
+        self.seats, self.idle = set(), []
         waiting = []
         for sequence, tokens in enumerate(self.places):
             generated = self.generated(sequence)
             if len(generated) == self.request.max_tokens or not self.stops.isdisjoint(generated[-1:].tolist()):
                 self.outputs[sequence] = generated
             elif self.outputs[sequence] is None and not isinstance(tokens, int):
-                waiting.append(Parked(self, [sequence], [tokens]))
+                waiting.append(IdleSequences(self, [sequence], [tokens]))
         self.alive = self.error is None and bool(waiting)
         if self.alive and not any(len(self.generated(sequence)) for sequence in range(self.request.n)):
-            waiting = [Parked(self, [0], [self.prompt], forks=self.request.n - 1)]
+            waiting = [IdleSequences(self, [0], [self.prompt], forks=self.request.n - 1)]
         return waiting if self.alive else []
 
     def blocks_to_end(self, block_size: int) -> int:
@@ -186,7 +186,7 @@ class Fetch(Protocol):
         """Whether the prompt can be admitted. True some time, whatever becomes of the load; never waits."""
 
 
-class Parked:
+class IdleSequences:
     """Sequences of one request that do not run: one that waits without blocks, or those that were swapped out together.
 
     Attributes:
@@ -226,7 +226,7 @@ class Parked:
 
 
 def _rank(request: Request, number: int) -> Rank:
-    """Give a request's place in every queue; it must fit into a field of `Rows`."""
+    """Give a request's place in every queue; it must fit into a field of `SequenceRows`."""
     try:
         priority, arrival = index(request.priority), float(request.arrival)
     except (TypeError, ValueError, OverflowError):

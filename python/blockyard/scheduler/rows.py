@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from blockyard.errors import InvariantError
 from blockyard.scheduler.request import NO_TOKEN, Owner, RequestState
 
-__all__ = ["BASE", "DONE", "HANDLE", "LENGTH", "LIMIT", "SEAT", "Rows", "Seated"]
+__all__ = ["BASE", "DONE", "HANDLE", "LENGTH", "LIMIT", "SEAT", "Seated", "SequenceRows"]
 
 HANDLE, LENGTH, LIMIT, SEAT, BASE, DONE, PRIORITY, ARRIVAL, NUMBER = range(9)
-"""Rows of `Rows.fields`. `LENGTH`: tokens of the sequence, the one to be computed next included; `LIMIT`: at its end;
+"""Rows of `SequenceRows.fields`. `LENGTH`: tokens of the sequence with the next one; `LIMIT`: its tokens when it ends;
 `BASE`: where its first token would stand in the flat token array; `DONE`: tokens of a prompt that have blocks."""
 
 COLUMN: Final = Struct("=QqqqqqqdQ")
@@ -45,7 +45,7 @@ Seated: TypeAlias = tuple[RequestState, int, NDArray[np.uint32], int, int, int]
 its tokens have blocks, and the sequences that will fork off it."""
 
 
-class Rows:
+class SequenceRows:
     """Rows and seats.
 
     Args:
@@ -61,7 +61,7 @@ class Rows:
         flat: the same, `[capacity * max_generated]`.
         owners: by seat.
         forks: by seat, sequences that will fork off its prompt.
-        seats_left: seats that are not in use, nor kept for sequences that will fork off a prompt or are on their way back.
+        seats_left: seats that are not in use, nor kept for forks of a prompt or for sequences on their way back.
         count: rows in use.
         decodes: those of them that are past their prompts.
     """

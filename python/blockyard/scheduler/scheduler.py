@@ -32,8 +32,8 @@ from blockyard.scheduler.loop import Cache, CacheLoop
 from blockyard.scheduler.opened import Opened
 from blockyard.scheduler.options import DefragPolicy, PreemptionMode, capacity, check_options, lack_of_room
 from blockyard.scheduler.ranked_queue import RankedQueue
-from blockyard.scheduler.request import Fetch, Finished, Parked, Request, RequestState
-from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Rows
+from blockyard.scheduler.request import Fetch, Finished, IdleSequences, Request, RequestState
+from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, count_step, sampled_tokens
 from blockyard.scheduler.stop_tokens import StopTokens
 from blockyard.scheduler.swapping import Swapping
@@ -139,7 +139,7 @@ class Scheduler:
 
     def _make_empty(self) -> None:
         """Make queues, rows and counts of no requests."""
-        self._rows = Rows(self._max_num_seqs, self.manager.block_size)
+        self._rows = SequenceRows(self._max_num_seqs, self.manager.block_size)
         self._builder = StepBuilder(self._max_num_batched_tokens, self._max_num_seqs, self._num_lookahead_tokens)
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue("waiting")
@@ -205,7 +205,7 @@ class Scheduler:
             self._capacity = max(self._capacity, capacity(self._device))
             self._number += 1
             self._requests[request.request_id] = state
-            self._waiting.push(Parked(state, [0], [state.prompt], forks=request.n - 1))
+            self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))
         except BaseException:
             self._interrupted = True
             self._requests.pop(request.request_id, None)
@@ -473,7 +473,7 @@ class Scheduler:
         for row in gone.tolist():
             state, index = rows.owner(row)
             if state.alive:
-                self._waiting.push(Parked(state, [index], [rows.text(row)], forks=rows.fork_count(row)))
+                self._waiting.push(IdleSequences(state, [index], [rows.text(row)], forks=rows.fork_count(row)))
         self._remove(gone)
 
     def _remove(self, gone: NDArray[np.int64]) -> None:
@@ -513,7 +513,7 @@ class Scheduler:
             self._leaving[-1].lost = True
         self._drop_leaving()
         self._refuse_what_no_longer_fits()
-        self._swapping.board()
+        self._swapping.seat_landed()
         self._interrupted = False
 
     def _start_over(self) -> None:
@@ -524,8 +524,8 @@ class Scheduler:
         self._make_empty()
         for state in self._requests.values():
             self._stop_tokens.add(state.stops)
-            for parked in state.start_over():
-                self._waiting.push(parked)
+            for idle in state.start_over():
+                self._waiting.push(idle)
             if not state.alive:
                 self._refused.append(state)
         self._capacity = sys.maxsize  # which fit the device is asked again
@@ -547,8 +547,8 @@ class Scheduler:
         lost = [state for state in dict.fromkeys(running + self._swapping.holders(handles)) if state.alive]
         for state in lost:
             self._stats.lost += 1
-            for parked in [parked for parked in state.parked if parked.place != "waiting"]:
-                self._swapping.recompute(parked)
+            for idle in [idle for idle in state.idle if idle.place != "waiting"]:
+                self._swapping.recompute(idle)
             if state.seats:
                 state.lost = True
                 self._leaving.append(state)
@@ -561,11 +561,11 @@ class Scheduler:
 
     def _release(self, state: RequestState) -> None:
         """Take a request out of every queue, with its blocks; rows in flight go with `update`."""
-        for parked in tuple(state.parked):
-            if parked.place == "waiting":
-                self._waiting.discard(parked)
+        for idle in tuple(state.idle):
+            if idle.place == "waiting":
+                self._waiting.discard(idle)
             else:
-                self._swapping.drop(parked)
+                self._swapping.drop(idle)
         state.alive = False
         if state.seats:
             self._leaving.append(state)

@@ -16,7 +16,7 @@ from blockyard._core import BlockManager, StepDecision
 from blockyard.errors import InvalidArgumentError, StepOrderError
 from blockyard.scheduler.loop import CacheLoop
 from blockyard.scheduler.request import NO_TOKEN, Owner
-from blockyard.scheduler.rows import DONE, LENGTH, SEAT, Rows
+from blockyard.scheduler.rows import DONE, LENGTH, SEAT, SequenceRows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -340,7 +340,7 @@ class StepBuilder:
         lengths[decodes:] = self.counts
         return lengths
 
-    def take(self, decision: StepDecision, rows: Rows) -> Step:
+    def take(self, decision: StepDecision, rows: SequenceRows) -> Step:
         """Return the step that was put together."""
         decodes = samples = rows.decodes
         count, used = decodes + len(self.counts), self.tokens

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from blockyard._core import AllocStatus
 from blockyard.scheduler.opened import Opened
 from blockyard.scheduler.ranked_queue import RankedQueue
-from blockyard.scheduler.request import Parked, RequestState
-from blockyard.scheduler.rows import Rows, Seated
+from blockyard.scheduler.request import IdleSequences, RequestState
+from blockyard.scheduler.rows import Seated, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, StepBuilder
 
 __all__ = ["Swapping"]
@@ -33,7 +33,7 @@ class Swapping:
     def __init__(
         self,
         opened: Opened,
-        rows: Rows,
+        rows: SequenceRows,
         builder: StepBuilder,
         waiting: RankedQueue,
         stats: SchedulerStats,
@@ -49,10 +49,10 @@ class Swapping:
         self._stats = stats
         self._overlap_io = overlap_io
         self._prefix_caching = opened.manager.prefix.enabled
-        self._away: dict[Parked, None] = {}  # in order, so that the same requests give the same run
-        self._returning: list[Parked] = []  # from the external tier, by the step being put together
-        self._loading: dict[int, list[Parked]] = {}  # by a ticket
-        self._landed: list[Parked] = []  # to get their rows in the next step
+        self._away: dict[IdleSequences, None] = {}  # in order, so that the same requests give the same run
+        self._returning: list[IdleSequences] = []  # from the external tier, by the step being put together
+        self._loading: dict[int, list[IdleSequences]] = {}  # by a ticket
+        self._landed: list[IdleSequences] = []  # to get their rows in the next step
 
     def __bool__(self) -> bool:
         return bool(self._away)
@@ -70,11 +70,11 @@ class Swapping:
         else:
             return False
         owners = [rows.owner(row) for row in gone.tolist()]
-        parked = Parked(
+        idle = IdleSequences(
             owners[0][0], [index for _, index in owners], [rows.text(row) for row in gone.tolist()], handles
         )
-        self._away[parked] = None
-        self.swapped.push(parked)
+        self._away[idle] = None
+        self.swapped.push(idle)
         rows.remove(gone)
         return True
 
@@ -88,59 +88,59 @@ class Swapping:
         if self._loading:
             self._landed += self._loading.pop(ticket, ())
 
-    def board(self) -> None:
+    def seat_landed(self) -> None:
         """Seat sequences that are back. No step is in flight."""
         if self._landed:
             landed, self._landed = self._landed, []
-            self._seat([seated for parked in landed if parked in self._away for seated in self._return(parked)])
+            self._seat([seated for idle in landed if idle in self._away for seated in self._return(idle)])
 
     def holders(self, handles: NDArray[np.uint64]) -> list[RequestState]:
         """Give the requests of which some handles are away."""
-        return [parked.state for parked in self._away if np.isin(parked.handles, handles).any()]
+        return [idle.state for idle in self._away if np.isin(idle.handles, handles).any()]
 
-    def drop(self, parked: Parked) -> None:
+    def drop(self, idle: IdleSequences) -> None:
         """Free the blocks of sequences that are away."""
-        if parked.place == "swapped":
-            self.swapped.discard(parked)
+        if idle.place == "swapped":
+            self.swapped.discard(idle)
         else:
-            self._rows.seats_left += len(parked.indices)
-            parked.state.parked.remove(parked)
-        del self._away[parked]
-        self._opened.free(parked.handles)
+            self._rows.seats_left += len(idle.indices)
+            idle.state.idle.remove(idle)
+        del self._away[idle]
+        self._opened.free(idle.handles)
 
     def resume(self) -> None:
         """Bring swapped requests back, in order, while they fit with a token more for each sequence."""
         computed = False
-        while (parked := self.swapped.head()) is not None:
-            apart = self._overlap_io and self._manager.tier(int(parked.handles[0])) == "external"
+        while (idle := self.swapped.head()) is not None:
+            apart = self._overlap_io and self._manager.tier(int(idle.handles[0])) == "external"
             # A ticket with reads of a store ends late: nothing that this step computes may depend on it.
             mixed = computed if apart else bool(self._returning)
-            if mixed or len(parked.indices) > self._rows.seats_left:
+            if mixed or len(idle.indices) > self._rows.seats_left:
                 break
-            status = self._bring_back(parked.handles)
+            status = self._bring_back(idle.handles)
             if status == AllocStatus.LATER:
                 break
             if status == AllocStatus.NEVER:  # others took the room for good; from its tokens it can still run
-                self.recompute(parked)
+                self.recompute(idle)
                 continue
             self.swapped.pop()
-            self._rows.seats_left -= len(parked.indices)
+            self._rows.seats_left -= len(idle.indices)
             if apart:
-                parked.place = "returning"
-                parked.state.parked.append(parked)
-                self._returning.append(parked)
+                idle.place = "returning"
+                idle.state.idle.append(idle)
+                self._returning.append(idle)
                 continue
             computed = True
-            self._run_now(parked)
+            self._run_now(idle)
 
-    def _run_now(self, parked: Parked) -> None:
+    def _run_now(self, idle: IdleSequences) -> None:
         """Give sequences that have just come back their rows and their next tokens, in this step."""
         builder, rows = self._builder, self._rows
-        new = builder.insert(rows.decodes, len(parked.indices))
-        builder.token_ids[new] = [tokens[-1] for tokens in parked.tokens]
+        new = builder.insert(rows.decodes, len(idle.indices))
+        builder.token_ids[new] = [tokens[-1] for tokens in idle.tokens]
         ids = builder.token_ids[new] if self._prefix_caching and builder.drafts is None else None
-        self._manager.append(parked.handles, token_ids=ids, out=builder.slots[new])
-        self._seat(self._return(parked))
+        self._manager.append(idle.handles, token_ids=ids, out=builder.slots[new])
+        self._seat(self._return(idle))
 
     def _bring_back(self, handles: NDArray[np.uint64]) -> AllocStatus:
         """Swap sequences in, if they fit now."""
@@ -152,19 +152,19 @@ class Swapping:
             self._stats.resumed_swap_host += not is_external
         return fit.status
 
-    def recompute(self, parked: Parked) -> None:
+    def recompute(self, idle: IdleSequences) -> None:
         """Free the blocks of sequences that are away; they wait to be computed again from their tokens."""
-        self.drop(parked)
-        for index, tokens in zip(parked.indices, parked.tokens, strict=True):
-            self._waiting.push(Parked(parked.state, [index], [tokens]))
+        self.drop(idle)
+        for index, tokens in zip(idle.indices, idle.tokens, strict=True):
+            self._waiting.push(IdleSequences(idle.state, [index], [tokens]))
 
-    def _return(self, parked: Parked) -> list[Seated]:
+    def _return(self, idle: IdleSequences) -> list[Seated]:
         """Note that sequences are not away any more; give what their rows are made of."""
-        del self._away[parked]
-        if parked.place == "returning":
-            parked.state.parked.remove(parked)
-        each = zip(parked.indices, parked.tokens, parked.handles.tolist(), strict=True)
-        return [(parked.state, index, tokens, handle, 0, 0) for index, tokens, handle in each]
+        del self._away[idle]
+        if idle.place == "returning":
+            idle.state.idle.remove(idle)
+        each = zip(idle.indices, idle.tokens, idle.handles.tolist(), strict=True)
+        return [(idle.state, index, tokens, handle, 0, 0) for index, tokens, handle in each]
 
     def _seat(self, seated: list[Seated]) -> None:
         rows = self._rows

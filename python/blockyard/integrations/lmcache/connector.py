@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.integrations.objects import ObjectStore, store_url
+from blockyard.integrations.objects import PrefixObjects, store_url
 from blockyard.stores import parse_size
 
 __all__ = ["BlockyardConnector"]
@@ -82,7 +82,7 @@ class BlockyardConnector:
             raise InvalidArgumentError(f"part is {part!r}: {error}") from None
         if not 1 << 12 <= part_bytes <= 1 << 26:
             raise InvalidArgumentError(f"part is {part!r}, must be 4KiB to 64MiB")
-        self._objects = ObjectStore(
+        self._objects = PrefixObjects(
             store_url(root_dir, url, size, "lmcache"),
             object_bytes=part_bytes,
             fields={

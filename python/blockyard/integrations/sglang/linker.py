@@ -35,7 +35,7 @@ from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import require_fit
-from blockyard.integrations.objects import ObjectStore, store_url
+from blockyard.integrations.objects import PrefixObjects, store_url
 from blockyard.integrations.sglang.pages import as_bytes, restorable_pages
 from blockyard.stores.url import read_bytes
 from blockyard.workers import keep
@@ -102,7 +102,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         place += [] if self._group.rank_replicated else [rank, ranks]
         self._sizes = {str(name): sum(size for _, size in _parts(pool)) for name, pool in self.pools.items()}
         self._staging_bytes, self._lookup_seconds = _limits(options, max(self._sizes.values()))
-        self._objects = ObjectStore(
+        self._objects = PrefixObjects(
             store_url(
                 options["root_dir"],
                 options["url"],

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.objects import ObjectStore, require_one, store_url
+from blockyard.integrations.objects import PrefixObjects, require_one, store_url
 from blockyard.integrations.sglang.pages import as_bytes, leading, restorable_pages
 
 __all__ = ["BlockyardHiCache"]
@@ -88,7 +88,7 @@ class BlockyardHiCache(HiCacheStorage):
                 "url must name a store that all can open, such as redis://"
             )
         require_one(self._root, self._url)
-        self._objects: ObjectStore | None = None
+        self._objects: PrefixObjects | None = None
         self._main: _Pool | None = None
         self._pools: dict[str, _Pool] = {}
 
@@ -107,7 +107,7 @@ class BlockyardHiCache(HiCacheStorage):
         if self._objects is None:
             config, rank = self._config, self._rank(PoolName.KV)
             folder = f"tp{config.tp_rank}-pp{config.pp_rank}-cp{config.attn_cp_rank}-dp{config.dp_rank}"
-            self._objects = ObjectStore(
+            self._objects = PrefixObjects(
                 store_url(self._root, self._url, self._size, folder),
                 object_bytes=self._main.page_bytes or _OTHER_BYTES,
                 fields={"engine": "sglang", "main": self._main.name, "rank": rank, "revision": self._revision},

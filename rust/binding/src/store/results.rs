@@ -65,7 +65,7 @@ impl PyCompletion {
     }
 }
 
-/// Counters of a tier since it was opened.
+/// Counters of a store since it was opened.
 #[pyclass(frozen, eq, get_all, name = "StoreStats", module = "blockyard._core")]
 #[derive(Clone, Default, PartialEq, Eq)]
 pub(crate) struct PyStoreStats {

@@ -5,7 +5,7 @@ use crate::error::{Result, invalid};
 use crate::hash::ExportedKey;
 use crate::id::JobId;
 use crate::sequence::Prompt;
-use crate::tiers::{Outbox, StoreWrites};
+use crate::tiers::{StoreWriteQueue, StoreWrites};
 use crate::transfer::StoreJob;
 
 impl Manager {
@@ -19,7 +19,7 @@ impl Manager {
             let must = "0, with prefix caching and one cache group without a window, for a prefix store".to_owned();
             return Err(invalid("cached blocks", cached as i128, must));
         }
-        self.tiers.use_outbox(writes);
+        self.tiers.use_write_queue(writes);
         Ok(())
     }
 
@@ -57,7 +57,7 @@ impl Manager {
     /// Blocks that wait to be written to the store, those included whose bytes are gone meanwhile.
     #[must_use]
     pub fn waiting_for_store(&self) -> usize {
-        self.tiers.outbox().map_or(0, Outbox::waiting)
+        self.tiers.write_queue().map_or(0, StoreWriteQueue::waiting)
     }
 
     /// Begins to read blocks for the store, at most `most`, all of one tier. A job without blocks has ended.

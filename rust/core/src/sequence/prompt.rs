@@ -246,8 +246,8 @@ impl Sequences {
         for block in matches.iter().flat_map(Match::blocks) {
             step.tiers.claim((Tier::Device, *block));
         }
-        if let Some(outbox) = step.tiers.outbox_mut() {
-            matches.iter().flat_map(|found| &found.keys.keys[..found.hits]).for_each(|key| outbox.note_hit(*key));
+        if let Some(write_queue) = step.tiers.write_queue_mut() {
+            matches.iter().flat_map(|found| &found.keys.keys[..found.hits]).for_each(|key| write_queue.note_hit(*key));
         }
         for (prompt, found) in prompts.iter().zip(matches) {
             out.push(self.open_prompt(step, prompt, found, chunk));

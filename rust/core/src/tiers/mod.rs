@@ -4,11 +4,11 @@
 //! was published by an event. Nobody above holds a pool to change.
 
 mod check;
-mod outbox;
 mod quota;
+mod store_write_queue;
 
-pub(crate) use outbox::Outbox;
-pub use outbox::StoreWrites;
+pub(crate) use store_write_queue::StoreWriteQueue;
+pub use store_write_queue::StoreWrites;
 
 use crate::block::{Block, LeaseKind, TierBlock};
 use crate::error::{Result, invalid};
@@ -27,8 +27,8 @@ use std::ops::Range;
 pub(crate) struct Tiers {
     pools: [Pool; 3],
     events: Option<Box<Events>>,
-    /// With a prefix store: what it is to be given.
-    outbox: Option<Box<Outbox>>,
+    /// With a prefix store: blocks to write to it.
+    write_queue: Option<Box<StoreWriteQueue>>,
     tenants: Tenants,
     /// Most cached device blocks that a step copies to the host unasked.
     host_copies_per_step: u32,
@@ -62,7 +62,7 @@ impl Tiers {
         Ok(Self {
             pools,
             events: None,
-            outbox: None,
+            write_queue: None,
             tenants: Tenants::default(),
             host_copies_per_step: 0,
             block_size,
@@ -210,22 +210,22 @@ impl Tiers {
     ) -> Published {
         let published = self.publish_silently(at, identity);
         if published == Published::Now {
-            if self.events.is_some() || self.outbox.is_some() {
+            if self.events.is_some() || self.write_queue.is_some() {
                 if let Some(publication) = publication() {
                     self.note_published(at.0, publication);
                 }
             }
-        } else if let (Published::As(_), Some(outbox)) = (published, &mut self.outbox) {
-            outbox.note_hit(identity.key);
+        } else if let (Published::As(_), Some(write_queue)) = (published, &mut self.write_queue) {
+            write_queue.note_hit(identity.key);
         }
         published
     }
 
     fn note_published(&mut self, tier: Tier, publication: Publication) {
-        if let Some(outbox) = &mut self.outbox {
+        if let Some(write_queue) = &mut self.write_queue {
             let [device, host, _] = &self.pools;
             let is_cached = |key: &_| device.find(key).or_else(|| host.find(key)).is_some();
-            outbox.note_computed(&publication, is_cached);
+            write_queue.note_computed(&publication, is_cached);
         }
         if let Some(events) = &mut self.events {
             events.stored(&mut self.pools, tier, publication);
@@ -236,10 +236,10 @@ impl Tiers {
     pub(crate) fn publish_loaded(&mut self, at: TierBlock, identity: CachedIdentity, publication: Publication) -> bool {
         let tenant = if at.0 == Tier::Device { identity.tenant } else { 0 };
         let is_published = self.publish_silently(at, CachedIdentity { tenant, ..identity }) == Published::Now;
-        if let Some(outbox) = &mut self.outbox {
+        if let Some(write_queue) = &mut self.write_queue {
             let [device, host, _] = &self.pools;
             let is_cached = |key: &_| device.find(key).or_else(|| host.find(key)).is_some();
-            outbox.note_loaded(&publication, is_cached);
+            write_queue.note_loaded(&publication, is_cached);
         }
         if let (true, Some(events)) = (is_published, &mut self.events) {
             events.stored(&mut self.pools, at.0, publication);
@@ -248,21 +248,21 @@ impl Tiers {
     }
 
     /// Notes from now on what a prefix store is to be given.
-    pub(crate) fn use_outbox(&mut self, writes: StoreWrites) {
+    pub(crate) fn use_write_queue(&mut self, writes: StoreWrites) {
         let blocks = self.device().len().saturating_add(self.host().len());
-        self.outbox = Some(Box::new(Outbox::new(writes, blocks)));
+        self.write_queue = Some(Box::new(StoreWriteQueue::new(writes, blocks)));
     }
 
     /// What a prefix store is to be given.
     #[inline]
-    pub(crate) fn outbox(&self) -> Option<&Outbox> {
-        self.outbox.as_deref()
+    pub(crate) fn write_queue(&self) -> Option<&StoreWriteQueue> {
+        self.write_queue.as_deref()
     }
 
-    /// As [`Tiers::outbox`], to be changed.
+    /// As [`Tiers::write_queue`], to be changed.
     #[inline]
-    pub(crate) fn outbox_mut(&mut self) -> Option<&mut Outbox> {
-        self.outbox.as_deref_mut()
+    pub(crate) fn write_queue_mut(&mut self) -> Option<&mut StoreWriteQueue> {
+        self.write_queue.as_deref_mut()
     }
 
     /// Publishes a block that holds what another was published with; returns whether it did, see [`Pool::publish`].
@@ -346,8 +346,8 @@ impl Tiers {
         if caching.iter().any(|tier| self.pool(*tier).free() + null != self.pool(*tier).len()) {
             return false;
         }
-        if let Some(outbox) = &mut self.outbox {
-            outbox.clear();
+        if let Some(write_queue) = &mut self.write_queue {
+            write_queue.clear();
         }
         for &tier in caching {
             self.pools[tier.index()].unpublish_all();

@@ -1,7 +1,7 @@
-//! Which published blocks a prefix store is to be given, and under which keys.
+//! Published blocks to write to a prefix store, and their keys.
 //!
-//! A key is noted when its block is published on the device. The notes of blocks that neither device nor host has any more go
-//! as new ones come, a few at a time, so there are never many more than blocks.
+//! A key is noted when its block is published on the device. Once neither device nor host has the block, its note is dropped
+//! as new ones come, a few at a time. So there are never many more notes than blocks.
 
 use crate::event::Publication;
 use crate::hash::{Chain, ExportedKey, Key};
@@ -50,7 +50,7 @@ impl StoreWrites {
 enum WriteState {
     Published,
     Queued,
-    /// The store has been given it, or it came from there.
+    /// It was handed to the store, or came from there.
     Stored,
 }
 
@@ -82,11 +82,11 @@ pub(crate) struct Exported {
     pub(crate) salt: [u8; 32],
 }
 
-/// The notes.
+/// The noted keys, and those of them that wait to be written.
 #[derive(Debug, Clone)]
-pub(crate) struct Outbox {
+pub(crate) struct StoreWriteQueue {
     writes: StoreWrites,
-    /// Notes that are kept before those of blocks that are gone are dropped.
+    /// Number of notes from which on those of blocks that are gone are dropped.
     capacity: usize,
     notes: HashMap<Key, Note>,
     /// Each noted key once.
@@ -95,7 +95,7 @@ pub(crate) struct Outbox {
     queue: VecDeque<Key>,
 }
 
-impl Outbox {
+impl StoreWriteQueue {
     /// No notes yet, of pools of `blocks` blocks together.
     pub(crate) fn new(writes: StoreWrites, blocks: usize) -> Self {
         let (notes, order, queue) = (HashMap::new(), VecDeque::new(), VecDeque::new());
@@ -119,7 +119,7 @@ impl Outbox {
         match (self.writes, known) {
             // Computed again: it was evicted here, and the store did not have it either.
             (StoreWrites::Through | StoreWrites::SecondUse, WriteState::Published | WriteState::Stored) => {
-                self.enqueue(key)
+                self.enqueue(key);
             }
             (StoreWrites::Back, WriteState::Stored) => self.set(key, WriteState::Published),
             _ => {}
@@ -145,7 +145,7 @@ impl Outbox {
         }
     }
 
-    /// Keys in the queue.
+    /// Keys that wait to be written.
     pub(crate) fn waiting(&self) -> usize {
         self.queue.len()
     }
@@ -161,13 +161,13 @@ impl Outbox {
         None
     }
 
-    /// Puts a key that was popped and not written back to the front.
+    /// Returns a popped key that was not written to the front.
     pub(crate) fn push_back_in(&mut self, key: Key) {
         self.set(key, WriteState::Queued);
         self.queue.push_front(key);
     }
 
-    /// Whether a block was published and is not stored; it counts as stored from now on.
+    /// Marks a published block as stored. Returns false if it was stored or queued already.
     pub(crate) fn claim(&mut self, key: &Key) -> bool {
         let is_new = self.notes.get(key).is_some_and(|note| note.state == WriteState::Published);
         if is_new {
@@ -176,7 +176,7 @@ impl Outbox {
         is_new
     }
 
-    /// A block that the store was not given after all counts as published again.
+    /// Takes a claim back, for a block that was not written.
     pub(crate) fn unclaim(&mut self, key: &Key) {
         if self.notes.get(key).is_some_and(|note| note.state == WriteState::Stored) {
             self.set(*key, WriteState::Published);
@@ -221,7 +221,7 @@ impl Outbox {
     fn enqueue(&mut self, key: Key) {
         self.set(key, WriteState::Queued);
         self.queue.push_back(key);
-        // Of blocks that went before they were written only the key is left.
+        // Blocks that were evicted before they were written leave only their keys.
         if self.queue.len() > self.capacity {
             self.queue.pop_front();
         }
@@ -233,7 +233,7 @@ impl Outbox {
         }
     }
 
-    /// What contradicts itself.
+    /// Checks that each noted key is in the order once.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.order.len() != self.notes.len() || self.order.iter().any(|key| !self.notes.contains_key(key)) {
             return Err(format!("{} keys are noted for the store, {} in order", self.notes.len(), self.order.len()));
@@ -259,64 +259,69 @@ mod tests {
         Publication { block, key, parent: None, tokens: 1, salt, lora_id: 0, group: 0 }
     }
 
-    fn taken(outbox: &mut Outbox) -> Vec<Key> {
-        std::iter::from_fn(|| outbox.pop()).collect()
+    fn taken(write_queue: &mut StoreWriteQueue) -> Vec<Key> {
+        std::iter::from_fn(|| write_queue.pop()).collect()
     }
 
     #[test]
     fn a_block_is_written_once_and_again_when_it_had_to_be_computed_again() {
-        let mut outbox = Outbox::new(StoreWrites::Through, 4);
-        outbox.note_computed(&published(1), |_| true);
-        assert_eq!((taken(&mut outbox), taken(&mut outbox)), (vec![chain(1).key()], vec![]));
-        outbox.note_computed(&published(1), |_| true);
-        assert_eq!(taken(&mut outbox), [chain(1).key()]);
+        let mut write_queue = StoreWriteQueue::new(StoreWrites::Through, 4);
+        write_queue.note_computed(&published(1), |_| true);
+        assert_eq!((taken(&mut write_queue), taken(&mut write_queue)), (vec![chain(1).key()], vec![]));
+        write_queue.note_computed(&published(1), |_| true);
+        assert_eq!(taken(&mut write_queue), [chain(1).key()]);
         let exported = Exported { key: chain(1).export(), parent: ExportedKey([0; 32]), salt: [7; 32] };
-        assert_eq!(outbox.export(&chain(1).key()), Some(exported));
+        assert_eq!(write_queue.export(&chain(1).key()), Some(exported));
     }
 
     #[test]
     fn what_came_from_the_store_is_not_written_there() {
         for writes in StoreWrites::ALL {
-            let mut outbox = Outbox::new(writes, 4);
-            outbox.note_loaded(&published(1), |_| true);
-            outbox.note_hit(chain(1).key());
-            assert_eq!((taken(&mut outbox), outbox.claim(&chain(1).key())), (vec![], false), "{}", writes.name());
+            let mut write_queue = StoreWriteQueue::new(writes, 4);
+            write_queue.note_loaded(&published(1), |_| true);
+            write_queue.note_hit(chain(1).key());
+            assert_eq!(
+                (taken(&mut write_queue), write_queue.claim(&chain(1).key())),
+                (vec![], false),
+                "{}",
+                writes.name()
+            );
         }
     }
 
     #[test]
     fn with_second_use_a_block_is_written_when_it_is_hit_or_computed_again() {
-        let mut outbox = Outbox::new(StoreWrites::SecondUse, 4);
-        outbox.note_computed(&published(1), |_| true);
-        outbox.note_computed(&published(2), |_| false);
-        assert_eq!(taken(&mut outbox), []);
-        outbox.note_hit(chain(1).key());
-        outbox.note_hit(chain(1).key());
-        outbox.note_computed(&published(2), |_| false);
-        assert_eq!(taken(&mut outbox), [chain(1).key(), chain(2).key()]);
+        let mut write_queue = StoreWriteQueue::new(StoreWrites::SecondUse, 4);
+        write_queue.note_computed(&published(1), |_| true);
+        write_queue.note_computed(&published(2), |_| false);
+        assert_eq!(taken(&mut write_queue), []);
+        write_queue.note_hit(chain(1).key());
+        write_queue.note_hit(chain(1).key());
+        write_queue.note_computed(&published(2), |_| false);
+        assert_eq!(taken(&mut write_queue), [chain(1).key(), chain(2).key()]);
     }
 
     #[test]
     fn notes_of_blocks_that_are_gone_make_room() {
-        let mut outbox = Outbox::new(StoreWrites::Through, 32);
+        let mut write_queue = StoreWriteQueue::new(StoreWrites::Through, 32);
         let kept = chain(1_000_000).key();
-        outbox.note_computed(&published(1_000_000), |_| true);
+        write_queue.note_computed(&published(1_000_000), |_| true);
         for token in 0..1000 {
-            outbox.note_computed(&published(token), |key| *key == kept);
-            outbox.check().unwrap();
+            write_queue.note_computed(&published(token), |key| *key == kept);
+            write_queue.check().unwrap();
         }
-        assert!(outbox.notes.len() <= 66 && outbox.queue.len() <= 64, "{}", outbox.notes.len());
-        assert!(outbox.export(&kept).is_some());
+        assert!(write_queue.notes.len() <= 66 && write_queue.queue.len() <= 64, "{}", write_queue.notes.len());
+        assert!(write_queue.export(&kept).is_some());
     }
 
     #[test]
     fn after_it_is_cleared_it_notes_as_many_keys_as_before() {
-        let mut outbox = Outbox::new(StoreWrites::Through, 100);
-        outbox.clear();
+        let mut write_queue = StoreWriteQueue::new(StoreWrites::Through, 100);
+        write_queue.clear();
         for token in 0..200 {
-            outbox.note_computed(&published(token), |_| false);
+            write_queue.note_computed(&published(token), |_| false);
         }
-        assert!((0..200).all(|token| outbox.export(&chain(token).key()).is_some()));
-        assert_eq!(outbox.waiting(), 200);
+        assert!((0..200).all(|token| write_queue.export(&chain(token).key()).is_some()));
+        assert_eq!(write_queue.waiting(), 200);
     }
 }

@@ -13,7 +13,7 @@ use crate::hash::{Chain, ExportedKey, Key};
 use crate::id::{BlockId, JobId, Tier};
 use crate::pool::Pool;
 use crate::prefix::CachedIdentity;
-use crate::tiers::{Outbox, StoreWrites, Tiers};
+use crate::tiers::{StoreWriteQueue, StoreWrites, Tiers};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// A load or a write: which block of `tier` has, or is to have, the bytes of which key.
@@ -176,15 +176,15 @@ impl StoreJobs {
     pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize) -> StoreJob {
         let reading: usize = self.writes.values().map(|(_, blocks)| blocks.len()).sum();
         let most = most.min(tiers.device().len().div_ceil(4).saturating_sub(reading));
-        let (tier, mut found) = match tiers.outbox().map(Outbox::writes) {
+        let (tier, mut found) = match tiers.write_queue().map(StoreWriteQueue::writes) {
             Some(StoreWrites::Back) => before_eviction(tiers, most, reading),
             Some(StoreWrites::Through | StoreWrites::SecondUse) => queued(tiers, most),
             Some(StoreWrites::Never) | None => (Tier::Device, Vec::new()),
         };
-        found.sort_by_key(|(key, _)| tiers.outbox().map_or(0, |outbox| outbox.frames(key)));
+        found.sort_by_key(|(key, _)| tiers.write_queue().map_or(0, |write_queue| write_queue.frames(key)));
         let mut job = StoreJob::empty(self.next(), tier);
         for (key, block) in found {
-            let exported = tiers.outbox().and_then(|outbox| outbox.export(&key));
+            let exported = tiers.write_queue().and_then(|write_queue| write_queue.export(&key));
             if let Some(exported) = exported.filter(|_| tiers.block((tier, block)).lease_room(LeaseKind::Read) > 0) {
                 tiers.lease_cached((tier, block), LeaseKind::Read);
                 job.keys.push(exported.key);
@@ -226,9 +226,9 @@ impl StoreJobs {
             let Some((job, (_, blocks))) = last.and_then(|job| self.writes.remove_entry(&job)) else { return };
             let keys: Vec<Key> = blocks.iter().filter_map(|&block| tiers.pool(tier).key(block)).collect();
             end_leases(tiers, tier, &blocks, LeaseKind::Read);
-            if let Some(outbox) = tiers.outbox_mut() {
+            if let Some(write_queue) = tiers.write_queue_mut() {
                 for key in &keys {
-                    outbox.unclaim(key);
+                    write_queue.unclaim(key);
                 }
             }
             self.given_up.insert(job);
@@ -243,7 +243,7 @@ impl StoreJobs {
         }
         let (tier, blocks) = self.writes.remove(&job).ok_or(Error::UnknownJob { job })?;
         end_leases(tiers, tier, &blocks, LeaseKind::Read);
-        if tiers.outbox().is_some_and(|outbox| outbox.writes() == StoreWrites::Back) {
+        if tiers.write_queue().is_some_and(|write_queue| write_queue.writes() == StoreWrites::Back) {
             for &block in &blocks {
                 tiers.drop_cached((tier, block));
             }
@@ -277,7 +277,7 @@ impl StoreJobs {
         if targets().count() != self.loading.len() {
             return Err(format!("{} blocks are loaded, {} keys", targets().count(), self.loading.len()));
         }
-        tiers.outbox().map_or(Ok(()), Outbox::check)
+        tiers.write_queue().map_or(Ok(()), StoreWriteQueue::check)
     }
 }
 
@@ -304,7 +304,7 @@ fn end_leases(tiers: &mut Tiers, tier: Tier, blocks: &[BlockId], kind: LeaseKind
 fn queued(tiers: &mut Tiers, most: usize) -> (Tier, Vec<(Key, BlockId)>) {
     let (mut device, mut host) = (Vec::new(), Vec::new());
     while device.len() < most && host.len() < most {
-        let Some(key) = tiers.outbox_mut().and_then(Outbox::pop) else { break };
+        let Some(key) = tiers.write_queue_mut().and_then(StoreWriteQueue::pop) else { break };
         if let Some(block) = tiers.device().find(&key) {
             device.push((key, block));
         } else if let Some(block) = tiers.host().find(&key) {
@@ -313,8 +313,8 @@ fn queued(tiers: &mut Tiers, most: usize) -> (Tier, Vec<(Key, BlockId)>) {
     }
     let (tier, found, others) =
         if device.is_empty() { (Tier::Host, host, device) } else { (Tier::Device, device, host) };
-    if let Some(outbox) = tiers.outbox_mut() {
-        others.iter().rev().for_each(|(key, _)| outbox.push_back_in(*key));
+    if let Some(write_queue) = tiers.write_queue_mut() {
+        others.iter().rev().for_each(|(key, _)| write_queue.push_back_in(*key));
     }
     (tier, found)
 }
@@ -334,8 +334,8 @@ fn before_eviction(tiers: &mut Tiers, most: usize, reading: usize) -> (Tier, Vec
         let other = tiers.pool(if tier == Tier::Device { Tier::Host } else { Tier::Device });
         let has_no_copy = |(key, _): &(Key, BlockId)| other.find(key).is_none();
         let mut found: Vec<_> = candidates.iter().filter_map(of_key).filter(has_no_copy).collect();
-        if let Some(outbox) = tiers.outbox_mut() {
-            found.retain(|(key, _)| outbox.claim(key));
+        if let Some(write_queue) = tiers.write_queue_mut() {
+            found.retain(|(key, _)| write_queue.claim(key));
         }
         if !found.is_empty() {
             return (tier, found);

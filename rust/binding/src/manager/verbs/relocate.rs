@@ -25,8 +25,8 @@ impl PyBlockManager {
         self.batch(sequences, |manager, sequences| manager.can_swap_out(sequences, to)).map(Into::into)
     }
 
-    /// Move sequences away from the device, by this step's decision: `swap_out` to the host, `spill` to the external
-    /// tier from either. A block that several of them share moves once.
+    /// Move sequences away from the device, by this step's decision: from the device to the host, or from either to the
+    /// external tier. A block that several of them share moves once.
     ///
     /// Args:
     ///     sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
@@ -65,8 +65,8 @@ impl PyBlockManager {
         self.batch(sequences, |manager, sequences| manager.can_swap_in(sequences, to, lookahead)).map(Into::into)
     }
 
-    /// Move sequences back towards the device, by this step's decision: `swap_in` from the host, `fetch` from the
-    /// external tier.
+    /// Move sequences back towards the device, by this step's decision: from the external tier to the host, or from
+    /// either to the device.
     ///
     /// Args:
     ///     sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
