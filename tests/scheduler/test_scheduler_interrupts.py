@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -289,12 +288,16 @@ def test_a_recomputed_sequence_shares_nothing_that_a_window_gave_back():
     rig.check_end()
 
 
+def interrupted(_state: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_request_is_refused_although_the_refusal_was_interrupted(monkeypatch: pytest.MonkeyPatch):
     rig = Rig(device=12)
     rig.add(Request("large", list(range(20)), 18))
     rig.manager.defrag.resize(8)
     with monkeypatch.context() as patch:
-        patch.setattr(rig.scheduler, "_release", lambda _state: signal.raise_signal(signal.SIGINT))
+        patch.setattr(rig.scheduler, "_release", interrupted)
         with pytest.raises(KeyboardInterrupt):
             rig.scheduler.schedule()
     assert rig.live
@@ -302,7 +305,7 @@ def test_a_request_is_refused_although_the_refusal_was_interrupted(monkeypatch: 
     rig.step()
     assert list(rig.live) == ["huge"]
     with monkeypatch.context() as patch:
-        patch.setattr(rig.scheduler, "_lack_of_room", lambda _state: signal.raise_signal(signal.SIGINT))
+        patch.setattr(rig.scheduler, "_lack_of_room", interrupted)
         rig.manager.defrag.resize(6)
         with pytest.raises(KeyboardInterrupt):
             rig.scheduler.schedule()
