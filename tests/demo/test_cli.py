@@ -10,18 +10,20 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import demo_report
 import pytest
+from demo_report import REPORT
 
 from blockyard import __version__, cli
 from blockyard.demo import run as demo
+from blockyard.demo.report import Damage, Sabotage
 from blockyard.errors import BlockyardError
 
 BIG_URL_SIZE = "900TiB"
-MODULE = [sys.executable, "-m", "blockyard"]
-DEMO = [*MODULE, "demo"]
-ONE_REQUEST = ("--requests", "1")
 
 
 def run(*arguments: str) -> int:
@@ -148,43 +150,40 @@ def test_our_errors_end_in_one_line_and_exit_2(
     assert complaint(capsys, "demo") == "blockyard: asked for 9 blocks, 3 are free"
 
 
-def start(command: list[str], temporary: Path) -> subprocess.Popen[bytes]:
-    """Start a command that a hangup ends, also where whoever runs the tests ignores one (`nohup`)."""
-    return subprocess.Popen(
-        ["env", "--default-signal=HUP", *command],
-        env={**os.environ, "TMPDIR": str(temporary)},
-        stdout=subprocess.DEVNULL,
-    )
+HOLDS = """
+import sys, time
+from blockyard import cli
+from blockyard.demo import run
+from blockyard.stores import open_store
+
+def hold(options, *, live):
+    with run._swap_store(options) as url, open_store(url, bytes_per_block=4096, num_slots=4):
+        while True:
+            time.sleep(0.01)
+
+run.make_report = hold
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""The demo, whose run opens its store and waits for a signal."""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_demo_that_is_stopped_leaves_no_file_behind(tmp_path: Path, number: signal.Signals) -> None:
-    (tmp_path / "swap").mkdir()
-    command = [*DEMO, "--device", "cpu", "--swap-store", f"file://{tmp_path}/swap?size=64MiB"]
-    process = start(command, tmp_path)
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP], [signal.SIGHUP, signal.SIGTERM]])
+@pytest.mark.parametrize("given", [True, False], ids=["given folder", "temporary folder"])
+def test_a_demo_that_is_stopped_leaves_no_file_behind(
+    tmp_path: Path, numbers: list[signal.Signals], *, given: bool
+) -> None:
+    arguments = ["--swap-store", f"file://{tmp_path}"] if given else []
+    # A hangup ends it, also where whoever runs the tests ignores one (`nohup`).
+    command = ["env", "--default-signal=HUP", sys.executable, "-c", HOLDS, "demo", *arguments]
+    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
-        while not list(tmp_path.glob("swap/*.slab")):
+        while not list(tmp_path.rglob("*.slab")):
             assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(number)
-        assert process.wait(timeout=300) == 128 + number
-        assert not list(tmp_path.glob("swap/*"))
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_a_demo_that_is_stopped_leaves_no_folder_behind(tmp_path: Path) -> None:
-    command = [*DEMO, "--device", "cpu"]
-    process = start(command, tmp_path)
-    try:
-        while not list(tmp_path.glob("blockyard-demo-*/*.slab")):
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGHUP)
-        process.send_signal(signal.SIGTERM)  # as terminals and shutdowns do
-        assert process.wait(timeout=300) in {128 + signal.SIGHUP, 128 + signal.SIGTERM}
-        assert not list(tmp_path.glob("blockyard-demo-*"))
+            time.sleep(0.01)
+        for number in numbers:  # terminals and shutdowns send both
+            process.send_signal(number)
+        assert process.wait(timeout=300) in {128 + number for number in numbers}
+        assert list(tmp_path.iterdir()) == []
     finally:
         process.kill()
         process.wait()
@@ -317,26 +316,75 @@ def test_the_help_shows_no_default_that_is_none(capsys: pytest.CaptureFixture[st
     assert "seed of texts, lengths and samplers (default: 0)" in text
 
 
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[demo.DemoOptions]:
+    """The options of each run, which ends at once with a report."""
+    given: list[demo.DemoOptions] = []
+    monkeypatch.setattr(demo, "make_report", lambda options, **_: given.append(options) or REPORT)
+    return given
+
+
 @pytest.mark.parametrize("flag", ["-q", "--quiet"])
 def test_quiet_prints_nothing_and_still_writes_the_json(
-    flag: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    flag: str, tmp_path: Path, runs: list[demo.DemoOptions], capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "report.json"
-    assert run("demo", *ONE_REQUEST, flag, "--json", str(path)) == 0
+    assert run("demo", flag, "--json", str(path)) == 0
     assert capfd.readouterr() == ("", "")
     assert json.loads(path.read_text())["identical"] is True
+    assert runs == [demo.DemoOptions(json=path)]
 
 
+@pytest.mark.usefixtures("runs")
 def test_json_to_standard_output_is_alone_there(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("demo", *ONE_REQUEST, "--json", "-") == 0
+    assert run("demo", "--json", "-") == 0
     printed = capfd.readouterr()
     assert json.loads(printed.out)["exit_code"] == 0
-    assert "tokens identical to the unpaged Hugging Face generate run: 1/1" in printed.err
+    assert "tokens identical to the unpaged Hugging Face generate run: 48/48" in printed.err
     assert not Path("-").exists()
 
 
-def test_json_to_standard_output_that_is_full_has_an_exit_code_of_its_own() -> None:
-    command = [sys.executable, "-m", "blockyard", "demo", *ONE_REQUEST, "-q", "--json", "-"]
-    with Path("/dev/full").open("w") as full:
-        ended = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (ended.returncode, ended.stderr) == (3, "blockyard: cannot write standard output: No space left on device\n")
+REPORTS = """
+import sys
+from blockyard import cli
+from blockyard.demo import run
+from demo_report import REPORT
+
+run.make_report = lambda *_, **__: REPORT
+sys.exit(cli.main(["demo", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"), [(["--json", "/dev/full"], "/dev/full"), (["-q", "--json", "-"], "standard output")]
+)
+def test_a_report_that_cannot_be_written_exits_3_and_is_printed_unless_quiet(arguments: list[str], name: str) -> None:
+    stdout = subprocess.PIPE if "/dev/full" in arguments else os.open("/dev/full", os.O_WRONLY)
+    ended = subprocess.run(
+        [sys.executable, "-c", REPORTS, *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path(demo_report.__file__).parent)},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (3, f"blockyard: cannot write {name}: No space left on device\n")
+    assert stdout != subprocess.PIPE or "48/48" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"sabotage": Sabotage("swap_in", 0, "")}, "no swap_in could be dropped"),
+        ({"damage": Damage(3, 0, 0, 0)}, "no damaged block was read"),
+    ],
+)
+def test_a_fault_that_never_happened_exits_2_and_is_said(
+    fault: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = replace(REPORT, **fault)
+    monkeypatch.setattr(demo, "make_report", lambda *_, **__: report)
+    assert run("demo", "--sabotage", "swap_in") == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"blockyard: {said}")
+    assert "48/48" in printed.out

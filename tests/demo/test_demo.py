@@ -108,20 +108,6 @@ def test_sabotage_of_one_transfer_exits_1(kind: str, host: int, capsys: pytest.C
     assert "generate run: 12/12" not in text
 
 
-def test_sabotage_of_what_never_happens_is_said_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_demo(replace(SMALL, preemption_mode="recompute", sabotage="swap_in")) == 2
-    captured = capsys.readouterr()
-    assert "nothing: 0 blocks of kind swap_in" in captured.out
-    assert captured.err.startswith("blockyard: no swap_in could be dropped")
-
-
-def test_a_report_that_cannot_be_written_exits_3_and_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_demo(replace(SMALL, json=Path("/dev/full"))) == 3
-    captured = capsys.readouterr()
-    assert captured.err == "blockyard: cannot write /dev/full: No space left on device\n"
-    assert "12/12" in captured.out
-
-
 def test_damaged_blocks_are_all_detected_and_tokens_stay_identical() -> None:
     report = make_report(replace(SMALL, corrupt=20))
     assert report.identical
@@ -133,16 +119,41 @@ def test_damaged_blocks_are_all_detected_and_tokens_stay_identical() -> None:
     assert report.exit_code == 0
 
 
-def test_damage_that_nothing_reads_is_said_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_demo(replace(SMALL, preemption_mode="recompute", corrupt=3)) == 2
-    assert capsys.readouterr().err.startswith("blockyard: no damaged block was read")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 1, "num_device_blocks": 384},
+        {"block_size": 7, "num_device_blocks": 54, "num_lookahead_tokens": 3},
+    ],
+)
+def test_neither_block_size_nor_drafts_show_in_the_tokens(options: dict[str, int]) -> None:
+    assert make_report(replace(SMALL, **options)).identical  # type: ignore[arg-type]
 
 
-def test_without_a_host_tier_blocks_go_from_device_to_file() -> None:
-    report = make_report(replace(SMALL, num_host_blocks=0))
+def test_a_run_shows_its_progress_writes_its_json_and_removes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    path = tmp_path / "report.json"
+    assert run_demo(replace(SMALL, requests=2, json=path), live=True) == 0
+    printed = capsys.readouterr()
+    assert printed.out.endswith("generate run: 2/2\n")
+    assert "paged run" in printed.err
+    assert "2/2" in printed.err
+    loaded = json.loads(path.read_text())
+    assert loaded["identical"] is True
+    assert (loaded["settings"]["num_device_blocks"], loaded["settings"]["json"]) == (24, str(path))
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_without_a_host_tier_blocks_go_to_the_file_whose_folder_stays(tmp_path: Path) -> None:
+    report = make_report(replace(SMALL, num_host_blocks=0, swap_store=f"file://{tmp_path}", swap_store_space="4MiB"))
     assert report.identical
     assert report.blocks("swap_out") == report.blocks("swap_out", "external") > 0
+    assert report.blocks("swap_in", "external") > 0
     assert report.peak["host"].total == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
@@ -154,12 +165,6 @@ def test_preemption_mode_decides_what_becomes_of_victims(mode: str) -> None:
     # A victim whose blocks are still moving cannot be swapped: it is computed again.
     recomputed = report.preemptions["recompute"]
     assert swapped > 5 * recomputed if mode == "swap" else recomputed > swapped == 0
-
-
-@pytest.mark.parametrize("block_size", [1, 7])
-def test_block_size_does_not_show_in_the_tokens(block_size: int) -> None:
-    blocks = 24 * 16 // block_size
-    assert make_report(replace(SMALL, block_size=block_size, num_device_blocks=blocks)).identical
 
 
 def test_first_200_requests_of_the_azure_trace_are_identical(traces: Path) -> None:
@@ -183,29 +188,6 @@ def test_trace_with_shared_prefixes_is_identical(traces: Path) -> None:
     assert make_report(options).identical
 
 
-def test_json_file_holds_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "report.json"
-    assert run_demo(replace(SMALL, requests=2, json=path)) == 0
-    loaded = json.loads(path.read_text())
-    assert loaded["identical"] is True
-    assert loaded["settings"]["num_device_blocks"] == 24
-    assert loaded["settings"]["json"] == str(path)
-    assert capsys.readouterr().out.endswith("generate run: 2/2\n")
-
-
-def test_folder_made_for_the_file_store_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    make_report(replace(SMALL, requests=2))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_folder_given_for_the_file_store_stays_without_its_slab(tmp_path: Path) -> None:
-    report = make_report(replace(SMALL, swap_store=f"file://{tmp_path}", swap_store_space="4MiB"))
-    assert report.identical
-    assert report.blocks("swap_in", "external") > 0
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_host_holds_the_blocks_that_fit_its_swap_space(monkeypatch: pytest.MonkeyPatch) -> None:
     report = make_report(replace(SMALL, requests=2, num_host_blocks=None, swap_space="1MiB"))
     assert report.identical
@@ -216,20 +198,9 @@ def test_the_host_holds_the_blocks_that_fit_its_swap_space(monkeypatch: pytest.M
         make_report(replace(SMALL, requests=2, num_host_blocks=None, swap_space="40"))
 
 
-def test_live_progress_is_shown_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    run_demo(replace(SMALL, requests=2), live=True)
-    captured = capsys.readouterr()
-    assert "paged run" in captured.err
-    assert "2/2" in captured.err
-
-
 def test_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(OutOfBlocksError, match=r"needs up to \d+ device blocks .* there are 2"):
         make_report(replace(SMALL, num_device_blocks=2))
-
-
-def test_draft_tokens_change_no_token_of_the_demo() -> None:
-    assert run_demo(replace(SMALL, num_lookahead_tokens=3)) == 0
 
 
 def test_bad_options_are_refused_before_any_model_is_made(tmp_path: Path) -> None:
