@@ -1,6 +1,5 @@
 """What the ops refuse, with numbers, and that nothing has changed then: in Python and in the compiled library."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -8,36 +7,85 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_calls import LISTS, arranged, caches_of, compiled, ids, model, pairs_of, way
 
+from blockyard._core import Mapping
 from blockyard.engine import ops
 from blockyard.engine.engine import CacheEngine
-from blockyard.engine.ops import fallback
-from blockyard.engine.ops.compiled import named
 from blockyard.engine.ops.library import op_library
-from blockyard.errors import LayoutError, MappingError
+from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
 from blockyard.integrations.gaudi import CacheSwapUtils
 from blockyard.integrations.gaudi.mover import cache_views
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KVLayout
-
-Op = Callable[..., None]
-
-
-def caches_of(width: int = 24, blocks: int = 6, count: int = 3) -> list[torch.Tensor]:
-    random = np.random.default_rng(width + blocks)
-    return [torch.from_numpy(random.integers(0, 256, (blocks, width), np.uint8)) for _ in range(count)]
-
-
-def ids(*values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype)
-
 
 CACHES = caches_of()
 ROWS = torch.zeros((2, 72), dtype=torch.uint8)
 TWO = ids(4, 1)
 VIEWS_OF_ROWS = list(ROWS.split([24, 24, 24], dim=1))
 
+OTHERS = caches_of(blocks=4)
+GOOD = pairs_of([5, 0], [1, 3])
+
 REFUSED = {
+    ("swap", "a source out of range"): (
+        CACHES,
+        OTHERS,
+        ids([1, 2], [6, 1]),
+        MappingError,
+        "entry 1: block 6 is to be read",
+    ),
+    ("swap", "a negative source"): (CACHES, OTHERS, ids([-1, 2]), MappingError, "entry 0: block -1"),
+    ("swap", "a target out of range"): (
+        CACHES,
+        OTHERS,
+        ids([1, 4]),
+        MappingError,
+        "block 4 is to be written, there are 4",
+    ),
+    ("swap", "a huge target"): (CACHES, OTHERS, ids([1, 1 << 40]), MappingError, "block 1099511627776"),
+    ("swap", "a repeated target"): (CACHES, OTHERS, ids([1, 2], [3, 2]), MappingError, "block 2 is written twice"),
+    ("swap", "narrow ids"): (CACHES, OTHERS, ids([1, 2], dtype=torch.int32), MappingError, r"wanted int64 \[n, 2\]"),
+    ("swap", "triples"): (CACHES, OTHERS, ids([1, 2, 3]), MappingError, r"wanted int64 \[n, 2\]"),
+    ("swap", "a flat mapping"): (CACHES, OTHERS, ids(1, 2), MappingError, r"wanted int64 \[n, 2\]"),
+    ("swap", "fewer destinations"): (CACHES, OTHERS[:2], GOOD, LayoutError, "src holds 3 tensors, dst 2"),
+    ("swap", "no tensors"): ([], [], GOOD, LayoutError, "src holds no tensors"),
+    ("swap", "other widths"): (
+        *(CACHES, [t[:, :23] for t in OTHERS], GOOD, LayoutError),
+        r"src\[0\] has rows of 24 bytes, dst\[0\] of 23",
+    ),
+    ("swap", "another dtype"): (CACHES, [*OTHERS[:2], OTHERS[2].view(torch.int8)], GOOD, LayoutError, r"dst\[2\] "),
+    ("swap", "more dimensions"): ([t.view(6, 4, 6) for t in CACHES], OTHERS, GOOD, LayoutError, r"src\[0\] "),
+    ("swap", "columns"): (CACHES, [t.t() for t in caches_of(4, 24)], GOOD, LayoutError, r"dst\[0\] has strides"),
+    ("swap", "rows that overlap"): (
+        *(CACHES, [t.flatten().as_strided((4, 24), (12, 1)) for t in OTHERS], GOOD, LayoutError),
+        "contiguous rows of 24 bytes",
+    ),
+    ("swap", "other numbers of blocks"): (
+        CACHES,
+        [*OTHERS[:2], OTHERS[2][:3]],
+        GOOD,
+        LayoutError,
+        r"dst\[2\] has 3 blo",
+    ),
+    ("swap", "one destination twice"): (CACHES, [OTHERS[0], OTHERS[1], OTHERS[0]], GOOD, LayoutError, "share memory"),
+    **{
+        ("swap", name): (
+            *(CACHES[:2], [OTHERS[0].as_strided((2, 24), (30, 1), start) for start in (0, second)]),
+            *(ids([5, 0]), LayoutError, "share memory"),
+        )
+        for name, second in (("destinations that cross", 6), ("destinations that cross in their next row", 27))
+    },
+    ("swap", "one cache on both sides"): (
+        *(CACHES, [CACHES[1][:4], *OTHERS[1:]], GOOD, LayoutError),
+        "src and dst share memory: use copy_blocks",
+    ),
+    ("copy", "out of range"): (CACHES, ids([1, 6]), MappingError, "block 6 is to be written, there are 6 blocks"),
+    ("copy", "a repeated target"): (CACHES, ids([1, 2], [3, 2]), MappingError, "block 2 is written twice"),
+    ("copy", "read and written"): (CACHES, ids([1, 2], [2, 3]), MappingError, "block 2 is both read"),
+    ("copy", "onto itself"): (CACHES, ids([1, 1]), MappingError, "block 1 is both read"),
+    ("copy", "one cache twice"): ([CACHES[0], CACHES[0]], GOOD, LayoutError, "share memory"),
+    ("copy", "no tensors"): ([], GOOD, LayoutError, "caches holds no tensors"),
     ("move", "a source out of range"): (CACHES, ids([6, 1]), MappingError, "entry 0: block 6 is to be read"),
     ("move", "a target out of range"): (CACHES, ids([1, 2], [1, -2]), MappingError, "entry 1: block -2 is to be writ"),
     ("move", "a repeated target"): (CACHES, ids([1, 2], [3, 2]), MappingError, "block 2 is written twice"),
@@ -65,21 +113,6 @@ REFUSED = {
 }
 
 
-def compiled(name: str) -> Op:
-    """Call the compiled library's implementation; what it refuses, it refuses before it looks for a device."""
-    op = getattr(torch.ops.blockyard, f"{name}_blocks").default
-
-    def call(*arguments: object) -> None:
-        if not op_library().loaded:
-            pytest.skip(op_library().explain())
-        try:
-            op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *arguments)
-        except RuntimeError as error:
-            raise named(error) from error
-
-    return call
-
-
 def tensors_of(arguments: list[object]) -> list[torch.Tensor]:
     return [tensor for entry in arguments for tensor in (entry if isinstance(entry, list) else [entry])]
 
@@ -88,29 +121,31 @@ def tensors_of(arguments: list[object]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("case", REFUSED, ids=" ".join)
 def test_what_is_refused_changes_nothing(case: tuple[str, str], through: str):
     *arguments, error, message = REFUSED[case]
-    name = case[0]
-    op = {
-        "op": getattr(ops, f"{name}_blocks"),
-        "torch calls": getattr(fallback.BY_TORCH, name),
-        "compiled": compiled(name),
-    }
     kept = [tensor.clone() for tensor in tensors_of(arguments)]
     with pytest.raises(error, match=message):
-        op[through](*arguments)
+        way(case[0], through)(*arguments)
     assert all(torch.equal(now, before) for now, before in zip(tensors_of(arguments), kept, strict=True))
 
 
-@pytest.mark.parametrize("name", ["move", "exchange"])
-def test_the_compiled_library_refuses_caches_on_the_cpu(name: str):
-    with pytest.raises(LayoutError, match="caches are not on a CUDA device"):
-        compiled(name)(CACHES, ids([1, 2]))
+@pytest.mark.parametrize(
+    "case", [case for case, row in REFUSED.items() if case[0] == "swap" and row[3] is LayoutError and row[0]]
+)
+def test_views_that_do_not_fit_are_not_bound(case: tuple[str, str]):
+    src, dst, *_ = REFUSED[case]
+    if case[1] == "other numbers of blocks":
+        with pytest.raises(MappingError, match="up to block 3 is to be run over caches of 3 blocks"):
+            ops.bind(src, dst)(Mapping([[1, 3]], src_blocks=6, dst_blocks=4, rule="swap"))
+    else:
+        with pytest.raises((InvalidArgumentError, TypeError)):
+            ops.bind(src, dst)
 
 
-def test_the_compiled_library_refuses_rows_and_caches_that_are_all_on_the_cpu():
-    with pytest.raises(LayoutError, match="neither caches nor rows is on a CUDA device"):
-        compiled("gather")(CACHES, ROWS, TWO)
-    with pytest.raises(LayoutError, match="neither rows nor caches is on a CUDA device"):
-        compiled("scatter")(ROWS, CACHES, TWO)
+@pytest.mark.parametrize("name", LISTS)
+def test_the_compiled_library_refuses_tensors_that_are_all_on_the_cpu(name: str):
+    sides = {"swap": "src nor dst", "gather": "caches nor rows", "scatter": "rows nor caches"}
+    message = f"neither {sides[name]} is on" if name in sides else "caches are not on"
+    with pytest.raises(LayoutError, match=f"{message} a CUDA device"):
+        compiled(name)(*good(name))
 
 
 STEPS = {
@@ -174,34 +209,8 @@ def windows(draw: st.DrawFn, buffer: np.ndarray, widths: list[int], blocks: int)
     return views
 
 
-def model(name: str, read: list[np.ndarray], written: list[np.ndarray], pairs: list[tuple[int, int]]) -> None:
-    """What an op does if all is read before the first byte is written."""
-    before = [array.copy() for array in read]
-    for source, target in zip(before, written, strict=True):
-        for a, b in pairs:
-            target[b] = source[a]
-            if name == "exchange":
-                target[a] = source[b]
-
-
-def arranged(
-    name: str, caches: list[torch.Tensor], more: list[torch.Tensor], pairs: list[tuple[int, int]]
-) -> tuple[list[object], list[torch.Tensor], list[torch.Tensor], list[tuple[int, int]]]:
-    """Arguments of an op, the views that it reads and writes, and its pairs; `more` is the other side, or the rows."""
-    mapping = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
-    if name == "swap":
-        return [caches, more, mapping], caches, more, pairs
-    if name in {"copy", "move", "exchange"}:
-        return [caches, mapping], caches, caches, pairs
-    pieces = list(more[0].split([cache.shape[1] for cache in caches], dim=1))
-    if name == "gather":
-        chosen = [(a, row) for row, (a, _) in enumerate(pairs)]
-        return [caches, more[0], mapping[:, 0].contiguous()], caches, pieces, chosen
-    return [more[0], caches, mapping[:, 1].contiguous()], pieces, caches, [(row, b) for row, (_, b) in enumerate(pairs)]
-
-
 @pytest.mark.parametrize("through", ["op", "torch calls"])
-@pytest.mark.parametrize("name", ["swap", "copy", "move", "exchange", "gather", "scatter"])
+@pytest.mark.parametrize("name", LISTS)
 @given(st.data())
 def test_storages_over_one_buffer_are_refused_or_every_byte_is_right(name: str, through: str, data: st.DataObject):
     widths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
@@ -220,9 +229,8 @@ def test_storages_over_one_buffer_are_refused_or_every_byte_is_right(name: str, 
         return np.lib.stride_tricks.as_strided(wanted[start:], tuple(view.shape), tuple(view.stride()))
 
     model(name, [mirrored(view) for view in read], [mirrored(view) for view in written], pairs)
-    call = getattr(ops, f"{name}_blocks") if through == "op" else getattr(fallback.BY_TORCH, name)
     try:
-        call(*arguments)
+        way(name, through)(*arguments)
     except LayoutError:
         np.testing.assert_array_equal(buffer, before)
     else:
@@ -241,8 +249,6 @@ def test_the_compiled_library_sees_two_storages_over_one_buffer():
 
 
 # ---- tensors without bytes ----
-
-LISTS = {"swap": 2, "copy": 1, "move": 1, "exchange": 1, "gather": 2, "scatter": 2}
 
 
 def good(name: str) -> list[object]:
@@ -295,11 +301,8 @@ def test_a_backward_pass_that_saved_what_an_op_changed_fails(name: str, through:
     saved = [rows.view(torch.float32)] if name == "gather" else cache
     weights = [torch.ones_like(tensor, requires_grad=True) for tensor in saved]
     results = [(weight * tensor).sum() for weight, tensor in zip(weights, saved, strict=True)]
-    {
-        "op": getattr(ops, f"{name}_blocks"),
-        "torch.ops": getattr(torch.ops.blockyard, f"{name}_blocks"),
-        "torch calls": getattr(fallback.BY_TORCH, name),
-    }[through](*arguments)
+    call = getattr(torch.ops.blockyard, f"{name}_blocks") if through == "torch.ops" else way(name, through)
+    call(*arguments)
     for result in results:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             result.backward()

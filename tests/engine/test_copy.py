@@ -1,4 +1,4 @@
-"""What `rust/copy` refuses of arrays and rows. What it copies is tested through the ops: test_ops.py, test_host.py."""
+"""What `rust/copy` refuses of arrays and rows. What it copies is tested through the ops: test_ops.py."""
 
 from collections.abc import Callable
 
