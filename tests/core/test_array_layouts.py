@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from layouts import LAYOUTS, other_order
-from numpy.lib.stride_tricks import as_strided
 from prompts import allocate_prompts
 
 from blockyard import BlockManager, Pairs
 from blockyard._core import (
     BlockObserver,
-    BoundViews,
     Completion,
     chain_keys,
     expand_span,
@@ -184,12 +182,3 @@ def test_pairs_whose_array_was_changed_are_counted_and_refused() -> None:
 def test_an_array_of_more_dimensions_than_ndarray_knows_is_read() -> None:
     ids = np.full((1,) * 40, 3)
     assert BlockObserver(8).resolve(ids).shape == ids.shape
-
-
-def test_rows_that_are_one_row_are_refused() -> None:
-    row = np.arange(8, dtype=np.uint8)
-    often = np.broadcast_to(row, (2, 8))
-    with pytest.raises(InvalidArgumentError, match="rows contiguous and apart"):
-        BoundViews([as_strided(row, (2, 8), (0, 1))], [np.zeros((2, 8), np.uint8)])
-    with pytest.raises(InvalidArgumentError):
-        BoundViews([np.zeros((2, 8), np.uint8)], [often])

@@ -7,7 +7,7 @@ import torch
 from blockyard._core import Mapping
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.memory import Memory, as_tensor
-from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, MappingError, OutOfMemoryError
+from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KINDS, KVLayout
 
@@ -29,19 +29,7 @@ def test_views_of_both_tiers_and_of_rows_go_together(memory: Memory):
         assert {len(view) for view in pieces} == {len(rows)}
 
 
-def test_traffic_adds_up_by_tiers(memory: Memory):
-    with CacheEngine(memory.layout, device_blocks=5, host_blocks=3) as engine:
-        for _ in range(2):
-            engine.run("swap_out", np.array([[0, 1], [4, 2]]))
-        assert engine.counters == {("device", "host"): (4, 4 * memory.layout.bytes_per_block)}
-
-
-def test_what_does_not_fit_is_refused(memory: Memory):
-    with CacheEngine(memory.layout, device_blocks=5, host_blocks=3) as engine:
-        with pytest.raises(MappingError):
-            engine.run("swap_out", np.array([[0, 3]]))
-        with pytest.raises(LayoutError, match="wanted uint8"):
-            engine.write("host", np.array([0]), np.zeros((1, 1), np.uint8))
+def test_an_unknown_tier_is_refused(memory: Memory):
     with pytest.raises(InvalidArgumentError, match="'disk' is not one of device, host"):
         memory.num_blocks("disk")
 
@@ -101,16 +89,6 @@ def test_read_only_arrays_become_tensors_by_a_copy():
     assert as_tensor(array).data_ptr() == array.ctypes.data
     array.flags.writeable = False
     assert as_tensor(array).data_ptr() != array.ctypes.data
-
-
-def test_tensors_that_are_there_already_are_used_and_must_fit(memory: Memory):
-    given = [tensor.clone() for tensor in memory.tensors]
-    again = Memory(memory.layout, device_blocks=5, host_blocks=3, tensors=given)
-    assert [tensor.data_ptr() for tensor in again.tensors] == [tensor.data_ptr() for tensor in given]
-    with pytest.raises(LayoutError, match="device_blocks is 4, must be 5, the blocks of the tensors"):
-        Memory(memory.layout, device_blocks=4, host_blocks=3, tensors=given)
-    with pytest.raises(LayoutError, match="1 tensors were given"):
-        Memory(memory.layout, device_blocks=5, host_blocks=3, tensors=given[:1])
 
 
 @pytest.mark.parametrize(

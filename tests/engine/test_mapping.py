@@ -79,26 +79,6 @@ def test_a_list_of_blocks_passes_exactly_if_it_is_sound(listed, num_blocks, writ
 
 
 @pytest.mark.parametrize(
-    ("listed", "message"),
-    [
-        ([(3, 1), (9, 2)], "entry 1: block 9 is to be read, there are 8 blocks"),
-        ([(3, -1)], "entry 0: block -1 is to be written, there are 4 blocks"),
-        ([(3, 1), (4, 0), (5, 1)], "block 1 is written twice, by entries 0 and 2"),
-    ],
-)
-def test_errors_carry_the_numbers(listed, message):
-    with pytest.raises(MappingError, match=message):
-        mapping(pairs_of(listed))
-
-
-def test_reading_what_is_written_is_refused_in_place_alone():
-    pairs = pairs_of([(0, 1), (1, 2)])
-    mapping(pairs, 4, 4)
-    with pytest.raises(MappingError, match=r"block 1 is both read \(pair 1\) and written"):
-        mapping(pairs, 4, 4, "copy")
-
-
-@pytest.mark.parametrize(
     "pairs",
     [
         np.zeros((2, 2), np.float64),

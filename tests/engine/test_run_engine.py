@@ -13,7 +13,7 @@ from simulated_device import SimulatedStreams
 from blockyard import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.ops import cpu
-from blockyard.errors import BlockyardError, CaptureError, InvalidArgumentError, LayoutError, MappingError
+from blockyard.errors import BlockyardError, CaptureError, LayoutError, MappingError
 from blockyard.layout.kv import KINDS, KVLayout
 
 LAYOUT = KVLayout(kind="kv_first", num_layers=2, block_size=2, num_kv_heads=3, head_size=4, dtype="bfloat16")
@@ -212,11 +212,6 @@ def test_a_dtype_that_torch_lacks_is_refused():
         CacheEngine(layout, device_blocks=1, host_blocks=0)
 
 
-def test_an_unknown_tier_is_refused(engine: CacheEngine):
-    with pytest.raises(InvalidArgumentError, match="'disk' is not one of device, host"):
-        engine.read("disk", np.array([0]))
-
-
 def test_a_closed_engine_refuses_every_call(engine: CacheEngine):
     engine.close()
     engine.close()
@@ -225,12 +220,6 @@ def test_a_closed_engine_refuses_every_call(engine: CacheEngine):
             engine.run(kind, ids())
     with pytest.raises(BlockyardError, match="the cache engine is closed"):
         engine.read("device", np.array([0]))
-
-
-def test_closing_lets_go_of_the_memory(engine: CacheEngine):
-    engine.close()
-    assert engine.tensors == []
-    assert engine.memory.host_rows.numel() == 0
 
 
 # ---- where synchronous work runs ----

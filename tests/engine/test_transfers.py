@@ -64,13 +64,6 @@ def test_a_transfer_is_done_when_its_event_has_fired():
     first.order_compute()
 
 
-def test_a_transfer_of_another_engine_is_refused():
-    book, other = transfers(), transfers()
-    with pytest.raises(InvalidArgumentError, match="a transfer of another engine"):
-        start(book, after=[start(other)])
-    assert book.open() == ()
-
-
 def test_pairs_are_copied_when_they_are_submitted():
     book = transfers()
     log: list[object] = []
@@ -118,11 +111,6 @@ def test_a_transfer_over_the_limit_goes_alone():
     start(book, num_bytes=1000)
     with pytest.raises(TransferQueueFullError):
         book.make_room("out", 1, "refuse")
-
-
-def test_a_limit_of_nothing_is_refused():
-    with pytest.raises(InvalidArgumentError, match="max_outstanding is 0 bytes"):
-        transfers(limit=0)
 
 
 def test_a_layer_that_there_is_not_is_refused():

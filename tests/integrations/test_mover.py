@@ -53,15 +53,6 @@ def test_mla_has_keys_only():
     assert len(cache_views([(flat(), None), (flat(), None)], BLOCK_SIZE)) == 2
 
 
-def test_chains_and_rings_move_as_if_all_were_read_before_one_is_written():
-    cache = flat()
-    before = blocks_of(cache)
-    mover = BlockMover(cache_views([cache], BLOCK_SIZE))
-    mover.move(pairs_of((1, 2), (2, 3), (3, 1), (4, 5), (5, 6)))
-    after = blocks_of(cache)
-    assert [after[b] for b in (2, 3, 1, 5, 6)] == [before[b] for b in (1, 2, 3, 4, 5)]
-
-
 def test_tensors_of_blocks_and_strided_halves_are_seen_as_blocks():
     cache = torch.randint(0, 100, (BLOCKS, 2, BLOCK_SIZE, 2, 8))
     mover = BlockMover(cache_views([(cache[:, 0], cache[:, 1])], 1))
