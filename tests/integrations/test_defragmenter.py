@@ -4,6 +4,7 @@ Every id that somebody may read has a tag in the cache; after each step the byte
 """
 
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -180,6 +181,176 @@ def test_random_steps_keep_every_byte(data):
         for block_id, tag in readable.items():
             assert holds(defragmenter, cache, [block_id], tag)
     assert defragmenter.stats().gap <= 2 or options["max_moves"]
+
+
+# ---- requests, leases and long steps ----
+
+
+def resubmitted(defragmenter, cache, seed: int) -> bool:
+    """Abort and resubmit under one id in one step; whether the new request's bytes survive."""
+    rng = random.Random(seed)
+    ids = rng.sample(range(100, 190), 12)
+    old, new, later = ids[:4], ids[4:8], ids[8:]
+    defragmenter.update_state({"a": old, "anchor": [195]}, [])
+    write(defragmenter, cache, [*old, 195])
+    defragmenter.update_state({"a": new}, ["a"])
+    write(defragmenter, cache, new, tag=1)
+    defragmenter.defragment()
+    defragmenter.update_state({"b": later}, [])
+    write(defragmenter, cache, later, tag=2)
+    defragmenter.defragment()
+    lowest = [defragmenter.resolve(b) for b in new]
+    return holds(defragmenter, cache, new, tag=1) and max(lowest) < 100
+
+
+def test_a_request_resubmitted_under_its_id_keeps_its_new_blocks():
+    for seed in range(20):
+        for options in ({}, {"prefix_caching": False}, {"graphed": True}):
+            cache = cache_of(200)
+            assert resubmitted(ours(cache, **options), cache, seed)
+
+
+def test_a_late_report_of_the_end_does_not_end_the_later_request():
+    defragmenter = ours(cache_of(100))
+    defragmenter.update_state({("a", 1): [1, 2]}, [])
+    defragmenter.update_state({("a", 2): [3, 4]}, [])
+    assert defragmenter.generation("a") == 2
+    defragmenter.update_state({}, ["a"])
+    assert defragmenter.used_blocks == {3: 1, 4: 1}
+    defragmenter.update_state({("a", 2): [5]}, [("a", 1)])
+    assert defragmenter.used_blocks == {3: 1, 4: 1, 5: 1}
+    with pytest.raises(InvalidArgumentError, match="'a' runs in generation 2, blocks are for 1"):
+        defragmenter.update_state({("a", 1): [7]}, [("a", 7)])
+    assert defragmenter.used_blocks == {3: 1, 4: 1, 5: 1}
+    defragmenter.update_state({}, [("a", 2)])
+    assert defragmenter.used_blocks == {}
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_a_request_that_is_preempted_twice_gives_its_blocks_back(prefix_caching: bool):
+    cache = cache_of(200)
+    defragmenter = ours(cache, prefix_caching=prefix_caching)
+    for turn in range(3):
+        ids = list(range(1 + 30 * turn, 31 + 30 * turn))
+        defragmenter.update_state({"a": ids}, [])
+        write(defragmenter, cache, ids, tag=turn)
+        if turn < 2:
+            defragmenter.release("a")
+    defragmenter.update_state({"b": [190]}, [])
+    write(defragmenter, cache, [190])
+    defragmenter.defragment()
+    assert holds(defragmenter, cache, range(61, 91), tag=2)
+    assert holds(defragmenter, cache, [190])
+    assert (len(defragmenter.used_blocks), max(defragmenter.used_blocks)) == (31, 31)
+
+
+def test_a_sliding_window_gives_blocks_back_one_by_one():
+    defragmenter = ours(cache_of(100))
+    defragmenter.update_state({"a": [4, 5, 6], "b": [5]}, [])
+    defragmenter.release("a", [4, 5])
+    assert defragmenter.used_blocks == {5: 1, 6: 1}
+    with pytest.raises(InvalidArgumentError, match="'a' holds no block 5"):
+        defragmenter.release("a", [6, 5])
+    assert defragmenter.used_blocks == {5: 1, 6: 1}
+    defragmenter.release("a", np.array([6]))
+    with pytest.raises(InvalidArgumentError, match="'a' holds no blocks"):
+        defragmenter.release("a")
+    defragmenter.release("b", [5])
+    assert defragmenter.used_blocks == {}
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_blocks_that_a_connector_still_sends_are_not_overwritten(prefix_caching: bool):
+    cache = cache_of(200)
+    defragmenter = ours(cache, prefix_caching=prefix_caching)
+    defragmenter.update_state({"a": [1, 2, 3], "b": list(range(150, 160))}, [])
+    write(defragmenter, cache, [1, 2, 3, *range(150, 160)])
+    sent = [defragmenter.resolve(b) for b in (1, 2, 3)]
+    lease = defragmenter.lease([1, 2, 3])
+    defragmenter.update_state({}, ["a"])
+    defragmenter.defragment()
+    assert [int(cache[block * BLOCK_SIZE, 0]) for block in sent] == [1, 2, 3]
+    defragmenter.end_lease(lease)
+    assert next(defragmenter.free_blocks()) == 1
+    assert holds(defragmenter, cache, range(150, 160))
+
+
+def test_leased_blocks_do_not_move_and_leases_end_once():
+    defragmenter = ours(cache_of(200))
+    defragmenter.update_state({"a": [100, 150]}, [])
+    lease = defragmenter.lease([150])
+    assert defragmenter.defragment() == 1
+    assert [defragmenter.resolve(b) for b in (100, 150)] == [1, 150]
+    defragmenter.end_lease(lease)
+    assert defragmenter.defragment() == 1
+    assert defragmenter.resolve(150) == 2
+    with pytest.raises(InvalidArgumentError, match="lease is 0"):
+        defragmenter.end_lease(lease)
+
+
+def test_rising_runs_stay_runs():
+    cache = cache_of(400)
+    defragmenter = ours(cache)
+    defragmenter.update_state({"a": list(range(300, 364))}, [])
+    write(defragmenter, cache, range(300, 364))
+    assert defragmenter.defragment()
+    assert holds(defragmenter, cache, range(300, 364))
+    first = defragmenter.resolve(300)
+    assert [defragmenter.resolve(b) for b in range(300, 364)] == list(range(first, first + 64))
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_more_than_512_new_blocks_a_step_converge(prefix_caching: bool, graphed: bool):
+    cache = cache_of(6000)
+    defragmenter = ours(cache, prefix_caching=prefix_caching, graphed=graphed)
+    free, table = list(range(1, 6000)), {}  # first in, first out
+    for step in range(12):
+        new, free = free[:700], free[700:]
+        ended = list(table)[:1] if len(table) == 2 else []
+        defragmenter.update_state({str(step): new}, ended)
+        free += [block for request in ended for block in table.pop(request)]
+        table[str(step)] = new
+        defragmenter.defragment()
+        write(defragmenter, cache, new)
+        assert all(holds(defragmenter, cache, blocks) for blocks in table.values())
+    assert max(defragmenter.used_blocks) <= 1400 + 32
+
+
+def test_a_block_that_is_freed_twice_is_refused_and_nothing_changes():
+    cache = cache_of(200)
+    defragmenter = ours(cache)
+    defragmenter.update_state({"a": [7, 8, 9], "b": [150]}, [])
+    write(defragmenter, cache, [7, 8, 9, 150])
+    defragmenter.release("a", [8])
+    with pytest.raises(InvalidArgumentError, match="'a' holds no block 8"):
+        defragmenter.release("a", [7, 8])
+    assert defragmenter.used_blocks == {7: 1, 9: 1, 150: 1}
+    assert defragmenter.defragment() == 3
+    assert holds(defragmenter, cache, [7, 8, 9, 150])
+    defragmenter.update_state({}, ["a", "b"])
+    assert defragmenter.used_blocks == {}
+
+
+def test_padding_reads_no_real_block():
+    defragmenter = ours(cache_of(50))
+    for call in (defragmenter.resolve, lambda b: defragmenter.resolve_all([[1], [b]])):
+        with pytest.raises(InvalidArgumentError, match="block is -1, must be 0 to 49"):
+            call(-1)
+        with pytest.raises(InvalidArgumentError, match="block is 50, must be 0 to 49"):
+            call(50)
+    with pytest.raises(InvalidArgumentError, match="block is 50"):
+        defragmenter.update_state({"a": [3, 50]}, [])
+    assert defragmenter.used_blocks == {}
+    lenient = ours(cache_of(50), negative="pass")
+    assert lenient.resolve(-1) == -1
+    np.testing.assert_array_equal(lenient.resolve_all(np.array([[3, -1]], np.int32)), [[3, -1]])
+
+
+def test_an_unknown_end_is_passed_over():
+    defragmenter = ours(cache_of(50))
+    defragmenter.update_state({"a": [3]}, ["never seen", ("a", 9)])
+    assert defragmenter.used_blocks == {3: 1}
 
 
 # ---- tables ----
