@@ -11,7 +11,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from hazard_machine import GarbageMemory
 from late_store import LateStore
 from memory_stores import Quotas
 from numpy.typing import NDArray
@@ -115,6 +114,30 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.seconds += seconds
+
+
+class GarbageMemory:
+    """Memory of an elastic cache that holds garbage where none is committed; see `blockyard.engine.elastic.cache`.
+
+    Args:
+        num_bytes: of all tensors.
+        chunk: bytes that come and go together.
+    """
+
+    def __init__(self, num_bytes: int, chunk: int) -> None:
+        self.chunk = chunk
+        self.tensor = torch.full((num_bytes,), 0xA5, dtype=torch.uint8)
+
+    def commit(self, first: int, last: int) -> None:
+        """Bring zeros."""
+        self.tensor[first * self.chunk : last * self.chunk] = 0
+
+    def release(self, first: int, last: int) -> None:
+        """Leave garbage."""
+        self.tensor[first * self.chunk : last * self.chunk] = 0xA5
+
+    def synchronize(self) -> None:
+        """Do nothing: engines' tickets have been waited for, and compute ends with its step."""
 
 
 @dataclass(eq=False)

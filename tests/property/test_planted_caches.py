@@ -1,0 +1,84 @@
+"""Faults planted in the copy engine, the executor and the cache: random programs over whole caches notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partialmethod
+from typing import Any
+
+import pytest
+from random_cache_programs import failure, random_program
+
+from blockyard import KVCache, StepDecision
+from blockyard.engine.engine import CacheEngine, Kind
+from blockyard.engine.mapping import Ids
+from blockyard.engine.memory import Memory
+from blockyard.engine.transfers import Transfer, Transfers
+from blockyard.executor.executor import StepDone, StepExecutor
+from blockyard.executor.parts import Part
+
+PROGRAMS = 150
+BEGIN, CUT, ORDER = StepExecutor._begin, StepExecutor._cut, Transfers.order_compute
+POLL, STAGING, SUBMIT = StepExecutor.poll, Memory.staging, CacheEngine.submit
+
+
+def copies_do_not_wait(
+    self: CacheEngine, kind: Kind, pairs: Ids, *, after: Sequence[Transfer] = (), **arguments: Any
+) -> Transfer:
+    return SUBMIT(self, kind, pairs, after=() if kind == "copy" else after, **arguments)
+
+
+def ignores_after(self: StepExecutor, decision: StepDecision, *rest: Any, **arguments: Any) -> Any:
+    return CUT(self, StepDecision(decision.ticket, decision.transfers()), *rest, **arguments)
+
+
+def ends_when_begun(self: StepExecutor, part: Part, *, kinds: Sequence[str]) -> None:
+    BEGIN(self, part)
+    if part.kind in kinds:
+        self._legs.end(part, [], None)
+
+
+def forgets_lost_moves(self: StepExecutor) -> list[StepDone]:
+    return [done._replace(lost=tuple(pairs for pairs in done.lost if pairs.src != pairs.dst)) for done in POLL(self)]
+
+
+def orders_the_layer_before(self: Transfers, transfer: Transfer, layer: int | None = None) -> None:
+    ORDER(self, transfer, layer and max(0, layer - 1))
+
+
+def one_buffer(self: Memory, num_rows: int) -> Any:
+    self.kept = getattr(self, "kept", None)  # type: ignore[attr-defined]
+    if self.kept is None:
+        self.kept = STAGING(self, 1000)  # type: ignore[attr-defined]
+    return self.kept[:num_rows]
+
+
+def gives_back_all_beyond_the_size(self: KVCache) -> None:
+    blocks = self.manager.pool("device").num_blocks
+    if self.elastic is not None and blocks < self.elastic.num_blocks:
+        self.elastic.resize(blocks)
+
+
+FAULTS: dict[str, tuple[type, str, Any]] = {
+    "copies do not wait": (CacheEngine, "submit", copies_do_not_wait),
+    "the order between tickets is ignored": (StepExecutor, "_cut", ignores_after),
+    "swaps end when they begin": (
+        StepExecutor,
+        "_begin",
+        partialmethod(ends_when_begun, kinds=("swap_in", "swap_out")),
+    ),
+    "moves end when they begin": (StepExecutor, "_begin", partialmethod(ends_when_begun, kinds=("move",))),
+    "lost moves are not reported": (StepExecutor, "poll", forgets_lost_moves),
+    "compute does not wait": (Transfers, "order_compute", lambda *_: None),
+    "compute waits for the layer before": (Transfers, "order_compute", orders_the_layer_before),
+    "one staging buffer": (Memory, "staging", one_buffer),
+    "memory goes with the size": (KVCache, "give_back", gives_back_all_beyond_the_size),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch):
+    owner, name, value = FAULTS[fault]
+    monkeypatch.setattr(owner, name, value)
+    # An unexpected kind of failure, such as of the fault itself, is none.
+    assert any(isinstance(failure(random_program(seed, 300)), AssertionError) for seed in range(PROGRAMS))
