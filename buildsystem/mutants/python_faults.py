@@ -293,8 +293,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         "prefix_store/loads.py",
         PREFIXES,
         [
-            ("        count = len(ok) if ok.all() else int(ok.argmin())", "        count = int(ok.sum())"),
-            ("ABSENT_SECONDS if reason ==", "FAILED_SECONDS if reason =="),
+            ("        count = _leading(ok)\n", "        count = int(ok.sum())\n"),
+            (" or _leading(~self._store.lacks(keys[:PROBED]))", " or len(keys[:PROBED])"),
             ("        load.tokens += found * self._manager.block_size", "        load.tokens += found"),
             (
                 "        found = self._end_job(copy.job, copy.landed & has_landed)",

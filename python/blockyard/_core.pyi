@@ -1990,6 +1990,8 @@ class SlabStore:
         """Start to delete keys. Returns a ticket. See `ExternalStore.submit_delete`."""
     def contains(self, keys: NDArray[np.uint8] | _Each[bytes]) -> NDArray[np.bool_]:
         """Whether each key has a block, bool `[n]`; nothing is read. See `ExternalStore.contains`."""
+    def lacks(self, keys: NDArray[np.uint8] | _Each[bytes]) -> NDArray[np.bool_]:
+        """Whether a get of each key is sure to be a miss, bool `[n]`. See `ExternalStore.lacks`."""
     def forget(self, revision: str | None = None) -> None:
         """Forget every key, now and for later processes; waits for the disk. See `ExternalStore.forget`."""
     def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:

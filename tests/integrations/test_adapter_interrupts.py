@@ -17,7 +17,6 @@ from cache_program import open_files, own_threads
 from engine_drivers import FaultyStore
 from interrupts import Interrupt
 
-from blockyard.integrations import objects
 from blockyard.integrations.nano import BlockManager
 from blockyard.stores import register
 
@@ -244,7 +243,6 @@ class LMCacheEngine(Caller):
 def test_an_exception_at_any_place_of_lmcaches_connector_ends_every_operation_once(
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException], most: int
 ):
-    monkeypatch.setattr(objects, "_MISSED_SECONDS", 0.0)
     monkeypatch.setattr(FaultyStore, "fault", "")
 
     def run(interrupt: Interrupt) -> None:

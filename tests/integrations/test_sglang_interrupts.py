@@ -28,7 +28,6 @@ PAGES, LAYERS, TOKENS, WIDTH = 4, 2, 4, 8
 
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(objects, "_MISSED_SECONDS", 0.0)
     monkeypatch.setattr(FaultyStore, "fault", "")
     with engine_drivers.sglang():
         yield

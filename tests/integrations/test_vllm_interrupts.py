@@ -18,7 +18,6 @@ from cache_program import own_threads
 from interrupts import Interrupt
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations import objects
 
 TIER = ("vllm/tier.py",)
 MANAGER = ("vllm/manager.py", "vllm/hints.py", "vllm/external.py")
@@ -28,8 +27,7 @@ PATIENCE = 10.0
 
 
 @pytest.fixture(params=[kind for kind in vllm_modules.KINDS if kind.startswith("stand-in")])
-def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    monkeypatch.setattr(objects, "_MISSED_SECONDS", 0.0)
+def vllm(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
     with vllm_modules.loaded(request.param) as modules:
         yield modules
 

@@ -170,7 +170,6 @@ def test_no_load_gets_bytes_of_a_store_that_a_reset_met(engine: Callable[..., En
     rng, one = random.Random(seed), engine(chunks=5, weights_fixed=True)
     steps, keys = Steps(one), KEYS[:10]
     for _ in range(300):
-        one.tier._absent.clear()
         if rng.random() < 0.2:
             steps.reset()
         steps.step(rng.sample(keys, rng.randint(1, 4)), rng.sample(keys, rng.randint(0, 5)))

@@ -119,8 +119,8 @@ def test_other_weights_find_nothing(tmp_path: Path):
 
 
 def test_a_block_that_was_absent_is_asked_for_again_sooner_than_one_that_failed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("blockyard.prefix_store.loads.ABSENT_SECONDS", 0.0)
-    monkeypatch.setattr("blockyard.prefix_store.loads.FAILED_SECONDS", 1000.0)
+    monkeypatch.setattr("blockyard.stores.batches.ABSENT_SECONDS", 0.0)
+    monkeypatch.setattr("blockyard.stores.batches.FAILED_SECONDS", 1000.0)
     medium: Medium = {}
     with checked(keyed(medium)) as one, checked(keyed(medium)) as other:
         assert one.fetch(tokens(1, 11)).tokens == 0
@@ -200,7 +200,7 @@ def test_a_store_that_says_hit_for_ever_is_asked_once():
         assert cache.serve(tokens(1, 17)) == 0
         # The store's own calls read and write its epoch's row: before it is put, and after.
         assert store.asked <= 3
-        assert cache.prefixes.stats().misses["failed_before"] == 49
+        assert cache.prefixes.stats().misses == {"error": 1, "absent": 49}
 
 
 @pytest.mark.parametrize(("host", "busy"), [(0, 0), (0, 16), (0, 28), (8, 16), (8, 26), (16, 20)])

@@ -92,12 +92,14 @@ def test_a_failed_read_heals(trouble: str, monkeypatch: pytest.MonkeyPatch):
         reader.gate.set()
         hidden = reader.contains(KEYS[:5])
         assert not hidden[:4].any()
+        assert reader.lacks(KEYS[:5]).tolist() == [True] * 4 + [False]
 
         def is_back() -> bool:
             return bool(reader.wait(reader.submit_get(KEYS[:4])).ok.all())
 
         wait_for(is_back)
         assert reader.contains(KEYS[:5]).all()
+        assert not reader.lacks(KEYS[:5]).any()
     assert not medium.good_deleted
 
 
@@ -115,7 +117,6 @@ def test_a_key_that_was_deleted_and_is_put_by_another_process_is_found():
 def test_nothing_whole_is_deleted_and_all_of_it_comes_back(seed: int, monkeypatch: pytest.MonkeyPatch):
     """Stores and `objects.PrefixObjects` over one medium: puts, gets, trouble and damage in any order."""
     monkeypatch.setattr(batches, "FAILED_SECONDS", 0.01)
-    monkeypatch.setattr(objects, "_MISSED_SECONDS", 0.01)
     monkeypatch.setattr(objects, "_ASK_SECONDS", 0.0)
     rng, medium, stores = random.Random(seed), Medium(), list[Troubled]()
 

@@ -72,6 +72,9 @@ def test_the_descriptor_tells_of_every_batch_that_ends(tmp_path: Path):
             assert not select.select([descriptor], [], [], 0)[0]
         store.wait(store.submit_get(names))
         assert store.poll() == [], "a ticket that has been collected is not reported"
+        assert store.lacks(names).all()
+        stored = store.wait(store.submit_put(names, rows(30))).ok
+        assert store.lacks(names).tolist() == (~stored).tolist()
 
 
 def test_slots_and_bytes_are_spread_over_the_disks(tmp_path: Path):

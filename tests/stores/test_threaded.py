@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from blockyard import KVCache, KVLayout
 from blockyard.errors import ForkedError, InvalidArgumentError, StoreFullError, StoreURLError
-from blockyard.stores import ExternalStore, ThreadedStore, base, open_store, register
+from blockyard.stores import ExternalStore, ThreadedStore, base, batches, open_store, register
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
 
 
@@ -561,3 +561,20 @@ def test_a_store_that_nobody_uses_has_no_threads():
         while store._num_threads and time.monotonic() < until:
             time.sleep(0.001)
         assert not [thread for thread in threading.enumerate() if thread.name == "blockyard-store"]
+
+
+def test_a_key_is_lacked_once_the_storage_has_said_so_until_it_is_put(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(batches, "ABSENT_SECONDS", 0.2)
+    with KeyedStore() as store:
+        assert store.lacks(names(2)).tolist() == [False, False], "nobody has asked the storage"
+        assert get(store, 2) == ("absent", "absent")
+        assert store.lacks(names(2)).tolist() == [True, True]
+        assert put(store, 1) == ("",)
+        assert store.lacks(names(2)).tolist() == [False, True]
+        assert not store.wait(store.submit_delete(names(1))).reasons[0]
+        assert store.lacks(names(2)).tolist() == [True, True]
+        until = time.monotonic() + PATIENCE
+        while store.lacks(names(2)).any():
+            assert time.monotonic() < until, "another process may have put them"
+            time.sleep(0.01)
+    assert store.lacks(names(1)).tolist() == [True], "a closed store has nothing"

@@ -140,9 +140,16 @@ class CheckedStore:
 
     def contains(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return which keys the store says it has, bool `[n]`; none if it says anything else."""
+        return self._ask(self._store.contains, keys)
+
+    def lacks(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Return which keys the store says it lacks, bool `[n]`; none if it says anything else."""
+        return self._ask(self._store.lacks, keys)
+
+    def _ask(self, call: Callable[[NDArray[np.uint8]], object], keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         self._process.check()
         try:
-            found = np.asarray(self._store.contains(keys))
+            found = np.asarray(call(keys))
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
             _log.warning("the store cannot say which of %d keys it has: %s", len(keys), _describe(error))
             return np.zeros(len(keys), np.bool_)

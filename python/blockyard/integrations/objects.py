@@ -3,8 +3,8 @@
 An object is cut into blocks of one width, so that objects of several lengths share one store and its cap. Each block
 begins with the object's length and the XXH3-128 of its bytes. An object counts only if all its blocks come back whole
 and begin alike, and its length is the one asked for; else it is a miss. If damage is the reason, its first block is
-deleted. For any other reason it stays, and only this process takes the object for absent, for two seconds. A store
-keeps the block that it has under a key, so a put deletes blocks of other bytes first.
+deleted. For any other reason it stays, and the store hides the block that did not come for a while. A store keeps the
+block that it has under a key, so a put deletes blocks of other bytes first.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import hashlib
 import json
 import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +29,7 @@ from blockyard.stores import Completion, ExternalStore, StoreStats, open_store
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
 
-__all__ = ["MissedKeys", "PrefixObjects", "collect", "require_one", "store_url"]
+__all__ = ["PrefixObjects", "collect", "require_one", "store_url"]
 
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = b"blockyard objects 2"
@@ -40,36 +39,6 @@ _BATCH_BYTES: Final = 64 << 20
 """Bytes that one batch has in the store at a time, so that its memory for blocks in flight is never full."""
 _ASK_SECONDS: Final = 0.05
 """How long `contains` waits for a server's answer about keys that this process meets for the first time."""
-
-_MISSED_SECONDS: Final = 2.0
-_MOST_MISSED: Final = 1 << 16
-
-
-class MissedKeys:
-    """Keys whose blocks did not come: misses for two seconds, or an engine would ask for one again and again."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._until: dict[bytes, float] = {}
-
-    def add(self, keys: Iterable[bytes]) -> None:
-        """Note keys whose blocks did not come."""
-        with self._lock:
-            for key in keys:
-                self._until.pop(key, None)
-                self._until[key] = time.monotonic() + _MISSED_SECONDS
-            while len(self._until) > _MOST_MISSED:
-                del self._until[next(iter(self._until))]
-
-    def drop(self, keys: Iterable[bytes]) -> None:
-        """Forget keys, which have been stored."""
-        with self._lock:
-            for key in keys:
-                self._until.pop(key, None)
-
-    def __contains__(self, key: bytes) -> bool:
-        with self._lock:
-            return self._until.get(key, 0.0) > time.monotonic()
 
 
 def collect(store: ExternalStore, submit: Callable[..., int], *arguments: object) -> Completion:
@@ -126,7 +95,6 @@ class PrefixObjects:
         self._width = _HEADER + object_bytes
         # A file store knows its keys.
         self._patience = 0.0 if url.startswith("file:") else _ASK_SECONDS
-        self._missed = MissedKeys()
         text = json.dumps(fields, sort_keys=True, default=str)
         self._store: ExternalStore = open_store(
             url,
@@ -159,7 +127,6 @@ class PrefixObjects:
                 _LOG.exception("%d objects were not stored", last - first)
                 continue
             stored[first:last] = done
-            self._missed.drop(_name(keys[index], 0) for index in range(first, last) if stored[index])
         return stored
 
     def _replace(self, keys: Sequence[str], sizes: Sequence[int], rows: NDArray[np.uint8]) -> list[bool]:
@@ -210,7 +177,6 @@ class PrefixObjects:
                     collect(self._store, self._store.submit_delete, bad)
             except Exception:  # noqa: BLE001 (a load that failed is a miss)
                 _LOG.exception("%d objects could not be loaded", last - first)
-            self._missed.add(_name(keys[index], 0) for index in range(first, last) if not loaded[index])
         return loaded
 
     def contains(self, keys: Sequence[str], sizes: Sequence[int] | None = None, until: float = math.inf) -> list[bool]:
@@ -229,7 +195,7 @@ class PrefixObjects:
             _LOG.exception("a lookup of %d objects failed", len(keys))
             return [False] * len(keys)
         whole = found if sizes is None else [part.all() for part in self._split(found, sizes)]
-        return [bool(there) and _name(key, 0) not in self._missed for key, there in zip(keys, whole, strict=True)]
+        return [bool(there) for there in whole]
 
     def delete(self, keys: Sequence[str]) -> list[bool]:
         """Delete objects, known by their first blocks; return which are deleted. The rest is evicted in time."""

@@ -23,17 +23,12 @@ from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
 from blockyard.executor.checked_store import Answer, CheckedStore, PendingBatch
 from blockyard.prefix_store.stats import LOAD_SECONDS, PrefixStoreStats
-from blockyard.stores.value import is_damage
 from blockyard.workers import keep
 
 __all__ = ["Load", "Loads", "Prefetch"]
 
 PROBED: Final = 4
 """Blocks that are read on trial where the store does not know yet whether it has them."""
-ABSENT_SECONDS: Final = 0.5  # how long a key that was not there is not asked for again
-FAILED_SECONDS: Final = 2.0  # how long a key whose block did not come is not
-PAUSES: Final = (0.5, 8.0)  # least and most seconds without reads after one that passed its deadline
-MOST_FAILED: Final = 1 << 16  # keys that are known to be of no use
 
 
 @dataclass(slots=True, eq=False)
@@ -50,11 +45,15 @@ class Read:
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """Blocks on their way from rows to the blocks of a job. `landed` says which of the job's these are, bool `[n]`."""
+    """Blocks on their way from rows to the blocks of a job. `landed` says which of the job's these are, bool `[n]`.
+
+    The block that follows did not come if this `is_last`.
+    """
 
     job: StoreJob
     transfer: Transfer
     landed: NDArray[np.bool_]
+    is_last: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -143,8 +142,7 @@ class Loads:
         self._buffers = engine.memory.buffers
         self._jobs: list[StoreJob] = []  # the manager's jobs that have not ended
         self._abandoned: list[Read] = []  # reads past their deadline: their rows are the store's until they end
-        self._failed: dict[bytes, float] = {}  # keys that are known to be of no use, each until when
-        self._retry_at, self._pause = 0.0, PAUSES[0]
+        self._late_at: int | None = None  # answers the store had given as a read passed its prompt's deadline
         self._is_closed = False
         self.open: list[Load] = []
 
@@ -178,16 +176,6 @@ class Loads:
         for load in tuple(self.open):
             self._advance(load)
 
-    def forget(self) -> None:
-        """Ask for every key again."""
-        self._failed.clear()
-
-    def note_written(self, keys: NDArray[np.uint8]) -> None:
-        """Take note of keys that the store has been given."""
-        if self._failed:
-            for key in keys:
-                self._failed.pop(key.tobytes(), None)
-
     def close(self) -> None:
         """Load nothing more."""
         self._is_closed = True
@@ -211,16 +199,8 @@ class Loads:
     # ---- one load ----
 
     def _missing(self, prompt: HashedPrompt) -> NDArray[np.uint8]:
-        """Keys that no tier has, up to the first that is known to be of no use."""
-        keys = self._manager.prefix.store_jobs.missing(prompt, self._max_blocks)
-        if self._failed and len(keys):
-            now = time.monotonic()
-            for index, key in enumerate(keys):
-                until = self._failed.get(key.tobytes())
-                if until is not None and until > now:
-                    self._stats.misses["failed_before"] += not index
-                    return keys[:index]
-        return keys
+        """Keys that no tier has."""
+        return self._manager.prefix.store_jobs.missing(prompt, self._max_blocks)
 
     def _advance(self, load: Load) -> None:
         """Take a load as far as it goes."""
@@ -238,7 +218,9 @@ class Loads:
                 return
 
     def _begin_read(self, load: Load) -> bool:
-        if self._is_closed or time.monotonic() < self._retry_at:
+        reads = [other.read for other in self.open if other.read is not None]
+        is_late = self._late_at is not None and (reads or self._late_at == self._store.num_answers)
+        if self._is_closed or is_late:
             return self._finish(load, "closed" if self._is_closed else "unavailable")
         first = load.keys[0].tobytes()
         if any(other.read is not None and other.keys[0].tobytes() == first for other in self.open):
@@ -248,31 +230,28 @@ class Loads:
             load.keys, load.is_behind = self._missing(load.prompt), False
             if not len(load.keys):
                 return self._finish(load)
-        reads = [other.read for other in self.open if other.read is not None] + self._abandoned
-        room = self._max_blocks - sum(len(read.keys) for read in reads)
+        room = self._max_blocks - sum(len(read.keys) for read in reads + self._abandoned)
         if room < min(len(load.keys), self._max_blocks // 4 or 1):
             return False
         keys = load.keys[:room]
-        found = self._store.contains(keys)
-        count = len(found) if found.all() else int(found.argmin()) or min(PROBED, len(found))
+        count = _leading(self._store.contains(keys)) or _leading(~self._store.lacks(keys[:PROBED]))
+        if not count:
+            return self._finish(load, "absent")
         keys, rows = np.ascontiguousarray(keys[:count]), self._buffers.take(count, self._size)
-        try:
+        with suppress(StoreError):
             load.read = Read(keys, self._store.get(keys, rows), rows)
-        except StoreError:
-            self._note_failed(keys[0].tobytes(), "error")
-            return self._finish(load)
-        return True
+        return load.read is not None or self._finish(load, "error")
 
     def _take_rows(self, load: Load, read: Read) -> bool:
         """Give the blocks that came a place, up to the first that did not."""
         answer = read.batch.answer
         if answer is None:
             return False
-        self._pause = PAUSES[0]
+        self._late_at = None
         ok = answer.ok
-        count = len(ok) if ok.all() else int(ok.argmin())
+        count = _leading(ok)
         if count < len(ok):
-            self._note_failed(read.keys[count].tobytes(), _reason(answer, count))
+            self._stats.misses[_reason(answer, count)] += 1
         if not count:
             return self._finish(load)
         job = keep(self._jobs, self._manager.prefix.store_jobs.begin_load, load.prompt, count)
@@ -288,7 +267,7 @@ class Loads:
         except BlockyardError:
             self._end_job(job, [False] * len(job))
             return self._finish(load, "copy_failed")
-        load.copy = Copy(job, transfer, landed)
+        load.copy = Copy(job, transfer, landed, is_last=count < len(ok))
         return True
 
     def _take_copies(self, load: Load, copy: Copy) -> bool:
@@ -305,19 +284,20 @@ class Loads:
         load.tokens += found * self._manager.block_size
         load.brought.update(key.tobytes() for key in copy.job.keys[copy.landed])
         load.keys = self._missing(load.prompt)
-        if not len(load.keys):
+        if copy.is_last or not len(load.keys):
             return self._finish(load)
         if load.keys[0].tobytes() in load.brought:  # it has been evicted since, for this prompt or another
             return self._finish(load, "no_room")
         return True
 
     def _give_up(self, load: Load) -> None:
-        """The deadline has passed: go on without the store, and leave it alone for a while."""
+        """The deadline has passed: go on without the store.
+
+        Other prompts do, too, until it has answered something. Then one at a time tries it, until one is in time.
+        """
         if load.read is not None:
             self._abandoned.append(load.read)
-            self._hide(load.read.keys[0].tobytes(), FAILED_SECONDS)
-            self._retry_at = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, PAUSES[1])
+            self._late_at = self._store.num_answers
         self._finish(load, "timeout")
 
     def _finish(self, load: Load, miss: str = "") -> bool:
@@ -343,17 +323,10 @@ class Loads:
             if read.batch.answer.are_rows_free:
                 self._buffers.give(rows)
 
-    # ---- keys that are of no use for a while ----
 
-    def _note_failed(self, key: bytes, reason: str) -> None:
-        self._stats.misses[reason] += 1
-        self._hide(key, ABSENT_SECONDS if reason == "absent" or is_damage(reason) else FAILED_SECONDS)
-
-    def _hide(self, key: bytes, seconds: float) -> None:
-        self._failed.pop(key, None)
-        self._failed[key] = time.monotonic() + seconds
-        if len(self._failed) > MOST_FAILED:
-            del self._failed[next(iter(self._failed))]
+def _leading(found: NDArray[np.bool_]) -> int:
+    """Return how many are true before the first that is not."""
+    return len(found) if found.all() else int(found.argmin())
 
 
 def _reason(answer: Answer, index: int) -> str:

@@ -21,7 +21,8 @@ class PrefixStoreStats:
         hit_blocks: blocks that were loaded, and then could be found.
         hit_bytes: their bytes.
         misses: blocks or prompts that did not get a block from the store, by reason: `"absent"`, `"timeout"`,
-            `"no_room"`, `"unavailable"`, `"failed_before"`, `"copy_failed"` and the store's own reasons.
+            `"no_room"`, `"unavailable"`, `"copy_failed"` and the store's own reasons. Prompts whose first block the
+            store is known to lack count as `"absent"`, see `ExternalStore.lacks`.
         written_blocks: blocks that the store has taken, or had.
         written_bytes: their bytes.
         unwritten_blocks: blocks that it has not. Those that a call of the manager took first, and those that the store

@@ -94,7 +94,7 @@ class PrefixStore:
         self._manager, self._engine, self._checked, self._size = manager, engine, checked, size
         self._timeout_base = prefetch_timeout_base
         self._loads = Loads(manager, engine, checked, self._stats, max_bytes)
-        self._writes = Writes(manager, engine, checked, self._stats, max_bytes, self._loads.note_written)
+        self._writes = Writes(manager, engine, checked, self._stats, max_bytes)
         if writes == "never":
             self._writes.close()
         self._in_critical_section = (
@@ -192,7 +192,6 @@ class PrefixStore:
         if self._loads.open or self._writes or not self._manager.prefix.reset():
             return False
         self.store.forget(revision)
-        self._loads.forget()
         return True
 
     def set_quota(self, salt: bytes | None, num_bytes: int | str | None) -> None:

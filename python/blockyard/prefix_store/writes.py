@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -43,7 +42,6 @@ class Writes:
         store: the store.
         stats: takes the counts.
         max_bytes: of blocks on their way.
-        note_written: called with the keys of each batch that the store has answered.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class Writes:
         store: CheckedStore,
         stats: PrefixStoreStats,
         max_bytes: int,
-        note_written: Callable[[NDArray[np.uint8]], None],
     ) -> None:
         self._engine, self._store, self._stats = engine, store, stats
         self._store_jobs = manager.prefix.store_jobs
@@ -61,7 +58,6 @@ class Writes:
         self._buffers = engine.memory.buffers
         self._max_blocks = max_bytes // self._size
         self._blocks_at_once = max(1, min(self._max_blocks, WRITTEN_AT_ONCE // self._size))
-        self._note_written = note_written
         self._jobs: list[StoreJob] = []  # the manager's jobs that have not ended
         self._is_closed = False
         self._reading: list[Write] = []  # the engine reads their blocks
@@ -150,7 +146,6 @@ class Writes:
             self._num_putting += len(write.job)
         else:  # the store has all of them
             self._count(len(write.job))
-            self._note_written(write.job.keys)
             self._give_back(write)
         return True
 
@@ -161,7 +156,6 @@ class Writes:
             return False
         self._count(int(answer.ok.sum()) + len(write.job) - len(answer.ok))
         self._stats.unwritten_blocks += int(len(answer.ok) - answer.ok.sum())
-        self._note_written(write.job.keys)
         if answer.are_rows_free:
             self._give_back(write)
         return True

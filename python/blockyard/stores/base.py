@@ -165,7 +165,7 @@ class ExternalStore(ABC):
         """Start to read blocks by key.
 
         A key without a block is a miss, `"absent"`. A damaged block is deleted. A key whose block does not come for a
-        reason that passes may be absent in this process for a few seconds.
+        reason that passes may be absent in this process for a few seconds, see `lacks`.
 
         Args:
             keys: as for `submit_put`; repeats are allowed.
@@ -199,9 +199,18 @@ class ExternalStore(ABC):
         """Return whether each key has a block whose write has landed, bool `[n]`.
 
         Never waits, and reads nothing: a block can be damaged. Only a read that comes back proves a hit. A store that
-        must ask a server may say False for a key that it meets for the first time, and know better soon.
+        must ask a server may say False for a key that it meets for the first time, and know better soon: see `lacks`.
         """
         raise keyless()
+
+    def lacks(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return whether a read of each key is known to be a miss now, bool `[n]`; then do not read it. Never waits.
+
+        A key is lacked while the store knows that it has no block; for a second after the storage has said so; for two
+        after a read that failed for a reason that passes, and until `delete` has ended. While the storage does not
+        answer, all may be lacked. A key that is neither there nor lacked is not known yet: read it.
+        """
+        return np.zeros(len(keys), np.bool_)
 
     def forget(self, revision: str | None = None) -> None:  # noqa: ARG002 (a store with keys has its own)
         """Forget every key at once, in all processes, also those that are being written.

@@ -538,6 +538,8 @@ def owners_of_each(owners: Owners, names: list[bytes], single: dict[bytes, int])
 class KnownKeys:
     """Which keys have a block, as far as this process knows, and which not to ask for now. The caller holds a lock.
 
+    It is the only memory of absent keys over a store: what has a store asks its `lacks`.
+
     A read that failed hides its key for two seconds, so that one key cannot keep a thread busy; then it is read again.
     A deletion that was not confirmed hides its key until it is put again.
     """
@@ -565,6 +567,11 @@ class KnownKeys:
     def is_due(self, key: bytes) -> bool:
         """Return whether the storage is to be asked for a key."""
         return abs(self._until.get(key, 0.0)) < time.monotonic()
+
+    def is_lacked(self, key: bytes) -> bool:
+        """Return whether a read of a key is known to be a miss now."""
+        until = self._until.get(key, 0.0)
+        return until != _THERE and abs(until) >= time.monotonic()
 
     def note(self, key: bytes, *, is_there: bool) -> None:
         """Take note of what the storage said."""

@@ -123,12 +123,11 @@ class StripedStore(ExternalStore):
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """Return whether each key has a block on its disk. See `ExternalStore`."""
-        found = self._check_keys(keys)
-        answer = np.zeros(len(found), dtype=np.bool_)
-        for part, places in self._shares(self._disks(found)):
-            if part is not None:
-                answer[places] = part.contains(found[places])
-        return answer
+        return self._ask(keys, lambda part, asked: part.contains(asked), unopened=False)
+
+    def lacks(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return whether a read of each key is known to be a miss. See `ExternalStore`."""
+        return self._ask(keys, lambda part, asked: part.lacks(asked), unopened=True)
 
     def forget(self, revision: str | None = None) -> None:
         """Forget every key, on all disks that answer. See `ExternalStore`."""
@@ -255,6 +254,17 @@ class StripedStore(ExternalStore):
                 self._ended.append(ticket)
                 os.eventfd_write(self._at_once, 1)
         return ticket
+
+    def _ask(
+        self, keys: Keys, ask: Callable[[ExternalStore, Rows], NDArray[np.bool_]], *, unopened: bool
+    ) -> NDArray[np.bool_]:
+        """Ask each disk for its keys; `unopened` is what holds for those of a disk that could not be opened."""
+        found = self._check_keys(keys)
+        answer = np.full(len(found), unopened)
+        for part, places in self._shares(self._disks(found)):
+            if part is not None:
+                answer[places] = ask(part, found[places])
+        return answer
 
     def _shares(self, disks: Ids) -> list[tuple[ExternalStore | None, Ids]]:
         """The stores that have something of a batch, and the places of that; of an empty batch the first store."""

@@ -215,14 +215,20 @@ class ThreadedStore(BatchStore):
         """
         names = self._keys_of(keys)
         with self._lock:
-            now = time.monotonic()
-            if self._closed or self._refuses(now):
+            if self._closed or self._refuses(time.monotonic()):
                 return np.zeros(len(names), np.bool_)
             there, wanted = self._known.look_up(names)
             self._wanted.update(dict.fromkeys(wanted[: max(0, _MOST_WANTED - len(self._wanted))]))
             if self._wanted:
                 self._look()
             return np.array(there, np.bool_)
+
+    def lacks(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return whether a read of each key is known to be a miss now; see `ExternalStore.lacks`."""
+        names = self._keys_of(keys)
+        with self._lock:
+            is_down = self._closed or self._refuses(time.monotonic())
+            return np.array([is_down or self._known.is_lacked(name) for name in names], np.bool_)
 
     @property
     def _age(self) -> int:
@@ -249,8 +255,7 @@ class ThreadedStore(BatchStore):
         self._process.check()
         if type(self).delete is ThreadedStore.delete:
             raise keyless()
-        names = checked_keys(keys)
-        return names if isinstance(names, list) else [name.tobytes() for name in names]
+        return [bytes(name) for name in checked_keys(keys)]
 
     def _carry_out(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
         if batch.kind in {"write", "read"}:
@@ -267,8 +272,8 @@ class ThreadedStore(BatchStore):
 
     def _carry_out_under_epoch(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
         keys = [name for name in batch.names if isinstance(name, bytes)]
-        if batch.kind == "get":  # which brings the record with it, unless it is the first
-            return self._get(batch, keys, self._epochs.known() or self._epochs.confirm())
+        if batch.kind == "get":
+            return self._get(batch, keys)
         epoch = self._epochs.confirm(seconds=_EPOCH_SECONDS)
         if batch.age < self._epochs.age:  # it has the epoch of its submission
             return None, ["forgotten"] * len(keys)
@@ -322,12 +327,15 @@ class ThreadedStore(BatchStore):
             reasons[index] = reason or ("" if digest.tobytes() == digests[index] else "payload_checksum")
         return spread_out(rows, there, len(slots)), reasons
 
-    def _get(self, batch: Batch, keys: list[bytes], epoch: Epoch) -> tuple[NDArray[np.uint8] | None, list[str]]:
+    def _get(self, batch: Batch, keys: list[bytes]) -> tuple[NDArray[np.uint8] | None, list[str]]:
         with self._lock:
             there = [index for index, key in enumerate(keys) if not self._known.is_hidden(key)]
         reasons = ["absent"] * len(keys)
         if not there:
             return np.zeros((0, self.bytes_per_block), np.uint8), reasons
+        epoch = (
+            self._epochs.known() or self._epochs.confirm()
+        )  # a read brings the record with it, unless it is the first
         out = batch.rows if len(there) == len(batch.reasons) else None
         wanted = [keys[index] for index in there]
         stored, rows, found = self._fetch_under(epoch, wanted, out)

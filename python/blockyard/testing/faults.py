@@ -183,6 +183,11 @@ class UnrulyStore(ExternalStore):
         found = self._break(lambda: self._inner.contains(keys), lambda right: [None, ~right, right[1:], "yes", 1.5])
         return cast("NDArray[np.bool_]", found)
 
+    def lacks(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return which keys are lacked, or anything."""
+        found = self._break(lambda: self._inner.lacks(keys), lambda right: [None, ~right, right[1:], "no", 1.5])
+        return cast("NDArray[np.bool_]", found)
+
     def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
         """Limit the blocks of a tenant in the store below, or raise anything."""
         self._break(lambda: self._inner.set_quota(tenant, num_blocks), lambda done: [done])
@@ -298,6 +303,11 @@ class FailingStore(ExternalStore):
         """Return whether each key has a block, or claim it."""
         found = self._inner.contains(keys)
         return np.ones_like(found) if self.fault == "lose" else found
+
+    def lacks(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return whether each key is known to be a miss, or deny it."""
+        found = self._inner.lacks(keys)
+        return np.zeros_like(found) if self.fault == "lose" else found
 
     def forget(self, revision: str | None = None) -> None:
         """Forget every key."""

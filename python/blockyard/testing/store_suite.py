@@ -251,6 +251,7 @@ class PrefixStoreSuite(ABC):
             _equal(store.contains(self.keys(1, 2)).tolist(), [False, False], "contains in an empty store")
             self.put(store, 1)
             _equal(store.contains(self.keys(1, 2)).tolist(), [True, False], "contains")
+            _equal(store.lacks(self.keys(1)).tolist(), [False], "lacks, of a key that is there")
 
     def test_rows_may_change_once_their_put_is_collected(self) -> None:
         """Also when it was given up at once."""

@@ -31,12 +31,17 @@ fn reopened(disk: &Disk, store: SlabStore, with_checkpoint: bool) -> SlabStore {
 
 #[test]
 fn a_block_comes_back_under_its_key_and_another_key_is_absent() {
-    let store = open(&disk());
+    let disk = disk();
+    let store = open(&disk);
     assert_eq!(put(&store, &[1, 2, 1], 0), [Ok(()); 3]);
     assert_eq!(get(&store, &[2, 3, 1, 1]), [Ok(row(2, 0)), ABSENT, Ok(row(1, 0)), Ok(row(1, 0))]);
     assert_eq!(contains(&store, &[1, 2, 3]), [true, true, false]);
     let stats = store.stats().unwrap();
     assert_eq!((stats.written_blocks, stats.cached_blocks, stats.evicted_blocks), (2, 2, 0));
+    disk.frozen(|| {
+        submit_put(&store, &[3], 0).unwrap();
+        assert_eq!((contains(&store, &[3]), store.lacks(&[key(3), key(4)]).unwrap()), (vec![false], vec![false, true]));
+    });
 }
 
 #[test]

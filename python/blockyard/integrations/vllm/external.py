@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 
-from blockyard._core import SlabStore
 from blockyard.integrations.objects import collect
 from blockyard.integrations.vllm.hints import read_hints
 from blockyard.integrations.vllm.region import SharedRegion
@@ -32,8 +31,6 @@ TIMEOUT_BASE_SECONDS: Final = 5.0
 _BYTES_PER_SECOND: Final = 16_000_000  # storage that is slower than this costs a miss
 _WINDOW: Final = 64  # keys of one request that are asked for before the first answer is known
 _BATCH_BYTES: Final = 32 << 20
-_ABSENT_SECONDS: Final = 1.0  # how long a key that was not there is not asked for again
-_MOST_ABSENT: Final = 1 << 16
 _STAGING_DEADLINE_MS: Final = 60_000
 _CLOSE_SECONDS: Final = 10.0
 _NOT_FORGOTTEN: Final = (
@@ -108,8 +105,6 @@ class ExternalTier:
         self._lock, self._report, self._timeout_base = lock, report, timeout_base
         self._parts = region.rows(offload.num_chunks)
         self._batch = max(1, _BATCH_BYTES // store.bytes_per_block)
-        # A local store knows what it has; others must be asked.
-        self._is_sure = isinstance(store, SlabStore)
         self._most_writing = max(1, offload.num_chunks // 2)
         self._epoch = b""
         self._resets = 0
@@ -119,7 +114,6 @@ class ExternalTier:
         self._requests: dict[str, _Request] = {}
         self._wanted: dict[OffloadKey, None] = {}
         self._coming: dict[OffloadKey, _Job] = {}
-        self._absent: dict[OffloadKey, float] = {}
         self._jobs: list[_Job] = []
         # Loads never queue behind stores.
         self._loads = ThreadPoolExecutor(2, "blockyard-vllm-external-load")
@@ -146,14 +140,14 @@ class ExternalTier:
             if self._is_under_way(key):
                 request.asked.add(key)
                 return LookupResult.RETRY
-            if key in request.asked or self._absent.get(key, 0.0) > now or not self._is_allowed(context):
+            if key in request.asked or not self._is_allowed(context):
                 return LookupResult.MISS
             if len(request.pending) >= _WINDOW:
                 request.pending = {other for other in request.pending if self._is_under_way(other)}
                 if len(request.pending) >= _WINDOW:
                     # vLLM looks no further in this step, and asks again in the next.
                     return LookupResult.MISS
-            if self._is_sure and not self._store.contains(self._digests([key]))[0]:
+            if self._store.lacks(self._digests([key]))[0]:
                 return LookupResult.MISS
             request.asked.add(key)
             request.pending.add(key)
@@ -211,7 +205,6 @@ class ExternalTier:
             self._requests.clear()
             self._wanted.clear()
             self._coming.clear()
-            self._absent.clear()
             if not keep:
                 # What is stored from now on may be of weights that have no name: nobody else finds it.
                 self._epoch, self._has_forgotten = os.urandom(16), False
@@ -257,16 +250,12 @@ class ExternalTier:
             staged = self._stage(job, [keys[place] for place in good], [entry.rows[place] for place in good], resets)
         finally:
             self._give_back(job)
-            until = time.monotonic() + _ABSENT_SECONDS
             with self._state:
                 self.counts.loaded += len(staged)
                 self.counts.missed += len(keys) - len(staged)
                 if resets == self._resets:
                     for key in keys:
                         self._coming.pop(key, None)
-                    if len(self._absent) > _MOST_ABSENT:
-                        self._absent.clear()
-                    self._absent.update((key, until) for key in keys if key not in staged)
 
     def _stage(self, job: _Job, keys: list[OffloadKey], rows: list[NDArray[np.uint8]], resets: int) -> set[OffloadKey]:
         """Copy verified chunks to host memory, as many as can have a chunk there; only then they are hits."""
@@ -313,8 +302,6 @@ class ExternalTier:
             with self._state:
                 self.counts.written += done
                 self.counts.not_written += len(new) - done
-                for key in keys:
-                    self._absent.pop(key, None)
 
     def _give_back(self, job: _Job) -> None:
         """Let go of the host chunks that a job has."""

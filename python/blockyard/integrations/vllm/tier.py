@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.objects import MissedKeys, collect
+from blockyard.integrations.objects import collect
 from blockyard.stores import open_store
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
@@ -72,8 +72,8 @@ class BlockyardTier(SecondaryTierManager):
     """Chunks that vLLM's host memory has evicted, in a Blockyard store. vLLM names it in `secondary_tiers`.
 
     A chunk is checked when it is read. One that is damaged is deleted. One that does not come for a reason that passes
-    is a failed load and a miss for two seconds. The engine computes both again. Chunks are found only by engines of the
-    same model, dtype, layout and `revision`.
+    is a failed load, and a miss until the store reads it again. The engine computes both again. Chunks are found only
+    by engines of the same model, dtype, layout and `revision`.
 
     Args:
         offloading_spec: from vLLM.
@@ -126,7 +126,6 @@ class BlockyardTier(SecondaryTierManager):
         self._stores = ThreadPoolExecutor(1, "blockyard-vllm-store")
         self._jobs: list[_Job] = []  # those that were not reported
         self._storing: dict[OffloadKey, _Job] = {}  # the last job of each key
-        self._missed = MissedKeys()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Take chunks as they are computed."""
@@ -137,9 +136,7 @@ class BlockyardTier(SecondaryTierManager):
         job = self._storing.get(key)
         if job is not None and not job.is_ended:
             return LookupResult.RETRY
-        digest = _digest(key)
-        is_there = digest not in self._missed and self._store.contains([digest])[0]
-        return LookupResult.HIT if is_there else LookupResult.MISS
+        return LookupResult.HIT if self._store.contains([_digest(key)])[0] else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Start to copy chunks of the host to the store; keys that it has already cost no write."""
@@ -189,9 +186,7 @@ class BlockyardTier(SecondaryTierManager):
         done: list[OffloadKey] = []
         for part in self._parts(len(keys)):
             rows = self._rows[chunks[part]]
-            digests = _digests(keys[part])
-            entry = collect(self._store, self._store.submit_put, digests, rows)
-            self._missed.drop(digest for digest, ok in zip(digests, entry.ok, strict=True) if ok)
+            entry = collect(self._store, self._store.submit_put, _digests(keys[part]), rows)
             done += [key for key, ok in zip(keys[part], entry.ok, strict=True) if ok]
         return _Outcome(done, len(done) * self._rows.shape[1])
 
@@ -211,7 +206,6 @@ class BlockyardTier(SecondaryTierManager):
             done += [key for key, good in zip(keys[part], ok, strict=True) if good]
             if not ok.all():
                 _LOG.warning("%d chunks could not be loaded, %d are damaged", len(ok) - int(ok.sum()), len(bad))
-                self._missed.add(digest for digest, good in zip(digests, ok, strict=True) if not good)
             if bad:
                 collect(self._store, self._store.submit_delete, bad)
         return _Outcome(done, len(done) * self._rows.shape[1])

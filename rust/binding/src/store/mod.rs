@@ -279,6 +279,13 @@ impl PySlabStore {
         memory::array(py, &found, |found| *found)
     }
 
+    /// Whether a get of each key is sure to be a miss, bool `[n]`. See `ExternalStore.lacks`.
+    fn lacks<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<bool>>> {
+        let keys = key_array(keys)?;
+        let found = self.store.lacks(&keys).map_err(|error| to_py(&error))?;
+        memory::array(py, &found, |found| *found)
+    }
+
     /// Forget every key, now and for later processes; waits for the disk. See `ExternalStore.forget`.
     #[pyo3(signature = (revision=None))]
     fn forget(&self, py: Python<'_>, revision: Option<&str>) -> PyResult<()> {

@@ -192,6 +192,11 @@ impl Queue {
         keys.iter().map(landed).collect()
     }
 
+    /// Whether the store has no block under each key, nor a write of one in flight.
+    pub(crate) fn lacks(&self, keys: &[Key]) -> Vec<bool> {
+        keys.iter().map(|key| self.index.find(key).is_none()).collect()
+    }
+
     /// Forgets every key, also those whose writes are in flight; returns the first generation that counts from now on, and
     /// what the caller drops once it has released the lock.
     pub(crate) fn forget(&mut self) -> (u64, Ledger) {

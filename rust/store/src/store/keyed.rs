@@ -128,6 +128,15 @@ impl SlabStore {
         Ok(self.shared.lock().queue.contains(keys))
     }
 
+    /// Whether a get of each key is sure to be a miss: the store has no block under it, and none is being written.
+    ///
+    /// # Errors
+    /// `NotKeyed`, `Forked`.
+    pub fn lacks(&self, keys: &[Key]) -> Result<Vec<bool>> {
+        self.check_keyed()?;
+        Ok(self.shared.lock().queue.lacks(keys))
+    }
+
     /// Forgets every key, in this life at once and for later ones when it returns. Takes the same time for any number of
     /// keys, and waits for the device. Blocks that are being written are forgotten too.
     ///
