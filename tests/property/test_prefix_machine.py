@@ -136,7 +136,7 @@ def test_a_dropped_transfer_is_noticed(to: str):
     class Drops(LateMemory):
         def store(self, kind: str, pairs: Pairs, rows: NDArray[np.int64]) -> None:
             if kind == "swap_in" or pairs.dst != to:
-                super().store(what, pairs, rows)
+                super().store(kind, pairs, rows)
 
     machine = prefix_machine()
     machine.make_memory = Drops

@@ -110,8 +110,8 @@ class SabotagedExecutor(Wrapper):
     """Silently drops the transfer of one block of one kind.
 
     It carries the decision out, then restores one destination block to its old bytes. It skips blocks that the transfer
-    did not change. A dropped write to the store leaves a valid, checksummed slot of zeros: the store would report a missing write as
-    a miss, but it cannot see this drop.
+    did not change. A dropped write to the store leaves a valid, checksummed slot of zeros: the store would report a
+    missing write as a miss, but it cannot see this drop.
 
     Args:
         inner: carries the decisions out.
