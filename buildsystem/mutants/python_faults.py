@@ -181,7 +181,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "scheduler/stop_tokens.py",
-        SCHEDULER,
+        ("scheduler/test_stop_tokens.py",),
         [("                self._stops[token] = False\n", "                self._stops[token] = True\n")],
     ),
     (

@@ -204,6 +204,17 @@ def test_staging_is_bounded_swap_outs_beyond_are_lost_and_swap_ins_wait(engine: 
     assert np.array_equal(read(engine, "host")[3:], content(0)[4::-1])
 
 
+def test_a_read_of_the_store_that_has_room_does_not_pass_one_that_waits_for_room(engine: CacheEngine):
+    store, size = FrozenStore(), LAYOUT.bytes_per_block
+    executor = StepExecutor(engine, store, max_staging=2 * size)
+    for ticket, blocks in ((1, [0]), (2, [1, 2]), (3, [3])):
+        executor.submit(StepDecision(ticket, [("swap_in", pairs("external", "host", *[(b, b) for b in blocks]))]))
+    assert executor.poll() == []
+    assert executor.staged_bytes == size, "the second has no room, the third waits behind it"
+    store.frozen = False
+    assert sorted(done.ticket for done in finish(executor, 3)) == [1, 2, 3]
+
+
 def test_what_the_device_fails_is_reported_with_its_error():
     streams = SimulatedStreams(0)
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS, streams=streams) as engine:

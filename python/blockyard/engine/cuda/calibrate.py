@@ -94,7 +94,7 @@ def _measure_direction(
     index: int, direction: Direction, journal: Journal, say: Callable[[str], None]
 ) -> tuple[Rule, ...]:
     counted = journal.measure(f"{direction} blocks", lambda: {"kernel": float(measure_blocks(index, direction))})
-    blocks: Blocks = {strategy: int(count) for strategy, count in counted.items()}
+    blocks: Blocks = {"kernel": int(counted["kernel"])} if counted else {}
     say(f"{direction} blocks of threads: {blocks}")
 
     def measure(size: int, count: int) -> dict[StrategyName, float]:

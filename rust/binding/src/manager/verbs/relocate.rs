@@ -25,8 +25,8 @@ impl PyBlockManager {
         self.batch(sequences, |manager, sequences| manager.can_swap_out(sequences, to)).map(Into::into)
     }
 
-    /// Move sequences away from the device, by this step's decision: from the device to the host, or from either to the
-    /// external tier. A block that several of them share moves once.
+    /// Move sequences away from the device, by this step's decision: from the device to the host, or from either to
+    /// the external tier. A block that several of them share moves once.
     ///
     /// Args:
     ///     sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
