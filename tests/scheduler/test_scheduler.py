@@ -1,11 +1,11 @@
 """The reference scheduler's policy, one rule at a time, over simulated memory."""
 
 import pytest
-from token_engine import BLOCK, Engine
+from token_engine import BLOCK, Engine, draw_tokens
 
 from blockyard import BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
-from blockyard.scheduler import Request, Scheduler
+from blockyard.scheduler import Request, Scheduler, Step
 from blockyard.testing.machines.scheduler import reference_tokens
 
 # ---- who runs ----
@@ -386,6 +386,23 @@ def test_others_run_while_a_request_returns():
         engine.step()
     assert engine.done["c"] == reference_tokens(new)
     assert engine.done["b"] == reference_tokens(Request("b", [(ord("b") + i) % 97 for i in range(6)], 6))
+
+
+def test_requests_whose_tickets_end_between_the_same_two_steps_all_return():
+    engine = Engine(14, external=60, preemption_mode="swap", overlap_io=True)
+    requests = [engine.add(*sizes) for sizes in (("a", 7, 19), ("b", 2, 24), ("c", 8, 21), ("d", 8, 15))]
+    held: list[Step] = []
+    while len(held) < 2:
+        step = engine.scheduler.schedule()
+        if "swap_in" in [kind for kind, _ in step.decision.transfers()]:
+            held.append(step)
+            engine.scheduler.update(step, draw_tokens(step, engine.memory))
+        else:
+            engine.finish(step)
+    for step in held:
+        engine.memory.execute(step.decision)
+        engine.scheduler.complete(step.decision.ticket)
+    engine.run(*requests)
 
 
 def test_a_request_whose_swap_in_is_lost_starts_again():
