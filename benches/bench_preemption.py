@@ -126,15 +126,15 @@ def serve(server: Server, prompts: list[list[int]], due: NDArray[np.float64], ou
     first = np.array([server.first[name] for name in names])
     last = np.array([ended[name] for name in names])
     waits, gaps = first - began - due, (last - first) / max(1, outputs - 1)
-    metrics = server.metrics()
+    stats, counted = server.scheduler.stats(), server.cache.stats()
     return {
         "tokens_s": len(prompts) * outputs / seconds,
         **percentiles("ttft", waits),
         **percentiles("tpot", gaps),
-        "preemptions": metrics["num_preemptions_total"],
-        "swapped_out_blocks": sum(metrics[f"swapped_out_blocks_{tier}_total"] for tier in ("host", "external")),
-        "lost": server.scheduler.stats().lost,
-        "steps": server.scheduler.stats().steps,
+        "preemptions": stats.preempted_swap_host + stats.preempted_swap_external + stats.preempted_recompute,
+        "swapped_out_blocks": sum(counted.swapped_out_blocks.values()),
+        "lost": stats.lost,
+        "steps": stats.steps,
         "seconds": seconds,
         "cpu_s": cpu,
     }

@@ -273,21 +273,6 @@ class KVCache:
         """Return the manager's counters."""
         return self.manager.stats()
 
-    def metrics(self) -> dict[str, float]:
-        """Return the counters of manager and prefix store by name, as a metrics exporter wants them.
-
-        `external_cache_usage_sys` covers swap store and prefix store together. Names that end in `_le_SECONDS` count
-        prefetches that took at most so long.
-        """
-        found = self.manager.stats().as_dict()
-        if self.prefix_store is not None:
-            found |= self.prefix_store.stats().as_dict()
-            found["prefix_store_waiting_blocks"] = self.prefix_store.waiting_blocks
-            pool, store = self.manager.pool("external"), self.prefix_store.store
-            used = found["used_blocks_external"] + store.stats().cached_blocks
-            found["external_cache_usage_sys"] = used / max(1, pool.num_blocks + store.num_slots)
-        return found
-
     def close(self) -> None:
         """Wait for transfers, close engine and store, and give all memory back. Twice does nothing.
 

@@ -77,7 +77,13 @@ def keep(into: list[T], call: Callable[..., T], *arguments: object) -> T:
 def missing(what: str, error: ModuleNotFoundError) -> ImportError:
     """Say which extra brings a module that is not installed; of a module of another kind the error as it is."""
     module = (error.name or "").partition(".")[0]
-    extra = {"torch": "torch", "transformers": "demo", "rich": "demo", "hypothesis": "testing"}.get(module)
+    extra = {
+        "torch": "torch",
+        "transformers": "demo",
+        "rich": "demo",
+        "hypothesis": "testing",
+        "prometheus_client": "metrics",
+    }.get(module)
     if extra is None:
         return error
     return ImportError(f'{what} needs {module}: pip install "blockyard[{extra}]"', name=module)

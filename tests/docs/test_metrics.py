@@ -1,62 +1,103 @@
-"""The guide lists the metrics that caches, schedulers and generators return."""
+"""The guide lists the metrics that a scrape finds, and they say what happened."""
 
 import re
-from itertools import product
+from collections.abc import Callable
 from pathlib import Path
 
-from blockyard import KVCache, KVLayout
-from blockyard.demo.demo_model import demo_config, demo_model
-from blockyard.integrations.transformers import Generator
-from blockyard.scheduler import Scheduler
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from blockyard import BlockManager, KVCache, KVLayout
+from blockyard.errors import InvalidArgumentError
+from blockyard.metrics import Collector
+from blockyard.scheduler import Request, Scheduler
+from blockyard.stores import open_store
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
-BY_PREFIX = ("prefix_store_misses_", "prefix_store_load_seconds_le_")
 
 
-def listed() -> set[str]:
+def scrape(*sources: object, **labels: str) -> dict[tuple[str, str], dict[str, float]]:
+    """What Prometheus reads: a value by (metric, the labels but ours); a histogram's samples each by its own name."""
+    registry = CollectorRegistry()
+    registry.register(Collector(*sources, labels=labels))
+    found = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            assert labels.items() <= sample.labels.items()
+            rest = {name: value for name, value in sample.labels.items() if name not in labels}
+            name = sample.name.removeprefix("blockyard_")
+            assert name != sample.name
+            assert (name, str(rest)) not in found
+            found[name, str(rest)] = (rest, sample.value)
+    return found
+
+
+def listed() -> dict[str, set[str]]:
+    """Each metric of the guide's table with its labels."""
     section = GUIDE.read_text(encoding="utf-8").split("\n## Metrics\n")[1].split("\n## ")[0]
-    cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
-    return {name for cell in cells for written in re.findall("`([^`]+)`", cell) for name in expanded(written)}
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    return {name: set(re.findall("`(.*?)`", row[1])) for row in rows for name in re.findall("`(.*?)`", row[0])}
 
 
-def expanded(written: str) -> set[str]:
-    """Names that `{a,b}` stands for."""
-    parts = [part.split(",") for part in re.split(r"[{}]", written)]
-    return {"".join(chosen) for chosen in product(*parts)}
+def named(found: dict[tuple[str, str], object]) -> dict[str, set[str]]:
+    """Each metric of a scrape with its labels; the samples of a histogram as one."""
+    names: dict[str, set[str]] = {}
+    for (name, _), (labels, _) in found.items():
+        names.setdefault(re.sub("(_seconds)_(bucket|sum|count)$", r"\1", name), set()).update(labels)
+    return names
 
 
-def names(metrics: dict[str, float]) -> set[str]:
-    """Names of metrics; those that end in a reason or in seconds as the guide writes them."""
-    found = {re.sub(f"^({'|'.join(BY_PREFIX)}).*", r"\1", name) for name in metrics}
-    return {
-        f"{name}REASON" if name == BY_PREFIX[0] else f"{name}SECONDS" if name in BY_PREFIX else name for name in found
-    }
+@pytest.fixture
+def cache(tmp_path: Path):
+    options = {"device_blocks": 8, "host_blocks": 8, "prefix_caching": True, "namespace": b"test"}
+    stores = {"swap_store": f"file://{tmp_path}/a?size=1MiB", "prefix_store": f"file://{tmp_path}/b?size=1MiB"}
+    with KVCache(LAYOUT, **options, **stores) as opened:
+        yield opened
 
 
-def test_the_guide_lists_every_metric_and_a_new_generator_has_them_all(tmp_path: Path):
-    config = demo_config(num_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1)
-    store = f"file://{tmp_path}/prefixes?size=1MiB"
-    with Generator(
-        demo_model(config), block_size=4, device_blocks=8, host_blocks=8, prefix_store=store, namespace=b"test"
-    ) as generator:
-        found = generator.metrics()
-    # A reason for misses appears with the first miss.
-    assert names(found) == listed() - {"prefix_store_misses_REASON"}
-    assert set(found.values()) == {0}
+def test_the_guide_lists_every_metric_and_a_new_cache_has_them_all(cache: KVCache):
+    found = scrape(cache, Scheduler(cache), engine="0")
+    # A reason for misses of a store appears with the first miss.
+    assert named(found) == {name: labels for name, labels in listed().items() if name != "store_misses_total"}
+    sizes = {value for (name, _), (_, value) in found.items() if name == "blocks"}
+    assert {value for (name, _), (_, value) in found.items() if name != "blocks"} == {0}
+    assert sizes == {8, cache.manager.pool("external").num_blocks}
 
 
-def test_what_a_cache_and_a_scheduler_have_in_common_has_one_name():
-    with KVCache(LAYOUT, device_blocks=8, host_blocks=8) as cache:
-        in_cache, in_scheduler = names(cache.metrics()), names(Scheduler(cache.manager).metrics())
-    assert in_cache < in_scheduler <= listed()
-    assert {name for name in in_scheduler - in_cache if not name.startswith("num_preemptions_")} == set()
+def test_a_scrape_says_what_happened(cache: KVCache):
+    scheduler = Scheduler(cache, preemption_mode="swap")
+    for name in range(3):
+        scheduler.add(Request(str(name), [name + 1] * 8, 8))
+    while scheduler.num_unfinished:
+        with scheduler.step() as step:
+            pass
+        scheduler.update(step, [7] * step.num_draws)
+    scheduler.drain()
+    assert cache.prefix_store.wait(60)
+    found, stats = scrape(cache, scheduler), cache.stats()
+    values: Callable[..., float] = lambda name, **labels: found[name, str(labels)][1]  # noqa: E731
+    assert values("num_preemptions_total", mode="swap_host") == scheduler.stats().preempted_swap_host > 0
+    assert values("swapped_out_blocks_total", tier="host") == stats.swapped_out_blocks["host"] > 0
+    assert values("kv_cache_usage_perc", tier="device") == stats.used_blocks["device"] / 8
+    assert values("prefix_cache_queries_total") == stats.hit_tokens + stats.missed_tokens == 24
+    counted = cache.prefix_store.stats()
+    assert values("prefix_store_load_seconds_count") == values("prefix_store_prefetches_total") == counted.prefetches
+    assert values("prefix_store_load_seconds_sum") == pytest.approx(counted.load_seconds_sum)
+    assert values("prefix_store_load_seconds_bucket", le="+Inf") == sum(counted.load_seconds)
+    assert values("prefix_store_misses_total", reason="absent") == counted.misses["absent"]
+    # Blocks that the store had already count as written by the prefix store alone.
+    assert 0 < values("store_written_blocks_total", store="prefix") <= counted.written_blocks
+    assert values("scheduled_tokens_total") == scheduler.stats().tokens
 
 
-def test_counters_of_preemptions_and_swaps_are_valid_names_for_an_exporter():
-    counters = {name for name in listed() if name.startswith(("num_preemptions", "swapped_"))}
-    assert len(counters) == 8
-    assert all(re.fullmatch("[a-z_]+_total", name) for name in counters)
-    assert {name for name in listed() if name.endswith("_usage_sys")} == {
-        f"{tier}_cache_usage_sys" for tier in ("device", "host", "external")
-    }
+def test_a_manager_or_a_store_alone_has_its_own(tmp_path: Path):
+    manager = BlockManager(block_size=4, device_blocks=6)
+    assert ("blocks", str({"tier": "device"})) in scrape(manager)
+    with open_store(f"file://{tmp_path}", bytes_per_block=64, num_slots=4) as store:
+        assert ("store_errors_total", str({"store": type(store).__name__})) in scrape(store)
+    with pytest.raises(InvalidArgumentError, match="two sources have a manager each"):
+        Collector(manager, BlockManager(block_size=4, device_blocks=6))
+    with pytest.raises(InvalidArgumentError, match="a source is 7, must be a KVCache"):
+        Collector(7)  # type: ignore[arg-type]

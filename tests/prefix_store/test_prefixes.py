@@ -71,7 +71,7 @@ def test_an_idle_cache_writes_its_blocks_while_it_is_polled():
     medium: Medium = {}
     with checked(keyed(medium), device=64) as cache:
         cache.serve(tokens(1, 161))
-        assert cache.cache.metrics()["prefix_store_waiting_blocks"] == cache.prefixes.waiting_blocks == 40
+        assert cache.prefixes.waiting_blocks == 40
         until = time.monotonic() + 60
         while cache.prefixes.waiting_blocks and time.monotonic() < until:
             assert not cache.cache.poll()
@@ -470,19 +470,18 @@ def test_rows_that_were_written_are_used_again_unless_the_store_may_still_have_t
         assert np.shares_memory(buffers.take(*rows.shape), rows) == is_used_again
 
 
-def test_metrics_name_hits_misses_and_times(tmp_path: Path):
+def test_hits_misses_and_times_are_counted(tmp_path: Path):
     with checked(f"file://{tmp_path}/kv?size=1MiB") as cache:
         cache.fetch(tokens(1, 9))
         cache.serve(tokens(1, 9))
         assert cache.prefixes.wait(60)
-        metrics = cache.cache.metrics()
-        slots = cache.prefixes.store.num_slots
-    assert metrics["prefix_store_misses_absent"] == 1
-    assert metrics["prefix_store_written_bytes"] == 2 * WIDTH
-    assert metrics["prefix_store_load_seconds_le_inf"] == metrics["prefix_store_prefetches"] == 1
-    assert metrics["external_cache_usage_sys"] == 2 / slots
-    assert metrics["cached_blocks_device"] == 2
-    assert len([name for name in metrics if "_le_" in name]) == len(LOAD_SECONDS) + 1
+        stats = cache.prefixes.stats()
+    assert stats.misses == {"absent": 1}
+    assert stats.written_bytes == 2 * WIDTH
+    assert sum(stats.load_seconds) == stats.prefetches == 1
+    # Where the time is in its range, so is the sum.
+    (place,) = [place for place, count in enumerate(stats.load_seconds) if count]
+    assert ([0.0, *LOAD_SECONDS][place]) < stats.load_seconds_sum <= [*LOAD_SECONDS, 60.0][place]
 
 
 def test_bad_arguments_are_refused(tmp_path: Path):

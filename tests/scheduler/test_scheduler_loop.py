@@ -96,7 +96,7 @@ def test_prompts_are_loaded_from_the_prefix_store_that_an_idle_engine_has_filled
     with KVCache(LAYOUT, **options) as cache:
         scheduler, wanted = serve(cache, requests_of(2))
         until = time.monotonic() + 30
-        while cache.metrics()["prefix_store_waiting_blocks"]:
+        while cache.prefix_store.waiting_blocks:
             assert time.monotonic() < until
             scheduler.poll()
             time.sleep(0.01)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from blockyard.demo.pool import PoolReport, pool_rows
 
@@ -194,7 +194,7 @@ class Report:
     differences: list[Difference]
     ties: list[Difference]
     pool: PoolReport | None = None
-    prefix_store: dict[str, int] | None = None
+    prefix_store: dict[str, Any] | None = None
 
     @property
     def identical(self) -> bool:
@@ -275,7 +275,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
     table.append(("swap store checksum failures", str(report.swap_store.checksum_failures)))
     if report.prefix_store is not None:
         of = report.prefix_store
-        figures = f"{of['prefix_store_hit_blocks']} blocks loaded, {of['prefix_store_written_blocks']} written"
+        figures = f"{of['hit_blocks']} blocks loaded, {of['written_blocks']} written"
         table.append(("prefix store", figures))
     if report.ties:
         places = ", ".join(f"{tie.request_id} sequence {tie.index} token {tie.position}" for tie in report.ties)

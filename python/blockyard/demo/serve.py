@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
@@ -45,7 +45,7 @@ class Served:
     blocks: dict[tuple[str, str, str], int]
     bytes_per_block: int
     totals: dict[str, int]
-    prefix_store: dict[str, int] | None = None
+    prefix_store: dict[str, Any] | None = None
 
 
 class Watch(Protocol):
@@ -153,7 +153,7 @@ def serve(
         blocks=dict(faults.counting.blocks) if faults.counting is not None else {},
         bytes_per_block=generator.engine.layout.bytes_per_block,
         totals=totals,
-        prefix_store=None if prefixes is None else prefixes.stats().as_dict(),
+        prefix_store=None if prefixes is None else asdict(prefixes.stats()),
     )
 
 

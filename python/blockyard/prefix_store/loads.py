@@ -308,7 +308,9 @@ class Loads:
         load.read = None
         load.done = True
         self.open.remove(load)
-        self._stats.load_seconds[bisect_left(LOAD_SECONDS, time.monotonic() - load.began)] += 1
+        seconds = time.monotonic() - load.began
+        self._stats.load_seconds[bisect_left(LOAD_SECONDS, seconds)] += 1
+        self._stats.load_seconds_sum += seconds
         return True
 
     def _end_job(self, job: StoreJob, landed: NDArray[np.bool_] | list[bool]) -> int:

@@ -28,6 +28,7 @@ class PrefixStoreStats:
         unwritten_blocks: blocks that it has not. Those that a call of the manager took first, and those that the store
             refused, for instance beyond a quota, count here too.
         load_seconds: prefetches by how long they took, see `LOAD_SECONDS`.
+        load_seconds_sum: how long all of them took together.
     """
 
     prefetches: int = 0
@@ -38,20 +39,4 @@ class PrefixStoreStats:
     written_bytes: int = 0
     unwritten_blocks: int = 0
     load_seconds: list[int] = field(default_factory=lambda: [0] * (len(LOAD_SECONDS) + 1))
-
-    def as_dict(self) -> dict[str, int]:
-        """Return all counters by name, for metrics; the ranges of `load_seconds` are cumulative."""
-        counters = {
-            "prefix_store_prefetches": self.prefetches,
-            "prefix_store_hit_blocks": self.hit_blocks,
-            "prefix_store_hit_bytes": self.hit_bytes,
-            "prefix_store_written_blocks": self.written_blocks,
-            "prefix_store_written_bytes": self.written_bytes,
-            "prefix_store_unwritten_blocks": self.unwritten_blocks,
-        }
-        counters |= {f"prefix_store_misses_{reason}": count for reason, count in sorted(self.misses.items())}
-        total = 0
-        for end, count in zip((*LOAD_SECONDS, "inf"), self.load_seconds, strict=True):
-            total += count
-            counters[f"prefix_store_load_seconds_le_{end}"] = total
-        return counters
+    load_seconds_sum: float = 0.0

@@ -176,10 +176,6 @@ class Scheduler:
         """Return the counters since the start, as of now."""
         return replace(self._stats)
 
-    def metrics(self) -> dict[str, float]:
-        """Return the manager's counters and the preemptions by name, as a metrics exporter wants them."""
-        return self.manager.stats().as_dict() | self._stats.preemptions()
-
     # ---- requests ----
 
     def add(self, request: Request) -> None:

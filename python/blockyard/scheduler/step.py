@@ -251,16 +251,6 @@ class SchedulerStats:
     peak_host_blocks: int = 0
     peak_external_blocks: int = 0
 
-    def preemptions(self) -> dict[str, float]:
-        """Return the preemptions, all and by mode, under the names of `Scheduler.metrics`."""
-        modes = (self.preempted_swap_host, self.preempted_swap_external, self.preempted_recompute)
-        return {
-            "num_preemptions_total": sum(modes),
-            "num_preemptions_swap_host_total": modes[0],
-            "num_preemptions_swap_external_total": modes[1],
-            "num_preemptions_recompute_total": modes[2],
-        }
-
 
 class StepBuilder:
     """The step being put together; its buffers are used again in every step.

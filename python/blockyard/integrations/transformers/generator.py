@@ -198,10 +198,6 @@ class Generator:
         """Requests that were added and are not done."""
         return self.scheduler.num_unfinished
 
-    def metrics(self) -> dict[str, float]:
-        """Return the counters of cache and scheduler by name, as a metrics exporter wants them."""
-        return self.scheduler.metrics() | self.cache.metrics()
-
     def add(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0, arrival: float = 0.0
     ) -> None:
