@@ -40,6 +40,7 @@ MODULES = {
     "blockyard.events": "Events of the prefix cache.",
     "blockyard.errors": "Errors.",
     "blockyard.integrations.transformers": "Hugging Face models served from a paged cache.",
+    "blockyard.metrics": "Prometheus metrics; needs prometheus-client.",
     "blockyard.testing": "Models and simulated memory for your own tests: [test-kit.md](test-kit.md).",
     "blockyard.testing.machines": "Hypothesis state machines; needs hypothesis.",
     "blockyard.testing.machines.strategies": "Hypothesis strategies; needs hypothesis.",

@@ -1,5 +1,6 @@
 """The guide lists the metrics that a scrape finds, and they say what happened."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -101,3 +102,17 @@ def test_a_manager_or_a_store_alone_has_its_own(tmp_path: Path):
         Collector(manager, BlockManager(block_size=4, device_blocks=6))
     with pytest.raises(InvalidArgumentError, match="a source is 7, must be a KVCache"):
         Collector(7)  # type: ignore[arg-type]
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are():
+    dashboard = json.loads((GUIDE.parent / "monitoring" / "dashboard.json").read_text(encoding="utf-8"))
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    names = {name for expr in asked for name in re.findall(r"blockyard_(\w+)", expr)}
+    assert len(asked) >= 12
+    assert {name.removesuffix("_bucket") for name in names} <= set(listed())
+    # What they are summed by or called are labels of theirs.
+    labels = set().union(*listed().values())
+    assert {label for expr in asked for label in re.findall(r"by \((\w+)\)", expr)} <= labels
+    legends = [target["legendFormat"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert {label for legend in legends for label in re.findall(r"{{(\w+)}}", legend)} <= labels
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
