@@ -195,13 +195,13 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         [
             ('        return self.pairs.src == "device"', '        return self.pairs.dst == "device"'),
             (
-                "    behind = tuple(part for part in (*named, *own) if part.reads_device)",
-                "    behind = tuple(part for part in own if part.reads_device)",
+                "    earlier_reads = tuple(part for part in (*named, *own) if part.reads_device)",
+                "    earlier_reads = tuple(part for part in own if part.reads_device)",
             ),
             ("            if not awaited.isdisjoint(touched):", "            if awaited.isdisjoint(touched):"),
             (
-                "    return behind, [*reads, *loads, *within, *store_reads]",
-                "    return behind, [*loads, *reads, *within, *store_reads]",
+                "    return earlier_reads, [*reads, *loads, *within, *store_reads]",
+                "    return earlier_reads, [*loads, *reads, *within, *store_reads]",
             ),
             (
                 '    if kind != "exchange":\n        return pairs\n',
