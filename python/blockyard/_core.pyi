@@ -1314,8 +1314,8 @@ class BlockManager:
             InvalidArgumentError: a handle is given twice, or `to` is another tier.
         """
     def swap_out(self, sequences: _Handles, to: Literal["host", "external"] = "host") -> None:
-        """Move sequences away from the device, by this step's decision: from the device to the host, or from either to the
-        external tier. A block that several of them share moves once.
+        """Move sequences away from the device, by this step's decision: from the device to the host, or from either to
+        the external tier. A block that several of them share moves once.
 
         Args:
             sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
@@ -1341,8 +1341,8 @@ class BlockManager:
             InvalidArgumentError: a handle is given twice, or `to` is another tier.
         """
     def swap_in(self, sequences: _Handles, to: Literal["device", "host"] = "device") -> None:
-        """Move sequences back towards the device, by this step's decision: from the external tier to the host, or from
-        either to the device.
+        """Move sequences back towards the device, by this step's decision: from the external tier to the host, or
+        from either to the device.
 
         Args:
             sequences: handles, all of one tier; uint64 `[n]`, a list, or one.

@@ -18,7 +18,7 @@ from blockyard.engine.host_pool import OnFailure
 from blockyard.engine.mapping import Ids
 from blockyard.engine.memory import EngineTier, Memory, Rows
 from blockyard.engine.ops.library import prepare_device
-from blockyard.engine.plans import KINDS, Kind, TransferPlan, moving, reading, writing
+from blockyard.engine.plans import Kind, TransferPlan, moving, reading, writing
 from blockyard.engine.streams import PIECE_BYTES, Event, StreamName, Streams, WorkerStreams
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
 from blockyard.errors import InvalidArgumentError, MappingError, PageLockError
@@ -338,7 +338,7 @@ class CacheEngine:
             OutOfMemoryError, PageLockError: memory of the host cannot be made ready.
         """
         for kind, pairs in decision.transfers():
-            if kind not in KINDS:
+            if "external" in (pairs.src, pairs.dst):
                 raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, and there is none")
         for kind, pairs in decision.transfers():
             self.run(kind, pairs.ids, tier="host" if pairs.src == pairs.dst == "host" else "device")  # type: ignore[arg-type]

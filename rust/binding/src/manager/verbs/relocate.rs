@@ -65,8 +65,8 @@ impl PyBlockManager {
         self.batch(sequences, |manager, sequences| manager.can_swap_in(sequences, to, lookahead)).map(Into::into)
     }
 
-    /// Move sequences back towards the device, by this step's decision: from the external tier to the host, or from
-    /// either to the device.
+    /// Move sequences back towards the device, by this step's decision: from the external tier to the host, or
+    /// from either to the device.
     ///
     /// Args:
     ///     sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
