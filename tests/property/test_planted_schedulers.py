@@ -5,10 +5,12 @@ import re
 import planted_schedulers
 import pytest
 from hypothesis import Phase, settings
-from planted_schedulers import FAULTS, Embedder, Fault, Row, find, machine_of
+from planted_schedulers import FAULTS, CompletesLater, Embedder, Fault, Row, WaitsForNoReads, find, machine_of
 
 QUICK = [
     planted_schedulers.CompletesFirst,
+    planted_schedulers.CompletesAtOnce,
+    planted_schedulers.WaitsForNoReads,
     planted_schedulers.NeverCompletes,
     planted_schedulers.NamesWrongTokens,
     planted_schedulers.ReadsAnOldTable,
@@ -40,28 +42,12 @@ def test_every_planted_fault_is_found_and_named_with_ten_seeds(fault: Fault):
         assert_found(fault, seed)
 
 
-class CompletesLater(Embedder):
-    """A ticket ends a step later; what it has lost is known at once."""
-
-    late: tuple = ()
+class CompletesBetween(CompletesLater):
+    """A ticket ends after the next decision was taken, and before that is executed."""
 
     def transfer(self, decision, simulation):
-        pairs = simulation.execute(decision)
-        lost = self.manager.lose(decision.ticket, pairs).tolist()
         self.complete_late()
-        self.late = (decision.ticket, pairs)
-        return lost
-
-    def finish(self, sampled):
-        finished = super().finish(sampled)
-        if not self.running and not self.swapped:
-            self.complete_late()
-        return finished
-
-    def complete_late(self):
-        if self.late:
-            self.manager.complete(*self.late)
-            self.late = ()
+        return super().transfer(decision, simulation)
 
 
 class NamesTokensLater(Embedder):
@@ -83,9 +69,24 @@ class FailsWhatItSkips(Embedder):
         return super().transfer(decision, simulation)
 
 
-@pytest.mark.parametrize("sound", [Embedder, CompletesLater, NamesTokensLater, FailsWhatItSkips])
+@pytest.mark.parametrize("sound", [Embedder, CompletesLater, CompletesBetween, NamesTokensLater, FailsWhatItSkips])
 def test_a_scheduler_without_a_fault_passes(sound: type[Embedder]):
     machine = machine_of(sound)
+    machine.TestCase.settings = settings(machine.TestCase.settings, max_examples=15)
+    assert find(machine, 0)[1] == ""
+
+
+def test_only_late_memory_finds_a_copy_engine_that_ignores_after():
+    class LandsAtOnce(WaitsForNoReads):
+        def submit(self, decision, needed=(), lost=()):
+            self.execute(decision)
+            for pairs in lost:
+                self.lose(pairs)
+
+        def finish(self, ticket):
+            pass
+
+    machine = machine_of(CompletesLater, LandsAtOnce)
     machine.TestCase.settings = settings(machine.TestCase.settings, max_examples=15)
     assert find(machine, 0)[1] == ""
 

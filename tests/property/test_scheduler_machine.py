@@ -24,7 +24,7 @@ from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.options import capacity
 from blockyard.scheduler.request import Fetch, IdleSequences, RequestState
 from blockyard.scheduler.rows import DONE
-from blockyard.testing import Config, SimulatedMemory
+from blockyard.testing import Config, LateMemory
 from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine
 
 STEP_COUNT = 40
@@ -484,7 +484,7 @@ SWAPS = [("swap_in", "host"), ("swap_out", "host"), ("swap_in", "external"), ("s
 
 @pytest.mark.parametrize(("dropped", "tier"), [("copy", "device"), *SWAPS, ("move", "device")])
 def test_a_dropped_transfer_is_noticed(dropped: str, tier: str):
-    class Drops(SimulatedMemory):
+    class Drops(LateMemory):
         def store(self, kind: str, pairs: Pairs, rows: NDArray[np.int64]) -> None:
             if kind != dropped or tier not in (pairs.src, pairs.dst):
                 super().store(kind, pairs, rows)
@@ -495,7 +495,7 @@ def test_a_dropped_transfer_is_noticed(dropped: str, tier: str):
 
 
 def test_transfers_in_the_wrong_order_are_noticed():
-    class Backwards(SimulatedMemory):
+    class Backwards(LateMemory):
         """Keeps what is read back until the copies have run."""
 
         def store(self, kind: str, pairs: Pairs, rows: NDArray[np.int64]) -> None:

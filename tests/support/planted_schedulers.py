@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 from hypothesis import seed, settings
 
 from blockyard import BlockManager, PrefixCaching, StepDecision
+from blockyard.scheduler import Scheduler
 from blockyard.testing import Config, LateMemory
 from blockyard.testing.machines import manager_machine, prefix_machine, scheduler_machine
 
-__all__ = ["FAULTS", "Embedder", "Fault", "find", "machine_of"]
+__all__ = ["FAULTS", "CompletesLater", "Embedder", "Fault", "WaitsForNoReads", "find", "machine_of"]
 
 
 @dataclass(eq=False)
@@ -226,15 +227,38 @@ class SkipsCopies(Embedder):
         return super().transfer(partial, simulation)
 
 
+class DropsAfter(Embedder):
+    def transfer(self, decision, simulation):
+        return super().transfer(StepDecision(decision.ticket, decision.transfers()), simulation)
+
+
 class DropsLosses(Embedder):
     def transfer(self, decision, simulation):
         simulation.execute(decision)
         return self.manager.complete(decision.ticket).tolist()
 
 
+class DropsHostLosses(Embedder):
+    def transfer(self, decision, simulation):
+        lost = [pairs for pairs in simulation.execute(decision) if "external" in (pairs.src, pairs.dst)]
+        return self.manager.complete(decision.ticket, lost).tolist()
+
+
 class KeepsTheLost(Embedder):
     def restart(self, lost):
         pass
+
+
+class CompletesAtOnce(Scheduler):
+    """A scheduler with the calls of Blockyard's own."""
+
+    def schedule(self):
+        step = super().schedule()
+        self.manager.complete(step.decision.ticket)
+        return step
+
+    def complete(self, ticket, lost=()):
+        return []
 
 
 # ---- arrays of a step ----
@@ -381,6 +405,42 @@ class Without:
 # ---- copy engines and managers ----
 
 
+class CompletesLater(Embedder):
+    """Without a fault. A ticket ends a step later; what it has lost is known at once."""
+
+    late: tuple = ()
+
+    def transfer(self, decision, simulation):
+        pairs = simulation.execute(decision)
+        lost = self.manager.lose(decision.ticket, pairs).tolist()
+        self.complete_late()
+        self.late = (decision.ticket, pairs)
+        return lost
+
+    def finish(self, sampled):
+        finished = super().finish(sampled)
+        if not self.running and not self.swapped:
+            self.complete_late()
+        return finished
+
+    def abort(self, name):
+        super().abort(name)
+        if not self.running and not self.swapped:
+            self.complete_late()
+
+    def complete_late(self):
+        if self.late:
+            self.manager.complete(*self.late)
+            self.late = ()
+
+
+class WaitsForNoReads(LateMemory):
+    """Does not wait for the tickets that a decision names in `after`. Needs a scheduler that completes later."""
+
+    def submit(self, decision, needed=(), lost=()):
+        super().submit(StepDecision(decision.ticket, decision.transfers()), needed, lost)
+
+
 class ForgetsTheLastPair(LateMemory):
     def store(self, kind, pairs, rows):
         if kind != "swap_out" or pairs.ids[0, 1] % 4 != 1:
@@ -448,8 +508,10 @@ class Fault:
     def machine(self) -> type[Any]:
         if issubclass(self.planted, Embedder):
             return machine_of(self.planted)
+        if issubclass(self.planted, Scheduler):
+            return scheduler_machine(lambda manager, _: self.planted(manager, preemption_mode="swap"))
         if issubclass(self.planted, LateMemory):
-            return machine_of(Embedder, self.planted)
+            return machine_of(CompletesLater if self.planted is WaitsForNoReads else Embedder, self.planted)
         if self.planted is ForgetsTheSalt:
             return prefix_machine(lambda config, events: ForgetsTheSalt(caching(config, events)))
         return manager_machine(lambda config: self.planted(BlockManager(**config.arguments())))
@@ -457,13 +519,16 @@ class Fault:
 
 FAULTS = [
     Fault("`complete` before `execute`", CompletesFirst, r"complete\(ticket=\d+"),
+    Fault("the same in a scheduler with our calls", CompletesAtOnce, r"complete\(ticket=\d+"),
     Fault("`complete` left out", NeverCompletes, r"ticket \d+"),
     Fault("`complete` of an old ticket", CompletesAnother, r"complete\(ticket=\d+.*ticket \d+"),
     Fault("a decision never executed", NeverExecutes, r"complete\(ticket=\d+"),
     Fault("a decision executed twice", ExecutesTwice, r"ticket \d+"),
     Fault("a step computed before its swap-ins", ComputesBeforeLoads, r"sequence \d+.*block \d+"),
     Fault("copies on write left out", SkipsCopies, r"ticket \d+"),
+    Fault("a decision executed without its `after`", DropsAfter, r"ticket \d+ after tickets"),
     Fault("lost pairs not passed to `complete`", DropsLosses, r"complete\(ticket=\d+"),
+    Fault("the same of the host's pairs alone", DropsHostLosses, r"complete\(ticket=\d+.*host \d+"),
     Fault("a lost sequence not restarted", KeepsTheLost, r"sequence \d+"),
     Fault("the block table of the step before", ReadsAnOldTable, r"sequence \d+.*block"),
     Fault("the block table of before a swap", KeepsTheTableOverASwap, r"sequence \d+.*block"),
@@ -481,6 +546,7 @@ FAULTS = [
     Fault("`append` without `can_append`", AppendsBlindly, r"append\("),
     Fault("`swap_out` without `can_swap_out`", SwapsOutBlindly, r"swap_out\("),
     Fault("a preempted request restarted without its outputs", RestartsWithThePrompt, r"sequence \d+"),
+    Fault("a copy engine that ignores `after`", WaitsForNoReads, r"sequence \d+.*block \d+"),
     Fault("a copy engine that drops a block of a swap-out", ForgetsTheLastPair, r"block \d+"),
     Fault("a copy engine that loads the next block", LoadsTheNextBlock, r"block \d+"),
     Fault("a manager that forgets copies on write", LosesCopiesOfAppend, r"ticket \d+.*copy device"),

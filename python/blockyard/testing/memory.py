@@ -186,7 +186,7 @@ class LateMemory(SimulatedMemory):
             self.lose(transfer.pairs)
 
     def _drain(self, ticket: int) -> None:
-        for transfer in self._running[ticket]:
+        for transfer in self._running.get(ticket, ()):  # it may have ended since the decision was taken
             if transfer.pairs.src == "device":
                 self._read(transfer)
 

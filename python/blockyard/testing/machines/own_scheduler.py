@@ -23,7 +23,6 @@ from blockyard.testing.machines.scheduler import (
 from blockyard.testing.machines.simulation import Simulation
 from blockyard.testing.machines.strategies import FollowUp, configs, follow_up, follow_ups, requests
 from blockyard.testing.machines.watch import Watch, common
-from blockyard.testing.memory import LateMemory
 
 __all__ = ["OwnSchedulerMachine", "Simulation", "scheduler_machine"]
 
@@ -46,17 +45,14 @@ class OwnSchedulerMachine(SchedulerMachine):
         add_request: gives a request to the scheduler.
         run_step: runs one step and returns the outputs of the requests that it finished, by request id.
         abort_request: aborts a request by its id; None where the scheduler cannot.
-        make_memory: makes the memory; override it to plant a fault.
     """
 
     add_request: ClassVar[Callable[[Any, Request], object]]
     run_step: ClassVar[Callable[[Any, Simulation], Mapping[str, Sequence[int]]]]
     abort_request: ClassVar[Callable[[Any, str], object] | None] = None
-    make_memory: ClassVar[Callable[[Config], LateMemory]] = LateMemory
-    make_record = Watch
+    make_record: ClassVar[Callable[[], Watch]] = Watch
     step_count = 30
     record: Watch
-    memory: LateMemory
 
     def __init__(self) -> None:
         super().__init__()

@@ -163,7 +163,8 @@ def show(value: Any) -> str:
         return f"[{shown}, ... {len(value)} in all]" if len(value) > LONGEST else f"[{shown}]"
     if isinstance(value, StepDecision):
         transfers = [f"{kind} {show(pairs)}" for kind, pairs in value.transfers()]
-        return f"ticket {value.ticket}: {'; '.join(transfers) or 'no transfers'}"
+        after = f" after tickets {show(value.after)}" if value.after else ""
+        return f"ticket {value.ticket}{after}: {'; '.join(transfers) or 'no transfers'}"
     if isinstance(value, Pairs):
         return ", ".join(f"{value.src} {a} -> {value.dst} {b}" for a, b in value.ids.tolist())
     if isinstance(value, Sequence):

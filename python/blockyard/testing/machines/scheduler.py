@@ -18,7 +18,8 @@ from blockyard.testing.interfaces import Config, SchedulerLike, TierName
 from blockyard.testing.machines.record import RecordingMachine, show
 from blockyard.testing.machines.side_by_side import refuse_open
 from blockyard.testing.machines.strategies import VOCABULARY, FollowUp, configs, follow_up, follow_ups, requests
-from blockyard.testing.memory import SimulatedMemory
+from blockyard.testing.machines.watch import TicketWatch
+from blockyard.testing.memory import LateMemory, SimulatedMemory
 
 __all__ = [
     "ResizingSchedulerMachine",
@@ -32,8 +33,6 @@ __all__ = [
 
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
 DRAFTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4)
-LOSSY = ("swap_out", "swap_in")
-"""Transfers that can be lost."""
 IDLE_STEPS = 3
 """Steps in a row that may do nothing while requests wait."""
 
@@ -109,9 +108,10 @@ def read_back(memory: SimulatedMemory, row: int, table: NDArray[np.int32], lengt
 
 
 class SchedulerMachine(RecordingMachine):
-    """Random requests, aborts and losses, on a scheduler over simulated memory.
+    """Random requests, aborts and losses, on a scheduler over memory whose transfers are late.
 
     Each step is carried out as an engine would: transfers, writes of the new tokens, reads through the block tables.
+    Its ticket is completed before the writes or after the reads, and not before that do its swap-outs and moves land.
     What a sequence reads must be its tokens, and what it draws must be what it would have drawn in endless memory.
     Where a step has slots for draft tokens, some of them are right, or the model runs once for each.
     A request is aborted between any two calls of a step, and its id used again at once. At the end the scheduler must
@@ -125,7 +125,9 @@ class SchedulerMachine(RecordingMachine):
 
     make_scheduler: ClassVar[Callable[[BlockManager, Config], SchedulerLike]]
     make_manager: ClassVar[Callable[[Config], BlockManager]]
-    make_memory: ClassVar[Callable[[Config], SimulatedMemory]] = SimulatedMemory
+    make_memory: ClassVar[Callable[[Config], LateMemory]] = LateMemory
+    make_record: ClassVar[Callable[[], TicketWatch]] = TicketWatch
+    record: TicketWatch
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +143,7 @@ class SchedulerMachine(RecordingMachine):
         """Make manager, scheduler and memory, and submit a few requests."""
         self.manager = self.record.watch(type(self).make_manager(config))
         self.scheduler = type(self).make_scheduler(self.manager, config)
-        self.memory = type(self).make_memory(config)
+        self.memory = self.record.memory = type(self).make_memory(config)
         for request in first:
             self.add(request)
 
@@ -193,9 +195,16 @@ class SchedulerMachine(RecordingMachine):
         pick=st.integers(0, 7),
         again=st.none() | requests(),
         drafts=DRAFTS,
+        late=st.booleans(),
     )
     def step(
-        self, lost: list[int], when: str, pick: int, again: Request | None, drafts: Sequence[tuple[int, int]] = ()
+        self,
+        lost: list[int],
+        when: str,
+        pick: int,
+        again: Request | None,
+        drafts: Sequence[tuple[int, int]] = (),
+        late: bool = False,  # noqa: FBT001, FBT002 (drawn)
     ) -> None:
         """Run one step, in which pairs may be lost and a request aborted and its id used again.
 
@@ -206,6 +215,7 @@ class SchedulerMachine(RecordingMachine):
             again: what is submitted under its id.
             drafts: for each decoding row, in turn: draft tokens, and how many of them are right. If empty, each token
                 is computed by a pass of its own.
+            late: whether the ticket ends after the model has run, unless it has losses.
         """
         self.record.next_step()
         step = self.scheduler.schedule()
@@ -214,11 +224,15 @@ class SchedulerMachine(RecordingMachine):
             self.resubmit(pick, again)
         losses = self.execute(step.decision, lost)
         self.record.note(f"{step.rows} rows of {show(step.lengths)} tokens, lost: {show(losses)}")
-        self.scheduler.complete(step.decision.ticket, losses)
+        late = late and not losses
+        if not late:
+            self.scheduler.complete(step.decision.ticket, losses)
         if when == "settled":
             self.resubmit(pick, again)
-        rows = step.rows
-        for finished in self.scheduler.update(step, self.compute_drafts(step, drafts)):
+        rows, drawn = step.rows, self.compute_drafts(step, drafts)
+        if late:
+            self.scheduler.complete(step.decision.ticket)
+        for finished in self.scheduler.update(step, drawn):
             self.finish(finished)
         self.manager.check()
         busy = rows > 0 or len(step.decision) > 0 or bool(losses) or not self.live
@@ -226,11 +240,11 @@ class SchedulerMachine(RecordingMachine):
         if self.idle > IDLE_STEPS:
             raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
 
-    @rule(count=st.integers(2, 8), lost=st.lists(st.integers(0, 63), max_size=1), drafts=DRAFTS)
-    def run(self, count: int, lost: list[int], drafts: Sequence[tuple[int, int]]) -> None:
+    @rule(count=st.integers(2, 8), lost=st.lists(st.integers(0, 63), max_size=1), drafts=DRAFTS, late=st.booleans())
+    def run(self, count: int, lost: list[int], drafts: Sequence[tuple[int, int]], late: bool = False) -> None:  # noqa: FBT001, FBT002 (drawn)
         """Run some steps, undisturbed but for losses."""
         for _ in range(count):
-            self.step(lost=lost, when="never", pick=0, again=None, drafts=drafts)
+            self.step(lost=lost, when="never", pick=0, again=None, drafts=drafts, late=late)
 
     def teardown(self) -> None:
         """Run to the end; every block must be free then."""
@@ -286,19 +300,15 @@ class SchedulerMachine(RecordingMachine):
             raise AssertionError(f"two rows of a step share a seat: {step.seats.tolist()}")
 
     def execute(self, decision: StepDecision, numbers: Sequence[int]) -> list[Pairs]:
-        """Carry out a decision; some transfers between tiers are lost, before copies are made from them."""
+        """Begin a decision's transfers; some of those between tiers are lost, before copies are made from them."""
         losses = self.losses(decision, numbers)
-        for kind, pairs in decision.transfers():
-            self.memory.transfer(kind, pairs)
-            for loss in losses:
-                if kind in LOSSY and (loss.src, loss.dst) == (pairs.src, pairs.dst):
-                    self.memory.lose(loss)
+        self.record.execute(decision, losses)
         return losses
 
     def losses(self, decision: StepDecision, numbers: Sequence[int]) -> list[Pairs]:
         """Pairs of a decision for some numbers, each once: those that move between tiers can be lost."""
-        transfers = [pairs for kind, pairs in decision.transfers() if kind in LOSSY]
-        single = [Pairs(pairs.src, pairs.dst, ids[None]) for pairs in transfers for ids in pairs.ids]
+        swaps = (*decision.swap_out, *decision.swap_in)
+        single = [Pairs(pairs.src, pairs.dst, ids[None]) for pairs in swaps for ids in pairs.ids]
         return [single[at] for at in sorted({number % len(single) for number in numbers})] if single else []
 
     def compute_drafts(self, step: Step, drafts: Sequence[tuple[int, int]]) -> list[int]:

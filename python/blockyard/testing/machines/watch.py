@@ -1,4 +1,4 @@
-"""`Watch`: what a scheduler tells its manager, checked against what it runs."""
+"""`TicketWatch` and `Watch`: what a scheduler tells its manager, checked against what it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockyard.testing.machines.record import Record, show
 from blockyard.testing.machines.side_by_side import MOST_OPEN
 from blockyard.testing.memory import EMPTY, LOST, LateMemory
 
-__all__ = ["Followed", "Ticket", "Watch", "common", "holds"]
+__all__ = ["Followed", "Ticket", "TicketWatch", "Watch", "common", "holds"]
 
 
 @dataclass(slots=True)
@@ -41,65 +41,49 @@ class Followed:
     table: tuple[int, ...] = ()  # the last that was seen
 
 
-class Watch(Record):
-    """Follows tickets and sequences through the calls of a scheduler under test.
+class TicketWatch(Record):
+    """Follows tickets through the calls of a scheduler under test, and ends their transfers no sooner than it does.
 
     Attributes:
-        manager: the manager under the scheduler.
         memory: what the decisions run on.
-        texts: all tokens of each request, the prompt first, as endless memory gives them.
-        writers: what wrote a device block last.
     """
 
-    manager: BlockManager
     memory: LateMemory
 
     def __init__(self) -> None:
         super().__init__()
         self.tickets: dict[int, Ticket] = {}
-        self.sequences: dict[int, Followed] = {}
-        self.texts: dict[str, list[int]] = {}
-        self.writers: dict[int, str] = {}
 
     # ---- calls of the manager ----
 
     def before(self, name: str, arguments: dict[str, Any], text: str) -> None:
-        """Refuse a ticket that ends too early, and tokens marked before they are computed."""
+        """Refuse a ticket that ends too early, or never."""
         if name == "complete":
             self._complete(int(arguments["ticket"]), list(arguments.get("lost", ())), text)
         elif name == "take_decision" and len(self.open_tickets()) >= MOST_OPEN:
             raise AssertionError(f"step {self.step}: {self.open_ticket()}")
-        elif name == "mark_computed" and self.manager.prefix.enabled:
-            self._mark(arguments, text)
         elif name == "fail" and arguments["ticket"] in self.tickets:
             self._abandon(int(arguments["ticket"]), text)
 
-    def after(self, name: str, arguments: dict[str, Any], result: Any) -> None:
+    def after(self, name: str, arguments: dict[str, Any], result: Any) -> None:  # noqa: ARG002 (for `Watch`)
         """Follow what a call has changed."""
-        follow = getattr(self, f"_after_{name}", None)
-        if follow is not None:
-            follow(arguments, result)
-        elif name in ("complete", "fail", "lose"):
-            for handle in handles(result):
-                if handle in self.sequences:
-                    self.sequences[handle].lost = f"{name}(ticket={arguments['ticket']}) in step {self.step}"
+        if name == "take_decision":
+            self.tickets[result.ticket] = Ticket(result, self.step)
 
     def sentence(self, error: BaseException) -> str:
-        """What an error says, with the end of the ticket or sequence that its call names."""
+        """What an error says, with what is known of the ticket or the sequences that its call names."""
         text = super().sentence(error)
         if self._refused is None or self._refused[0] is not error:
             return text
-        arguments = self._refused[2]
-        named = handles(arguments.get("sequences", arguments.get("sequence", ())))
-        known = [handle for handle in named if handle in self.sequences]
-        states = {handle: self.state(handle) for handle in known}
-        gone = [f"sequence {h} {text}" for h, text in states.items() if len(known) == 1 or "on the device" not in text]
-        ticket = self.tickets.get(arguments.get("ticket", -1))
-        if ticket is not None and ticket.ended:
-            gone.append(f"ticket {arguments['ticket']} had ended: {ticket.ended}")
-        elif "ticket" in arguments and ticket is not None:
-            gone.append(f"ticket {arguments['ticket']} is of step {ticket.step}")
-        return "; ".join([text, *gone])
+        return "; ".join([text, *self.known(self._refused[2])])
+
+    def known(self, arguments: dict[str, Any]) -> list[str]:
+        """What is known of the ticket that a call names."""
+        number = arguments.get("ticket", -1)
+        ticket = self.tickets.get(number)
+        if ticket is None:
+            return []
+        return [f"ticket {number} " + (f"had ended: {ticket.ended}" if ticket.ended else f"is of step {ticket.step}")]
 
     def _complete(self, ticket: int, lost: Sequence[Pairs], text: str) -> None:
         taken = self.tickets.get(ticket)
@@ -126,6 +110,95 @@ class Watch(Record):
             taken.ended = f"{text} in step {self.step}"
             if taken.executed is not None:
                 self.memory.abandon(ticket)
+
+    # ---- tickets ----
+
+    def execute(self, decision: StepDecision, losses: Sequence[Pairs]) -> None:
+        """Begin a decision's transfers: loads and copies run now, what else may be late until its ticket ends."""
+        ticket = decision.ticket
+        taken = self.tickets.get(ticket)
+        if taken is None:
+            raise AssertionError(f"step {self.step}: execute got ticket {ticket}, which the manager has not handed out")
+        if taken.executed is not None:
+            raise AssertionError(
+                f"step {self.step}: execute(decision) ran ticket {ticket} twice, before in step {taken.executed}"
+            )
+        if taken.ended:
+            raise AssertionError(f"step {self.step}: execute(decision) of ticket {ticket} came after {taken.ended}")
+        if (decision.transfers(), decision.after) != (taken.decision.transfers(), taken.decision.after):
+            raise AssertionError(
+                f"step {self.step}: execute got another decision of ticket {ticket} than take_decision returned: "
+                f"{show(decision)}; wanted {show(taken.decision)}"
+            )
+        before = {number: self.tickets[number] for number in decision.after if number != ticket}
+        early = [number for number, other in before.items() if other.executed is None and not other.ended]
+        if early:
+            raise AssertionError(
+                f"step {self.step}: ticket {ticket} runs after ticket {early[0]} of step {before[early[0]].step}, "
+                f"which was never executed"
+            )
+        taken.executed, taken.losses = self.step, tuple(losses)
+        loads = [pairs for pairs in decision.swap_in if pairs.dst == "device" and not decision.prefetch]
+        self.memory.submit(decision, {int(block) for pairs in loads for block in pairs.ids[:, 1]}, losses)
+
+    def open_tickets(self) -> list[int]:
+        """Tickets that were neither completed nor failed, the oldest first."""
+        return [number for number, ticket in self.tickets.items() if not ticket.ended]
+
+    def open_ticket(self) -> str:
+        """Name the oldest open ticket."""
+        oldest = self.open_tickets()[0]
+        ticket = self.tickets[oldest]
+        done = "was never executed" if ticket.executed is None else f"was executed in step {ticket.executed}"
+        return (
+            f"ticket {oldest} of step {ticket.step} {done} and was neither completed nor failed, "
+            f"{len(self.open_tickets())} tickets are open: call complete(ticket={oldest}, lost=...)"
+        )
+
+
+class Watch(TicketWatch):
+    """Follows sequences, too.
+
+    Attributes:
+        manager: the manager under the scheduler.
+        texts: all tokens of each request, the prompt first, as endless memory gives them.
+        writers: what wrote a device block last.
+    """
+
+    manager: BlockManager
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequences: dict[int, Followed] = {}
+        self.texts: dict[str, list[int]] = {}
+        self.writers: dict[int, str] = {}
+
+    # ---- calls of the manager ----
+
+    def before(self, name: str, arguments: dict[str, Any], text: str) -> None:
+        """Refuse tokens that are marked before they are computed, too."""
+        super().before(name, arguments, text)
+        if name == "mark_computed" and self.manager.prefix.enabled:
+            self._mark(arguments, text)
+
+    def after(self, name: str, arguments: dict[str, Any], result: Any) -> None:
+        """Follow what a call has changed."""
+        super().after(name, arguments, result)
+        follow = getattr(self, f"_after_{name}", None)
+        if follow is not None:
+            follow(arguments, result)
+        elif name in ("complete", "fail", "lose"):
+            for handle in handles(result):
+                if handle in self.sequences:
+                    self.sequences[handle].lost = f"{name}(ticket={arguments['ticket']}) in step {self.step}"
+
+    def known(self, arguments: dict[str, Any]) -> list[str]:
+        """What is known of the sequences and the ticket that a call names."""
+        named = handles(arguments.get("sequences", arguments.get("sequence", ())))
+        known = [handle for handle in named if handle in self.sequences]
+        states = {handle: self.state(handle) for handle in known}
+        gone = [f"sequence {h} {text}" for h, text in states.items() if len(known) == 1 or "on the device" not in text]
+        return [*gone, *super().known(arguments)]
 
     def _mark(self, arguments: dict[str, Any], text: str) -> None:
         batch = handles(arguments["sequences"])
@@ -173,9 +246,6 @@ class Watch(Record):
         for handle in handles(arguments["sequences"]):
             self.sequences[handle].freed = self.step
 
-    def _after_take_decision(self, _: dict[str, Any], decision: StepDecision) -> None:
-        self.tickets[decision.ticket] = Ticket(decision, self.step)
-
     def _after_append(self, arguments: dict[str, Any], _: Any) -> None:
         batch = handles(arguments["sequences"])
         counts = _counts(arguments.get("num_tokens"), len(batch))
@@ -200,54 +270,16 @@ class Watch(Record):
                 f"note_tokens(sequences={show(batch)}, token_ids={show(new)}) in step {self.step}"
             ] * count
 
-    # ---- tickets ----
+    # ---- sequences ----
 
     def execute(self, decision: StepDecision, losses: Sequence[Pairs]) -> None:
-        """Begin a decision's transfers: loads and copies run now, what else may be late until its ticket ends."""
-        ticket = decision.ticket
-        taken = self.tickets.get(ticket)
-        if taken is None:
-            raise AssertionError(f"step {self.step}: execute got ticket {ticket}, which the manager has not handed out")
-        if taken.executed is not None:
-            raise AssertionError(
-                f"step {self.step}: execute(decision) ran ticket {ticket} twice, before in step {taken.executed}"
-            )
-        if taken.ended:
-            raise AssertionError(f"step {self.step}: execute(decision) of ticket {ticket} came after {taken.ended}")
-        if decision.transfers() != taken.decision.transfers():
-            raise AssertionError(
-                f"step {self.step}: execute got another decision of ticket {ticket} than take_decision returned: "
-                f"{show(decision)}; wanted {show(taken.decision)}"
-            )
-        early = [t for t in decision.after if t != ticket and self.tickets[t].executed is None]
-        if early:
-            raise AssertionError(
-                f"step {self.step}: ticket {ticket} runs after ticket {early[0]} of step "
-                f"{self.tickets[early[0]].step}, which was never executed"
-            )
-        taken.executed, taken.losses = self.step, tuple(losses)
-        loads = [pairs for _, pairs in decision.transfers() if pairs.dst == "device"]
-        needed = () if decision.prefetch else {int(block) for pairs in loads for block in pairs.ids[:, 1]}
-        self.memory.submit(decision, needed, losses)
+        """Begin a decision's transfers, and note what they write."""
+        super().execute(decision, losses)
         for kind, pairs in decision.transfers():
             for a, b in pairs.ids.tolist() if pairs.dst == "device" else ():
-                self.writers[b] = f"{kind} {pairs.src} {a} -> device {b} of ticket {ticket} in step {self.step}"
-
-    def open_tickets(self) -> list[int]:
-        """Tickets that were neither completed nor failed, the oldest first."""
-        return [number for number, ticket in self.tickets.items() if not ticket.ended]
-
-    def open_ticket(self) -> str:
-        """Name the oldest open ticket."""
-        oldest = self.open_tickets()[0]
-        ticket = self.tickets[oldest]
-        done = "was never executed" if ticket.executed is None else f"was executed in step {ticket.executed}"
-        return (
-            f"ticket {oldest} of step {ticket.step} {done} and was neither completed nor failed, "
-            f"{len(self.open_tickets())} tickets are open: call complete(ticket={oldest}, lost=...)"
-        )
-
-    # ---- sequences ----
+                self.writers[b] = (
+                    f"{kind} {pairs.src} {a} -> device {b} of ticket {decision.ticket} in step {self.step}"
+                )
 
     def live(self) -> list[int]:
         """Sequences that are not freed."""
