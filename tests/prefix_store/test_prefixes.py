@@ -223,7 +223,7 @@ def test_a_prompt_longer_than_what_is_free_gets_its_beginning_and_blames_nobody(
             cache.manager.free(held)
 
 
-def test_close_takes_no_longer_than_said():
+def test_close_takes_no_longer_than_said_and_says_what_is_left(caplog: pytest.LogCaptureFixture):
     goes = threading.Event()
     store = keyed()
     with contextlib.ExitStack() as closing:
@@ -236,6 +236,8 @@ def test_close_takes_no_longer_than_said():
         began = time.monotonic()
         assert not cache.prefixes.close(1.0)
         assert time.monotonic() - began < 1.8
+        (said,) = [record.getMessage() for record in caplog.records if record.name == "blockyard.prefix_store"]
+        assert said.startswith("4 blocks were not written to ")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import select
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from blockyard.stores.base import ExternalStore
 from blockyard.stores.url import read_bytes
 
 __all__ = ["PrefixStore"]
+
+logger = logging.getLogger("blockyard.prefix_store")
 
 CLOSING_PART: Final = 0.7  # of the time of `close` in which blocks are still written
 _PAUSE: Final = 0.001  # seconds between looks at what is under way
@@ -229,9 +232,13 @@ class PrefixStore:
         return None if found is None else (found[0] * self._size, found[1] * self._size)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Write what is left, and let go of the store; waits at most `timeout` seconds for it. False if it hung."""
+        """Write what is left, and let go of the store; waits at most `timeout` seconds for it. False if it hung.
+
+        The log `blockyard.prefix_store` says how many blocks the store has not got.
+        """
         until = time.monotonic() + timeout
-        self.wait(timeout * CLOSING_PART)
+        if not self.wait(timeout * CLOSING_PART) and self.waiting_blocks:
+            logger.warning("%d blocks were not written to %r before it was closed", self.waiting_blocks, self.store)
         self._give_up_all("closed")
         self._loads.close()
         self._writes.close()
