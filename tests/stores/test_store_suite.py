@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from memory_stores import KeyedStore
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, MappingError, StoreError, UnknownTicketError
@@ -255,6 +256,21 @@ def test_a_wrong_prefix_store_is_noticed(store: type[KeyedDictStore], test: str)
 
     with pytest.raises(AssertionError):
         getattr(Suite(), test)()
+
+
+def test_the_suite_says_what_the_stores_last_error_is():
+    class Suite(PrefixStoreSuite):
+        def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
+            def fail(name: str) -> None:
+                if name == "put":
+                    raise RuntimeError("backend down")
+
+            store = KeyedStore({}, bytes_per_block=self.bytes_per_block, namespace=namespace)
+            store.before = fail
+            return store
+
+    with pytest.raises(AssertionError, match="the store's last error: RuntimeError: backend down"):
+        Suite().test_blocks_come_back_by_key()
 
 
 def test_a_store_without_keys_says_so():
