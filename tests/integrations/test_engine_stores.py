@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations import objects
 from blockyard.integrations.objects import PrefixObjects
+from blockyard.integrations.store_jobs import Steps
 from blockyard.stores import register
 from blockyard.testing.faults import corrupt_slots
 
@@ -133,15 +134,15 @@ def test_no_more_than_the_store_holds_is_found_and_it_is_right(open_engine: Any,
 def test_a_load_that_is_sabotaged_shows(
     open_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sabotage: str
 ):
-    known = PrefixObjects.get
+    known = PrefixObjects.get_steps
 
-    def get(self: PrefixObjects, keys: Any, sizes: Any, take: Any) -> list[bool]:
+    def get(self: PrefixObjects, keys: Any, sizes: Any, take: Any) -> Steps[list[bool]]:
         if sabotage == "no-op":
             return known(self, keys, sizes, lambda index, data: take(index, np.zeros_like(data)))
         return known(self, [*keys[1:], keys[0]], sizes, take)
 
     engine = open_engine(folder(tmp_path))
-    monkeypatch.setattr(PrefixObjects, "get", get)
+    monkeypatch.setattr(PrefixObjects, "get_steps", get)
     assert not round_trip(engine)
 
 

@@ -158,6 +158,7 @@ class LinkerProgram(Caller):
         self.linker = sglang_stand_in.linker(page, 1 << 20)
         del self.linker.close  # the stand-in's
         self.linker._objects = objects.PrefixObjects("faulty://linker", object_bytes=page, fields={})
+        self.linker._reads = self.linker._objects.jobs("blockyard-sglang-read", {"read": 2})
         self.linker._group.num_layers, self.linker.pools = LAYERS, {"kv": self.pool}
         self.linker._owner, self.linker._ranks = True, 1
         self.linker.layer_done_counter = Counter()
@@ -242,4 +243,4 @@ def test_an_exception_at_any_place_of_the_linker_ends_every_transfer_once(
             LinkerProgram(interrupt).run()
         settled(lambda: not own_threads() - before, "a thread is left")
 
-    assert swept(("sglang/linker.py", "sglang/pages.py"), run, error, most) > 80
+    assert swept(("sglang/linker.py", "sglang/pages.py", "integrations/store_jobs.py"), run, error, most) > 80

@@ -82,7 +82,7 @@ def test_staging_keeps_its_bound_and_counts_what_it_holds(make: Callable[[int], 
 
 def test_a_request_of_which_nothing_came_leaves_nothing_behind(make: Callable[[int], Any]):
     linker = make(1 << 20)
-    linker._objects.get = lambda keys, sizes, take: [False] * len(keys)
+    linker._objects.page_of = lambda index: None
     for n in range(10):
         assert linker.lookup(f"{n}", transfers(["a", "b"])) == []
     assert not linker._staged
@@ -211,7 +211,7 @@ def ranked(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     linker._group.num_layers, linker.pools = LAYERS, {"kv": Pool()}
     linker._owner, linker._ranks = True, 1
     data = np.random.default_rng(1).integers(1, 256, (2, 2 * LAYERS * PAGE), np.uint8)
-    linker._objects.get = lambda keys, sizes, take: [take(n, data[n]) is None for n in range(len(keys))]
+    linker._objects.page_of = data.__getitem__
     linker.pages = data.reshape(2, 2, LAYERS, PAGE)  # page, keys or values, layer
     Devices.set_device(DEVICES[1])  # SGLang's own thread
     return linker

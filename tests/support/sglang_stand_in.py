@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 class PoolName(str, Enum):
@@ -170,17 +171,24 @@ class Objects:
     def contains(self, keys: list[str], sizes: list[int], until: float) -> list[bool]:
         return [True] * len(keys)
 
-    def get(self, keys: list[str], sizes: list[int], take: Any) -> list[bool]:
-        for index in range(len(keys)):
-            take(index, self.page)
-        return [True] * len(keys)
+    def page_of(self, index: int) -> NDArray[np.uint8] | None:
+        """The page that a get brings, None for a miss."""
+        return self.page
+
+    def get_steps(self, keys: list[str], sizes: list[int], take: Any) -> Any:
+        yield from ()
+        pages = [self.page_of(index) for index in range(len(keys))]
+        return [page is not None and take(index, page) is None for index, page in enumerate(pages)]
+
+    def jobs(self, name: str, lanes: dict[str, int]) -> Any:
+        return importlib.import_module("blockyard.integrations.store_jobs").StoreJobs(None, name, lanes)
 
 
 def linker(page_bytes: int, staging_bytes: int, device: str = "cpu") -> Any:
     """A linker that can look pages up, over one pool and a store that has all of them; without device pools."""
     made: Any = object.__new__(importlib.import_module("blockyard.integrations.sglang.linker").BlockyardLinker)
-    made._start(torch.device(device))
     made._group, made._objects, made._sizes = Group(), Objects(page_bytes), {"kv": page_bytes}
+    made._start(torch.device(device))
     made._staging_bytes, made._lookup_seconds = staging_bytes, 3600.0
-    made.close = lambda: [pool.shutdown() for pool in (made._readers, made._loads, made._stores)]
+    made.close = lambda: [made._reads.close(), made._loads.shutdown(), made._stores.shutdown()]
     return made

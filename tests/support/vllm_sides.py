@@ -44,7 +44,7 @@ class Engine:
         self.manager = vllm.ours.BlockyardSpec(config).get_manager()
         self.tier = self.manager._external
         self.store = FailingStore(self.tier._store, timeout=0.2)
-        self.tier._store = self.store
+        self.tier._store = self.tier._work._store = self.store
         self.jobs = 0
 
     def context(self, name: str = "one", *actions: Any) -> Any:

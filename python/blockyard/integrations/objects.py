@@ -15,7 +15,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -25,11 +24,11 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError
-from blockyard.stores import Completion, ExternalStore, StoreStats, open_store
+from blockyard.integrations.store_jobs import Steps, StoreJobs, run
+from blockyard.stores import ExternalStore, StoreStats, open_store
 from blockyard.stores.value import is_damage
-from blockyard.workers import keep
 
-__all__ = ["PrefixObjects", "collect", "require_one", "store_url"]
+__all__ = ["PrefixObjects", "require_one", "store_url"]
 
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = b"blockyard objects 2"
@@ -39,18 +38,6 @@ _BATCH_BYTES: Final = 64 << 20
 """Bytes that one batch has in the store at a time, so that its memory for blocks in flight is never full."""
 _ASK_SECONDS: Final = 0.05
 """How long `contains` waits for a server's answer about keys that this process meets for the first time."""
-
-
-def collect(store: ExternalStore, submit: Callable[..., int], *arguments: object) -> Completion:
-    """Submit a batch to a store and wait for its answer. If either raises, the store gives the batch up."""
-    tickets: list[int] = []
-    try:
-        return store.wait(keep(tickets, submit, *arguments))
-    except BaseException:
-        for ticket in tickets:
-            with suppress(Exception):  # it has been collected
-                store.wait(ticket, 0.0)
-        raise
 
 
 def require_one(root_dir: str | None, url: str | None) -> None:
@@ -81,6 +68,8 @@ def store_url(root_dir: str | None, url: str | None, size: int | str, part: str)
 class PrefixObjects:
     """Objects under keys, in a prefix store. No method but the constructor raises: what fails is a miss.
 
+    `put`, `get`, `contains` and `delete` wait. Those with `_steps` are the same as jobs for a thread of `jobs`.
+
     Args:
         url: of the store, as for `blockyard.open_store`.
         object_bytes: length that most objects have; such a one fills one block.
@@ -103,7 +92,17 @@ class PrefixObjects:
             use="prefix",
         )
 
+    def jobs(self, name: str, lanes: Mapping[str, int]) -> StoreJobs:
+        """Return a thread for jobs over this store; see `StoreJobs`."""
+        return StoreJobs(self._store, name, lanes)
+
     def put(self, keys: Sequence[str], sizes: Sequence[int], read: Callable[[int], NDArray[np.uint8]]) -> list[bool]:
+        """Store objects, in place of others under their keys; return which are stored. See `put_steps`."""
+        return run(self._store, self.put_steps(keys, sizes, read))
+
+    def put_steps(
+        self, keys: Sequence[str], sizes: Sequence[int], read: Callable[[int], NDArray[np.uint8]]
+    ) -> Steps[list[bool]]:
         """Store objects, in place of others under their keys; return which are stored.
 
         Of one that is not, nothing or other bytes may be left under its key, but never parts of both.
@@ -122,18 +121,18 @@ class PrefixObjects:
                     count = self._parts(sizes[index])
                     _fill(rows[row : row + count], read(index), sizes[index])
                     row += count
-                done = self._replace(keys[first:last], sizes[first:last], rows)
+                done = yield from self._replace(keys[first:last], sizes[first:last], rows)
             except Exception:  # noqa: BLE001 (whatever fails, the engine goes on without it)
                 _LOG.exception("%d objects were not stored", last - first)
                 continue
             stored[first:last] = done
         return stored
 
-    def _replace(self, keys: Sequence[str], sizes: Sequence[int], rows: NDArray[np.uint8]) -> list[bool]:
+    def _replace(self, keys: Sequence[str], sizes: Sequence[int], rows: NDArray[np.uint8]) -> Steps[list[bool]]:
         """Store the blocks of objects, but of those that are there already, and delete what was there first."""
         names, counts = self._names(keys, sizes), [self._parts(size) for size in sizes]
         firsts = np.cumsum([0, *counts[:-1]])
-        found = collect(self._store, self._store.submit_get, [names[first] for first in firsts])
+        found = yield self._store.submit_get, [names[first] for first in firsts]
         stored = found.ok & (found.rows[:, :_HEADER] == rows[firsts, :_HEADER]).all(axis=1)
         if len(names) > len(keys) and stored.any():
             there = self._store.contains(names)
@@ -144,25 +143,33 @@ class PrefixObjects:
         left = np.flatnonzero(np.repeat(~stored & is_known, counts))
         if len(left):
             ok = np.ones(len(names), np.bool_)
-            ok[left] = collect(self._store, self._store.submit_delete, [names[place] for place in left]).ok
+            deleted = yield self._store.submit_delete, [names[place] for place in left]
+            ok[left] = deleted.ok
             # Under a key that could not be deleted, the old block would stay.
             gone = np.repeat([bool(part.all()) for part in self._split(ok, sizes)], counts)
             left = left[gone[left]]
         if len(left):
             chosen = rows if len(left) == len(rows) else rows[left]
-            ok[left] = collect(self._store, self._store.submit_put, [names[place] for place in left], chosen).ok
+            put = yield self._store.submit_put, [names[place] for place in left], chosen
+            ok[left] = put.ok
             stored = np.array([bool(part.all()) for part in self._split(ok, sizes)]) & is_known
         return [bool(one) for one in stored]
 
     def get(
         self, keys: Sequence[str], sizes: Sequence[int], take: Callable[[int, NDArray[np.uint8]], None]
     ) -> list[bool]:
+        """Load objects; return which came back whole. See `get_steps`."""
+        return run(self._store, self.get_steps(keys, sizes, take))
+
+    def get_steps(
+        self, keys: Sequence[str], sizes: Sequence[int], take: Callable[[int, NDArray[np.uint8]], None]
+    ) -> Steps[list[bool]]:
         """Load objects; return which came back whole. `take(i, data)` is called for these alone, with their bytes."""
         loaded = [False] * len(keys)
         for first, last, _ in self._batches(sizes):
             names = self._names(keys[first:last], sizes[first:last])
             try:
-                found = collect(self._store, self._store.submit_get, names)
+                found = yield self._store.submit_get, names
                 parts = self._split(found.ok, sizes[first:last])
                 rows = self._split(found.rows, sizes[first:last])
                 damaged = self._split(np.array([is_damage(reason) for reason in found.reasons]), sizes[first:last])
@@ -174,7 +181,7 @@ class PrefixObjects:
                     elif ok[0] and (damaged[index - first].any() or (ok.all() and _length(data) == sizes[index])):
                         bad.append(_name(keys[index], 0))  # a part is damaged, or of another object
                 if bad:
-                    collect(self._store, self._store.submit_delete, bad)
+                    yield self._store.submit_delete, bad
             except Exception:  # noqa: BLE001 (a load that failed is a miss)
                 _LOG.exception("%d objects could not be loaded", last - first)
         return loaded
@@ -184,12 +191,18 @@ class PrefixObjects:
 
         It waits no longer for a server's answer than `until`, a time of the monotonic clock.
         """
+        return run(self._store, self.contains_steps(keys, sizes, until))
+
+    def contains_steps(
+        self, keys: Sequence[str], sizes: Sequence[int] | None = None, until: float = math.inf
+    ) -> Steps[list[bool]]:
+        """Return which objects can probably be loaded; see `contains`."""
         names = [_name(key, 0) for key in keys] if sizes is None else self._names(keys, sizes)
         patience = min(until, time.monotonic() + self._patience)
         try:
             found = self._store.contains(names)
             while not found.all() and time.monotonic() < patience:
-                time.sleep(0.001)
+                yield 0.001
                 found = self._store.contains(names)
         except Exception:  # noqa: BLE001 (what cannot be asked for is a miss)
             _LOG.exception("a lookup of %d objects failed", len(keys))
@@ -199,8 +212,12 @@ class PrefixObjects:
 
     def delete(self, keys: Sequence[str]) -> list[bool]:
         """Delete objects, known by their first blocks; return which are deleted. The rest is evicted in time."""
+        return run(self._store, self.delete_steps(keys))
+
+    def delete_steps(self, keys: Sequence[str]) -> Steps[list[bool]]:
+        """Delete objects; see `delete`."""
         try:
-            done = collect(self._store, self._store.submit_delete, [_name(key, 0) for key in keys])
+            done = yield self._store.submit_delete, [_name(key, 0) for key in keys]
             return [bool(ok) for ok in done.ok]
         except Exception:  # noqa: BLE001 (the caller counts it)
             _LOG.exception("%d objects were not deleted", len(keys))

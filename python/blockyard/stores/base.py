@@ -4,9 +4,10 @@ A store is swap space, where blocks live in numbered slots that die with the pro
 found by key and outlive it. It is written and read in batches that are submitted and collected by ticket, and a block
 that does not come back whole is a miss, never an exception.
 
-A plug-in subclasses `ThreadedStore` or `ExternalStore` and passes `blockyard.testing.store_suite.StoreSuite`. It takes
-its URL scheme by `register`, or by an entry point of the group `blockyard.stores` that names a function like
-`open_store`.
+A plug-in subclasses `ThreadedStore`, whose functions may block, and passes `blockyard.testing.store_suite.StoreSuite`.
+It takes its URL scheme by `register`, or by an entry point of the group `blockyard.stores` that names a function like
+`open_store`. `ExternalStore` is what engines see of any store: no call of it but `wait`, `forget`, the quotas and `close`
+waits.
 """
 
 import logging
@@ -67,6 +68,9 @@ class Owners(NamedTuple):
 
 class ExternalStore(ABC):
     """Storage for blocks: swap space that is addressed by slot, or a prefix store that is addressed by key.
+
+    The base of plug-ins is `ThreadedStore`. This one is for objects that stand before a store, such as those of
+    `blockyard.testing.faults`.
 
     Batches run in the background. Operations on one slot or key keep the order in which they were submitted: a read
     sees the last write submitted before it. Submitting never waits for the storage; a batch beyond the store's memory

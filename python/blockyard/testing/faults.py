@@ -258,6 +258,7 @@ class FailingStore(ExternalStore):
     def __init__(self, inner: ExternalStore, *, timeout: float = 2.0) -> None:
         self._inner, self._timeout = inner, timeout
         self._late: dict[int, float] = {}
+        self._ended: list[int] = []  # tickets that the store below has reported, and that are not due
         self.fault: Literal["", "lose", "refuse", "hang"] = ""
         self.faults = 0
 
@@ -323,10 +324,17 @@ class FailingStore(ExternalStore):
         self._require_answer()
         return self._inner.quota(tenant)
 
+    def event_fd(self) -> int:
+        """Return the descriptor of the store below."""
+        return self._inner.event_fd()
+
     def poll(self) -> list[int]:
         """Return tickets that finished; those that hang when their time is over."""
         now = time.monotonic()
-        return [ticket for ticket in self._inner.poll() if self._late.get(ticket, 0.0) <= now]
+        self._ended += self._inner.poll()
+        found = [ticket for ticket in self._ended if self._late.get(ticket, 0.0) <= now]
+        self._ended = [ticket for ticket in self._ended if ticket not in found]
+        return found
 
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
         """Collect a ticket; one that hangs at its deadline, or at the timeout, as misses."""

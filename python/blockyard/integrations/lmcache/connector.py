@@ -8,9 +8,9 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 
@@ -19,29 +19,30 @@ from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.integrations.objects import PrefixObjects, store_url
+from blockyard.integrations.store_jobs import Steps
 from blockyard.stores import parse_size
 
 __all__ = ["BlockyardConnector"]
 
 _LOG = logging.getLogger(__name__)
-_LOADERS = 4
+_LANES = {"lookup": 16, "load": 4, "store": 1}
+"""Most operations of a kind at once: what waits for storage never queues before lookups, nor stores before loads."""
 _Completion = tuple[int, bool, str, list[bool]]
 
 
 @dataclass(slots=True, eq=False)
 class _Operation:
-    ticket: int
-    work: Callable[[], list[bool]]
+    future: Future[list[bool]]
     count: int
     is_put: bool
-    found: list[bool] = field(default_factory=list)
-    error: str = "the operation was given up"
 
-    def completion(self) -> _Completion:
-        found, error = self.found or [False] * self.count, self.error
+    def completion(self, ticket: int) -> _Completion:
+        raised = None if self.future.cancelled() else self.future.exception()
+        error = "the operation was given up" if self.future.cancelled() else repr(raised) if raised else ""
+        found = [False] * self.count if error else self.future.result()
         if self.is_put and not all(found):
             error = error or f"{found.count(False)} of {self.count} objects were not stored"
-        return self.ticket, not error, error, found
+        return ticket, not error, error, found
 
 
 class BlockyardConnector:
@@ -97,12 +98,8 @@ class BlockyardConnector:
         self._ids = itertools.count(1)
         self._changed = threading.RLock()  # an operation that ends at once ends within `_submit`
         self._open: dict[int, _Operation] = {}  # those whose completions were not drained
-        self._done: list[_Completion] = []
         self._closed = False
-        # What waits for storage never queues before lookups, nor stores before loads.
-        self._lookups = ThreadPoolExecutor(1, "blockyard-lmcache-lookup")
-        self._loads = ThreadPoolExecutor(_LOADERS, "blockyard-lmcache-load")
-        self._stores = ThreadPoolExecutor(1, "blockyard-lmcache-store")
+        self._jobs = self._objects.jobs("blockyard-lmcache", _LANES)
 
     def event_fd(self) -> int:
         """Return the file descriptor that is readable while there are completions to drain."""
@@ -116,27 +113,24 @@ class BlockyardConnector:
             rows[index][:] = data
 
         sizes = [row.nbytes for row in rows]
-        return self._submit(self._loads, lambda: self._objects.get(names, sizes, take), len(names))
+        return self._submit("load", self._objects.get_steps(names, sizes, take), len(names))
 
     def submit_batch_set(self, keys: Sequence[str], memoryviews: Sequence[memoryview]) -> int:
         """Start to store objects; return an id."""
         names, rows = list(keys), _rows(keys, memoryviews)
         sizes = [row.nbytes for row in rows]
-
-        def put() -> list[bool]:
-            return self._objects.put(names, sizes, rows.__getitem__)
-
-        return self._submit(self._stores, put, len(names), is_put=True)
+        steps = self._objects.put_steps(names, sizes, rows.__getitem__)
+        return self._submit("store", steps, len(names), is_put=True)
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
         """Start to look for objects; return an id. One that is found can still be damaged: then its load is a miss."""
         names = list(keys)
-        return self._submit(self._lookups, lambda: self._objects.contains(names), len(names))
+        return self._submit("lookup", self._objects.contains_steps(names), len(names))
 
     def submit_batch_delete(self, keys: Sequence[str]) -> int:
         """Start to delete objects; return an id."""
         names = list(keys)
-        return self._submit(self._stores, lambda: self._objects.delete(names), len(names))
+        return self._submit("store", self._objects.delete_steps(names), len(names))
 
     def drain_completions(self) -> list[_Completion]:
         """Return what has ended since the last call: id, whether it succeeded, an error, and which keys did.
@@ -145,14 +139,13 @@ class BlockyardConnector:
         thread at a time calls this.
         """
         with self._changed:
-            count = len(self._done)
-            done = list({completion[0]: completion for completion in self._done}.values())
-            for completion in done:
-                self._open.pop(completion[0], None)
             if not self._event.closed:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._event.fileno())
-        del self._done[:count]  # last: what this call does not return, the next one does
+            ended = {ticket: one for ticket, one in self._open.items() if one.future.done()}
+            done = [one.completion(ticket) for ticket, one in ended.items()]
+            left = {ticket: one for ticket, one in self._open.items() if ticket not in ended}
+            self._open = left  # last: what this call does not return, the next one does
         return done
 
     def close(self) -> None:
@@ -162,51 +155,37 @@ class BlockyardConnector:
         """
         with self._changed:
             self._closed = True
-        for pool in (self._lookups, self._loads, self._stores):
-            pool.shutdown(cancel_futures=True)
+        self._jobs.close(cancel=True)
         self._objects.close()
-        for operation in list(self._open.values()):
-            self._end(operation)
         with self._changed:
             self._event.close()
 
-    def _submit(
-        self, pool: ThreadPoolExecutor, work: Callable[[], list[bool]], count: int, *, is_put: bool = False
-    ) -> int:
+    def _submit(self, lane: str, steps: Steps[list[bool]], count: int, *, is_put: bool = False) -> int:
         with self._changed:
             if self._closed:
                 raise StoreError("the connector is closed")
-            operation = _Operation(next(self._ids), work, count, is_put)
-            self._open[operation.ticket] = operation
+            ticket = next(self._ids)
             try:
-                future = pool.submit(self._run, operation)
-                # Whatever raises in the thread, at any place, the operation ends. So it does when it is cancelled.
-                future.add_done_callback(partial(self._end, operation))
+                future = self._jobs.submit(lane, self._steps(ticket, steps))
+                self._open[ticket] = _Operation(future, count, is_put)
+                for _ in range(2):  # one of them may raise
+                    future.add_done_callback(partial(self._tell, ticket))
             except BaseException:
-                self._open.pop(operation.ticket, None)  # it waits for the lock, and will not begin
+                self._open.pop(ticket, None)  # it waits for the lock, and will not begin
                 raise
-        return operation.ticket
+        return ticket
 
-    def _run(self, operation: _Operation) -> None:
+    def _steps(self, ticket: int, steps: Steps[list[bool]]) -> Steps[list[bool]]:
+        """Carry out an operation, unless submitting it has raised: its memory is LMCache's again."""
         with self._changed:
-            if operation.ticket not in self._open:
-                return
-        try:
-            operation.found = operation.work()
-            operation.error = ""
-        except Exception as caught:  # noqa: BLE001 (LMCache waits for a completion)
-            operation.error = repr(caught)
-            _LOG.exception("operation %d failed", operation.ticket)
-        finally:
-            self._end(operation)
+            is_open = ticket in self._open
+        return (yield from steps) if is_open else []
 
-    def _end(self, operation: _Operation, _future: Future[None] | None = None) -> None:
-        """Complete an operation, unless that is done. It may be noted twice until it is drained."""
+    def _tell(self, ticket: int, _future: Future[list[bool]]) -> None:
+        """Make the descriptor readable for an operation that has ended."""
         with self._changed:
-            if operation.ticket in self._open and not self._event.closed:
-                self._done.append(operation.completion())
+            if ticket in self._open and not self._event.closed:
                 os.eventfd_write(self._event.fileno(), 1)
-                self._open.pop(operation.ticket, None)
 
 
 def _rows(keys: Sequence[str], views: Sequence[memoryview]) -> list[NDArray[np.uint8]]:

@@ -37,6 +37,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import require_fit
 from blockyard.integrations.objects import PrefixObjects, store_url
 from blockyard.integrations.sglang.pages import as_bytes, restorable_pages
+from blockyard.integrations.store_jobs import Steps
 from blockyard.stores.url import read_bytes
 from blockyard.workers import keep
 
@@ -131,7 +132,8 @@ class BlockyardLinker(UnifiedCacheLinker):
         self._reading: dict[str, Future[_Pages]] = {}
         self._pending: dict[str, list[tuple[PoolTransfer, NDArray[np.uint8] | None]]] = {}
         self._offloads: list[Future[bool]] = []  # those that were not popped, the oldest first
-        self._readers = ThreadPoolExecutor(2, "blockyard-sglang-read")
+        self._reads = self._objects.jobs("blockyard-sglang-read", {"read": 2})
+        # Copies on the device wait for it, so each direction has a thread.
         self._loads = ThreadPoolExecutor(1, "blockyard-sglang-load")
         self._stores = ThreadPoolExecutor(1, "blockyard-sglang-store")
         self._load_stream, self._store_stream = _side_stream(device), _side_stream(device)
@@ -193,7 +195,7 @@ class BlockyardLinker(UnifiedCacheLinker):
                 # Of a request that never comes back, what was read late is dropped.
                 while len(self._reading) >= _MOST_READS:
                     self._reading.pop(next(iter(self._reading))).cancel()
-                reading = self._reading[rid] = self._readers.submit(self._read, missing)
+                reading = self._reading[rid] = self._reads.submit("read", self._read(missing))
         try:
             read = reading.result(None if until == math.inf else max(0.0, until - time.monotonic()))
         except LateError:
@@ -223,13 +225,14 @@ class BlockyardLinker(UnifiedCacheLinker):
         self._staged_bytes = left  # nothing can raise between them
         return pages
 
-    def _read(self, wanted: list[tuple[str, str]]) -> _Pages:
+    def _read(self, wanted: list[tuple[str, str]]) -> Steps[_Pages]:
         read: _Pages = {}
 
         def take(index: int, data: NDArray[np.uint8]) -> None:
             read[wanted[index]] = data.copy()
 
-        self._objects.get([f"{name} {key}" for name, key in wanted], [self._sizes[name] for name, _ in wanted], take)
+        names, sizes = [f"{name} {key}" for name, key in wanted], [self._sizes[name] for name, _ in wanted]
+        yield from self._objects.get_steps(names, sizes, take)
         return read
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -373,7 +376,8 @@ class BlockyardLinker(UnifiedCacheLinker):
         with self._changed:
             self._closed = True
         self.reset()
-        for pool in (self._readers, self._loads, self._stores):
+        self._reads.close(cancel=True)
+        for pool in (self._loads, self._stores):
             pool.shutdown(cancel_futures=True)
         self._objects.close()
 

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 
-from blockyard.integrations.objects import collect
+from blockyard.integrations.store_jobs import Steps, StoreJobs
 from blockyard.integrations.vllm.hints import read_hints
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.base import ExternalStore
-from blockyard.workers import keep
+from blockyard.workers import keep, start_worker
 
 __all__ = ["ExternalTier"]
 
@@ -33,6 +33,8 @@ _WINDOW: Final = 64  # keys of one request that are asked for before the first a
 _BATCH_BYTES: Final = 32 << 20
 _STAGING_DEADLINE_MS: Final = 60_000
 _CLOSE_SECONDS: Final = 10.0
+_END_SECONDS: Final = 1.0
+_FORGET_SECONDS: Final = 0.005  # how often a job looks whether the store has forgotten
 _NOT_FORGOTTEN: Final = (
     "the store has not confirmed that it forgot its chunks after a reset. Give engines whose weights differ from those "
     "before the reset another revision"
@@ -116,8 +118,7 @@ class ExternalTier:
         self._coming: dict[OffloadKey, _Job] = {}
         self._jobs: list[_Job] = []
         # Loads never queue behind stores.
-        self._loads = ThreadPoolExecutor(2, "blockyard-vllm-external-load")
-        self._stores = ThreadPoolExecutor(1, "blockyard-vllm-external-store")
+        self._work = StoreJobs(store, "blockyard-vllm-external", {"load": 2, "store": 1})
         self.counts = Counts()
 
     @property
@@ -167,7 +168,7 @@ class ExternalTier:
             job = self._add(_Job(keys[first : first + self._batch]))
             with self._state:
                 self._coming.update(dict.fromkeys(job.keys, job))
-            self._submit(self._loads, job, partial(self._load, job, epoch, resets))
+            self._submit("load", job, self._load(job, epoch, resets))
 
     def finish(self, context: ReqContext) -> None:
         """Forget what a request asked for: it has ended."""
@@ -189,7 +190,7 @@ class ExternalTier:
         for first in range(0, len(keys), self._batch):
             job = self._add(_Job(keys[first : first + self._batch]))
             chunks = keep(job.held, self._offload.prepare_load, job.keys)
-            self._submit(self._stores, job, partial(self._put, job, chunks, epoch))
+            self._submit("store", job, self._put(job, chunks, epoch))
 
     def reset(self, *, keep: bool, may_stage: bool) -> None:
         """Drop what is under way, and unless `keep` forget everything in the store: the weights may be others now.
@@ -211,7 +212,7 @@ class ExternalTier:
             epoch = self._epoch
         if not keep:
             # Of the writes before it, one that has begun ends first, and the others write nothing.
-            self._submit(self._stores, self._add(_Job([])), partial(self._forget, epoch))
+            self._submit("store", self._add(_Job([])), self._forget(epoch))
 
     def allow_staging(self) -> None:
         """Bring chunks to host memory again: the transfers that a reset met have ended."""
@@ -224,28 +225,35 @@ class ExternalTier:
         wait(running, _CLOSE_SECONDS)
         if not self._has_forgotten:
             _LOG.error("the engine ends: %s", _NOT_FORGOTTEN)
-        self._loads.shutdown(wait=False, cancel_futures=True)
-        self._stores.shutdown(wait=False, cancel_futures=True)
+        self._work.close(cancel=True, timeout=0.0)
         self._store.close()
+        self._work.close(timeout=_END_SECONDS)  # the store has given up what jobs waited for
         self._region.close()
         self._reap()
 
-    # ---- in threads ----
+    # ---- jobs over the store, in its thread ----
 
-    def _forget(self, epoch: bytes) -> None:
-        try:
-            self._store.forget()
-        except Exception:  # noqa: BLE001 (whatever it is, the store has not said that it forgot)
-            _LOG.exception("this engine goes on without its external store: %s", _NOT_FORGOTTEN)
-            return
+    def _forget(self, epoch: bytes) -> Steps[None]:
+        has_forgotten: list[bool] = []
+
+        def forget() -> None:
+            try:
+                self._store.forget()
+                has_forgotten.append(True)
+            except Exception:  # noqa: BLE001 (whatever it is, the store has not said that it forgot)
+                _LOG.exception("this engine goes on without its external store: %s", _NOT_FORGOTTEN)
+
+        thread = start_worker("blockyard-vllm-external-forget", forget, lambda: None)  # it waits for the storage
+        while thread.is_alive():
+            yield _FORGET_SECONDS
         with self._state:
-            self._has_forgotten = epoch == self._epoch
+            self._has_forgotten = bool(has_forgotten) and epoch == self._epoch
 
-    def _load(self, job: _Job, epoch: bytes, resets: int) -> None:
+    def _load(self, job: _Job, epoch: bytes, resets: int) -> Steps[None]:
         keys = job.keys
         staged: set[OffloadKey] = set()
         try:
-            entry = collect(self._store, self._store.submit_get, self._digests(keys, epoch))
+            entry = yield self._store.submit_get, self._digests(keys, epoch)
             good = [place for place, ok in enumerate(entry.ok) if ok]
             staged = self._stage(job, [keys[place] for place in good], [entry.rows[place] for place in good], resets)
         finally:
@@ -284,7 +292,7 @@ class ExternalTier:
             self._report(stored, [])
         return set(store.keys)
 
-    def _put(self, job: _Job, chunks: NDArray[np.int32], epoch: bytes) -> None:
+    def _put(self, job: _Job, chunks: NDArray[np.int32], epoch: bytes) -> Steps[None]:
         keys = job.keys
         done, new = 0, np.arange(len(keys))
         try:
@@ -295,7 +303,7 @@ class ExternalTier:
             if len(new):
                 rows = [part[chunks[new]] for part in self._parts]
                 block = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
-                entry = collect(self._store, self._store.submit_put, [digests[place] for place in new], block)
+                entry = yield self._store.submit_put, [digests[place] for place in new], block
                 done = int(np.count_nonzero(entry.ok))
         finally:
             self._give_back(job)
@@ -321,8 +329,8 @@ class ExternalTier:
             self._jobs.append(job)
         return job
 
-    def _submit(self, pool: ThreadPoolExecutor, job: _Job, work: Callable[[], None]) -> None:
-        keep(job.futures, pool.submit, _logged, work)
+    def _submit(self, lane: str, job: _Job, steps: Steps[None]) -> None:
+        keep(job.futures, self._work.submit, lane, _logged(steps))
 
     def _reap(self) -> None:
         """Forget the jobs that have ended, and give back what those have that could not."""
@@ -354,8 +362,8 @@ class ExternalTier:
         return is_open and (tiers is None or bool(tiers.allows(Medium.STORAGE, None)))
 
 
-def _logged(work: Callable[[], None]) -> None:
+def _logged(steps: Steps[None]) -> Steps[None]:
     try:
-        work()
+        yield from steps
     except Exception:  # noqa: BLE001 (whatever it is, its keys are misses)
         _LOG.exception("the external store failed")

@@ -6,8 +6,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 from urllib.parse import quote
@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.objects import collect
+from blockyard.integrations.store_jobs import Steps, StoreJobs
 from blockyard.stores import open_store
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
@@ -35,6 +35,7 @@ _PARALLEL: Final = ("rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp
 class _Outcome(NamedTuple):
     done: list[OffloadKey]
     num_bytes: int
+    ended: float
 
 
 @dataclass(slots=True, eq=False)
@@ -45,17 +46,17 @@ class _Job:
     keys: list[OffloadKey]
     is_load: bool
     begun: float
-    futures: list[Future[tuple[_Outcome, float]]] = field(default_factory=list)  # none if submitting it has raised
+    futures: list[Future[_Outcome]] = field(default_factory=list)  # none if submitting it has raised
 
     @property
     def is_ended(self) -> bool:
         return all(future.done() for future in self.futures)
 
     def result(self) -> JobResult:
-        outcome, ended = _Outcome([], 0), self.begun
+        outcome = _Outcome([], 0, self.begun)
         for future in self.futures:
             if (error := future.exception()) is None:
-                outcome, ended = future.result()
+                outcome = future.result()
             else:
                 _LOG.error("job %d failed", self.job_id, exc_info=error)
         success = len(outcome.done) == len(self.keys)
@@ -63,7 +64,7 @@ class _Job:
             job_id=self.job_id,
             success=success,
             successful_keys=None if success or not self.is_load else outcome.done,
-            transfer_time=ended - self.begun,
+            transfer_time=outcome.ended - self.begun,
             transfer_bytes=outcome.num_bytes,
         )
 
@@ -122,8 +123,7 @@ class BlockyardTier(SecondaryTierManager):
         )
         self._batch = max(1, _BATCH_BYTES // width)
         # Loads never queue behind stores.
-        self._loads = ThreadPoolExecutor(1, "blockyard-vllm-load")
-        self._stores = ThreadPoolExecutor(1, "blockyard-vllm-store")
+        self._work = StoreJobs(self._store, "blockyard-vllm", {"load": 1, "store": 1})
         self._jobs: list[_Job] = []  # those that were not reported
         self._storing: dict[OffloadKey, _Job] = {}  # the last job of each key
 
@@ -140,11 +140,11 @@ class BlockyardTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Start to copy chunks of the host to the store; keys that it has already cost no write."""
-        self._submit(self._stores, self._put, job_metadata)
+        self._submit(job_metadata, is_load=False)
 
     def submit_load(self, job_metadata: TransferJob, expedited: bool = False) -> None:
         """Start to copy chunks from the store into those of the host; no other byte of the host is written."""
-        self._submit(self._loads, self._get, job_metadata)
+        self._submit(job_metadata, is_load=True)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return one result for each job that has ended since the last call."""
@@ -163,40 +163,34 @@ class BlockyardTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Let what is under way end, and close the store; twice does nothing."""
-        self._loads.shutdown()
-        self._stores.shutdown()
+        self._work.close()
         self._store.close()
 
-    def _submit(
-        self,
-        pool: ThreadPoolExecutor,
-        work: Callable[[list[OffloadKey], NDArray[np.int64]], _Outcome],
-        job: TransferJob,
-    ) -> None:
+    def _submit(self, job: TransferJob, *, is_load: bool) -> None:
         keys, chunks = list(job.keys), np.array(job.chunk_ids, np.int64)
         if len(keys) != len(chunks):
             raise InvalidArgumentError(f"job {job.job_id} has {len(keys)} keys and {len(chunks)} chunk_ids")
-        made = _Job(job.job_id, keys, pool is self._loads, time.perf_counter())
+        made = _Job(job.job_id, keys, is_load, time.perf_counter())
         self._jobs.append(made)
-        if not made.is_load:
+        if not is_load:
             self._storing.update(dict.fromkeys(keys, made))
-        keep(made.futures, pool.submit, _timed, work, keys, chunks)
+        steps = self._get(keys, chunks) if is_load else self._put(keys, chunks)
+        keep(made.futures, self._work.submit, "load" if is_load else "store", steps)
 
-    def _put(self, keys: list[OffloadKey], chunks: NDArray[np.int64]) -> _Outcome:
+    def _put(self, keys: list[OffloadKey], chunks: NDArray[np.int64]) -> Steps[_Outcome]:
         done: list[OffloadKey] = []
         for part in self._parts(len(keys)):
-            rows = self._rows[chunks[part]]
-            entry = collect(self._store, self._store.submit_put, _digests(keys[part]), rows)
+            entry = yield self._store.submit_put, _digests(keys[part]), self._rows[chunks[part]]
             done += [key for key, ok in zip(keys[part], entry.ok, strict=True) if ok]
-        return _Outcome(done, len(done) * self._rows.shape[1])
+        return self._outcome(done)
 
-    def _get(self, keys: list[OffloadKey], chunks: NDArray[np.int64]) -> _Outcome:
+    def _get(self, keys: list[OffloadKey], chunks: NDArray[np.int64]) -> Steps[_Outcome]:
         done: list[OffloadKey] = []
         for part in self._parts(len(keys)):
             digests = _digests(keys[part])
             bad: list[bytes] = []
             try:
-                entry = collect(self._store, self._store.submit_get, digests)
+                entry = yield self._store.submit_get, digests
                 ok = entry.ok
                 bad = [digest for digest, reason in zip(digests, entry.reasons, strict=True) if is_damage(reason)]
                 self._rows[chunks[part][ok]] = entry.rows[ok]
@@ -207,17 +201,14 @@ class BlockyardTier(SecondaryTierManager):
             if not ok.all():
                 _LOG.warning("%d chunks could not be loaded, %d are damaged", len(ok) - int(ok.sum()), len(bad))
             if bad:
-                collect(self._store, self._store.submit_delete, bad)
-        return _Outcome(done, len(done) * self._rows.shape[1])
+                yield self._store.submit_delete, bad
+        return self._outcome(done)
+
+    def _outcome(self, done: list[OffloadKey]) -> _Outcome:
+        return _Outcome(done, len(done) * self._rows.shape[1], time.perf_counter())
 
     def _parts(self, count: int) -> Iterable[slice]:
         return (slice(first, min(first + self._batch, count)) for first in range(0, count, self._batch))
-
-
-def _timed(
-    work: Callable[[list[OffloadKey], NDArray[np.int64]], _Outcome], keys: list[OffloadKey], chunks: NDArray[np.int64]
-) -> tuple[_Outcome, float]:
-    return work(keys, chunks), time.perf_counter()
 
 
 def _rows(view: memoryview) -> NDArray[np.uint8]:
