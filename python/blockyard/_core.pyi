@@ -1949,12 +1949,6 @@ class SlabStore:
     def bytes_per_block(self) -> int:
         """Bytes that one slot holds for the caller."""
     @property
-    def slot_bytes(self) -> int:
-        """Bytes from slot to slot in the file, header and padding included."""
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the whole file."""
-    @property
     def path(self) -> Path:
         """The slab's file."""
     @property

@@ -10,7 +10,7 @@ from captures import capturing
 from blockyard.engine import ops
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.ops import fallback
-from blockyard.engine.ops.library import require_op_library
+from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import STRATEGIES, force_strategy
 from blockyard.errors import CaptureError
 from blockyard.layout.kv import KVLayout
@@ -20,7 +20,7 @@ WIDTH = 4096
 
 @pytest.fixture(autouse=True)
 def library() -> None:
-    require_op_library()
+    assert op_library().loaded, op_library().explain()
 
 
 def rows_of(blocks: int, value: int = 0, *, pinned: bool = True) -> torch.Tensor:

@@ -10,7 +10,7 @@ from captures import capturing
 
 from blockyard.engine import ops
 from blockyard.engine.cuda.calibrate import calibrate_device
-from blockyard.engine.ops.library import require_op_library
+from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import STRATEGIES, force_strategy, table_path, use_cached
 
 BLOCKS = 3000
@@ -20,7 +20,7 @@ UNITS = [1, 4, 8, 16]
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setenv("BLOCKYARD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    require_op_library()
+    assert op_library().loaded, op_library().explain()
 
 
 def caches_of(unit: int, blocks: int = BLOCKS, seed: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:

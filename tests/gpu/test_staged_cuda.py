@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blockyard.engine import ops
-from blockyard.engine.ops.library import require_op_library
+from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import force_strategy
 
 VIEWS, BLOCKS = 40, 70
@@ -19,7 +19,7 @@ VIEWS, BLOCKS = 40, 70
 @pytest.fixture(autouse=True)
 def staged(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     monkeypatch.setenv("BLOCKYARD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    require_op_library()
+    assert op_library().loaded, op_library().explain()
     with force_strategy(torch.cuda.current_device(), "staged"):
         yield
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blockyard.engine import ops
-from blockyard.engine.ops.library import require_op_library
+from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import force_strategy
 
 # Bytes of a row that one warp moves at a time.
@@ -21,7 +21,7 @@ BLOCKS = 200
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     monkeypatch.setenv("BLOCKYARD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    require_op_library()
+    assert op_library().loaded, op_library().explain()
     with force_strategy(torch.cuda.current_device(), "kernel"):
         yield
 

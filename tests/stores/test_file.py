@@ -121,7 +121,7 @@ def test_a_block_copied_to_another_slot_is_a_miss(store: SlabStore):
     write(store, [1, 2])
     with store.path.open("r+b") as file:
         file.seek(store.slot_offset(1))
-        block = file.read(store.slot_bytes)
+        block = file.read(store.slot_offset(2) - store.slot_offset(1))
         file.seek(store.slot_offset(2))
         file.write(block)
     assert reasons(store, [1, 2]) == ("", "slot")
@@ -147,7 +147,7 @@ def test_the_file_is_private_and_preallocated(store: SlabStore):
     found = store.path.stat()
     assert stat.S_IMODE(found.st_mode) == 0o600
     assert stat.S_IMODE(store.path.parent.stat().st_mode) == 0o700
-    assert found.st_size == store.file_bytes == 4096 + 16 * (4096 + 8192)
+    assert found.st_size == 4096 + 16 * (4096 + 8192)
     assert found.st_blocks * 512 >= found.st_size
     assert store.path.read_bytes()[:8] == b"BLKYSLAB"
 

@@ -25,7 +25,6 @@ def unequal_pairs(
     first: int,
     last: int,
     to: Literal["small", "large"],
-    out: Ids | None = None,
 ) -> Ids:
     """Pair device blocks with the parts of larger host blocks, or chunks, for a swap out or a swap in.
 
@@ -40,7 +39,6 @@ def unequal_pairs(
         first: part of the first chunk where the transfer begins, 0 to `per_block - 1`.
         last: part of the last chunk before which it ends, 1 to `per_block`.
         to: which side is written: `"large"` stores, `"small"` loads.
-        out: int64 `[n, 2]` to be filled and returned.
 
     Returns:
         `(from, to)`, int64 `[n, 2]`, as `CacheEngine.submit` takes them. Part `p` of chunk `c` is the host block
@@ -48,7 +46,7 @@ def unequal_pairs(
 
     Raises:
         MappingError: the chunks hold another number of parts between `first` and `last` than there are device
-            blocks, an offset or id is out of range, or an array has the wrong shape or dtype; nothing was written.
+            blocks, an offset or id is out of range, or an array has the wrong shape or dtype.
 
     Source: vLLM 0.33 `vllm/v1/kv_offload` pads the first chunk alone and takes the tail of the last for granted.
 
@@ -62,9 +60,7 @@ def unequal_pairs(
         [[30, 5], [31, 6], [36, 3]]
     """
     small, large = _wide(small, "small"), _wide(large, "large")
-    pairs = np.empty((len(small), 2), np.int64) if out is None else out
-    if pairs.dtype != np.int64 or pairs.shape != (len(small), 2):
-        raise MappingError(f"out is {pairs.dtype} {list(pairs.shape)}, wanted int64 {[len(small), 2]}")
+    pairs = np.empty((len(small), 2), np.int64)
     side = 1 if to == "large" else 0
     expand_span(large, pairs[:, side], per_block=per_block, first=first, last=last)
     pairs[:, 1 - side] = small

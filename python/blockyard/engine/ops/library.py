@@ -103,21 +103,6 @@ def explain_driver(driver: int, runtime: int) -> str:
     )
 
 
-def require_op_library() -> OpLibrary:
-    """Load the op library or fail.
-
-    Returns:
-        The loaded library's description.
-
-    Raises:
-        OpLibraryError: it is not loaded; the message says why.
-    """
-    library = op_library()
-    if not library.loaded:
-        raise OpLibraryError(library.explain())
-    return library
-
-
 def check_device(device: torch.device, library: OpLibrary) -> None:
     """Check that the loaded library has code that a CUDA device can run.
 

@@ -175,18 +175,6 @@ impl PySlabStore {
         self.store.geometry().payload_bytes
     }
 
-    /// Bytes from slot to slot in the file, header and padding included.
-    #[getter]
-    fn slot_bytes(&self) -> usize {
-        self.store.geometry().stride()
-    }
-
-    /// Bytes of the whole file.
-    #[getter]
-    fn file_bytes(&self) -> u64 {
-        self.store.geometry().total()
-    }
-
     /// The slab's file.
     #[getter]
     fn path(&self) -> PathBuf {

@@ -152,13 +152,6 @@ impl BlockMap {
         top.zip(self.densest()).map_or(0, |(top, densest)| top.0.saturating_sub(densest.0))
     }
 
-    /// Runs of neighbours that all are live.
-    #[must_use]
-    pub fn live_runs(&self) -> Vec<Range<u32>> {
-        let next = |from: u32| self.live.next_run(from, u32::MAX);
-        std::iter::successors(next(0), |run| next(run.end)).collect()
-    }
-
     fn of_mut(&mut self, place: Occupancy) -> &mut BlockSet {
         match place {
             Occupancy::Hole => &mut self.holes,
