@@ -6,8 +6,8 @@ that does not come back whole is a miss, never an exception.
 
 A plug-in subclasses `ThreadedStore`, whose functions may block, and passes `blockyard.testing.store_suite.StoreSuite`.
 It takes its URL scheme by `register`, or by an entry point of the group `blockyard.stores` that names a function like
-`open_store`. `ExternalStore` is what engines see of any store: no call of it but `wait`, `forget`, the quotas and `close`
-waits.
+`open_store`. `ExternalStore` is what engines see of any store: no call of it waits but `wait`, `forget`, the quotas and
+`close`.
 """
 
 import logging
