@@ -6,8 +6,7 @@ that does not come back whole is a miss, never an exception.
 
 A plug-in subclasses `ThreadedStore`, whose functions may block, and passes `blockyard.testing.store_suite.StoreSuite`.
 It takes its URL scheme by `register`, or by an entry point of the group `blockyard.stores` that names a function like
-`open_store`. `ExternalStore` is what engines see of any store: no call of it waits but `wait`, `forget`, the quotas and
-`close`.
+`open_store`. `ExternalStore` is what engines see of any store: only `wait`, `forget`, the quotas and `close` wait.
 """
 
 import logging
@@ -159,7 +158,7 @@ class ExternalStore(ABC):
             InvalidArgumentError: wrong dtype or shape; nothing was submitted.
             StoreError: the store is closed, or has no keys.
         """
-        raise keyless()
+        raise no_keys_error()
 
     def submit_get(
         self,
@@ -182,7 +181,7 @@ class ExternalStore(ABC):
             InvalidArgumentError: wrong dtype or shape; nothing was submitted.
             StoreError: the store is closed, or has no keys.
         """
-        raise keyless()
+        raise no_keys_error()
 
     def submit_delete(self, keys: Keys) -> int:  # noqa: ARG002 (a store with keys has its own)
         """Start to delete keys; calls after this one do not find them.
@@ -197,7 +196,7 @@ class ExternalStore(ABC):
             InvalidArgumentError: wrong dtype or shape; nothing was submitted.
             StoreError: the store is closed, or has no keys.
         """
-        raise keyless()
+        raise no_keys_error()
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:  # noqa: ARG002 (a store with keys has its own)
         """Return whether each key has a block whose write has landed, bool `[n]`.
@@ -205,7 +204,7 @@ class ExternalStore(ABC):
         Never waits, and reads nothing: a block can be damaged. Only a read that comes back proves a hit. A store that
         must ask a server may say False for a key that it meets for the first time, and know better soon: see `lacks`.
         """
-        raise keyless()
+        raise no_keys_error()
 
     def lacks(self, keys: Keys) -> NDArray[np.bool_]:
         """Return whether a read of each key is known to be a miss now, bool `[n]`; then do not read it. Never waits.
@@ -248,7 +247,7 @@ class ExternalStore(ABC):
             >>> before, after.tolist()
             (('forgotten',), [True])
         """
-        raise keyless()
+        raise no_keys_error()
 
     def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:  # noqa: ARG002 (a store with quotas has its own)
         """Limit the blocks of one tenant. Waits for the storage.
@@ -337,7 +336,7 @@ class ExternalStore(ABC):
         self.close()
 
 
-def keyless() -> StoreError:
+def no_keys_error() -> StoreError:
     """Return the error of a store without keys."""
     return StoreError("the store is swap space only and has no keys")
 
@@ -549,5 +548,5 @@ def _scheme(url: str) -> str:
     if scheme not in known:
         known.update(entry_points(group=ENTRY_POINTS).names)
     if scheme not in known:
-        raise StoreURLError(f"{shown!r}: no tier has the scheme {scheme!r}; there are {', '.join(sorted(known))}")
+        raise StoreURLError(f"{shown!r}: no store has the scheme {scheme!r}; there are {', '.join(sorted(known))}")
     return scheme

@@ -478,7 +478,7 @@ class BatchStore(ExternalStore):
                 self._retry_at = time.monotonic() + self._pause
 
 
-def of(value: object) -> str:
+def describe_array(value: object) -> str:
     """Say what an argument is, for a message."""
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
 
@@ -493,19 +493,21 @@ def check_read_rows(rows: object, shape: tuple[int, int]) -> None:
     if rows is None or not shape[0]:
         return
     if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape or not rows.flags.carray:
-        raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}, C-contiguous and writable")
+        raise InvalidArgumentError(
+            f"rows is {describe_array(rows)}, must be uint8 {list(shape)}, C-contiguous and writable"
+        )
 
 
 def check_rows(rows: object, shape: tuple[int, int], name: str = "rows") -> None:
     """Refuse what is no block for each slot or key of a batch."""
     if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
-        raise InvalidArgumentError(f"{name} is {of(rows)}, must be uint8 {list(shape)}")
+        raise InvalidArgumentError(f"{name} is {describe_array(rows)}, must be uint8 {list(shape)}")
 
 
 def check_slots(slots: NDArray[np.int64], num_slots: int, *, is_write: bool = False) -> None:
     """Refuse what names no slots of a store, and repeats in a write."""
     if not isinstance(slots, np.ndarray) or slots.dtype != np.int64 or slots.ndim != 1:
-        raise InvalidArgumentError(f"slots is {of(slots)}, must be int64 [n]")
+        raise InvalidArgumentError(f"slots is {describe_array(slots)}, must be int64 [n]")
     if len(slots) and (slots.min() < 0 or slots.max() >= num_slots):
         raise MappingError(f"slots has {slots.min()} to {slots.max()}, must be 0 to {num_slots - 1}")
     if is_write and len(np.unique(slots)) < len(slots):
@@ -516,7 +518,7 @@ def checked_keys(keys: Keys) -> NDArray[np.uint8] | list[bytes]:
     """Return keys as they are, or as a list. Refuse what is none."""
     if isinstance(keys, np.ndarray):
         if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != 32:
-            raise InvalidArgumentError(f"keys is {of(keys)}, must be uint8 [n, 32] or 32 bytes each")
+            raise InvalidArgumentError(f"keys is {describe_array(keys)}, must be uint8 [n, 32] or 32 bytes each")
         return keys
     names = list(keys)
     if not all(isinstance(name, bytes) and len(name) == 32 for name in names):

@@ -54,7 +54,7 @@ ExternalStore.register(SlabStore)
 
 
 class FileURL(NamedTuple):
-    """What a URL of the file tier says."""
+    """What a URL of the file store says."""
 
     parts: StoreURL
     directories: tuple[str, ...]

@@ -356,7 +356,7 @@ class ObjectStore(RemoteStore):
         """Read bytes of a value into their place. Returns why they did not come."""
         if end - start == len(row):
             value = self._read_whole(path, len(row))
-            if value is not None and self._takes(row, len(value)):
+            if value is not None and self._accept_size(row, len(value)):
                 row[: len(value)] = value
             return "absent" if value is None else ""
         try:

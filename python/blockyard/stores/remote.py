@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import StoreError
-from blockyard.stores.base import Keys, Use, keyless
+from blockyard.stores.base import Keys, Use, no_keys_error
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.url import StoreURL, parse_size
 from blockyard.stores.value import check_parts
@@ -125,7 +125,7 @@ class RemoteStore(ThreadedStore):
 
     def _keys_of(self, keys: Keys) -> list[bytes]:
         if self._use == "swap":
-            raise keyless()
+            raise no_keys_error()
         return super()._keys_of(keys)
 
     def _is_block(self, rows: NDArray[np.uint8]) -> bool:

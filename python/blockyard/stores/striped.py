@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import MappingError, OutOfMemoryError, StoreError, UnknownTicketError
-from blockyard.stores.base import ExternalStore, Keys, Owners, keyless
+from blockyard.stores.base import ExternalStore, Keys, Owners, no_keys_error
 from blockyard.stores.batches import check_read_rows, check_rows, check_slots, checked_keys
 
 __all__ = ["StripedStore"]
@@ -283,6 +283,6 @@ class StripedStore(ExternalStore):
 
     def _check_keys(self, keys: Keys) -> Rows:
         if not self._is_keyed:
-            raise keyless()
+            raise no_keys_error()
         found = checked_keys(keys)
         return np.frombuffer(b"".join(found), np.uint8).reshape(-1, 32) if isinstance(found, list) else found

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.stores.base import Keys, Owners, keyless
+from blockyard.stores.base import Keys, Owners, no_keys_error
 from blockyard.stores.batches import (
     Batch,
     BatchStore,
@@ -159,7 +159,7 @@ class ThreadedStore(BatchStore):
         Args:
             keys: uint8 `[n, 32]`, no repeats.
         """
-        raise keyless()
+        raise no_keys_error()
 
     def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return whether there is a block under each key, bool `[n]`. The default reads them one by one.
@@ -254,7 +254,7 @@ class ThreadedStore(BatchStore):
     def _keys_of(self, keys: Keys) -> list[bytes]:
         self._process.check()
         if type(self).delete is ThreadedStore.delete:
-            raise keyless()
+            raise no_keys_error()
         return [bytes(name) for name in checked_keys(keys)]
 
     def _carry_out(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
@@ -452,17 +452,17 @@ class ThreadedStore(BatchStore):
         """Read values by `get`. Returns why each did not come; a store that knows more than "absent" overrides it."""
         return ["" if good else "absent" for good in answered("get", self.get(names, values), len(names))]
 
-    def _varies(self, rows: NDArray[np.uint8]) -> bool:
+    def _is_encoded(self, rows: NDArray[np.uint8]) -> bool:
         """Return whether a row or rows hold what a codec returned, followed by zeros."""
         return self._codec is not None and rows.shape[-1] == self._width
 
     def _stored(self, row: NDArray[np.uint8]) -> memoryview:
         """Return the bytes of a row that count: those of a codec are followed by zeros."""
-        return (row[: HEADER + value_length(row)] if self._varies(row) else row).data
+        return (row[: HEADER + value_length(row)] if self._is_encoded(row) else row).data
 
-    def _takes(self, row: NDArray[np.uint8], size: int) -> bool:
+    def _accept_size(self, row: NDArray[np.uint8], size: int) -> bool:
         """Return whether a stored row of `size` bytes fits `row`; what is left of it becomes zero."""
-        if not self._varies(row):
+        if not self._is_encoded(row):
             return size == len(row)
         row[min(size, len(row)) :] = 0
         return HEADER <= size <= len(row)

@@ -71,7 +71,7 @@ def require_text(url: str, part: str, name: str) -> None:
 
 @dataclass
 class StoreURL:
-    """The parts of a tier's URL; every complaint shows the whole and the part that is wrong."""
+    """The parts of a store's URL; every complaint shows the whole and the part that is wrong."""
 
     url: str
     host: str
@@ -92,7 +92,7 @@ class StoreURL:
             raise StoreURLError(f"{public_url(url)!r}: the host is malformed") from None
         found = cls(public_url(url), public_url(f"://{parts.netloc}")[3:], _decoded(url, parts.path), {})
         if parts.fragment:
-            found.reject(f"#{parts.fragment}", "is not part of a tier's URL")
+            found.reject(f"#{parts.fragment}", "is not part of a store's URL")
         for option in filter(None, parts.query.split("&")):
             name, equals, value = option.partition("=")
             if not equals or not name or not value:
@@ -129,7 +129,7 @@ class StoreURL:
             StoreURLError: an option is unknown; `known` names those that exist.
         """
         for name, text in self.options.items():
-            self.reject(f"{name}={text}", f"is not an option of this tier; there are {known}")
+            self.reject(f"{name}={text}", f"is not an option of this store; there are {known}")
 
     def reject(self, part: str, why: str) -> NoReturn:
         """Raise the error for a part of the URL."""

@@ -45,7 +45,7 @@ def corrupt_slots(
     Wait for the writes to these slots first, or they will write over the damage.
 
     Args:
-        store: a file tier, as `blockyard.stores.open_store` returns it for `file://`.
+        store: a file store, as `blockyard.stores.open_store` returns it for `file://`.
         slots: which; each is damaged once, however often it is named.
         part: `"payload"` or a field of the header, see `PARTS`.
         flips: bytes to change in each slot, at most as many as the part has.

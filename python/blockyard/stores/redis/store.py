@@ -176,7 +176,7 @@ class RedisStore(RemoteStore):
         return self._lists[number].settle([names[place] for place in group], whose)
 
     def _lengths(self, rows: NDArray[np.uint8]) -> list[int] | None:
-        return [len(self._stored(row)) for row in rows] if self._varies(rows) else None
+        return [len(self._stored(row)) for row in rows] if self._is_encoded(rows) else None
 
     def _full_name(self, name: bytes) -> bytes:
         """Return the name of a value at the server."""
@@ -244,7 +244,7 @@ class RedisStore(RemoteStore):
                 self._client.get,
                 [self._full_name(name) for name in names],
                 out[part],
-                varies=self._varies(out),
+                varies=self._is_encoded(out),
                 head_bytes=head_bytes,
                 first=asked,
             )
