@@ -22,6 +22,7 @@ SCHEDULER = (
     "scheduler/test_scheduler.py",
     "scheduler/test_scheduler_prefix.py",
     "scheduler/test_scheduler_resize.py",
+    "scheduler/test_scheduler_loop.py",
     "property/test_scheduler_machine.py",
     "scheduler/test_scheduler_interrupts.py",
 )

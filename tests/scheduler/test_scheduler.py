@@ -396,6 +396,21 @@ def test_tokens_stay_with_their_requests_when_longer_ones_join():
     assert engine.done == {request.request_id: reference_tokens(request) for request in requests}
 
 
+def test_no_step_brings_requests_back_from_the_host_and_from_the_external_tier():
+    """The one is computed in that step, the other's ticket ends late."""
+    engine = Engine(8, 3, 60, preemption_mode="swap", overlap_io=True)
+    requests = [engine.add("a", 5, 9), engine.add("b", 11, 17), engine.add("c", 10, 16)]
+    tiers = set()
+    while engine.scheduler.num_unfinished:
+        step = engine.scheduler.schedule()
+        sources = {pairs.src for kind, pairs in step.decision.transfers() if kind == "swap_in"}
+        assert len(sources) < 2
+        tiers |= sources
+        engine.finish(step)
+    assert tiers == {"host", "external"}
+    assert engine.done == {request.request_id: reference_tokens(request) for request in requests}
+
+
 def test_requests_whose_tickets_end_between_the_same_two_steps_all_return():
     engine = Engine(14, external=60, preemption_mode="swap", overlap_io=True)
     requests = [engine.add(*sizes) for sizes in (("a", 7, 19), ("b", 2, 24), ("c", 8, 21), ("d", 8, 15))]

@@ -54,6 +54,26 @@ def serve(cache: KVCache, requests: list[Request], **options) -> tuple[Scheduler
     return scheduler, done
 
 
+def test_a_step_that_cannot_be_made_leaves_no_ticket_and_no_request_behind(
+    cache: KVCache, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    scheduler = Scheduler(cache)
+    scheduler.add(Request("a", [1] * 7, max_tokens=3))
+    with monkeypatch.context() as patched:
+        patched.setattr(type(scheduler._builder), "take", fail)
+        with pytest.raises(MemoryError):
+            scheduler.step()
+        assert cache.manager.stats().open_tickets == []
+    while scheduler.num_unfinished:
+        with scheduler.step() as step:
+            sampled = compute(cache, step)
+        scheduler.update(step, sampled)
+    cache.manager.check()
+
+
 def requests_of(count: int) -> list[Request]:
     return [Request(f"{number}", [number + 1] * 7, max_tokens=12, n=1 + number % 2) for number in range(count)]
 

@@ -493,9 +493,8 @@ def check_read_rows(rows: object, shape: tuple[int, int]) -> None:
     if rows is None or not shape[0]:
         return
     if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape or not rows.flags.carray:
-        raise InvalidArgumentError(
-            f"rows is {describe_array(rows)}, must be uint8 {list(shape)}, C-contiguous and writable"
-        )
+        wanted = f"uint8 {list(shape)}, C-contiguous and writable"
+        raise InvalidArgumentError(f"rows is {describe_array(rows)}, must be {wanted}")
 
 
 def check_rows(rows: object, shape: tuple[int, int], name: str = "rows") -> None:
