@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -57,6 +58,21 @@ def test_a_prompt_is_found_after_a_restart(tmp_path: Path, host: int):
         assert (fetch.tokens, cache.manager.prefix.lookup(tokens(1, 30)).tokens) == (8, 8)
         assert cache.serve(tokens(1, 30)) == 8
         assert cache.prefixes.stats().hit_blocks == 2
+
+
+def test_blocks_that_the_store_has_given_and_the_engine_has_not_copied_are_not_found(monkeypatch: pytest.MonkeyPatch):
+    medium: Medium = {}
+    with checked(keyed(medium)) as cache:
+        cache.serve(tokens(1, 11))
+        assert cache.prefixes.wait(60)
+    with checked(keyed(medium), host=0) as cache:
+        failed = SimpleNamespace(done=True, error=StoreError("the copy failed"), wait=lambda: None)
+        with monkeypatch.context() as patched:
+            patched.setattr(cache.cache.engine, "submit_write", lambda *_, **__: failed)
+            assert cache.fetch(tokens(1, 11)).tokens == 0
+        assert cache.prefixes.stats().misses["copy_failed"] == 1
+        assert cache.manager.prefix.lookup(tokens(1, 11)).tokens == 0
+        assert cache.serve(tokens(1, 11)) == 0
 
 
 def test_close_writes_what_was_computed_last(tmp_path: Path):
