@@ -72,6 +72,17 @@ def test_tenants_and_adapters_share_nothing_but_a_step(other: dict[str, object])
     engine.run(*requests, late)
 
 
+@pytest.mark.parametrize("other", [{"salt": b"tenant"}, {"lora_id": 7}])
+def test_a_prompt_that_waits_for_room_is_still_its_tenants_and_its_adapters(other: dict[str, object]):
+    engine = Engine(5, prefix_caching=True)
+    requests = [engine.add("a", 12, 3)]
+    engine.step()
+    requests.append(engine.add("a1", 12, 3, **other))
+    assert engine.step() == ["a:0"], "it would fit if it shared the other's blocks"
+    engine.run(*requests)
+    assert engine.scheduler.stats().cached_tokens == 0
+
+
 def test_a_prompt_whose_blocks_are_cached_and_in_use_is_admitted_where_a_new_one_does_not_fit():
     engine = Engine(8, prefix_caching=True)
     first = engine.add("a", 21, 4)
