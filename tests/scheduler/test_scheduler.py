@@ -385,6 +385,34 @@ def test_others_run_while_a_request_returns():
     assert engine.done["b"] == reference_tokens(Request("b", [(ord("b") + i) % 97 for i in range(6)], 6))
 
 
+def test_a_sequence_computed_again_computes_a_token_even_if_another_has_all_of_its_tokens():
+    manager = BlockManager(block_size=4, device_blocks=6, watermark=0.0)
+    scheduler = Scheduler(manager, preemption_mode="recompute")
+    for name, (prompt, tokens, n) in enumerate([(5, 9, 1), (5, 3, 2), (7, 5, 2)]):
+        scheduler.add(Request(str(name), [name + 1] * prompt, tokens, n=n))
+    while scheduler.num_unfinished:
+        step = scheduler.schedule()
+        assert (step.lengths > 0).all()
+        scheduler.complete(step.decision.ticket)
+        scheduler.update(step, [7] * step.num_draws)  # sequences of a request draw the same
+    assert scheduler.stats().preempted_recompute > 0
+    assert scheduler.stats().cached_tokens == 0
+    manager.check()
+
+
+def test_a_step_that_preempts_brings_nobody_back():
+    engine = Engine(11, 8, preemption_mode="swap")
+    requests = [engine.add(*sizes) for sizes in (("a", 12, 16), ("b", 11, 12), ("c", 4, 7), ("d", 5, 14))]
+    preempted = 0
+    while engine.scheduler.num_unfinished:
+        engine.step()
+        stats, before = engine.scheduler.stats(), preempted
+        preempted = stats.preempted_swap_host + stats.preempted_recompute
+        assert preempted == before or "swap_in" not in engine.kinds[-1]
+    assert preempted > 1
+    assert engine.done == {request.request_id: reference_tokens(request) for request in requests}
+
+
 def test_tokens_stay_with_their_requests_when_longer_ones_join():
     engine = Engine(400)
     requests = [engine.add("a", 6, 30), engine.add("b", 6, 20)]
