@@ -33,7 +33,7 @@ VIEWS, WIDTH, BLOCKS = 160, 8 << 10, 1000
 # Blocks that a call moves, and how many calls a turn has.
 MOVED = {64: 50, 1000: 5}
 TO_DEVICE, TO_HOST = 0, 1
-# On a stream of its own, no capture, a driver that tells ranges, and no bound on a batch.
+# A non-default stream, no graph capture, a driver that reports memory ranges, batches of any length.
 FLAGS = (True, False, True, 2**62)
 
 

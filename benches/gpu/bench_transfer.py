@@ -13,7 +13,7 @@ choice, `sms` how many multiprocessors it may take, and `strategies` the GB/s of
 rate of matrix products on another stream while copies run, as a part of their rate alone, where copies last long enough
 to tell: the median of several turns, since the device's clock changes with its load. `pool_gb_s` is the rate at which
 host memory is touched and page-locked. A block's pieces are contiguous on the host, as in an engine's host pool, in
-rows of up to 1 MiB; on the device each is in a view of its own.
+rows of up to 1 MiB; on the device each is in a separate view.
 
 The last lines compare with the goals, which hold for copies of 64 MiB and more. Without a CUDA device it says so; that
 is an error with --require.

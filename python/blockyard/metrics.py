@@ -32,8 +32,8 @@ except ModuleNotFoundError as error:
 
 __all__ = ["Collector"]
 
-# Why a block did not come from the prefix store; a store may have reasons of its own.
-_MISSES: Final = dict.fromkeys(("absent", "timeout", "no_room", "unavailable", "failed_before", "copy_failed"), 0)
+# Reasons for misses that are exported from the first scrape on. Stores add their own.
+_MISSES: Final = dict.fromkeys(("absent", "timeout", "no_room", "unavailable", "copy_failed"), 0)
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ _SCHEDULER_COUNTERS: Final = (
 _PREFIX_STORE_COUNTERS: Final = (
     _one("prefix_store_prefetches", "Prompts that lacked blocks when they were prefetched.", "prefetches"),
     _one("prefix_store_hit_blocks", "Blocks loaded from the prefix store.", "hit_blocks"),
-    _one("prefix_store_hit_bytes", "Their bytes.", "hit_bytes"),
+    _one("prefix_store_hit_bytes", "Bytes loaded from the prefix store.", "hit_bytes"),
     _Spec("prefix_store_misses", "Blocks or prompts not served, by reason.", lambda s: _MISSES | s.misses, "reason"),
-    _one("prefix_store_written_blocks", "Blocks that the prefix store has taken, or had.", "written_blocks"),
-    _one("prefix_store_written_bytes", "Their bytes.", "written_bytes"),
-    _one("prefix_store_unwritten_blocks", "Blocks that it has not taken.", "unwritten_blocks"),
+    _one("prefix_store_written_blocks", "Blocks written to the prefix store, or there already.", "written_blocks"),
+    _one("prefix_store_written_bytes", "Bytes written to the prefix store.", "written_bytes"),
+    _one("prefix_store_unwritten_blocks", "Blocks not written to the prefix store.", "unwritten_blocks"),
 )
 _STORE_GAUGES: Final = (
     _one("store_cached_blocks", "Blocks of a store that can be read.", "cached_blocks"),
@@ -124,9 +124,9 @@ _STORE_GAUGES: Final = (
 )
 _STORE_COUNTERS: Final = (
     _one("store_written_blocks", "Blocks written.", "written_blocks"),
-    _one("store_written_bytes", "Their bytes.", "written_bytes"),
+    _one("store_written_bytes", "Bytes written.", "written_bytes"),
     _one("store_read_blocks", "Blocks read.", "read_blocks"),
-    _one("store_read_bytes", "Their bytes.", "read_bytes"),
+    _one("store_read_bytes", "Bytes read.", "read_bytes"),
     _Spec("store_misses", "Blocks not read, by reason.", lambda stats: stats.misses, "reason"),
     _one("store_errors", "Errors of a store.", "errors"),
     _one("store_evicted_blocks", "Blocks evicted.", "evicted_blocks"),

@@ -1,7 +1,7 @@
 // The copy kernels with their own launches, for a CPU. As a library for test_kernels.py; as a program,
 // `kernels SEED LAUNCHES MISTAKE`, it copies at random beside a plain model until it has made LAUNCHES launches;
-// mistake 0 is none. Every memory is an allocation of its own that ends with its last row, so that AddressSanitizer
-// sees a byte beyond it.
+// mistake 0 is none. Each memory is allocated separately and ends with its last row, so AddressSanitizer sees any byte
+// beyond it.
 
 #include "grid.h"
 

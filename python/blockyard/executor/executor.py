@@ -186,9 +186,8 @@ class StepExecutor(Executor):
         self._chunk_blocks = max(1, min(chunk_bytes, max_staging) // engine.layout.bytes_per_block)
         self._steps: dict[int, _OpenDecision] = {}
         self._done: dict[int, StepDone] = {}
-        self._submitting: _OpenDecision | None = (
-            None  # if it is set when a call begins, that submission was interrupted
-        )
+        # If it is set when a call begins, that submission was interrupted.
+        self._submitting: _OpenDecision | None = None
         self._executing: StepDecision | None = None
 
     def __repr__(self) -> str:

@@ -333,9 +333,8 @@ class ThreadedStore(BatchStore):
         reasons = ["absent"] * len(keys)
         if not there:
             return np.zeros((0, self.bytes_per_block), np.uint8), reasons
-        epoch = (
-            self._epochs.known() or self._epochs.confirm()
-        )  # a read brings the record with it, unless it is the first
+        # A read brings the record with it, unless it is the first.
+        epoch = self._epochs.known() or self._epochs.confirm()
         out = batch.rows if len(there) == len(batch.reasons) else None
         wanted = [keys[index] for index in there]
         stored, rows, found = self._fetch_under(epoch, wanted, out)

@@ -1,4 +1,4 @@
-//! `BlockManager`: the core's manager. Its verbs are in `verbs/`, each of its facets is in a file of its own.
+//! `BlockManager`: the core's manager. Its verbs are in `verbs/`, and each facet has its own file.
 
 pub(crate) mod defrag;
 pub(crate) mod fit;

@@ -161,7 +161,7 @@ impl StoreWriteQueue {
         None
     }
 
-    /// Returns a popped key that was not written to the front.
+    /// Puts a popped key back at the front: it was not written.
     pub(crate) fn push_back_in(&mut self, key: Key) {
         self.set(key, WriteState::Queued);
         self.queue.push_front(key);
