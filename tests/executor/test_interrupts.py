@@ -39,7 +39,10 @@ CACHE = (
     "prefix_store/store.py",
     "prefix_store/writes.py",
 )
-STORES = ("stores/batches.py", "stores/threaded.py", "stores/value.py", "blockyard/workers.py")
+STORES = tuple(
+    f"stores/threaded/{name}.py" for name in ("batches", "breaker", "known_keys", "order", "store", "value_format")
+)
+STORES += ("stores/value.py", "blockyard/workers.py")
 TIERS = ("device", "host", "external")
 
 

@@ -11,10 +11,9 @@ from engine_drivers import FaultyStore, LMCache, SGLang
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations import objects
-from blockyard.integrations.objects import PrefixObjects
-from blockyard.integrations.store_jobs import Steps
-from blockyard.stores import register
+from blockyard.stores import objects, register
+from blockyard.stores.jobs import Steps
+from blockyard.stores.objects import PrefixObjects
 from blockyard.testing.faults import corrupt_slots
 
 KINDS: dict[str, Callable[..., Any]] = {

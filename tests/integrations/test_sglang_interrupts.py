@@ -18,11 +18,10 @@ from cache_program import own_threads
 from engine_drivers import FaultyStore, HostPool, indices
 from interrupts import Interrupt
 
-from blockyard.integrations import objects
-from blockyard.stores import register
+from blockyard.stores import objects, register
 
 register("faulty")(FaultyStore)
-OBJECTS = "integrations/objects.py"
+OBJECTS = "stores/objects.py"
 PAGES, LAYERS, TOKENS, WIDTH = 4, 2, 4, 8
 
 
@@ -243,4 +242,4 @@ def test_an_exception_at_any_place_of_the_linker_ends_every_transfer_once(
             LinkerProgram(interrupt).run()
         settled(lambda: not own_threads() - before, "a thread is left")
 
-    assert swept(("sglang/linker.py", "sglang/pages.py", "integrations/store_jobs.py"), run, error, most) > 80
+    assert swept(("sglang/linker.py", "sglang/pages.py", "stores/jobs.py"), run, error, most) > 80

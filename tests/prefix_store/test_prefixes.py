@@ -135,8 +135,8 @@ def test_other_weights_find_nothing(tmp_path: Path):
 
 
 def test_a_block_that_was_absent_is_asked_for_again_sooner_than_one_that_failed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("blockyard.stores.batches.ABSENT_SECONDS", 0.0)
-    monkeypatch.setattr("blockyard.stores.batches.FAILED_SECONDS", 1000.0)
+    monkeypatch.setattr("blockyard.stores.threaded.known_keys.ABSENT_SECONDS", 0.0)
+    monkeypatch.setattr("blockyard.stores.threaded.known_keys.FAILED_SECONDS", 1000.0)
     medium: Medium = {}
     with checked(keyed(medium)) as one, checked(keyed(medium)) as other:
         assert one.fetch(tokens(1, 11)).tokens == 0

@@ -44,7 +44,7 @@ def test_the_page_lists_the_copy_ops_and_each_integration():
         assert f"### `{name}(" in page
     folder = Path(blockyard.__file__).parent / "integrations"
     modules = {path.stem for path in folder.iterdir() if path.stem[0] != "_"}
-    helpers = {"compat", "objects", "sampling", "store_jobs"}  # of the others
+    helpers = {"compat", "sampling"}  # of the others
     listed = {name.split(".")[2] for name in (*MODULES, *write_api.ADAPTERS) if ".integrations." in name}
     assert listed == modules - helpers
     for module in write_api.ADAPTERS:

@@ -120,7 +120,7 @@ def node_of(nodes: list[Server], name: bytes) -> int:
 def record_of(store: ExternalStore) -> bytes:
     """Return the name of the record of the epoch."""
     assert isinstance(store, RedisStore)
-    return store._prefix + store._record_key.tobytes()
+    return store._prefix + store._record.key
 
 
 def loaded(store: ExternalStore) -> NDArray[np.bool_]:

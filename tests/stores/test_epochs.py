@@ -12,7 +12,7 @@ import pytest
 from epoch_model import Bounds, Model, WrongHitError, search
 
 from blockyard.errors import StoreError
-from blockyard.stores.epochs import EPOCH_BYTES, Epoch, ForgottenError, Record, SharedEpoch
+from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, ForgottenError, Record, SharedEpoch
 
 
 class Storage:
@@ -140,7 +140,7 @@ class JoinsAny(SharedEpoch):
     """A process goes on under whatever epoch counts."""
 
     def confirm(self, **options: Any) -> Epoch:
-        self._mine, self._name = None, (self._read().epoch or self._mine or Epoch(b"", b"", self._name)).name
+        self._mine, self._name = None, (self.read().epoch or self._mine or Epoch(b"", b"", self._name)).name
         return super().confirm(**options)
 
 

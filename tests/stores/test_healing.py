@@ -10,8 +10,8 @@ import pytest
 from memory_stores import PATIENCE, SIZE, KeyedStore
 from numpy.typing import NDArray
 
-from blockyard.integrations import objects
-from blockyard.stores import ExternalStore, batches, open_store
+from blockyard.stores import ExternalStore, objects, open_store
+from blockyard.stores.threaded import known_keys
 from blockyard.stores.value import is_damage
 
 KEYS = [bytes([n]) * 32 for n in range(8)]
@@ -79,7 +79,7 @@ def wait_for(condition: Any) -> None:
 
 @pytest.mark.parametrize("trouble", ["error", "hang"])
 def test_a_failed_read_heals(trouble: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batches, "FAILED_SECONDS", 0.2)
+    monkeypatch.setattr(known_keys, "FAILED_SECONDS", 0.2)
     medium = Medium()
     with Troubled(medium) as store:
         assert store.wait(store.submit_put(KEYS, ROWS)).ok.all()
@@ -116,7 +116,7 @@ def test_a_key_that_was_deleted_and_is_put_by_another_process_is_found():
 @pytest.mark.parametrize("seed", range(40))
 def test_nothing_whole_is_deleted_and_all_of_it_comes_back(seed: int, monkeypatch: pytest.MonkeyPatch):
     """Stores and `objects.PrefixObjects` over one medium: puts, gets, trouble and damage in any order."""
-    monkeypatch.setattr(batches, "FAILED_SECONDS", 0.01)
+    monkeypatch.setattr(known_keys, "FAILED_SECONDS", 0.01)
     monkeypatch.setattr(objects, "_ASK_SECONDS", 0.0)
     rng, medium, stores = random.Random(seed), Medium(), list[Troubled]()
 

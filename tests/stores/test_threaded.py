@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from blockyard import KVCache, KVLayout
 from blockyard.errors import ForkedError, InvalidArgumentError, StoreFullError, StoreURLError
-from blockyard.stores import ExternalStore, ThreadedStore, base, batches, open_store, register
+from blockyard.stores import ExternalStore, ThreadedStore, base, open_store, register
+from blockyard.stores.threaded import known_keys
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
 
 
@@ -268,7 +269,7 @@ def test_hanging_calls_occupy_their_threads_and_memory_is_bounded():
         assert write_of(store, [8, 9], 0.0) == ("timeout", "queue_full")
         assert [store.wait(ticket, 0.0).reasons for ticket in tickets] == [("timeout",)] * 4
         assert store.stats().pending_bytes == 2 * SIZE
-        assert not store._ready
+        assert not store._order.ready
         store.gate.set()
 
 
@@ -564,7 +565,7 @@ def test_a_store_that_nobody_uses_has_no_threads():
 
 
 def test_a_key_is_lacked_once_the_storage_has_said_so_until_it_is_put(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batches, "ABSENT_SECONDS", 0.2)
+    monkeypatch.setattr(known_keys, "ABSENT_SECONDS", 0.2)
     with KeyedStore() as store:
         assert store.lacks(names(2)).tolist() == [False, False], "nobody has asked the storage"
         assert get(store, 2) == ("absent", "absent")

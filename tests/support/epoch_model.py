@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from blockyard.errors import StoreError
-from blockyard.stores import epochs
-from blockyard.stores.epochs import Epoch, ForgottenError, Record, SharedEpoch
+from blockyard.stores.threaded import epochs
+from blockyard.stores.threaded.epochs import Epoch, ForgottenError, Record, SharedEpoch
 
 REVISION = "new"  # the revision that `forget` names; its number as weights is 1, that of the namespace's weights 0
 
@@ -248,7 +248,7 @@ class Model:
     def _open(self, state: State, process: Process, fault: str = "") -> tuple[Any, Storage]:
         storage = Storage(state.record, fault)
         part = self._part
-        part._read, part._replace, part._confirmed_at = storage.read, storage.replace, 0.0
+        part.read, part._replace, part._confirmed_at = storage.read, storage.replace, 0.0
         for name, value in zip(self.fields, process.fields, strict=True):
             setattr(part, name, value)
         return part, storage

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.stores import ExternalStore, Owners, ThreadedStore
-from blockyard.stores.epochs import Epoch
+from blockyard.stores.threaded.epochs import Epoch
 
 PATIENCE = 60.0
 SIZE = 512

@@ -17,9 +17,10 @@ from typing import Any
 
 from shared_blocks import Plan
 
-from blockyard.stores import object_store, redis, threaded, value
-from blockyard.stores.epochs import Epoch
+from blockyard.stores import ThreadedStore, object_store, redis, value
 from blockyard.stores.redis.lists import Lists
+from blockyard.stores.threaded import known_keys, store
+from blockyard.stores.threaded.epochs import Epoch
 
 __all__ = ["plant"]
 
@@ -61,14 +62,14 @@ def _clocks() -> None:
 
 
 def _landing() -> None:
-    carry_out = threaded.ThreadedStore._carry_out_under_epoch
+    carry_out = ThreadedStore._carry_out_under_epoch
 
     def land(self: Any, batch: Any) -> Any:
         if batch.kind == "put":
             batch.age = 1 << 60
         return carry_out(self, batch)
 
-    threaded.ThreadedStore._carry_out_under_epoch = land  # type: ignore[method-assign]
+    ThreadedStore._carry_out_under_epoch = land  # type: ignore[method-assign]
 
 
 def _trim() -> None:
@@ -100,4 +101,4 @@ def _trim() -> None:
 
 
 def _passing() -> None:
-    threaded.is_damage = lambda reason: reason == "error" or value.is_damage(reason)  # type: ignore[attr-defined]
+    store.is_damage = known_keys.is_damage = lambda reason: reason == "error" or value.is_damage(reason)

@@ -42,7 +42,7 @@ from shared_blocks import (
 
 from blockyard.errors import StoreError
 from blockyard.stores import Owners, open_store
-from blockyard.stores.epochs import Epoch
+from blockyard.stores.threaded.epochs import Epoch
 
 _IN_FLIGHT: Final = 6  # tickets that are not collected
 _FORGET_SECONDS: Final = 60.0  # after which a `forget` that is not confirmed is a fault of the test's surroundings

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from blockyard._core import Completion
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.stores.base import ExternalStore, FailureLog, Owners
-from blockyard.stores.batches import BatchStore
+from blockyard.stores.threaded.batches import BatchStore
 from blockyard.workers import Process
 
 __all__ = ["Answer", "CheckedStore", "PendingBatch"]

@@ -41,9 +41,9 @@ from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
 from blockyard.stores.base import Completion, ExternalStore, Owners, Use
 from blockyard.stores.codec import Codec, MacKey
-from blockyard.stores.epochs import EPOCH_BYTES, Epoch, Record
 from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
 from blockyard.stores.striped import StripedStore
+from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record, SharedEpoch
 from blockyard.stores.url import StoreURL
 
 __all__ = ["SlabStore", "open_file"]
@@ -188,10 +188,12 @@ class GuardedSlab(RemoteStore):
 
     def __init__(self, found: FileURL, *, num_slots: int | None, use: Use, revision: str, **options: Any) -> None:
         super().__init__(found.parts, num_slots=num_slots or 1, use=use, secrets=[], **options)
+        # One that always counts: nobody else has the slabs open, and they know what was forgotten.
+        self._epochs = SharedEpoch(lambda: Record(b"", Epoch.read(bytes(EPOCH_BYTES))), self._record.replace)
         self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base
         self._slab = _open_slabs(
             found,
-            bytes_per_block=self._width,
+            bytes_per_block=self._format.width,
             num_slots=num_slots,
             namespace=self.namespace,
             use=use,
@@ -264,10 +266,6 @@ class GuardedSlab(RemoteStore):
 
     def _disconnect(self) -> None:
         """Do nothing: `close` closes the slabs, also when a call hangs."""
-
-    def _read_record(self) -> Record:
-        """Return the epoch that always counts: nobody else has the slabs open, and they know what was forgotten."""
-        return Record(b"", Epoch.read(bytes(EPOCH_BYTES)))
 
     def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
         names = b"".join(slot.to_bytes(8, "little") + self._seed[-24:] for slot in slots)

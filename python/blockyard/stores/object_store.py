@@ -45,8 +45,8 @@ from numpy.typing import NDArray
 from blockyard._core import checksum_rows
 from blockyard.errors import ForkedError, StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, Use
-from blockyard.stores.epochs import Epoch, Record
 from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
+from blockyard.stores.threaded.epochs import Epoch, Record
 from blockyard.stores.url import StoreURL
 from blockyard.stores.value import HEADER
 from blockyard.workers import CallPool, Process
@@ -167,7 +167,7 @@ class ObjectStore(RemoteStore):
         self.threads, self.memory, self.timeout_base = _BATCHES, found.memory, found.timeout_base
         self._calls = CallPool(found.connections)
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
-        self._ob, self._client = _connect(found, found.timeout_base + self._width / _SLOWEST)
+        self._ob, self._client = _connect(found, found.timeout_base + self._format.width / _SLOWEST)
         self._can_create = True
         self._bulk_delete = found.scheme == "s3"
         self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep them
@@ -180,7 +180,7 @@ class ObjectStore(RemoteStore):
         self._remember(keys)
         is_block = self._is_block(rows)
         failed = self._each_of(
-            len(rows), lambda index: self._put_one(self._path(keys[index]), self._stored(rows[index]), is_block)
+            len(rows), lambda index: self._put_one(self._path(keys[index]), self._format.stored(rows[index]), is_block)
         )
         return np.array([index not in failed for index in range(len(rows))], np.bool_)
 
@@ -190,7 +190,7 @@ class ObjectStore(RemoteStore):
 
     def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
         width, count = values.shape[1], len(names)
-        step = _RANGE if width >= _LARGE and self._codec is None else width
+        step = _RANGE if width >= _LARGE and self._format.codec is None else width
         missed = [[""] * -(-width // step) for _ in range(count)]
 
         def read(number: int) -> None:
@@ -205,20 +205,20 @@ class ObjectStore(RemoteStore):
     def _fetch(
         self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        if out is None or self._codec is not None or self._width >= _LARGE:
+        if out is None or self._format.codec is not None or self._format.width >= _LARGE:
             return super()._fetch(names, keys)
         headers, sums = np.zeros((len(keys), HEADER), np.uint8), np.zeros((len(keys), 16), np.uint8)
         found = np.zeros(len(keys), np.bool_)
-        is_large = self._width >= _SUMMED_ALONE
+        is_large = self._format.width >= _SUMMED_ALONE
 
         def read(index: int) -> None:
-            value = self._read_whole(self._path(names[index]), self._width)
+            value = self._read_whole(self._path(names[index]), self._format.width)
             found[index] = value is not None
-            if value is not None and len(value) == self._width:
+            if value is not None and len(value) == self._format.width:
                 header, row = value[:HEADER].copy(), out[index]
                 headers[index], row[:], header[:16] = header, value[HEADER:], 0
                 if is_large:
-                    sums[index] = checksum_rows(row[None], self._mac_key, header[None])[0]
+                    sums[index] = checksum_rows(row[None], self._format.mac_key, header[None])[0]
 
         failed = self._each_of(len(keys), read)
         missed = ["error" if index in failed else "" if good else "absent" for index, good in enumerate(found)]
@@ -311,7 +311,7 @@ class ObjectStore(RemoteStore):
         found: list[Any] = [None, None]
 
         def read(part: int) -> None:
-            found[part] = self._fetch(names, keys, out) if part else self._read_record()
+            found[part] = self._fetch(names, keys, out) if part else self._epochs.read()
 
         self._calls.each(2, read)
         rows, reasons, _ = found[1]
@@ -356,7 +356,7 @@ class ObjectStore(RemoteStore):
         """Read bytes of a value into their place. Returns why they did not come."""
         if end - start == len(row):
             value = self._read_whole(path, len(row))
-            if value is not None and self._accept_size(row, len(value)):
+            if value is not None and self._format.accepts_size(row, len(value)):
                 row[: len(value)] = value
             return "absent" if value is None else ""
         try:
@@ -423,8 +423,7 @@ class ObjectStore(RemoteStore):
         if errors and not done:
             raise errors[0]
         if errors:
-            with self._lock:
-                self._note(errors[0])
+            self._note(errors[0])
         return failed.difference(done)
 
     def _public(self, error: Exception) -> StoreError:

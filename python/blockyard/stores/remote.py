@@ -99,7 +99,7 @@ class RemoteStore(ThreadedStore):
         if sums is None:
             zeroed = headers.copy()
             zeroed[:, :16] = 0
-            sums = checksum_rows(rows, self._mac_key, zeroed)
+            sums = checksum_rows(rows, self._format.mac_key, zeroed)
         checked = check_parts(headers, sums, self.namespace, keys, self.bytes_per_block)
         return rows, [why or reason for why, reason in zip(missed, checked, strict=True)], claimed
 
@@ -110,8 +110,7 @@ class RemoteStore(ThreadedStore):
                 part = names[start : start + _REMOVED_AT_ONCE]
                 self.delete(np.frombuffer(b"".join(part), np.uint8).reshape(-1, 32))
         except Exception as error:  # noqa: BLE001 (Redis has given them a time to live)
-            with self._lock:
-                self._note(self._public(error))
+            self._note(self._public(error))
 
     def _remember(self, keys: NDArray[np.uint8]) -> None:
         """Take note of slots that are being written, to remove them."""
@@ -129,7 +128,7 @@ class RemoteStore(ThreadedStore):
         return super()._keys_of(keys)
 
     def _is_block(self, rows: NDArray[np.uint8]) -> bool:
-        return self._use == "prefix" and rows.shape[1] == self._width
+        return self._use == "prefix" and rows.shape[1] == self._format.width
 
     def _public(self, error: Exception) -> StoreError:
         """Return an error without secrets, which servers quote now and then."""

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import MappingError, OutOfMemoryError, StoreError, UnknownTicketError
+from blockyard.stores.arguments import check_read_rows, check_rows, check_slots, checked_keys
 from blockyard.stores.base import ExternalStore, Keys, Owners, no_keys_error
-from blockyard.stores.batches import check_read_rows, check_rows, check_slots, checked_keys
 
 __all__ = ["StripedStore"]
 

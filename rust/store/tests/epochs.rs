@@ -1,6 +1,6 @@
 //! The protocol by which processes share a store's epoch, searched exhaustively.
 //!
-//! The actions are those of `python/blockyard/stores/epochs.py` and `threaded.py`:
+//! The actions are those of `python/blockyard/stores/threaded/epochs.py` and `store.py`:
 //!
 //! | action here | there |
 //! |---|---|

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.integrations.objects import PrefixObjects, store_url
-from blockyard.integrations.store_jobs import Steps
 from blockyard.stores import parse_size
+from blockyard.stores.jobs import Steps
+from blockyard.stores.objects import PrefixObjects, store_url
 
 __all__ = ["BlockyardConnector"]
 

@@ -35,9 +35,9 @@ from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import require_fit
-from blockyard.integrations.objects import PrefixObjects, store_url
 from blockyard.integrations.sglang.pages import as_bytes, restorable_pages
-from blockyard.integrations.store_jobs import Steps
+from blockyard.stores.jobs import Steps
+from blockyard.stores.objects import PrefixObjects, store_url
 from blockyard.stores.url import read_bytes
 from blockyard.workers import keep
 

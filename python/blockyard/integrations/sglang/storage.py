@@ -20,8 +20,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.objects import PrefixObjects, require_one, store_url
 from blockyard.integrations.sglang.pages import as_bytes, leading, restorable_pages
+from blockyard.stores.objects import PrefixObjects, require_one, store_url
 
 __all__ = ["BlockyardHiCache"]
 

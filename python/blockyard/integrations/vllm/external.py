@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 
-from blockyard.integrations.store_jobs import Steps, StoreJobs
 from blockyard.integrations.vllm.hints import read_hints
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.base import ExternalStore
+from blockyard.stores.jobs import Steps, StoreJobs
 from blockyard.workers import keep, start_worker
 
 __all__ = ["ExternalTier"]

@@ -18,8 +18,8 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.store_jobs import Steps, StoreJobs
 from blockyard.stores import open_store
+from blockyard.stores.jobs import Steps, StoreJobs
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from blockyard._core import RedisClient
 from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, Owners, Use, check_quota, quotaless
-from blockyard.stores.epochs import Epoch, Record
 from blockyard.stores.redis.lists import SEGMENTS, Lists
 from blockyard.stores.redis.url import RedisURL, read_url
 from blockyard.stores.remote import RemoteStore, batched
+from blockyard.stores.threaded.epochs import Epoch, Record
 from blockyard.stores.value import HEADER
 from blockyard.workers import start_worker
 
@@ -176,7 +176,7 @@ class RedisStore(RemoteStore):
         return self._lists[number].settle([names[place] for place in group], whose)
 
     def _lengths(self, rows: NDArray[np.uint8]) -> list[int] | None:
-        return [len(self._stored(row)) for row in rows] if self._is_encoded(rows) else None
+        return [len(self._format.stored(row)) for row in rows] if self._format.is_encoded(rows) else None
 
     def _full_name(self, name: bytes) -> bytes:
         """Return the name of a value at the server."""
@@ -244,7 +244,7 @@ class RedisStore(RemoteStore):
                 self._client.get,
                 [self._full_name(name) for name in names],
                 out[part],
-                varies=self._is_encoded(out),
+                varies=self._format.is_encoded(out),
                 head_bytes=head_bytes,
                 first=asked,
             )
@@ -256,18 +256,18 @@ class RedisStore(RemoteStore):
     def _fetch_under(
         self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
     ) -> tuple[Record, NDArray[np.uint8], list[str]]:
-        if out is None or self._codec is not None:
+        if out is None or self._format.codec is not None:
             return super()._fetch_under(epoch, keys, out)
-        asked = [b"GET", self._prefix + self._record_key.tobytes()]
+        asked = [b"GET", self._prefix + self._record.key]
         names = self._names_of(keys, epoch.token)
         found, heads, is_lost, ((answer, why),) = self._get_parts(names, out, head_bytes=HEADER, more=[asked])
         rows, reasons, _ = self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
-        return self._record(self._row_of(answer, why)), rows, reasons
+        return self._record.parse(self._row_of(answer, why)), rows, reasons
 
     def _fetch(
         self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        if out is None or self._codec is not None:
+        if out is None or self._format.codec is not None:
             return super()._fetch(names, keys)
         found, heads, is_lost, _ = self._get_parts(names, out, head_bytes=HEADER)
         return self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
@@ -379,7 +379,7 @@ class RedisStore(RemoteStore):
         if self._accepted([lists.begin_sweep(_SWEEP_SECONDS)])[0] is None:
             return
         length = len(lists.prefix) + 32
-        record = self._prefix + self._record_key.tobytes()
+        record = self._prefix + self._record.key
         for found in self._scan(lists.prefix):
             names = [name[-32:] for name in found if len(name) == length and name != record]
             for start in range(0, len(names), _SCANNED):
@@ -411,8 +411,7 @@ class RedisStore(RemoteStore):
     def _note_lost(self, why: str | None) -> None:
         """Note why nodes of a cluster do not answer, or why blocks were refused."""
         if why is not None:
-            with self._lock:
-                self._note(self._public(StoreError(why)))
+            self._note(self._public(StoreError(why)))
 
     def _run(self, commands: list[list[bytes]]) -> tuple[list[Any], str | None]:
         """Run commands. Returns the answers, which may be refusals, and why nodes of a cluster do not answer."""

@@ -1,6 +1,7 @@
-"""`BatchStore`: the batches of a store whose calls block: tickets, order, threads, deadlines, memory, and a breaker.
+"""`BatchStore`: the batches of a store whose calls block: tickets, deadlines, memory and threads.
 
-It owns all of that under one lock, and knows no storage: `_carry_out` does the work of a batch.
+It owns all of that, the order of batches and the breaker under one lock. It knows no storage: `_carry_out` does the
+work of a batch.
 """
 
 import os
@@ -9,62 +10,27 @@ import time
 import traceback
 import weakref
 from abc import abstractmethod
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from math import inf
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
-from blockyard.errors import InvalidArgumentError, MappingError, StoreError, UnknownTicketError
-from blockyard.stores.base import ExternalStore, FailureLog, Keys, Owners
+from blockyard.errors import StoreError, UnknownTicketError
+from blockyard.stores.base import ExternalStore, FailureLog, Owners
+from blockyard.stores.threaded.breaker import Breaker
+from blockyard.stores.threaded.order import Batch, BatchKind, BatchOrder, Name
 from blockyard.workers import Buffers, Process, start_worker
 
-__all__ = ["Batch", "BatchStore", "Kind", "KnownKeys", "Name"]
-__all__ += ["check_read_rows", "check_rows", "check_slots", "checked_keys", "owners_of_each"]
+__all__ = ["BatchStore"]
 
 _SLOWEST: Final = 16e6  # bytes a second that a deadline allows for
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
 _IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do: starting one costs as much as a small batch
-_PAUSES: Final = (0.5, 8.0)  # least and most seconds between probes of storage that does not answer
-ABSENT_SECONDS: Final = 1.0  # how long a key that was not there is not looked up again
-FAILED_SECONDS: Final = 2.0  # how long a key is not read whose block did not come for a reason that passes
-_THERE: Final = inf  # in place of the time until which a key is known to be absent
-
-Kind: TypeAlias = Literal["write", "read", "put", "get", "delete", "forget", "has"]
-Name: TypeAlias = int | bytes  # a slot or a key
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """A batch that was submitted. Its answer is known once it has `ended`, even if its call is still `running`."""
-
-    ticket: int  # 0 for a lookup, which nobody collects
-    kind: Kind
-    names: list[Name]  # slots or keys, without those that had no room
-    rows: NDArray[np.uint8] | None  # of the caller: what a write writes, or where the blocks of a read go
-    reasons: list[str]
-    num_bytes: int
-    deadline: float
-    age: int  # of the store when it was submitted
-    expected: list[dict[Name, bytes]] = field(default_factory=list)  # of a read: what each slot's last write has left
-    spread: list[int] | None = None  # of a put with repeats: entry of each key of the caller
-    read: NDArray[np.uint8] | None = None  # what a read has read; the rows of the caller, or others
-    owners: Owners | None = None  # of a put, an entry for each name
-    digests: dict[Name, bytes] = field(default_factory=dict)  # of a write: blocks that landed
-    before: int = 0  # earlier batches of its slots that have not ended
-    followers: list["Batch"] = field(default_factory=list)
-    running: bool = False
-    ended: bool = False
-
-    @property
-    def is_read(self) -> bool:
-        """Whether it brings rows."""
-        return self.kind in {"read", "get"}
 
 
 class BatchStore(ExternalStore):
@@ -87,8 +53,8 @@ class BatchStore(ExternalStore):
         self._open: dict[int, Batch] = {}  # not collected
         self._news: dict[int, Batch] = {}  # of these, those that have ended since the last `poll`
         self._first_deadline = inf  # no batch that has not ended has an earlier one
-        self._ready: deque[Batch] = deque()  # what a thread may take
-        self._last: dict[Name, Batch] = {}  # batch of each slot and key, until it has ended
+        self._order = BatchOrder()
+        self._breaker = Breaker()
         self._late: set[Batch] = set()  # puts that were given up and still run
         self._tickets = self._num_threads = self._pending = 0
         self._misses: Counter[str] = Counter()
@@ -98,7 +64,6 @@ class BatchStore(ExternalStore):
         self._closed = False
         self._event: int | None = None
         self._looking = False  # a lookup is under way
-        self._is_down, self._retry_at, self._pause = False, 0.0, _PAUSES[0]
 
     @property
     @abstractmethod
@@ -215,7 +180,7 @@ class BatchStore(ExternalStore):
 
     def _submit(
         self,
-        kind: Kind,
+        kind: BatchKind,
         names: Sequence[Name],
         rows: NDArray[np.uint8] | None = None,
         spread: list[int] | None = None,
@@ -250,7 +215,7 @@ class BatchStore(ExternalStore):
                 self._first_deadline = min(self._first_deadline, batch.deadline)
                 self._misses.update(batch.reasons[len(taken) :])
                 self._prepare(batch, names)
-                self._put_behind(batch)
+                self._order.add(batch)
                 if not taken:
                     self._end(batch, [])
                 elif not batch.before:
@@ -261,20 +226,13 @@ class BatchStore(ExternalStore):
                 self._recover(batch, error)
                 raise
 
-    def _put_behind(self, batch: Batch) -> None:
-        """Let a batch wait for the earlier ones of its slots and keys; the lock is held."""
-        for earlier in {id(last): last for name in batch.names if (last := self._last.get(name))}.values():
-            earlier.followers.append(batch)
-            batch.before += 1
-        self._last.update(dict.fromkeys(batch.names, batch))
-
     def _make_ready(self, batch: Batch) -> None:
-        self._ready.append(batch)
+        self._order.ready.append(batch)
         self._call_thread()
 
     def _call_thread(self) -> None:
         """See that a thread takes what is ready; the lock is held."""
-        if len(self._ready) <= self._idle:
+        if len(self._order.ready) <= self._idle:
             self._work.notify()
             return
         # A probe must not wait for the calls that hang.
@@ -292,7 +250,7 @@ class BatchStore(ExternalStore):
         with self._lock:
             self._closed = True
             self._work.notify_all()
-            self._ready = deque(batch for batch in self._ready if batch.ticket)
+            self._order.drop_lookups()
             for batch in self._open.values():
                 if not batch.running:
                     self._give_up(batch, "closed")
@@ -314,17 +272,17 @@ class BatchStore(ExternalStore):
     def _next(self) -> Batch | None:
         """Wait for a batch; none after a while: then the thread counts no more."""
         with self._lock:
-            if not self._ready and not self._closed:
+            if not self._order.ready and not self._closed:
                 self._idle += 1
                 try:
-                    self._work.wait_for(lambda: self._ready or self._closed, _IDLE_SECONDS)
+                    self._work.wait_for(lambda: self._order.ready or self._closed, _IDLE_SECONDS)
                 finally:
                     self._idle -= 1
-            if not self._ready:
+            if not self._order.ready:
                 self._changed.notify_all()
                 self._num_threads -= 1
                 return None
-            batch = self._ready.popleft()
+            batch = self._order.ready.popleft()
             batch.running = True
             return batch
 
@@ -342,7 +300,7 @@ class BatchStore(ExternalStore):
                 self._note(error)
             else:
                 self._errors_in_a_row = 0
-                if not self._is_down:
+                if not self._breaker.is_down:
                     self._failures.worked()
             if not batch.ticket:
                 self._end_lookup(answered=time.monotonic() - began < _DEAR)
@@ -371,31 +329,13 @@ class BatchStore(ExternalStore):
         self._changed.notify_all()
         if self._event is not None:
             os.eventfd_write(self._event, 1)
-        self._let_begin(batch)
-
-    def _let_begin(self, batch: Batch) -> None:
-        """Let batches begin that waited for this one."""
-        ending = [batch]
-        while ending:
-            batch = ending.pop()
-            if batch.before:
-                continue
-            for name in batch.names:
-                if self._last.get(name) is batch:
-                    del self._last[name]
-            followers, batch.followers = batch.followers, []
-            for follower in followers:
-                follower.before -= 1
-                if follower.ended:
-                    ending.append(follower)
-                elif not follower.before:
-                    self._make_ready(follower)
+        for follower in self._order.end(batch):
+            self._make_ready(follower)
 
     def _give_up(self, batch: Batch, reason: str) -> None:
         if batch.ended:
             return
-        if batch in self._ready:
-            self._ready.remove(batch)
+        self._order.withdraw(batch)
         is_hung = batch.running and batch.deadline <= time.monotonic()
         if batch.running and batch.kind == "put":
             self._late.add(batch)
@@ -425,41 +365,35 @@ class BatchStore(ExternalStore):
                 self._news[batch.ticket] = batch
             self._release(batch)
         self._note(error)
-        self._last = {}
-        self._ready = deque(batch for batch in self._ready if not batch.ticket)
-        for other in self._open.values():
-            other.before, other.followers = 0, []
-        for other in self._open.values():
-            if not other.ended:
-                self._put_behind(other)
-                if not other.before and not other.running:
-                    self._make_ready(other)
+        for free in self._order.rebuild(self._open.values()):
+            self._make_ready(free)
         self._changed.notify_all()
         if self._event is not None:
             os.eventfd_write(self._event, 1)
 
     def _note(self, error: BaseException) -> None:
-        self._errors += 1
-        self._errors_in_a_row += 1
-        self._last_error = " ".join("".join(traceback.format_exception_only(error)).split())
-        self._failures.failed(self._last_error)
+        """Count an error; in any thread."""
+        cause = " ".join("".join(traceback.format_exception_only(error)).split())
+        with self._lock:
+            self._errors += 1
+            self._errors_in_a_row += 1
+            self._last_error = cause
+            self._failures.failed(cause)
 
     # ---- storage that does not answer; with the lock held ----
 
     def _go_down(self) -> None:
         """Refuse batches, and give up those that wait, until a probe is answered."""
-        if not self._is_down:
-            self._is_down, self._pause = True, _PAUSES[0]
+        if self._breaker.trip():
             self._failures.failed("it does not answer")
-        self._retry_at = time.monotonic() + self._pause
         for batch in list(self._open.values()):
             if not batch.ended and not batch.running:
                 self._give_up(batch, "unavailable")
 
     def _refuses(self, now: float) -> bool:
-        if self._is_down and self._retry_at <= now:
+        if self._breaker.is_probe_due(now):
             self._look()
-        return self._is_down
+        return self._breaker.is_down
 
     def _look(self) -> None:
         """Start a lookup, unless one is under way."""
@@ -469,132 +403,10 @@ class BatchStore(ExternalStore):
 
     def _end_lookup(self, *, answered: bool) -> None:
         self._looking = False
-        if self._is_down:
-            if answered:
-                self._is_down = False
-                self._failures.worked()
-            else:
-                self._pause = min(2 * self._pause, _PAUSES[1])
-                self._retry_at = time.monotonic() + self._pause
-
-
-def describe_array(value: object) -> str:
-    """Say what an argument is, for a message."""
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+        if self._breaker.end_probe(answered=answered):
+            self._failures.worked()
 
 
 def _is_same(rows: NDArray[np.uint8], others: NDArray[np.uint8]) -> bool:
     """Return whether two arrays are the same memory."""
     return rows.shape == others.shape and rows.ctypes.data == others.ctypes.data
-
-
-def check_read_rows(rows: object, shape: tuple[int, int]) -> None:
-    """Refuse what is no place for the blocks of a read; None asks for new rows."""
-    if rows is None or not shape[0]:
-        return
-    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape or not rows.flags.carray:
-        wanted = f"uint8 {list(shape)}, C-contiguous and writable"
-        raise InvalidArgumentError(f"rows is {describe_array(rows)}, must be {wanted}")
-
-
-def check_rows(rows: object, shape: tuple[int, int], name: str = "rows") -> None:
-    """Refuse what is no block for each slot or key of a batch."""
-    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
-        raise InvalidArgumentError(f"{name} is {describe_array(rows)}, must be uint8 {list(shape)}")
-
-
-def check_slots(slots: NDArray[np.int64], num_slots: int, *, is_write: bool = False) -> None:
-    """Refuse what names no slots of a store, and repeats in a write."""
-    if not isinstance(slots, np.ndarray) or slots.dtype != np.int64 or slots.ndim != 1:
-        raise InvalidArgumentError(f"slots is {describe_array(slots)}, must be int64 [n]")
-    if len(slots) and (slots.min() < 0 or slots.max() >= num_slots):
-        raise MappingError(f"slots has {slots.min()} to {slots.max()}, must be 0 to {num_slots - 1}")
-    if is_write and len(np.unique(slots)) < len(slots):
-        raise MappingError(f"slots has {len(slots) - len(np.unique(slots))} repeats, must have none in a write")
-
-
-def checked_keys(keys: Keys) -> NDArray[np.uint8] | list[bytes]:
-    """Return keys as they are, or as a list. Refuse what is none."""
-    if isinstance(keys, np.ndarray):
-        if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != 32:
-            raise InvalidArgumentError(f"keys is {describe_array(keys)}, must be uint8 [n, 32] or 32 bytes each")
-        return keys
-    names = list(keys)
-    if not all(isinstance(name, bytes) and len(name) == 32 for name in names):
-        raise InvalidArgumentError(f"keys is {keys!r:.100}, must be uint8 [n, 32] or 32 bytes each")
-    return names
-
-
-def owners_of_each(owners: Owners, names: list[bytes], single: dict[bytes, int]) -> Owners:
-    """Return the owners of each different name."""
-    for name, found in zip(("tenants", "parents"), owners, strict=True):
-        check_rows(found, (len(names), 32), f"owners.{name}")
-    if len(single) == len(names):
-        return Owners(owners.tenants.copy(), owners.parents.copy())
-    places = {name: index for index, name in reversed(list(enumerate(names)))}
-    first = [places[name] for name in single]
-    return Owners(owners.tenants[first], owners.parents[first])
-
-
-class KnownKeys:
-    """Which keys have a block, as far as this process knows, and which not to ask for now. The caller holds a lock.
-
-    It is the only memory of absent keys over a store: what has a store asks its `lacks`.
-
-    A read that failed hides its key for two seconds, so that one key cannot keep a thread busy; then it is read again.
-    A deletion that was not confirmed hides its key until it is put again.
-    """
-
-    def __init__(self) -> None:
-        # `_THERE`, or until when a key is absent. It is negative for those that are not even read until then.
-        self._until: dict[bytes, float] = {}
-
-    def clear(self) -> None:
-        """Know nothing."""
-        self._until.clear()
-
-    def look_up(self, keys: Sequence[bytes]) -> tuple[list[bool], list[bytes]]:
-        """Return whether each key is known to have a block, and the keys that the storage is to be asked for."""
-        now, known = time.monotonic(), [self._until.get(key, 0.0) for key in keys]
-        there = [until == _THERE for until in known]
-        if all(there):
-            return there, []
-        return there, [key for key, until in zip(keys, known, strict=True) if abs(until) < now]
-
-    def is_hidden(self, key: bytes) -> bool:
-        """Return whether a key is not to be read now."""
-        return self._until.get(key, 0.0) < -time.monotonic()
-
-    def is_due(self, key: bytes) -> bool:
-        """Return whether the storage is to be asked for a key."""
-        return abs(self._until.get(key, 0.0)) < time.monotonic()
-
-    def is_lacked(self, key: bytes) -> bool:
-        """Return whether a read of a key is known to be a miss now."""
-        until = self._until.get(key, 0.0)
-        return until != _THERE and abs(until) >= time.monotonic()
-
-    def note(self, key: bytes, *, is_there: bool) -> None:
-        """Take note of what the storage said."""
-        self._set(key, _THERE if is_there else time.monotonic() + ABSENT_SECONDS)
-
-    def note_failed(self, key: bytes) -> None:
-        """Take note that a key's block did not come or go for a reason that passes."""
-        self._set(key, -(time.monotonic() + FAILED_SECONDS))
-
-    def note_deleted(self, keys: Iterable[bytes]) -> None:
-        """Take note that keys are being deleted."""
-        self._until.update(dict.fromkeys(keys, -_THERE))
-
-    def trim(self, most: int) -> None:
-        """Forget what was learned first, down to `most` keys."""
-        while len(self._until) > most:
-            del self._until[next(iter(self._until))]
-
-    def count_there(self) -> int:
-        """Return how many keys are known to have a block."""
-        return list(self._until.values()).count(_THERE)
-
-    def _set(self, key: bytes, until: float) -> None:
-        self._until.pop(key, None)
-        self._until[key] = until

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.store_jobs import Steps, StoreJobs, run
 from blockyard.stores import ExternalStore, StoreStats, open_store
+from blockyard.stores.jobs import Steps, StoreJobs, run
 from blockyard.stores.value import is_damage
 
 __all__ = ["PrefixObjects", "require_one", "store_url"]

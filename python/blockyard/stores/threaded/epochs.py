@@ -19,11 +19,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
+from blockyard.stores.threaded.value_format import ValueFormat
+from blockyard.stores.value import HEADER, check_values, seal_values
 
-__all__ = ["EPOCH_BYTES", "Epoch", "ForgottenError", "Record", "SharedEpoch"]
+__all__ = ["EPOCH_BYTES", "Epoch", "EpochRecord", "ForgottenError", "Record", "SharedEpoch"]
 
 EPOCH_BYTES: Final = 64
 _OF_NAMESPACE: Final = bytes(32)  # the name of the weights that the namespace names
@@ -103,6 +108,54 @@ class Record(NamedTuple):
     epoch: Epoch | None
 
 
+class RecordStorage(Protocol):
+    """What stores the record's row; see `ThreadedStore`."""
+
+    def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        """Return the row, uint8 `[192]`; None if there is none."""
+
+    def replace_epoch(
+        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
+    ) -> NDArray[np.uint8] | None:
+        """Store the row if what is there is `old`; return what is there then."""
+
+
+class EpochRecord:
+    """The row of a store that has its epoch: a value like those of blocks, but never encoded.
+
+    Args:
+        storage: of the row.
+        key: of the row, 32 bytes.
+        values: the store's format.
+    """
+
+    def __init__(self, storage: RecordStorage, key: bytes, values: ValueFormat) -> None:
+        self.key = key
+        self._storage, self._values = storage, values
+        self._row_key = np.frombuffer(key, np.uint8)
+
+    def read(self) -> Record:
+        """Read the record."""
+        return self.parse(self._storage.read_epoch(self._row_key))
+
+    def parse(self, row: NDArray[np.uint8] | None) -> Record:
+        """Check a row that should be the record."""
+        if row is None:
+            return Record(None, None)
+        is_whole = row.shape == (HEADER + EPOCH_BYTES,) and not self._check(row)
+        return Record(row.tobytes(), Epoch.read(row[HEADER:].tobytes()) if is_whole else None)
+
+    def replace(self, stored: Record, epoch: Epoch) -> Record:
+        """Store the record in place of `stored`, if that is still there. Returns what is there then."""
+        row = np.frombuffer(bytes(HEADER) + epoch.record(), np.uint8)[None].copy()
+        seal_values(row, self._values.namespace, [self.key], mac_key=self._values.mac_key)
+        old = None if stored.raw is None else np.frombuffer(stored.raw, np.uint8)
+        return self.parse(self._storage.replace_epoch(self._row_key, old, row[0]))
+
+    def _check(self, row: NDArray[np.uint8]) -> str:
+        return check_values(row[None].copy(), self._values.namespace, [self.key], mac_key=self._values.mac_key)[0]
+
+
 class ForgottenError(StoreError):
     """The blocks of this process's epoch do not count any more, or it has none."""
 
@@ -115,12 +168,15 @@ class SharedEpoch:
         replace: stores a record in place of the one given, if that is still there, in one step at the storage. Returns
                 what is there then.
         revision: names the process's weights, see `open_store`.
+
+    Attributes:
+        read: as given.
     """
 
     def __init__(
         self, read: Callable[[], Record], replace: Callable[[Record, Epoch], Record], revision: str = ""
     ) -> None:
-        self._read, self._replace = read, replace
+        self.read, self._replace = read, replace
         self._one_at_a_time = threading.Lock()  # calls of the storage
         self._lock = threading.Lock()  # of what follows; held for no call
         self._name = _name_of(revision)
@@ -164,7 +220,7 @@ class SharedEpoch:
                     if not self._is_due:
                         return
                     age, name, joins = self._age, self._name, self._joins
-                stored = self._read()
+                stored = self.read()
                 epoch = Epoch.begun(name, stored.epoch, joins=joins)
                 if epoch != stored.epoch and self._replace(stored, epoch).epoch != epoch:
                     continue
@@ -199,7 +255,7 @@ class SharedEpoch:
                         raise ForgottenError("forget has not been confirmed by the store")
                     age, mine, name = self._age, self._mine, self._name
                 asked_at = time.monotonic()
-                stored = self._read()
+                stored = self.read()
                 epoch = Epoch.opened(name, stored.epoch) if mine is None else mine.continued(stored.epoch)
                 if epoch is not None and epoch != stored.epoch and self._replace(stored, epoch).epoch != epoch:
                     continue

@@ -12,28 +12,20 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard.stores.arguments import check_read_rows, check_rows, check_slots, checked_keys, owners_of_each
 from blockyard.stores.base import Keys, Owners, no_keys_error
-from blockyard.stores.batches import (
-    Batch,
-    BatchStore,
-    KnownKeys,
-    Name,
-    check_read_rows,
-    check_rows,
-    check_slots,
-    checked_keys,
-    owners_of_each,
-)
-from blockyard.stores.codec import Codec, MacKey, guarded_namespace, read_mac_key
-from blockyard.stores.epochs import EPOCH_BYTES, Epoch, ForgottenError, Record, SharedEpoch
+from blockyard.stores.codec import Codec, MacKey
+from blockyard.stores.threaded.batches import BatchStore
+from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, EpochRecord, ForgottenError, Record, SharedEpoch
+from blockyard.stores.threaded.known_keys import KnownKeys
+from blockyard.stores.threaded.order import Batch, Name
+from blockyard.stores.threaded.value_format import ValueFormat
 from blockyard.stores.url import public_url
-from blockyard.stores.value import HEADER, answered, check_values, is_damage, seal_values, spread_out, value_length
+from blockyard.stores.value import HEADER, answered, is_damage, spread_out
 
 __all__ = ["ThreadedStore"]
 
 _EPOCH_SECONDS: Final = 1.0  # how long puts and lookups go on under an epoch that another process may have ended
-_MOST_WANTED: Final = 1 << 16  # keys that wait to be looked up
-_LEAST_KNOWN: Final = 1024  # keys that are remembered however few slots there are
 
 
 class ThreadedStore(BatchStore):
@@ -112,17 +104,13 @@ class ThreadedStore(BatchStore):
         super().__init__()
         self.url = url
         self.bytes_per_block = bytes_per_block
-        self._codec = codec
-        self._mac_key = None if mac_key is None else read_mac_key(mac_key)
-        self._is_guarded = codec is not None or mac_key is not None
-        self.namespace = guarded_namespace(namespace, codec, self._mac_key) if self._is_guarded else namespace
-        self._width = HEADER + (bytes_per_block if codec is None else codec.bound(bytes_per_block))
+        self._format = ValueFormat(namespace, bytes_per_block, codec, mac_key, self._note)
+        self.namespace = self._format.namespace
         self._seed = self.namespace + os.urandom(16)
         self._digests: dict[Name, dict[Name, bytes]] = {}  # of the last write of each slot
         self._known = KnownKeys()
-        self._wanted: dict[bytes, None] = {}  # keys to look up
-        self._record_key = np.frombuffer(self._digest_of(b"BLKYEPOCH2"), np.uint8)
-        self._epochs = SharedEpoch(self._read_record, self._replace_record, revision)
+        self._record = EpochRecord(self, self._digest_of(b"BLKYEPOCH2"), self._format)
+        self._epochs = SharedEpoch(self._record.read, self._record.replace, revision)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({public_url(self.url)!r})"
@@ -167,7 +155,7 @@ class ThreadedStore(BatchStore):
         Args:
             keys: uint8 `[n, 32]`.
         """
-        row = np.zeros((1, self._width), np.uint8)
+        row = np.zeros((1, self._format.width), np.uint8)
         return np.array([answered("get", self.get(key[None], row), 1)[0] for key in keys], np.bool_)
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
@@ -217,9 +205,8 @@ class ThreadedStore(BatchStore):
         with self._lock:
             if self._closed or self._refuses(time.monotonic()):
                 return np.zeros(len(names), np.bool_)
-            there, wanted = self._known.look_up(names)
-            self._wanted.update(dict.fromkeys(wanted[: max(0, _MOST_WANTED - len(self._wanted))]))
-            if self._wanted:
+            there, is_wanting = self._known.look_up(names)
+            if is_wanting:
                 self._look()
             return np.array(there, np.bool_)
 
@@ -242,7 +229,7 @@ class ThreadedStore(BatchStore):
                 raise StoreError("the store is closed")
             self._known.clear()
             self._epochs.stop(revision)
-        done = self.wait(self._submit("forget", [self._record_key.tobytes()]))
+        done = self.wait(self._submit("forget", [self._record.key]))
         if not done.ok.all():
             why = f"{done.reasons[0]}; {self._last_error}" if done.reasons[0] == "error" else done.reasons[0]
             raise StoreError(f"forget was not confirmed, nothing is found or stored until it is called again: {why}")
@@ -279,27 +266,30 @@ class ThreadedStore(BatchStore):
             return None, ["forgotten"] * len(keys)
         names = self._names_of(keys, epoch.token)
         if batch.kind == "put":
-            values, reasons = self._seal(self._rows_of(batch), keys)
-            if batch.ended:  # the rows may have changed since
-                return None, reasons
-            self._put_good(names, values, reasons, batch.owners, epoch)
-            self._give_values(values, reasons)
-            return None, reasons
+            return None, self._put(batch, keys, names, epoch)
         self.delete(names)
         with self._lock:  # puts that may still bring a key back
             late = {name for other in self._late for name in other.names}
         return None, ["lost" if key in late else "" for key in keys]
 
+    def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8], epoch: Epoch) -> list[str]:
+        values, reasons = self._sealed(self._rows_of(batch), keys)
+        if batch.ended:  # the rows may have changed since
+            return reasons
+        self._put_good(names, values, reasons, batch.owners, epoch)
+        self._give_values(values, reasons)
+        return reasons
+
     def _write(self, batch: Batch) -> tuple[None, list[str]]:
         rows, slots = self._rows_of(batch), [name for name in batch.names if isinstance(name, int)]
         names, reasons = self._slot_names(slots), [""] * len(slots)
-        if self._is_guarded:
-            rows, reasons = self._seal(rows, [name.tobytes() for name in names])
+        if self._format.is_guarded:
+            rows, reasons = self._sealed(rows, [name.tobytes() for name in names])
         elif not (self._reuses_rows and rows.flags.c_contiguous):
             rows = rows.copy()
-        digests = rows[:, :16].copy() if self._is_guarded else checksum_rows(rows)
+        digests = rows[:, :16].copy() if self._format.is_guarded else checksum_rows(rows)
         self._put_good(names, rows, reasons)
-        if self._is_guarded:
+        if self._format.is_guarded:
             self._give_values(rows, reasons)
         landed: dict[Name, bytes] = {
             slot: digest.tobytes() for slot, digest, reason in zip(slots, digests, reasons, strict=True) if not reason
@@ -317,7 +307,7 @@ class ThreadedStore(BatchStore):
         if not there:
             return np.zeros((0, self.bytes_per_block), np.uint8), reasons
         names = self._slot_names([slots[index] for index in there])
-        if self._is_guarded:
+        if self._format.is_guarded:
             rows, found, sums = self._fetch(names, [name.tobytes() for name in names])
         else:
             rows = self._buffers.take(len(there), self.bytes_per_block)
@@ -349,8 +339,7 @@ class ThreadedStore(BatchStore):
             try:
                 self.delete(np.unique(self._names_of(bad, epoch.token), axis=0))
             except Exception as error:  # noqa: BLE001 (it is a miss either way)
-                with self._lock:
-                    self._note(error)
+                self._note(error)
         if batch.age < self._epochs.stopped_at:
             return None, ["forgotten"] * len(keys)
         return spread_out(rows, there, len(keys)), reasons
@@ -363,23 +352,10 @@ class ThreadedStore(BatchStore):
             raise StoreError("the batch has ended")
         return batch.rows[: len(batch.names)]
 
-    def _seal(self, rows: NDArray[np.uint8], keys: list[bytes]) -> tuple[NDArray[np.uint8], list[str]]:
+    def _sealed(self, rows: NDArray[np.uint8], keys: list[bytes]) -> tuple[NDArray[np.uint8], list[str]]:
         """Make values of blocks, in memory of our own. Returns them, and why some are none."""
-        values, reasons, lengths = self._buffers.take(len(keys), self._width), [""] * len(keys), None
-        if self._codec is None:
-            values[:, HEADER:] = rows
-        else:
-            lengths = []
-            for index, (row, value) in enumerate(zip(rows, values, strict=True)):
-                try:
-                    lengths.append(self._codec.encode_into(row, value[HEADER:]))
-                except Exception as error:  # noqa: BLE001, PERF203 (whatever a codec raises)
-                    reasons[index] = "codec"
-                    lengths.append(0)
-                    with self._lock:
-                        self._note(error)
-        seal_values(values, self.namespace, keys, lengths=lengths, mac_key=self._mac_key)
-        return values, reasons
+        values = self._buffers.take(len(keys), self._format.width)
+        return values, self._format.seal(rows, keys, values)
 
     def _put_good(
         self,
@@ -426,24 +402,15 @@ class ThreadedStore(BatchStore):
 
         A store that has read the blocks into rows of the caller, `out`, returns these.
         """
-        values = self._buffers.take(len(keys), self._width)
+        values = self._buffers.take(len(keys), self._format.width)
         values[:, :HEADER] = 0
         missed = self._get_values(names, values)
-        sums, varies = values[:, :16].copy(), self._codec is not None
-        checked = check_values(values, self.namespace, keys, varies=varies, mac_key=self._mac_key)
-        reasons = [why or reason for why, reason in zip(missed, checked, strict=True)]
-        if self._codec is None:
+        sums = values[:, :16].copy()
+        reasons = [why or reason for why, reason in zip(missed, self._format.check(values, keys), strict=True)]
+        if self._format.codec is None:
             return values[:, HEADER:], reasons, sums
         rows = self._buffers.take(len(keys), self.bytes_per_block)
-        for index, (value, row) in enumerate(zip(values, rows, strict=True)):
-            if reasons[index]:
-                continue
-            try:
-                self._codec.decode_into(value[HEADER : HEADER + value_length(value)], row)
-            except Exception as error:  # noqa: BLE001 (whatever a codec raises)
-                reasons[index] = "codec"
-                with self._lock:
-                    self._note(error)
+        self._format.decode(self._format.codec, values, reasons, rows)
         self._buffers.give(values)
         return rows, reasons, sums
 
@@ -451,25 +418,10 @@ class ThreadedStore(BatchStore):
         """Read values by `get`. Returns why each did not come; a store that knows more than "absent" overrides it."""
         return ["" if good else "absent" for good in answered("get", self.get(names, values), len(names))]
 
-    def _is_encoded(self, rows: NDArray[np.uint8]) -> bool:
-        """Return whether a row or rows hold what a codec returned, followed by zeros."""
-        return self._codec is not None and rows.shape[-1] == self._width
-
-    def _stored(self, row: NDArray[np.uint8]) -> memoryview:
-        """Return the bytes of a row that count: those of a codec are followed by zeros."""
-        return (row[: HEADER + value_length(row)] if self._is_encoded(row) else row).data
-
-    def _accept_size(self, row: NDArray[np.uint8], size: int) -> bool:
-        """Return whether a stored row of `size` bytes fits `row`; what is left of it becomes zero."""
-        if not self._is_encoded(row):
-            return size == len(row)
-        row[min(size, len(row)) :] = 0
-        return HEADER <= size <= len(row)
-
     def _look_up(self) -> list[str]:
         """Look up the keys that `contains` was asked for; or any name, to see whether the storage answers."""
         with self._lock:
-            keys, self._wanted = list(self._wanted), {}
+            keys = self._known.take_wanted()
         if not keys:
             self.has(np.frombuffer(os.urandom(32), np.uint8)[None])
             return []
@@ -481,9 +433,9 @@ class ThreadedStore(BatchStore):
         found = answered("has", self.has(self._names_of(keys, epoch.token)), len(keys))
         with self._lock:
             for key, good in zip(keys, found, strict=True):
-                if age == self._age and key not in self._last and self._known.is_due(key):
+                if age == self._age and not self._order.is_busy(key) and self._known.is_due(key):
                     self._known.note(key, is_there=good)
-            self._known.trim(max(self.num_slots, _LEAST_KNOWN))
+            self._known.trim(self.num_slots)
         return []
 
     # ---- the epoch ----
@@ -530,31 +482,11 @@ class ThreadedStore(BatchStore):
             raise StoreError("put refused the epoch's record")
         return new
 
-    def _read_record(self) -> Record:
-        return self._record(self.read_epoch(self._record_key))
-
-    def _record(self, row: NDArray[np.uint8] | None) -> Record:
-        """Check a row that should be the epoch's record."""
-        if row is None:
-            return Record(None, None)
-        name = self._record_key.tobytes()
-        is_whole = (
-            row.shape == (HEADER + EPOCH_BYTES,)
-            and not check_values(row[None].copy(), self.namespace, [name], mac_key=self._mac_key)[0]
-        )
-        return Record(row.tobytes(), Epoch.read(row[HEADER:].tobytes()) if is_whole else None)
-
-    def _replace_record(self, stored: Record, epoch: Epoch) -> Record:
-        row = np.frombuffer(bytes(HEADER) + epoch.record(), np.uint8)[None].copy()
-        seal_values(row, self.namespace, [self._record_key.tobytes()], mac_key=self._mac_key)
-        old = None if stored.raw is None else np.frombuffer(stored.raw, np.uint8)
-        return self._record(self.replace_epoch(self._record_key, old, row[0]))
-
     def _fetch_under(
         self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
     ) -> tuple[Record, NDArray[np.uint8], list[str]]:
         """Read the record, and blocks under an epoch. A store that can do both at once overrides it."""
-        stored = self._read_record()
+        stored = self._epochs.read()
         rows, reasons, _ = self._fetch(self._names_of(keys, epoch.token), keys, out)
         return stored, rows, reasons
 
@@ -584,16 +516,9 @@ class ThreadedStore(BatchStore):
         if batch.kind not in {"put", "get", "delete"} or batch.age < self._age:
             return
         for name, reason in zip(batch.names, batch.reasons, strict=False):
-            if not isinstance(name, bytes) or self._last.get(name) is not batch or reason in {"closed", "unavailable"}:
-                continue
-            if not reason:
-                self._known.note(name, is_there=batch.kind != "delete")
-            elif batch.kind != "delete":
-                if reason != "absent" and not is_damage(reason):
-                    self._known.note_failed(name)
-                elif not self._known.is_hidden(name):  # what is damaged has been deleted
-                    self._known.note(name, is_there=False)
-        self._known.trim(max(self.num_slots, _LEAST_KNOWN))
+            if isinstance(name, bytes) and self._order.is_last(name, batch):
+                self._known.note_ended(name, reason, is_delete=batch.kind == "delete")
+        self._known.trim(self.num_slots)
 
     def _count_stored(self) -> int:
         return self._known.count_there()

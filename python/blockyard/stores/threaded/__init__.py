@@ -1,0 +1,16 @@
+"""`ThreadedStore`: an external store from functions that may block. The base of plug-ins and of stores on servers.
+
+| module | state and rules |
+|---|---|
+| `store` | the functions of a storage, names, and what a batch does with them |
+| `batches` | tickets, deadlines, memory and threads |
+| `order` | which batch may run |
+| `breaker` | whether the storage answers |
+| `known_keys` | which keys are there, which are not |
+| `epochs` | under which weights blocks count |
+| `value_format` | the bytes that are stored for a block |
+"""
+
+from blockyard.stores.threaded.store import ThreadedStore
+
+__all__ = ["ThreadedStore"]

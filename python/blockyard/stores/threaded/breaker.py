@@ -1,0 +1,43 @@
+"""`Breaker`: whether the storage answers. While it does not, it gets no batches, only probes."""
+
+import time
+from typing import Final
+
+__all__ = ["Breaker"]
+
+_PAUSES: Final = (0.5, 8.0)  # least and most seconds between probes
+
+
+class Breaker:
+    """Whether a storage answers, and when to probe one that does not. The caller holds a lock.
+
+    Attributes:
+        is_down: the storage does not answer.
+    """
+
+    def __init__(self) -> None:
+        self.is_down = False
+        self._retry_at, self._pause = 0.0, _PAUSES[0]
+
+    def is_probe_due(self, now: float) -> bool:
+        """Return whether it is time to ask the storage whether it answers again."""
+        return self.is_down and self._retry_at <= now
+
+    def trip(self) -> bool:
+        """Take note that a call hung. Returns whether the storage answered before."""
+        is_new = not self.is_down
+        if is_new:
+            self.is_down, self._pause = True, _PAUSES[0]
+        self._retry_at = time.monotonic() + self._pause
+        return is_new
+
+    def end_probe(self, *, answered: bool) -> bool:
+        """Take note of how a probe ended. Returns whether the storage works again."""
+        if not self.is_down:
+            return False
+        if answered:
+            self.is_down = False
+            return True
+        self._pause = min(2 * self._pause, _PAUSES[1])
+        self._retry_at = time.monotonic() + self._pause
+        return False

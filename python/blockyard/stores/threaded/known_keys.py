@@ -1,0 +1,95 @@
+"""`KnownKeys`: which keys have a block, as far as this process knows, and which it has to look up."""
+
+import time
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import Final
+
+from blockyard.stores.value import is_damage
+
+__all__ = ["ABSENT_SECONDS", "FAILED_SECONDS", "KnownKeys"]
+
+ABSENT_SECONDS: Final = 1.0  # how long a key that was not there is not looked up again
+FAILED_SECONDS: Final = 2.0  # how long a key is not read whose block did not come for a reason that passes
+_THERE: Final = inf  # in place of the time until which a key is known to be absent
+_MOST_WANTED: Final = 1 << 16  # keys that wait to be looked up
+_LEAST_KNOWN: Final = 1024  # keys that are remembered however few slots there are
+
+
+class KnownKeys:
+    """Which keys have a block, as far as this process knows, and which not to ask for now. The caller holds a lock.
+
+    It is the only memory of absent keys over a store: what has a store asks its `lacks`.
+
+    A read that failed hides its key for two seconds, so that one key cannot keep a thread busy; then it is read again.
+    A deletion that was not confirmed hides its key until it is put again.
+    """
+
+    def __init__(self) -> None:
+        # `_THERE`, or until when a key is absent. It is negative for those that are not even read until then.
+        self._until: dict[bytes, float] = {}
+        self._wanted: dict[bytes, None] = {}  # keys to look up
+
+    def clear(self) -> None:
+        """Know nothing."""
+        self._until.clear()
+
+    def look_up(self, keys: Sequence[bytes]) -> tuple[list[bool], bool]:
+        """Return whether each key is known to have a block, and whether some are to be looked up; see `take_wanted`."""
+        now, known = time.monotonic(), [self._until.get(key, 0.0) for key in keys]
+        there = [until == _THERE for until in known]
+        if not all(there):
+            wanted = [key for key, until in zip(keys, known, strict=True) if abs(until) < now]
+            self._wanted.update(dict.fromkeys(wanted[: max(0, _MOST_WANTED - len(self._wanted))]))
+        return there, bool(self._wanted)
+
+    def take_wanted(self) -> list[bytes]:
+        """Return the keys to look up, once."""
+        keys, self._wanted = list(self._wanted), {}
+        return keys
+
+    def is_hidden(self, key: bytes) -> bool:
+        """Return whether a key is not to be read now."""
+        return self._until.get(key, 0.0) < -time.monotonic()
+
+    def is_due(self, key: bytes) -> bool:
+        """Return whether the storage is to be asked for a key."""
+        return abs(self._until.get(key, 0.0)) < time.monotonic()
+
+    def is_lacked(self, key: bytes) -> bool:
+        """Return whether a read of a key is known to be a miss now."""
+        until = self._until.get(key, 0.0)
+        return until != _THERE and abs(until) >= time.monotonic()
+
+    def note(self, key: bytes, *, is_there: bool) -> None:
+        """Take note of what the storage said."""
+        self._set(key, _THERE if is_there else time.monotonic() + ABSENT_SECONDS)
+
+    def note_deleted(self, keys: Iterable[bytes]) -> None:
+        """Take note that keys are being deleted."""
+        self._until.update(dict.fromkeys(keys, -_THERE))
+
+    def note_ended(self, key: bytes, reason: str, *, is_delete: bool) -> None:
+        """Take note of how a key's put, get or deletion ended."""
+        if not reason:
+            self.note(key, is_there=not is_delete)
+        elif is_delete or reason in {"closed", "unavailable"}:
+            return
+        elif reason != "absent" and not is_damage(reason):
+            self._set(key, -(time.monotonic() + FAILED_SECONDS))
+        elif not self.is_hidden(key):  # what is damaged has been deleted
+            self.note(key, is_there=False)
+
+    def trim(self, num_slots: int) -> None:
+        """Forget what was learned first, down to as many keys as a store has slots."""
+        most = max(num_slots, _LEAST_KNOWN)
+        while len(self._until) > most:
+            del self._until[next(iter(self._until))]
+
+    def count_there(self) -> int:
+        """Return how many keys are known to have a block."""
+        return list(self._until.values()).count(_THERE)
+
+    def _set(self, key: bytes, until: float) -> None:
+        self._until.pop(key, None)
+        self._until[key] = until
