@@ -407,8 +407,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ),
             ('        if batch.running and batch.kind == "put":\n            self._late.add(batch)\n', ""),
             (
-                "            if error is not None and time.monotonic() - began >= _DEAR:\n                self._go_down()\n",
-                "",
+                "            if error is not None and time.monotonic() - began >= _DEAR:",
+                "            if error is not None and not began:",
             ),
             ("room = max(0, self.memory - self._pending)", "room = max(0, self.memory)"),
         ],
@@ -417,7 +417,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         "stores/threaded/order.py",
         THREADED,
         [
-            ("            earlier.followers.append(batch)\n            batch.before += 1\n", ""),
+            ("            earlier.followers.append(batch)\n            batch.before += 1\n", "            pass\n"),
             (
                 "                if self._last.get(name) is batch:\n                    del",
                 "                if name in self._last:\n                    del",
@@ -447,9 +447,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         THREADED,
         [
             (
-                "        if batch.age < self._epochs.age:  # it has the epoch of its submission\n"
-                '            return None, ["forgotten"] * len(keys)\n',
-                "",
+                "        if batch.age < self._epochs.age:  # it has the epoch of its submission\n",
+                "        if False:\n",
             ),
             ("        if batch.ended:  # the rows may have changed since\n            return reasons\n", ""),
             (
