@@ -202,7 +202,7 @@ wheel: setup
 
 pins: setup
 	$(UV) pip compile --quiet --upgrade --no-annotate --no-python-downloads --universal --python-version 3.10 \
-	    --custom-compile-command "make pins" --group dev --extra demo --extra events --extra s3 --extra metrics pyproject.toml --output-file requirements-dev.txt
+	    --custom-compile-command "make pins" --group dev --all-extras pyproject.toml --output-file requirements-dev.txt
 
 clean:
 	rm -rf target dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
