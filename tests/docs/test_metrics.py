@@ -1,4 +1,4 @@
-"""The guide lists the metrics that a scrape finds, and they say what happened."""
+"""docs/metrics.md lists the metrics that a scrape finds, and they say what happened."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from blockyard.metrics import Collector
 from blockyard.scheduler import Request, Scheduler
 from blockyard.stores import open_store
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
 
 
@@ -36,9 +36,9 @@ def scrape(*sources: object, **labels: str) -> dict[tuple[str, str], dict[str, f
 
 
 def listed() -> dict[str, set[str]]:
-    """Each metric of the guide's table with its labels."""
-    section = GUIDE.read_text(encoding="utf-8").split("\n## Metrics\n")[1].split("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    """Each metric of the page's table with its labels."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
     return {name: set(re.findall("`(.*?)`", row[1])) for row in rows for name in re.findall("`(.*?)`", row[0])}
 
 
@@ -58,7 +58,7 @@ def cache(tmp_path: Path):
         yield opened
 
 
-def test_the_guide_lists_every_metric_and_a_new_cache_has_them_all(cache: KVCache):
+def test_the_page_lists_every_metric_and_a_new_cache_has_them_all(cache: KVCache):
     found = scrape(cache, Scheduler(cache), engine="0")
     # A reason for misses of a store appears with the first miss.
     assert named(found) == {name: labels for name, labels in listed().items() if name != "store_misses_total"}
@@ -105,7 +105,7 @@ def test_a_manager_or_a_store_alone_has_its_own(tmp_path: Path):
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are():
-    dashboard = json.loads((GUIDE.parent / "monitoring" / "dashboard.json").read_text(encoding="utf-8"))
+    dashboard = json.loads((PAGE.parent / "monitoring" / "dashboard.json").read_text(encoding="utf-8"))
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     names = {name for expr in asked for name in re.findall(r"blockyard_(\w+)", expr)}
     assert len(asked) >= 12
