@@ -10,7 +10,7 @@
 #   make bench-gpu [GPU_JSON=FILE] copies between host and device, against one large copy and a loop
 #       both with GPU_PYTHON=python3: with a wheel that this Python finds, without Rust (CONTRIBUTING.md)
 #   make lint | fmt                check | repair style
-#   make docs                      docs/api.md and the stub's docstrings, from the code
+#   make docs                      the API page and the stub's docstrings, from the code, and the site: docs/_build/html
 #   make fuzz [FUZZ_SECONDS=180]   random operations, forged decisions and slabs, grown by libFuzzer; the
 #       targets share the time
 #   make mutants [N=200 SEED=0]    how many of N small changes to the Rust core and store their tests catch
@@ -196,6 +196,7 @@ fmt: setup
 docs: dev
 	$(BIN)/python buildsystem/write_api.py
 	$(BIN)/ruff format --quiet python/blockyard/_core.pyi
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 
 wheel: setup
 	BLOCKYARD_CUDA=require $(UV) build --no-build-isolation --python $(BIN)/python --out-dir dist \
@@ -206,7 +207,7 @@ pins: setup
 	    --custom-compile-command "make pins" --group dev --all-extras pyproject.toml --output-file requirements-dev.txt
 
 clean:
-	rm -rf target dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf target dist docs/_build .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	rm -f python/blockyard/_core.abi3.so python/blockyard/_ops.so python/blockyard/_ops.json
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

@@ -1,4 +1,4 @@
-"""Writes what is made from docstrings: those of the stub `_core.pyi`, which are the Rust core's, and `docs/api.md`.
+"""Writes what is made from docstrings: those of the stub `_core.pyi`, which are the Rust core's, and the API page.
 
 python buildsystem/write_api.py            write both
 python buildsystem/write_api.py --check    say which of them is out of date, and exit with 1 if one is
@@ -20,7 +20,7 @@ from textwrap import indent
 
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ROOT / "python" / "blockyard" / "_core.pyi"
-PAGE = ROOT / "docs" / "api.md"
+PAGE = ROOT / "docs" / "reference" / "api.md"
 WIDTH = 120
 
 # What a user imports: modules, in the order of the page, with what they are for.
@@ -51,15 +51,15 @@ MODULES = {
 # source, since most of these engines are not installed here.
 ADAPTERS = {
     "blockyard.integrations.prompt_lookup": "Draft tokens for `Generator(num_lookahead_tokens=)`.",
-    "blockyard.integrations.transformers.continuous": "Below transformers' own batching: `docs/transformers.md`.",
-    "blockyard.integrations.vllm": "Loaded by vLLM by name: `docs/vllm.md`.",
-    "blockyard.integrations.sglang": "Loaded by SGLang's HiCache by name: `docs/sglang.md`.",
-    "blockyard.integrations.sglang.linker": "Loaded by SGLang's unified cache by name: `docs/sglang.md`.",
-    "blockyard.integrations.lmcache": "Loaded by LMCache by name: `docs/lmcache.md`.",
-    "blockyard.integrations.nano": "In place of the block manager of nano-vllm and engines like it: `docs/nano.md`.",
-    "blockyard.integrations.vllm_v0": "In place of the block manager of vLLM 0.7.3's shape.",
+    "blockyard.integrations.transformers.continuous": "[Below transformers' own batching](../engines/transformers.md).",
+    "blockyard.integrations.vllm": "[Loaded by vLLM by name](../engines/vllm.md).",
+    "blockyard.integrations.sglang": "[Loaded by SGLang's HiCache by name](../engines/sglang.md).",
+    "blockyard.integrations.sglang.linker": "[Loaded by SGLang's unified cache by name](../engines/sglang.md).",
+    "blockyard.integrations.lmcache": "[Loaded by LMCache by name](../engines/lmcache.md).",
+    "blockyard.integrations.nano": "[In place of the block manager of nano-vllm and the like](../engines/nano.md).",
+    "blockyard.integrations.vllm_v0": "[In place of the block manager of vLLM 0.7.3's shape](../engines/vllm_v0.md).",
     "blockyard.integrations.router_events": "Events over ZMQ for prefix routers, in vLLM's form.",
-    "blockyard.integrations.gaudi": "Defragmentation beside another allocator: `docs/gaudi.md`; needs torch.",
+    "blockyard.integrations.gaudi": "[Defragmentation beside another allocator](../engines/gaudi.md); needs torch.",
 }
 HEAD = """# API
 

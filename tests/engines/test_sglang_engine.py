@@ -173,7 +173,7 @@ def test_the_commands_of_the_guide_are_understood(tmp_path: Path):
     from sglang.srt.mem_cache.unified_cache.linker_config import UnifiedCacheLinkerConfig
     from sglang.srt.server_args import ServerArgs
 
-    text = (Path(__file__).resolve().parents[2] / "docs/sglang.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs/engines/sglang.md").read_text(encoding="utf-8")
     (file, _, linker) = re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)

@@ -121,7 +121,7 @@ def engine() -> Iterator[Any]:
 
 
 def test_the_options_of_the_guide_work(engine: Any, tmp_path: Path):
-    text = (Path(__file__).resolve().parents[2] / "docs/sglang.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs/engines/sglang.md").read_text(encoding="utf-8")
     shown = json.loads(re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[-1])
     one = engine({**shown["linker_extra_config"], "root_dir": str(tmp_path), "size": "1MiB"})
     assert shown["linker"] == type(one.linker).__name__

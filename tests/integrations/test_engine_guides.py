@@ -1,4 +1,4 @@
-"""The configurations that docs/sglang.md and docs/lmcache.md show are taken by the engines' factories as they stand."""
+"""The engines' factories take the configurations of the pages of SGLang and LMCache as they stand."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from servers import serving
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "engines"
 ENGINES = {"sglang": engine_drivers.SGLang, "lmcache": engine_drivers.LMCache}
 
 

@@ -137,7 +137,7 @@ def test_the_labels_are_those_that_the_manager_fills(vllm: SimpleNamespace):
 
 
 def documented() -> list[dict[str, Any]]:
-    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "engines" / "vllm.md").read_text(encoding="utf-8")
     return [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
 
 

@@ -314,7 +314,7 @@ def found(path: str) -> Path | None:
     return next((base / path for base in BASES if (base / path).exists()), None)
 
 
-@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/concepts/architecture.md"])
 def test_documents_name_only_paths_that_exist(document: str):
     quoted = re.findall(r"`([^`\s:]+)(?:::[\w.]+)?`", (ROOT / document).read_text(encoding="utf-8"))
     paths = [path for path in quoted if "/" in path or Path(path).suffix in TEXT]
@@ -323,7 +323,8 @@ def test_documents_name_only_paths_that_exist(document: str):
 
 
 def test_architecture_names_only_functions_that_exist():
-    named = re.findall(r"`([^`\s:]+)::([\w.]+)`", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    document = ROOT / "docs" / "concepts" / "architecture.md"
+    named = re.findall(r"`([^`\s:]+)::([\w.]+)`", document.read_text(encoding="utf-8"))
     assert named
     missing = []
     for path, dotted in named:

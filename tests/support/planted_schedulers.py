@@ -1,6 +1,6 @@
 """A correct scheduler over a `BlockManager`, and the faults that embedders plant in theirs; the test kit finds each.
 
-`python tests/support/planted_schedulers.py [SEEDS [WORD]]` prints the table of `docs/test-kit.md`.
+`python tests/support/planted_schedulers.py [SEEDS [WORD]]` prints the table of `docs/reference/test-kit.md`.
 """
 
 from __future__ import annotations

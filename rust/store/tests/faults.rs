@@ -230,7 +230,7 @@ fn a_device_that_hangs_stops_no_call_and_comes_back() {
 }
 
 #[test]
-#[ignore = "slow: ten thousand calls, for the figures in docs/reliability.md"]
+#[ignore = "slow: ten thousand calls, for the figures in docs/operate/reliability.md"]
 fn calls_on_a_device_that_hangs_take_microseconds() {
     hang(10_000);
 }

@@ -1,6 +1,7 @@
-"""Defragmentation beside vllm-gaudi's allocator, or any other that is not Blockyard's; `docs/gaudi.md` shows how.
+"""Defragmentation beside vllm-gaudi's allocator, or any other that is not Blockyard's.
 
 `OnlineDefragmenter` and `CacheSwapUtils` have the names of vllm-gaudi's classes and need no Gaudi.
+`docs/engines/gaudi.md` shows how.
 """
 
 from blockyard.integrations.gaudi.defragmenter import DefragStats, OnlineDefragmenter

@@ -5,7 +5,8 @@
     {"backend_name": "blockyard", "module_path": "blockyard.integrations.sglang", "class_name": "BlockyardHiCache",
      "interface_v1": 1, "root_dir": "/var/cache/blockyard", "size": "500GiB"}
 
-`docs/sglang.md` shows each option. Importing this raises `ImportError` where SGLang is missing or has other interfaces.
+`docs/engines/sglang.md` shows each option. Importing this raises `ImportError` where SGLang is missing or has other
+interfaces.
 """
 
 from blockyard.integrations.compat import require_fit, warn_version

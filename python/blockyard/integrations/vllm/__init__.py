@@ -3,7 +3,8 @@
     {"spec_module_path": "blockyard.integrations.vllm", "spec_name": "BlockyardSpec", "host_bytes": "64GiB"}
 
 Within vLLM's own `CPUOffloadingSpec`, `AdaptivePolicy` and `LRUPolicy` can be its `eviction_policy`.
-Within its `TieringOffloadingSpec`, `BlockyardTier` can be one of the `secondary_tiers`. `docs/vllm.md` shows each.
+Within its `TieringOffloadingSpec`, `BlockyardTier` can be one of the `secondary_tiers`.
+`docs/engines/vllm.md` shows each.
 
 Importing this raises `ImportError` where vLLM is missing, or where its interfaces are not those of 0.32 and 0.33.
 """
