@@ -63,6 +63,30 @@ def test_storage_that_hangs_costs_one_deadline_and_not_one_for_each_batch():
         assert get(store, 2) == ("", "")
 
 
+def test_storage_whose_errors_come_late_is_left_alone_until_a_probe_is_answered():
+    with KeyedStore() as store:
+        put(store, 2)
+
+        def fail_late(name: str) -> None:
+            time.sleep(0.3)
+            raise OSError("connection timed out")
+
+        def fail_at_once(name: str) -> None:
+            raise OSError("connection refused")
+
+        store.before = fail_at_once
+        assert get(store, 1) == ("error",)
+        assert put(store, 1) == ("error",), "what fails at once may be tried again at once"
+        store.before = fail_late
+        assert put(store, 1) == ("error",)
+        store.before = lambda name: None
+        assert put(store, 1) == ("unavailable",)
+        until = time.monotonic() + PATIENCE
+        while "unavailable" in put(store, 1) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert put(store, 1) == ("",)
+
+
 def test_rows_for_a_read_must_fit():
     with KeyedStore() as store:
         put(store, 2)
