@@ -36,6 +36,8 @@ LEGS = ("executor/test_legs.py", "executor/test_checked_store.py", *EXECUTOR)
 SIDE = ("executor/test_checked_store.py", "executor/test_executor.py", "executor/test_interrupts.py")
 PREFIXES = ("stores/test_prefix_store.py", "prefix_store/test_prefixes.py", "property/test_kept_prefixes_machine.py")
 THREADED = (
+    "stores/test_breaker.py",
+    "stores/test_known_keys.py",
     "stores/test_threaded.py",
     "stores/test_batches.py",
     "stores/test_healing.py",
@@ -407,7 +409,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ),
             ('        if batch.running and batch.kind == "put":\n            self._late.add(batch)\n', ""),
             (
-                "            if error is not None and time.monotonic() - began >= _DEAR:",
+                "            if error is not None and self._runtime.monotonic() - began >= _DEAR:",
                 "            if error is not None and not began:",
             ),
             ("room = max(0, self.memory - self._pending)", "room = max(0, self.memory)"),

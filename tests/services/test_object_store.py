@@ -20,9 +20,9 @@ from blockyard.errors import StoreError, StoreFullError, StoreURLError
 from blockyard.events import export_keys
 from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.object_store import ObjectStore, read_url
+from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.value import HEADER, is_damage
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
-from blockyard.workers import CallPool
 
 WIDTH = 5000
 SPACE = bytes(range(32))

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from blockyard.workers import CallPool
+from blockyard.stores.threaded.call_pool import CallPool
 
 PATIENCE = 60.0
 

@@ -362,9 +362,13 @@ class FailureLog:
     """Logs that a store fails, and that it works again: one line a minute and cause, in the logger `blockyard.stores`.
 
     Calls only take note, so that one can hold a lock; `flush` writes the lines.
+
+    Args:
+        clock: returns the time in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._logged: dict[str, float] = {}  # causes of the last minute
         self._failures = 0  # since the store worked
         self._is_known = False  # whether one of them was logged
@@ -377,7 +381,7 @@ class FailureLog:
             cause: one line; lines of one cause begin alike up to the first colon.
         """
         self._failures += 1
-        now, kind = time.monotonic(), cause.partition(":")[0]
+        now, kind = self._clock(), cause.partition(":")[0]
         self._logged = {kind: at for kind, at in self._logged.items() if now < at + _LOGGED_SECONDS}
         if kind not in self._logged:
             self._logged[kind] = now

@@ -46,10 +46,11 @@ from blockyard._core import checksum_rows
 from blockyard.errors import ForkedError, StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, Use
 from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
+from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.threaded.epochs import Epoch, Record
 from blockyard.stores.url import StoreURL
 from blockyard.stores.value import HEADER
-from blockyard.workers import CallPool, Process
+from blockyard.workers import Process
 
 __all__ = ["ObjectStore", "open_object_store"]
 
@@ -160,14 +161,19 @@ def open_object_store(
 
 
 class ObjectStore(RemoteStore):
-    """Blocks as objects; `open_object_store` makes it."""
+    """Blocks as objects; `open_object_store` makes it.
 
-    def __init__(self, found: ObjectURL, **options: Any) -> None:
+    `connect` returns a client and the module with its functions, in place of obstore's.
+    """
+
+    def __init__(
+        self, found: ObjectURL, *, connect: Callable[[ObjectURL, float], tuple[Any, Any]] | None = None, **options: Any
+    ) -> None:
         super().__init__(found.parts, secrets=[], **options)
         self.threads, self.memory, self.timeout_base = _BATCHES, found.memory, found.timeout_base
         self._calls = CallPool(found.connections)
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
-        self._ob, self._client = _connect(found, found.timeout_base + self._format.width / _SLOWEST)
+        self._ob, self._client = (connect or _connect)(found, found.timeout_base + self._format.width / _SLOWEST)
         self._can_create = True
         self._bulk_delete = found.scheme == "s3"
         self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep them
@@ -279,7 +285,7 @@ class ObjectStore(RemoteStore):
 
     def _put_on_condition(self, path: str, value: memoryview, meta: Mapping[str, Any]) -> None:
         """Replace the object that `meta` describes, or create it; nothing is done if it has changed."""
-        exceptions = import_module("obstore.exceptions")
+        exceptions = self._ob.exceptions
         mode: Any = {name: meta[name] for name in ("e_tag", "version") if meta.get(name)} or "create"
         if self._lock_path is not None:
             mode = "overwrite"
@@ -343,7 +349,7 @@ class ObjectStore(RemoteStore):
             raise self._public(error) from None
 
     def _create(self, path: str, value: memoryview) -> None:
-        exceptions = import_module("obstore.exceptions")
+        exceptions = self._ob.exceptions
         try:
             self._ob.put(self._client, path, value, mode="create", use_multipart=False)
         except exceptions.AlreadyExistsError:

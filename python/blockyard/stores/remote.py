@@ -4,7 +4,6 @@ Redis and object stores build on it, and slabs whose blocks are encoded or authe
 options are here too.
 """
 
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -18,7 +17,6 @@ from blockyard.stores.base import Keys, Use, no_keys_error
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.url import StoreURL, parse_size
 from blockyard.stores.value import check_parts
-from blockyard.workers import start_worker
 
 __all__ = ["SIZE", "RemoteStore", "batched", "count", "positive", "seconds"]
 
@@ -73,11 +71,11 @@ class RemoteStore(ThreadedStore):
 
     def close(self, timeout: float = 5.0) -> bool:
         """Give up what is under way, and delete the blocks of swap space; see `ExternalStore.close`."""
-        until = time.monotonic() + timeout
+        until = self._runtime.monotonic() + timeout
         in_time = super().close(timeout)
         if self._process.is_current and self._names:
-            cleaner = start_worker("blockyard-store", self._remove_slots, lambda: None)
-            cleaner.join(max(0.0, until - time.monotonic()))
+            cleaner = self._runtime.start_worker("blockyard-store", self._remove_slots, lambda: None)
+            cleaner.join(max(0.0, until - self._runtime.monotonic()))
             in_time = in_time and not cleaner.is_alive()
         if in_time and self._process.is_current:
             self._disconnect()

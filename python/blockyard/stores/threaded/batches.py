@@ -5,8 +5,6 @@ work of a batch.
 """
 
 import os
-import threading
-import time
 import traceback
 import weakref
 from abc import abstractmethod
@@ -21,10 +19,11 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import StoreError, UnknownTicketError
+from blockyard.runtime import runtime
 from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.stores.threaded.breaker import Breaker
 from blockyard.stores.threaded.order import Batch, BatchKind, BatchOrder, Name
-from blockyard.workers import Buffers, Process, start_worker
+from blockyard.workers import Buffers, Process
 
 __all__ = ["BatchStore"]
 
@@ -45,22 +44,23 @@ class BatchStore(ExternalStore):
     def __init__(self) -> None:
         self._process = Process("a store")
         # It is entered itself: an interrupt within `Condition.__enter__` would leave it locked.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._work = threading.Condition(self._lock)  # idle threads wait for it
+        self._runtime = runtime()
+        self._lock = self._runtime.rlock()
+        self._changed = self._runtime.condition(self._lock)
+        self._work = self._runtime.condition(self._lock)  # idle threads wait for it
         self._idle = 0
         self._buffers = Buffers()
         self._open: dict[int, Batch] = {}  # not collected
         self._news: dict[int, Batch] = {}  # of these, those that have ended since the last `poll`
         self._first_deadline = inf  # no batch that has not ended has an earlier one
         self._order = BatchOrder()
-        self._breaker = Breaker()
+        self._breaker = Breaker(self._runtime.monotonic)
         self._late: set[Batch] = set()  # puts that were given up and still run
         self._tickets = self._num_threads = self._pending = 0
         self._misses: Counter[str] = Counter()
         self._blocks = {True: 0, False: 0}  # written, read
         self._errors, self._errors_in_a_row, self._last_error = 0, 0, ""
-        self._failures = FailureLog()
+        self._failures = FailureLog(self._runtime.monotonic)
         self._closed = False
         self._event: int | None = None
         self._looking = False  # a lookup is under way
@@ -102,7 +102,7 @@ class BatchStore(ExternalStore):
         self._process.check()
         self._failures.flush(self)  # the workers may all hang
         with self._lock:
-            now = time.monotonic()
+            now = self._runtime.monotonic()
             if self._first_deadline < now:
                 for batch in self._open.values():
                     if not batch.ended and batch.deadline < now:
@@ -125,7 +125,7 @@ class BatchStore(ExternalStore):
             if batch is not None:
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
                 result = batch.rows if batch.is_read and batch.rows is not None else np.zeros(shape, np.uint8)
-                left = min(batch.deadline - time.monotonic(), float("inf") if timeout is None else timeout)
+                left = min(batch.deadline - self._runtime.monotonic(), float("inf") if timeout is None else timeout)
                 self._changed.wait_for(lambda: batch.ended, max(0.0, left))
             if batch is None or ticket not in self._open:
                 raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
@@ -172,7 +172,7 @@ class BatchStore(ExternalStore):
             return True
         self._stop()
         with self._lock:
-            in_time = self._changed.wait_for(lambda: self._num_threads <= 0, max(0.0, timeout))
+            in_time: bool = self._changed.wait_for(lambda: self._num_threads <= 0, max(0.0, timeout))
             for batch in self._open.values():
                 self._give_up(batch, "closed")
         self._buffers.clear()
@@ -189,7 +189,7 @@ class BatchStore(ExternalStore):
         with self._lock:
             if self._closed:
                 raise StoreError("the store is closed")
-            now = time.monotonic()
+            now = self._runtime.monotonic()
             refused = "unavailable" if self._refuses(now) else "queue_full"
             moves_bytes = kind not in {"delete", "forget"}
             room = max(0, self.memory - self._pending) // self.bytes_per_block if moves_bytes else len(names)
@@ -213,7 +213,7 @@ class BatchStore(ExternalStore):
                 batch.num_bytes = num_bytes
                 self._open[batch.ticket] = batch
                 self._first_deadline = min(self._first_deadline, batch.deadline)
-                self._misses.update(batch.reasons[len(taken) :])
+                self._count_misses(batch, batch.reasons[len(taken) :])
                 self._prepare(batch, names)
                 self._order.add(batch)
                 if not taken:
@@ -239,7 +239,7 @@ class BatchStore(ExternalStore):
         if self._num_threads < self.threads + self._looking and not self._closed:
             self._num_threads += 1
             try:
-                start_worker("blockyard-store", self._serve, self._stop)
+                self._runtime.start_worker("blockyard-store", self._serve, self._stop)
             except BaseException as error:
                 self._num_threads -= 1
                 if not isinstance(error, RuntimeError):
@@ -288,7 +288,7 @@ class BatchStore(ExternalStore):
 
     def _serve_one(self, batch: Batch) -> None:
         rows, reasons, error = None, ["error"] * len(batch.names), None
-        began = time.monotonic()
+        began = self._runtime.monotonic()
         try:
             rows, reasons = self._carry_out(batch)
         except BaseException as caught:  # noqa: BLE001 (whatever a plug-in raises is a miss)
@@ -303,13 +303,13 @@ class BatchStore(ExternalStore):
                 if not self._breaker.is_down:
                     self._failures.worked()
             if not batch.ticket:
-                self._end_lookup(answered=time.monotonic() - began < _DEAR)
+                self._end_lookup(answered=self._runtime.monotonic() - began < _DEAR)
             elif batch.ended:
                 self._release(batch)
             else:
                 batch.read = rows
                 self._end(batch, reasons)
-            if error is not None and time.monotonic() - began >= _DEAR:
+            if error is not None and self._runtime.monotonic() - began >= _DEAR:
                 self._go_down()
         self._failures.flush(self)
 
@@ -320,7 +320,7 @@ class BatchStore(ExternalStore):
         batch.reasons[: len(reasons)] = reasons
         batch.ended = True
         self._news[batch.ticket] = batch
-        self._misses.update(filter(None, reasons))
+        self._count_misses(batch, reasons)
         if batch.kind in {"write", "put", "read", "get"}:
             self._blocks[not batch.is_read] += reasons.count("")
         self._conclude(batch)
@@ -332,11 +332,15 @@ class BatchStore(ExternalStore):
         for follower in self._order.end(batch):
             self._make_ready(follower)
 
+    def _count_misses(self, batch: Batch, reasons: list[str]) -> None:
+        if batch.kind != "forget":  # it moves no block
+            self._misses.update(filter(None, reasons))
+
     def _give_up(self, batch: Batch, reason: str) -> None:
         if batch.ended:
             return
         self._order.withdraw(batch)
-        is_hung = batch.running and batch.deadline <= time.monotonic()
+        is_hung = batch.running and batch.deadline <= self._runtime.monotonic()
         if batch.running and batch.kind == "put":
             self._late.add(batch)
         if not batch.running:

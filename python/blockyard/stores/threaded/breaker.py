@@ -1,6 +1,6 @@
 """`Breaker`: whether the storage answers. While it does not, it gets no batches, only probes."""
 
-import time
+from collections.abc import Callable
 from typing import Final
 
 __all__ = ["Breaker"]
@@ -11,11 +11,15 @@ _PAUSES: Final = (0.5, 8.0)  # least and most seconds between probes
 class Breaker:
     """Whether a storage answers, and when to probe one that does not. The caller holds a lock.
 
+    Args:
+        clock: returns the time in seconds.
+
     Attributes:
         is_down: the storage does not answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.is_down = False
         self._retry_at, self._pause = 0.0, _PAUSES[0]
 
@@ -28,7 +32,7 @@ class Breaker:
         is_new = not self.is_down
         if is_new:
             self.is_down, self._pause = True, _PAUSES[0]
-        self._retry_at = time.monotonic() + self._pause
+        self._retry_at = self._clock() + self._pause
         return is_new
 
     def end_probe(self, *, answered: bool) -> bool:
@@ -39,5 +43,5 @@ class Breaker:
             self.is_down = False
             return True
         self._pause = min(2 * self._pause, _PAUSES[1])
-        self._retry_at = time.monotonic() + self._pause
+        self._retry_at = self._clock() + self._pause
         return False

@@ -8,16 +8,14 @@ A store has one *record* for all its processes: the epoch that counts now. It ch
 - The names of blocks are derived from the token, so what was put under another epoch is never found.
 - Each batch of reads checks the record. Once it has other weights, the process finds and stores nothing until it calls
   `forget`.
-- A record that was lost is replaced by a new token for the same weights. Processes of these weights go on with it.
+- A record that was lost is replaced by a new token for the same weights, but not by a process that was told that its
+  weights do not count. Processes of these weights go on with it.
 
 The steps `opened`, `begun` and `continued` are those of the model in `rust/store/tests/epochs.rs`.
 """
 
 import hashlib
 import logging
-import os
-import threading
-import time
 from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
@@ -25,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
+from blockyard.runtime import runtime
 from blockyard.stores.threaded.value_format import ValueFormat
 from blockyard.stores.value import HEADER, check_values, seal_values
 
@@ -68,7 +67,7 @@ class Epoch(NamedTuple):
             The stored one; None if that has weights of another name; a first one if nothing is stored.
         """
         if stored is None:
-            return cls(os.urandom(16), _FIRST, name)
+            return cls(runtime().random_bytes(16), _FIRST, name)
         return stored if stored.name == name else None
 
     @classmethod
@@ -82,7 +81,7 @@ class Epoch(NamedTuple):
         """
         if joins and stored is not None and stored.name == name:
             return stored
-        return cls(os.urandom(16), os.urandom(16), name)
+        return cls(runtime().random_bytes(16), runtime().random_bytes(16), name)
 
     def continued(self, stored: "Epoch | None") -> "Epoch | None":
         """Return the epoch under which a process of this epoch goes on.
@@ -92,7 +91,7 @@ class Epoch(NamedTuple):
             record is lost.
         """
         if stored is None:
-            return Epoch(os.urandom(16), self.weights, self.name)
+            return Epoch(runtime().random_bytes(16), self.weights, self.name)
         return stored if stored[1:] == self[1:] else None
 
 
@@ -177,8 +176,10 @@ class SharedEpoch:
         self, read: Callable[[], Record], replace: Callable[[Record, Epoch], Record], revision: str = ""
     ) -> None:
         self.read, self._replace = read, replace
-        self._one_at_a_time = threading.Lock()  # calls of the storage
-        self._lock = threading.Lock()  # of what follows; held for no call
+        machine = runtime()
+        self._clock = machine.monotonic
+        self._one_at_a_time = machine.lock()  # calls of the storage
+        self._lock = machine.lock()  # of what follows; held for no call
         self._name = _name_of(revision)
         self._mine: Epoch | None = None
         self._joins = False  # whether the epoch to begin may be one that others began
@@ -246,16 +247,18 @@ class SharedEpoch:
             StoreError: the record cannot be read.
         """
         with self._lock:
-            if self._mine is not None and not self._is_behind and time.monotonic() < self._confirmed_at + seconds:
+            if self._mine is not None and not self._is_behind and self._clock() < self._confirmed_at + seconds:
                 return self._mine
         with self._one_at_a_time:
             for _ in range(_TRIES):
                 with self._lock:
                     if self._is_due:
                         raise ForgottenError("forget has not been confirmed by the store")
-                    age, mine, name = self._age, self._mine, self._name
-                asked_at = time.monotonic()
+                    age, mine, name, is_behind = self._age, self._mine, self._name, self._is_behind
+                asked_at = self._clock()
                 stored = self.read()
+                if is_behind and stored.epoch is None:  # those of other weights replace what was lost
+                    raise ForgottenError("another process has forgotten these blocks")
                 epoch = Epoch.opened(name, stored.epoch) if mine is None else mine.continued(stored.epoch)
                 if epoch is not None and epoch != stored.epoch and self._replace(stored, epoch).epoch != epoch:
                     continue

@@ -1,7 +1,6 @@
 """`KnownKeys`: which keys have a block, as far as this process knows, and which it has to look up."""
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Final
 
@@ -23,9 +22,13 @@ class KnownKeys:
 
     A read that failed hides its key for two seconds, so that one key cannot keep a thread busy; then it is read again.
     A deletion that was not confirmed hides its key until it is put again.
+
+    Args:
+        clock: returns the time in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         # `_THERE`, or until when a key is absent. It is negative for those that are not even read until then.
         self._until: dict[bytes, float] = {}
         self._wanted: dict[bytes, None] = {}  # keys to look up
@@ -36,7 +39,7 @@ class KnownKeys:
 
     def look_up(self, keys: Sequence[bytes]) -> tuple[list[bool], bool]:
         """Return whether each key is known to have a block, and whether some are to be looked up; see `take_wanted`."""
-        now, known = time.monotonic(), [self._until.get(key, 0.0) for key in keys]
+        now, known = self._clock(), [self._until.get(key, 0.0) for key in keys]
         there = [until == _THERE for until in known]
         if not all(there):
             wanted = [key for key, until in zip(keys, known, strict=True) if abs(until) < now]
@@ -50,20 +53,20 @@ class KnownKeys:
 
     def is_hidden(self, key: bytes) -> bool:
         """Return whether a key is not to be read now."""
-        return self._until.get(key, 0.0) < -time.monotonic()
+        return self._until.get(key, 0.0) < -self._clock()
 
     def is_due(self, key: bytes) -> bool:
         """Return whether the storage is to be asked for a key."""
-        return abs(self._until.get(key, 0.0)) < time.monotonic()
+        return abs(self._until.get(key, 0.0)) < self._clock()
 
     def is_lacked(self, key: bytes) -> bool:
         """Return whether a read of a key is known to be a miss now."""
         until = self._until.get(key, 0.0)
-        return until != _THERE and abs(until) >= time.monotonic()
+        return until != _THERE and abs(until) >= self._clock()
 
     def note(self, key: bytes, *, is_there: bool) -> None:
         """Take note of what the storage said."""
-        self._set(key, _THERE if is_there else time.monotonic() + ABSENT_SECONDS)
+        self._set(key, _THERE if is_there else self._clock() + ABSENT_SECONDS)
 
     def note_deleted(self, keys: Iterable[bytes]) -> None:
         """Take note that keys are being deleted."""
@@ -76,7 +79,7 @@ class KnownKeys:
         elif is_delete or reason in {"closed", "unavailable"}:
             return
         elif reason != "absent" and not is_damage(reason):
-            self._set(key, -(time.monotonic() + FAILED_SECONDS))
+            self._set(key, -(self._clock() + FAILED_SECONDS))
         elif not self.is_hidden(key):  # what is damaged has been deleted
             self.note(key, is_there=False)
 

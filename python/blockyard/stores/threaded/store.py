@@ -1,8 +1,6 @@
 """`ThreadedStore`: an external store from functions that may block: `put`, `get` and, for keys, `delete`."""
 
 import hashlib
-import os
-import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Final
@@ -106,9 +104,9 @@ class ThreadedStore(BatchStore):
         self.bytes_per_block = bytes_per_block
         self._format = ValueFormat(namespace, bytes_per_block, codec, mac_key, self._note)
         self.namespace = self._format.namespace
-        self._seed = self.namespace + os.urandom(16)
+        self._seed = self.namespace + self._runtime.random_bytes(16)
         self._digests: dict[Name, dict[Name, bytes]] = {}  # of the last write of each slot
-        self._known = KnownKeys()
+        self._known = KnownKeys(self._runtime.monotonic)
         self._record = EpochRecord(self, self._digest_of(b"BLKYEPOCH2"), self._format)
         self._epochs = SharedEpoch(self._record.read, self._record.replace, revision)
 
@@ -203,7 +201,7 @@ class ThreadedStore(BatchStore):
         """
         names = self._keys_of(keys)
         with self._lock:
-            if self._closed or self._refuses(time.monotonic()):
+            if self._closed or self._refuses(self._runtime.monotonic()):
                 return np.zeros(len(names), np.bool_)
             there, is_wanting = self._known.look_up(names)
             if is_wanting:
@@ -214,7 +212,7 @@ class ThreadedStore(BatchStore):
         """Return whether a read of each key is known to be a miss now; see `ExternalStore.lacks`."""
         names = self._keys_of(keys)
         with self._lock:
-            is_down = self._closed or self._refuses(time.monotonic())
+            is_down = self._closed or self._refuses(self._runtime.monotonic())
             return np.array([is_down or self._known.is_lacked(name) for name in names], np.bool_)
 
     @property
@@ -261,7 +259,8 @@ class ThreadedStore(BatchStore):
         keys = [name for name in batch.names if isinstance(name, bytes)]
         if batch.kind == "get":
             return self._get(batch, keys)
-        epoch = self._epochs.confirm(seconds=_EPOCH_SECONDS)
+        # What is deleted must not be found under the epoch of another process.
+        epoch = self._epochs.confirm(seconds=0.0 if batch.kind == "delete" else _EPOCH_SECONDS)
         if batch.age < self._epochs.age:  # it has the epoch of its submission
             return None, ["forgotten"] * len(keys)
         names = self._names_of(keys, epoch.token)
@@ -423,7 +422,7 @@ class ThreadedStore(BatchStore):
         with self._lock:
             keys = self._known.take_wanted()
         if not keys:
-            self.has(np.frombuffer(os.urandom(32), np.uint8)[None])
+            self.has(np.frombuffer(self._runtime.random_bytes(32), np.uint8)[None])
             return []
         try:
             epoch = self._epochs.confirm(seconds=_EPOCH_SECONDS)

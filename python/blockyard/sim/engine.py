@@ -1,0 +1,220 @@
+"""`SimulatedEngine`: one engine of a fleet. A real `ObjectStore`, used at random, over a link that fails."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import StoreError
+from blockyard.sim.loop import Loop
+from blockyard.sim.object_server import Link, ObjectServer
+from blockyard.sim.oracle import BLOCK_BYTES, BrokenPromiseError, Oracle, Put
+from blockyard.stores.object_store import ObjectStore, read_url
+
+__all__ = ["NUM_KEYS", "SimulatedEngine", "key_of"]
+
+NUM_KEYS: Final = 8
+WEIGHTS: Final = ("", "step-1", "step-2")
+_DEADLINE: Final = 3.0
+_IN_FLIGHT: Final = 5
+
+
+def key_of(key: int) -> bytes:
+    """Return the 32 bytes of a key's number."""
+    return key.to_bytes(32, "little")
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A batch that is not collected."""
+
+    kind: str
+    ticket: int
+    keys: list[int]
+    puts: list[Put]
+    rows: NDArray[np.uint8] | None
+    weights: str
+    at: float
+    changed_at: float
+
+
+class SimulatedEngine:
+    """Puts, gets, deletes and forgets blocks until the work is over.
+
+    Args:
+        loop: gives time, tasks and chance.
+        server: that all engines share.
+        oracle: sees what they do.
+        number: of the engine.
+        log: gets a line for each call and answer.
+
+    Attributes:
+        weights: the name of those that it computes with.
+        num_operations: calls so far.
+        reasons: of all blocks, "" for those that came or went.
+    """
+
+    def __init__(
+        self, loop: Loop, server: ObjectServer, oracle: Oracle, number: int, log: Callable[[str], None]
+    ) -> None:
+        self.loop, self.server, self.oracle, self.number = loop, server, oracle, number
+        self.weights = ""
+        self.num_operations = 0
+        self.reasons: Counter[str] = Counter()
+        self._log = log
+        self._pending: list[_Pending] = []
+        self._counted: Counter[str] = Counter()
+        self._has_epoch = False  # a block of its came or went since it opened the store, or forgot
+        self._forgotten_at: float | None = None  # when it was told that its weights do not count any more
+        self.link = Link(server)
+        self.store = self._open()
+
+    def _open(self) -> ObjectStore:
+        found = read_url(f"s3://bucket?size=1MiB&connections=4&timeout_base={_DEADLINE}")
+        return ObjectStore(
+            found,
+            bytes_per_block=BLOCK_BYTES,
+            num_slots=4 * NUM_KEYS,
+            namespace=bytes(32),
+            use="prefix",
+            revision=self.weights,
+            connect=lambda *_: (self.link, None),
+        )
+
+    def run(self, until: float) -> None:
+        """Work until a time, then collect what is left."""
+        chance = self.loop.random
+        while self.loop.now < until and not self.link.is_dead:
+            if len(self._pending) >= _IN_FLIGHT or (self._pending and chance.random() < 0.4):
+                self._collect(chance.randrange(len(self._pending)))
+            else:
+                self._act()
+            self.loop.sleep(chance.expovariate(1 / 0.05))
+        if self.link.is_dead:
+            return
+        self.collect_all()
+
+    def crash(self) -> None:
+        """Die at once. What was sent still arrives."""
+        link, store = self.link, self.store
+        link.is_dead = True
+        self._pending.clear()
+        self.loop.start("killed", lambda: store.close(0.0))
+
+    def restart(self) -> None:
+        """Come back with no memory, and the weights that it had."""
+        self.link, self._counted = Link(self.server), Counter()
+        self._has_epoch, self._forgotten_at = False, None
+        self.store = self._open()
+
+    def collect_all(self) -> None:
+        """Collect every batch."""
+        while self._pending:
+            self._collect(0)
+
+    def close(self) -> None:
+        """Close the store, which must hold nothing back."""
+        stats = self.store.stats()
+        counted = Counter({reason: count for reason, count in self._counted.items() if reason})
+        if stats.pending_bytes:
+            raise BrokenPromiseError(f"engine {self.number}: {stats.pending_bytes} bytes are in flight, no batch is")
+        if Counter(stats.misses) != counted:
+            raise BrokenPromiseError(
+                f"engine {self.number}: counts misses {stats.misses}, its batches had {dict(counted)}"
+            )
+        if not self.store.close(60.0):
+            raise BrokenPromiseError(f"engine {self.number}: calls go on a minute after the last deadline")
+
+    def forget(self, revision: str | None) -> bool:
+        """Forget all blocks. Returns whether the store confirmed it."""
+        self._has_epoch, self._forgotten_at = False, None
+        if revision is not None:
+            self.weights = revision
+        self.num_operations += 1
+        try:
+            self.store.forget(revision)
+        except StoreError as error:
+            self._say(f"forget {revision!r}: {error}")
+            return False
+        self._say(f"forget {revision!r}: ok")
+        return True
+
+    def put(self, keys: list[int]) -> None:
+        """Submit blocks of keys."""
+        puts = [self.oracle.put(key, self.weights, self.number, self.loop.now) for key in keys]
+        rows = np.stack([put.row() for put in puts])
+        self._submit("put", keys, puts, rows, lambda: self.store.submit_put([key_of(key) for key in keys], rows))
+
+    def get(self, keys: list[int]) -> None:
+        """Submit reads of keys."""
+        rows = np.zeros((len(keys), BLOCK_BYTES), np.uint8) if self.loop.random.random() < 0.5 else None
+        self._submit("get", keys, [], rows, lambda: self.store.submit_get([key_of(key) for key in keys], rows))
+
+    def delete(self, keys: list[int]) -> None:
+        """Submit deletions."""
+        self._submit("delete", keys, [], None, lambda: self.store.submit_delete([key_of(key) for key in keys]))
+
+    def _act(self) -> None:
+        chance = self.loop.random
+        keys = chance.sample(range(NUM_KEYS), chance.randint(1, 3))
+        draw = chance.random()
+        if draw < 0.4:
+            self.put(keys)
+        elif draw < 0.8:
+            self.get(keys)
+        elif draw < 0.9:
+            there = self.store.contains([key_of(key) for key in keys])
+            lacked = self.store.lacks([key_of(key) for key in keys])
+            if (there & lacked).any():
+                raise BrokenPromiseError(f"engine {self.number}: keys {keys} are there and lacked at once")
+        elif draw < 0.96:
+            self.delete(keys)
+        elif not self._pending:
+            self.forget(chance.choice((None, *WEIGHTS)))
+
+    def _submit(
+        self, kind: str, keys: list[int], puts: list[Put], rows: NDArray[np.uint8] | None, call: Callable[[], int]
+    ) -> None:
+        self.num_operations += 1
+        at, changed_at = self.loop.now, self.oracle.weights_changed_at
+        pending = _Pending(kind, call(), keys, puts, rows, self.weights, at, changed_at)
+        self._pending.append(pending)
+        self._say(f"{kind} {keys} is {pending.ticket}")
+
+    def _collect(self, place: int) -> None:
+        batch, store = self._pending.pop(place), self.store
+        began = self.loop.now
+        done: Any = store.wait(batch.ticket)
+        if self.link.is_dead:  # killed while it waited: nobody has this answer
+            return
+        if self.loop.now - began > _DEADLINE + 1.0:
+            raise BrokenPromiseError(
+                f"engine {self.number}: {batch.kind} took {self.loop.now - began:.3f} s, its deadline is {_DEADLINE} s"
+            )
+        self.reasons.update(done.reasons)
+        self._counted.update(done.reasons)
+        self._say(f"{batch.ticket}: {','.join(reason or 'ok' for reason in done.reasons)}")
+        told_at = self._forgotten_at
+        self._has_epoch |= bool(done.ok.any())
+        if batch.kind == "get" and "forgotten" in done.reasons and told_at is None and self._has_epoch:
+            self._forgotten_at = self.loop.now
+        if told_at is not None and batch.at > told_at > self.oracle.opened_at and done.ok.any():
+            raise BrokenPromiseError(f"engine {self.number}: its weights were forgotten, and its {batch.kind} is ok")
+        for index in np.flatnonzero(done.ok):
+            key = batch.keys[index]
+            if batch.kind == "get":
+                self.oracle.check_hit(done.rows[index], key, batch.weights, batch.at, batch.changed_at)
+            elif batch.kind == "put":
+                batch.puts[index].confirmed_at = self.loop.now
+            else:
+                self.oracle.deletions.setdefault(key, []).append((batch.at, self.loop.now))
+        if batch.rows is not None and not set(done.reasons) & {"timeout", "closed"}:
+            batch.rows[:] = 7  # the caller's again
+
+    def _say(self, text: str) -> None:
+        self._log(f"{self.loop.now:9.4f} engine {self.number} {text}")

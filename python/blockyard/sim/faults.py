@@ -1,0 +1,66 @@
+"""The faults of a simulated fleet. They are drawn from the seed up front, so that each can be left out."""
+
+from __future__ import annotations
+
+import random
+from typing import Final, NamedTuple
+
+from blockyard.errors import InvalidArgumentError
+
+__all__ = ["FAULTS", "Fault", "draw_faults", "read_faults"]
+
+FAULTS: Final = {
+    "lossy": "an engine loses a third of its requests and answers",
+    "repeat": "requests of an engine arrive twice",
+    "slow": "an engine's way to the server is 100 times slower",
+    "partition": "nothing reaches the server, or comes back from it",
+    "crash": "an engine is killed; it comes back when the fault ends",
+    "gray": "the server answers everybody 300 times slower",
+    "full": "the server refuses to store",
+    "node_loss": "the server loses half of its objects",
+    "damage": "a byte of a stored object changes",
+}
+_ALL_ENGINES: Final = {"gray", "full", "node_loss", "damage"}
+
+
+class Fault(NamedTuple):
+    """A fault: its kind, the engine (-1: the server), when it begins and how long it lasts, in seconds."""
+
+    kind: str
+    engine: int
+    at: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.engine}:{self.at:g}:{self.seconds:g}"
+
+
+def draw_faults(seed: int, *, kinds: tuple[str, ...], engines: int, count: int, until: float) -> list[Fault]:
+    """Return the faults of a seed, in order of time."""
+    chance, found = random.Random(f"faults {seed}"), list[Fault]()
+    for _ in range(count if kinds else 0):
+        kind = chance.choice(kinds)
+        at, seconds = round(chance.uniform(0, until), 3), round(chance.choice((0.05, 0.5, 3.0)) * chance.random(), 3)
+        engine = chance.randrange(engines)
+        found.append(Fault(kind, -1 if kind in _ALL_ENGINES else engine, at, seconds))
+    return sorted(found, key=lambda fault: fault.at)
+
+
+def read_faults(text: str) -> list[Fault]:
+    """Read faults as they are printed: `kind:engine:at:seconds`, separated by commas.
+
+    Raises:
+        InvalidArgumentError: the text is malformed, or names an unknown kind.
+    """
+    found = list[Fault]()
+    for part in filter(None, text.split(",")):
+        kind, _, rest = part.partition(":")
+        try:
+            engine, at, seconds = rest.split(":")
+            fault = Fault(kind, int(engine), float(at), float(seconds))
+        except ValueError:
+            raise InvalidArgumentError(f"faults has {part!r}, must be kind:engine:at:seconds") from None
+        if kind not in FAULTS:
+            raise InvalidArgumentError(f"faults has the kind {kind!r}, must be one of {', '.join(FAULTS)}")
+        found.append(fault)
+    return found

@@ -1,0 +1,245 @@
+"""A fleet of engines over one shared store: random work, random faults, and promises that are checked at every answer.
+
+The store's code is the real one: batches, deadlines, breaker, known keys, epochs and their protocol. Time, threads,
+chance, network and server are the simulation's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.runtime import use_runtime
+from blockyard.sim.engine import NUM_KEYS, SimulatedEngine
+from blockyard.sim.faults import FAULTS, Fault, draw_faults
+from blockyard.sim.loop import Loop, StuckError
+from blockyard.sim.object_server import ObjectServer
+from blockyard.sim.oracle import BrokenPromiseError, Oracle
+from blockyard.stores.threaded.epochs import EPOCH_BYTES
+from blockyard.stores.value import HEADER
+
+__all__ = ["FleetOptions", "FleetReport", "simulate_fleet"]
+
+_RECOVERY_SECONDS: Final = 60.0
+_OF_LINK: Final[dict[str, tuple[str, Any]]] = {
+    "lossy": ("loss", 1 / 3),
+    "repeat": ("repeats", 1.0),
+    "slow": ("slowness", 100.0),
+    "partition": ("is_cut", True),
+}
+
+
+@dataclass(frozen=True)
+class FleetOptions:
+    """How a fleet is run.
+
+    Attributes:
+        engines: that share the store, 1 to 64.
+        seconds: of random work, in virtual time.
+        num_faults: drawn for each seed.
+        kinds: of faults, see `FAULTS`.
+    """
+
+    engines: int = 3
+    seconds: float = 6.0
+    num_faults: int = 4
+    kinds: tuple[str, ...] = tuple(FAULTS)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.engines <= 64:
+            raise InvalidArgumentError(f"engines is {self.engines}, must be 1 to 64")
+        if not 0 < self.seconds <= 3600:
+            raise InvalidArgumentError(f"seconds is {self.seconds}, must be over 0 and at most 3600")
+        unknown = [kind for kind in self.kinds if kind not in FAULTS]
+        if unknown:
+            raise InvalidArgumentError(f"kinds has {unknown[0]!r}, must be some of {', '.join(FAULTS)}")
+
+
+@dataclass
+class FleetReport:
+    """What a run of one seed came to.
+
+    Attributes:
+        seed: of the run.
+        faults: that happened.
+        broken: the promise that was broken, "" if none was.
+        num_operations: calls of all engines.
+        reasons: how the blocks of all batches ended, "" for those that came or went.
+        digest: of the log: equal for equal runs.
+        log: a line for each call, answer and fault.
+    """
+
+    seed: int
+    faults: list[Fault]
+    broken: str = ""
+    num_operations: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    digest: str = ""
+    log: list[str] = field(default_factory=list)
+
+
+def simulate_fleet(
+    seed: int, options: FleetOptions | None = None, faults: Sequence[Fault] | None = None
+) -> FleetReport:
+    """Run a fleet once.
+
+    Args:
+        seed: of all chance; the same seed and options give the same run.
+        options: the defaults if None.
+        faults: in place of those drawn for the seed.
+
+    Returns:
+        The report; `broken` says what went wrong.
+    """
+    options = options or FleetOptions()
+    if faults is None:
+        faults = draw_faults(
+            seed, kinds=options.kinds, engines=options.engines, count=options.num_faults, until=options.seconds
+        )
+    report = FleetReport(seed, list(faults))
+    loop = Loop(seed)
+    with use_runtime(loop), _logged(report.log):
+        _Fleet(loop, options, report).run()
+    report.digest = hashlib.blake2b("\n".join(report.log).encode(), digest_size=8).hexdigest()
+    return report
+
+
+class _Lines(logging.Handler):
+    """Appends log lines to a list."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(f"          {record.getMessage()}")
+
+
+@contextmanager
+def _logged(lines: list[str]) -> Iterator[None]:
+    """Take the log lines of stores."""
+    logger, handler = logging.getLogger("blockyard.stores"), _Lines(lines)
+    before, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before
+
+
+class _Fleet:
+    """One run."""
+
+    def __init__(self, loop: Loop, options: FleetOptions, report: FleetReport) -> None:
+        self.loop, self.options, self.report = loop, options, report
+        self.oracle, self.server = Oracle(), ObjectServer(loop, self._see)
+        self.engines: list[SimulatedEngine] = []
+
+    def run(self) -> None:
+        """Run the fleet and fill in the report."""
+        report = self.report
+        try:
+            self.loop.start("fleet", self._work)
+            self.loop.run()
+            if self.loop.tasks:
+                raise BrokenPromiseError(f"{len(self.loop.tasks)} threads are left: {self.loop.tasks[0].name}")
+        except (BrokenPromiseError, StuckError) as error:
+            report.broken = str(error)
+            report.log.append(report.broken)
+        report.num_operations = sum(engine.num_operations for engine in self.engines)
+        for engine in self.engines:
+            report.reasons.update(engine.reasons)
+
+    def _work(self) -> None:
+        loop, options = self.loop, self.options
+        self.engines = [
+            SimulatedEngine(loop, self.server, self.oracle, number, self.report.log.append)
+            for number in range(options.engines)
+        ]
+        tasks = [loop.start("engine", partial(engine.run, options.seconds)) for engine in self.engines]
+        faults = [loop.start("fault", partial(self._suffer, fault)) for fault in self.report.faults]
+        for task in (*tasks, *faults):
+            task.join()
+        for engine in self.engines:
+            engine.collect_all()
+        self._recover()
+        for engine in self.engines:
+            engine.close()
+
+    def _see(self, value: bytes) -> None:
+        """Take note of a value that the server stores, if it is the epoch's record."""
+        if len(value) == HEADER + EPOCH_BYTES:
+            self.oracle.see_record(value[HEADER:], self.loop.now)
+
+    def _suffer(self, fault: Fault) -> None:
+        """Let a fault begin and end."""
+        loop, server = self.loop, self.server
+        loop.sleep(fault.at)
+        engine = self.engines[fault.engine] if 0 <= fault.engine < len(self.engines) else None
+        self._say(f"{fault.kind} begins", fault.engine)
+        if fault.kind == "crash" and engine is not None:
+            if not engine.link.is_dead:
+                engine.crash()
+                loop.sleep(fault.seconds)
+                engine.restart()
+                loop.start("engine", partial(engine.run, self.options.seconds)).join()
+            return
+        if fault.kind == "node_loss":
+            server.lose(0.5)
+            return
+        if fault.kind == "damage":
+            server.damage()
+            return
+        target, name, value = self._target(fault, engine)
+        if target is None:
+            return
+        before = getattr(target, name)
+        setattr(target, name, value)
+        loop.sleep(fault.seconds)
+        setattr(target, name, before)
+        self._say(f"{fault.kind} ends", fault.engine)
+
+    def _target(self, fault: Fault, engine: SimulatedEngine | None) -> tuple[Any, str, Any]:
+        if fault.kind == "gray":
+            return self.server, "slowness", 300.0
+        if fault.kind == "full":
+            return self.server, "is_full", True
+        return None if engine is None else engine.link, *_OF_LINK[fault.kind]
+
+    def _recover(self) -> None:
+        """Once all faults have ended, every engine finds what one of them stores."""
+        self.server.slowness, self.server.is_full = 1.0, False
+        for engine in self.engines:
+            link = engine.link
+            link.is_cut, link.slowness, link.loss, link.repeats = False, 1.0, 0.0, 0.0
+        until = self.loop.now + _RECOVERY_SECONDS
+        self._say("all faults have ended", -1)
+        for engine in self.engines:
+            while not engine.forget("last"):
+                self._require(until, f"engine {engine.number} cannot forget")
+        keys = list(range(NUM_KEYS))
+        for engine in self.engines:
+            for act in (engine.put, engine.get):
+                while True:
+                    before = engine.reasons[""]
+                    act(keys)
+                    engine.collect_all()
+                    if engine.reasons[""] - before == NUM_KEYS:
+                        break
+                    self._require(until, f"engine {engine.number} does not {act.__name__} all blocks")
+
+    def _require(self, until: float, what: str) -> None:
+        if self.loop.now > until:
+            raise BrokenPromiseError(f"{_RECOVERY_SECONDS:g} s after the last fault {what}")
+        self.loop.sleep(0.5)
+
+    def _say(self, text: str, engine: int) -> None:
+        self.report.log.append(f"{self.loop.now:9.4f} {'server' if engine < 0 else f'engine {engine}'} {text}")

@@ -1,0 +1,104 @@
+"""What must hold in a fleet, whatever fails. It sees all engines and the server's record at once."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import BlockyardError
+from blockyard.stores.threaded.epochs import Epoch
+
+__all__ = ["BLOCK_BYTES", "BrokenPromiseError", "Oracle", "Put"]
+
+BLOCK_BYTES: Final = 80
+
+
+class BrokenPromiseError(BlockyardError):
+    """A store did what it promises never to do."""
+
+
+@dataclass(eq=False)
+class Put:
+    """A block that an engine submitted, and what became of it."""
+
+    number: int
+    key: int
+    weights: str
+    engine: int
+    submitted_at: float
+    confirmed_at: float | None = None
+
+    def row(self) -> NDArray[np.uint8]:
+        """Return its bytes: who they are of, and filler that depends on it."""
+        head = f"{self.number:08d} {self.key:04d} {self.weights:<16}".encode()
+        filler = hashlib.blake2b(head, digest_size=BLOCK_BYTES - len(head)).digest()
+        return np.frombuffer(head + filler, np.uint8)
+
+
+@dataclass
+class Oracle:
+    """All puts, deletions and changes of weights, as they happened.
+
+    Attributes:
+        puts: by number.
+        weights_changed_at: since when the weights of the server's record have counted first.
+        opened_at: when an engine last found no record as it opened the store: nobody knows then what was forgotten.
+        deletions: of each key, those that were confirmed: submitted and confirmed at.
+    """
+
+    puts: list[Put] = field(default_factory=list)
+    weights_changed_at: float = 0.0
+    opened_at: float = 0.0
+    deletions: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    _since: dict[tuple[bytes, ...], float] = field(default_factory=dict)
+
+    def see_record(self, new: bytes, now: float) -> None:
+        """Take note of the epoch's record that the server stores."""
+        epoch = Epoch.read(new)
+        # Where the record was lost, weights that counted before may count again; those of nobody's `forget` always may.
+        if any(epoch.weights):
+            self.weights_changed_at = self._since.setdefault(epoch[1:], now)
+        else:
+            self.weights_changed_at, self.opened_at = 0.0, now
+
+    def put(self, key: int, weights: str, engine: int, now: float) -> Put:
+        """Take note of a block that is being submitted."""
+        self.puts.append(Put(len(self.puts), key, weights, engine, now))
+        return self.puts[-1]
+
+    def check_hit(self, row: NDArray[np.uint8], key: int, weights: str, asked_at: float, changed_at: float) -> Put:
+        """Check a block that an engine has found.
+
+        Args:
+            row: the block.
+            key: that it was asked for.
+            weights: those of the engine when it asked.
+            asked_at: when it submitted the read.
+            changed_at: `weights_changed_at` at that time.
+
+        Raises:
+            BrokenPromiseError: it is not the block, or must not be found any more.
+        """
+        number = bytes(row[:8])
+        put = self.puts[int(number)] if number.isdigit() and int(number) < len(self.puts) else None
+        if put is None or not np.array_equal(put.row(), row):
+            raise BrokenPromiseError(f"key {key}: found bytes that nobody stored: {bytes(row[:32])!r}")
+        if put.key != key:
+            raise BrokenPromiseError(f"key {key}: found the block of key {put.key}")
+        if put.weights != weights:
+            raise BrokenPromiseError(f"key {key}: an engine with weights {weights!r} found a block of {put.weights!r}")
+        if put.submitted_at < changed_at:
+            raise BrokenPromiseError(
+                f"key {key}: found a block of {put.submitted_at:.3f} s, all were forgotten at {changed_at:.3f} s"
+            )
+        for submitted_at, confirmed_at in self.deletions.get(key, ()):
+            is_before = put.confirmed_at is not None and put.confirmed_at < submitted_at
+            if is_before and confirmed_at < asked_at:
+                raise BrokenPromiseError(
+                    f"key {key}: found a block whose deletion was confirmed at {confirmed_at:.3f} s"
+                )
+        return put

@@ -1,0 +1,143 @@
+"""`CallPool`: calls of several batches at once, for storage that serves one block a call."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from blockyard.errors import StoreError
+from blockyard.runtime import runtime
+
+__all__ = ["CallPool"]
+
+_IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do
+
+
+@dataclass(slots=True, eq=False)
+class _Calls:
+    """The calls of a batch, numbered from 0."""
+
+    call: Callable[[int], None]
+    total: int
+    ended: Any  # an event
+    begun: int = 0
+    running: int = 0
+    errors: list[BaseException] = field(default_factory=list)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether no call is to begin any more."""
+        return self.begun == self.total or bool(self.errors)
+
+
+class CallPool:
+    """Makes calls of several batches at once, those of a batch in their order.
+
+    A thread a batch would be idle while the batch's last calls end, and starting threads costs as much as a request.
+    The thread that waits for a batch makes calls of it too. So a batch goes on if the pool's threads all hang.
+
+    Args:
+        most: calls at once, as far as batches leave the pool any.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._runtime = runtime()
+        self._lock = self._runtime.lock()
+        self._work = self._runtime.condition(self._lock)
+        self._batches: deque[_Calls] = deque()
+        self._running = self._threads = self._idle = 0
+        self._closed = False
+
+    def each(self, total: int, call: Callable[[int], None]) -> None:
+        """Call with 0 to `total - 1`, some at once; raises the first error, after which no call begins."""
+        calls = _Calls(call, total, self._runtime.event())
+        with self._lock:
+            if total > 1:
+                self._batches.append(calls)
+                self._invite(total - 1)
+            number = self._begin(calls)
+        while number is not None:
+            self._call(calls, number)
+            with self._lock:
+                self._end(calls)
+                number = self._begin(calls)
+                if number is None and self._idle and self._batches:
+                    self._work.notify()  # for the place that this thread leaves
+        calls.ended.wait()
+        if calls.errors:
+            raise calls.errors[0]
+
+    def close(self) -> None:
+        """Let the threads end; of batches that have not ended no call begins any more."""
+        with self._lock:
+            self._closed = True
+            for calls in self._batches:
+                calls.errors.append(StoreError("the store is closed"))
+            self._work.notify_all()
+
+    def _serve(self) -> None:
+        """Make calls of any batch until none has come for a while."""
+        calls = None
+        while True:
+            with self._lock:
+                if calls is not None:
+                    self._end(calls)
+                calls = self._find()
+                number = None if calls is None else self._begin(calls)
+                if calls is None or number is None:
+                    self._threads -= 1
+                    return
+            self._call(calls, number)
+
+    @staticmethod
+    def _call(calls: _Calls, number: int) -> None:
+        try:
+            calls.call(number)
+        except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
+            calls.errors.append(error)
+
+    # ---- with the lock held ----
+
+    def _invite(self, count: int) -> None:
+        """Wake threads, or start them, for `count` calls."""
+        count = min(count, self._most - self._running)
+        self._work.notify(count)
+        for _ in range(min(count - self._idle, self._most - self._threads)):
+            self._threads += 1
+            try:
+                self._runtime.start_worker("blockyard-store", self._serve, self.close)
+            except RuntimeError:  # no thread can be started: fewer do the work
+                self._threads -= 1
+                return
+
+    def _find(self) -> _Calls | None:
+        """Wait for a batch with calls that the pool may begin; none after a while."""
+        while not self._closed:
+            while self._batches and self._batches[0].is_taken:
+                self._batches.popleft()
+            if self._batches and self._running < self._most:
+                return self._batches[0]
+            self._idle += 1
+            is_called = self._work.wait(_IDLE_SECONDS)
+            self._idle -= 1
+            if not is_called and not self._batches:
+                break
+        return None
+
+    def _begin(self, calls: _Calls) -> int | None:
+        """Count a call as begun; none if no call is to begin any more."""
+        if calls.is_taken:
+            if not calls.running:
+                calls.ended.set()
+            return None
+        calls.begun += 1
+        calls.running += 1
+        self._running += 1
+        return calls.begun - 1
+
+    def _end(self, calls: _Calls) -> None:
+        self._running -= 1
+        calls.running -= 1
+        if calls.is_taken and not calls.running:
+            calls.ended.set()
