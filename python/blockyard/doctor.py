@@ -149,7 +149,7 @@ def _capability(arch: str) -> tuple[int, int]:
 
 def _import_torch() -> tuple[ModuleType | None, str]:
     if importlib.util.find_spec("torch") is None:
-        return None, "torch: not installed ('pip install blockyard[torch]' brings it)"
+        return None, 'torch: not installed: pip install "blockyard[torch]"'
     try:
         import torch  # noqa: PLC0415 - importing blockyard never loads torch
     except (ImportError, OSError) as error:

@@ -17,9 +17,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from blockyard._core import BlockManager
-from blockyard.cache import KVCache
 from blockyard.errors import InvalidArgumentError
-from blockyard.prefix_store import LOAD_SECONDS, PrefixStore
 from blockyard.scheduler import Scheduler
 from blockyard.stores import ExternalStore
 from blockyard.workers import missing
@@ -27,6 +25,9 @@ from blockyard.workers import missing
 try:
     from prometheus_client import Metric
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    from blockyard.cache import KVCache
+    from blockyard.prefix_store import LOAD_SECONDS, PrefixStore
 except ModuleNotFoundError as error:
     raise missing("blockyard.metrics", error) from None
 

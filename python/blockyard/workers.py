@@ -24,6 +24,21 @@ from blockyard.errors import ForkedError
 
 __all__ = ["Buffers", "Process", "keep", "missing", "start_worker"]
 
+_EXTRAS: Final = {
+    "cuda": "elastic",
+    "greenlet": "sim",
+    "hypothesis": "testing",
+    "msgspec": "events",
+    "obstore": "s3",
+    "opentelemetry": "otel",
+    "prometheus_client": "metrics",
+    "rich": "demo",
+    "torch": "torch",
+    "transformers": "demo",
+    "zmq": "events",
+}
+"""Modules that Blockyard imports only where they are used, each with the extra of pyproject.toml that installs it."""
+
 _PARTING_SECONDS: Final = 10.0
 _KEPT_BYTES: Final = 256 << 20  # of memory that is used again
 T = TypeVar("T")
@@ -71,20 +86,18 @@ def keep(into: list[T], call: Callable[..., T], *arguments: object) -> T:
     return into[-1]
 
 
-def missing(what: str, error: ModuleNotFoundError) -> ImportError:
-    """Say which extra brings a module that is not installed; of a module of another kind the error as it is."""
+def missing(what: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """Say which extra installs a missing module; the error itself if no extra does.
+
+    Args:
+        what: what needs the module, in the user's words.
+        error: the failed import.
+    """
     module = (error.name or "").partition(".")[0]
-    extra = {
-        "torch": "torch",
-        "transformers": "demo",
-        "rich": "demo",
-        "hypothesis": "testing",
-        "prometheus_client": "metrics",
-        "greenlet": "sim",
-    }.get(module)
+    extra = _EXTRAS.get(module)
     if extra is None:
         return error
-    return ImportError(f'{what} needs {module}: pip install "blockyard[{extra}]"', name=module)
+    return ModuleNotFoundError(f'{what} needs {module}: pip install "blockyard[{extra}]"', name=module)
 
 
 def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -> threading.Thread:

@@ -418,5 +418,5 @@ def test_the_bindings_have_every_call_and_constant_that_is_used():
 
 def test_without_the_bindings_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(InvalidArgumentError, match=r"blockyard\[elastic\]"):
+    with pytest.raises(InvalidArgumentError, match=r'a GPU needs cuda: pip install "blockyard\[elastic\]"$'):
         load_driver()

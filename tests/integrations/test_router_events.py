@@ -1,7 +1,5 @@
 """Events for routers: vLLM's form, byte for byte, over ZMQ."""
 
-import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -244,10 +242,3 @@ def test_an_endpoint_that_cannot_be_had_is_refused(endpoint: str):
     publisher.close()
     with pytest.raises(InvalidArgumentError, match="closed"):
         publisher.publish(new_manager().prefix.take_events())
-
-
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "zmq", None)
-    monkeypatch.delitem(sys.modules, "blockyard.integrations.router_events")
-    with pytest.raises(ImportError, match=r"pip install 'blockyard\[events\]'"):
-        importlib.import_module("blockyard.integrations.router_events")

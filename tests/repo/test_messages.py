@@ -1,8 +1,6 @@
 """Mistakes of new users: each is refused with a message that says what to do."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -218,31 +216,3 @@ def test_tensors_of_another_number_of_blocks_name_both_numbers():
     with pytest.raises(LayoutError) as error:
         KVCache(LAYOUT, tensors=tensors, device_blocks=8)
     assert str(error.value) == "device_blocks is 8, must be 4, the blocks of the tensors"
-
-
-@pytest.mark.parametrize(
-    ("module", "code", "message"),
-    [
-        ("torch", "from blockyard import KVCache", 'blockyard.KVCache needs torch: pip install "blockyard[torch]"'),
-        (
-            "transformers",
-            "import blockyard.integrations.transformers",
-            'blockyard.integrations.transformers needs transformers: pip install "blockyard[demo]"',
-        ),
-        (
-            "hypothesis",
-            "import blockyard.testing.machines",
-            'blockyard.testing.machines needs hypothesis: pip install "blockyard[testing]"',
-        ),
-        (
-            "transformers",
-            "import blockyard.cli; sys.exit(blockyard.cli.main(['demo']))",
-            'blockyard: this command needs transformers: pip install "blockyard[demo]"',
-        ),
-    ],
-)
-def test_a_module_that_is_not_installed_is_named_with_its_extra(module: str, code: str, message: str):
-    program = f"import sys; sys.modules[{module!r}] = None; {code}"
-    found = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
-    assert found.returncode != 0
-    assert found.stderr.splitlines()[-1].removeprefix("ImportError: ") == message

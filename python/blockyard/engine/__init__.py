@@ -1,11 +1,16 @@
 """The copy engine: moves blocks between device, host and staging rows, and the torch ops that it is made of."""
 
-from blockyard.engine.elastic.cache import ElasticCache, Resized
-from blockyard.engine.engine import CacheEngine, Traffic
-from blockyard.engine.host_pool import HostPool
-from blockyard.engine.mapping import unequal_pairs
-from blockyard.engine.streams import Streams
-from blockyard.engine.transfers import Transfer
+from blockyard.workers import missing
+
+try:
+    from blockyard.engine.elastic.cache import ElasticCache, Resized
+    from blockyard.engine.engine import CacheEngine, Traffic
+    from blockyard.engine.host_pool import HostPool
+    from blockyard.engine.mapping import unequal_pairs
+    from blockyard.engine.streams import Streams
+    from blockyard.engine.transfers import Transfer
+except ModuleNotFoundError as error:
+    raise missing("blockyard.engine", error) from None
 
 __all__ = [
     "CacheEngine",

@@ -8,7 +8,7 @@ A message has three frames: topic, number (8 bytes, big-endian), and a MessagePa
 data-parallel rank. `BlockStored` and `BlockRemoved` name the medium: `GPU`, `CPU` or `STORAGE`. A router that keeps the
 media of each block knows that a block which left the device is still on the host.
 
-It needs `pip install 'blockyard[events]'`.
+It needs `pip install "blockyard[events]"`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.events import EventBatch, export_keys
+from blockyard.workers import missing
 
 try:
     import msgspec
     import zmq
-except ImportError as error:
-    raise ImportError(
-        f"blockyard.integrations.router_events needs msgspec and pyzmq ({error}): pip install 'blockyard[events]'"
-    ) from error
+except ModuleNotFoundError as error:
+    raise missing("blockyard.integrations.router_events", error) from None
 
 if TYPE_CHECKING:
     from typing_extensions import Self

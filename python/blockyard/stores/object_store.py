@@ -15,7 +15,7 @@
 
 Credentials come from where obstore takes them: environment variables such as `AWS_ACCESS_KEY_ID` and
 `AWS_SECRET_ACCESS_KEY`, or the machine's role; with `skip_signature=true` there are none. A URL that holds one is
-refused, and no message shows it. It needs `pip install 'blockyard[s3]'`.
+refused, and no message shows it. It needs `pip install "blockyard[s3]"`.
 
 - Swap space: objects of this store alone, which are deleted when it is closed. What a killed process leaves stays.
 - Prefix store: shared by every process with this namespace. A block is stored only if it is absent. A value is checked
@@ -50,7 +50,7 @@ from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.threaded.epochs import Epoch, Record
 from blockyard.stores.url import StoreURL
 from blockyard.stores.value import HEADER
-from blockyard.workers import Process
+from blockyard.workers import Process, missing
 
 __all__ = ["ObjectStore", "open_object_store"]
 
@@ -462,8 +462,8 @@ def _connect(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
         )
     try:
         obstore, stores = import_module("obstore"), import_module("obstore.store")
-    except ImportError as error:
-        raise StoreError(f"{found.parts.url!r} needs obstore ({error}): pip install 'blockyard[s3]'") from None
+    except ModuleNotFoundError as error:
+        raise StoreError(str(missing(repr(found.parts.url), error))) from None
     if found.scheme == "memory":
         name = f"{found.parts.host}{found.parts.path}"
         return obstore, _in_memory.setdefault(name, stores.MemoryStore())

@@ -1,6 +1,6 @@
 """Elastic caches of a CUDA device: addresses reserved once, and the driver's allocations mapped behind them.
 
-Needs CUDA's Python bindings (`pip install blockyard[elastic]`); the driver has had these calls since CUDA 10.2.
+Needs CUDA's Python bindings (`pip install "blockyard[elastic]"`); the driver has had these calls since CUDA 10.2.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from blockyard.engine.elastic.dlpack import tensor_at
 from blockyard.engine.ops.regions import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError
+from blockyard.workers import missing
 
 __all__ = ["DeviceMemory", "choose_chunk", "load_driver"]
 
@@ -105,8 +106,8 @@ def load_driver() -> ModuleType:
     """
     try:
         return import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise InvalidArgumentError(f"elastic caches on a GPU need blockyard[elastic]: {error}") from error
+    except ModuleNotFoundError as error:
+        raise InvalidArgumentError(str(missing("an elastic cache on a GPU", error))) from None
 
 
 class _Range:

@@ -4,8 +4,13 @@
 `docs/engines/gaudi.md` shows how.
 """
 
-from blockyard.integrations.gaudi.defragmenter import DefragStats, OnlineDefragmenter
-from blockyard.integrations.gaudi.mover import BlockMover
-from blockyard.integrations.gaudi.swap import CacheSwapUtils
+from blockyard.workers import missing
+
+try:
+    from blockyard.integrations.gaudi.defragmenter import DefragStats, OnlineDefragmenter
+    from blockyard.integrations.gaudi.mover import BlockMover
+    from blockyard.integrations.gaudi.swap import CacheSwapUtils
+except ModuleNotFoundError as error:
+    raise missing("blockyard.integrations.gaudi", error) from None
 
 __all__ = ["BlockMover", "CacheSwapUtils", "DefragStats", "OnlineDefragmenter"]

@@ -1,0 +1,76 @@
+"""The extras of pyproject.toml, and what a user reads where one is not installed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from blockyard.workers import missing
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+OPEN = "from blockyard import open_store; open_store({url!r}, bytes_per_block=4096)"
+DRIVER = "from blockyard.engine.elastic.cuda import load_driver; load_driver()"
+DEMO = "import blockyard.cli; sys.exit(blockyard.cli.main(['demo']))"
+
+# (module that is missing, what a user runs, what needs the module, the extra)
+MISSING = [
+    ("torch", "from blockyard import KVCache", "blockyard.KVCache", "torch"),
+    ("torch", "from blockyard.executor import StepExecutor", "blockyard.engine", "torch"),
+    ("torch", "import blockyard.metrics", "blockyard.metrics", "torch"),
+    ("torch", "import blockyard.integrations.gaudi", "blockyard.integrations.gaudi", "torch"),
+    ("transformers", "import blockyard.integrations.transformers", "blockyard.integrations.transformers", "demo"),
+    ("transformers", DEMO, "this command", "demo"),
+    ("hypothesis", "import blockyard.testing.machines", "blockyard.testing.machines", "testing"),
+    ("prometheus_client", "import blockyard.metrics", "blockyard.metrics", "metrics"),
+    ("zmq", "import blockyard.integrations.router_events", "blockyard.integrations.router_events", "events"),
+    ("msgspec", "import blockyard.integrations.router_events", "blockyard.integrations.router_events", "events"),
+    ("obstore", OPEN.format(url="s3://bucket/kv?size=1MiB"), "'s3://bucket/kv?size=1MiB'", "s3"),
+    ("cuda", DRIVER, "an elastic cache on a GPU", "elastic"),
+]
+
+# The modules that each requirement of an extra is imported as, where they are not its name.
+MODULES = {
+    "cuda-bindings": "cuda",
+    "opentelemetry-api": "opentelemetry",
+    "prometheus-client": "prometheus_client",
+    "pyzmq": "zmq",
+}
+
+
+@pytest.fixture(scope="module")
+def extras(repo: Path) -> dict[str, list[str]]:
+    project = tomllib.loads((repo / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project["optional-dependencies"]
+
+
+@pytest.mark.parametrize(("module", "code", "what", "extra"), MISSING)
+def test_a_module_that_is_not_installed_is_named_with_its_extra(module: str, code: str, what: str, extra: str):
+    program = f"import sys; sys.modules[{module!r}] = None; {code}"
+    found = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert found.returncode != 0
+    last = found.stderr.splitlines()[-1].partition(": ")[2]
+    assert last == f'{what} needs {module}: pip install "blockyard[{extra}]"'
+
+
+def test_another_module_that_is_missing_keeps_its_own_error():
+    error = ModuleNotFoundError("No module named 'numpy'", name="numpy")
+    assert missing("blockyard.KVCache", error) is error
+
+
+def test_every_requirement_of_an_extra_is_known_to_the_message(extras: dict[str, list[str]]):
+    names = {extra: [re.split(r"[^\w.-]", line)[0] for line in lines] for extra, lines in extras.items()}
+    for name in {name for extra in extras if extra != "all" for name in names[extra]}:
+        error = ModuleNotFoundError(name=MODULES.get(name, name))
+        known = re.search(r"blockyard\[(\w+)\]", str(missing("it", error)))
+        assert known, f"an extra installs {name}: name it in blockyard.workers"
+        assert name in names[known[1]]
+
+
+def test_all_names_every_other_extra(extras: dict[str, list[str]]):
+    assert extras["all"] == [f"blockyard[{','.join(sorted(extras.keys() - {'all'}))}]"]
