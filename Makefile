@@ -41,6 +41,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
 UV_PIP := $(UV) pip install --quiet --python $(BIN)/python
+CHECK_SCHEMA := $(BIN)/check-jsonschema --quiet --builtin-schema vendor.
 CARGO_FUZZ := .make/cargo-fuzz-$(CARGO_FUZZ_VERSION)
 CARGO_MUTANTS := .make/cargo-mutants-$(CARGO_MUTANTS_VERSION)
 # Errors that calls of the runtime return are the library's own business: it asks what a device has. With torch's
@@ -184,6 +185,12 @@ lint: dev
 	$(BIN)/python -m mypy.stubtest blockyard._core --mypy-config-file pyproject.toml
 	$(BIN)/lint-imports
 	$(if $(wildcard $(NATIVE)),$(BIN)/clang-format --dry-run -Werror $(wildcard $(NATIVE)))
+	$(CHECK_SCHEMA)github-workflows .github/workflows/*.yml
+	$(CHECK_SCHEMA)github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(CHECK_SCHEMA)github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(CHECK_SCHEMA)dependabot .github/dependabot.yml
+	$(CHECK_SCHEMA)citation-file-format CITATION.cff
+	$(BIN)/zizmor --offline --quiet .github
 
 fmt: setup
 	cargo fmt --all
@@ -201,6 +208,7 @@ docs: dev
 wheel: setup
 	BLOCKYARD_CUDA=require $(UV) build --no-build-isolation --python $(BIN)/python --out-dir dist \
 	    --config-setting build-args="--compatibility pypi"
+	$(BIN)/python buildsystem/audit_wheel.py dist/*.whl
 
 pins: setup
 	$(UV) pip compile --quiet --upgrade --no-annotate --no-python-downloads --universal --python-version 3.10 \

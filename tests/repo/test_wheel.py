@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 UV = Path(sys.executable).parent / "uv"
+AUDIT = Path("buildsystem/audit_wheel.py")
 
 # Run in the fresh environment: the wheel's own core, without torch.
 CORE_CHECK = """
@@ -100,6 +101,23 @@ def test_the_wheel_holds_the_license_and_the_types(wheel: Path):
 def test_the_wheel_holds_no_tests_and_no_caches(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
     assert not [name for name in names if "__pycache__" in name or name.startswith("tests/")]
+
+
+def test_the_wheel_passes_the_audit_of_a_release(wheel: Path, repo: Path, manifest: dict[str, object]):
+    if not manifest["built"]:
+        pytest.skip(f"the wheel has no op library: {manifest['reason']}")
+    assert "blockyard/_core.abi3.so" in run(sys.executable, repo / AUDIT, wheel).stdout
+
+
+def test_a_wheel_that_promises_an_older_system_is_refused(
+    wheel: Path, repo: Path, manifest: dict[str, object], tmp_path: Path
+):
+    if not manifest["built"]:
+        pytest.skip(f"the wheel has no op library: {manifest['reason']}")
+    promising = shutil.copy(wheel, tmp_path / wheel.name.replace("-linux_", "-manylinux_2_5_"))
+    found = subprocess.run([sys.executable, repo / AUDIT, promising], check=False, capture_output=True, text=True)
+    assert found.returncode == 1
+    assert "promises older systems" in found.stderr
 
 
 def test_the_core_works_in_a_fresh_environment(fresh_python: Path):

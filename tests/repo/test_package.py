@@ -1,4 +1,4 @@
-"""The extras of pyproject.toml, and what a user reads where one is not installed."""
+"""The package: extras, what a user reads where one is missing, and what a release says in several places."""
 
 import re
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import blockyard
 from blockyard.workers import missing
 
 if sys.version_info >= (3, 11):
@@ -74,3 +75,50 @@ def test_every_requirement_of_an_extra_is_known_to_the_message(extras: dict[str,
 
 def test_all_names_every_other_extra(extras: dict[str, list[str]]):
     assert extras["all"] == [f"blockyard[{','.join(sorted(extras.keys() - {'all'}))}]"]
+
+
+@pytest.fixture(scope="module")
+def workflows(repo: Path) -> dict[str, str]:
+    return {path.stem: path.read_text(encoding="utf-8") for path in (repo / ".github" / "workflows").glob("*.yml")}
+
+
+def find(pattern: str, text: str) -> list[str]:
+    return re.findall(pattern, text, re.MULTILINE)
+
+
+def test_the_version_is_written_once(repo: Path):
+    written = find(r'^version = "(.+)"', (repo / "Cargo.toml").read_text(encoding="utf-8"))
+    assert written == [blockyard.__version__]
+    for manifest in (repo / "rust").glob("*/Cargo.toml"):
+        assert "version.workspace = true" in manifest.read_text(encoding="utf-8"), manifest
+    for name in ("pyproject.toml", "CITATION.cff"):
+        assert not find(r"^version\b", (repo / name).read_text(encoding="utf-8")), name
+
+
+def test_the_changelog_starts_with_what_comes_next_or_with_the_version(repo: Path):
+    headings = find(r"^## (.+)", (repo / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert headings[0] in {"Unreleased", blockyard.__version__}
+    assert blockyard.__version__ in headings
+
+
+def test_every_promised_python_is_tested(repo: Path, workflows: dict[str, str]):
+    project = (repo / "pyproject.toml").read_text(encoding="utf-8")
+    promised = find(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    (tested,) = find(r"python: \[(.+)\]", workflows["ci"])
+    assert tested.replace('"', "").split(", ") == promised
+    assert find(r'^requires-python = ">=(.+)"', project) == promised[:1]
+    assert find(r"pyo3/abi3-py(\d+)", project) == [promised[0].replace(".", "")]
+
+
+def test_a_release_is_built_by_the_maturin_that_is_tested(repo: Path, workflows: dict[str, str]):
+    pinned = find(r"^maturin==(\S+)", (repo / "requirements-dev.txt").read_text(encoding="utf-8"))
+    assert find(r"maturin-version: v(\S+)", workflows["release"]) == pinned
+
+
+def test_workflows_run_commands_that_exist(repo: Path, workflows: dict[str, str]):
+    makefile = (repo / "Makefile").read_text(encoding="utf-8")
+    for text in workflows.values():
+        for targets in find(r"run: make ([a-z -]+)", text):
+            assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets.split())
+    (built,) = find(r"-m sphinx .* (\S+)$", makefile)
+    assert f"path: {built}" in workflows["docs"]

@@ -1,0 +1,66 @@
+"""Audits finished wheels before they are published, and says what their parts weigh.
+
+    python buildsystem/audit_wheel.py dist/*.whl
+
+It needs abi3audit and auditwheel beside its Python. maturin and the build backend check their own parts; this reads the
+whole wheel as a stranger would.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+PARTS = ("blockyard/_core.abi3.so", "blockyard/_ops.so", "blockyard/_ops.json", "blockyard/py.typed")
+FROM_TORCH = {"libtorch.so"}
+"""Libraries that the op library finds in the process, since torch is imported before it."""
+
+
+def audit(wheel: Path) -> None:
+    """Check one wheel.
+
+    Args:
+        wheel: the wheel's file.
+
+    Raises:
+        SystemExit: a part is missing, uses Python outside of the stable ABI, or needs a newer system than the tag says.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        sizes = {info.filename: (info.compress_size, info.file_size) for info in archive.infolist()}
+    missing = [part for part in PARTS if part not in sizes]
+    if not any("/sboms/" in name for name in sizes):
+        missing.append("an SBOM")
+    if missing:
+        raise SystemExit(f"{wheel.name} lacks {', '.join(missing)}")
+    _run("abi3audit", "--strict", str(wheel))
+    found: dict[str, Any] = json.loads(_run("auditwheel", "show", "--json", str(wheel)))
+    if strangers := set(found["external_libs"]) - FROM_TORCH:
+        raise SystemExit(f"{wheel.name} needs {', '.join(sorted(strangers))}, which no manylinux system promises")
+    if "manylinux" in wheel.name and _glibc(found["sym_tag"]) > _glibc(wheel.name):
+        raise SystemExit(f"{wheel.name} promises older systems than {found['sym_tag']}, which it needs")
+    print(f"{wheel.name}: {wheel.stat().st_size:,} bytes, needs {found['sym_tag']}")
+    for part in PARTS[:2]:
+        print("  {}: {:,} bytes packed, {:,} unpacked".format(part, *sizes[part]))
+
+
+def _run(tool: str, *arguments: str) -> str:
+    command = [str(Path(sys.executable).parent / tool), *arguments]
+    finished = subprocess.run(command, check=False, capture_output=True, text=True)
+    if finished.returncode:
+        raise SystemExit(f"{tool} {' '.join(arguments)}:\n{finished.stdout}{finished.stderr}")
+    return finished.stdout
+
+
+def _glibc(tag: str) -> list[int]:
+    """Read the glibc of a manylinux tag, such as [2, 28]; empty for a tag that promises none."""
+    return [int(part) for numbers in re.findall(r"manylinux_(\d+)_(\d+)", tag)[:1] for part in numbers]
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        audit(Path(name))
