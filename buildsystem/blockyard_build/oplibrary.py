@@ -5,7 +5,6 @@
 
 import hashlib
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -179,8 +178,3 @@ def _write_if_changed(path: Path, text: str) -> None:
 
 def _say(line: str) -> None:
     print(f"blockyard: {line}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    # Where maturin builds the wheel without this backend, as its GitHub action does.
-    build_op_library(Path(), os.environ)

@@ -191,6 +191,13 @@ def test_off_removes_an_earlier_library_and_says_so(build: FakeBuild):
     assert build.written()["reason"] == "switched off at build time with BLOCKYARD_CUDA=off"
 
 
+def test_the_library_is_built_without_maturin_too(repo: Path, tmp_path: Path):
+    (tmp_path / MANIFEST).parent.mkdir(parents=True)
+    environ = {**os.environ, "PYTHONPATH": str(repo / "buildsystem"), "BLOCKYARD_CUDA": "off"}
+    subprocess.run([sys.executable, "-m", "blockyard_build"], check=True, cwd=tmp_path, env=environ)
+    assert not json.loads((tmp_path / MANIFEST).read_text())["built"]
+
+
 def test_auto_builds_without_the_library_where_torch_is_missing(
     build: FakeBuild, no_torch: None, capfd: pytest.CaptureFixture[str]
 ):

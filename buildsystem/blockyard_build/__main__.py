@@ -1,0 +1,8 @@
+"""`python -m blockyard_build`: the op library alone, for a maturin that builds the wheel without this backend."""
+
+import os
+from pathlib import Path
+
+from blockyard_build.oplibrary import build_op_library
+
+build_op_library(Path(), os.environ)
