@@ -1,4 +1,4 @@
-"""`import blockyard` is cheap: neither torch nor CUDA is loaded."""
+"""`import blockyard` is cheap: it takes milliseconds and loads neither torch nor CUDA."""
 
 import os
 import subprocess
@@ -42,3 +42,10 @@ def test_import_works_where_torch_is_not_installed():
     # None in sys.modules makes every later import of that name fail.
     code = "import sys; sys.modules['torch'] = None; import blockyard, blockyard.cli, blockyard.stores"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONWARNINGS": "error"})
+
+
+def test_import_takes_at_most_60_ms():
+    # Of the processor, so that a loaded machine measures the same; numpy alone takes longer.
+    code = "import time; start = time.process_time(); import blockyard; print(time.process_time() - start)"
+    taken = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5)]
+    assert min(taken) < 0.060
