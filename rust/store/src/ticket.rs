@@ -67,13 +67,13 @@ pub(crate) struct Tickets {
     entries: BTreeMap<u64, OpenBatch>,
     next: u64,
     misses: [u64; Miss::ALL.len()],
-    /// A ticket has ended since [`Tickets::take_ended`] was last asked.
-    ended: bool,
+    /// Shards of the tickets that have ended since [`Tickets::take_ended`] was last asked.
+    ended: u64,
 }
 
 impl Tickets {
     pub(crate) fn new() -> Self {
-        Self { entries: BTreeMap::new(), next: 1, misses: [0; Miss::ALL.len()], ended: false }
+        Self { entries: BTreeMap::new(), next: 1, misses: [0; Miss::ALL.len()], ended: 0 }
     }
 
     /// Opens a ticket for `blocks` blocks; those beyond `taken` are refused at once, with that reason. `answers` counts the
@@ -92,7 +92,9 @@ impl Tickets {
         outcomes.resize_with(accepted, || None);
         outcomes.resize_with(blocks, || Some(Err(refusal)));
         self.misses[refusal.index()] += (blocks - accepted) as u64;
-        self.ended |= accepted == 0;
+        if accepted == 0 {
+            self.ended |= 1 << shard(ticket);
+        }
         let (gets, open) = (Vec::new(), accepted);
         let entry =
             OpenBatch { reads, blocks: outcomes, gets, open, deadline, answers, reported: false, hidden: false };
@@ -137,14 +139,17 @@ impl Tickets {
 
     /// Records the outcome of a block; returns it if its ticket no longer needs it.
     pub(crate) fn settle(&mut self, place: Place, outcome: Outcome) -> std::result::Result<(), Outcome> {
-        let Some(ticket) = self.entries.get_mut(&place.ticket) else { return Err(outcome) };
-        let Some(entry @ None) = ticket.blocks.get_mut(place.index) else { return Err(outcome) };
+        let ticket = place.ticket;
+        let Some(batch) = self.entries.get_mut(&ticket) else { return Err(outcome) };
+        let Some(entry @ None) = batch.blocks.get_mut(place.index) else { return Err(outcome) };
         if let Err(miss) = outcome {
             self.misses[miss.index()] += 1;
         }
         *entry = Some(outcome);
-        ticket.open -= 1;
-        self.ended |= ticket.open == 0;
+        batch.open -= 1;
+        if batch.open == 0 {
+            self.ended |= 1 << shard(ticket);
+        }
         Ok(())
     }
 
@@ -180,9 +185,14 @@ impl Tickets {
         found
     }
 
-    /// Whether a ticket has ended since the last call, so that callers must be woken.
-    pub(crate) fn take_ended(&mut self) -> bool {
+    /// Shards of the tickets that have ended since the last call, one bit each: their callers must be woken.
+    pub(crate) fn take_ended(&mut self) -> u64 {
         std::mem::take(&mut self.ended)
+    }
+
+    /// Whether [`Tickets::take_ended`] would return any.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.ended != 0
     }
 
     /// Closes a ticket and returns its blocks; unfinished ones become misses (`Timeout`).
@@ -202,12 +212,21 @@ impl Tickets {
             }
             entry.open = 0;
         }
+        self.ended = u64::MAX;
     }
 
     /// Misses by [`Miss::index`].
     pub(crate) fn misses(&self) -> [u64; Miss::ALL.len()] {
         self.misses
     }
+}
+
+/// Groups of callers: the end of a ticket wakes the callers of its shard alone.
+pub(crate) const SHARDS: usize = u64::BITS as usize;
+
+/// The shard of a ticket.
+pub(crate) fn shard(ticket: u64) -> usize {
+    usize::try_from(ticket % u64::from(u64::BITS)).unwrap_or_default()
 }
 
 /// When blocks submitted now become misses: `timeout_base`, and time for the bytes in flight.
@@ -221,7 +240,7 @@ pub(crate) fn deadline(now: Instant, timeout_base: Duration, bytes: u64) -> Inst
 mod tests {
     use super::*;
 
-    fn place(ticket: u64, index: usize) -> Place {
+    fn block(ticket: u64, index: usize) -> Place {
         Place { ticket, index, slot: 0, key: [0; 32], generation: 0, owner: None }
     }
 
@@ -236,13 +255,13 @@ mod tests {
     fn a_block_is_settled_once() {
         let mut tickets = Tickets::new();
         let ticket = tickets.open(false, 2, (2, Miss::QueueFull), Instant::now(), 0);
-        assert!(tickets.settle(place(ticket, 0), Err(Miss::Io)).is_ok());
-        assert!(tickets.settle(place(ticket, 0), Ok(None)).is_err());
-        assert!(tickets.settle(place(ticket, 2), Ok(None)).is_err());
-        assert!(tickets.settle(place(ticket + 1, 0), Ok(None)).is_err());
-        assert!(!tickets.take_ended());
-        assert!(tickets.settle(place(ticket, 1), Ok(None)).is_ok());
-        assert!(tickets.take_ended() && !tickets.take_ended());
+        assert!(tickets.settle(block(ticket, 0), Err(Miss::Io)).is_ok());
+        assert!(tickets.settle(block(ticket, 0), Ok(None)).is_err());
+        assert!(tickets.settle(block(ticket, 2), Ok(None)).is_err());
+        assert!(tickets.settle(block(ticket + 1, 0), Ok(None)).is_err());
+        assert_eq!(tickets.take_ended(), 0);
+        assert!(tickets.settle(block(ticket, 1), Ok(None)).is_ok());
+        assert_eq!((tickets.take_ended(), tickets.take_ended()), (1 << ticket, 0));
         assert!(matches!(tickets.take(ticket).unwrap().blocks[..], [Err(Miss::Io), Ok(None)]));
         assert_eq!(tickets.misses().iter().sum::<u64>(), 1);
     }
@@ -258,5 +277,15 @@ mod tests {
         assert_eq!((tickets.poll(late), tickets.poll(late)), (vec![ticket], vec![]));
         let blocks = tickets.take(ticket).unwrap().blocks;
         assert!(matches!(blocks[..], [Err(Miss::Timeout), Err(Miss::Timeout), Err(Miss::QueueFull)]));
+    }
+
+    #[test]
+    fn abandoned_tickets_are_over_and_wake_their_callers() {
+        let mut tickets = Tickets::new();
+        let now = Instant::now();
+        let ticket = tickets.open(true, 1, (1, Miss::QueueFull), now + Duration::from_secs(1), 0);
+        tickets.abandon();
+        assert_eq!(tickets.progress(ticket, now).unwrap(), Progress::Finished);
+        assert_ne!(tickets.take_ended() & 1 << shard(ticket), 0);
     }
 }

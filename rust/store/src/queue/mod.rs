@@ -236,6 +236,11 @@ impl Queue {
         })
     }
 
+    /// Operations that a thread may begin.
+    pub(crate) fn num_ready(&self) -> usize {
+        self.ready.len()
+    }
+
     fn take_generation(&mut self) -> u64 {
         self.next_generation += 1;
         self.next_generation - 1

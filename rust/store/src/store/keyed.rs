@@ -89,7 +89,8 @@ impl SlabStore {
         if result.is_err() {
             state.queue.unreserve(reserved);
         }
-        self.submitted(state, result)
+        self.shared.release(state);
+        result
     }
 
     /// Reads blocks by key; a key may be named more than once. A key without a block is a miss (`Absent`), and a key whose
@@ -177,8 +178,9 @@ impl SlabStore {
     /// was changed.
     pub fn set_quota(&self, tenant: [u8; 32], most: Option<u32>) -> Result<()> {
         self.check_keyed()?;
-        let result = self.shared.lock().queue.set_quota(tenant, most, Instant::now());
-        self.shared.work.notify_all();
+        let mut state = self.shared.lock();
+        let result = state.queue.set_quota(tenant, most, Instant::now());
+        self.shared.release(state);
         let Some(ticket) = result? else { return Ok(()) };
         self.wait_for(ticket, LONGEST)?;
         let done = self.take(ticket)?;
@@ -213,7 +215,8 @@ impl SlabStore {
         self.check_keyed()?;
         let mut state = self.shared.lock();
         let result = submit(&mut state.queue, Instant::now());
-        self.submitted(state, result)
+        self.shared.release(state);
+        result
     }
 
     fn check_keyed(&self) -> Result<()> {

@@ -2,7 +2,7 @@
 //! ([`LentRow`]). No call waits for the device longer than its timeout, but for opening a keyed store.
 //!
 //! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` wakes threads, `done`
-//! wakes callers. A thread whose call hangs in the kernel keeps that call's buffers and its share of the device, and is
+//! wakes callers, see `calls`. A thread whose call hangs in the kernel keeps that call's buffers and its share of the device, and is
 //! left behind on close.
 
 use crate::buffer::{Buffer, LentRow};
@@ -12,12 +12,13 @@ use crate::geometry::{Geometry, PAGE};
 use crate::miss::Miss;
 use crate::queue::{LentRows, Queue, QueueOptions, Stats};
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, thread};
-use crate::ticket::{Outcomes, Progress};
+use crate::ticket::{Outcomes, Progress, SHARDS, shard};
 use rustix::event::{EventfdFlags, eventfd};
 use std::collections::HashSet;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+mod calls;
 mod checkpoint;
 mod floor;
 mod inspect;
@@ -27,6 +28,7 @@ mod recover;
 mod schedules;
 mod worker;
 
+use calls::Sleepers;
 use floor::Floor;
 use worker::Worker;
 
@@ -102,7 +104,10 @@ pub struct SlabStore {
 struct Shared {
     state: Mutex<StoreState>,
     work: Condvar,
-    done: Condvar,
+    /// By [`shard`].
+    done: [Condvar; SHARDS],
+    /// A thread has left.
+    left: Condvar,
 }
 
 struct StoreState {
@@ -110,6 +115,7 @@ struct StoreState {
     /// Taken on close, so that the last thread that uses the device drops it.
     device: Option<Arc<dyn BlockDevice>>,
     threads: usize,
+    sleepers: Sleepers,
     /// Readable while tickets have ended that nobody has polled for, if somebody asked for it.
     event: Option<OwnedFd>,
 }
@@ -126,12 +132,10 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wake_callers(&self, state: &StoreState) {
-        self.done.notify_all();
-        if let Some(event) = &state.event {
-            // A full counter is readable too.
-            let _ = rustix::io::write(event, &1u64.to_ne_bytes());
-        }
+    /// A thread of the store ends.
+    fn leave(&self) {
+        self.lock().threads -= 1;
+        self.left.notify_all();
     }
 }
 
@@ -147,8 +151,10 @@ impl SlabStore {
     }
 
     fn start(device: Arc<dyn BlockDevice>, options: StoreOptions, queue: Queue, keyed: bool) -> Result<Self> {
-        let state = Mutex::new(StoreState { queue, device: Some(device), threads: 0, event: None });
-        let shared = Arc::new(Shared { state, work: Condvar::new(), done: Condvar::new() });
+        let sleepers = Sleepers::default();
+        let state = Mutex::new(StoreState { queue, device: Some(device), threads: 0, sleepers, event: None });
+        let done = std::array::from_fn(|_| Condvar::new());
+        let shared = Arc::new(Shared { state, work: Condvar::new(), done, left: Condvar::new() });
         let (floor, owner) = (Arc::new(Floor::new(options.revision)), std::process::id());
         let store = Self { options, shared, owner, keyed, floor };
         for _ in 0..store.options.threads {
@@ -230,7 +236,8 @@ impl SlabStore {
         if result.is_err() {
             state.queue.unreserve(count);
         }
-        self.submitted(state, result)
+        self.shared.release(state);
+        result
     }
 
     fn check_length(&self, slots: usize, found: usize) -> Result<()> {
@@ -288,16 +295,7 @@ impl SlabStore {
     fn submit_reads(&self, slots: &[u32], rows: LentRows) -> Result<u64> {
         let mut state = self.shared.lock();
         let result = state.queue.submit_reads(slots, rows, Instant::now());
-        self.submitted(state, result)
-    }
-
-    /// Wakes threads for a batch, and callers for one that has ended already.
-    fn submitted(&self, mut state: MutexGuard<'_, StoreState>, result: Result<u64>) -> Result<u64> {
-        if state.queue.tickets.take_ended() {
-            self.shared.wake_callers(&state);
-        }
-        drop(state);
-        self.shared.work.notify_all();
+        self.shared.release(state);
         result
     }
 
@@ -367,7 +365,7 @@ impl SlabStore {
             if progress != Progress::Pending || now >= until {
                 return Ok(progress);
             }
-            let waited = self.shared.done.wait_timeout(state, until - now);
+            let waited = self.shared.done[shard(ticket)].wait_timeout(state, until - now);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -378,9 +376,10 @@ impl SlabStore {
     /// `UnknownTicket`, `Forked`.
     pub fn take(&self, ticket: u64) -> Result<Completion> {
         self.check_process()?;
-        let outcomes = self.shared.lock().queue.take(ticket, Instant::now())?;
+        let mut state = self.shared.lock();
+        let outcomes = state.queue.take(ticket, Instant::now())?;
         // Keys that missed the deadline are wiped.
-        self.shared.work.notify_all();
+        self.shared.release(state);
         Ok(Completion {
             shared: Arc::clone(&self.shared),
             owner: self.owner,
@@ -432,8 +431,9 @@ impl SlabStore {
             state = self.wait_for_threads(state, until);
         }
         state.queue.tickets.abandon();
-        self.shared.wake_callers(&state);
-        state.threads == 0
+        let all_left = state.threads == 0;
+        self.shared.release(state);
+        all_left
     }
 
     /// Waits until all threads have ended, or until a point in time.
@@ -444,7 +444,7 @@ impl SlabStore {
     ) -> MutexGuard<'a, StoreState> {
         while state.threads > 0 {
             let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else { break };
-            state = self.shared.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.shared.left.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         state
     }
@@ -460,8 +460,7 @@ impl SlabStore {
             }
             device.discard();
             drop(device);
-            shared.lock().threads -= 1;
-            shared.done.notify_all();
+            shared.leave();
         };
         // Without a thread the closure is dropped, and with it the device, which then cleans up.
         usize::from(thread::Builder::new().name("blockyard-close".to_owned()).spawn(work).is_ok())

@@ -78,6 +78,34 @@ fn callers_find_what_they_wrote_whatever_the_schedule() {
     check_pct(two_callers, 200, 3);
 }
 
+/// More callers than threads, each with one block at a time: of its own slot, then of one that all use.
+fn callers_of_single_blocks() {
+    let store = store();
+    let caller = |slot: u8| {
+        let store = Arc::clone(&store);
+        move || {
+            for slot in [i64::from(slot), 3] {
+                let written = store.submit_write(&[slot], &[7; BYTES]).unwrap();
+                assert_eq!(ends(&store, written, &[7]), [Ok(())]);
+                let read = store.submit_read(&[slot]).unwrap();
+                assert_eq!(ends(&store, read, &[7]), [Ok(())]);
+            }
+        }
+    };
+    let others = [thread::spawn(caller(1)), thread::spawn(caller(2))];
+    caller(0)();
+    for other in others {
+        other.join().unwrap();
+    }
+    assert!(store.close(LONG));
+}
+
+#[test]
+fn no_caller_of_a_single_block_waits_forever_whatever_the_schedule() {
+    check_random(callers_of_single_blocks, 400);
+    check_pct(callers_of_single_blocks, 400, 3);
+}
+
 /// A keyed store of two slots, as an empty slab would give it.
 fn keyed() -> Arc<SlabStore> {
     let geometry = Geometry::fit(BYTES, None, Some(2)).unwrap();

@@ -8,7 +8,7 @@ use crate::geometry::{Geometry, PAGE};
 use crate::header::{Expected, Header};
 use crate::miss::Miss;
 use crate::queue::{Job, Queue};
-use crate::sync::{Arc, MutexGuard, PoisonError};
+use crate::sync::{Arc, MutexGuard};
 use crate::ticket::Place;
 use std::io;
 
@@ -36,33 +36,34 @@ pub(super) struct Worker {
 impl Worker {
     /// Carries jobs out one after the other, until the store is closing. Then it lets go of the device.
     pub(super) fn run(self) {
-        while let Some(job) = self.next_job() {
+        let mut state = self.shared.lock();
+        while let Some(job) = self.next_job(state) {
             let (kind, mut run) = self.begin(job);
             let results = self.each(kind, &mut run);
             let answers = self.check(kind, &run, results);
-            let mut state = self.shared.lock();
+            state = self.shared.lock();
             settle(&mut state.queue, kind, run, answers);
-            self.wake_callers(&mut state);
         }
         let Self { shared, device, .. } = self;
         drop(device);
-        shared.lock().threads -= 1;
-        shared.done.notify_all();
+        shared.leave();
     }
 
-    /// Waits for work; `None` when the store is closing.
-    fn next_job(&self) -> Option<Job> {
-        let mut state = self.shared.lock();
+    /// Waits for work; `None` when the store is closing. The lock is released.
+    fn next_job<'a>(&'a self, mut state: MutexGuard<'a, StoreState>) -> Option<Job> {
         loop {
-            if state.queue.is_closing() {
-                return None;
-            }
-            let job = state.queue.next_job();
-            self.wake_callers(&mut state);
-            if job.is_some() {
+            let job = if state.queue.is_closing() { None } else { state.queue.next_job() };
+            if job.is_some() || state.queue.is_closing() {
+                self.shared.release(state);
                 return job;
             }
-            state = self.shared.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+            // Callers must not wait until this thread is called again.
+            if state.queue.tickets.has_ended() {
+                self.shared.release(state);
+                state = self.shared.lock();
+            } else {
+                state = self.shared.sleep(state);
+            }
         }
     }
 
@@ -115,12 +116,6 @@ impl Worker {
             })
         };
         results.into_iter().zip(run).map(check).collect()
-    }
-
-    fn wake_callers(&self, state: &mut MutexGuard<'_, StoreState>) {
-        if state.queue.tickets.take_ended() {
-            self.shared.wake_callers(state);
-        }
     }
 
     fn expected(&self, place: Place) -> Expected {

@@ -1,0 +1,58 @@
+//! Who is woken, and when: as many sleeping threads as operations are ready, and of the callers those in the shards of the
+//! tickets that have ended.
+//!
+//! Invariant: when the lock is released, every ready operation has a thread that was called and has not looked at the queue
+//! yet, or no thread sleeps.
+
+use super::{Shared, StoreState};
+use crate::sync::{MutexGuard, PoisonError};
+
+/// Threads that wait for work.
+#[derive(Debug, Default)]
+pub(super) struct Sleepers {
+    /// Called by nobody yet.
+    asleep: usize,
+    /// Called, but not awake yet.
+    called: usize,
+}
+
+impl Sleepers {
+    /// Counts threads to call for operations that are ready, as called.
+    fn call(&mut self, ready: usize) -> usize {
+        let count = ready.saturating_sub(self.called).min(self.asleep);
+        self.asleep -= count;
+        self.called += count;
+        count
+    }
+
+    /// One thread is awake. It may be another one than was called, or none was: a wait can end without a call.
+    fn woke(&mut self) {
+        let from = if self.called > 0 { &mut self.called } else { &mut self.asleep };
+        *from -= 1;
+    }
+}
+
+impl Shared {
+    /// Releases the lock and wakes threads for the operations that are ready, and callers whose tickets have ended.
+    pub(super) fn release(&self, mut state: MutexGuard<'_, StoreState>) {
+        let ended = state.queue.tickets.take_ended();
+        if let Some(event) = state.event.as_ref().filter(|_| ended != 0) {
+            // A full counter is readable too.
+            let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+        }
+        let ready = state.queue.num_ready();
+        let count = state.sleepers.call(ready);
+        drop(state);
+        (0..count).for_each(|_| self.work.notify_one());
+        let shards = self.done.iter().enumerate();
+        shards.filter(|(shard, _)| ended >> shard & 1 == 1).for_each(|(_, callers)| callers.notify_all());
+    }
+
+    /// Lets a thread sleep until it is called.
+    pub(super) fn sleep<'a>(&self, mut state: MutexGuard<'a, StoreState>) -> MutexGuard<'a, StoreState> {
+        state.sleepers.asleep += 1;
+        state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+        state.sleepers.woke();
+        state
+    }
+}
