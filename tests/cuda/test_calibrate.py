@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,12 +15,12 @@ import pytest
 import torch
 from forks import in_child
 
-from blockyard import cli
+from blockyard import cli, progress
 from blockyard.engine.cuda import calibrate
 from blockyard.engine.cuda.calibrate import BATCH_SIZES, choose_batch_pieces, choose_blocks
 from blockyard.engine.cuda.journal import Journal
 from blockyard.engine.ops import strategy
-from blockyard.engine.ops.strategy import StrategyTable
+from blockyard.engine.ops.strategy import Rule, StrategyTable
 from blockyard.errors import BlockyardError
 
 SIZES, COUNTS = (1024, 4096, 16384, 65536), (16, 1000, 50_000)
@@ -165,12 +165,9 @@ def test_a_case_that_was_ended_from_outside_is_measured_again(tmp_path: Path, mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(calibrate, "op_library", lambda: SimpleNamespace(loaded=True))
     monkeypatch.setattr(calibrate, "calibrate_device", ended)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit, match="the next one goes on where it stopped"):
-            calibrate.run_calibrate()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["calibrate"])
+    assert left.value.code == 128 + signal.SIGTERM
     assert Journal(tmp_path / "partial", {}).measure("case", lambda: {"batch": 1.0}) == {"batch": 1.0}
 
 
@@ -219,20 +216,67 @@ def test_the_command_says_that_there_is_nothing_to_calibrate(
     assert capsys.readouterr().out == "no CUDA device that torch can use: nothing was measured or saved\n"
 
 
-def test_the_command_says_where_it_saved_a_table_and_what_uses_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_device_without_the_op_library_is_found_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(calibrate, "op_library", lambda: SimpleNamespace(loaded=False, explain=lambda: "it is gone"))
+    assert cli.main(["calibrate"]) == 1
+    assert capsys.readouterr().out == "nothing was measured or saved: it is gone\n"
+
+
+@pytest.fixture
+def one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A device that is measured at once; gives the file of its table."""
+
+    def measured(_index: int, say: Callable[[str], None]) -> StrategyTable:
+        say("h2d 1024 bytes x 16: batch 7.0 GB/s")
+        return StrategyTable("card", "13.0", (Rule("h2d", 1024, 16, "batch", 1),), 512)
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(calibrate, "op_library", lambda: SimpleNamespace(loaded=True))
-    monkeypatch.setattr(calibrate, "calibrate_device", lambda *_: SimpleNamespace(device="card"))
+    monkeypatch.setattr(calibrate, "calibrate_device", measured)
     monkeypatch.setattr(calibrate, "table_path", lambda name: tmp_path / f"{name}.json")
-    monkeypatch.setattr(calibrate.signal, "signal", lambda *_: None)
-    assert calibrate.run_calibrate() == 0
-    assert capsys.readouterr().out == (
-        f"cuda:0 card: saved to {tmp_path}/card.json; processes that start from now on choose their copy strategies "
-        "by it\n"
+    return tmp_path / "card.json"
+
+
+def test_the_command_says_what_it_measured_and_where_it_saved_it(
+    one_device: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    assert cli.main(["calibrate"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == (
+        f"h2d 1024 bytes x 16: batch 7.0 GB/s\ncuda:0 card: saved to {one_device}; processes that start from now on "
+        f"choose their copy strategies by it\n"
     )
+    assert printed.err == "cuda:0: 1 of 95, h2d 1024 bytes x 16: batch 7.0 GB/s\n"
+    assert cli.main(["calibrate", "--format", "json", "-q"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["devices"] == [
+        {
+            "index": 0,
+            "path": str(one_device),
+            "device": "card",
+            "torch_cuda": "13.0",
+            "rules": [{"direction": "h2d", "max_bytes": 1024, "max_count": 16, "strategy": "batch", "blocks": 1}],
+            "batch_pieces": 512,
+        }
+    ]
+    assert (found["problem"], printed.err) == ("", "")
+
+
+def test_bytes_that_come_out_wrong_are_found_wrong(
+    one_device: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def wrong(*_: object) -> None:
+        raise BlockyardError("copying 16 pieces by batch delivers other bytes")
+
+    monkeypatch.setattr(calibrate, "calibrate_device", wrong)
+    assert cli.main(["calibrate"]) == 1
+    assert capsys.readouterr().out == "cuda:0: copying 16 pieces by batch delivers other bytes\n"
 
 
 @pytest.mark.parametrize("required", [False, True])

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from blockyard import BlockManager
+from blockyard import BlockManager, progress
+from blockyard.cli import main
 from blockyard.demo import serve
 from blockyard.demo.models import bytes_per_block, load_model
-from blockyard.demo.report import SABOTAGE_KINDS, Difference, Progress, Report
-from blockyard.demo.run import DemoOptions, compare, make_report, pool_sizes, run_demo
+from blockyard.demo.report import SABOTAGE_KINDS, Difference, Report
+from blockyard.demo.run import DemoOptions, compare, make_report, pool_sizes
 from blockyard.demo.workload import WorkItem, text_workload
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StoreURLError
 from blockyard.integrations.sampling import SamplingParams
+from blockyard.progress import Progress
 from blockyard.scheduler import Request, Scheduler
 
 # Small enough for seconds, pressed enough that every kind of transfer and of preemption happens.
@@ -99,13 +101,13 @@ def test_same_options_give_the_same_run(report: Report) -> None:
 
 @pytest.mark.parametrize("kind", SABOTAGE_KINDS)
 @pytest.mark.parametrize("host", [6, 0])
-def test_sabotage_of_one_transfer_exits_1(kind: str, host: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sabotage_of_one_transfer_exits_1(kind: str, host: int) -> None:
     # With a prefix cache, a dropped block may be one that is never read back: its copy is still on the device.
-    assert run_demo(replace(SMALL, prefix_caching=False, num_host_blocks=host, sabotage=kind)) == 1
-    text = capsys.readouterr().out
-    assert f"{kind} of " in text
-    assert "differs at token" in text
-    assert "generate run: 12/12" not in text
+    report = make_report(replace(SMALL, prefix_caching=False, num_host_blocks=host, sabotage=kind))
+    assert report.sabotage is not None
+    assert f"{kind} of " in report.sabotage.dropped
+    assert report.differences
+    assert report.exit_code == 1
 
 
 def test_damaged_blocks_are_all_detected_and_tokens_stay_identical() -> None:
@@ -135,15 +137,17 @@ def test_a_run_shows_its_progress_writes_its_json_and_removes_its_folder(
 ) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     path = tmp_path / "report.json"
-    assert run_demo(replace(SMALL, requests=2, json=path), live=True) == 0
+    sizes = ("--requests", "2", "--num-device-blocks", "26", "--num-host-blocks", "6", "--device", "cpu")
+    assert main(["demo", *sizes, "--format", "json", "--output", str(path)]) == 0
     printed = capsys.readouterr()
-    assert printed.out.endswith("generate run: 2/2\n")
-    assert "paged run" in printed.err
-    assert "2/2" in printed.err
+    assert printed.out == ""
+    assert "paged run: 2 of 2, 0 running, 0 swapped, blocks " in printed.err
+    assert "unpaged run: 2 of 2\n" in printed.err
     loaded = json.loads(path.read_text())
     assert loaded["identical"] is True
-    assert (loaded["settings"]["num_device_blocks"], loaded["settings"]["json"]) == (24, str(path))
+    assert (loaded["settings"]["num_device_blocks"], loaded["compared"]) == (26, 2)
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
@@ -204,8 +208,6 @@ def test_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
 
 
 def test_bad_options_are_refused_before_any_model_is_made(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="is not a folder"):
-        make_report(replace(SMALL, json=tmp_path / "absent" / "report.json"))
     with pytest.raises(InvalidArgumentError, match=r"there is no config\.json"):
         make_report(replace(SMALL, model=tmp_path))
     with pytest.raises(StoreURLError, match="has no scheme"):

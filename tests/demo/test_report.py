@@ -6,7 +6,6 @@ import importlib.util
 import io
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from demo_report import REPORT
@@ -17,10 +16,8 @@ from blockyard.demo.report import (
     Report,
     Sabotage,
     SwapStoreCounters,
-    live_progress,
     print_report,
     rows,
-    write_json,
 )
 
 WRONG = replace(REPORT, identical_requests=47, differences=[Difference("text-3", 1, 5, 17, 99)])
@@ -119,10 +116,8 @@ def test_blocks_are_summed_by_kind_and_tier() -> None:
     assert REPORT.blocks("swap_in") == 0
 
 
-def test_json_holds_every_attribute_and_the_verdict(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    write_json(WRONG, path)
-    loaded = json.loads(path.read_text())
+def test_json_holds_every_attribute_and_the_verdict() -> None:
+    loaded = json.loads(json.dumps(WRONG.as_dict()))
     assert set(loaded) == set(Report.__dataclass_fields__) | {"identical", "exit_code"}
     assert loaded["identical"] is False
     assert loaded["transfers"][0] == {
@@ -135,29 +130,22 @@ def test_json_holds_every_attribute_and_the_verdict(tmp_path: Path) -> None:
     assert loaded["differences"][0]["position"] == 5
 
 
-def test_json_path_that_cannot_be_written_raises(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        write_json(REPORT, tmp_path / "absent" / "report.json")
+class Terminal(io.StringIO):
+    """Takes text, and says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
-def test_report_without_rich_is_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+def test_the_table_is_as_wide_as_the_terminal_and_plain_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    terminal = Terminal()
+    print_report(REPORT, terminal)
+    assert max(map(len, terminal.getvalue().splitlines()[:-1])) <= 60
     lines = printed(REPORT).splitlines()
     assert lines[2].split("  ")[0] == "requests"
     assert all(line.isascii() for line in lines)
-    with live_progress("serving", live=True) as view:
-        view.step(1, 2, "")
-
-
-def test_progress_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with live_progress("serving", live=True) as view:
-        view.step(3, 4, "steps 9")
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "3/4" in captured.err
-
-
-def test_progress_that_is_not_live_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with live_progress("serving", live=False) as view:
-        view.step(3, 4, "")
-    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    without_rich = Terminal()
+    print_report(REPORT, without_rich)
+    assert without_rich.getvalue() == printed(REPORT)

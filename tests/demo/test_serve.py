@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from blockyard.demo.demo_model import demo_config, demo_model
-from blockyard.demo.report import live_progress
 from blockyard.demo.serve import Faults, reference, serve
 from blockyard.demo.workload import WorkItem
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
+from blockyard.progress import show_progress
 from blockyard.scheduler import Step
 
 MODEL = demo_model(demo_config(num_layers=1, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2))
@@ -29,7 +29,7 @@ def run(items: list[WorkItem], faults: Faults) -> list[set[str]]:
 
     with (
         Generator(MODEL, device_blocks=16, host_blocks=4, wrap_executor=faults.wrap) as generator,
-        live_progress("run", live=False) as view,
+        show_progress("run", quiet=True) as view,
     ):
         compute = generator._compute
 
@@ -39,7 +39,7 @@ def run(items: list[WorkItem], faults: Faults) -> list[set[str]]:
 
         generator._compute = watched  # type: ignore[method-assign]
         served = serve(generator, items, faults, view)
-    with live_progress("reference", live=False) as view:
+    with show_progress("reference", quiet=True) as view:
         assert served.outputs == reference(MODEL, items, view)[0]
     assert served.totals == {"device": 16, "host": 4, "external": 0}
     return steps

@@ -33,7 +33,7 @@ assert manager.pool("device").num_free == 8
 assert "torch" not in sys.modules
 """
 
-DOCTOR = "import sys, blockyard.doctor; assert blockyard.__file__.startswith(sys.prefix); blockyard.doctor.run_doctor()"
+DOCTOR = "import sys, blockyard.cli; assert blockyard.__file__.startswith(sys.prefix); blockyard.cli.main(['doctor'])"
 
 
 def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:

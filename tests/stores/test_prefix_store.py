@@ -1,6 +1,7 @@
 """A prefix store in a file: restarts, other processes, damage, and the commands that look at it."""
 
 import fcntl
+import json
 import os
 import select
 import signal
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from blockyard import __version__
 from blockyard._core import SlabStore
 from blockyard.cli import main
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
@@ -217,7 +219,22 @@ def test_inspect_and_fsck_say_what_a_slab_holds(tmp_path: Path, capsys: pytest.C
     assert "damaged    1\n           slot 1: payload_checksum\n" in capsys.readouterr().out
     assert main(["fsck", str(tmp_path), "--repair"]) == 1
     assert "wiped      1 slots" in capsys.readouterr().out
-    assert main(["fsck", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["fsck", str(tmp_path), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "command": "fsck",
+        "version": __version__,
+        "exit_code": 0,
+        "path": str(tmp_path / NAME),
+        "num_slots": 8,
+        "bytes_per_block": 5000,
+        "empty": 6,
+        "blocks": {SPACE.hex(): 2},
+        "forgotten": 0,
+        "replaced": 0,
+        "damaged": [],
+        "wiped": 0,
+    }
     with store_at(tmp_path) as store:
         assert store.wait(store.submit_get(keys_of(3))).ok.tolist() == [True, False, True]
 

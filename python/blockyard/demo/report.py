@@ -1,27 +1,17 @@
-"""Results of a demo run: figures, the table at the end, the JSON file and live progress.
+"""Results of a demo run: its figures, and the table at the end.
 
-The JSON file holds one object. Its keys are the attributes of `Report`, plus `identical` (bool) and `exit_code`; nested
-objects are those of `Transfer`, `Peak` and so on. Sizes are bytes, times seconds.
-
-With rich installed, it draws the table; without it the table is plain text and there is no live view.
+On a terminal rich draws the table, if it is installed; else the table is plain text.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from blockyard.demo.pool import PoolReport, pool_rows
 
 TIERS = ("device", "host", "external")
-STDOUT = Path("-")
-"""As the path of the JSON file: standard output."""
 SABOTAGE_KINDS = ("swap_in", "swap_out", "copy")
 """Kinds of transfers of which one can be dropped on purpose."""
 
@@ -223,26 +213,9 @@ class Report:
         """
         return sum(row.blocks for row in self.transfers if row.kind == kind and tier in (None, row.src, row.dst))
 
-    def to_json(self) -> str:
-        """Return the whole report as one JSON object, keys as documented above."""
-        return json.dumps(asdict(self) | {"identical": self.identical, "exit_code": self.exit_code}, indent=2) + "\n"
-
-
-def write_json(report: Report, path: Path) -> None:
-    """Write the report to a file.
-
-    Args:
-        report: the run.
-        path: file to write; an older one is replaced.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if path == STDOUT:
-        sys.stdout.write(report.to_json())
-        sys.stdout.flush()
-    else:
-        path.write_text(report.to_json(), encoding="utf-8")
+    def as_dict(self) -> dict[str, Any]:
+        """Return all attributes and the verdict, for JSON: sizes in bytes, times in seconds."""
+        return asdict(self) | {"identical": self.identical, "exit_code": self.exit_code}
 
 
 def rows(report: Report) -> list[tuple[str, str]]:
@@ -286,19 +259,18 @@ def rows(report: Report) -> list[tuple[str, str]]:
     return table
 
 
-def print_report(report: Report, stream: TextIO | None = None) -> None:
+def print_report(report: Report, stream: TextIO) -> None:
     """Print the table and, as the last line, the verdict.
 
     Args:
         report: the run.
-        stream: where to; standard output if None.
+        stream: where to.
 
     Raises:
         OSError: the stream cannot be written.
     """
-    stream = stream or sys.stdout
     table = rows(report)
-    if importlib.util.find_spec("rich") is not None:
+    if stream.isatty() and importlib.util.find_spec("rich") is not None:
         _print_rich(table[:-1], stream)
     else:
         width = max(len(name) for name, _ in table[:-1])
@@ -310,48 +282,6 @@ def print_report(report: Report, stream: TextIO | None = None) -> None:
         print(f"and {len(report.differences) - 5} more sequences differ", file=stream)
     name, figure = table[-1]
     print(f"{name}: {figure}", file=stream, flush=True)
-
-
-class Progress(Protocol):
-    """A live view of the demo."""
-
-    def step(self, done: int, total: int, note: str) -> None:
-        """Show that `done` of `total` requests are finished."""
-
-
-class _Silent:
-    """A view that shows nothing."""
-
-    def step(self, done: int, total: int, note: str) -> None:
-        pass
-
-
-@contextmanager
-def live_progress(label: str, *, live: bool) -> Iterator[Progress]:
-    """Show a progress bar on standard error within the context.
-
-    Args:
-        label: what is running.
-        live: whether to show it; nothing is shown without rich.
-
-    Yields:
-        The view, to be called after each step.
-    """
-    if not live or importlib.util.find_spec("rich") is None:
-        yield _Silent()
-        return
-    from rich import progress as bars  # noqa: PLC0415 - optional
-    from rich.console import Console  # noqa: PLC0415 - optional
-
-    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=16), bars.MofNCompleteColumn())
-    with bars.Progress(*columns, bars.TextColumn("{task.fields[note]}"), console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=None, note="")
-
-        class _Bar:
-            def step(self, done: int, total: int, note: str) -> None:
-                bar.update(task, completed=done, total=total, note=note)
-
-        yield _Bar()
 
 
 def _fault_rows(report: Report) -> list[tuple[str, str]]:
@@ -377,7 +307,7 @@ def _print_rich(table: list[tuple[str, str]], stream: TextIO) -> None:
     grid = Table(show_header=False)
     for name, figure in table:
         grid.add_row(name, figure)
-    Console(file=stream, width=None if stream.isatty() else 120).print(grid)
+    Console(file=stream).print(grid)
 
 
 def _score(report: Report) -> str:

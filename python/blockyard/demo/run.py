@@ -6,21 +6,17 @@ are refused before torch is loaded where possible.
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockyard import __version__
 from blockyard.demo.pool import PoolReport
 from blockyard.demo.report import (
-    STDOUT,
     Damage,
     Difference,
     Peak,
@@ -28,13 +24,11 @@ from blockyard.demo.report import (
     Sabotage,
     SwapStoreCounters,
     Transfer,
-    live_progress,
-    print_report,
-    write_json,
 )
 from blockyard.demo.trace import read_trace, scale_lengths
 from blockyard.demo.workload import StandardText, WorkItem, text_workload, trace_workload
 from blockyard.errors import InvalidArgumentError
+from blockyard.progress import show_progress
 from blockyard.scheduler import PreemptionMode
 from blockyard.stores.base import StoreStats, check_url
 from blockyard.stores.url import public_url, read_bytes, sized_url
@@ -46,7 +40,6 @@ if TYPE_CHECKING:
 
 SPACE_OF_OWN_MODEL = "64MiB"
 SPACE_OF_OTHER_MODELS = "1GiB"
-EXIT_OUTPUT = 3
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,6 @@ class DemoOptions:
             if None.
         corrupt: blocks to damage in the file.
         sabotage: kind of transfer to drop one of; none if None.
-        json: file to write the report to, `-` for standard output; none if None.
     """
 
     model: Path | None = None
@@ -113,56 +105,14 @@ class DemoOptions:
     shrink_to: int | None = None
     corrupt: int = 0
     sabotage: str | None = None
-    json: Path | None = None
 
 
-def run_demo(options: DemoOptions, *, live: bool = False, quiet: bool = False) -> int:
-    """Run the demo and print its report: on standard error if its JSON goes to standard output.
-
-    Args:
-        options: what to do.
-        live: show progress on standard error.
-        quiet: print errors only.
-
-    Returns:
-        The exit code: 0; 1 if tokens differ; 2 if a requested fault could not happen; 3 if the report could not be
-        written completely.
-
-    Raises:
-        BlockyardError: the options cannot be met; the message says which and why.
-    """
-    report = make_report(options, live=live and not quiet)
-    written = options.json is None or _output(partial(write_json, report, options.json), _name(options.json))
-    stream, name = (sys.stderr, "standard error") if options.json == STDOUT else (sys.stdout, "standard output")
-    printed = quiet or _output(partial(print_report, report, stream), name)
-    if not (written and printed):
-        return EXIT_OUTPUT
-    if report.exit_code == 2:
-        kind = "damaged block was read" if report.damage else f"{options.sabotage} could be dropped"
-        print(f"blockyard: no {kind} in this run; give it smaller pools or more requests", file=sys.stderr)
-    return report.exit_code
-
-
-def _name(path: Path) -> str:
-    return "standard output" if path == STDOUT else str(path)
-
-
-def _output(write: Callable[[], None], name: str) -> bool:
-    """Write a part of the output; return whether that succeeded. If not, standard error says why."""
-    try:
-        write()
-    except OSError as error:
-        print(f"blockyard: cannot write {name}: {error.strerror or error}", file=sys.stderr)
-        return False
-    return True
-
-
-def make_report(options: DemoOptions, *, live: bool = False) -> Report:
+def make_report(options: DemoOptions, *, quiet: bool = True) -> Report:
     """Run both and compare them.
 
     Args:
         options: what to do.
-        live: show progress on standard error.
+        quiet: show no progress.
 
     Returns:
         The report.
@@ -174,12 +124,13 @@ def make_report(options: DemoOptions, *, live: bool = False) -> Report:
     trace = None
     if options.trace is not None:
         trace = scale_lengths(read_trace(options.trace, first=options.trace_requests), options.scale)
-    # Torch is loaded here, after the options were checked.
-    from blockyard.demo.models import choose_device, fitting_threads, load_encode, load_model  # noqa: PLC0415
-    from blockyard.demo.serve import Faults, reference  # noqa: PLC0415
+    with show_progress("loading the model", quiet=quiet):
+        # Torch is loaded here, after the options were checked.
+        from blockyard.demo.models import choose_device, fitting_threads, load_encode, load_model  # noqa: PLC0415
+        from blockyard.demo.serve import Faults, reference  # noqa: PLC0415
 
-    model = load_model(options.model, choose_device(options.device))
-    text = StandardText(encode=load_encode(options.model))
+        model = load_model(options.model, choose_device(options.device))
+        text = StandardText(encode=load_encode(options.model))
     if trace is None:
         items = text_workload(
             options.requests,
@@ -193,8 +144,8 @@ def make_report(options: DemoOptions, *, live: bool = False) -> Report:
         items = trace_workload(trace, seed=options.seed, max_model_len=limit, text=text)
     faults = Faults(corrupt=options.corrupt, sabotage=options.sabotage, seed=options.seed)
     with fitting_threads(model):
-        served, pool = _serve(options, model, items, faults, live=live)
-        with live_progress("unpaged run", live=live) as view:
+        served, pool = _serve(options, model, items, faults, quiet=quiet)
+        with show_progress("unpaged run", quiet=quiet) as view:
             wanted, seconds = reference(model, items, view)
         wanted, ties = _settle(model, items, served.outputs, wanted)
     run = _Run(options, type(model).__name__, model.device.type, items, served, faults, pool)
@@ -250,8 +201,6 @@ def compare(items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs) -> tup
 
 def _check(options: DemoOptions) -> None:
     """Refuse options that fail without loading a model."""
-    if options.json is not None and options.json != STDOUT:
-        _check_file(options.json)
     if options.model is not None and not (options.model / "config.json").is_file():
         raise InvalidArgumentError(f"no model in {options.model}: there is no config.json")
     if options.tensor_parallel_size > 1:
@@ -290,17 +239,6 @@ def _check_ranks(options: DemoOptions) -> None:
             )
 
 
-def _check_file(path: Path) -> None:
-    """Refuse a file that cannot be written, before the runs."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise InvalidArgumentError(f"cannot write {path}: {folder} is not a folder")
-    if path.is_dir():
-        raise InvalidArgumentError(f"cannot write {path}: it is a folder")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise InvalidArgumentError(f"cannot write {path}: permission denied")
-
-
 def _prefix_url(options: DemoOptions) -> str:
     """Give the URL of the prefix store; a file without a size gets one."""
     url = options.prefix_store or ""
@@ -327,7 +265,7 @@ def _swap_store(options: DemoOptions) -> Iterator[str]:
 
 
 def _serve(
-    options: DemoOptions, model: PreTrainedModel, items: Sequence[WorkItem], faults: Faults, *, live: bool
+    options: DemoOptions, model: PreTrainedModel, items: Sequence[WorkItem], faults: Faults, *, quiet: bool
 ) -> tuple[Served, PoolReport | None]:
     from blockyard.demo.models import bytes_per_block, name_of_weights, require_memory  # noqa: PLC0415 - loads torch
     from blockyard.demo.serve import serve  # noqa: PLC0415 - loads torch
@@ -361,7 +299,7 @@ def _serve(
             elastic=options.shrink_to is not None,
             wrap_executor=faults.wrap,
         ) as generator,
-        live_progress("paged run", live=live) as view,
+        show_progress("paged run", quiet=quiet) as view,
     ):
         if not watched:
             return serve(generator, items, faults, view), None

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from blockyard._core import StoreStats
 from blockyard.demo.executors import CorruptingExecutor, CountingExecutor, SabotagedExecutor, SteadyExecutor
-from blockyard.demo.report import Progress
 from blockyard.demo.workload import WorkItem
 from blockyard.errors import InvalidArgumentError
 from blockyard.executor import Executor, ParallelExecutor, StepExecutor
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.integrations.transformers.model import reference_generate
+from blockyard.progress import Progress
 from blockyard.scheduler import SchedulerStats
 
 Outputs = dict[str, list[list[int]]]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -30,6 +31,7 @@ from blockyard.engine.ops.strategy import (
     usual_blocks,
 )
 from blockyard.errors import BlockyardError
+from blockyard.progress import Progress
 
 PIECE_BYTES: Final = tuple(1 << power for power in range(10, 21))
 COUNTS: Final = (16, 128, 1024, 8192, 50_000)
@@ -288,24 +290,62 @@ def _best(work: Callable[[], None]) -> float:
     return best
 
 
-def run_calibrate() -> int:
-    """Calibrate every CUDA device of this machine and print what was found.
+@dataclass(frozen=True)
+class CalibratedDevice:
+    """A device that was measured.
 
-    Returns:
-        The exit status, 0: nothing to calibrate is not an error.
+    Attributes:
+        index: the device's.
+        path: file with its table.
+        table: what copies of this device use from now on.
+        lines: one for each measured case.
+    """
+
+    index: int
+    path: Path
+    table: StrategyTable
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `blockyard calibrate` did.
+
+    Attributes:
+        devices: those that were measured.
+        problem: why not all were; empty if they were.
+        exit_code: 0, also where there is no device to measure; 1 if one cannot be measured.
+    """
+
+    devices: tuple[CalibratedDevice, ...] = ()
+    problem: str = ""
+    exit_code: int = 0
+
+
+def run_calibrate(progress: Callable[[str], AbstractContextManager[Progress]]) -> Calibration:
+    """Calibrate every CUDA device of this machine.
+
+    Args:
+        progress: opens a view for a device of that name.
     """
     if not torch.cuda.is_available():
-        print("no CUDA device that torch can use: nothing was measured or saved")
-        return 0
+        return Calibration(problem="no CUDA device that torch can use: nothing was measured or saved")
     if not op_library().loaded:
-        print(f"nothing was measured or saved: {op_library().explain()}")
-        return 0
-    # What ends the process from outside is no crash: the case under way is measured again.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("calibration was ended: the next one goes on where it stopped"))
+        return Calibration(problem=f"nothing was measured or saved: {op_library().explain()}", exit_code=1)
+    devices: list[CalibratedDevice] = []
+    cases = sum(size * count <= _MOST_BYTES for size in PIECE_BYTES for count in COUNTS)
+    total = 1 + len(DIRECTIONS) * (1 + cases)
     for index in range(torch.cuda.device_count()):
-        table = calibrate_device(index, print)
-        print(
-            f"cuda:{index} {table.device}: saved to {table_path(table.device)}; processes that start from now on "
-            f"choose their copy strategies by it"
-        )
-    return 0
+        lines: list[str] = []
+        with progress(f"cuda:{index}") as view:
+
+            def say(line: str, lines: list[str] = lines, view: Progress = view) -> None:
+                lines.append(line)
+                view.step(len(lines), total, line)
+
+            try:
+                table = calibrate_device(index, say)
+            except BlockyardError as error:
+                return Calibration(tuple(devices), f"cuda:{index}: {error}", exit_code=1)
+        devices.append(CalibratedDevice(index, table_path(table.device), table, tuple(lines)))
+    return Calibration(tuple(devices))

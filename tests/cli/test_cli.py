@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ import pytest
 from demo_report import REPORT
 
 from blockyard import __version__, cli
+from blockyard.cli import commands, options
+from blockyard.cli.commands import Result
 from blockyard.demo import run as demo
 from blockyard.demo.report import Damage, Sabotage
-from blockyard.errors import BlockyardError
+from blockyard.errors import BlockyardError, InvariantError
 
 BIG_URL_SIZE = "900TiB"
 
@@ -131,7 +134,7 @@ def test_space_without_a_unit_that_exists_is_refused(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(("text", "space"), [("40", "40GiB"), ("0.5", "0.5GiB"), ("64MiB", "64MiB")])
 def test_a_bare_number_of_an_operator_is_in_gibibytes(text: str, space: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[demo.DemoOptions] = []
-    monkeypatch.setattr(demo, "run_demo", lambda options, **_: given.append(options) or 0)
+    monkeypatch.setattr(demo, "make_report", lambda options, **_: given.append(options) or REPORT)
     assert run("demo", "--swap-space", text, "--swap-store-space", text, "--prefix-store-space", text) == 0
     assert (given[0].swap_space, given[0].swap_store_space, given[0].prefix_store_space) == (space, space, space)
 
@@ -143,10 +146,10 @@ def test_model_folder_that_is_absent_is_refused(capsys: pytest.CaptureFixture[st
 def test_our_errors_end_in_one_line_and_exit_2(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_options: object) -> int:
+    def fail(_options: object) -> Result:
         raise BlockyardError("asked for 9 blocks, 3 are free")
 
-    monkeypatch.setattr(cli, "_demo", fail)
+    monkeypatch.setattr(commands, "demo", fail)
     assert complaint(capsys, "demo") == "blockyard: asked for 9 blocks, 3 are free"
 
 
@@ -156,7 +159,7 @@ from blockyard import cli
 from blockyard.demo import run
 from blockyard.stores import open_store
 
-def hold(options, *, live):
+def hold(options, *, quiet):
     with run._swap_store(options) as url, open_store(url, bytes_per_block=4096, num_slots=4):
         while True:
             time.sleep(0.01)
@@ -203,8 +206,8 @@ def test_a_signal_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--json", "."],
-        ["--json", "/absent/report.json"],
+        ["--output", "."],
+        ["--output", "/absent/report.json"],
         ["--swap-store", "file:///tmp/a\tb?size=1GiB"],
         ["--swap-store", "file:///tmp?size=1GiB", "--swap-store-space", "1GiB"],
         ["--swap-store", "nfs://server/dir"],
@@ -239,18 +242,21 @@ def without(module: str) -> Iterator[None]:
 def test_any_other_error_has_an_exit_code_of_its_own(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_options: object) -> int:
-        raise ZeroDivisionError("a bug")
+    for bug in (ZeroDivisionError("a bug"), InvariantError("a bug")):
 
-    monkeypatch.setattr(cli, "_demo", fail)
-    assert run("demo") == 4
-    assert "ZeroDivisionError: a bug" in capsys.readouterr().err
+        def fail(_options: object, bug: Exception = bug) -> Result:
+            raise bug
+
+        monkeypatch.setattr(commands, "demo", fail)
+        assert run("demo") == 4
+        assert f"{type(bug).__name__}: a bug" in capsys.readouterr().err
 
 
 PRINTS = """
 import sys
 from blockyard import cli
-cli._doctor = lambda _options: print("all is well") or 0
+from blockyard.cli import commands
+commands.doctor = lambda _options: commands.Result({}, lambda stream: print("all is well", file=stream))
 sys.exit(cli.main(["doctor"]))
 """
 
@@ -280,9 +286,9 @@ def test_a_closed_output_is_no_error() -> None:
 
 
 def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--help"], ["demo", "--help"]):
-        assert run(*arguments) == 0
-        assert cli.EXIT_CODES in capsys.readouterr().out
+    for command in ((), ("demo",), ("doctor",), ("calibrate",), ("inspect",), ("fsck",)):
+        assert run(*command, "--help") == 0
+        assert options.EXIT_CODES in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -291,7 +297,7 @@ def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
         ("--device", "abacus", "device is 'abacus', must be cpu, cuda or auto"),
         ("--num-device-blocks", "2000000000", "2000000000 device and"),
         ("--num-device-blocks", "3", "there are 3"),
-        ("--json", "/absent/report.json", "/absent is not a folder"),
+        ("--output", "/absent/report.json", "/absent is not a folder"),
     ],
 )
 def test_what_the_machine_cannot_do_is_refused_with_the_numbers(
@@ -301,10 +307,10 @@ def test_what_the_machine_cannot_do_is_refused_with_the_numbers(
 
 
 def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_options: object) -> int:
+    def interrupt(_options: object) -> Result:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_demo", interrupt)
+    monkeypatch.setattr(commands, "demo", interrupt)
     assert run("demo") == 130
 
 
@@ -325,23 +331,42 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[demo.DemoOptions]:
 
 
 @pytest.mark.parametrize("flag", ["-q", "--quiet"])
-def test_quiet_prints_nothing_and_still_writes_the_json(
+def test_quiet_prints_nothing_and_still_writes_the_file(
     flag: str, tmp_path: Path, runs: list[demo.DemoOptions], capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "report.json"
-    assert run("demo", flag, "--json", str(path)) == 0
+    assert run("demo", flag, "--format", "json", "--output", str(path)) == 0
     assert capfd.readouterr() == ("", "")
     assert json.loads(path.read_text())["identical"] is True
-    assert runs == [demo.DemoOptions(json=path)]
+    assert run("demo", flag) == 0
+    assert capfd.readouterr() == ("", "")
+    assert runs == [demo.DemoOptions()] * 2
 
 
 @pytest.mark.usefixtures("runs")
-def test_json_to_standard_output_is_alone_there(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("demo", "--json", "-") == 0
+@pytest.mark.parametrize("quiet", [[], ["-q"]])
+def test_json_is_one_object_alone_on_standard_output(quiet: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("demo", "--format", "json", *quiet) == 0
     printed = capfd.readouterr()
-    assert json.loads(printed.out)["exit_code"] == 0
-    assert "tokens identical to the unpaged Hugging Face generate run: 48/48" in printed.err
-    assert not Path("-").exists()
+    found = json.loads(printed.out)
+    assert list(found)[:3] == ["command", "version", "exit_code"]
+    assert (found["command"], found["version"], found["exit_code"], found["identical"]) == (
+        "demo",
+        __version__,
+        0,
+        True,
+    )
+    assert printed.err == ""
+
+
+@pytest.mark.usefixtures("runs")
+def test_text_goes_to_the_file_and_nothing_to_standard_output(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.txt"
+    assert run("demo", "--output", str(path)) == 0
+    assert capfd.readouterr() == ("", "")
+    assert path.read_text().endswith("tokens identical to the unpaged Hugging Face generate run: 48/48\n")
 
 
 REPORTS = """
@@ -356,9 +381,10 @@ sys.exit(cli.main(["demo", *sys.argv[1:]]))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "name"), [(["--json", "/dev/full"], "/dev/full"), (["-q", "--json", "-"], "standard output")]
+    ("arguments", "name"),
+    [(["--output", "/dev/full"], "/dev/full"), (["-q", "--format", "json"], "standard output")],
 )
-def test_a_report_that_cannot_be_written_exits_3_and_is_printed_unless_quiet(arguments: list[str], name: str) -> None:
+def test_a_report_that_cannot_be_written_exits_3_and_is_printed_if_that_can_be(arguments: list[str], name: str) -> None:
     stdout = subprocess.PIPE if "/dev/full" in arguments else os.open("/dev/full", os.O_WRONLY)
     ended = subprocess.run(
         [sys.executable, "-c", REPORTS, *arguments],
@@ -388,3 +414,27 @@ def test_a_fault_that_never_happened_exits_2_and_is_said(
     printed = capsys.readouterr()
     assert printed.err.startswith(f"blockyard: {said}")
     assert "48/48" in printed.out
+
+
+def test_fsck_shows_how_much_it_has_read_and_can_be_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, gate, shown = tmp_path / "kept.slab", threading.Event(), []
+    file.write_bytes(bytes(3 << 20))
+
+    def check(path: Path, *, repair: bool) -> None:
+        file.read_bytes()
+        gate.wait(60)
+
+    class View:
+        def step(self, done: int, total: int, note: str = "") -> None:
+            shown.append((done, total, note))
+            if done == total:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "check_slab", check)
+    monkeypatch.setattr(commands, "show_progress", lambda _label, quiet: nullcontext(View()))
+    assert run("fsck", str(tmp_path)) == 130
+    assert shown[-1] == (3, 3, "MiB")
+    assert not gate.is_set()
+    gate.set()

@@ -1,0 +1,169 @@
+"""The `blockyard` command; `blockyard --help` lists what it does, `docs/cli.md` describes its JSON.
+
+`options` has the command line, `commands` what each command does, and this file the rest: output, errors, signals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from blockyard import __version__
+from blockyard.cli import commands
+from blockyard.cli.commands import EXIT_BAD_USAGE, Result
+from blockyard.cli.options import make_parser
+from blockyard.errors import BlockyardError, InvalidArgumentError, InvariantError
+from blockyard.workers import missing
+
+__all__ = ["main"]
+
+EXIT_OUTPUT = 3
+EXIT_FAULT = 4
+EXIT_INTERRUPTED = 130
+_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors of a stream that cannot be written."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the command line without the program's name; `sys.argv[1:]` if None.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: from argparse, for `--help`, `--version` (0) and an unusable command line (2).
+    """
+    _replace_closed_streams()
+    try:
+        try:
+            code = _run(arguments)
+        finally:  # `--help` ends by an exception
+            sys.stdout.flush()
+    except OSError as error:
+        _complain(f"cannot write standard output: {error.strerror or error}")
+        code = EXIT_OUTPUT
+    if code == EXIT_OUTPUT:
+        _forget_output()
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        options = make_parser().parse_args(arguments)
+        if options.output is not None:
+            _check_file(options.output)
+        with _orderly_end():
+            result: Result = getattr(commands, options.command)(options)
+        return _write(result, options)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:  # Python would exit with 1, which means that something was found wrong
+        if isinstance(error, OSError) and error.filename is None and error.errno in _UNWRITABLE:
+            raise
+        if isinstance(error, BlockyardError) and not isinstance(error, InvariantError):
+            _complain(str(error))
+            return EXIT_BAD_USAGE
+        if isinstance(error, ModuleNotFoundError) and (found := missing("this command", error)) is not error:
+            _complain(str(found))
+            return EXIT_BAD_USAGE
+        traceback.print_exc()
+        return EXIT_FAULT
+
+
+def _write(result: Result, options: argparse.Namespace) -> int:
+    """Write what was found where it is wanted; if a file cannot be written, on standard output.
+
+    Returns:
+        The exit code.
+    """
+    code = result.exit_code
+    if options.output is not None:
+        try:
+            with options.output.open("w", encoding="utf-8") as file:
+                _format(result, options, file)
+        except OSError as error:
+            _complain(f"cannot write {options.output}: {error.strerror or error}")
+            code = EXIT_OUTPUT
+    if (options.output is None or code == EXIT_OUTPUT) and (options.format == "json" or not options.quiet):
+        _format(result, options, sys.stdout)
+    if result.problem:
+        _complain(result.problem)
+    return code
+
+
+def _format(result: Result, options: argparse.Namespace, stream: TextIO) -> None:
+    if options.format == "text":
+        result.show(stream)
+    else:
+        head = {"command": options.command, "version": __version__, "exit_code": result.exit_code}
+        stream.write(json.dumps(head | result.data, indent=2) + "\n")
+    stream.flush()
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a file that cannot be written, before the command runs."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise InvalidArgumentError(f"cannot write {path}: {folder} is not a folder")
+    if path.is_dir():
+        raise InvalidArgumentError(f"cannot write {path}: it is a folder")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise InvalidArgumentError(f"cannot write {path}: permission denied")
+
+
+def _complain(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"blockyard: {line}", file=sys.stderr)
+
+
+def _replace_closed_streams() -> None:
+    """Discard what goes to a stream that the caller has closed."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (until the end)
+
+
+def _forget_output() -> None:
+    """Drop what could not be written; else Python tries again at exit and changes the exit code."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """On SIGTERM or SIGHUP, still remove the files that the program made."""
+    # Ignored signals stay ignored: `nohup` ignores SIGHUP.
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    caught = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        for other in caught:
+            signal.signal(other, signal.SIG_IGN)  # a second one must not interrupt the clean-up
+        raise SystemExit(128 + number)
+
+    for number in caught:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in caught.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

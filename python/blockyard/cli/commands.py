@@ -1,0 +1,175 @@
+"""What each command does: one function a command, from the parsed options to a `Result`.
+
+Torch is imported in the commands that need it, so that bad usage is refused at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from blockyard._core import SlabReport, check_slab, inspect_slab
+from blockyard.progress import Progress, show_progress
+
+__all__ = ["EXIT_BAD_USAGE", "EXIT_OK", "EXIT_WRONG", "Result", "calibrate", "demo", "doctor", "fsck", "inspect"]
+
+EXIT_OK = 0
+EXIT_WRONG = 1
+EXIT_BAD_USAGE = 2
+
+_MOST_SHOWN: Final = 20
+"""Damaged slots that are listed as text."""
+_LOOK_SECONDS: Final = 0.2
+"""Between looks at how much `fsck` has read."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command found.
+
+    Attributes:
+        data: for JSON.
+        show: writes it as text.
+        exit_code: of the command.
+        problem: a line for standard error, if the command could not do what was asked.
+    """
+
+    data: dict[str, Any]
+    show: Callable[[TextIO], None]
+    exit_code: int = EXIT_OK
+    problem: str = ""
+
+
+def demo(options: argparse.Namespace) -> Result:
+    """Serve a workload from three tiers, and compare every token."""
+    from blockyard.demo import report, run  # noqa: PLC0415 (`inspect` needs none of it)
+
+    fields = {name: getattr(options, name) for name in run.DemoOptions.__dataclass_fields__ if name in options}
+    found = run.make_report(run.DemoOptions(**fields), quiet=options.quiet)
+    problem = ""
+    if found.exit_code == EXIT_BAD_USAGE:
+        missed = "damaged block was read" if found.damage else f"{options.sabotage} could be dropped"
+        problem = f"no {missed} in this run; give it smaller pools or more requests"
+    return Result(found.as_dict(), partial(report.print_report, found), found.exit_code, problem)
+
+
+def doctor(options: argparse.Namespace) -> Result:
+    """Check the installation."""
+    from blockyard.doctor import run_doctor, worst  # noqa: PLC0415 (it looks for torch)
+
+    with show_progress("doctor", quiet=options.quiet) as view:
+        checks = run_doctor(view)
+
+    def show(stream: TextIO) -> None:
+        for check in checks:
+            print(f"{check.status:<4}  {check.name.replace('_', ' ')}: {check.found}", file=stream)
+            if check.advice:
+                print(f"      -> {check.advice}", file=stream)
+
+    status = worst(checks)
+    data = {"status": status, "checks": [asdict(check) for check in checks]}
+    return Result(data, show, EXIT_WRONG if status == "fail" else EXIT_OK)
+
+
+def calibrate(options: argparse.Namespace) -> Result:
+    """Measure the copy strategies of each CUDA device."""
+    measure = importlib.import_module("blockyard.engine.cuda.calibrate")  # it imports torch
+    found = measure.run_calibrate(partial(show_progress, quiet=options.quiet))
+
+    def show(stream: TextIO) -> None:
+        for device in found.devices:
+            for line in device.lines:
+                print(line, file=stream)
+            print(
+                f"cuda:{device.index} {device.table.device}: saved to {device.path}; processes that start from now on "
+                f"choose their copy strategies by it",
+                file=stream,
+            )
+        if found.problem:
+            print(found.problem, file=stream)
+
+    devices = [{"index": device.index, "path": str(device.path), **asdict(device.table)} for device in found.devices]
+    return Result({"devices": devices, "problem": found.problem}, show, found.exit_code)
+
+
+def inspect(options: argparse.Namespace) -> Result:
+    """Read the headers of a store's file."""
+    with show_progress("inspect", quiet=options.quiet):
+        return _of_slab(inspect_slab(options.path))
+
+
+def fsck(options: argparse.Namespace) -> Result:
+    """Read every block of a store's file."""
+    with show_progress("fsck", quiet=options.quiet) as view:
+        return _of_slab(_watched(partial(check_slab, options.path, repair=options.repair), options.path, view))
+
+
+def _watched(work: Callable[[], SlabReport], path: Path, view: Progress) -> SlabReport:
+    """Do the work in a thread, so that Ctrl-C ends it, and show how much of the file the process has read."""
+    answers: list[SlabReport | BaseException] = []
+
+    def do() -> None:
+        try:
+            answers.append(work())
+        except BaseException as error:  # noqa: BLE001 (raised again below)
+            answers.append(error)
+
+    began = _bytes_read()
+    thread = threading.Thread(target=do, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK_SECONDS)
+        with contextlib.suppress(OSError):
+            file = next(path.glob("*.slab"), path)
+            total = file.stat().st_size
+            view.step(min(_bytes_read() - began, total) >> 20, total >> 20, "MiB")
+    if isinstance(answers[0], BaseException):
+        raise answers[0]
+    return answers[0]
+
+
+def _bytes_read() -> int:
+    """Bytes that this process has read; 0 where the system does not say."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("rchar:")).split()[1])
+    return 0
+
+
+def _of_slab(report: SlabReport) -> Result:
+    data = {
+        "path": str(report.path),
+        "num_slots": report.num_slots,
+        "bytes_per_block": report.bytes_per_block,
+        "empty": report.empty,
+        "blocks": dict(report.blocks),
+        "forgotten": report.forgotten,
+        "replaced": report.replaced,
+        "damaged": [{"slot": slot, "reason": reason} for slot, reason in report.damaged],
+        "wiped": report.wiped,
+    }
+    return Result(data, partial(_show_slab, report), EXIT_WRONG if report.damaged else EXIT_OK)
+
+
+def _show_slab(report: SlabReport, stream: TextIO) -> None:
+    say = partial(print, file=stream)
+    say(f"slab       {report.path}")
+    say(f"slots      {report.num_slots} of {report.bytes_per_block} bytes, {report.empty} empty")
+    for namespace, count in report.blocks.items():
+        say(f"blocks     {count} of namespace {namespace}")
+    say(f"forgotten  {report.forgotten}")
+    say(f"replaced   {report.replaced}")
+    say(f"damaged    {len(report.damaged)}")
+    for slot, reason in report.damaged[:_MOST_SHOWN]:
+        say(f"           slot {slot}: {reason}")
+    if len(report.damaged) > _MOST_SHOWN:
+        say(f"           and {len(report.damaged) - _MOST_SHOWN} more")
+    if report.wiped:
+        say(f"wiped      {report.wiped} slots")

@@ -1,0 +1,279 @@
+"""The command line: commands, options, and what `--help` says."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from blockyard import __version__
+from blockyard.demo.pool import GOALS
+from blockyard.demo.report import SABOTAGE_KINDS
+from blockyard.scheduler import PREEMPTION_MODES
+from blockyard.workers import missing
+
+__all__ = ["EXIT_CODES", "make_parser"]
+
+EXIT_CODES: Final = """\
+exit codes:
+  0      all is well
+  1      something is wrong: different tokens, damaged blocks, a failed check
+  2      bad usage; one line says what
+  3      the output cannot be written: a full disk, a closed pipe
+  4      an internal error; a traceback says where
+  128+n  ended by signal n: 129 SIGHUP, 130 SIGINT (Ctrl-C), 143 SIGTERM
+"""
+_SHELLS: Final = ("bash", "zsh", "fish")
+_UNITS: Final = "in GiB, or with a unit, such as 64MiB"
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something, and keeps the lines of examples and exit codes."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says_nothing = action.default is None or action.default is False
+        return action.help if says_nothing else super()._get_help_string(action)
+
+
+class _PrintCompletion(argparse.Action):
+    """Prints what makes a shell complete commands and options, and exits.
+
+    shtab makes the script once, so that Tab starts no Python; argcomplete would start one each time.
+    """
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _namespace: argparse.Namespace, shell: object, _option: str | None = None
+    ) -> None:
+        try:
+            import shtab  # noqa: PLC0415 (optional)
+        except ModuleNotFoundError as error:
+            parser.error(str(missing("--print-completion", error)))
+        for action in _actions(parser):
+            if action.type is Path:
+                action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(parser, str(shell)))
+        parser.exit()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the whole command line; `command` is the name of a function of `commands`."""
+    parser = argparse.ArgumentParser(
+        prog="blockyard",
+        description="Tracks the blocks of a paged KV cache and moves them between device, host and storage.",
+        epilog=_epilog("doctor --format json", "demo --help"),
+        formatter_class=_Help,
+    )
+    parser.add_argument("--version", action="version", version=f"blockyard {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=_SHELLS,
+        default=argparse.SUPPRESS,
+        help="print the script that makes this shell complete commands and options",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    demo = _add_command(
+        commands,
+        "demo",
+        "serve a workload that does not fit its KV cache, and compare every token with an unpaged run",
+        "demo",
+        "demo --device cuda --requests 200 --num-lookahead-tokens 4",
+        'demo --prefix-store "file:///tmp/kv?size=64MiB"',
+        "demo --corrupt 20 --format json --output report.json",
+    )
+    _add_workload_options(demo)
+    _add_pool_options(demo)
+    _add_fault_options(demo)
+    _add_command(
+        commands,
+        "doctor",
+        "check the installation, and say what is missing or broken and what to do",
+        "doctor",
+        "doctor --quiet && echo ready",
+        "doctor --format json --output doctor.json",
+    )
+    _add_command(
+        commands,
+        "calibrate",
+        "measure the fastest copies of each CUDA device, and save them for this user's later processes; a run that was "
+        "interrupted is continued by the next",
+        "calibrate",
+        "calibrate --format json --output calibration.json",
+    )
+    look = _add_command(
+        commands,
+        "inspect",
+        "read the headers of a store's file, and say what it holds; the store may be in use, and a block that is just "
+        "being written may then look damaged",
+        "inspect kv",
+        "inspect kv/blockyard-prefix.slab --format json",
+    )
+    fsck = _add_command(
+        commands,
+        "fsck",
+        "read every block of a store's file that is not in use, and name those that are damaged",
+        "fsck kv",
+        "fsck kv --repair --format json --output fsck.json",
+    )
+    for command in (look, fsck):
+        command.add_argument("path", type=Path, metavar="PATH", help="directory of a prefix store, or a *.slab file")
+    fsck.add_argument("--repair", action="store_true", help="wipe the slots of damaged blocks")
+    for command in commands.choices.values():
+        _add_output_options(command)
+    return parser
+
+
+def _add_command(commands: Any, name: str, text: str, *examples: str) -> argparse.ArgumentParser:
+    first, _, _ = text.partition(";")
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=first,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=_epilog(*examples),
+        formatter_class=_Help,
+    )
+    return command
+
+
+def _epilog(*examples: str) -> str:
+    return "\n".join(["examples:", *(f"  blockyard {example}" for example in examples), "", EXIT_CODES])
+
+
+def _add_output_options(command: argparse.ArgumentParser) -> None:
+    """Add what every command has."""
+    group = command.add_argument_group("output")
+    group.add_argument("--format", choices=("text", "json"), default="text", help="text, or one JSON object")
+    group.add_argument("--output", type=Path, metavar="FILE", help="write the report there, not to standard output")
+    group.add_argument(
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="no progress, and no text on standard output; errors, JSON and --output stay",
+    )
+
+
+def _add_workload_options(demo: argparse.ArgumentParser) -> None:
+    group = demo.add_argument_group("model and workload")
+    group.add_argument("--model", type=Path, metavar="DIR", help="a local checkpoint; without it, a small random Llama")
+    group.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if there is one")
+    group.add_argument(
+        "--tensor-parallel-size", type=_count(1), default=1, metavar="N", help="CPU processes that share the model"
+    )
+    group.add_argument("--requests", type=_count(1), default=48, metavar="N", help="number of requests")
+    group.add_argument("--seed", type=_count(0), default=0, metavar="N", help="seed of texts, lengths and samplers")
+    group.add_argument(
+        "--trace", type=Path, metavar="FILE", help="take lengths and arrivals from a trace: Mooncake JSONL or Azure CSV"
+    )
+    group.add_argument("--trace-requests", type=_count(1), default=48, metavar="N", help="rows of the trace to read")
+    group.add_argument("--scale", type=_factor, default=1 / 16, metavar="X", help="factor on the trace's lengths")
+
+
+def _add_pool_options(demo: argparse.ArgumentParser) -> None:
+    group = demo.add_argument_group("blocks, tiers and scheduling")
+    group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens per block")
+    group.add_argument(
+        "--num-device-blocks", type=_count(1), metavar="N", help="device blocks (default: too few for the workload)"
+    )
+    group.add_argument(
+        "--num-host-blocks", type=_count(0), metavar="N", help="host blocks; 0 swaps from device to file"
+    )
+    group.add_argument("--swap-space", type=_space, metavar="GIB", help=f"host memory instead, {_UNITS}")
+    group.add_argument(
+        "--prefix-store",
+        nargs="?",
+        const=f"file://{Path(tempfile.gettempdir()) / 'blockyard-demo-prefixes'}",
+        metavar="URL",
+        help="keep cached blocks for the next run in this store: redis://HOST or file:///DIR; a temporary folder if no "
+        "URL is given",
+    )
+    group.add_argument("--prefix-store-space", type=_space, metavar="GIB", help=f"size of that store, {_UNITS}")
+    group.add_argument(
+        "--swap-store", metavar="URL", help="swap to this store: file:///DIR?size=2GiB (default: a temporary folder)"
+    )
+    group.add_argument("--swap-store-space", type=_space, metavar="GIB", help=f"size of that store, {_UNITS}")
+    group.add_argument(
+        "--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="what happens to a preempted sequence"
+    )
+    group.add_argument(
+        "--num-lookahead-tokens", type=_count(0), default=0, metavar="N", help="draft tokens per sequence and step"
+    )
+    group.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share the blocks of prompts that begin alike",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=_count(1),
+        default=8192,
+        metavar="N",
+        help="maximum number of tokens per step; longer prompts are computed in chunks",
+    )
+    group.add_argument(
+        "--max-num-seqs", type=_count(1), default=64, metavar="N", help="maximum number of sequences per step"
+    )
+    group.add_argument("--defrag", choices=tuple(GOALS), help="move blocks off the pool's tail, or as low as possible")
+    group.add_argument(
+        "--shrink-to",
+        type=_count(1),
+        metavar="N",
+        help="shrink the device to N blocks half-way, and release the memory of the others",
+    )
+
+
+def _add_fault_options(demo: argparse.ArgumentParser) -> None:
+    faults = demo.add_argument_group("faults").add_mutually_exclusive_group()
+    faults.add_argument("--corrupt", type=_count(1), default=0, metavar="N", help="damage N blocks stored in the file")
+    faults.add_argument(
+        "--sabotage",
+        choices=SABOTAGE_KINDS,
+        help="silently drop one transfer of this kind; with prefix caching its block may never be read again, and the "
+        "exit code is then 0",
+    )
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:  # noqa: SLF001 (argparse has no other way to list them)
+        yield action
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            for command in action.choices.values():
+                yield from _actions(command)
+
+
+def _count(least: int) -> Callable[[str], int]:
+    """An argparse type: an integer from `least`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not least <= value < 2**31:
+            raise argparse.ArgumentTypeError(f"{value} is not from {least} to {2**31 - 1}")
+        return value
+
+    return parse
+
+
+def _space(text: str) -> str:
+    """An argparse type: a size, in GiB where it has no unit, as operators know it from `--swap-space`."""
+    return f"{text}GiB" if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text, flags=re.ASCII) else text
+
+
+def _factor(text: str) -> float:
+    """An argparse type: a factor above 0, as 0.0625 or 1/16."""
+    top, slash, bottom = text.partition("/")
+    try:
+        value = float(top) / (float(bottom) if slash else 1.0)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a factor such as 0.0625 or 1/16") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return value
