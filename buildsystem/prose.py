@@ -37,11 +37,8 @@ PENDING: Final = (
     "python/blockyard/metrics.py",
     "python/blockyard/offload.py",
     "python/blockyard/prefix_store/",
-    "python/blockyard/scheduler/",
     "python/blockyard/stores/",
     "python/blockyard/testing/",
-    "python/blockyard/workers.py",
-    "python/blockyard/layout/",
     "rust/",
 )
 EXEMPT: Final = ("buildsystem/prose.py", "python/blockyard/_core.pyi", "docs/api.md")  # generated, or the list itself

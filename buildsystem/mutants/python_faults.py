@@ -64,7 +64,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n))",
             ),
             ("        self._opened.free(self._rows.handles[gone])\n", ""),
-            ("        self._stop_tokens.add(state.stops)\n            # What", "        # What"),
+            ("        self._stop_tokens.add(state.stops)\n            # Else", "        # Else"),
             (
                 "                self._preempt(self._rows.worst())\n                preempted = True",
                 "                self._preempt(self._rows.worst())\n                preempted = False",
@@ -75,7 +75,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            if not state.seats:\n                state.lost = True",
             ),
             ("            self._opened.fail_decision()\n", ""),
-            ("        self._capacity = sys.maxsize  # which fit", "        self._capacity = 0  # which fit"),
+            ("        self._capacity = sys.maxsize  # check", "        self._capacity = 0  # check"),
             ("        if self._capacity >= before:", "        if self._capacity <= before:"),
         ],
     ),

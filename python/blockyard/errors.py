@@ -1,6 +1,6 @@
 """The exceptions that Blockyard raises; all derive from `BlockyardError`.
 
-They are defined here, in Python, so that they pickle and document like any class; the Rust core imports them.
+They are Python classes so that pickling and documentation work as usual; the Rust core imports them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class BlockyardError(Exception):
-    """Base of every error that Blockyard raises on purpose."""
+    """Base class of all errors that Blockyard raises deliberately."""
 
 
 class OutOfBlocksError(BlockyardError):
@@ -40,7 +40,7 @@ class OutOfBlocksError(BlockyardError):
 
     Attributes:
         tier: `"device"`, `"host"` or `"external"`.
-        wanted: blocks that the whole call needed.
+        wanted: blocks that the call needed in all.
         free: blocks that were free.
         total: blocks in the tier.
     """
@@ -91,23 +91,23 @@ class LayoutError(InvalidArgumentError):
 
 
 class TransferQueueFullError(BlockyardError):
-    """More bytes would be under way than the copy engine's limit allows; nothing was submitted."""
+    """The transfer would exceed the copy engine's limit on bytes in flight; nothing was submitted."""
 
 
 class ForkedError(BlockyardError):
-    """A copy engine or host pool is used in a fork, which has none of its threads and page-locked memory."""
+    """A copy engine or host pool was used in a fork, where its threads and page-locked memory do not exist."""
 
 
 class CaptureError(BlockyardError):
-    """Something cannot be done while a CUDA graph is being captured, such as a copy into it; nothing was done."""
+    """The operation, such as a copy, is not possible while a CUDA graph is being captured; nothing was done."""
 
 
 class PageLockError(BlockyardError):
-    """Memory for host blocks is there, and could not be page-locked for a device, or not be unlocked.
+    """Memory for host blocks was allocated but could not be page-locked for a device, or could not be unlocked.
 
     Attributes:
-        wanted: bytes that the whole pool has.
-        ready: bytes that are page-locked.
+        wanted: size of the whole pool, in bytes.
+        ready: bytes already page-locked.
     """
 
     def __init__(self, message: str, wanted: int = 0, ready: int = 0) -> None:
@@ -120,10 +120,10 @@ class PageLockError(BlockyardError):
 
 
 class OutOfMemoryError(BlockyardError, MemoryError):
-    """The device or the system has less memory, or fewer addresses, than a call asks for; nothing was changed.
+    """The device or system does not have the memory, or the address space, that a call needs; nothing was changed.
 
     Attributes:
-        wanted: bytes that were asked for in all; 0 where only a driver's call says so.
+        wanted: total bytes requested; 0 if the error came from a driver call that does not report it.
     """
 
     def __init__(self, message: str, wanted: int = 0) -> None:
@@ -139,15 +139,15 @@ class OpLibraryError(BlockyardError):
 
 
 class StoreError(BlockyardError):
-    """A store could not be opened, or refused an operation."""
+    """A store could not be opened, or rejected an operation."""
 
 
 class StoreURLError(StoreError, ValueError):
-    """The URL of a store is malformed; the message shows the part that is wrong."""
+    """A store's URL is malformed; the message shows the wrong part."""
 
 
 class StoreFullError(StoreError):
-    """The storage behind a store cannot hold the size asked for."""
+    """The storage behind a store is too small for the requested size."""
 
 
 class TraceError(BlockyardError, ValueError):
@@ -159,7 +159,7 @@ class UnsupportedModelError(BlockyardError):
 
 
 class WorkerError(BlockyardError):
-    """A worker process has ended, has failed or does not answer; the message names it and says why."""
+    """A worker process exited, failed or does not respond; the message names it and says why."""
 
 
 class InvariantError(BlockyardError):

@@ -1,4 +1,4 @@
-"""What the calls of `BlockManager` and its facets return, for annotations."""
+"""Return types of `BlockManager` and its facets, for annotations."""
 
 from blockyard._core import (
     Defrag,

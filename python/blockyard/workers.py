@@ -1,9 +1,9 @@
-"""What the copy engine and stores share: threads, memory that is used again, and results that no interrupt loses.
+"""Shared by the copy engine and the stores: threads, reusable buffers, and calls whose results survive an interrupt.
 
-Threads end before the interpreter does, and a fork gets an error.
+Worker threads stop before the interpreter shuts down, and using them after a fork raises an error.
 
-The interpreter stops a thread that outlasts it wherever that thread next takes its lock. Within torch's C++ code this
-aborts the process, and its exit code and traceback are lost.
+Python stops any thread still running at shutdown the next time it takes the interpreter lock. Inside torch's C++ code
+this aborts the process and loses its exit code and traceback.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _EXTRAS: Final = {
 """Modules that Blockyard imports only where they are used, each with the extra of pyproject.toml that installs it."""
 
 _PARTING_SECONDS: Final = 10.0
-_KEPT_BYTES: Final = 256 << 20  # of memory that is used again
+_KEPT_BYTES: Final = 256 << 20  # kept for reuse
 T = TypeVar("T")
 _log = logging.getLogger("blockyard.workers")
-_running: dict[threading.Thread, Callable[[], None]] = {}  # each with what makes it end
+_running: dict[threading.Thread, Callable[[], None]] = {}  # each with the call that stops it
 
 
 class Process:
-    """The process that made an object, and the only one that can use its threads.
+    """The process that created an object. Only this process can use the object's threads.
 
     Args:
-        what: names the object, for the message.
+        what: name of the object, for the message.
     """
 
     def __init__(self, what: str) -> None:
@@ -60,11 +60,11 @@ class Process:
 
     @property
     def is_current(self) -> bool:
-        """Whether this is the process, and not a fork of it."""
+        """Whether the current process is this one, not a fork of it."""
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Refuse work in a fork: it would wait for ever, for threads or for a lock that one of them held.
+        """Raise in a fork, where waiting for the threads, or for a lock that one of them held, would hang.
 
         Raises:
             ForkedError: this is a fork.
@@ -76,12 +76,12 @@ class Process:
 
 
 def keep(into: list[T], call: Callable[..., T], *arguments: object) -> T:
-    """Call, and append what the call returns to a list.
+    """Call, and append the result to a list.
 
-    C code does both, so no `KeyboardInterrupt` comes between them if the call is C code, too.
+    Both happen in C, so if `call` is C code too, no `KeyboardInterrupt` can come between them.
 
     Returns:
-        What the call has returned.
+        The result of the call.
     """
     into.extend(starmap(call, (arguments,)))
     return into[-1]
@@ -105,19 +105,19 @@ def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -
     """Start a thread that ends before the interpreter does.
 
     Args:
-        name: of the thread.
-        run: what it does.
+        name: name of the thread.
+        run: the thread's work.
         stop: makes `run` return soon; called when the interpreter ends.
 
     Returns:
-        The thread, which has started.
+        The started thread.
     """
 
     def work() -> None:
         try:
             run()
-        except MemoryError:  # as the thread began: what needs one starts another
-            _log.warning("thread %s ends for want of memory", name)
+        except MemoryError:  # at thread start; whoever needs a thread starts another
+            _log.warning("thread %s ends: out of memory", name)
         finally:
             _running.pop(thread, None)
 
@@ -136,13 +136,13 @@ def _fresh(num_bytes: int) -> NDArray[np.uint8]:
 
 
 class Buffers:
-    """Memory that was given back, for whoever asks next. It holds whatever was in it.
+    """A pool of reusable arrays. Their contents are arbitrary.
 
     The first use of fresh memory costs as much as copying it, or far more if it is page-locked.
 
     Args:
-        make: makes an array uint8 of at least the bytes that it is given.
-        max_bytes: most bytes that are kept.
+        make: returns a uint8 array of at least the given number of bytes.
+        max_bytes: maximum number of bytes to keep.
     """
 
     def __init__(self, make: Callable[[int], NDArray[np.uint8]] = _fresh, max_bytes: int = _KEPT_BYTES) -> None:
@@ -152,10 +152,10 @@ class Buffers:
         self._free: list[NDArray[np.uint8]] = []
 
     def take(self, count: int, width: int) -> NDArray[np.uint8]:
-        """Return an array uint8 `[count, width]` with any content."""
+        """Return a uint8 array `[count, width]` with arbitrary contents."""
         size, array = count * width, None
         with self._lock:
-            for index in range(len(self._free) - 1, -1, -1):  # what was used last is in the cache
+            for index in range(len(self._free) - 1, -1, -1):  # the most recently used is in the CPU cache
                 if size <= self._free[index].nbytes <= 2 * size:
                     array = self._free.pop(index)
                     break
@@ -164,7 +164,7 @@ class Buffers:
         return array[:size].reshape(count, width)
 
     def give(self, array: NDArray[np.uint8] | None) -> None:
-        """Take back an array from `take`, or a view of it, that nobody uses any more."""
+        """Return an array from `take`, or a view of it, to the pool; the caller must no longer use it."""
         while array is not None and isinstance(array.base, np.ndarray):
             array = array.base
         if array is None or not array.nbytes or array.nbytes > self._max_bytes:
@@ -175,14 +175,14 @@ class Buffers:
                 del self._free[0]
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Free all kept arrays."""
         with self._lock:
             self._free.clear()
 
 
 @atexit.register
 def _end_workers() -> None:
-    """End all threads; one that hangs in a system call or on a device is left behind."""
+    """Stop all threads; abandon any that hang in a system call or on a device."""
     until = time.monotonic() + _PARTING_SECONDS
     workers = list(_running.items())
     for _, stop in workers:

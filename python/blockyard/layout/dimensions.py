@@ -1,4 +1,4 @@
-"""The names of a cache tensor's dimensions: what a layout's kind says, and how it becomes shapes and strides."""
+"""Names of a cache tensor's dimensions: parses a layout's kind and derives shapes and strides from it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _PRESETS: Final[dict[str, str]] = {
     "flat": "kv blocks tokens*heads*dim",
 }
 _NAMES = ("layers", "kv", "blocks", "tokens", "heads", "dim", "dim/x", "x")
-# A head's elements are one dimension, or two.
+# The elements of a head take one dimension or two.
 _ELEMENTS = (["dim"], ["dim/x", "x"])
 
 
 @dataclass(frozen=True)
 class Order:
-    """The dimensions of a tensor, outermost first, each as the names of what it counts: `("tokens", "heads")`."""
+    """The dimensions of a tensor, outermost first, each a tuple of names: `("tokens", "heads")` if it counts both."""
 
     dimensions: tuple[tuple[str, ...], ...]
 
@@ -39,20 +39,20 @@ class Order:
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """What is behind the blocks."""
+        """Names after the block dimension."""
         return self.names[self.names.index("blocks") + 1 :]
 
     @property
     def before(self) -> tuple[str, ...]:
-        """What is before the blocks."""
+        """Names before the block dimension."""
         return self.names[: self.names.index("blocks")]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Give a tensor's shape."""
+        """Return a tensor's shape."""
         return tuple(prod(sizes[name] for name in dimension) for dimension in self.dimensions)
 
     def num_blocks(self, tensor: Tensor, sizes: Mapping[str, int]) -> int:
-        """Give the number of blocks of a tensor."""
+        """Return the number of blocks in a tensor."""
         at, dimension = next((at, names) for at, names in enumerate(self.dimensions) if "blocks" in names)
         return int(tensor.shape[at]) // prod(sizes[name] for name in dimension if name != "blocks")
 
@@ -65,7 +65,7 @@ class Order:
         return found
 
     def read(self, shape: tuple[int, ...], known: dict[str, int]) -> dict[str, int]:
-        """Find the sizes of all names in a tensor's shape; heads that nobody counts are one."""
+        """Read the size of each name from a tensor's shape; without a `heads` dimension there is one head."""
         sizes = dict(known)
         for size, dimension in sorted(zip(shape, self.dimensions, strict=True), key=lambda pair: len(pair[1])):
             missing = [name for name in dimension if name not in sizes]
@@ -78,31 +78,31 @@ class Order:
                 )
             if dimension == ("tokens",) and sizes.get("tokens", size) != size:
                 raise LayoutError(f"block_size is {sizes['tokens']}, tensor 0 has {size} tokens in a block")
-            # What does not fit is found when the shape is compared.
+            # A mismatch is found when shapes are compared.
             sizes |= dict.fromkeys(missing, size // prod(sizes[name] for name in dimension if name in sizes))
         return sizes
 
 
 def spell_out(kind: str) -> str:
-    """Give the names that a preset stands for."""
+    """Expand a preset to its dimension names."""
     return _PRESETS.get(kind, kind)
 
 
 def shorten(kind: str) -> str:
-    """Give the preset that stands for names, or the names, with slots for blocks and tokens that are one dimension."""
+    """Return the preset for these names, if any; else the names, with `blocks*tokens` shortened to `slots`."""
     found = kind.replace("blocks*tokens", "slots")
     return next((preset for preset, names in _PRESETS.items() if names == found), found)
 
 
 @cache
 def orders_of(kind: str) -> tuple[Order, ...]:
-    """Give the dimensions of a layer's tensors: of all, or of keys and of values."""
+    """Return the dimensions of a layer's tensors: one order for all, or one for keys and one for values."""
     parts = spell_out(kind).replace("slots", "blocks*tokens").split("|")
     return tuple(Order(tuple(tuple(word.split("*")) for word in part.split())) for part in parts)
 
 
 def check_kind(kind: str) -> None:
-    """Check that a kind names what a layout needs. Raises LayoutError."""
+    """Check that a kind has the dimensions that a layout needs. Raises LayoutError."""
     orders = orders_of(kind)
     if not all(set(order.names) <= set(_NAMES) for order in orders):
         presets, words = ", ".join(_PRESETS), ", ".join((*_NAMES, "slots"))

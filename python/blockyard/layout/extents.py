@@ -1,4 +1,4 @@
-"""Where views lie in memory, by address: two storages over one buffer share memory as two views of one storage do."""
+"""Memory extents of views, by address, so that storages over the same buffer are seen to overlap too."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 __all__ = ["Extent", "check_apart", "extent_of", "overlap"]
 
 Extent: TypeAlias = tuple[int, int, int, int]
-"""First address of a view, first that it does not reach, bytes of a row, bytes from row to row."""
+"""A view's start address, end address (exclusive), row width in bytes, and row stride in bytes."""
 
 _END: Final = itemgetter(1)
 
 
 def extent_of(view: Tensor) -> Extent:
-    """Give the extent of a view, uint8 `[blocks, bytes]`, rows contiguous."""
+    """Return the extent of a view, uint8 `[blocks, bytes]` with contiguous rows."""
     (blocks, width), stride, start = view.shape, view.stride(0), view.data_ptr()
     return start, start + (blocks - 1) * stride + width if blocks and width else start, width, stride
 
 
 def check_apart(name: str, extents: Sequence[Extent]) -> None:
-    """Refuse views that share memory: they follow one another, or alternate within one distance of rows.
+    """Check that views share no memory: each follows the one before, or their rows interleave at the same stride.
 
     Args:
-        name: the argument's, for the message.
-        extents: of the views, all on one device.
+        name: the argument's name, for the message.
+        extents: extents of the views, all on one device.
 
     Raises:
-        LayoutError: two share memory.
+        LayoutError: two views share memory.
     """
     base = period = row_end = reach = last = 0
     for (start, end, width, stride), index in sorted(zip(extents, range(len(extents)), strict=True)):
@@ -45,7 +45,7 @@ def check_apart(name: str, extents: Sequence[Extent]) -> None:
 
 
 def overlap(one: Sequence[Extent], other: Sequence[Extent]) -> bool:
-    """Say whether any view of one list begins before one of the other ends, and the other way round."""
+    """Return whether the address ranges of any two views, one from each list, overlap."""
     if max(one, key=_END)[1] <= min(other)[0] or max(other, key=_END)[1] <= min(one)[0]:
         return False
     sides = [*((start, end, 0) for start, end, _, _ in one), *((start, end, 1) for start, end, _, _ in other)]

@@ -1,4 +1,4 @@
-"""Several cache groups in one row: layers whose tensors differ in shape or dtype."""
+"""Layouts with several cache groups: layers whose tensors differ in shape or dtype."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupedLayout:
-    """Cache groups whose tensors differ in shape or dtype and share block ids: a row has the bytes of each in turn.
+    """Cache groups whose tensors differ in shape or dtype but share block ids. A row holds each group's bytes in turn.
 
     Attributes:
-        groups: name and layout of each, in the order of a row.
+        groups: name and layout of each group, in row order.
 
     Raises:
-        LayoutError: there are none, or a name is there twice.
+        LayoutError: there are no groups, or a name is repeated.
 
     Example:
         >>> from blockyard.layout import GroupedLayout, KVLayout
@@ -55,25 +55,25 @@ class GroupedLayout:
 
     @property
     def num_layers(self) -> int:
-        """Layers of all groups; they count on from one group to the next."""
+        """Total number of layers; numbering continues from one group to the next."""
         return sum(layout.num_layers for _, layout in self.groups)
 
     @property
     def view_layers(self) -> list[int]:
-        """Layer of every view that `views` returns; the first of its group where views do not follow the layers."""
+        """Layer of each view that `views` returns; the group's first layer if its views are not in layer order."""
         starts = accumulate((layout.num_layers for _, layout in self.groups), initial=0)
         pairs = zip(starts, self.groups, strict=False)
         return [first + layer for first, (_, layout) in pairs for layer in layout.view_layers]
 
     def tensor_shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], str]]:
-        """Give shape and dtype of every tensor, group after group."""
+        """Return the shape and dtype of every tensor, group by group."""
         return [shape for _, layout in self.groups for shape in layout.tensor_shapes(num_blocks)]
 
     def by_group(self, tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-        """Part tensors that stand group after group, as a copy engine has them.
+        """Split a list of tensors, ordered by group as in a copy engine, into one list per group.
 
         Raises:
-            LayoutError: there are more or fewer than the groups have.
+            LayoutError: the number of tensors does not match the groups.
         """
         counts = {name: layout.num_tensors for name, layout in self.groups}
         if len(tensors) != sum(counts.values()):
@@ -85,14 +85,14 @@ class GroupedLayout:
         """Cut the groups' tensors into canonical views.
 
         Args:
-            tensors: those of each group by its name, or all, group after group; all hold as many blocks.
+            tensors: tensors by group name, or one list ordered by group; all have the same number of blocks.
 
         Returns:
-            uint8 views `[blocks, bytes]`, as those of `KVLayout.views`, group after group.
+            uint8 views `[blocks, bytes]` as from `KVLayout.views`, group by group.
 
         Raises:
-            LayoutError: a group is missing or unknown, tensors do not have its layout, two of them share memory, or the
-                numbers of blocks differ.
+            LayoutError: a group is missing or unknown, tensors do not match its layout, two of them share memory, or
+                the numbers of blocks differ.
         """
         names = [name for name, _ in self.groups]
         if not isinstance(tensors, Mapping):
@@ -111,6 +111,6 @@ class GroupedLayout:
         return cut_rows(rows, self.piece_sizes)
 
     def fingerprint(self) -> str:
-        """Give the SHA-256, in hexadecimal, of the groups' names and fingerprints."""
+        """Return the SHA-256 of the groups' names and fingerprints, in hexadecimal."""
         described = json.dumps([[name, layout.fingerprint()] for name, layout in self.groups])
         return hashlib.sha256(described.encode("ascii")).hexdigest()

@@ -1,9 +1,8 @@
-"""How a KV cache lies in an engine's tensors, and how one block lies in a row of bytes.
+"""The layout of a KV cache in an engine's tensors, and of one block in a row of bytes.
 
-A *row* holds one block of all layers, side by side: tensor after tensor, in each the dimensions of the layout in their
-order, less that of the blocks. With `"kv_first"` and `"blocks_first"` that is for each layer K, then V, each
-token-major `[block_size, heads, dim]`. Host cache, staging buffers and stores hold rows; the device holds the
-engine's own tensors.
+A *row* holds one block of all layers: tensor after tensor, each with the layout's dimensions in order, minus the block
+dimension. With `"kv_first"` and `"blocks_first"` that is K, then V, for each layer, both token-major
+`[block_size, heads, dim]`. Host cache, staging buffers and stores hold rows; the device holds the engine's own tensors.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 LayoutKind = Literal["kv_first", "blocks_first"]
-"""Layouts with a name of their own; see `KVLayout` for all others."""
+"""Named layouts; see `KVLayout` for all others."""
 KINDS: Final[tuple[LayoutKind, ...]] = get_args(LayoutKind)
 
-# What ROCm's paged attention reads at a time.
+# ROCm's paged attention reads this many bytes at a time.
 _VECTOR_BYTES = 16
-# A prime that no other number of a layout comes near.
+# A prime far from every other size in a layout.
 _SENTINEL = 1_000_003
 
-# Goes into every fingerprint: raised whenever the order of bytes in a row changes.
+# Part of every fingerprint; incremented when the byte order of a row changes.
 _ROW_FORMAT = 1
 _ITEM_SIZES = {
     "float64": 8,
@@ -52,11 +51,11 @@ _ITEM_SIZES = {
 
 
 class BlockLayout(Protocol):
-    """What a copy engine wants of a layout: `KVLayout`, or `GroupedLayout` for several groups."""
+    """The interface that a copy engine needs of a layout: `KVLayout`, or `GroupedLayout` for several groups."""
 
     @property
     def num_layers(self) -> int:
-        """Layers, those of all groups."""
+        """Number of layers over all groups."""
 
     @property
     def bytes_per_block(self) -> int:
@@ -64,7 +63,7 @@ class BlockLayout(Protocol):
 
     @property
     def view_layers(self) -> list[int]:
-        """Layer of every view; where views do not follow the layers, the first that any of them belongs to."""
+        """Layer of each view; if views are not in layer order, the first layer that any of them belongs to."""
 
     def tensor_shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], str]]:
         """Shape and dtype of every tensor that `views` takes."""
@@ -83,25 +82,25 @@ class KVLayout:
     Attributes:
         kind: `"kv_first"` for tensors `[2, blocks, block_size, heads, dim]`, `"blocks_first"` for
             `[blocks, 2, block_size, heads, dim]`, or the names of any other tensor's dimensions, outermost first:
-            `"blocks"`, `"tokens"`, `"kv"`, `"heads"`, `"dim"`, and `"layers"` where one tensor holds all; `"*"` joins
-            names that share a dimension, and `"slots"` is `"blocks*tokens"`. So MLA is `"blocks tokens dim"`, flat
-            slots are `"slots heads dim"`, and `"flat"` is `"kv blocks tokens*heads*dim"`. A `"dim/x"` goes with an
-            `"x"`, elements that stand together; and `"|"` parts the dimensions of keys from those of values: `"rocm"`
-            is `"blocks heads dim/x tokens x | blocks heads dim tokens"`.
+            `"blocks"`, `"tokens"`, `"kv"`, `"heads"`, `"dim"`, and `"layers"` if one tensor holds all layers. `"*"`
+            joins names that share a dimension, and `"slots"` is `"blocks*tokens"`. So MLA is `"blocks tokens dim"`,
+            flat slots are `"slots heads dim"`, and `"flat"` is `"kv blocks tokens*heads*dim"`. `"dim/x"` and `"x"`
+            split a head into vectors of `x` adjacent elements. `"|"` separates the dimensions of keys from those of
+            values: `"rocm"` is `"blocks heads dim/x tokens x | blocks heads dim tokens"`.
         num_layers: layers in the group.
         block_size: tokens in a block.
-        num_kv_heads: heads of K (and of V) in a layer; 1 where no dimension is `"heads"`.
+        num_kv_heads: heads of K (and of V) in a layer; 1 if no dimension is `"heads"`.
         head_size: elements of one head.
         dtype: torch's name of the element type, without `torch.`.
-        itemsize: bytes of an element; 0 looks the dtype up by its name.
-        tensors_per_layer: 2 where keys and values have tensors of their own: K and V of layer 0, of layer 1, ...; with
-            `"|"` always.
-        split: dimensions behind that of the blocks that are views of their own, as padding inside blocks needs; it
-            changes the views, not the bytes of a row.
-        x: elements of `"x"`, where the kind names it; 0 means 16 bytes of them.
+        itemsize: bytes per element; 0 means to look it up by dtype.
+        tensors_per_layer: 2 if keys and values are separate tensors: K and V of layer 0, of layer 1, ...; always 2 with
+            `"|"`.
+        split: number of dimensions after the block dimension that become separate views, which padding inside blocks
+            requires. It changes the views, not the bytes of a row.
+        x: size of dimension `"x"`, if the kind has one; 0 means 16 bytes' worth of elements.
 
     Raises:
-        LayoutError: a number is not positive, kind or dtype is unknown, or what the kind names does not go together.
+        LayoutError: a number is not positive, kind or dtype is unknown, or the kind's names do not fit together.
 
     Example:
         >>> import torch
@@ -161,19 +160,19 @@ class KVLayout:
         """Describe an engine's cache tensors.
 
         Args:
-            tensors: of one shape, any device; blocks may stand apart, and so may what is inside them.
-            kind: which layout they have, as in the attributes; None derives it from the place of the dimension that has
-                size 2 in tensors of five dimensions. `probe_kind` asks the engine's attention backend.
-            block_size: tokens in a block, where slots or blocks are flat.
-            num_kv_heads: heads of K, where they share a dimension with their elements; one head of them all if None.
+            tensors: tensors of one shape on any device; gaps between and inside blocks are allowed.
+            kind: their layout, as in the attributes. None infers it, for tensors of five dimensions, from the position
+                of the dimension of size 2. `probe_kind` asks the engine's attention backend.
+            block_size: tokens in a block; needed if slots or blocks are flat.
+            num_kv_heads: heads of K, if heads and their elements share a dimension; None means a single head.
             tensors_per_layer: 2 for separate keys and values, see `interleave`.
 
         Returns:
             A layout whose `views` accepts these tensors.
 
         Raises:
-            LayoutError: the tensors differ, do not have these dimensions, or share memory between blocks, or the kind
-                is ambiguous, as it is with two blocks.
+            LayoutError: the tensors differ, do not have these dimensions, or blocks share memory; or the kind is
+                ambiguous, as with exactly two blocks.
         """
         if not tensors:
             raise LayoutError("a layout needs at least one tensor, 0 were given")
@@ -206,18 +205,18 @@ class KVLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the dimensions of a tensor (of the keys' where `"|"` parts them), outermost first."""
+        """Names of a tensor's dimensions, outermost first; those of the keys if the kind has a `"|"`."""
         return tuple(spell_out(self.kind).partition("|")[0].split())
 
     @property
     def kv_dim_before_num_blocks(self) -> bool | None:
-        """Whether the dimension of K and V stands before that of the blocks; None if there is none."""
+        """Whether the K/V dimension comes before the block dimension; None without a K/V dimension."""
         order = self._order(0)
         return "kv" in order.before if "kv" in order.names else None
 
     @property
     def num_tensors(self) -> int:
-        """Tensors that `views` takes."""
+        """Number of tensors that `views` takes."""
         return self.tensors_per_layer * (1 if "layers" in self.names else self.num_layers)
 
     @property
@@ -237,34 +236,34 @@ class KVLayout:
 
     @property
     def view_layers(self) -> list[int]:
-        """Layer of every view that `views` returns, in order; all 0 where views do not follow the layers."""
+        """Layer of each view that `views` returns, in order; all 0 if views are not in layer order."""
         count = len(self.piece_sizes)
         follows = "layers" not in self.names or (self.names[0] == "layers" and self.tensors_per_layer == 1)
         return [index * self.num_layers // count if follows else 0 for index in range(count)]
 
     def tensor_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Give the shape of the first cache tensor; others differ from it only where `"|"` parts keys from values."""
+        """Return the shape of the first cache tensor; with a `"|"` in the kind, tensors of values differ from it."""
         return self._order(0).shape(self._sizes(num_blocks))
 
     def tensor_shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], str]]:
-        """Give shape and dtype of every tensor that `views` takes."""
+        """Return the shape and dtype of every tensor that `views` takes."""
         sizes = self._sizes(num_blocks)
         return [(self._order(index).shape(sizes), self.dtype) for index in range(self.num_tensors)]
 
     def planes(self, index: int) -> int:
-        """Give the number of planes of a tensor: stretches of memory that hold a part of each block, one by one."""
+        """Return the number of planes of a tensor: regions that each hold one part of every block, in block order."""
         sizes = self._sizes()
         return prod(sizes[name] for name in self._order(index).before)
 
     def num_blocks(self, tensor: Tensor) -> int:
-        """Give the number of blocks that one cache tensor (of the keys) holds."""
+        """Return the number of blocks in one cache tensor (of keys)."""
         return self._order(0).num_blocks(tensor, self._sizes())
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Check that cache tensors have this layout.
 
         Args:
-            tensors: all of the group.
+            tensors: all tensors of the group.
 
         Raises:
             LayoutError: number, shape, dtype, device or strides do not fit, one requires grad, or two share memory; the
@@ -300,16 +299,16 @@ class KVLayout:
             raise LayoutError(f"tensor {index} has strides {list(strides)}: its blocks overlap")
 
     def _padded(self, index: int, tensor: Tensor) -> int:
-        """Give how many dimensions behind that of the blocks have padding at or behind them."""
+        """Return how many dimensions after the block dimension have padding at or after them."""
         order, by_name = self._order(index), self._sizes()
         if tensor.dim() != len(order.dimensions):
-            return 0  # found when the shape is compared
+            return 0  # found when shapes are compared
         strides, inner = order.strides(tensor, by_name), order.inner
         sizes = [by_name[name] for name in inner]
         fits = [
             size == 1 or strides[name] == want for name, size, want in zip(inner, sizes, _dense(sizes), strict=True)
         ]
-        # Bytes of an element are side by side; torch sees them only where elements may be, too.
+        # The bytes of an element are adjacent, but torch can only view them if the innermost stride is 1.
         if tensor.stride(-1) != 1 and (sizes[-1] > 1 or self.itemsize > 1):
             raise LayoutError(f"a tensor has strides {list(tensor.stride())}, the innermost must be 1")
         return max((at + 1 for at, fit in enumerate(fits) if not fit), default=0)
@@ -327,19 +326,19 @@ class KVLayout:
         }
 
     def _vector(self) -> int:
-        """Give the elements of a vector, checked."""
+        """Return the number of elements in a vector, after checking it."""
         x = self.x or max(1, _VECTOR_BYTES // self.itemsize)
         if x < 1 or self.head_size % x:
             raise LayoutError(f"x is {x}, must divide head_size, which is {self.head_size}")
         return x
 
     def _order(self, index: int) -> Order:
-        """Give the dimensions of a tensor by its place."""
+        """Return the dimensions of a tensor by its index."""
         orders = orders_of(self.kind)
         return orders[index % len(orders)]
 
     def _parts(self, index: int) -> tuple[list[str], tuple[str, ...]]:
-        """Give what each view of a tensor has one place of, and what is inside it."""
+        """Return the names that are indexed to select a view of a tensor, and the names inside each view."""
         order = self._order(index)
         inner = order.inner[min(self.split, len(order.inner) - 1) :]
         return [name for name in order.names if name != "blocks" and name not in inner], inner
@@ -348,11 +347,11 @@ class KVLayout:
         """Cut cache tensors into canonical views that share their memory.
 
         Args:
-            tensors: all of the group, as `check` wants them.
+            tensors: all tensors of the group; they must pass `check`.
 
         Returns:
-            uint8 views `[blocks, bytes]` whose rows are contiguous, in the order of a row's bytes; their widths are
-            `piece_sizes` and add up to `bytes_per_block`.
+            uint8 views `[blocks, bytes]` with contiguous rows, in row byte order. Their widths are `piece_sizes`, which
+            add up to `bytes_per_block`.
 
         Raises:
             LayoutError: the tensors do not have this layout, or two of them share memory.
@@ -373,13 +372,13 @@ class KVLayout:
         return views
 
     def row_views(self, rows: Tensor) -> list[Tensor]:
-        """Cut rows into the same pieces as `views` cuts cache tensors.
+        """Split rows into the same pieces that `views` makes of cache tensors.
 
         Args:
             rows: uint8 `[blocks, bytes_per_block]`, rows contiguous.
 
         Returns:
-            uint8 views `[blocks, bytes]`; view i takes the bytes of view i of the cache tensors.
+            uint8 views `[blocks, bytes]`; view i corresponds to view i of the cache tensors.
 
         Raises:
             LayoutError: the rows have another shape, dtype or stride.
@@ -387,10 +386,10 @@ class KVLayout:
         return cut_rows(rows, self.piece_sizes)
 
     def fingerprint(self) -> str:
-        """Give the SHA-256, in hexadecimal, of everything here that decides the bytes of a row.
+        """Return the SHA-256, in hexadecimal, of all fields that determine the bytes of a row.
 
-        It is the same in every process; two layouts that differ in any field but `split` have different ones. It goes
-        into the namespace of keys that leave the process.
+        It is the same in every process, and differs between layouts that differ in any field but `split`. It is part of
+        the namespace of keys that leave the process.
         """
         fields = {
             name: getattr(self, name)
@@ -405,7 +404,7 @@ class KVLayout:
 
 
 def interleave(keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Put separate tensors of keys and values, one a layer each, into the order that `tensors_per_layer=2` means."""
+    """Interleave tensors of keys and values, one each per layer, into the order that `tensors_per_layer=2` expects."""
     if len(keys) != len(values):
         raise LayoutError(f"there are {len(keys)} tensors of keys, {len(values)} of values")
     return [tensor for pair in zip(keys, values, strict=True) for tensor in pair]
@@ -414,21 +413,21 @@ def interleave(keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]
 def probe_kind(
     shape_of: Callable[[int, int, int, int], Sequence[int]], *, block_size: int, num_kv_heads: int, head_size: int
 ) -> str:
-    """Find a backend's layout by asking for shapes: the dimension that follows an argument is named after it.
+    """Infer a backend's layout by probing its shapes: a dimension that scales with an argument is named after it.
 
     Args:
         shape_of: the backend's shape function of (number of blocks, block size, KV heads, head size).
-        block_size: tokens in a block, as the engine will have it.
+        block_size: tokens in a block, as the engine will use.
         num_kv_heads: heads of K.
-        head_size: elements of a head.
+        head_size: elements in a head.
 
     Returns:
         A kind for `KVLayout`.
 
     Raises:
-        LayoutError: dimensions follow no argument and are not K and V, or more than one could be.
+        LayoutError: a dimension scales with no argument and cannot be K/V, or several could be.
 
-    Source: vLLM 0.33 finds `kv_dim_before_num_blocks` by one such probe.
+    Source: vLLM 0.33 determines `kv_dim_before_num_blocks` with such a probe.
     """
     usual = (_SENTINEL, block_size, num_kv_heads, head_size)
     shape = tuple(shape_of(*usual))
@@ -441,7 +440,7 @@ def probe_kind(
             if other[place] != 2 * shape[place]:
                 raise LayoutError(f"dimension {place} of the backend's shape {list(shape)} follows {name} and more")
             names[place].append(name)
-    # Elements of a head that are parted: what is left of them is a dimension that follows nothing.
+    # A head split into vectors: the vector dimension scales with no argument.
     heads = [place for place, found in enumerate(names) if found == ["dim"]]
     vectors = (
         [
@@ -470,7 +469,7 @@ def _dense(sizes: Sequence[int]) -> list[int]:
 
 
 def _apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Say whether no two elements share memory, if each dimension reaches beyond all those of smaller strides."""
+    """Return whether no two elements share memory: each dimension must step past all those of smaller stride."""
     reach = 1
     if 0 in shape:
         return True
@@ -483,13 +482,13 @@ def _apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def check_views(views: Sequence[Tensor]) -> None:
-    """Refuse views of cache tensors that share memory. Raises LayoutError."""
+    """Check that views of cache tensors share no memory. Raises LayoutError."""
     if views[0].device.type != "meta":
         check_apart("views of the cache tensors", [extent_of(view) for view in views])
 
 
 def cut_rows(rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Cut rows, uint8 `[blocks, sum of sizes]`, into views `[blocks, size]`. Raises LayoutError if they do not fit."""
+    """Split rows, uint8 `[blocks, sum of sizes]`, into views `[blocks, size]`. Raises LayoutError if they differ."""
     shape, name = tuple(rows.shape), str(rows.dtype).removeprefix("torch.")
     if name != "uint8" or len(shape) != 2 or shape[1] != sum(sizes) or rows.stride(1) != 1:
         raise LayoutError(
@@ -513,5 +512,5 @@ def _derive_kind(shape: tuple[int, ...]) -> LayoutKind:
 
 
 def _byte_dtype(tensor: Tensor) -> dtype:
-    """Give uint8 of the tensor's own library: importing torch here would load it for those who only read shapes."""
+    """Return uint8 of the tensor's library, without importing torch for callers that only read shapes."""
     return tensor[:0].byte().dtype

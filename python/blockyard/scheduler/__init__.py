@@ -3,12 +3,12 @@
     scheduler = Scheduler(cache)
     scheduler.add(Request("a", prompt, max_tokens=64))
     while scheduler.num_unfinished:
-        with scheduler.step() as step:             # blocks move between tiers beside compute
+        with scheduler.step() as step:             # blocks move between tiers during compute
             sampled = model(step)                  # one token for each of step.draws()
         for finished in scheduler.update(step, sampled):
             ...
 
-Over a manager the caller carries out what a step decides:
+Over a manager, the caller carries out each step's decision:
 
     step = scheduler.schedule()
     lost = executor.execute(step.decision)

@@ -1,4 +1,4 @@
-"""What a step has sampled becomes its sequences' tokens: one for each row, or as many as its draft tokens bear out."""
+"""Adds a step's sampled tokens to its sequences: one per row, plus its accepted draft tokens."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["Acceptance"]
 
 
 class Acceptance:
-    """Adds sampled tokens to rows, and lets the prefix cache find the blocks that are full.
+    """Adds sampled tokens to rows, and publishes full blocks to the prefix cache.
 
-    A row with draft tokens has one sampled token for its own token, and one for each draft token. A draft token is
-    accepted if it equals the token that was sampled before it, and all draft tokens before it were accepted. The row
-    gets the accepted tokens and the one that was sampled behind the last of them. The manager takes the slots of the
-    others back, so that nothing reads what was computed there. It learns the token ids only now: no key is ever made
-    from a draft token that was rejected.
+    A row with draft tokens has one sampled token for its own token and one for each draft token. A draft token is
+    accepted if it equals the token sampled before it and all draft tokens before it were accepted. The row gets the
+    accepted tokens and the token sampled after the last of them. The manager takes back the slots of the rejected ones,
+    so their keys and values are never read. It learns the token ids only now, so no prefix-cache key is ever made from
+    a rejected draft token.
 
     Args:
-        opened: the sequences in the manager; takes in those that fork.
-        rows: of the sequences.
-        builder: of the step; knows the slots of each row.
-        stop_tokens: which tokens end some request.
+        opened: the sequences in the manager; records those that fork.
+        rows: rows of the sequences.
+        builder: the step's builder, which knows the slots of each row.
+        stop_tokens: the stop tokens of all requests.
         stats: counts draft tokens.
     """
 
@@ -46,7 +46,7 @@ class Acceptance:
         self._stats = stats
 
     def take_in(self, step: Step, sampled: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        """Add a step's tokens, and the sequences that fork; say which rows end, bool `[decodes]` with the new ones."""
+        """Add a step's tokens and forked sequences. Returns which rows end, bool `[decodes]`, new rows included."""
         extra = len(step.extra_rows)
         if not extra:
             return self._take_in(step, sampled)
@@ -59,15 +59,15 @@ class Acceptance:
             self._publish(step)
         return self._extend(step, sampled)
 
-    # ---- one token a row ----
+    # ---- one token per row ----
 
     def _publish(self, step: Step) -> None:
-        """Let prompts find the blocks that the step has filled."""
+        """Publish the blocks that the step filled."""
         size = self._manager.block_size
         length = self._rows.fields[LENGTH, : step.rows]
         within = length % size if size & (size - 1) else length & (size - 1)
         due: NDArray[np.bool_] = within == 0
-        due[step.decodes :] = True  # a chunk may fill blocks without ending at one's end
+        due[step.decodes :] = True  # a chunk may fill blocks without ending on a block boundary
         if step.void is not None:
             due &= ~step.void
         computed = step.handles[due]
@@ -79,7 +79,7 @@ class Acceptance:
         length = rows.fields[LENGTH, :samples]
         if step.void is not None:
             tokens = np.where(step.void[:samples], np.uint32(NO_TOKEN), tokens)
-        # All tokens of the step are the requests' from here on, at once, whatever line is interrupted.
+        # From here on, all tokens of the step belong to their requests, even if a later line is interrupted.
         rows.flat[rows.fields[BASE, :samples] + length] = tokens
         rows.last[:samples] = tokens
         length += 1
@@ -95,7 +95,7 @@ class Acceptance:
         return ended
 
     def _fork(self, step: Step, tokens: NDArray[np.uint32], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Open the other sequences of requests whose prompt is computed; say which rows end, bool `[decodes]`."""
+        """Fork sequences off computed prompts. Returns which rows end, bool `[decodes]`."""
         rows, manager, at = self._rows, self._manager, 0
         parents, counts = np.unique(step.extra_rows, return_counts=True)
         for row, count in zip(parents.tolist(), counts.tolist(), strict=True):
@@ -131,7 +131,7 @@ class Acceptance:
         length = rows.fields[LENGTH, :samples]
         at = ragged(rows.fields[BASE, :samples] + length, count)
         tokens = sampled[ragged(first, count)]
-        # As in `_extend`, at once.
+        # Atomic, as in `_extend`.
         rows.flat[at] = tokens
         rows.last[:samples] = sampled[first + np.maximum(count, 1) - 1]
         length += count
@@ -145,7 +145,7 @@ class Acceptance:
     def _cut_at_stops(
         self, sampled: NDArray[np.uint32], first: NDArray[np.int64], count: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Drop what is accepted behind a stop token; say which rows have one."""
+        """Drop accepted tokens after a stop token. Returns which rows have one."""
         ended = np.zeros(len(first), np.bool_)
         if self._stop_tokens:
             drawn = int(first[-1] + count[-1]) if len(first) else 0
@@ -165,7 +165,7 @@ class Acceptance:
     def _take_back(
         self, step: Step, first: NDArray[np.int64], count: NDArray[np.int64], slots: NDArray[np.int64]
     ) -> None:
-        """Cut sequences to their accepted tokens, and name these to the prefix cache."""
+        """Truncate sequences to their accepted tokens, and give the token ids to the manager."""
         manager = self._manager
         handles = step.handles[: step.decodes]
         kept = self._rows.fields[LENGTH, : step.decodes] - 1
@@ -177,7 +177,7 @@ class Acceptance:
             manager.prefix.note_tokens(handles[named], computed, count[named].astype(np.uint32))
 
     def _publish_accepted(self, step: Step, count: NDArray[np.int64], void: NDArray[np.bool_]) -> None:
-        """Let prompts find the blocks that the step has filled with tokens that stay."""
+        """Publish the blocks that the step filled with accepted tokens."""
         size = self._manager.block_size
         computed = self._rows.fields[LENGTH, : step.decodes] - 1
         due = ~void
@@ -187,12 +187,12 @@ class Acceptance:
 
 
 def _count_accepted(step: Step, sampled: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """Count the tokens that each decoding row gets: its accepted draft tokens and one more, int64 `[decodes]`."""
+    """Count each decoding row's new tokens: its accepted draft tokens plus one, int64 `[decodes]`."""
     first = step.query_start_loc[: step.decodes].astype(np.int64)
     total = int(step.query_start_loc[step.decodes])
     agrees = np.zeros(total, np.bool_)
     agrees[:-1] = sampled[:total][:-1] == step.token_ids[:total][1:]
-    agrees[step.query_start_loc[1 : step.decodes + 1] - 1] = False  # a row's last token has no draft token behind it
+    agrees[step.query_start_loc[1 : step.decodes + 1] - 1] = False  # no draft token follows a row's last token
     ends = np.flatnonzero(~agrees)
     found: NDArray[np.int64] = ends[np.searchsorted(ends, first)] - first + 1
     return found

@@ -1,4 +1,4 @@
-"""Who starts: admission of waiting sequences, prompt by prompt or chunk by chunk."""
+"""Admission of waiting sequences, prompt by prompt or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from blockyard.scheduler.step import SchedulerStats, StepBuilder
 __all__ = ["Admission"]
 
 LOADED_AHEAD: Final = 8
-"""Waiting sequences, from the head, whose prompts are loaded from a prefix store."""
+"""How many waiting sequences, from the head, load their prompts from a prefix store."""
 
 
 class Admission:
-    """Starts waiting sequences, in order, while blocks, seats and tokens allow.
+    """Starts waiting sequences in order while blocks, seats and tokens last.
 
     Args:
-        opened: opens the sequences in the manager, the watermark kept.
-        rows: where they run.
-        builder: of the step that they start in.
+        opened: opens the sequences in the manager, above the watermark.
+        rows: rows of the running sequences.
+        builder: builder of the step they start in.
         waiting: the queue.
-        stats: counts the tokens that the prefix cache saved.
-        prefetch: starts to load the beginning of a prompt from a prefix store, where there is one.
+        stats: counts the tokens found in the prefix cache.
+        prefetch: starts loading the beginning of a prompt from a prefix store; None without a store.
     """
 
     def __init__(
@@ -52,20 +52,20 @@ class Admission:
         self._prefix_caching = opened.manager.prefix.enabled
         (self._group,) = opened.manager.pool().groups
         self._prefetch = prefetch
-        self._loading: list[IdleSequences] = []  # whose prompts are being loaded, as `load_ahead` found
-        self._aside: list[IdleSequences] = []  # those of them taken out of the queue, until the end of `admit`
+        self._loading: list[IdleSequences] = []  # prompts still loading, found by `load_ahead`
+        self._aside: list[IdleSequences] = []  # those taken out of the queue until `admit` ends
 
     @property
     def num_loading(self) -> int:
-        """Waiting sequences near the head whose prompts are being loaded from a prefix store."""
+        """Number of waiting sequences near the head whose prompts are loading from a prefix store."""
         if self._prefetch is None:
             return 0
         return sum(not (idle.fetch is None or idle.fetch.done) for idle in self._waiting.first(LOADED_AHEAD))
 
     def load_ahead(self) -> None:
-        """Start to load the prompts near the head of the queue, and see which are loaded.
+        """Start loading the prompts near the head of the queue, and check which have loaded.
 
-        All calls of the user's objects are made here, before a step changes anything: they may raise.
+        All calls into user objects happen here, before a step changes anything, because they may raise.
         """
         if self._prefetch is None:
             return
@@ -79,7 +79,7 @@ class Admission:
         """Start what fits into this step."""
         builder, rows = self._builder, self._rows
         if rows.decodes + len(builder.counts) < rows.count:
-            return  # a prompt that runs got nothing: no new ones
+            return  # a running prompt got no tokens: admit no new one
         while self._waiting and builder.left > 0:
             batch, siblings = self._pick()
             if not batch:
@@ -90,11 +90,11 @@ class Admission:
         self._aside.clear()
 
     def _pick(self) -> tuple[list[IdleSequences], tuple[int, int] | None]:
-        """Take the first waiting sequences that fit and can be admitted by one call to the manager.
+        """Take the first waiting sequences that fit and can be admitted by one manager call.
 
         Returns:
-            The sequences; and, for one that is to share blocks of a running sequence of its request, that one's handle
-            and the tokens to share.
+            The sequences; and, if one shares blocks with a running sequence of its request, that sequence's handle and
+            the number of tokens to share.
         """
         manager, left, size = self._manager, self._builder.left, self._manager.block_size
         batch: list[IdleSequences] = []
@@ -109,7 +109,7 @@ class Admission:
             share: tuple[int, int] | None = None
             need = -(-length // size)
             if state.seats or (batch and batch[-1].state is state):
-                # Computed again: it shares the blocks of the request's other sequences once these are computed.
+                # A recompute: it shares blocks with the request's other sequences once they are computed.
                 if batch or self._rows.find(state.seats)[-1] >= self._rows.decodes:
                     break
                 share = None if self._prefix_caching else self._shared_with(state, head.tokens[0])
@@ -130,13 +130,13 @@ class Admission:
         return batch, None
 
     def _head(self) -> IdleSequences | None:
-        """Give the first whose prompt is not being loaded; those before it are set aside."""
+        """Return the first whose prompt is not loading; set aside those before it."""
         while (head := self._waiting.head()) is not None and head in self._loading:
             self._aside.append(self._waiting.pop())
         return head
 
     def _blocks_owed(self) -> int:
-        """Blocks that prompts in prefill are yet to take."""
+        """Blocks that prompts in prefill still need."""
         builder, rows, size = self._builder, self._rows, self._manager.block_size
         if not builder.ends:
             return 0
@@ -147,17 +147,17 @@ class Admission:
         return self._manager.can_allocate(self._hashed(idle)).blocks
 
     def _hashed(self, idle: IdleSequences) -> HashedPrompt:
-        if idle.hashed is None:  # it may be asked for in every step until it fits
+        if idle.hashed is None:  # kept: it may be looked up in every step until it fits
             request, prefix = idle.state.request, self._manager.prefix
             idle.hashed = prefix.hash(idle.tokens[0], salt=request.salt, lora_id=request.lora_id)
         return idle.hashed
 
     def _shared_with(self, state: RequestState, tokens: NDArray[np.uint32]) -> tuple[int, int] | None:
-        """Find the running sequence of a request whose first whole blocks another one can share: handle and tokens."""
+        """Find a running sequence of a request to share leading full blocks with: its handle and the tokens."""
         rows, best, handle = self._rows, 0, 0
         for row in rows.find(state.seats).tolist():
             text = rows.text(row)
-            longest = min(len(text), len(tokens) - 1)  # the last token's logits are wanted
+            longest = min(len(text), len(tokens) - 1)  # the last token must be computed for its logits
             differ = np.flatnonzero(text[:longest] != tokens[:longest])
             common = int(differ[0]) if len(differ) else longest
             common -= common % self._manager.block_size
@@ -166,17 +166,17 @@ class Admission:
         return (handle, best) if best else None
 
     def _still_has(self, handle: int, tokens: int) -> bool:
-        """Whether a running sequence still has all that the token behind its first `tokens` needs of these."""
+        """Whether a running sequence still holds everything of its first `tokens` that the next token needs."""
         if self._group.kind == "full_attention":
             return True
         if self._group.window is None:
-            return False  # its recurrent state is already that of a later token
+            return False  # its recurrent state has moved past that token
         size = self._manager.block_size
         first = max(0, tokens + 1 - self._group.window) // size
         return bool(self._manager.block_table(handle)[first : tokens // size].all())
 
     def _start(self, batch: list[IdleSequences], share: tuple[int, int] | None) -> None:
-        """Admit sequences; all but the last get all of their tokens into this step."""
+        """Admit sequences; only the last may get fewer than all of its tokens in this step."""
         manager, builder, rows = self._manager, self._builder, self._rows
         left = builder.left
         prompts = [idle.tokens[0] for idle in batch]
@@ -203,8 +203,8 @@ class Admission:
         manager.slot_mapping(handles, builder.starts[chunks:], builder.ends[chunks:], out=slots)
 
     def _allocate(self, batch: list[IdleSequences]) -> tuple[NDArray[np.uint64], list[int]]:
-        """Open sequences with what of their prompts is cached; give their handles, and how many tokens that is."""
-        # What is hashed has its salt and adapter.
+        """Open sequences with the cached part of their prompts. Returns their handles and cached token counts."""
+        # A hashed prompt includes its salt and adapter.
         requests = [idle.state.request if idle.hashed is None else None for idle in batch]
         call = partial(
             self._manager.allocate,

@@ -1,6 +1,6 @@
-"""A scheduler's steps over a cache: transfers run beside compute, and every ticket is ended once.
+"""Runs a scheduler's steps over a cache: transfers overlap compute, and every ticket is ended exactly once.
 
-Calls change the lists here together with what the lists stand for, so that an exception at any line loses nothing.
+Each call updates these lists in the same operation as the state they track, so an exception at any line loses nothing.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
 __all__ = ["Cache", "CacheLoop"]
 
 _IDLE_STEPS: Final = 2
-"""Steps in a row that may do nothing although requests wait. More would repeat for ever."""
+"""Consecutive steps that may do nothing while requests wait. More than that would loop forever."""
 _IDLE_SECONDS: Final = 0.0002
-"""Between two looks at what is under way, where nothing else is left to do."""
+"""Poll interval while there is nothing to do but wait for transfers."""
 
 
 @runtime_checkable
 class Cache(Protocol):
-    """What a scheduler's steps move blocks in; a `KVCache`."""
+    """The cache whose blocks a scheduler's steps move; a `KVCache`."""
 
     manager: BlockManager
     prefix_store: Any
 
     @property
     def executor(self) -> Any:
-        """What carries decisions out."""
+        """The executor of decisions."""
 
     def give_back(self) -> object:
         """Return memory that a smaller device no longer uses."""
 
 
 class CacheLoop:
-    """Submits a scheduler's decisions to an executor, and tells the scheduler which have ended.
+    """Submits a scheduler's decisions to an executor, and completes them in the scheduler.
 
     Args:
-        scheduler: whose decisions these are.
+        scheduler: makes the decisions.
         cache: over the scheduler's manager.
-        executor: carries the decisions out; the cache's if None.
+        executor: carries out the decisions; None means the cache's executor.
 
     Attributes:
         open: the step whose `with` block has not ended.
@@ -60,8 +60,8 @@ class CacheLoop:
         self._scheduler = scheduler
         self._cache = cache
         self._executor: Executor = cache.executor if executor is None else executor
-        self._tickets: list[int] = []  # under way, the oldest first
-        self._ended: list[Sequence[StepDone]] = []  # the scheduler does not know yet
+        self._tickets: list[int] = []  # in flight, oldest first
+        self._ended: list[Sequence[StepDone]] = []  # not yet reported to the scheduler
         self._idle = 0
 
     def begin(self, step: Step, *, by_layer: bool) -> None:
@@ -71,7 +71,7 @@ class CacheLoop:
         self._tickets.append(step.decision.ticket)
 
     def check_order(self, in_flight: Step | None) -> None:
-        """Refuse a new step while one is in flight."""
+        """Check that no step is in flight."""
         if in_flight is None:
             return
         what = f"the step of ticket {in_flight.decision.ticket}"
@@ -83,7 +83,7 @@ class CacheLoop:
         """Get ready for the next step.
 
         Raises:
-            InvariantError: the steps before did nothing, and this one would not either.
+            InvariantError: the last steps did nothing, and this one would do nothing either.
         """
         self._cache.give_back()
         if self._idle > _IDLE_STEPS and self._scheduler.num_unfinished:
@@ -95,13 +95,13 @@ class CacheLoop:
             )
 
     def wait_for_layer(self, ticket: int, layer: int) -> None:
-        """Let compute that is queued from now on wait for one layer of a step's loads."""
+        """Make compute queued from now on wait for one layer of a step's loads."""
         self._executor.wait_for_layer(ticket, layer)
 
     def end(self, step: Step, *, failed: bool) -> None:
-        """Take in what has landed, at the end of a step's `with` block; give the step up if the block has raised."""
+        """Complete landed transfers at the end of a step's `with` block; give up the step if the block raised."""
         if self.open is not step:
-            return  # its block has given it up
+            return  # given up inside its block
         if failed:
             self._scheduler.give_up()
             return
@@ -113,18 +113,18 @@ class CacheLoop:
         self.open = None
 
     def drop(self, step: Step) -> None:
-        """Forget a step that is given up. If its transfers have not begun, they count as lost."""
+        """Drop a step that was given up. Its transfers count as lost if they have not started."""
         ticket, self.open = step.decision.ticket, None
         if ticket in self._tickets:
             return
-        # What landed is not known: nothing counts as landed, and the leases end.
+        # It is unknown what landed: count everything as lost, and end the leases.
         with contextlib.suppress(UnknownTicketError):
             self._executor.wait(ticket)
         with contextlib.suppress(UnknownTicketError):
             self._scheduler.complete(ticket, [pairs for _, pairs in step.decision.transfers()])
 
     def poll(self) -> None:
-        """End the tickets whose transfers have ended, and move the prefix store on; never waits."""
+        """End the tickets of finished transfers, and advance the prefix store; never waits."""
         keep(self._ended, self._executor.poll)
         self._tell()
         if self._cache.prefix_store is not None:
@@ -134,12 +134,12 @@ class CacheLoop:
         """Wait for all transfers, and end their tickets."""
         self._tell()
         while self._tickets:
-            # One call of C code, from the executor's answer to the list.
+            # One C call moves the executor's answer into the list.
             self._ended.extend(zip(map(self._executor.wait, self._tickets[:1]), strict=True))
             self._tell()
 
     def _take_in(self, step: Step) -> None:
-        """End the tickets that are done, and wait for this step's if what it computed depends on it."""
+        """End finished tickets. Wait for this step's ticket if its computation depended on it."""
         ended = keep(self._ended, self._executor.collect, step.decision.ticket)
         while not (step.rows or ended) and self._tickets:
             time.sleep(_IDLE_SECONDS)
@@ -153,7 +153,7 @@ class CacheLoop:
         self._idle = self._idle + 1 if is_idle and not len(step.decision) else 0
 
     def _tell(self) -> None:
-        """Tell the scheduler which tickets have ended, and the user what went wrong."""
+        """Complete ended tickets in the scheduler, and warn the user of errors."""
         while self._ended:
             for done in self._ended[0]:
                 if done.ticket in self._tickets:

@@ -1,4 +1,4 @@
-"""What a scheduler has opened in its manager, known after an exception at any line."""
+"""Tracks what a scheduler has opened in its manager, even after an exception at any line."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["Opened", "handles_of"]
 class Opened:
     """Sequences and decisions that a scheduler has taken from its manager.
 
-    A signal may be handled as soon as a call returns, before its result is assigned. So each such call runs inside the
-    assignment of a list slice: either it has not run, or the list has its result.
+    Python may handle a signal right after a call returns, before its result is assigned. So each such call runs inside
+    a list slice assignment: either the call has not run, or the list has its result.
 
     Args:
-        manager: of the scheduler.
+        manager: the scheduler's manager.
         overlap_io: whether a step may compute while its loads arrive.
     """
 
@@ -36,7 +36,7 @@ class Opened:
         self._taken: list[StepDecision] = []
 
     def open(self, call: Callable[[], object]) -> Any:
-        """Open sequences by a call of the manager, and give what it returns."""
+        """Open sequences by a manager call, and return its result."""
         self._latest[:] = starmap(call, ((),))
         self._handles.update(handles_of(self._latest[0]))
         return self._latest[0]
@@ -62,11 +62,11 @@ class Opened:
         return self._taken[0]
 
     def hand_over(self) -> None:
-        """Note that the caller has the last decision, and ends its ticket."""
+        """Note that the caller has the last decision and will end its ticket."""
         self._taken.clear()
 
     def fail_decision(self) -> bool:
-        """End the ticket of a decision that no caller has got: nothing of it will run. Return whether there is one."""
+        """Fail the ticket of a decision that never reached the caller. Returns whether there was one."""
         for decision in self._taken:
             with suppress(UnknownTicketError):
                 self.manager.fail(decision.ticket)
@@ -74,7 +74,7 @@ class Opened:
 
 
 def handles_of(found: NDArray[np.uint64] | Sequence | tuple[Sequence, ...]) -> list[int]:
-    """Give the handles that the manager has returned."""
+    """Return the handles in the manager's result."""
     if isinstance(found, np.ndarray):
         return [int(handle) for handle in found.tolist()]
     return list(map(int, found)) if isinstance(found, tuple) else [int(found)]

@@ -1,4 +1,4 @@
-"""What a scheduler can be asked to do, and which requests fit its device."""
+"""Options of a scheduler, and which requests fit its device."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ __all__ = [
 ]
 
 PreemptionMode: TypeAlias = Literal["auto", "swap", "recompute"]
-"""What becomes of the blocks of a preempted request; see `Scheduler`."""
+"""What happens to the blocks of a preempted request; see `Scheduler`."""
 
 PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
 """All values of `PreemptionMode`."""
 
 GoalName = Literal["max_id", "free_tail", "dense", "contiguous"]
 Goal = tuple[GoalName, int] | tuple[GoalName, int, int]
-"""A goal's name and number, and how far it may be missed before anything moves; see `manager.defrag.run`."""
+"""A goal's name and number, and optionally the tolerance before anything moves; see `manager.defrag.run`."""
 
 
 @dataclass(frozen=True)
 class DefragPolicy:
-    """What a scheduler wants of its device's pool: moves of blocks, decided once a step, with the step.
+    """Defragmentation of the device pool: block moves that are decided once per step, along with it.
 
     Args:
-        goals: the most important first. `("free_tail", 0)` keeps blocks off what a smaller pool gives back,
-            `("dense", n)` all of them as low as can be; see `manager.defrag.run`.
-        max_moves: most blocks to move in a step, at least one.
-        max_bytes: most bytes to write in a step; None for any number.
-        block_bytes: bytes of a block, all layers; needed for `max_bytes`.
-        cached: whether cached blocks in the way move, too, are dropped, or change places with those that move.
+        goals: most important first. `("free_tail", 0)` keeps the tail that a shrinking pool gives back free of blocks,
+            `("dense", n)` packs all blocks as low as possible; see `manager.defrag.run`.
+        max_moves: maximum number of blocks to move per step, at least one.
+        max_bytes: maximum number of bytes to write per step; None for no limit.
+        block_bytes: bytes of a block over all layers; required with `max_bytes`.
+        cached: whether cached blocks in the way are moved, dropped, or swapped with the moving blocks.
 
     Raises:
-        InvalidArgumentError: there is no goal, one that is not known or malformed, or a number is out of range.
+        InvalidArgumentError: there is no goal, a goal is unknown or malformed, or a number is out of range.
 
     Example:
         >>> from blockyard import BlockManager
@@ -60,7 +60,7 @@ class DefragPolicy:
     cached: Literal["move", "drop", "exchange"] = "move"
 
     def __post_init__(self) -> None:
-        """Keep goals that nobody can change, and refuse what the manager would refuse in the middle of a step."""
+        """Make the goals immutable, and raise now what the manager would raise in the middle of a step."""
         object.__setattr__(self, "goals", tuple(self.goals))
         if not self.goals:
             raise InvalidArgumentError("there are no goals, wanted at least one")
@@ -71,7 +71,7 @@ class DefragPolicy:
         self.plan(BlockManager(block_size=1, device_blocks=1))
 
     def plan(self, manager: BlockManager) -> DefragReport:
-        """Decide this step's moves, as part of the decision that the manager gives next."""
+        """Decide this step's moves, as part of the manager's next decision."""
         return manager.defrag.run(
             self.goals,
             max_moves=self.max_moves,
@@ -91,8 +91,8 @@ def check_options(
     """Check the options of a `Scheduler` over a manager.
 
     Raises:
-        InvalidArgumentError: a limit is not positive, the mode is unknown, or the manager has several cache groups; or
-            there are draft tokens and a recurrent state, which cannot be taken back.
+        InvalidArgumentError: a limit is not positive, the mode is unknown, the manager has several cache groups, or
+            draft tokens are combined with a recurrent state, which cannot be rolled back.
     """
     if max_num_seqs < 1 or max_num_batched_tokens < 1:
         raise InvalidArgumentError(
@@ -109,17 +109,17 @@ def check_options(
 
 
 def capacity(device: Pool) -> int:
-    """Blocks of the device that sequences may use."""
+    """Number of device blocks that sequences may use."""
     return device.num_blocks - device.reserved
 
 
 def lack_of_room(manager: BlockManager, state: RequestState) -> OutOfBlocksError | None:
-    """Why a request could never run to its end, if so: it would be preempted for ever."""
+    """Return why a request could never finish, as an error to raise; None if it can."""
     device, size = manager.pool(), manager.block_size
     wanted, total, kept = state.blocks_to_end(size), device.num_blocks, device.reserved
     if wanted + kept <= total and manager.can_allocate(wanted * size).status != AllocStatus.NEVER:
         return None
-    # What the manager wants beyond these two is the null block of a window.
+    # Beyond these two, the manager only needs the null block of a window.
     kept += wanted + kept <= total
     message = (
         f"request {state.request.request_id!r} needs up to {wanted} device blocks and {kept} kept free, "

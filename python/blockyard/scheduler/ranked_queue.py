@@ -1,4 +1,4 @@
-"""A queue by rank whose cost does not grow with what waits in it."""
+"""A priority queue whose cost does not grow with its length."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FEWEST_SWEPT = 64
 
 
 class RankedQueue:
-    """Idle sequences, the lowest rank first; what is taken out of the middle stays in the heap until it is met.
+    """Idle sequences, lowest rank first. Entries removed from the middle stay in the heap until they surface.
 
     Args:
-        place: the `IdleSequences.place` of what is in this queue.
+        place: the `IdleSequences.place` that marks sequences in this queue.
     """
 
     def __init__(self, place: Place) -> None:
@@ -28,7 +28,7 @@ class RankedQueue:
         return self._live
 
     def push(self, idle: IdleSequences) -> None:
-        """Put sequences in by their rank, those of one request by their index."""
+        """Insert sequences by rank; those of one request by index."""
         idle.place = self._place
         idle.state.idle.append(idle)
         self._entries += 1
@@ -36,7 +36,7 @@ class RankedQueue:
         heapq.heappush(self._heap, (idle.rank, idle.indices[0], self._entries, idle))
 
     def head(self) -> IdleSequences | None:
-        """Give the first; it stays."""
+        """Return the first without removing it."""
         while self._heap:
             idle = self._heap[0][3]
             if idle.place == self._place:
@@ -45,7 +45,7 @@ class RankedQueue:
         return None
 
     def first(self, count: int) -> list[IdleSequences]:
-        """Give the first few, in order; they stay. The cost does not grow with what waits behind them."""
+        """Return the first few, in order, without removing them. The cost does not grow with the queue's length."""
         heap, found = self._heap, list[IdleSequences]()
         near = [(heap[0], 0)] if heap else []
         while near and len(found) < count:
@@ -57,13 +57,13 @@ class RankedQueue:
         return found
 
     def pop(self) -> IdleSequences:
-        """Take out what `head` has given."""
+        """Remove the sequences that `head` returned."""
         idle = heapq.heappop(self._heap)[3]
         self._take(idle)
         return idle
 
     def discard(self, idle: IdleSequences) -> None:
-        """Take sequences out of the middle, in constant time but for a sweep once half of the heap is dead."""
+        """Remove sequences from the middle in constant time, except for a sweep once half of the heap is dead."""
         self._take(idle)
         if len(self._heap) > FEWEST_SWEPT and self._live * 2 < len(self._heap):
             self._heap = [entry for entry in self._heap if entry[3].place == self._place]

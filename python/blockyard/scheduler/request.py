@@ -1,4 +1,4 @@
-"""Requests, and what the scheduler keeps for each: Python objects that only events touch, never a plain step."""
+"""Requests and their scheduler state: Python objects that only events touch, never a plain step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rank: TypeAlias = tuple[int, float, int]
 Place: TypeAlias = Literal["waiting", "swapped", "returning", "running"]
 
 NO_TOKEN = 0xFFFF_FFFF
-"""The one uint32 that the prefix cache takes for no token id."""
+"""The only uint32 that the prefix cache does not accept as a token id."""
 PRIORITIES = 1 << 63
 LARGEST_STOP = 1 << 24
 NO_TOKENS: NDArray[np.uint32] = np.zeros(0, np.uint32)
@@ -28,18 +28,18 @@ NO_TOKENS: NDArray[np.uint32] = np.zeros(0, np.uint32)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and what is wanted of it.
+    """One prompt and its generation options.
 
     Args:
-        request_id: the caller's name for it.
+        request_id: the caller's name for the request.
         prompt: token ids, `[tokens]` integers from 0 to 4294967294, at least one.
         max_tokens: tokens to generate for each sequence, at least one.
         n: sequences to generate.
         priority: lower goes first.
-        arrival: seconds; earlier goes first within a priority.
+        arrival: time in seconds; earlier goes first within a priority.
         stop_token_ids: a sequence ends with any of these.
-        salt: keeps tenants apart in the prefix cache: prompts share blocks only with prompts of the same salt.
-        lora_id: adapter that the request runs with; 0 for none. Prompts share blocks only within an adapter.
+        salt: isolates tenants in the prefix cache: prompts share blocks only with prompts of the same salt.
+        lora_id: adapter of the request; 0 for none. Prompts share blocks only within an adapter.
 
     Example:
         >>> from blockyard import Request
@@ -59,12 +59,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    """A request that is done.
+    """A request that has ended.
 
     Attributes:
-        request: as it was added.
-        token_ids: what was generated for each of its `n` sequences, uint32 arrays.
-        error: why it ended early, or None: the device shrank and can no longer hold the request to its end.
+        request: the request as it was added.
+        token_ids: generated tokens of each of its `n` sequences, uint32 arrays.
+        error: why it ended early, or None. The cause is a device that shrank and can no longer hold the request.
     """
 
     request: Request
@@ -73,7 +73,7 @@ class Finished:
 
     @property
     def outputs(self) -> tuple[tuple[int, ...], ...]:
-        """`token_ids` as tuples of ints; made at each use."""
+        """`token_ids` as tuples of ints; built on each access."""
         return tuple(tuple(tokens.tolist()) for tokens in self.token_ids)
 
 
@@ -81,26 +81,25 @@ class RequestState:
     """A request in the scheduler.
 
     Args:
-        request: as the caller gave it.
-        number: rises with each request that is added.
+        request: the caller's request.
+        number: sequence number, increasing with each added request.
 
     Raises:
         InvalidArgumentError: the request is malformed.
 
     Attributes:
         prompt: token ids, uint32 `[tokens]`.
-        rank: its place in every queue.
+        rank: its position in every queue.
         alive: False once it is aborted, refused or done.
-        lost: its sequences lost bytes and are to start again.
-        limit: tokens of each sequence at its end, the prompt included.
+        lost: its sequences lost bytes and must start again.
+        limit: maximum length of each sequence in tokens, prompt included.
         stops: tokens that end a sequence.
-        places: of each sequence that has not ended its seat, or all of its tokens where it has none. Whoever moves a
-            sequence changes its place in one assignment, after the tokens are there, so that an exception at any line
-            loses no token.
-        outputs: of each sequence what it has generated, once it has ended.
-        seats: seats of its sequences that run.
-        idle: its sequences that do not.
-        error: why it was refused, once it was.
+        places: for each unfinished sequence its seat, or all of its tokens if it has no seat. A sequence changes its
+            place in one assignment, after the tokens are there, so an exception at any line loses no token.
+        outputs: generated tokens of each sequence that has ended.
+        seats: seats of its running sequences.
+        idle: its other sequences.
+        error: why it was refused, if it was.
     """
 
     __slots__ = (
@@ -134,20 +133,20 @@ class RequestState:
 
     @property
     def left(self) -> int:
-        """Sequences that have not ended."""
+        """Number of sequences that have not ended."""
         return sum(tokens is None for tokens in self.outputs)
 
     def generated(self, index: int) -> NDArray[np.uint32]:
-        """Give what a sequence has generated; it has ended, or has no seat."""
+        """Return the generated tokens of a sequence that has ended or has no seat."""
         output, place = self.outputs[index], self.places[index]
         if output is not None:
             return output
         return NO_TOKENS if isinstance(place, int) else place[len(self.prompt) :]
 
     def start_over(self) -> list[IdleSequences]:
-        """Give what waits if all sequences start again from their tokens; none has a seat.
+        """Return the waiting sequences if all start again from their tokens; none may have a seat.
 
-        Those that have all of their tokens end.
+        Sequences that already have all of their tokens end.
         """
         self.lost = False
         self.seats, self.idle = set(), []
@@ -164,41 +163,41 @@ class RequestState:
         return waiting if self.alive else []
 
     def blocks_to_end(self, block_size: int) -> int:
-        """Most device blocks that the sequences that go on may need, with only the prompt's full blocks shared."""
+        """Maximum device blocks that the unfinished sequences may need, if they share only the prompt's full blocks."""
         left = self.left
         shared = (len(self.prompt) - 1) // block_size if left > 1 else 0
         return shared + left * (-(-self.limit // block_size) - shared)
 
     def finished(self) -> Finished:
-        """Report the request with the tokens that it has."""
+        """Return the request with its tokens so far."""
         return Finished(self.request, tuple(map(self.generated, range(self.request.n))), self.error)
 
 
 Owner: TypeAlias = tuple[RequestState, int]
-"""The request of a seat, and which of its sequences sits there."""
+"""The request of a seat, and the index of its sequence in that seat."""
 
 
 class Fetch(Protocol):
-    """What `Scheduler(prefetch=...)` returns for a prompt, such as a `Prefetch`."""
+    """Returned by `Scheduler(prefetch=...)` for a prompt; for example a `Prefetch`."""
 
     @property
     def done(self) -> bool:
-        """Whether the prompt can be admitted. True some time, whatever becomes of the load; never waits."""
+        """Whether the prompt can be admitted. Eventually true, even if the load fails; never waits."""
 
 
 class IdleSequences:
-    """Sequences of one request that do not run: one that waits without blocks, or those that were swapped out together.
+    """Idle sequences of one request: either one that waits without blocks, or several that were swapped out together.
 
     Attributes:
         state: the request.
-        indices: which of its sequences.
-        tokens: all tokens of each, prompt first, uint32 arrays.
-        handles: their handles, uint64 `[n]`; empty while it waits.
+        indices: indices of its sequences.
+        tokens: all tokens of each sequence, prompt first, uint32 arrays.
+        handles: their handles, uint64 `[n]`; empty for a waiting sequence.
         forks: sequences that will fork off at the end of the prompt.
-        hashed: its tokens with their keys, once the prefix cache was asked for them.
-        fetch: what loads its beginning from a prefix store, once that has begun.
-        place: the queue it is in.
-        rank: its place in that queue.
+        hashed: its tokens with their prefix-cache keys, once computed.
+        fetch: the load of its beginning from a prefix store, once started.
+        place: the queue that it is in.
+        rank: its position in that queue.
     """
 
     __slots__ = ("fetch", "forks", "handles", "hashed", "indices", "place", "rank", "state", "tokens")
@@ -226,7 +225,7 @@ class IdleSequences:
 
 
 def _rank(request: Request, number: int) -> Rank:
-    """Give a request's place in every queue; it must fit into a field of `SequenceRows`."""
+    """Return a request's rank, after checking that it fits the fields of `SequenceRows`."""
     try:
         priority, arrival = index(request.priority), float(request.arrival)
     except (TypeError, ValueError, OverflowError):
@@ -240,7 +239,7 @@ def _rank(request: Request, number: int) -> Rank:
 
 
 def _stops(request: Request) -> frozenset[int]:
-    """Check a request's stop tokens."""
+    """Check and return a request's stop tokens."""
     stops = frozenset(request.stop_token_ids)
     if stops and (min(stops) < 0 or max(stops) >= LARGEST_STOP):
         raise InvalidArgumentError(
@@ -250,7 +249,7 @@ def _stops(request: Request) -> frozenset[int]:
 
 
 def _token_ids(request: Request) -> NDArray[np.uint32]:
-    """Check a request and give its prompt as uint32."""
+    """Check a request and return its prompt as uint32."""
     if len(request.prompt) < 1 or request.max_tokens < 1 or request.n < 1:
         raise InvalidArgumentError(
             f"request {request.request_id!r} has {len(request.prompt)} prompt tokens, max_tokens "
@@ -267,5 +266,5 @@ def _token_ids(request: Request) -> NDArray[np.uint32]:
             f"the prompt of request {request.request_id!r} has token ids from {tokens.min()} to {tokens.max()}, "
             f"must be from 0 to {NO_TOKEN - 1}"
         )
-    # A copy: the scheduler reads it until the request ends, and the caller may write to its array meanwhile.
+    # Copied: the scheduler reads it until the request ends, while the caller may write to its own array.
     return np.array(tokens, np.uint32)

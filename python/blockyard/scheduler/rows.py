@@ -1,11 +1,11 @@
-"""The sequences on the device as a struct of arrays, so that a plain step touches no object of a sequence.
+"""The running sequences as a struct of arrays, so that a plain step touches no per-sequence object.
 
-Rows `[0, decodes)` are past their prompts, rows `[decodes, count)` in prefill, those that will be through it first in
-front. A prompt that ends becomes a decoding row by `decodes += 1`. Whoever leaves is replaced by rows from the end of
-its part. Rows move only between two steps, never while one is in flight.
+Rows `[0, decodes)` are past their prompts. Rows `[decodes, count)` are in prefill, ordered by which finishes first, so
+a finished prompt becomes a decoding row by `decodes += 1`. A removed row is replaced by one from the end of its part.
+Rows move only between steps, never while one is in flight.
 
-The tokens that a sequence has generated stand under its *seat*, which stays the same while its rows move. Its prompt is
-the request's.
+A sequence's generated tokens are stored under its *seat*, which stays the same while its row moves. Its prompt is
+stored in the request.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from blockyard.scheduler.request import NO_TOKEN, Owner, RequestState
 __all__ = ["BASE", "DONE", "HANDLE", "LENGTH", "LIMIT", "SEAT", "Seated", "SequenceRows"]
 
 HANDLE, LENGTH, LIMIT, SEAT, BASE, DONE, PRIORITY, ARRIVAL, NUMBER = range(9)
-"""Rows of `SequenceRows.fields`. `LENGTH`: tokens of the sequence with the next one; `LIMIT`: its tokens when it ends;
-`BASE`: where its first token would stand in the flat token array; `DONE`: tokens of a prompt that have blocks."""
+"""Rows of `SequenceRows.fields`. `LENGTH`: tokens of the sequence, counting the next one; `LIMIT`: its maximum;
+`BASE`: index that its first token would have in the flat token array; `DONE`: prompt tokens that have blocks."""
 
 COLUMN: Final = Struct("=QqqqqqqdQ")
-"""A sequence's fields, in their order; ARRIVAL is a float."""
+"""A sequence's fields in order; ARRIVAL is a float."""
 FIRST_LENGTH = 256
 CACHE_LINE = 16
-"""Tokens in a line of the cache."""
+"""Tokens per CPU cache line."""
 
 
 def staying(first: int, end: int, leaving: Sequence[int]) -> NDArray[np.int64]:
-    """List the rows from `first` to `end` that do not leave."""
+    """List the rows in `[first, end)` that stay."""
     gone = set(leaving)
     return np.array([row for row in range(first, end) if row not in gone], np.int64)
 
 
 Seated: TypeAlias = tuple[RequestState, int, NDArray[np.uint32], int, int, int]
-"""A sequence that gets a row: its request, which of the request's sequences it is, its tokens, its handle, how many of
-its tokens have blocks, and the sequences that will fork off it."""
+"""A sequence that gets a row: its request, its index in the request, its tokens, its handle, how many of its
+tokens have blocks, and how many sequences will fork off it."""
 
 
 class SequenceRows:
     """Rows and seats.
 
     Args:
-        capacity: most rows.
+        capacity: maximum number of rows.
         block_size: tokens in a block.
 
     Attributes:
-        fields: int64 `[9, capacity]`, one field a row of it.
-        handles: the field `HANDLE` as uint64 `[capacity]`.
+        fields: int64 `[9, capacity]`, one row per field.
+        handles: field `HANDLE` viewed as uint64 `[capacity]`.
         last: last token of each row, uint32 `[capacity]`.
         block_tables: int32 `[capacity, max_blocks]`, C-contiguous; kept from step to step.
-        tokens: those generated, by seat, uint32 `[capacity, max_generated]`, and `NO_TOKEN` behind them.
-        flat: the same, `[capacity * max_generated]`.
-        owners: by seat.
-        forks: by seat, sequences that will fork off its prompt.
-        seats_left: seats that are not in use, nor kept for forks of a prompt or for sequences on their way back.
+        tokens: generated tokens by seat, uint32 `[capacity, max_generated]`, padded with `NO_TOKEN`.
+        flat: `tokens` as `[capacity * max_generated]`.
+        owners: owner of each seat.
+        forks: for each seat, the number of sequences that will fork off its prompt.
+        seats_left: seats neither in use nor reserved for forks of a prompt or for returning sequences.
         count: rows in use.
-        decodes: those of them that are past their prompts.
+        decodes: rows past their prompts.
     """
 
     def __init__(self, capacity: int, block_size: int) -> None:
@@ -83,11 +83,11 @@ class SequenceRows:
         self._free_seats = list(range(capacity))[::-1]
 
     def make_room(self, length: int, generated: int) -> None:
-        """Grow the arrays: `length` tokens a sequence, `generated` past the prompt."""
+        """Grow the arrays to `length` tokens per sequence, `generated` of them after the prompt."""
         capacity, had = self.tokens.shape
         if generated > had:
             longest = max(generated, 2 * had, FIRST_LENGTH)
-            # An odd number of cache lines, so that the rows' entries do not fall into a few sets of the cache.
+            # An odd number of cache lines, so that the rows do not map to only a few cache sets.
             longest = (-(-longest // CACHE_LINE) | 1) * CACHE_LINE
             tokens = np.full((capacity, longest), NO_TOKEN, np.uint32)
             tokens[:, :had] = self.tokens
@@ -100,22 +100,22 @@ class SequenceRows:
             self.block_tables = tables
 
     def owner(self, row: int) -> Owner:
-        """Say whose row it is."""
+        """Return the owner of a row."""
         return self.owner_at(int(self.fields[SEAT, row]))
 
     def owner_at(self, seat: int) -> Owner:
-        """Say whose seat it is."""
+        """Return the owner of a seat."""
         owner = self.owners[seat]
         if owner is None:
             raise InvariantError(f"seat {seat} has no owner")
         return owner
 
     def fork_count(self, row: int) -> int:
-        """Sequences that will fork off a row's prompt."""
+        """Number of sequences that will fork off a row's prompt."""
         return self.forks.get(int(self.fields[SEAT, row]), 0)
 
     def text(self, row: int, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
-        """Copy a row's tokens, prompt first, from `first` up to `end`."""
+        """Copy tokens `[first, end)` of a row, prompt included."""
         prompt = self.owner(row)[0].prompt
         end = int(self.fields[LENGTH, row]) if end is None else end
         if end <= len(prompt):
@@ -125,7 +125,7 @@ class SequenceRows:
         return np.concatenate((prompt[first:], self.flat[base + max(first, len(prompt)) : base + end]))
 
     def leave(self, state: RequestState) -> None:
-        """Give the sequences of a request that have seats their tokens for a place. Right even while rows move."""
+        """Replace the seats of a request's sequences by their tokens. Correct even while rows move."""
         for index, seat in enumerate(state.places):
             if isinstance(seat, int):
                 generated = self.tokens[seat, : state.request.max_tokens]
@@ -134,18 +134,18 @@ class SequenceRows:
                 state.places[index] = np.concatenate((state.prompt, generated))
 
     def find(self, seats: Iterable[int]) -> NDArray[np.int64]:
-        """Give the rows of some seats, rising."""
+        """Return the rows of seats, in ascending order."""
         wanted = np.fromiter(seats, np.int64)
         rows: NDArray[np.int64] = np.flatnonzero(np.isin(self.fields[SEAT, : self.count], wanted))
         return rows
 
     def find_handles(self, handles: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Give the rows of some handles, rising."""
+        """Return the rows of handles, in ascending order."""
         rows: NDArray[np.int64] = np.flatnonzero(np.isin(self.handles[: self.count], handles))
         return rows
 
     def worst(self) -> NDArray[np.int64]:
-        """Give all rows of the request that goes last."""
+        """Return all rows of the lowest-ranked request."""
         rows = np.arange(self.count)
         for key in (self.fields[PRIORITY], self._arrivals, self.fields[NUMBER]):
             values = key[rows]
@@ -153,12 +153,12 @@ class SequenceRows:
         return rows
 
     def append(self, seated: Sequence[Seated]) -> None:
-        """Seat sequences in new rows behind all others, in prefill."""
+        """Seat sequences in new rows at the end, in prefill."""
         self._fill(self.count, seated)
         self.count += len(seated)
 
     def insert(self, seated: Sequence[Seated]) -> slice:
-        """Seat sequences in new rows behind those that decode, and give these; rows in prefill move."""
+        """Seat sequences in new rows after the decoding rows, and return those; rows in prefill move."""
         at, end, count = self.decodes, self.count, len(seated)
         if end > at:
             self._move(slice(at + count, end + count), np.arange(at, end))
@@ -170,7 +170,7 @@ class SequenceRows:
         return new
 
     def remove(self, gone: NDArray[np.int64]) -> None:
-        """Drop rows, rising, and their seats, those kept for forks included; other rows take their places."""
+        """Drop rows (ascending) and their seats, including those reserved for forks; other rows move into the gaps."""
         seats, leaving = self.fields[SEAT].take(gone).tolist(), gone.tolist()
         for seat in seats:
             self.owner_at(seat)[0].seats.discard(seat)
@@ -181,7 +181,7 @@ class SequenceRows:
             self.seats_left += sum(self.forks.pop(seat, 0) for seat in seats)
         first_prefill = bisect_left(leaving, self.decodes)
         left = self.decodes - first_prefill
-        # Holes below the new end are filled by rows that stay from beyond it.
+        # Rows that stay but lie beyond the new end fill the holes below it.
         holes = leaving[: bisect_left(leaving, left, 0, first_prefill)]
         if holes:
             self._move(np.array(holes), staying(left, self.decodes, leaving[len(holes) : first_prefill]))

@@ -1,16 +1,16 @@
-"""The reference continuous-batching scheduler: which sequences run in a step, and which make room.
+"""The reference continuous-batching scheduler: which sequences run in a step, and which are preempted.
 
 Sequences *wait* (no blocks), *run* (blocks on the device, a row in the step) or are *swapped* (blocks on the host or in
-the external tier). Each queue goes by priority, then arrival. A step appends one token to every sequence that is past
-its prompt, and the next chunk to prompts that are not. If blocks run short, the requests that go last are preempted:
-to the host, to the external tier when the host is full, back to waiting (recompute) when both are. Swapped requests
-come back before new prompts are admitted, and never in a step that preempted.
+the external tier). Each queue is ordered by priority, then arrival. A step appends one token to every sequence past its
+prompt, and the next chunk to every prompt in prefill. If blocks run short, the lowest-ranked requests are preempted: to
+the host, to the external tier if the host is full, or back to waiting (recompute) if both are. Swapped requests come
+back before new prompts are admitted, and never in a step that preempted.
 
-When the device shrinks, requests that no longer fit to their ends are refused by the next `schedule`, as `add` would
-refuse them, and `update` returns them with their `error`. The others go on.
+When the device shrinks, the next `schedule` refuses requests that can no longer finish, as `add` would, and `update`
+returns them with their `error`. The others continue.
 
-What a plain step costs does not grow with what waits, and no Python code runs for each of its sequences: their state is
-in arrays (`rows.py`), and objects are touched only when a sequence starts, ends, forks, moves or loses bytes.
+The cost of a plain step does not grow with the number of waiting requests, and no Python code runs per sequence: state
+is in arrays (`rows.py`), and objects are touched only when a sequence starts, ends, forks, moves or loses bytes.
 """
 
 from __future__ import annotations
@@ -47,38 +47,40 @@ __all__ = ["Scheduler"]
 class Scheduler:
     """Decides which sequences run, over a `KVCache` or a `BlockManager`.
 
-    One step is in flight at a time. Over a cache: `step`, whose `with` block computes, then `update`; call `poll` and
-    `drain` here, not those of the cache. Over a manager the caller carries decisions out: `schedule`, `complete`,
-    `update`. Requests may be added and aborted in between.
+    One step is in flight at a time. Over a cache: `step`, whose `with` block computes, then `update`; call the
+    scheduler's `poll` and `drain`, not the cache's. Over a manager, the caller carries out decisions: `schedule`,
+    `complete`, `update`. Requests may be added and aborted in between.
 
-    If a call raises, `KeyboardInterrupt` and errors of `prefetch` included, make it again, or go on with the next step.
-    An `add` or `abort` that raised has not happened. A `complete` that raised must be made again. Where the exception
-    came in the middle of a change, all requests start again from their tokens.
+    If a call raises, including `KeyboardInterrupt` and errors of `prefetch`, retry it or go on with the next step. An
+    `add` or `abort` that raised had no effect. A `complete` that raised must be retried. If the exception came in the
+    middle of a change, all requests start again from their tokens.
 
     Args:
-        cache: a `KVCache` or a `BlockManager`, with one cache group; nothing else may admit sequences of this engine.
-        max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: tokens of a step beyond which prompts wait, or are computed in chunks.
+        cache: a `KVCache` or `BlockManager` with one cache group; nothing else may admit sequences to it.
+        max_num_seqs: maximum number of sequences in one step.
+        max_num_batched_tokens: maximum number of tokens in one step; prompts beyond it wait or are computed in chunks.
         preemption_mode: `"swap"` moves a victim's blocks out if there is room, `"recompute"` drops them, `"auto"` drops
-            them where the request has at most one running sequence. A request still in its prompt is recomputed.
-        num_lookahead_tokens: most draft tokens that a sequence computes in a step behind its own, for speculative
-            decoding or for several tokens a step; see `Step`. They count in `max_num_batched_tokens`. They preempt
-            nobody: where blocks are short, a step has none.
-        overlap_io: a sequence that comes back from the external tier is left out of steps until it has arrived. Other
-            tickets must have ended before the next `schedule` if they load what the step computes. None: over a cache.
-        defragment: moves of device blocks to decide with every step, once all else has its blocks; none by default.
-            The executor must carry `move` out.
-        prefetch: starts to load the beginning of a prompt from a prefix store: `PrefixStore.prefetch`. It is called for
-            the prompts near the head of the queue. Others go first while a prompt loads. None: the cache's, if it has
+            them if the request has at most one running sequence. A request still in prefill is recomputed.
+        num_lookahead_tokens: maximum number of draft tokens per sequence and step, for speculative decoding or for
+            several tokens per step; see `Step`. They count towards `max_num_batched_tokens`. They never cause a
+            preemption: if blocks are short, the step has none.
+        overlap_io: leave a sequence returning from the external tier out of steps until it has arrived. Other tickets
+            that load what the step computes must have ended before the next `schedule`. None: on over a cache, else
+            off.
+        defragment: block moves on the device to decide in every step, after everything else has its blocks; none by
+            default. The executor must support `move`.
+        prefetch: starts loading the beginning of a prompt from a prefix store: `PrefixStore.prefetch`. It is called for
+            the prompts near the head of the queue. While a prompt loads, others go first. None: the cache's, if it has
             a prefix store.
-        executor: carries decisions out instead of the cache's `executor`, such as a `ParallelExecutor`.
+        executor: carries out decisions instead of the cache's `executor`; for example a `ParallelExecutor`.
 
     Attributes:
         manager: the `BlockManager`.
 
     Raises:
-        InvalidArgumentError: a limit is not positive, the mode is unknown, or the manager has several cache groups; or
-            there are draft tokens and a recurrent state, which cannot be taken back; or an executor and no cache.
+        InvalidArgumentError: a limit is not positive, the mode is unknown, the manager has several cache groups, draft
+            tokens are combined with a recurrent state, which cannot be rolled back, or an executor is given without a
+            cache.
 
     Example:
         >>> from blockyard import KVCache, KVLayout, Request, Scheduler
@@ -131,14 +133,14 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}
         self._number = 0
         self._opened = Opened(manager, overlap_io=self._overlap_io)
-        self._interrupted = False  # in the middle of a change, by an exception
-        self._reported: list[RequestState] = []  # by the last `update`
-        self._last_ended = 0  # ticket
+        self._interrupted = False  # by an exception in the middle of a change
+        self._reported: list[RequestState] = []  # in the last `update`
+        self._last_ended = 0  # a ticket
         self._device = manager.pool()
         self._make_empty()
 
     def _make_empty(self) -> None:
-        """Make queues, rows and counts of no requests."""
+        """Set up empty queues, rows and counts."""
         self._rows = SequenceRows(self._max_num_seqs, self.manager.block_size)
         self._builder = StepBuilder(self._max_num_batched_tokens, self._max_num_seqs, self._num_lookahead_tokens)
         self._stop_tokens = StopTokens()
@@ -147,43 +149,43 @@ class Scheduler:
         self._admission = Admission(*parts, self._prefetch)
         self._swapping = Swapping(*parts, overlap_io=self._overlap_io)
         self._acceptance = Acceptance(self._opened, self._rows, self._builder, self._stop_tokens, self._stats)
-        self._leaving: list[RequestState] = []  # whose rows go once no step is in flight
+        self._leaving: list[RequestState] = []  # their rows are freed once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
         self._capacity = capacity(self._device)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that are waiting, running, swapped, on their way back, or refused and not yet reported."""
+        """Number of requests that are waiting, running, swapped, returning, or refused but not yet reported."""
         return len(self._requests)
 
     @property
     def num_running(self) -> int:
-        """Requests with sequences whose blocks are on the device."""
+        """Number of requests with sequences whose blocks are on the device."""
         return len(np.unique(self._rows.fields[NUMBER, : self._rows.count]))
 
     @property
     def num_swapped(self) -> int:
-        """Requests whose blocks are on the host or in the external tier, and not on their way back."""
+        """Number of requests whose blocks are on the host or in the external tier and not returning yet."""
         return len(self._swapping.swapped)
 
     @property
     def num_loading(self) -> int:
-        """Waiting requests that are held back while their prompts are loaded from a prefix store."""
+        """Number of waiting requests held back while their prompts load from a prefix store."""
         return self._admission.num_loading
 
     def stats(self) -> SchedulerStats:
-        """Return the counters since the start, as of now."""
+        """Return a snapshot of the counters since the start."""
         return replace(self._stats)
 
     # ---- requests ----
 
     def add(self, request: Request) -> None:
-        """Take in a request.
+        """Add a request.
 
         Raises:
             InvalidArgumentError: the request is malformed, or its id is in use.
-            OutOfBlocksError: even alone on the device it would not fit to its end.
+            OutOfBlocksError: it could not finish even alone on the device.
         """
         state = RequestState(request, self._number + 1)
         if request.request_id in self._requests:
@@ -197,7 +199,7 @@ class Scheduler:
             raise lack
         try:
             self._stop_tokens.add(state.stops)
-            # What is taken in now may not fit a device that shrinks to what it was at the last step.
+            # Else it would go unchecked if the device shrinks back to its size at the last step.
             self._capacity = max(self._capacity, capacity(self._device))
             self._number += 1
             self._requests[request.request_id] = state
@@ -208,9 +210,9 @@ class Scheduler:
             raise
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; its id can be used again at once.
+        """Drop a request; its id can be reused at once.
 
-        Its blocks come free at once, or by the `update` of the step that is in flight.
+        Its blocks are freed at once, or by the `update` of the step in flight.
 
         Raises:
             InvalidArgumentError: there is no such request.
@@ -232,20 +234,21 @@ class Scheduler:
     # ---- a step ----
 
     def step(self, *, by_layer: bool = False) -> Step:
-        """Decide one step over a `KVCache`, and start its transfers: `with scheduler.step() as step: ...`.
+        """Decide one step over a `KVCache` and start its transfers: `with scheduler.step() as step: ...`.
 
-        The block computes and samples, `update` takes the tokens after it. Blocks move beside compute: loads from the
-        host are waited for on the device, stores go on behind it, and what comes from the external tier joins a later
-        step. The end of the block takes in what has landed. If the step computes nothing, it waits until something has.
-        Requests that lost bytes start again from their tokens; an error of a transfer is a `RuntimeWarning`.
-
-        An exception here or in the block gives the step up: its requests start again from their tokens.
+        The `with` block computes and samples; then `update` takes the tokens. Transfers overlap compute: the device
+        waits for loads from the host, stores continue in the background, and sequences from the external tier join a
+        later step. The end of the block completes landed transfers. If the step computes nothing, it waits until one
+        lands. Requests that lost bytes start again from their tokens; a transfer error is reported as a
+        `RuntimeWarning`. An exception here or in the block gives up the step: its requests start again from their
+        tokens.
 
         Args:
-            by_layer: loads from the host arrive layer by layer; the model waits for each with `step.wait_for_layer`.
+            by_layer: loads from the host arrive layer by layer; the model waits for each layer with
+                `step.wait_for_layer`.
 
         Raises:
-            StepOrderError: the step before has not ended, or was not given to `update`.
+            StepOrderError: the previous step has not ended, or was not given to `update`.
             InvariantError: nothing can run although requests wait.
         """
         loop = self._cache_loop("step")
@@ -260,9 +263,9 @@ class Scheduler:
             raise
 
     def poll(self) -> None:
-        """Over a `KVCache`: take in what has landed, and move the prefix store on; never waits.
+        """Over a `KVCache`: complete landed transfers and advance the prefix store; never waits.
 
-        `step` does it too. While there is nothing to compute, call it about every 10 ms.
+        `step` does this too. While there is nothing to compute, call it about every 10 ms.
 
         Raises:
             StepOrderError: there is no cache.
@@ -270,7 +273,7 @@ class Scheduler:
         self._cache_loop("poll").poll()
 
     def drain(self) -> None:
-        """Over a `KVCache`: wait for all transfers that are under way, so that no ticket is open.
+        """Over a `KVCache`: wait for all transfers in flight, so that no ticket is open.
 
         Raises:
             StepOrderError: there is no cache.
@@ -283,9 +286,9 @@ class Scheduler:
         return self._loop
 
     def schedule(self) -> Step:
-        """Decide one step. Its decision is to be carried out before its rows are computed.
+        """Decide one step. Carry out its decision before computing its rows.
 
-        A step that was never given to `update` is given up: its sequences start again from their tokens.
+        A previous step that was never given to `update` is given up: its sequences start again from their tokens.
 
         Raises:
             StepOrderError: this is a scheduler over a `KVCache`.
@@ -295,7 +298,7 @@ class Scheduler:
         self._opened.hand_over()
         try:
             return self._schedule()
-        except BaseException:  # an interrupt after the call, too
+        except BaseException:  # also on an interrupt after the call
             self._interrupted |= self._opened.fail_decision()
             raise
 
@@ -325,18 +328,18 @@ class Scheduler:
         return step
 
     def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:
-        """End a ticket whose transfers have run; sequences that it swapped in run in the next step.
+        """End a ticket whose transfers have finished; sequences that it swapped in run in the next step.
 
-        Ending the last ticket once more does nothing, so that a call that was interrupted can be made again. Over a
-        `KVCache`, `step`, `poll` and `drain` end tickets.
+        Ending the last ticket again has no effect, so an interrupted call can be retried. Over a `KVCache`, `step`,
+        `poll` and `drain` end tickets.
 
         Args:
-            ticket: of a step's decision.
-            lost: pairs of it that did not land.
+            ticket: the ticket of a step's decision.
+            lost: its pairs that did not land.
 
         Returns:
-            Ids of the requests that lost bytes: they start again from their tokens. Their rows in the step in flight
-            are `void`; whether these are computed makes no difference.
+            Ids of the requests that lost bytes; they start again from their tokens. Their rows in the step in flight
+            are `void`: computing them is allowed but has no effect.
         """
         ended: list[NDArray[np.uint64]] = []  # filled by the call itself, as in `Opened`
         names: list[str] = []
@@ -355,17 +358,18 @@ class Scheduler:
             raise
 
     def update(self, step: Step, sampled: ArrayLike) -> list[Finished]:
-        """Take in a step's tokens.
+        """Add a step's sampled tokens to its sequences.
 
         Args:
-            step: what `step` or `schedule` returned, once its ticket, or what it loads, has landed.
+            step: returned by `step` or `schedule`; its ticket, or at least its loads, must have landed.
             sampled: integers `[step.num_draws]`: one token for each of the first `samples` rows, then one for each of
-                `extra_rows`. Those of `void` rows are dropped. A decoding row with draft tokens has one more for each:
-                the token that follows it. Draft tokens are accepted as far as each equals the token sampled before it;
-                what is sampled behind a rejected draft token is dropped.
+                `extra_rows`. Tokens of `void` rows are dropped. A decoding row has one more for each of its draft
+                tokens: the token that follows it. A draft token is accepted if it equals the token sampled before it;
+                tokens sampled after a rejected draft token are dropped.
 
         Returns:
-            The requests that this step finished, and those that `schedule` has refused since, with their `error`.
+            The requests that finished in this step, and those refused by `schedule` since the last call, with their
+            `error`.
 
         Raises:
             InvalidArgumentError: the tokens do not match the step, or it is not in flight; nothing was changed.
@@ -379,7 +383,7 @@ class Scheduler:
         self._reported = []
         try:
             finished = self._take_in(step, tokens)
-            return finished  # noqa: RET504 (an interrupt after the call is caught, too)
+            return finished  # noqa: RET504 (also catches an interrupt after the call)
         except BaseException:
             self._interrupted = True
             self._in_flight = step
@@ -406,7 +410,7 @@ class Scheduler:
     # ---- putting a step together ----
 
     def _append_to_running(self) -> bool:
-        """Give every running sequence its next token or chunk, all at once; preempt from the tail until they fit."""
+        """Append the next token or chunk to all running sequences at once; preempt from the tail until they fit."""
         preempted, lookahead = False, self._num_lookahead_tokens
         while True:
             self._builder.begin()
@@ -428,14 +432,14 @@ class Scheduler:
             builder.tokens = decodes
             builder.token_ids[:decodes] = rows.last[:decodes]
         else:
-            # A sequence gets no slots beyond its end, so that it fits where `add` has found that it does.
+            # A sequence gets no slots beyond its end, so it still fits as `add` computed.
             room = rows.fields[LIMIT, :decodes] - rows.fields[LENGTH, :decodes] - 1
             builder.add_drafted(rows.last[:decodes], np.minimum(room, lookahead))
         if rows.count > decodes:
             self._next_chunks()
         used = builder.tokens
         if used:
-            # Draft tokens are not known yet, and a prompt's ids are since it was admitted.
+            # Draft tokens are not known yet; the ids of a prompt are known since its admission.
             self.manager.append(
                 rows.handles[: decodes + len(builder.counts)],
                 None if is_plain and not builder.counts else builder.lengths(decodes),
@@ -445,7 +449,7 @@ class Scheduler:
             )
 
     def _next_chunks(self) -> None:
-        """Take in the next chunks of prompts that are being computed, in order, as far as the tokens go."""
+        """Add the next chunks of prompts in prefill, in order, within the token budget."""
         builder, rows = self._builder, self._rows
         for row in range(rows.decodes, rows.count):
             if builder.left < 1:
@@ -464,7 +468,7 @@ class Scheduler:
         self._recompute(gone)
 
     def _recompute(self, gone: NDArray[np.int64]) -> None:
-        """Drop rows with their blocks; sequences of live requests wait to be computed again from their tokens."""
+        """Drop rows with their blocks; sequences of live requests wait for recompute from their tokens."""
         rows = self._rows
         for row in gone.tolist():
             state, index = rows.owner(row)
@@ -476,10 +480,10 @@ class Scheduler:
         self._opened.free(self._rows.handles[gone])
         self._rows.remove(gone)
 
-    # ---- taking its tokens in ----
+    # ---- adding its tokens ----
 
     def _end(self, gone: NDArray[np.int64]) -> list[RequestState]:
-        """Keep what the sequences of some rows have generated, and free them; give the requests that are done."""
+        """Keep the generated tokens of some rows' sequences, and free these. Returns the finished requests."""
         rows, done = self._rows, []
         fields = rows.fields.take(gone, axis=1)
         each = zip(fields[SEAT].tolist(), fields[BASE].tolist(), fields[LENGTH].tolist(), strict=True)
@@ -494,15 +498,15 @@ class Scheduler:
     # ---- who leaves, and who starts again ----
 
     def give_up(self) -> None:
-        """Drop the step in flight, if there is one: its sequences start again from their tokens.
+        """Drop the step in flight, if any: its sequences start again from their tokens.
 
-        For a step whose transfers or computation failed.
+        Call it if the step's transfers or computation failed.
         """
         if self._loop is not None and self._in_flight is not None:
             self._loop.drop(self._in_flight)
         if self._interrupted:
             self._start_over()
-        self._interrupted = True  # if anything below raises
+        self._interrupted = True  # in case anything below raises
         step, self._in_flight = self._in_flight, None
         for row in range(step.rows if step is not None else 0):
             self._leaving.append(self._rows.owner(row)[0])
@@ -513,7 +517,7 @@ class Scheduler:
         self._interrupted = False
 
     def _start_over(self) -> None:
-        """After an exception, free all sequences; requests start again from their tokens. Can be interrupted, too."""
+        """After an exception, free all sequences; requests start again from their tokens. Itself interruptible."""
         self._opened.free_all()
         for state in self._requests.values():
             self._rows.leave(state)
@@ -524,11 +528,11 @@ class Scheduler:
                 self._waiting.push(idle)
             if not state.alive:
                 self._refused.append(state)
-        self._capacity = sys.maxsize  # which fit the device is asked again
+        self._capacity = sys.maxsize  # check again which requests fit the device
         self._interrupted = False
 
     def _drop_leaving(self) -> None:
-        """Free the rows of requests that are gone; start those again that lost bytes. Not while a step is in flight."""
+        """Free the rows of dropped requests, and restart those that lost bytes. Not while a step is in flight."""
         if not self._leaving or (self._in_flight is not None and self._in_flight.rows):
             return
         leaving, self._leaving = self._leaving, []
@@ -537,7 +541,7 @@ class Scheduler:
         self._recompute(self._rows.find({seat for state in leaving for seat in state.seats}))
 
     def _start_again(self, handles: NDArray[np.uint64]) -> list[str]:
-        """Start the requests of sequences that lost bytes again; rows in flight are void, and go with `update`."""
+        """Restart the requests of sequences that lost bytes; `update` frees their rows in flight, now void."""
         rows, step = self._rows, self._in_flight
         running = [rows.owner(row)[0] for row in rows.find_handles(handles).tolist()]
         lost = [state for state in dict.fromkeys(running + self._swapping.holders(handles)) if state.alive]
@@ -556,7 +560,7 @@ class Scheduler:
         return [state.request.request_id for state in lost]
 
     def _release(self, state: RequestState) -> None:
-        """Take a request out of every queue, with its blocks; rows in flight go with `update`."""
+        """Remove a request from every queue and free its blocks; `update` frees its rows in flight."""
         for idle in tuple(state.idle):
             if idle.place == "waiting":
                 self._waiting.discard(idle)
@@ -579,7 +583,7 @@ class Scheduler:
         return lack_of_room(self.manager, state)
 
     def _refuse_what_no_longer_fits(self) -> None:
-        """After the device has shrunk, end the requests that `add` would not take now. No step is in flight."""
+        """After the device shrank, end the requests that `add` would now refuse. No step is in flight."""
         before, self._capacity = self._capacity, capacity(self._device)
         if self._capacity >= before:
             return

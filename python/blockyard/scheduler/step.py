@@ -1,4 +1,4 @@
-"""One step of a scheduler: what it transfers, computes and samples."""
+"""One step of a scheduler: its transfers, computation and sampling."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Draw(NamedTuple):
     """One token to sample.
 
     Attributes:
-        row: row that it continues. It is drawn from the logits at `position - 1`, those of the row's last token unless
-            the row has draft tokens.
+        row: the row that the token continues. It is drawn from the logits at `position - 1`: those of the row's last
+            token, unless the row has draft tokens.
         request_id: the request.
         sequence: which of the request's sequences gets the token.
-        position: position of the token in the sequence, the prompt included.
+        position: position of the token in the sequence, prompt included.
     """
 
     row: int
@@ -54,41 +54,40 @@ class Draw(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """What one step transfers, computes and samples; one row for each sequence, `n` rows and `t` tokens.
+    """One step's transfers, computation and sampling: `t` tokens in `n` rows, one row per sequence.
 
-    First come `decodes` rows of one token each, then prompts and chunks of prompts. The first `samples` rows each give
-    one token: decodes, and prompts that end in this step. `handles`, `seats` and `start` belong to the step; all other
-    arrays are the scheduler's own and are good until the next `schedule`.
+    First come `decodes` rows of one token each, then prompts and chunks of prompts. The first `samples` rows yield one
+    token each: decodes, and prompts that end in this step. `handles`, `seats` and `start` are copies; all other arrays
+    belong to the scheduler and are valid until the next `schedule`.
 
-    With `Scheduler(num_lookahead_tokens=k)` a decoding row computes up to `k` draft tokens behind its own, as far as
-    the request's `max_tokens` and the free blocks go. There are two ways to fill them in. A drafter guesses them before
-    the step is computed: `set_draft_token_ids`. Or the model runs once for each token of a row, and writes the token
-    that it draws into `token_ids` as the row's next one: then every draft token is accepted.
+    With `Scheduler(num_lookahead_tokens=k)` a decoding row computes up to `k` draft tokens after its own, limited by
+    the request's `max_tokens` and the free blocks. There are two ways to fill them in. A drafter guesses them before
+    the step is computed: `set_draft_token_ids`. Or the model runs once per token of a row and writes each drawn token
+    into `token_ids` as the row's next one; then every draft token is accepted.
 
-    A step of `Scheduler.step` is a context manager: its body computes, its exit takes in what has landed. If the body
+    A step of `Scheduler.step` is a context manager: its body computes, its exit completes landed transfers. If the body
     raises, the step is given up and its requests start again from their tokens.
 
     Attributes:
-        decision: blocks to move; carry it out before the rows are computed.
-        decodes: rows that compute the next token of a sequence that is past its prompt, and its draft tokens.
-        samples: rows that give tokens, at least `decodes`.
+        decision: block transfers to carry out before the rows are computed.
+        decodes: number of rows that compute the next token of a sequence past its prompt, and its draft tokens.
+        samples: number of rows that yield tokens, at least `decodes`.
         handles: the manager's handles, uint64 `[n]`.
-        seats: a number below the scheduler's `max_num_seqs`, the same for a sequence from its first step until it ends
-            or is preempted, int64 `[n]`. A model runner can keep what it knows of a sequence under it.
-        start: position of each row's first token, int64 `[n]`; keys and values of all before it are in the cache.
-        query_start_loc: where each row's tokens begin in `token_ids`, and their end, int32 `[n + 1]`.
-        token_ids: tokens to compute, row by row, uint32 `[t]`. A draft token that is not filled in repeats the token
-            before.
-        slot_mapping: where each token's keys and values are written, int64 `[t]`, no slot twice.
+        seats: a number below the scheduler's `max_num_seqs`, constant for a sequence from its first step until it ends
+            or is preempted, int64 `[n]`. A model runner can use it as an index for per-sequence state.
+        start: position of each row's first token, int64 `[n]`; keys and values of all earlier tokens are in the cache.
+        query_start_loc: start of each row's tokens in `token_ids`, and the end of the last, int32 `[n + 1]`.
+        token_ids: tokens to compute, row by row, uint32 `[t]`. An unfilled draft token repeats the token before it.
+        slot_mapping: slot for each token's keys and values, int64 `[t]`, without repeats.
         block_tables: device blocks of each row, int32 `[n, max_blocks]`. Entries beyond a row's blocks are undefined.
-        extra_rows: rows that give one more token, int32 `[e]`: a row once for each sequence that forks off its prompt.
-        num_draft_tokens: draft tokens that the decoding rows compute.
-        void: rows whose tokens `update` will drop since bytes were lost, bool `[n]`; None if there are none. `complete`
-            sets it.
-        owners: the scheduler's own, by seat; `draws` reads it.
-        all_token_ids: gives all tokens of a row's sequence, prompt first, uint32 `[tokens]`; valid until `update`. A
-            drafter reads it.
-        loop: the scheduler's own: what carries the decision out, after `Scheduler.step`.
+        extra_rows: rows that yield one more token, int32 `[e]`: each row once per sequence that forks off its prompt.
+        num_draft_tokens: number of draft tokens in the decoding rows.
+        void: rows whose tokens `update` will drop because bytes were lost, bool `[n]`; None if there are none. Set by
+            `complete`.
+        owners: owner of each seat; internal to the scheduler, read by `draws`.
+        all_token_ids: returns all tokens of a row's sequence, prompt first, uint32 `[tokens]`, for drafters; valid
+            until `update`.
+        loop: internal to the scheduler: carries out the decision after `Scheduler.step`.
     """
 
     decision: StepDecision
@@ -109,9 +108,9 @@ class Step:
     loop: CacheLoop | None = field(default=None, repr=False)
 
     def wait_for_layer(self, layer: int) -> None:
-        """Let compute that is queued from now on wait until a layer's loads have arrived; on a CPU, wait for them.
+        """Make compute queued from now on wait for a layer's loads; on a CPU, wait for them now.
 
-        For a step of `Scheduler.step(by_layer=True)`; of another step all has arrived.
+        For a step of `Scheduler.step(by_layer=True)`; in other steps everything has already arrived.
         """
         if self.loop is not None:
             self.loop.wait_for_layer(self.decision.ticket, layer)
@@ -132,43 +131,43 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """Sequences in the step."""
+        """Number of sequences in the step."""
         return len(self.handles)
 
     @property
     def num_draws(self) -> int:
-        """Tokens that `update` wants."""
+        """Number of tokens that `update` expects."""
         return self.samples + self.num_draft_tokens + len(self.extra_rows)
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens that each row computes, int32 `[n]`."""
+        """Number of tokens in each row, int32 `[n]`."""
         return self.query_start_loc[1:] - self.query_start_loc[:-1]
 
     def owner(self, row: int) -> tuple[str, int]:
-        """Say whose row it is, until `update`: request id, and which of the request's sequences."""
+        """Return the owner of a row, until `update`: request id, and index of the sequence in the request."""
         owner = self.owners[int(self.seats[row])]
         if owner is None:
-            raise IndexError(f"row {row} has no owner any more: its step has ended")
+            raise IndexError(f"row {row} no longer has an owner: its step has ended")
         return owner[0].request.request_id, owner[1]
 
     @property
     def logits_indices(self) -> NDArray[np.int64]:
-        """For each token that `update` wants, the entry of `token_ids` whose logits it is drawn from, `[num_draws]`."""
+        """For each token that `update` expects, the index in `token_ids` whose logits give it, `[num_draws]`."""
         drafted = np.arange(self.query_start_loc[self.decodes])
         ends = self.query_start_loc[1:] - np.int64(1)
         return np.concatenate((drafted, ends[self.decodes : self.samples], ends[self.extra_rows]))
 
     def set_draft_token_ids(self, draft_token_ids: Sequence[ArrayLike]) -> None:
-        """Give the decoding rows their draft tokens; the step drops the slots that are left. At most once a step.
+        """Set the draft tokens of the decoding rows; unused slots are dropped. At most once per step.
 
         Args:
-            draft_token_ids: for each of the `decodes` rows, the tokens that may follow its own, in order: integers from
-                0 to 4294967294, as many as `lengths[row] - 1` or fewer.
+            draft_token_ids: for each of the `decodes` rows, the tokens that may follow its own, in order: at most
+                `lengths[row] - 1` integers from 0 to 4294967294.
 
         Raises:
-            InvalidArgumentError: there is not one list for each row, a list is too long, or its entries are no token
-                ids; nothing was changed.
+            InvalidArgumentError: there is not one list per row, a list is too long, or an entry is not a token id;
+                nothing was changed.
         """
         drafts = [as_token_ids(np.asarray(tokens), "draft_token_ids") for tokens in draft_token_ids]
         counts, slots = np.array([len(tokens) for tokens in drafts], np.int64), self.lengths
@@ -194,7 +193,7 @@ class Step:
     def draws(self) -> list[Draw]:
         """List the tokens to sample, in the order in which `update` takes them; valid until `update`.
 
-        An object for each token: for engines and tests whose sampler works row by row.
+        Makes one object per token, for engines and tests that sample row by row.
         """
         begins, ends = self.start + 1, self.start + self.lengths
         begins[self.decodes :] = ends[self.decodes :]
@@ -213,25 +212,25 @@ class Step:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the scheduler was made.
+    """Counters since the scheduler was created.
 
     Attributes:
         steps: steps scheduled.
         tokens: tokens scheduled.
-        cached_tokens: prompt tokens that the prefix cache saved.
+        cached_tokens: prompt tokens found in the prefix cache.
         preempted_swap_host: preemptions that swapped sequences out to the host.
         preempted_swap_external: preemptions that swapped sequences out to the external tier.
-        preempted_recompute: preemptions that freed sequences, to be computed again.
-        lost: sequences that lost bytes in a transfer and start again.
-        refused: requests that ended because the device became too small.
+        preempted_recompute: preemptions that freed sequences for recompute.
+        lost: sequences restarted because a transfer lost their bytes.
+        refused: requests ended because the device became too small.
         resumed_swap_host: sequences that came back from the host.
         resumed_swap_external: sequences that came back from the external tier.
         spec_decode_num_drafts: rows that computed draft tokens.
-        spec_decode_num_draft_tokens: draft tokens that they computed.
+        spec_decode_num_draft_tokens: draft tokens in those rows.
         spec_decode_num_accepted_tokens: draft tokens that were accepted.
-        peak_device_blocks: most device blocks in use at once.
-        peak_host_blocks: most host blocks in use at once.
-        peak_external_blocks: most external slots in use at once.
+        peak_device_blocks: peak number of device blocks in use.
+        peak_host_blocks: peak number of host blocks in use.
+        peak_external_blocks: peak number of external slots in use.
     """
 
     steps: int = 0
@@ -253,21 +252,21 @@ class SchedulerStats:
 
 
 class StepBuilder:
-    """The step being put together; its buffers are used again in every step.
+    """Builds a step; its buffers are reused by every step.
 
     Args:
-        max_tokens: tokens of a step from which on prompts get none.
-        max_rows: most rows in a step.
-        num_lookahead_tokens: most draft tokens of a row.
+        max_tokens: token budget of a step; prompts get no tokens beyond it.
+        max_rows: maximum number of rows in a step.
+        num_lookahead_tokens: maximum number of draft tokens in a row.
 
     Attributes:
         token_ids: uint32 `[max_tokens + max_rows * (1 + num_lookahead_tokens)]`.
-        slots: int64, as long.
-        tokens: how many of both are in use.
-        drafts: slots for draft tokens of each decoding row, int64 `[decodes]`; None without lookahead.
-        counts: tokens of each row in prefill.
-        starts: position of the first of them.
-        ends: position behind the last.
+        slots: int64, same length.
+        tokens: number of entries in use in both.
+        drafts: number of draft slots in each decoding row, int64 `[decodes]`; None without lookahead.
+        counts: number of tokens of each row in prefill.
+        starts: position of the first of those tokens.
+        ends: position after the last.
     """
 
     def __init__(self, max_tokens: int, max_rows: int, num_lookahead_tokens: int = 0) -> None:
@@ -284,7 +283,7 @@ class StepBuilder:
 
     @property
     def left(self) -> int:
-        """Tokens that prompts may still have."""
+        """Remaining token budget for prompts."""
         return self._max_tokens - self.tokens
 
     def begin(self) -> None:
@@ -293,13 +292,13 @@ class StepBuilder:
         self.counts, self.starts, self.ends = [], [], []
 
     def add_drafted(self, last: NDArray[np.uint32], drafts: NDArray[np.int64]) -> None:
-        """Take in the next tokens of decoding rows, and `drafts` slots for draft tokens behind each."""
+        """Add the next tokens of decoding rows, each followed by `drafts` slots for draft tokens."""
         self.drafts = drafts
         self.tokens = len(last) + int(drafts.sum())
         self.token_ids[: self.tokens] = np.repeat(last, drafts + 1)
 
     def add_chunks(self, parts: list[NDArray[np.uint32]], starts: list[int]) -> None:
-        """Take in parts of rows' prompts, the last as far as there is room; their slots are written apart."""
+        """Add chunks of prompts; the last is cut to the remaining budget. Their slots are written separately."""
         counts = list(map(len, parts))
         at, total = self.tokens, sum(counts)
         if total > self.left:
@@ -312,7 +311,7 @@ class StepBuilder:
         self.ends += map(add, starts, counts)
 
     def insert(self, decodes: int, count: int) -> slice:
-        """Make room for `count` rows of one token behind those that decode; return the place of their tokens."""
+        """Make room for `count` rows of one token after the decoding rows; return the position of their tokens."""
         at = decodes
         if self.drafts is not None:
             at += int(self.drafts.sum())
@@ -323,7 +322,7 @@ class StepBuilder:
         return slice(at, at + count)
 
     def lengths(self, decodes: int) -> NDArray[np.uint32]:
-        """Tokens of each row."""
+        """Return the number of tokens in each row."""
         lengths = np.ones(decodes + len(self.counts), np.uint32)
         if self.drafts is not None:
             lengths[:decodes] += self.drafts.astype(np.uint32)
@@ -331,7 +330,7 @@ class StepBuilder:
         return lengths
 
     def take(self, decision: StepDecision, rows: SequenceRows) -> Step:
-        """Return the step that was put together."""
+        """Return the finished step."""
         decodes = samples = rows.decodes
         count, used = decodes + len(self.counts), self.tokens
         start: NDArray[np.int64] = rows.fields[LENGTH, :count] - 1
@@ -361,7 +360,7 @@ class StepBuilder:
         )
 
     def query_start_loc(self, decodes: int) -> NDArray[np.int32]:
-        """Where each row's tokens begin, and their end."""
+        """Return the start of each row's tokens, and the end of the last."""
         found: NDArray[np.int32] = self._ramp[: decodes + len(self.counts) + 1]
         if self.drafts is not None:
             return np.append(np.int32(0), np.cumsum(self.lengths(decodes), dtype=np.int32))
@@ -373,13 +372,13 @@ class StepBuilder:
 
 
 def ragged(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """List `counts[i]` numbers from each `starts[i]` on, one run behind the other."""
+    """Concatenate the runs of `counts[i]` consecutive numbers from each `starts[i]`."""
     found: NDArray[np.int64] = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
     return found
 
 
 def sampled_tokens(step: Step, sampled: ArrayLike) -> NDArray[np.uint32]:
-    """Give the tokens that `update` takes as uint32.
+    """Convert the tokens given to `update` to uint32.
 
     Raises:
         InvalidArgumentError: they are not one token id for each draw.
@@ -393,7 +392,7 @@ def sampled_tokens(step: Step, sampled: ArrayLike) -> NDArray[np.uint32]:
 
 
 def as_token_ids(tokens: NDArray[Any], name: str) -> NDArray[np.uint32]:
-    """Give token ids `[tokens]` as uint32.
+    """Convert token ids `[tokens]` to uint32.
 
     Raises:
         InvalidArgumentError: they are not integers from 0 to 4294967294, or not one-dimensional.
@@ -405,14 +404,14 @@ def as_token_ids(tokens: NDArray[Any], name: str) -> NDArray[np.uint32]:
     if tokens.dtype.kind not in "iu":
         raise InvalidArgumentError(f"{name} are {tokens.dtype}, must be integers")
     wide = tokens.astype(np.int64, copy=False)
-    # Seen as unsigned, a negative id is the largest of all.
+    # Viewed as unsigned, a negative id exceeds every valid one.
     if np.maximum.reduce(wide.view(np.uint64)) >= NO_TOKEN:
         raise InvalidArgumentError(f"{name} go from {wide.min()} to {wide.max()}, must be from 0 to {NO_TOKEN - 1}")
     return wide.astype(np.uint32)
 
 
 def count_step(stats: SchedulerStats, manager: BlockManager, tokens: int, *, is_away: bool) -> None:
-    """Count a step that computes `tokens`; is_away: whether a sequence is on the host or in the external tier."""
+    """Count a step that computes `tokens`. `is_away`: a sequence is on the host or in the external tier."""
     stats.steps += 1
     stats.tokens += tokens
     device = manager.pool()

@@ -1,4 +1,4 @@
-"""Which tokens end some live request: one look-up for all tokens of a step."""
+"""Stop tokens of all live requests, checked by one lookup for all tokens of a step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["StopTokens"]
 class StopTokens:
     """Counts the requests that stop at each token.
 
-    Most requests have one of a few sets of tokens, so sets are counted, and tokens only by set.
+    Most requests use one of a few token sets, so whole sets are counted, and tokens once per set.
     """
 
     def __init__(self) -> None:
         self._requests: Counter[frozenset[int]] = Counter()
         self._sets: Counter[int] = Counter()
-        self._stops = np.zeros(1, np.bool_)  # the last entry stands for all larger tokens
+        self._stops = np.zeros(1, np.bool_)  # the last entry covers all larger tokens
 
     def __bool__(self) -> bool:
         return bool(self._sets)
 
     def add(self, wanted: frozenset[int]) -> None:
-        """Count a request's tokens."""
+        """Add a request's stop tokens."""
         if wanted in self._requests:
             self._requests[wanted] += 1
             return
@@ -39,7 +39,7 @@ class StopTokens:
         self._stops[list(wanted)] = True
 
     def remove(self, gone: frozenset[int]) -> None:
-        """Count them off."""
+        """Remove a request's stop tokens."""
         if not gone:
             return
         left = self._requests[gone] - 1
@@ -54,8 +54,8 @@ class StopTokens:
                 self._stops[token] = False
 
     def among(self, tokens: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """Give the places of the tokens at which some request stops."""
-        if len(self._sets) == 1:  # one comparison costs less than a look-up
+        """Return the indices of tokens that are a stop token of some request."""
+        if len(self._sets) == 1:  # a comparison is cheaper than a lookup
             (token,) = self._sets
             stops = tokens == token
         else:

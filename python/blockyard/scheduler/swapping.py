@@ -1,4 +1,4 @@
-"""Who leaves the device with their blocks, and comes back."""
+"""Swapping: sequences that leave the device with their blocks, and come back."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["Swapping"]
 
 
 class Swapping:
-    """Sequences whose blocks are on the host or in the external tier, and those on their way back.
+    """Sequences whose blocks are on the host or in the external tier, and those returning.
 
     Args:
-        opened: the sequences in the manager, which moves their blocks.
-        rows: where the sequences run.
-        builder: of the step that they come back in.
-        waiting: queue of those that lose their blocks.
-        stats: counts what moves.
-        overlap_io: whether what comes from the external tier is left out of steps until it has arrived.
+        opened: the sequences in the manager.
+        rows: rows of the running sequences.
+        builder: builder of the step in which they come back.
+        waiting: queue for sequences that lose their blocks.
+        stats: counts swaps.
+        overlap_io: whether sequences from the external tier are left out of steps until they have arrived.
 
     Attributes:
-        swapped: the queue of those that are to come back.
+        swapped: queue of swapped-out sequences.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class Swapping:
         self._stats = stats
         self._overlap_io = overlap_io
         self._prefix_caching = opened.manager.prefix.enabled
-        self._away: dict[IdleSequences, None] = {}  # in order, so that the same requests give the same run
-        self._returning: list[IdleSequences] = []  # from the external tier, by the step being put together
-        self._loading: dict[int, list[IdleSequences]] = {}  # by a ticket
-        self._landed: list[IdleSequences] = []  # to get their rows in the next step
+        self._away: dict[IdleSequences, None] = {}  # ordered, so runs are reproducible
+        self._returning: list[IdleSequences] = []  # from the external tier, in the step being built
+        self._loading: dict[int, list[IdleSequences]] = {}  # by ticket
+        self._landed: list[IdleSequences] = []  # get their rows in the next step
 
     def __bool__(self) -> bool:
         return bool(self._away)
 
     def move_out(self, gone: NDArray[np.int64]) -> bool:
-        """Take the rows of one request off the device, if host or external tier have room; says whether they had."""
+        """Swap one request's rows out, if host or external tier has room. Returns whether it did."""
         manager, rows = self._manager, self._rows
         handles = rows.handles[gone]
         if manager.can_swap_out(handles):
@@ -79,27 +79,27 @@ class Swapping:
         return True
 
     def begin(self, ticket: int) -> None:
-        """Note the ticket under which sequences come from the external tier."""
+        """Record the ticket that loads sequences from the external tier."""
         if self._returning:
             self._loading[ticket], self._returning = self._returning, []
 
     def end(self, ticket: int) -> None:
-        """What came with a ticket gets its rows in the next step."""
+        """Schedule sequences that arrived with a ticket for the next step."""
         if self._loading:
             self._landed += self._loading.pop(ticket, ())
 
     def seat_landed(self) -> None:
-        """Seat sequences that are back. No step is in flight."""
+        """Seat returned sequences. No step is in flight."""
         if self._landed:
             landed, self._landed = self._landed, []
             self._seat([seated for idle in landed if idle in self._away for seated in self._return(idle)])
 
     def holders(self, handles: NDArray[np.uint64]) -> list[RequestState]:
-        """Give the requests of which some handles are away."""
+        """Return the swapped-out requests that own any of these handles."""
         return [idle.state for idle in self._away if np.isin(idle.handles, handles).any()]
 
     def drop(self, idle: IdleSequences) -> None:
-        """Free the blocks of sequences that are away."""
+        """Free the blocks of swapped-out sequences."""
         if idle.place == "swapped":
             self.swapped.discard(idle)
         else:
@@ -109,18 +109,18 @@ class Swapping:
         self._opened.free(idle.handles)
 
     def resume(self) -> None:
-        """Bring swapped requests back, in order, while they fit with a token more for each sequence."""
+        """Bring swapped requests back, in order, while they fit with one more token per sequence."""
         computed = False
         while (idle := self.swapped.head()) is not None:
             apart = self._overlap_io and self._manager.tier(int(idle.handles[0])) == "external"
-            # A ticket with reads of a store ends late: nothing that this step computes may depend on it.
+            # A ticket with store reads ends late: nothing in this step may depend on it.
             mixed = computed if apart else bool(self._returning)
             if mixed or len(idle.indices) > self._rows.seats_left:
                 break
             status = self._bring_back(idle.handles)
             if status == AllocStatus.LATER:
                 break
-            if status == AllocStatus.NEVER:  # others took the room for good; from its tokens it can still run
+            if status == AllocStatus.NEVER:  # its room is gone for good, but it can be recomputed
                 self.recompute(idle)
                 continue
             self.swapped.pop()
@@ -134,7 +134,7 @@ class Swapping:
             self._run_now(idle)
 
     def _run_now(self, idle: IdleSequences) -> None:
-        """Give sequences that have just come back their rows and their next tokens, in this step."""
+        """Seat sequences that have just come back, with their next tokens, in this step."""
         builder, rows = self._builder, self._rows
         new = builder.insert(rows.decodes, len(idle.indices))
         builder.token_ids[new] = [tokens[-1] for tokens in idle.tokens]
@@ -153,13 +153,13 @@ class Swapping:
         return fit.status
 
     def recompute(self, idle: IdleSequences) -> None:
-        """Free the blocks of sequences that are away; they wait to be computed again from their tokens."""
+        """Free the blocks of swapped-out sequences; they wait for recompute from their tokens."""
         self.drop(idle)
         for index, tokens in zip(idle.indices, idle.tokens, strict=True):
             self._waiting.push(IdleSequences(idle.state, [index], [tokens]))
 
     def _return(self, idle: IdleSequences) -> list[Seated]:
-        """Note that sequences are not away any more; give what their rows are made of."""
+        """Record that sequences are back. Returns the data for their rows."""
         del self._away[idle]
         if idle.place == "returning":
             idle.state.idle.remove(idle)

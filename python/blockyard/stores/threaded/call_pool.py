@@ -26,18 +26,19 @@ class _Calls:
 
     @property
     def is_taken(self) -> bool:
-        """Whether no call is to begin any more."""
+        """Whether no further call will start."""
         return self.begun == self.total or bool(self.errors)
 
 
 class CallPool:
-    """Makes calls of several batches at once, those of a batch in their order.
+    """Runs the calls of several batches concurrently; each batch's calls start in order.
 
-    A thread a batch would be idle while the batch's last calls end, and starting threads costs as much as a request.
-    The thread that waits for a batch makes calls of it too. So a batch goes on if the pool's threads all hang.
+    The batches share threads: with one thread per batch, threads would idle while a batch's last calls finish, and
+    starting a thread costs as much as a request. The thread that waits for a batch runs its calls too, so the batch
+    progresses even if all pool threads hang.
 
     Args:
-        most: calls at once, as far as batches leave the pool any.
+        most: pool threads start a call only while fewer than this many run.
     """
 
     def __init__(self, most: int) -> None:
@@ -50,7 +51,7 @@ class CallPool:
         self._closed = False
 
     def each(self, total: int, call: Callable[[int], None]) -> None:
-        """Call with 0 to `total - 1`, some at once; raises the first error, after which no call begins."""
+        """Call with 0 to `total - 1`, concurrently. After an error no further call starts; raises the first."""
         calls = _Calls(call, total, self._runtime.event())
         with self._lock:
             if total > 1:
@@ -63,13 +64,13 @@ class CallPool:
                 self._end(calls)
                 number = self._begin(calls)
                 if number is None and self._idle and self._batches:
-                    self._work.notify()  # for the place that this thread leaves
+                    self._work.notify()  # this thread's slot is free
         calls.ended.wait()
         if calls.errors:
             raise calls.errors[0]
 
     def close(self) -> None:
-        """Let the threads end; of batches that have not ended no call begins any more."""
+        """Stop the threads; unfinished batches start no further calls."""
         with self._lock:
             self._closed = True
             for calls in self._batches:
@@ -77,7 +78,7 @@ class CallPool:
             self._work.notify_all()
 
     def _serve(self) -> None:
-        """Make calls of any batch until none has come for a while."""
+        """Run calls of any batch; return after a while without work."""
         calls = None
         while True:
             with self._lock:
@@ -94,25 +95,25 @@ class CallPool:
     def _call(calls: _Calls, number: int) -> None:
         try:
             calls.call(number)
-        except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
+        except BaseException as error:  # noqa: BLE001 (raised in the waiting thread)
             calls.errors.append(error)
 
     # ---- with the lock held ----
 
     def _invite(self, count: int) -> None:
-        """Wake threads, or start them, for `count` calls."""
+        """Wake or start threads for `count` calls."""
         count = min(count, self._most - self._running)
         self._work.notify(count)
         for _ in range(min(count - self._idle, self._most - self._threads)):
             self._threads += 1
             try:
                 self._runtime.start_worker("blockyard-store", self._serve, self.close)
-            except RuntimeError:  # no thread can be started: fewer do the work
+            except RuntimeError:  # cannot start a thread: go on with fewer
                 self._threads -= 1
                 return
 
     def _find(self) -> _Calls | None:
-        """Wait for a batch with calls that the pool may begin; none after a while."""
+        """Wait for a batch that the pool can work on; None on timeout."""
         while not self._closed:
             while self._batches and self._batches[0].is_taken:
                 self._batches.popleft()
@@ -126,7 +127,7 @@ class CallPool:
         return None
 
     def _begin(self, calls: _Calls) -> int | None:
-        """Count a call as begun; none if no call is to begin any more."""
+        """Count a call as started and return its number; None if no further call will start."""
         if calls.is_taken:
             if not calls.running:
                 calls.ended.set()
