@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from blockyard.errors import StoreError
-from blockyard.stores.threaded import epochs
+from blockyard.runtime import Runtime, use_runtime
 from blockyard.stores.threaded.epochs import Epoch, ForgottenError, Record, SharedEpoch
 
 REVISION = "new"  # the revision that `forget` names; its number as weights is 1, that of the namespace's weights 0
@@ -287,8 +287,12 @@ def search(model: Model, most: int) -> int:
     """
     counter = itertools.count(1)
     drawn = lambda size: (1 << 100 | next(counter)).to_bytes(size, "big")  # noqa: E731
-    real, epochs.os = epochs.os, type("os", (), {"urandom": staticmethod(drawn)})  # type: ignore[assignment]
-    try:
+
+    class Numbered(Runtime):
+        def random_bytes(self, count: int) -> bytes:
+            return drawn(count)
+
+    with use_runtime(Numbered()):
         start = numbered(model.start())
         came_from: dict[State, tuple[State, str] | None] = {start: None}
         todo = deque([start])
@@ -304,8 +308,6 @@ def search(model: Model, most: int) -> int:
                 raise WrongHitError(f"{error}, after: {'; '.join(_steps_to(state, came_from))}") from None
             assert len(came_from) <= most, f"more than {most} states"
         return len(came_from)
-    finally:
-        epochs.os = real
 
 
 def _steps_to(state: State, came_from: dict[State, tuple[State, str] | None]) -> list[str]:

@@ -18,12 +18,25 @@ from typing import Any, Final, TextIO
 from blockyard._core import SlabReport, check_slab, inspect_slab
 from blockyard.progress import Progress, show_progress
 
-__all__ = ["EXIT_BAD_USAGE", "EXIT_OK", "EXIT_WRONG", "Result", "calibrate", "demo", "doctor", "fsck", "inspect"]
+__all__ = [
+    "EXIT_BAD_USAGE",
+    "EXIT_OK",
+    "EXIT_WRONG",
+    "Result",
+    "calibrate",
+    "demo",
+    "doctor",
+    "fsck",
+    "inspect",
+    "simulate",
+]
 
 EXIT_OK = 0
 EXIT_WRONG = 1
 EXIT_BAD_USAGE = 2
 
+_MOST_LOGGED: Final = 20
+"""Lines of a failed simulation that are shown as text; JSON has all."""
 _MOST_SHOWN: Final = 20
 """Damaged slots that are listed as text."""
 _LOOK_SECONDS: Final = 0.2
@@ -97,6 +110,36 @@ def calibrate(options: argparse.Namespace) -> Result:
 
     devices = [{"index": device.index, "path": str(device.path), **asdict(device.table)} for device in found.devices]
     return Result({"devices": devices, "problem": found.problem}, show, found.exit_code)
+
+
+def simulate(options: argparse.Namespace) -> Result:
+    """Run fleets in virtual time."""
+    sim = importlib.import_module("blockyard.sim")  # it needs greenlet
+    faults = None if options.replay is None else sim.read_faults(options.replay)
+    kinds = {"all": tuple(sim.FAULTS), "none": ()}.get(options.faults, tuple(options.faults.split(",")))
+    fleet = sim.FleetOptions(engines=options.engines, seconds=options.seconds, kinds=kinds)
+    count = options.seeds if faults is None else 1
+    with show_progress("simulate", quiet=options.quiet) as view:
+        found = sim.run_campaign(
+            range(options.seed, options.seed + count),
+            fleet,
+            faults=faults,
+            show=lambda done: view.step(done, count, "seeds"),
+        )
+
+    def show(stream: TextIO) -> None:
+        faults = ", ".join(f"{kind} {count}" for kind, count in sorted(found.faults.items())) or "none"
+        print(f"{found.num_seeds} seeds, {found.num_operations} operations; faults: {faults}", file=stream)
+        print(f"log digest {found.digest}", file=stream)
+        if found.failure is None:
+            print("no promise was broken", file=stream)
+            return
+        for line in found.failure.log[-_MOST_LOGGED:]:
+            print(line, file=stream)
+        print(f"seed {found.failure.seed}: {found.failure.broken}", file=stream)
+        print(f"replay: {found.replay_command()}", file=stream)
+
+    return Result(found.as_dict(), show, EXIT_OK if found.failure is None else EXIT_WRONG)
 
 
 def inspect(options: argparse.Namespace) -> Result:

@@ -106,6 +106,16 @@ def make_parser() -> argparse.ArgumentParser:
         "calibrate",
         "calibrate --format json --output calibration.json",
     )
+    _add_simulate_options(
+        _add_command(
+            commands,
+            "simulate",
+            "run fleets of engines over one shared store in virtual time, with faults, and check each answer",
+            "simulate",
+            "simulate --engines 5 --seeds 10000 --faults crash,partition",
+            "simulate --seed 7 --format json --output seed-7.json",
+        )
+    )
     look = _add_command(
         commands,
         "inspect",
@@ -236,6 +246,28 @@ def _add_fault_options(demo: argparse.ArgumentParser) -> None:
         choices=SABOTAGE_KINDS,
         help="silently drop one transfer of this kind; with prefix caching its block may never be read again, and the "
         "exit code is then 0",
+    )
+
+
+def _add_simulate_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--engines", type=_count(1), default=3, metavar="N", help="engines that share the store")
+    command.add_argument("--seed", type=_count(0), default=0, metavar="N", help="first seed")
+    command.add_argument("--seeds", type=_count(1), default=100, metavar="N", help="how many seeds to run")
+    command.add_argument(
+        "--seconds", type=_factor, default=4.0, metavar="X", help="virtual seconds of random work for each seed"
+    )
+    which = command.add_mutually_exclusive_group()
+    which.add_argument(
+        "--faults",
+        default="all",
+        metavar="KINDS",
+        help="kinds of faults, separated by commas: all, none, or some of lossy, repeat, slow, partition, crash, gray, "
+        "full, node_loss, damage",
+    )
+    which.add_argument(
+        "--replay",
+        metavar="FAULTS",
+        help="run one seed with exactly these faults, as a failure prints them, or with none",
     )
 
 

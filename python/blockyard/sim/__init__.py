@@ -3,6 +3,17 @@
 One seed is one run: the same calls in the same order, the same faults, the same log. See docs/simulation.md.
 """
 
+from blockyard.sim.campaign import Campaign, run_campaign
+from blockyard.sim.faults import FAULTS, Fault, read_faults
 from blockyard.sim.fleet import FleetOptions, FleetReport, simulate_fleet
 
-__all__ = ["FleetOptions", "FleetReport", "simulate_fleet"]
+__all__ = [
+    "FAULTS",
+    "Campaign",
+    "Fault",
+    "FleetOptions",
+    "FleetReport",
+    "read_faults",
+    "run_campaign",
+    "simulate_fleet",
+]

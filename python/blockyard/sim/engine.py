@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from math import inf
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from blockyard.errors import StoreError
 from blockyard.sim.loop import Loop
 from blockyard.sim.object_server import Link, ObjectServer
 from blockyard.sim.oracle import BLOCK_BYTES, BrokenPromiseError, Oracle, Put
+from blockyard.stores import Completion
 from blockyard.stores.object_store import ObjectStore, read_url
 
 __all__ = ["NUM_KEYS", "SimulatedEngine", "key_of"]
@@ -21,6 +23,7 @@ __all__ = ["NUM_KEYS", "SimulatedEngine", "key_of"]
 NUM_KEYS: Final = 8
 WEIGHTS: Final = ("", "step-1", "step-2")
 _DEADLINE: Final = 3.0
+_HIDDEN: Final = 3.0  # seconds after a failure in which a key may be said to be absent
 _IN_FLIGHT: Final = 5
 
 
@@ -71,6 +74,9 @@ class SimulatedEngine:
         self._counted: Counter[str] = Counter()
         self._has_epoch = False  # a block of its came or went since it opened the store, or forgot
         self._forgotten_at: float | None = None  # when it was told that its weights do not count any more
+        self._forgot_at = 0.0  # when its last call of `forget` ended
+        self._last_put: dict[int, Put] = {}
+        self._failed_at: dict[int, float] = {}  # when a key's block last failed to come or go
         self.link = Link(server)
         self.store = self._open()
 
@@ -88,16 +94,15 @@ class SimulatedEngine:
 
     def run(self, until: float) -> None:
         """Work until a time, then collect what is left."""
-        chance = self.loop.random
-        while self.loop.now < until and not self.link.is_dead:
+        chance, link = self.loop.random, self.link
+        while self.loop.now < until and not link.is_dead:
             if len(self._pending) >= _IN_FLIGHT or (self._pending and chance.random() < 0.4):
                 self._collect(chance.randrange(len(self._pending)))
             else:
                 self._act()
             self.loop.sleep(chance.expovariate(1 / 0.05))
-        if self.link.is_dead:
-            return
-        self.collect_all()
+        if not link.is_dead:
+            self.collect_all()
 
     def crash(self) -> None:
         """Die at once. What was sent still arrives."""
@@ -110,6 +115,7 @@ class SimulatedEngine:
         """Come back with no memory, and the weights that it had."""
         self.link, self._counted = Link(self.server), Counter()
         self._has_epoch, self._forgotten_at = False, None
+        self._last_put, self._failed_at = {}, {}
         self.store = self._open()
 
     def collect_all(self) -> None:
@@ -136,17 +142,21 @@ class SimulatedEngine:
         if revision is not None:
             self.weights = revision
         self.num_operations += 1
+        said = "ok"
+        self.oracle.unsettle(-1, inf)
         try:
             self.store.forget(revision)
         except StoreError as error:
-            self._say(f"forget {revision!r}: {error}")
-            return False
-        self._say(f"forget {revision!r}: ok")
-        return True
+            said = str(error)
+        self._forgot_at = self.loop.now
+        self.oracle.unsettle(-1, self.loop.now)
+        self._say(f"forget {revision!r}: {said}")
+        return said == "ok"
 
     def put(self, keys: list[int]) -> None:
         """Submit blocks of keys."""
         puts = [self.oracle.put(key, self.weights, self.number, self.loop.now) for key in keys]
+        self._last_put.update(zip(keys, puts, strict=True))
         rows = np.stack([put.row() for put in puts])
         self._submit("put", keys, puts, rows, lambda: self.store.submit_put([key_of(key) for key in keys], rows))
 
@@ -157,6 +167,8 @@ class SimulatedEngine:
 
     def delete(self, keys: list[int]) -> None:
         """Submit deletions."""
+        for key in keys:
+            self.oracle.unsettle(key, inf)
         self._submit("delete", keys, [], None, lambda: self.store.submit_delete([key_of(key) for key in keys]))
 
     def _act(self) -> None:
@@ -174,7 +186,7 @@ class SimulatedEngine:
                 raise BrokenPromiseError(f"engine {self.number}: keys {keys} are there and lacked at once")
         elif draw < 0.96:
             self.delete(keys)
-        elif not self._pending:
+        else:
             self.forget(chance.choice((None, *WEIGHTS)))
 
     def _submit(
@@ -187,10 +199,10 @@ class SimulatedEngine:
         self._say(f"{kind} {keys} is {pending.ticket}")
 
     def _collect(self, place: int) -> None:
-        batch, store = self._pending.pop(place), self.store
+        batch, store, link = self._pending.pop(place), self.store, self.link
         began = self.loop.now
-        done: Any = store.wait(batch.ticket)
-        if self.link.is_dead:  # killed while it waited: nobody has this answer
+        done = store.wait(batch.ticket)
+        if link.is_dead:  # killed while it waited: nobody has this answer
             return
         if self.loop.now - began > _DEADLINE + 1.0:
             raise BrokenPromiseError(
@@ -199,12 +211,23 @@ class SimulatedEngine:
         self.reasons.update(done.reasons)
         self._counted.update(done.reasons)
         self._say(f"{batch.ticket}: {','.join(reason or 'ok' for reason in done.reasons)}")
+        self._judge(batch, done)
+        if batch.rows is not None and not set(done.reasons) & {"timeout", "closed"}:
+            batch.rows[:] = 7  # the caller's again
+
+    def _judge(self, batch: _Pending, done: Completion) -> None:
+        """Check an answer against what the fleet has done."""
         told_at = self._forgotten_at
         self._has_epoch |= bool(done.ok.any())
-        if batch.kind == "get" and "forgotten" in done.reasons and told_at is None and self._has_epoch:
+        is_told = "forgotten" in done.reasons and batch.kind == "get" and batch.at > self._forgot_at
+        if is_told and told_at is None and self._has_epoch:
             self._forgotten_at = self.loop.now
         if told_at is not None and batch.at > told_at > self.oracle.opened_at and done.ok.any():
             raise BrokenPromiseError(f"engine {self.number}: its weights were forgotten, and its {batch.kind} is ok")
+        for key, reason in zip(batch.keys, done.reasons, strict=True):
+            if batch.kind == "delete":
+                self.oracle.unsettle(key, self.loop.now)
+            self._judge_miss(batch, key, reason)
         for index in np.flatnonzero(done.ok):
             key = batch.keys[index]
             if batch.kind == "get":
@@ -213,8 +236,15 @@ class SimulatedEngine:
                 batch.puts[index].confirmed_at = self.loop.now
             else:
                 self.oracle.deletions.setdefault(key, []).append((batch.at, self.loop.now))
-        if batch.rows is not None and not set(done.reasons) & {"timeout", "closed"}:
-            batch.rows[:] = 7  # the caller's again
+
+    def _judge_miss(self, batch: _Pending, key: int, reason: str) -> None:
+        # One that failed, and was not collected, may have hidden the key.
+        is_unsure = any(key in other.keys and other.at <= batch.at for other in self._pending)
+        is_unsure |= batch.at < self._failed_at.get(key, -inf) + _HIDDEN
+        if reason == "absent" and batch.kind == "get" and not is_unsure:
+            self.oracle.check_absent(self._last_put.get(key), key, batch.at)
+        elif reason:
+            self._failed_at[key] = self.loop.now
 
     def _say(self, text: str) -> None:
         self._log(f"{self.loop.now:9.4f} engine {self.number} {text}")

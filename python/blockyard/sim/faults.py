@@ -47,13 +47,13 @@ def draw_faults(seed: int, *, kinds: tuple[str, ...], engines: int, count: int, 
 
 
 def read_faults(text: str) -> list[Fault]:
-    """Read faults as they are printed: `kind:engine:at:seconds`, separated by commas.
+    """Read faults as they are printed: `kind:engine:at:seconds`, separated by commas, or `none`.
 
     Raises:
         InvalidArgumentError: the text is malformed, or names an unknown kind.
     """
     found = list[Fault]()
-    for part in filter(None, text.split(",")):
+    for part in [] if text == "none" else text.split(","):
         kind, _, rest = part.partition(":")
         try:
             engine, at, seconds = rest.split(":")

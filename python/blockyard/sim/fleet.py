@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from blockyard.sim.oracle import BrokenPromiseError, Oracle
 from blockyard.stores.threaded.epochs import EPOCH_BYTES
 from blockyard.stores.value import HEADER
 
-__all__ = ["FleetOptions", "FleetReport", "simulate_fleet"]
+__all__ = ["FleetOptions", "FleetReport", "digest_of", "simulate_fleet"]
 
 _RECOVERY_SECONDS: Final = 60.0
 _OF_LINK: Final[dict[str, tuple[str, Any]]] = {
@@ -48,7 +48,7 @@ class FleetOptions:
     """
 
     engines: int = 3
-    seconds: float = 6.0
+    seconds: float = 4.0
     num_faults: int = 4
     kinds: tuple[str, ...] = tuple(FAULTS)
 
@@ -107,8 +107,13 @@ def simulate_fleet(
     loop = Loop(seed)
     with use_runtime(loop), _logged(report.log):
         _Fleet(loop, options, report).run()
-    report.digest = hashlib.blake2b("\n".join(report.log).encode(), digest_size=8).hexdigest()
+    report.digest = digest_of(report.log)
     return report
+
+
+def digest_of(lines: Iterable[str]) -> str:
+    """Return 16 digits that differ where the lines do."""
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
 class _Lines(logging.Handler):
@@ -192,11 +197,9 @@ class _Fleet:
                 engine.restart()
                 loop.start("engine", partial(engine.run, self.options.seconds)).join()
             return
-        if fault.kind == "node_loss":
-            server.lose(0.5)
-            return
-        if fault.kind == "damage":
-            server.damage()
+        if fault.kind in {"node_loss", "damage"}:
+            self.oracle.unsettle(-1, loop.now)
+            server.lose(0.5) if fault.kind == "node_loss" else server.damage()
             return
         target, name, value = self._target(fault, engine)
         if target is None:

@@ -15,6 +15,7 @@ from blockyard.stores.threaded.epochs import Epoch
 __all__ = ["BLOCK_BYTES", "BrokenPromiseError", "Oracle", "Put"]
 
 BLOCK_BYTES: Final = 80
+_LATE: Final = 1.5  # seconds for which an engine may go on with an epoch that does not count any more, and some
 
 
 class BrokenPromiseError(BlockyardError):
@@ -48,12 +49,15 @@ class Oracle:
         weights_changed_at: since when the weights of the server's record have counted first.
         opened_at: when an engine last found no record as it opened the store: nobody knows then what was forgotten.
         deletions: of each key, those that were confirmed: submitted and confirmed at.
+        unsettled_at: of each key, when a deletion last may have removed it; of -1, when a fault or a `forget` last may
+            have removed all.
     """
 
     puts: list[Put] = field(default_factory=list)
     weights_changed_at: float = 0.0
     opened_at: float = 0.0
     deletions: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    unsettled_at: dict[int, float] = field(default_factory=dict)
     _since: dict[tuple[bytes, ...], float] = field(default_factory=dict)
 
     def see_record(self, new: bytes, now: float) -> None:
@@ -69,6 +73,28 @@ class Oracle:
         """Take note of a block that is being submitted."""
         self.puts.append(Put(len(self.puts), key, weights, engine, now))
         return self.puts[-1]
+
+    def unsettle(self, key: int, now: float) -> None:
+        """Take note that a key, or -1 for all, may be gone from now on."""
+        self.unsettled_at[key] = now
+
+    def check_absent(self, put: Put | None, key: int, asked_at: float) -> None:
+        """Check that a block may be absent that an engine has put itself.
+
+        Args:
+            put: the engine's last one of this key, if the store has confirmed it.
+            key: that it asked for.
+            asked_at: when it submitted the read.
+
+        Raises:
+            BrokenPromiseError: nothing has happened since that could have removed it.
+        """
+        last = max(self.unsettled_at.get(-1, 0.0), self.weights_changed_at) + _LATE
+        last = max(last, self.unsettled_at.get(key, 0.0))
+        if put is not None and last < put.submitted_at < asked_at and put.confirmed_at is not None:
+            raise BrokenPromiseError(
+                f"key {key}: absent, though put {put.number} of {put.submitted_at:.3f} s was confirmed"
+            )
 
     def check_hit(self, row: NDArray[np.uint8], key: int, weights: str, asked_at: float, changed_at: float) -> Put:
         """Check a block that an engine has found.

@@ -1,0 +1,114 @@
+"""Many seeds of a fleet, and the shortest list of faults that still breaks a promise."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from blockyard.sim.faults import FAULTS, Fault
+from blockyard.sim.fleet import FleetOptions, FleetReport, digest_of, simulate_fleet
+
+__all__ = ["Campaign", "run_campaign", "shrink"]
+
+
+@dataclass
+class Campaign:
+    """What many seeds came to.
+
+    Attributes:
+        options: of each fleet.
+        num_seeds: that were run.
+        num_operations: calls of all engines of all seeds.
+        faults: how often each kind happened.
+        reasons: how all blocks ended, "" for those that came or went.
+        digest: of all logs, in the order of the seeds.
+        failure: the run that broke a promise, with the fewest faults that do; None if none did.
+    """
+
+    options: FleetOptions
+    num_seeds: int = 0
+    num_operations: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    digest: str = ""
+    failure: FleetReport | None = None
+
+    def replay_command(self) -> str:
+        """Return the command that repeats the failure, "" if there is none."""
+        if self.failure is None:
+            return ""
+        faults = ",".join(map(str, self.failure.faults)) or "none"
+        options = self.options
+        return (
+            f"blockyard simulate --engines {options.engines} --seconds {options.seconds:g} --seed {self.failure.seed} "
+            f"--replay {shlex.quote(faults)}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON takes it."""
+        found: dict[str, Any] = {
+            "engines": self.options.engines,
+            "seconds": self.options.seconds,
+            "num_seeds": self.num_seeds,
+            "num_operations": self.num_operations,
+            "faults": {kind: self.faults[kind] for kind in FAULTS},
+            "blocks": {reason or "ok": count for reason, count in sorted(self.reasons.items())},
+            "digest": self.digest,
+            "failure": None,
+        }
+        if self.failure is not None:
+            found["failure"] = {
+                "seed": self.failure.seed,
+                "broken": self.failure.broken,
+                "faults": [str(fault) for fault in self.failure.faults],
+                "replay": self.replay_command(),
+                "log": self.failure.log,
+            }
+        return found
+
+
+def run_campaign(
+    seeds: Iterable[int],
+    options: FleetOptions,
+    *,
+    faults: list[Fault] | None = None,
+    show: Callable[[int], object] = bool,
+) -> Campaign:
+    """Run fleets, one for each seed, until one breaks a promise.
+
+    Args:
+        seeds: of the fleets.
+        options: of each.
+        faults: in place of those drawn.
+        show: is called with the number of seeds that are done.
+    """
+    found, digests = Campaign(options), list[str]()
+    for seed in seeds:
+        report = simulate_fleet(seed, options, faults)
+        found.num_seeds += 1
+        found.num_operations += report.num_operations
+        found.faults.update(fault.kind for fault in report.faults)
+        found.reasons.update(report.reasons)
+        digests.append(report.digest)
+        show(found.num_seeds)
+        if report.broken:
+            found.failure = shrink(report, options)
+            break
+    found.digest = digest_of(digests)
+    return found
+
+
+def shrink(report: FleetReport, options: FleetOptions) -> FleetReport:
+    """Leave out one fault after the other, as long as some promise is still broken."""
+    place = 0
+    while place < len(report.faults):
+        fewer = report.faults[:place] + report.faults[place + 1 :]
+        again = simulate_fleet(report.seed, options, fewer)
+        if again.broken:
+            report = again
+        else:
+            place += 1
+    return report
