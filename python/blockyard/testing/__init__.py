@@ -1,14 +1,14 @@
-"""The test kit: property tests of your own scheduler or block manager, with what Blockyard's own are tested with.
+"""The test kit: property tests for your own scheduler or block manager, with the tools that test Blockyard's.
 
 - `ReferenceManager`: a plain, slow model of `BlockManager`;
-- `ReferencePrefixCache`, `EventReplay`: what must hold of any prefix cache and of its events, whatever is evicted;
-- `SimulatedMemory`, `LateMemory`: three tiers of tokens in numpy arrays, to carry decisions out on and read back from;
+- `ReferencePrefixCache`, `EventReplay`: rules that every prefix cache and its events must obey, whatever it evicts;
+- `SimulatedMemory`, `LateMemory`: three tiers of tokens in numpy arrays, to execute decisions on and read back from;
 - `blockyard.testing.machines`: hypothesis state machines that drive a manager, its prefix cache or a scheduler
   (needs hypothesis);
 - `blockyard.testing.machines.strategies`: hypothesis strategies for configurations and requests (needs hypothesis);
-- `blockyard.testing.store_suite`, `blockyard.testing.faults`: tests of an external tier, and damage to one.
+- `blockyard.testing.store_suite`, `blockyard.testing.faults`: tests and fault injection for external stores.
 
-A scheduler of your own, tested by pytest or unittest:
+To test your own scheduler with pytest or unittest:
 
     from blockyard.testing.machines import scheduler_machine
 

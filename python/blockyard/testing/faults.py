@@ -1,8 +1,8 @@
-"""Damage to stored blocks, on purpose: what a bad disk does, for tests and for `blockyard demo --corrupt`.
+"""Fault injection: damages stored blocks as a bad disk would, for tests and for `blockyard demo --corrupt`.
 
-The file of a live store is changed behind its back. Whatever is changed, the store must report a miss. `UnrulyStore` is
-a store that breaks the rules of `ExternalStore` itself, and `FailingStore` one that keeps them and yet brings nothing,
-for tests of what uses one.
+The file of a live store is changed behind its back. The store must report a miss, whatever was changed. To test code
+that uses a store, `UnrulyStore` violates the `ExternalStore` contract, and `FailingStore` honors it but returns no
+blocks.
 """
 
 import os
@@ -34,22 +34,22 @@ PARTS: dict[str, tuple[int, int]] = {
     "header_padding": (120, 3960),
     "header_checksum": (4080, 16),
 }
-"""Where the fields of a slot's header lie: offset and length in bytes (`docs/decisions/0002-slab-header.md`)."""
+"""Fields of a slot's header: offset and length in bytes (`docs/decisions/0002-slab-header.md`)."""
 
 
 def corrupt_slots(
     store: object, slots: Sequence[int] | NDArray[np.int64], *, part: str = "payload", flips: int = 1, seed: int = 0
 ) -> None:
-    """Flip bytes of chosen slots on disk, in the file of a live store.
+    """Flip bytes of slots on disk, in the file of a live store.
 
-    Wait for the writes to these slots first, or they will write over the damage.
+    Wait for writes to these slots first, or they will overwrite the damage.
 
     Args:
-        store: a file store, as `blockyard.stores.open_store` returns it for `file://`.
-        slots: which; each is damaged once, however often it is named.
+        store: a file store, as returned by `blockyard.stores.open_store` for `file://`.
+        slots: slots to damage; repeats are ignored.
         part: `"payload"` or a field of the header, see `PARTS`.
-        flips: bytes to change in each slot, at most as many as the part has.
-        seed: of the positions and of the changes.
+        flips: number of bytes to change in each slot, at most the size of the part.
+        seed: seed for positions and changes.
 
     Raises:
         InvalidArgumentError: the store has no slab file, or there is no such part.
@@ -84,12 +84,12 @@ def corrupt_slots(
 
 
 def flip_bytes(path: Path, offsets: Sequence[int], *, masks: Sequence[int]) -> None:
-    """Change single bytes of a file on the disk.
+    """Change single bytes of a file on disk.
 
     Args:
         path: the file; symbolic links are not followed.
-        offsets: of the bytes to change.
-        masks: what each is combined with by exclusive or, 1 to 255, so that it always changes.
+        offsets: offsets of the bytes to change.
+        masks: values from 1 to 255 that are XORed with the bytes, so that each byte changes.
 
     Raises:
         OSError: the file cannot be opened, or ends before an offset.
@@ -107,7 +107,7 @@ def flip_bytes(path: Path, offsets: Sequence[int], *, masks: Sequence[int]) -> N
 
 
 class _NamelessError(Exception):
-    """Cannot be turned into text."""
+    """An error that cannot be converted to text."""
 
     def __str__(self) -> str:
         raise ValueError("no text")
@@ -126,18 +126,18 @@ _ERRORS: tuple[Exception, ...] = (
 
 
 class UnrulyStore(ExternalStore):
-    """Breaks the rules of `ExternalStore` now and then, at any call; what it does not break, it passes on.
+    """Violates the `ExternalStore` contract now and then, in any call; other calls are passed on.
 
-    It raises exceptions of all kinds, before or after the call has had its effect, answers with other types and shapes,
-    and repeats, invents and forgets tickets. A block that it says came back has the right bytes.
+    It raises exceptions of all kinds, before or after the call takes effect; returns wrong types and shapes; and
+    repeats, invents and forgets tickets. Blocks that it reports as read always have the right bytes.
 
     Args:
-        inner: a store that keeps the rules.
-        seed: decides when it breaks which.
-        share: of the calls that it breaks.
+        inner: a store that honors the contract.
+        seed: determines which calls misbehave, and how.
+        share: fraction of calls that misbehave.
 
     Attributes:
-        broken: calls that it has broken.
+        broken: number of calls that misbehaved.
     """
 
     def __init__(self, inner: ExternalStore, *, seed: int, share: float = 0.2) -> None:
@@ -149,20 +149,20 @@ class UnrulyStore(ExternalStore):
 
     @property
     def num_slots(self) -> int:
-        """Slots, numbered from 0."""
+        """Number of slots, numbered from 0."""
         return self._inner.num_slots
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one slot holds."""
+        """Bytes per slot."""
         return self._inner.bytes_per_block
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Start to write blocks, or not."""
+        """Start writing blocks, or not."""
         return self._ticket(lambda: self._inner.submit_write(slots, rows))
 
     def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
-        """Start to read blocks, or not."""
+        """Start reading blocks, or not."""
         return self._ticket(lambda: self._inner.submit_read(slots, rows))
 
     @property
@@ -171,20 +171,20 @@ class UnrulyStore(ExternalStore):
         return self._inner.keeps_quotas
 
     def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
-        """Start to store blocks by key, or not."""
+        """Start storing blocks by key, or not."""
         return self._ticket(lambda: _put(self._inner, keys, rows, owners))
 
     def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
-        """Start to read blocks by key, or not."""
+        """Start reading blocks by key, or not."""
         return self._ticket(lambda: self._inner.submit_get(keys, rows))
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
-        """Return which keys are there, or anything."""
+        """Return which keys are present, or anything."""
         found = self._break(lambda: self._inner.contains(keys), lambda right: [None, ~right, right[1:], "yes", 1.5])
         return cast("NDArray[np.bool_]", found)
 
     def lacks(self, keys: Keys) -> NDArray[np.bool_]:
-        """Return which keys are lacked, or anything."""
+        """Return which keys are known to be missing, or anything."""
         found = self._break(lambda: self._inner.lacks(keys), lambda right: [None, ~right, right[1:], "no", 1.5])
         return cast("NDArray[np.bool_]", found)
 
@@ -193,12 +193,12 @@ class UnrulyStore(ExternalStore):
         self._break(lambda: self._inner.set_quota(tenant, num_blocks), lambda done: [done])
 
     def quota(self, tenant: bytes) -> tuple[int, int] | None:
-        """Return what the store below says of a tenant, or raise anything."""
+        """Return a tenant's quota from the store below, or raise anything."""
         found = self._break(lambda: self._inner.quota(tenant), lambda right: [right])
         return cast("tuple[int, int] | None", found)
 
     def poll(self) -> list[int]:
-        """Return tickets that finished, or anything."""
+        """Return finished tickets, or anything."""
         answer = self._break(self._inner.poll, lambda found: [None, [*found, *found, 1 << 70, -1], ["x"], found[1:], 7])
         return cast("list[int]", answer)
 
@@ -219,7 +219,7 @@ class UnrulyStore(ExternalStore):
         return cast("int", self._last)
 
     def _break(self, call: Callable[[], Any], others: Callable[[Any], Sequence[Any]]) -> Any:
-        """Make a call; or raise before it, or after it, or answer with something else."""
+        """Make a call; or raise before or after it, or return something else."""
         how = self._random.choice(("before", "after", "other")) if self._random.random() < self._share else ""
         self.broken += bool(how)
         if how == "before":
@@ -231,17 +231,16 @@ class UnrulyStore(ExternalStore):
 
 
 class FailingStore(ExternalStore):
-    """A prefix store that fails as storage does: what uses one must lose hits alone, never tokens, and never wait long.
+    """A prefix store that fails as storage does. Its users must lose only hits, never tokens, and never wait long.
 
     Args:
-        inner: a store with keys that works.
-        timeout: seconds after which what hangs is given up.
+        inner: a working store with keys.
+        timeout: seconds after which hanging calls are given up.
 
     Attributes:
-        fault: what goes wrong from now on. `"lose"`: it says that it has a key, and then has not. `"refuse"`: every
-            call that reads or writes raises StoreError. `"hang"`: reads and writes come back as misses, at the
-            deadline. Empty: nothing.
-        faults: calls that went wrong.
+        fault: what goes wrong from now on. `"lose"`: it claims to have a key, then misses. `"refuse"`: every read and
+            write raises StoreError. `"hang"`: reads and writes return misses at their deadline. Empty: nothing.
+        faults: number of calls that went wrong.
 
     Example:
         >>> import tempfile
@@ -258,26 +257,26 @@ class FailingStore(ExternalStore):
     def __init__(self, inner: ExternalStore, *, timeout: float = 2.0) -> None:
         self._inner, self._timeout = inner, timeout
         self._late: dict[int, float] = {}
-        self._ended: list[int] = []  # tickets that the store below has reported, and that are not due
+        self._ended: list[int] = []  # reported by the store below, not yet due here
         self.fault: Literal["", "lose", "refuse", "hang"] = ""
         self.faults = 0
 
     @property
     def num_slots(self) -> int:
-        """Blocks that the store can hold."""
+        """Number of blocks that the store can hold."""
         return self._inner.num_slots
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of a block."""
+        """Bytes per block."""
         return self._inner.bytes_per_block
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Start to write blocks to slots."""
+        """Start writing blocks to slots."""
         return self._submit(lambda: self._inner.submit_write(slots, rows))
 
     def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
-        """Start to read blocks of slots."""
+        """Start reading blocks from slots."""
         return self._submit(lambda: self._inner.submit_read(slots, rows))
 
     @property
@@ -286,27 +285,27 @@ class FailingStore(ExternalStore):
         return self._inner.keeps_quotas
 
     def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
-        """Start to store blocks under keys."""
+        """Start storing blocks under keys."""
         return self._submit(lambda: _put(self._inner, keys, rows, owners))
 
     def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
-        """Start to read blocks by key."""
+        """Start reading blocks by key."""
         if self.fault == "lose":
-            # Names that nobody has stored.
+            # Keys that were never stored.
             keys = [os.urandom(32) for _ in keys]
         return self._submit(lambda: self._inner.submit_get(keys, rows))
 
     def submit_delete(self, keys: Keys) -> int:
-        """Start to delete keys."""
+        """Start deleting keys."""
         return self._submit(lambda: self._inner.submit_delete(keys))
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
-        """Return whether each key has a block, or claim it."""
+        """Return whether each key has a block, or claim that it does."""
         found = self._inner.contains(keys)
         return np.ones_like(found) if self.fault == "lose" else found
 
     def lacks(self, keys: Keys) -> NDArray[np.bool_]:
-        """Return whether each key is known to be a miss, or deny it."""
+        """Return whether each key is known to be missing, or deny it."""
         found = self._inner.lacks(keys)
         return np.zeros_like(found) if self.fault == "lose" else found
 
@@ -320,16 +319,16 @@ class FailingStore(ExternalStore):
         self._inner.set_quota(tenant, num_blocks)
 
     def quota(self, tenant: bytes) -> tuple[int, int] | None:
-        """Return what counts towards a tenant's quota, and the quota."""
+        """Return the blocks that count towards a tenant's quota, and the quota."""
         self._require_answer()
         return self._inner.quota(tenant)
 
     def event_fd(self) -> int:
-        """Return the descriptor of the store below."""
+        """Return the file descriptor of the store below."""
         return self._inner.event_fd()
 
     def poll(self) -> list[int]:
-        """Return tickets that finished; those that hang when their time is over."""
+        """Return finished tickets; hanging ones at their deadline."""
         now = time.monotonic()
         self._ended += self._inner.poll()
         found = [ticket for ticket in self._ended if self._late.get(ticket, 0.0) <= now]
@@ -337,7 +336,7 @@ class FailingStore(ExternalStore):
         return found
 
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
-        """Collect a ticket; one that hangs at its deadline, or at the timeout, as misses."""
+        """Collect a ticket; a hanging one yields misses at its deadline or the timeout."""
         until = self._late.pop(ticket, None)
         if until is None:
             return self._inner.wait(ticket, timeout)
@@ -358,12 +357,12 @@ class FailingStore(ExternalStore):
     def _require_answer(self) -> None:
         if self.fault in {"refuse", "hang"}:
             self.faults += 1
-            raise StoreError("the storage does not answer, on purpose")
+            raise StoreError("injected fault: the storage does not answer")
 
     def _submit(self, call: Callable[[], int]) -> int:
         self.faults += bool(self.fault)
         if self.fault == "refuse":
-            raise StoreError("the storage refuses, on purpose")
+            raise StoreError("injected fault: the storage refuses")
         ticket = call()
         if self.fault == "hang":
             self._late[ticket] = time.monotonic() + self._timeout
@@ -371,12 +370,12 @@ class FailingStore(ExternalStore):
 
 
 def _put(store: ExternalStore, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None) -> int:
-    """Put blocks; a store may take no owners where there are none."""
+    """Put blocks; omit `owners` if there are none, as stores need not accept it."""
     return store.submit_put(keys, rows) if owners is None else store.submit_put(keys, rows, owners)
 
 
 def _misshapen(answer: Completion) -> Sequence[object]:
-    """Answers like this one, each with something wrong."""
+    """Return variants of an answer, each with something wrong."""
     ticket, ok, rows, reasons = answer.ticket, answer.ok, answer.rows, answer.reasons
     more = np.concatenate((rows, np.zeros((1, rows.shape[1]), dtype=np.uint8)))
     return (

@@ -1,4 +1,4 @@
-"""What the test kit needs of a manager and of a scheduler: yours, or Blockyard's."""
+"""The interfaces that the test kit needs of a manager and a scheduler: yours, or Blockyard's."""
 
 # ruff: noqa: D102 (the calls are those of `BlockManager` and `Scheduler`, which document them)
 
@@ -32,7 +32,7 @@ Counts: TypeAlias = NDArray[np.uint32] | Sequence[int] | int
 
 
 class Arguments(TypedDict):
-    """Arguments of a manager."""
+    """Keyword arguments of a manager."""
 
     block_size: int
     device_blocks: int
@@ -43,7 +43,7 @@ class Arguments(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes of a manager: its arguments, by name.
+    """Sizes of a manager.
 
     Args:
         block_size: token slots in a block.
@@ -60,7 +60,7 @@ class Config:
     watermark: float = 0.0
 
     def arguments(self) -> Arguments:
-        """Keyword arguments of a manager of this configuration."""
+        """Return the keyword arguments for a manager of these sizes."""
         return Arguments(
             block_size=self.block_size,
             device_blocks=self.device_blocks,
@@ -70,12 +70,12 @@ class Config:
         )
 
     def blocks(self) -> dict[TierName, int]:
-        """Blocks of each tier."""
+        """Return the number of blocks in each tier."""
         return {"device": self.device_blocks, "host": self.host_blocks, "external": self.external_blocks}
 
 
 class FitLike(Protocol):
-    """The answer of `can_allocate` and its like: true where the request fits now."""
+    """The answer of `can_allocate` and similar calls: true if the request fits now."""
 
     @property
     def status(self) -> AllocStatus: ...
@@ -135,7 +135,7 @@ class ManagerLike(Protocol):
 
 
 class PrefixLike(Protocol):
-    """The calls of `manager.prefix` that the machines make; `note_tokens` only where there is one."""
+    """The calls of `manager.prefix` that the machines make; `note_tokens` is optional."""
 
     @property
     def lookup(self) -> Callable[..., Any]: ...

@@ -1,4 +1,4 @@
-"""Memory that holds tokens instead of keys and values: what a decision moves wrongly is read back wrongly."""
+"""Memory that holds tokens instead of keys and values, so that a wrong transfer shows as a wrong token."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from blockyard.testing.interfaces import Config, TierName
 __all__ = ["EMPTY", "LOST", "LateMemory", "SimulatedMemory"]
 
 EMPTY: Final = -1
-"""What a slot holds before it is written."""
+"""Content of a slot that was never written."""
 LOST: Final = -2
-"""What a slot holds after a transfer that failed."""
+"""Content of a slot after a failed transfer."""
 
 
 class SimulatedMemory:
-    """Three tiers of blocks of tokens, and a copy engine between them that runs each decision at once.
+    """Three tiers of token blocks, with a copy engine that runs each decision immediately.
 
     Override `store`, `write` or `read` to plant a fault.
 
     Args:
-        config: sizes of the tiers.
+        config: tier sizes.
 
     Attributes:
         tiers: int64 `[blocks, block_size]` for each tier.
@@ -41,7 +41,7 @@ class SimulatedMemory:
         }
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
-        """Carry out a decision, in its order; returns the pairs that did not land: none.
+        """Carry out a decision in order. Returns the pairs that did not land: none.
 
         Raises:
             MappingError: an id is out of range, or a destination repeated.
@@ -60,17 +60,17 @@ class SimulatedMemory:
         self.store(kind, pairs, self.tiers[pairs.src][pairs.ids[:, 0]])
 
     def store(self, kind: str, pairs: Pairs, rows: NDArray[np.int64]) -> None:  # noqa: ARG002 (for subclasses)
-        """Write what a transfer has read to its destinations; every transfer of every kind ends here.
+        """Write the rows that a transfer read to their destinations. Every transfer ends here.
 
         Args:
-            kind: of the transfer.
-            pairs: of blocks.
+            kind: kind of the transfer.
+            pairs: block pairs of the transfer.
             rows: the tokens read, int64 `[len(pairs), block_size]`.
         """
         self.tiers[pairs.dst][pairs.ids[:, 1]] = rows
 
     def refuse(self, pairs: Pairs) -> None:
-        """Refuse a mapping that no copy engine would take.
+        """Reject a mapping that no copy engine would accept.
 
         Raises:
             MappingError: an id is out of range, or a destination repeated.
@@ -82,19 +82,19 @@ class SimulatedMemory:
             raise MappingError(f"a destination is repeated among {pairs.ids[:, 1].tolist()}")
 
     def lose(self, pairs: Pairs) -> None:
-        """Overwrite the destinations, as a transfer does that fails half-way."""
+        """Overwrite the destinations, as a transfer that fails halfway does."""
         self.refuse(pairs)
         self.tiers[pairs.dst][pairs.ids[:, 1]] = LOST
 
     def write(self, slots: NDArray[np.int64] | Sequence[int], tokens: NDArray[np.int64] | Sequence[int]) -> None:
-        """Write tokens to slots of the device, as a model does with the keys and values of new tokens.
+        """Write tokens to device slots, as a model writes the keys and values of new tokens.
 
         Args:
-            slots: `block * block_size + offset` of each token, int64 `[tokens]`.
-            tokens: what to write, int64 `[tokens]`.
+            slots: slot of each token, `block * block_size + offset`, int64 `[tokens]`.
+            tokens: tokens to write, int64 `[tokens]`.
 
         Raises:
-            MappingError: a slot is out of range, or there is not one for each token.
+            MappingError: a slot is out of range, or there is not one per token.
         """
         where = np.asarray(slots, dtype=np.int64)
         device = self.tiers["device"]
@@ -103,15 +103,15 @@ class SimulatedMemory:
         device.reshape(-1)[where] = tokens
 
     def read(self, block_table: NDArray[np.int32] | Sequence[int], n: int, tier: TierName = "device") -> list[int]:
-        """Return the first `n` tokens that a block table leads to.
+        """Return the first `n` tokens of a block table.
 
         Args:
-            block_table: block ids, `[blocks]`; those beyond `n` tokens are not looked at.
-            n: tokens.
-            tier: where the blocks are.
+            block_table: block ids, `[blocks]`; entries beyond `n` tokens are ignored.
+            n: number of tokens.
+            tier: tier of the blocks.
 
         Raises:
-            MappingError: the table is too short, or names a block that there is not.
+            MappingError: the table is too short, or names a block that does not exist.
         """
         blocks = np.asarray(block_table, dtype=np.int64)[: -(-n // self.block_size)]
         memory = self.tiers[tier]
@@ -123,15 +123,16 @@ class SimulatedMemory:
 @dataclass(slots=True)
 class _Transfer:
     kind: str
-    pairs: Pairs  # of one block
+    pairs: Pairs  # single blocks
     row: NDArray[np.int64] | None = None
     landed: bool = False
 
 
 class LateMemory(SimulatedMemory):
-    """Memory whose transfers are as late as the decision allows: what has no order lands when its ticket ends.
+    """Memory whose transfers run as late as the decision allows: unordered ones land when their ticket ends.
 
-    So a block that is given out too early is overwritten before it is read, and a block used too early is still empty.
+    So a block that is reused too early is overwritten before it is read, and a block that is read too early is still
+    empty.
     """
 
     def __init__(self, config: Config) -> None:
@@ -139,12 +140,12 @@ class LateMemory(SimulatedMemory):
         self._running: dict[int, list[_Transfer]] = {}
 
     def submit(self, decision: StepDecision, needed: Collection[int] = (), lost: Sequence[Pairs] = ()) -> None:
-        """Begin a decision. Copies run now, so do loads into `needed`, and reads that this step's writes wait for.
+        """Begin a decision. Copies, loads into `needed`, and reads that this step's writes depend on run now.
 
         Args:
-            decision: of the step.
+            decision: the step's decision.
             needed: device blocks that the step reads or writes.
-            lost: pairs that are not to land.
+            lost: pairs that will not land.
 
         Raises:
             MappingError: an id is out of range, or a destination repeated.
@@ -173,7 +174,7 @@ class LateMemory(SimulatedMemory):
                     self.lose(Pairs(pairs.src, pairs.dst, ids[None]))
 
     def finish(self, ticket: int) -> None:
-        """Run what is left of a decision; then the ticket is to be completed."""
+        """Run the rest of a decision; the caller then completes its ticket."""
         transfers = self._running.pop(ticket)
         for transfer in transfers:
             self._read(transfer)
@@ -181,12 +182,12 @@ class LateMemory(SimulatedMemory):
             self._land(transfer)
 
     def abandon(self, ticket: int) -> None:
-        """Give up a decision: its destinations hold garbage; then the ticket is to be failed."""
+        """Give up a decision and fill its destinations with garbage; the caller then fails its ticket."""
         for transfer in self._running.pop(ticket):
             self.lose(transfer.pairs)
 
     def _drain(self, ticket: int) -> None:
-        for transfer in self._running.get(ticket, ()):  # it may have ended since the decision was taken
+        for transfer in self._running.get(ticket, ()):  # its ticket may already have ended
             if transfer.pairs.src == "device":
                 self._read(transfer)
 

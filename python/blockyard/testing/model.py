@@ -1,7 +1,7 @@
-"""`ReferenceManager`: what `BlockManager` must do, written as plainly as it can be.
+"""`ReferenceManager`: the behavior of `BlockManager`, written as plainly as possible.
 
-It keeps tables and leases, and nothing that could be counted from them: reference counts and free blocks are counted
-again at every call. So it is slow, and there is little in it that could be wrong.
+It keeps only tables and leases, and recounts references and free blocks on every call. That makes it slow, but leaves
+little that can be wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS: Final = ("swap_out", "swap_in", "copy")
 
 
 class _BusyError(SequenceStateError):
-    """What is refused now can be done in a later step."""
+    """The call is refused now but would succeed in a later step."""
 
 
 class ReferencePool(NamedTuple):
@@ -44,14 +44,14 @@ class ReferencePool(NamedTuple):
 
 
 class ReferenceStats(NamedTuple):
-    """How many sequences there are, and the open tickets."""
+    """The number of sequences, and the open tickets."""
 
     sequences: int
     open_tickets: list[int]
 
 
 class ReferenceManager:
-    """A model of `blockyard.BlockManager`: same calls, same errors, same block ids; its handles are its own.
+    """A model of `blockyard.BlockManager` with the same calls, errors and block ids; only its handles differ.
 
     It has no prefix cache.
 
@@ -100,23 +100,23 @@ class ReferenceManager:
         return ReferencePool(self._state.blocks[tier], len(self._state.free_blocks(tier)), reserved)
 
     def stats(self) -> ReferenceStats:
-        """Return the counters that the model has."""
+        """Return the model's counters."""
         return ReferenceStats(len(self._state.sequences), list(self._state.running))
 
     def num_tokens(self, sequence: int) -> int:
-        """Tokens in a sequence."""
+        """Return the number of tokens in a sequence."""
         return self._get(sequence).length
 
     def tier(self, sequence: int) -> TierName:
-        """Tier that a sequence's blocks are in."""
+        """Return the tier of a sequence's blocks."""
         return self._get(sequence).tier
 
     def block_table(self, sequence: int) -> NDArray[np.int32]:
-        """Blocks of a sequence in its present tier, int32 `[blocks]`."""
+        """Return the blocks of a sequence in its current tier, int32 `[blocks]`."""
         return np.array(self._get(sequence).table, dtype=np.int32)
 
     def block_tables(self, sequences: Handles) -> NDArray[np.int32]:
-        """Tables of sequences on the device, int32 `[n, max_blocks]`, padded with 0."""
+        """Return the tables of sequences on the device, int32 `[n, max_blocks]`, padded with 0."""
         lengths = [len(self._get(handle).table) for handle in _ints(sequences)]
         tables = [self._readable(handle).table for handle in _ints(sequences)]
         out = np.zeros((len(tables), max(lengths, default=0)), dtype=np.int32)
@@ -125,14 +125,14 @@ class ReferenceManager:
         return out
 
     def slot_mapping(self, sequence: int, first: int, last: int) -> NDArray[np.int64]:
-        """Slots of tokens `first` to `last` (not included) of a sequence on the device, int64 `[last - first]`."""
+        """Return the slots of tokens `[first, last)` of a sequence on the device, int64 `[last - first]`."""
         length = self._get(sequence).length
         if not 0 <= first <= last <= length:
             raise InvalidArgumentError(f"tokens {first} to {last} of a sequence of {length}")
         return np.array(self._slots(self._readable(sequence), first, last), dtype=np.int64)
 
     def check(self) -> None:
-        """Check that tables name blocks that exist, and enough of them."""
+        """Check that tables name existing blocks, and enough of them."""
         for handle, row in self._state.sequences.items():
             if len(row.table) * self.block_size < row.length or len(set(row.table)) < len(row.table):
                 raise InvariantError(f"sequence {handle}: {row.length} tokens in blocks {row.table}")
@@ -142,11 +142,11 @@ class ReferenceManager:
     # ---- admission, growth, end ----
 
     def can_allocate(self, prompt: int, *, lookahead: int = 0) -> Fit:
-        """Whether a sequence of `prompt` new tokens can be admitted while the watermark stays free."""
+        """Return whether a sequence of `prompt` new tokens can be admitted above the watermark."""
         return self._admit(self._state.count(prompt + lookahead), self._state.available("device"))
 
     def allocate(self, *, counts: Counts) -> NDArray[np.uint64]:
-        """Open one sequence for each count of tokens."""
+        """Open one sequence per token count."""
         lengths = _ints(counts)
         self._state.require("device", sum(map(self._state.count, lengths)))
         handles = []
@@ -163,7 +163,7 @@ class ReferenceManager:
         shared_tokens: int | None = None,
         num_tokens: int | None = None,
     ) -> NDArray[np.uint64] | int:
-        """Open sequences that share all blocks of one, or one that shares its first full blocks."""
+        """Open sequences that share all blocks of another, or one that shares its first full blocks."""
         if shared_tokens is not None and num_tokens is not None:
             return self._fork_prefix(sequence, shared_tokens, num_tokens)
         parent = self._intact(sequence)
@@ -185,14 +185,14 @@ class ReferenceManager:
         return self._open(Row("device", table, num_tokens, self._state.ticket, parent.ticket, parent.moving))
 
     def can_append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> Fit:
-        """Whether `append` has the blocks that it takes."""
+        """Return whether `append` has enough blocks."""
         new, copies = self._blocks_to_append(sequences, num_tokens, lookahead)
-        # What a sequence has stays beside what it gets.
+        # New blocks come on top of the current ones.
         least = new + max((len(self._get(handle).table) for handle in _ints(sequences)), default=0)
         return _fit(new + copies, self._state.available("device"), self._state.blocks["device"], least)
 
     def _blocks_to_append(self, sequences: Handles, num_tokens: Counts | None, lookahead: int) -> tuple[int, int]:
-        """New blocks, and copies of shared ones."""
+        """Count new blocks, and copies of shared ones."""
         handles = _ints(sequences)
         writers: Counter[int] = Counter()
         new = 0
@@ -206,11 +206,11 @@ class ReferenceManager:
                 raise SequenceStateError(f"sequence {handle} has tokens that this step is yet to write")
             writers.update(shared)
             new += max(0, self._state.count(row.length + count + lookahead) - len(row.table))
-        # The last owner of a block writes it in place.
+        # The last owner of a block writes in place.
         return new, sum(min(n, self._state.refs(Block("device", block)) - 1) for block, n in writers.items())
 
     def append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> NDArray[np.int64]:
-        """Append tokens to a batch of sequences; returns their slots."""
+        """Append tokens to a batch of sequences. Returns their slots."""
         self._state.require("device", sum(self._blocks_to_append(sequences, num_tokens, lookahead)))
         handles = _ints(sequences)
         slots: list[int] = []
@@ -221,7 +221,7 @@ class ReferenceManager:
                 if self._state.refs(block) > 1:
                     self._copy_on_write(row, i)
                     continue
-                # After a truncation the block may have been full, and another tier may have its bytes.
+                # Before a truncation the block may have been full and copied to another tier.
                 self._state.unlink(block)
                 if "drain" in self._state.uses("device")[block.id]:
                     self._state.step.reuses_drained = True
@@ -230,12 +230,12 @@ class ReferenceManager:
             slots += self._slots(row, row.length, end)
             row.length = end
             row.written = self._state.ticket
-            # A step that computes a row waits for its loads, and later steps come after it.
+            # A step waits for the loads of the rows that it computes, and later steps run after it.
             row.moving = row.moving and count == 0
         return np.array(slots, dtype=np.int64)
 
     def truncate(self, sequence: int, num_tokens: int) -> None:
-        """Cut a sequence to its first tokens; blocks that hold none of them go free."""
+        """Truncate a sequence to its first tokens; free the blocks that hold none of them."""
         row = self._intact(sequence)
         if not 0 <= num_tokens <= row.length:
             raise InvalidArgumentError(f"number of tokens to keep is {num_tokens}, of {row.length}")
@@ -246,7 +246,7 @@ class ReferenceManager:
             self._state.drop(row, len(row.table) - 1)
 
     def free(self, sequences: Handles) -> None:
-        """Forget sequences."""
+        """Free sequences."""
         for handle, row in list(self._batch(_ints(sequences))):
             while row.table:
                 self._state.drop(row, 0)
@@ -255,17 +255,17 @@ class ReferenceManager:
     # ---- moves between tiers ----
 
     def can_swap_out(self, sequences: Handles, to: TierName = "host") -> Fit:
-        """Whether the tier has room and nothing else moves the sequences."""
+        """Return whether the tier has room and nothing else is moving the sequences."""
         handles = _ints(sequences)
         return self._room(to, lambda: self._sources(handles, self._origin_out(handles, to), to))
 
     def swap_out(self, sequences: Handles, to: TierName = "host") -> None:
-        """Move sequences away from the device: to the host, or from either to the external tier."""
+        """Move sequences away from the device: to the host, or from device or host to the external tier."""
         handles = _ints(sequences)
         self._move(handles, self._origin_out(handles, to), to)
 
     def can_swap_in(self, sequences: Handles, to: TierName = "device", *, lookahead: int = 0) -> Fit:
-        """Whether the sequences fit; on the device with one more token each, the watermark kept."""
+        """Return whether the sequences fit; on the device with one more token each, above the watermark."""
         handles = _ints(sequences)
         if to != "device":
             return self._room(to, lambda: self._sources(handles, self._origin_in(handles, to), to))
@@ -277,7 +277,7 @@ class ReferenceManager:
         return self._can_return(handles, origin, (wanted, held), lookahead)
 
     def swap_in(self, sequences: Handles, to: TierName = "device") -> None:
-        """Move sequences towards the device: there, or from the external tier to the host."""
+        """Move sequences towards the device: to it, or from the external tier to the host."""
         handles = _ints(sequences)
         self._move(handles, self._origin_in(handles, to), to)
 
@@ -294,7 +294,7 @@ class ReferenceManager:
         return StepDecision(ticket, transfers, after=drains if step.reuses_drained else [])
 
     def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> NDArray[np.uint64]:
-        """End a ticket, of which some pairs may not have landed; returns the sequences that lost bytes."""
+        """End a ticket, given the pairs that did not land. Returns the sequences that lost bytes."""
         if ticket not in self._state.running:
             raise UnknownTicketError(f"ticket {ticket} is not open")
         step = self._state.running[ticket]
@@ -302,7 +302,7 @@ class ReferenceManager:
         gone = {Block(pairs.dst, int(to)) for pairs in lost for to in pairs.ids[:, 1]}
         if not gone <= written:
             raise MappingError(f"ticket {ticket} does not write all of {sorted(gone)}")
-        # A copy made from what did not land has copied nothing of use.
+        # Copies of lost blocks are lost too.
         failed = {(ticket, block) for block in gone}
         gone |= {block for block, transfers in self._state.unlanded.items() if transfers & failed}
         for block in gone:
@@ -341,7 +341,7 @@ class ReferenceManager:
         return row
 
     def _readable(self, handle: int) -> Row:
-        """A sequence whose blocks are on the device, or will be when this step's loads have run."""
+        """Return a sequence whose blocks are on the device, or will be after this step's loads."""
         row = self._intact(handle)
         if row.tier != "device":
             raise SequenceStateError(f"sequence {handle} is in the {row.tier} tier")
@@ -354,13 +354,13 @@ class ReferenceManager:
         return [row.table[i // size] * size + i % size for i in range(first, last)]
 
     def _written(self, row: Row, count: int) -> range:
-        """Table entries, of those there are, that the next `count` tokens and drafts are written to."""
+        """Return the existing table entries that the next `count` tokens and drafts are written to."""
         first = row.length // self.block_size
         return range(first, min(self._state.count(row.length + count), len(row.table)) if count else first)
 
     def _copy_on_write(self, row: Row, index: int) -> None:
         if index >= self._state.count(row.length):
-            # Lookahead that holds no token yet: nothing to copy.
+            # Lookahead without tokens yet: nothing to copy.
             (own_id,) = self._state.take("device", 1)
             row.table[index] = own_id
             return
@@ -380,7 +380,7 @@ class ReferenceManager:
         return fit
 
     def _origin_out(self, handles: list[int], to: TierName) -> TierName:
-        """The tier that sequences leave for `to`, away from the device."""
+        """Return the tier that sequences leave for `to`, away from the device."""
         if to == "device":
             raise InvalidArgumentError("to is 'device', must be 'host' or 'external'")
         origin = self.tier(handles[0]) if handles else "device"
@@ -389,7 +389,7 @@ class ReferenceManager:
         return origin
 
     def _origin_in(self, handles: list[int], to: TierName) -> TierName:
-        """The tier that sequences leave for `to`, towards the device."""
+        """Return the tier that sequences leave for `to`, towards the device."""
         if to == "external":
             raise InvalidArgumentError("to is 'external', must be 'device' or 'host'")
         origin = self.tier(handles[0]) if handles else "external"
@@ -398,7 +398,7 @@ class ReferenceManager:
         return origin
 
     def _sources(self, handles: list[int], origin: TierName, to: TierName) -> tuple[int, int]:
-        """Check a batch, and count the distinct blocks that it needs moved, and those that it has."""
+        """Check a batch. Returns the number of distinct blocks to move, and of all its distinct blocks."""
         all_held: set[int] = set()
         for handle, row in self._batch(handles):
             self._intact(handle)
@@ -408,7 +408,7 @@ class ReferenceManager:
                 raise _BusyError(f"sequence {handle} has tokens that this step is yet to write")
             uses = self._state.uses(origin)
             held = row.table[: self._state.count(row.length)]
-            # Nothing that its blocks were made from may turn out to be lost.
+            # No source of its blocks may turn out to be lost.
             in_flight = any(ticket <= row.ticket for ticket in (self._state.ticket, *self._state.running))
             if in_flight or any("write" in uses[block] for block in held):
                 raise _BusyError(f"sequence {handle} is still moving")
@@ -439,7 +439,7 @@ class ReferenceManager:
             if row.length % self.block_size:
                 writers[row.table[held - 1]] += 1
         for block, count in writers.items():
-            # The last of those that have the block on the device then writes in place.
+            # The last owner of the block on the device then writes in place.
             copy = self._state.tier_copy(Block(origin, block), "device")
             others = users[block] + (0 if copy is None else self._state.refs(copy)) - 1
             wanted += min(count, others)
@@ -476,18 +476,18 @@ class ReferenceManager:
                 self._state.drop(row, 0)
             row.tier, row.table = to, moved
         rows, uses = [self._state.sequences[handle] for handle in handles], self._state.uses(to)
-        # Sequences that find all their blocks there have nothing to wait for.
+        # Sequences that find all their blocks there need not wait.
         comes = any("write" in uses[block] for row in rows for block in row.table)
         for row in rows:
             row.ticket, row.moving = self._state.ticket if comes else 0, comes
-        # A partly filled block is shared among this batch only: its owners may write on.
+        # A partial block is shared only within this batch: its owners may append to it.
         for block in partial:
             self._state.unlink(block)
             self._state.step.fresh.discard(block)
 
 
 def _fit(wanted: int, free: int, total: int, least: int | None = None) -> Fit:
-    """Whether blocks fit now, or of an empty tier the `least` that there must be."""
+    """Return whether blocks fit now; `least` blocks must fit an empty tier."""
     fits_later = (wanted if least is None else least) <= total
     status = AllocStatus.OK if wanted <= free else AllocStatus.LATER if fits_later else AllocStatus.NEVER
     return Fit(status, wanted, free)

@@ -1,4 +1,4 @@
-"""What the reference model remembers: tables, leases, blocks of equal bytes. The rest is counted when asked for."""
+"""State of the reference model: tables, leases, and which blocks have equal bytes. All else is counted on demand."""
 
 from __future__ import annotations
 
@@ -27,55 +27,55 @@ class Lease(NamedTuple):
 
 @dataclass(slots=True)
 class Row:
-    """One sequence: its block table, and what is under way."""
+    """One sequence: its block table and transfers in flight."""
 
     tier: TierName
     table: list[int]
     length: int
-    written: int = 0  # step in which tokens were last given slots
-    ticket: int = 0  # last that moves or copies blocks of it
-    moving: bool = False  # ... that moves it between tiers
+    written: int = 0  # step in which tokens last got slots
+    ticket: int = 0  # last ticket that moves or copies its blocks
+    moving: bool = False  # whether that ticket moves it between tiers
     lost: bool = False
 
 
 @dataclass(slots=True)
 class Step:
-    """What one step transfers, until its ticket ends."""
+    """The transfers of one step, until its ticket ends."""
 
     transfers: dict[tuple[str, TierName, TierName], list[tuple[int, int]]] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
-    fresh: set[Block] = field(default_factory=set)  # shared blocks that this step writes, for others to share
+    fresh: set[Block] = field(default_factory=set)  # blocks written in this step that others may share
     reuses_drained: bool = False
 
 
 class ModelState:
-    """Tables and leases of three tiers; nothing is kept that could be counted from them.
+    """Tables and leases of three tiers; derived numbers are not stored.
 
     Args:
-        config: sizes.
+        config: tier sizes.
     """
 
     def __init__(self, config: Config) -> None:
         self.block_size = config.block_size
         self.blocks = config.blocks()
         self.sequences: dict[int, Row] = {}
-        self.ticket = 1  # of the open step
+        self.ticket = 1  # ticket of the open step
         self.step = Step()
         self.running: dict[int, Step] = {}
         self.tier_copies: dict[Block, Block] = {}
-        # Transfers that have not ended and that a block's bytes came through: if one fails, the bytes are lost.
+        # Unfinished transfers that a block's bytes came through: if one fails, the bytes are lost.
         self.unlanded: dict[Block, set[tuple[int, Block]]] = {}
 
     def count(self, tokens: int) -> int:
-        """Blocks for `tokens` tokens."""
+        """Return the number of blocks for `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def refs(self, block: Block) -> int:
-        """How many tables name a block."""
+        """Count the tables that name a block."""
         return sum(row.table.count(block.id) for row in self.sequences.values() if row.tier == block.tier)
 
     def uses(self, tier: TierName) -> dict[int, list[str]]:
-        """For each block of a tier, what unfinished transfers and this step's do with it."""
+        """For each block of a tier, its uses by unfinished transfers and by this step's."""
         uses: dict[int, list[str]] = {block: [] for block in range(self.blocks[tier])}
         for step in (*self.running.values(), self.step):
             for lease in step.leases:
@@ -88,21 +88,21 @@ class ModelState:
         return [block for block in range(self.blocks[tier]) if block not in used]
 
     def free_blocks(self, tier: TierName) -> list[int]:
-        """Blocks that no table names and no transfer uses."""
+        """List the blocks that no table names and no transfer uses."""
         uses = self.uses(tier)
         return [block for block in self._unreferenced(tier) if not uses[block]]
 
     def overlappable_blocks(self, tier: TierName) -> list[int]:
-        """Blocks that are only being read on the device: work ordered after the readers may have them."""
+        """List the blocks that are only being read on the device: work ordered after the reads may take them."""
         uses = self.uses(tier)
         return [block for block in self._unreferenced(tier) if set(uses[block]) == {"drain"}]
 
     def available(self, tier: TierName) -> int:
-        """Blocks that device work of the open step may have."""
+        """Return the number of blocks that device work of the open step may take."""
         return len(self.free_blocks(tier)) + len(self.overlappable_blocks(tier))
 
     def require(self, tier: TierName, wanted: int, *, draining_too: bool = True) -> None:
-        """Raise `OutOfBlocksError` unless `wanted` blocks can be had."""
+        """Raise `OutOfBlocksError` unless `wanted` blocks are available."""
         free = self.available(tier) if draining_too else len(self.free_blocks(tier))
         if wanted > free:
             total = self.blocks[tier]
@@ -110,7 +110,7 @@ class ModelState:
             raise OutOfBlocksError(message, tier, wanted, free, total)
 
     def take(self, tier: TierName, count: int) -> list[int]:
-        """Lowest ids first, those that are being read last."""
+        """Take blocks, lowest ids first; those still being read come last."""
         free = self.free_blocks(tier)[:count]
         if len(free) < count:
             self.step.reuses_drained = True
@@ -120,34 +120,34 @@ class ModelState:
         return free
 
     def drop(self, row: Row, index: int) -> None:
-        """Take a block out of a table."""
+        """Remove a block from a table."""
         block = Block(row.tier, row.table.pop(index))
         if self.refs(block) == 0:
             self.unlink(block)
 
     def transfer(self, kind: str, source: Block, target: Block, use: str) -> None:
-        """Decide a transfer, for this step."""
+        """Add a transfer to this step."""
         pairs = self.step.transfers.setdefault((kind, source.tier, target.tier), [])
         pairs.append((source.id, target.id))
         self.step.leases += [Lease(source, use), Lease(target, "write")]
         self.unlanded[target] = self.unlanded.get(source, set()) | {(self.ticket, target)}
 
     def unlink(self, block: Block) -> None:
-        """Forget which block holds the same bytes."""
+        """Drop a block's link to the block of equal bytes."""
         tier_copy = self.tier_copies.pop(block, None)
         if tier_copy is not None:
             del self.tier_copies[tier_copy]
 
     def link(self, a: Block, b: Block) -> None:
-        """Note that two blocks hold the same bytes, and no third."""
+        """Record that exactly these two blocks hold the same bytes."""
         self.unlink(a)
         self.unlink(b)
         self.tier_copies[a], self.tier_copies[b] = b, a
 
     def tier_copy(self, block: Block, to: TierName) -> Block | None:
-        """The block of the other tier that holds the same bytes, or will when this step has run.
+        """Return the block of the other tier that holds the same bytes, or will after this step.
 
-        A link outlives its call only between blocks that were full: a sequence that was cut since may share one, too.
+        A link outlives its call only between full blocks; a sequence truncated since then may share one, too.
         """
         tier_copy = self.tier_copies.get(block)
         if tier_copy is None or tier_copy.tier != to:

@@ -1,7 +1,7 @@
-"""What must hold of any prefix cache, whatever it evicts: `ReferencePrefixCache` and `EventReplay`.
+"""Rules that every prefix cache must obey, whatever it evicts: `ReferencePrefixCache` and `EventReplay`.
 
-Which blocks are cached is a policy's choice. But a hit must be of tokens that were computed, the counters must be the
-sums of the answers, and who follows the events must know exactly what can be found.
+Which blocks are cached is up to the policy. But hits must be of computed tokens, counters must be the sums of the
+answers, and the events must tell exactly which blocks can be found.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ __all__ = ["EventReplay", "ReferencePrefixCache"]
 
 @dataclass
 class ReferencePrefixCache:
-    """Which prefixes a cache may find, by their tokens.
+    """Tracks which prefixes a cache may find, by their tokens.
 
     Args:
         block_size: token slots in a block.
 
     Attributes:
-        computed: tokens of each prefix of whole blocks that some sequence has computed, with the salt it ran under.
-        prompts: prompts that were admitted; `blocks` and `tokens` of them, `hit_blocks` and `hit_tokens` were found.
+        computed: tokens of each computed prefix of whole blocks, with its salt.
+        prompts: number of admitted prompts; `blocks` and `tokens` are their sizes, `hit_blocks` and `hit_tokens` the
+            parts found in the cache.
 
     Example:
         >>> from blockyard.testing import ReferencePrefixCache
@@ -43,12 +44,12 @@ class ReferencePrefixCache:
     hit_tokens: int = 0
 
     def publish(self, tokens: Sequence[int], *, salt: bytes | None = None) -> None:
-        """Note that all of these tokens are computed."""
+        """Record that all of these tokens are computed."""
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
             self.computed.add((salt, tuple(tokens[:end])))
 
     def most(self, tokens: Sequence[int], *, salt: bytes | None = None) -> int:
-        """Tokens at the start of a prompt that may be found: whole blocks, all of which were computed."""
+        """Return how many tokens at the start of a prompt may be found: whole blocks that were all computed."""
         found = 0
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
             if (salt, tuple(tokens[:end])) not in self.computed:
@@ -57,11 +58,11 @@ class ReferencePrefixCache:
         return found
 
     def usable(self, cached: int, length: int) -> int:
-        """Tokens of `cached` ones that a prompt of some length may skip: its last token is always computed."""
+        """Return how many of `cached` tokens a prompt may skip: its last token is always computed."""
         return min(cached, max(0, length - 1) // self.block_size * self.block_size)
 
     def count(self, tokens: Sequence[int], hit: int) -> None:
-        """Count an admitted prompt, of which the first `hit` tokens were found."""
+        """Count an admitted prompt whose first `hit` tokens were found."""
         self.prompts += 1
         self.blocks += len(tokens) // self.block_size
         self.hit_blocks += hit // self.block_size
@@ -72,7 +73,7 @@ class ReferencePrefixCache:
         """Compare counters.
 
         Raises:
-            InvariantError: the manager counts otherwise.
+            InvariantError: the manager's counters differ.
         """
         blocks, tokens = stats.hit_blocks + stats.missed_blocks, stats.hit_tokens + stats.missed_tokens
         found = (stats.prompts, blocks, stats.hit_blocks, tokens, stats.hit_tokens)
@@ -83,11 +84,11 @@ class ReferencePrefixCache:
 
 
 class EventReplay:
-    """What can be found, by the events alone, as a router of another process would know it.
+    """Tracks which blocks can be found from the events alone, as a router in another process would.
 
     Attributes:
-        blocks: key of each block that can be found.
-        complete: whether no event was missed that might still matter.
+        blocks: key of each findable block.
+        complete: whether no event that might still matter was missed.
 
     Example:
         >>> from blockyard import BlockManager, PrefixCaching
@@ -109,10 +110,10 @@ class EventReplay:
         self._next = 0
 
     def apply(self, batch: EventBatch) -> None:
-        """Follow events, in their order.
+        """Apply events in order.
 
         Raises:
-            InvariantError: numbers are missing or used twice, or an event contradicts those before it.
+            InvariantError: numbers are missing or repeated, or an event contradicts earlier ones.
         """
         if batch.first != self._next + batch.dropped:
             message = f"events from {batch.first} on, {batch.dropped} dropped, the last batch ended before {self._next}"

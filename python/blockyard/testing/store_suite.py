@@ -1,5 +1,5 @@
 # ruff: noqa: D102 (the names of the tests are sentences)
-"""What every `ExternalStore` must do, as classes that a plug-in's own tests subclass.
+"""Conformance tests of `ExternalStore`, as classes for a plug-in's tests to subclass.
 
 `StoreSuite` is for swap space, `PrefixStoreSuite` for keys.
 
@@ -9,7 +9,7 @@
         def open_store(self) -> ExternalStore:
             return open_store("mystore://...", bytes_per_block=self.bytes_per_block, num_slots=self.num_slots)
 
-They need no pytest; pytest finds the methods called `test_*`, and so can a loop.
+They work without pytest, too: call each method named `test_*`.
 """
 
 import time
@@ -34,8 +34,8 @@ class StoreSuite(ABC):
     """Tests of an `ExternalStore`; each opens its own and closes it.
 
     Attributes:
-        bytes_per_block: of the stores that `open_store` opens; not a multiple of a page, on purpose.
-        num_slots: likewise, at least 8.
+        bytes_per_block: block size of the opened stores; deliberately not a multiple of a page. num_slots: number of
+            slots in the opened stores, at least 8.
     """
 
     bytes_per_block = 5000
@@ -99,7 +99,7 @@ class StoreSuite(ABC):
             _equal(read.ok.tolist(), [False, True], "ok")
             _check(bool(read.reasons[0]) and not read.reasons[1], f"a miss must have a reason, found {read.reasons}")
             _check(not read.rows[0].any(), "the row of a miss must be zero")
-            _check(np.array_equal(read.rows[1], rows[0]), "the block beside a miss is wrong")
+            _check(np.array_equal(read.rows[1], rows[0]), "the block next to a miss is wrong")
             _equal(sum(store.stats().misses.values()), 1, "misses counted")
 
     def test_a_ticket_is_reported_once_and_collected_once(self) -> None:
@@ -194,9 +194,9 @@ class PrefixStoreSuite(ABC):
     """Tests of an `ExternalStore` whose blocks have keys.
 
     Attributes:
-        bytes_per_block: of the stores that `open_store` opens; not a multiple of a page, on purpose.
-        num_slots: blocks that they hold, at least 8.
-        evicts: they hold no more than that; False for storage without a size, such as a bucket.
+        bytes_per_block: block size of the opened stores; deliberately not a multiple of a page. num_slots: number of
+            blocks that they hold, at least 8.
+        evicts: whether they hold no more than that; False for storage without a size, such as a bucket.
     """
 
     bytes_per_block = 5000
@@ -205,10 +205,10 @@ class PrefixStoreSuite(ABC):
 
     @abstractmethod
     def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
-        """Open the store of this test, which is empty at first and keeps its blocks when it is closed."""
+        """Open the test's store. It is empty at first, and its blocks survive closing it."""
 
     def keys(self, *numbers: int) -> list[bytes]:
-        """Return a key for each number."""
+        """Return one key per number."""
         return [sha256(number.to_bytes(8, "little")).digest() for number in numbers]
 
     def rows(self, *numbers: int) -> NDArray[np.uint8]:
@@ -223,7 +223,7 @@ class PrefixStoreSuite(ABC):
         _equal(done.rows.shape, (0, self.bytes_per_block), "rows of a put")
 
     def check(self, store: ExternalStore, found: list[int], absent: list[int]) -> None:
-        """Check that a read gives the blocks of these numbers, and misses of zeros for those."""
+        """Check that a read finds the blocks `found`, and returns misses of zeros for `absent`."""
         read = store.wait(store.submit_get(self.keys(*found, *absent)), PATIENCE)
         _equal(read.ok.tolist(), [True] * len(found) + [False] * len(absent), f"gets ({_why(store, read)})")
         _check(np.array_equal(read.rows[: len(found)], self.rows(*found)), "a block came back with other bytes")

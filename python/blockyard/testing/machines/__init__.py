@@ -1,4 +1,4 @@
-"""Hypothesis state machines that drive a manager or a scheduler, yours or Blockyard's, and read back every token.
+"""Hypothesis state machines that drive a manager or scheduler, yours or Blockyard's, and read back every token.
 
     from blockyard.testing.machines import manager_machine, prefix_machine, scheduler_machine
 
@@ -10,9 +10,9 @@
         step=lambda mine, simulation: mine.step(simulation.execute, simulation.forward),
     ).TestCase
 
-A failure starts with one sentence, then the last ten steps. `TestMyManager.settings =
-settings(TestMyManager.settings, max_examples=500)` runs longer; `TestMyManager.shrink = True` also searches for the
-shortest example, for minutes.
+A failure report starts with one sentence, then the last ten steps. `TestMyManager.settings =
+settings(TestMyManager.settings, max_examples=500)` runs longer; `TestMyManager.shrink = True` also spends minutes
+searching for the shortest example.
 """
 
 from blockyard.workers import missing

@@ -1,4 +1,4 @@
-"""`ManagerMachine`: a manager beside the reference model and simulated memory."""
+"""`ManagerMachine`: a manager next to the reference model and simulated memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _WAYS: Final = [
     ("swap_in", "external"),
 ]
 
-# Each number picks a live sequence; a few pick one that was freed. Repeated numbers make repeated handles.
+# Each number picks a live sequence, or rarely a freed one. Repeated numbers give repeated handles.
 _pick = st.integers(0, 63)
 _picks = st.lists(_pick, min_size=1, max_size=4)
 _lengths = st.lists(st.integers(1, 14) | st.just(0), min_size=1, max_size=3)
@@ -49,17 +49,17 @@ _lookahead = st.integers(0, 3)
 
 
 class ManagerMachine(SideBySide, RecordingMachine):
-    """Random steps of an engine, on a manager and on the reference model.
+    """Random engine steps on a manager and on the reference model.
 
     After each rule the state is checked and compared: free blocks of each tier, and tier, length and block table of
-    each sequence. Calls must agree in result and error, decisions in every pair. Transfers run on memory that is as
-    late as the decisions allow, and every token of every sequence is read back.
+    each sequence. Calls must agree in result and error, decisions in every pair. Transfers run as late as the decisions
+    allow, and every token of every sequence is read back.
 
     Attributes:
         make_manager: makes the manager under test; `manager_machine` sets it.
-        make_memory: makes the memory that decisions run on; override it to plant a fault.
-        same_ids: whether the manager must choose the same blocks as the model. If not, the tables, decisions and
-            errors' numbers are not compared; tokens, free blocks and lengths still are.
+        make_memory: makes the memory that decisions run on; override it to inject a fault.
+        same_ids: whether the manager must choose the same blocks as the model. If not, tables, decisions and numbers in
+            errors are not compared; tokens, free blocks and lengths still are.
     """
 
     make_manager: ClassVar[Callable[[Config], ManagerLike]]
@@ -67,7 +67,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
 
     @initialize(config=configs(), lengths=_lengths)
     def start(self, config: Config, lengths: list[int]) -> None:
-        """Make manager, model and memory, and a few sequences."""
+        """Create manager, model, memory and a few sequences."""
         self.record.note(f"manager: {config}")
         self.manager = self.record.watch(type(self).make_manager(config))
         self.model = ReferenceManager(**config.arguments())
@@ -148,7 +148,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
             rest = rest[n:]
             sequence.tokens += tokens
             self.written.add(sequence.real)
-            # Drafts, which nobody is to read.
+            # Drafts, which must not be read.
             table, end = self.manager.block_table(sequence.real), len(sequence.tokens)
             drafts = [int(table[i // size]) * size + i % size for i in range(end, end + lookahead)]
             self.pending += zip(drafts, self.fresh(lookahead), strict=True)
@@ -163,7 +163,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
     @precondition(lambda self: self.sequences)
     @rule(pick=_pick, dropped=st.integers(-1, 9))
     def truncate(self, pick: int, dropped: int) -> None:
-        """Take tokens back, or ask for more than there are."""
+        """Take tokens back, or try to take more than there are."""
         (sequence,) = self.chosen([pick])
         length = max(0, len(sequence.tokens) - dropped)
         if self.do(lambda m: m.truncate(sequence.real, length), lambda m: m.truncate(sequence.model, length)):
@@ -172,7 +172,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
     @precondition(lambda self: self.sequences)
     @rule(picks=_picks)
     def free(self, picks: list[int]) -> None:
-        """Forget sequences; what only they would have read is not computed."""
+        """Free sequences; tokens that only they would have read are not computed."""
         batch = self.chosen(picks)
         real, model = handles_of(batch)
         if not self.do(lambda m: m.free(real), lambda m: m.free(model)):
@@ -193,7 +193,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
         before=st.sampled_from(["settle", "step", "nothing"]),
     )
     def move(self, picks: list[int], way: tuple[str, str], lookahead: int, before: str) -> None:
-        """Move a batch between tiers: in the middle of a step, at the start of one, or with nothing under way."""
+        """Move a batch between tiers: in the middle of a step, at the start of one, or with nothing in flight."""
         if before != "nothing":
             self.step(everyone=False, lost=[])
         if before == "settle":
@@ -205,7 +205,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
             return
         if could[0] == AllocStatus.OK and not done:
             raise AssertionError(f"can_{way} promised what {way} refused")
-        # Back on the device there must be room for more tokens, and for the watermark.
+        # On the device there must also be room for more tokens and the watermark.
         if could[0] != AllocStatus.OK and done and way[1] != "device":
             raise AssertionError(f"can_{way} refused what {way} did")
 
@@ -225,9 +225,9 @@ class ManagerMachine(SideBySide, RecordingMachine):
         lost: int,
         copies: bool,  # noqa: FBT001 (drawn)
     ) -> None:
-        """What chance alone seldom does: a group leaves, comes back, and runs on in that step, perhaps with a loss.
+        """A rare scenario: a group leaves, comes back, and continues in that step, perhaps with a loss.
 
-        Then, perhaps, a fork copies what may be lost, and its ticket ends first.
+        Then a fork may copy blocks that may be lost, with a ticket that ends first.
         """
         parent = self.one(pick)
         if parent is None:
@@ -257,7 +257,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
 
     @rule(everyone=st.booleans(), lost=st.builds(list) | st.builds(list) | _losses)
     def step(self, everyone: bool, lost: list[int]) -> None:  # noqa: FBT001 (drawn)
-        """Take the decision, begin its transfers, write the step's tokens, read them through the tables."""
+        """Take the decision, begin its transfers, write the step's tokens, and read them through the tables."""
         self.record.next_step()
         for ticket in self.tickets[: 1 - MOST_OPEN]:
             self.end(ticket)
@@ -280,19 +280,19 @@ class ManagerMachine(SideBySide, RecordingMachine):
 
     @rule(pick=_pick)
     def end_ticket(self, pick: int) -> None:
-        """End a transfer: completed, or failed where some of it was lost."""
+        """End a transfer: complete it, or fail it if part of it was lost."""
         if self.tickets:
             self.end(self.tickets[pick % len(self.tickets)])
 
     @rule(keep=st.integers(0, 2))
     def settle(self, keep: int) -> None:
-        """End all transfers but a few, the newest first."""
+        """End all but a few transfers, newest first."""
         for ticket in self.tickets[keep:][::-1]:
             self.end(ticket)
 
     @rule(ticket=st.integers(0, 400), pairs=st.booleans())
     def wrong_ticket(self, ticket: int, pairs: bool) -> None:  # noqa: FBT001 (drawn)
-        """A ticket that is not open, or a loss that is not in it, is refused."""
+        """Completing a ticket that is not open, or with a loss that is not in it, must be refused."""
         if ticket not in self.tickets:
             self.do(lambda m: m.complete(ticket), lambda m: m.complete(ticket))
         elif pairs:
@@ -303,7 +303,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        """The manager is sound, and say what the model's say."""
+        """The manager is consistent, and agrees with the model."""
         self.manager.check()
         self.model.check()
         same("sequences", self.manager.stats().sequences, self.model.stats().sequences)
@@ -318,7 +318,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
             same(f"blocks of sequence {s.real}", len(real), len(model))
 
     def teardown(self) -> None:
-        """Let all transfers end, read every token of every sequence, free all."""
+        """End all transfers, read every token of every sequence, and free everything."""
         if self.failed or not hasattr(self, "manager"):
             return
         self.step(everyone=True, lost=[])
@@ -339,10 +339,10 @@ def manager_machine(
     *,
     same_ids: bool = True,
 ) -> type[ManagerMachine]:
-    """Make a machine for a manager.
+    """Make a state machine for a manager.
 
     Args:
-        factory: makes the manager under test; Blockyard's own if not given.
+        factory: makes the manager under test; defaults to Blockyard's.
         same_ids: whether it must choose the same block ids as the reference model, lowest first.
 
     Returns:

@@ -1,4 +1,4 @@
-"""`OwnSchedulerMachine`: a scheduler with calls of its own over simulated memory."""
+"""`OwnSchedulerMachine`: a scheduler with its own interface, over simulated memory."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ ARRIVALS = st.lists(REQUESTS, max_size=2)
 LOSSES: st.SearchStrategy[list[int]] = st.just([]) | st.lists(st.integers(0, 63), min_size=1, max_size=2)
 
 BEYOND = 4
-"""Tokens that a scheduler may compute beyond the end of a request."""
+"""Number of tokens that a scheduler may compute beyond the end of a request."""
 
 
 class OwnSchedulerMachine(SchedulerMachine):
-    """Random requests and losses on a scheduler that has one call for a step; `scheduler_machine` makes it.
+    """Random requests and losses on a scheduler that runs a step in one call; made by `scheduler_machine`.
 
-    Requests fit alone but not together, so that most steps have a batch and many preempt. Half of the prompts begin as
-    an earlier one did. What is read in a step must be the tokens of a request, at once: the failure then names the
-    sequence, the block, the ticket or the call.
+    Requests fit alone but not together, so most steps have a batch and many preempt. Half of the prompts start like an
+    earlier one. Every read must return a request's tokens; the first wrong one fails, naming the sequence, block,
+    ticket or call.
 
     Attributes:
-        add_request: gives a request to the scheduler.
-        run_step: runs one step and returns the outputs of the requests that it finished, by request id.
-        abort_request: aborts a request by its id; None where the scheduler cannot.
+        add_request: adds a request to the scheduler.
+        run_step: runs one step and returns the outputs of finished requests, by request id.
+        abort_request: aborts a request by id; None if the scheduler cannot.
     """
 
     add_request: ClassVar[Callable[[Any, Request], object]]
@@ -68,7 +68,7 @@ class OwnSchedulerMachine(SchedulerMachine):
         first=st.lists(requests(max_n=1, priorities=1), min_size=2, max_size=8),
     )
     def start(self, config: Config, first: list[Request]) -> None:
-        """Make manager, scheduler and memory, and submit a few requests."""
+        """Create manager, scheduler and memory, and submit a few requests."""
         real = type(self).make_manager(config)
         self.memory = type(self).make_memory(config)
         self.record.manager, self.record.memory = real, self.memory
@@ -79,7 +79,7 @@ class OwnSchedulerMachine(SchedulerMachine):
 
     @rule(request=requests(max_n=1, priorities=1), like=follow_ups())
     def add(self, request: Request, like: FollowUp | None = None) -> None:
-        """Give a request to the scheduler, cut so that the device can hold it to its end."""
+        """Add a request, truncated so that the device can hold it to its end."""
         device = self.manager.pool("device")
         slots = (device.num_blocks - device.reserved) * self.manager.block_size
         request = follow_up(request, self.earlier, like)
@@ -91,7 +91,7 @@ class OwnSchedulerMachine(SchedulerMachine):
         name = f"{request.request_id[0]}{self.added}"
         request = replace(request, request_id=name, prompt=prompt, max_tokens=most, stop_token_ids=frozenset())
         self.accept(request)
-        # A scheduler that is a step ahead runs beyond the end and drops what it draws.
+        # A scheduler that runs a step ahead continues beyond the end and drops those tokens.
         (drawn,) = reference_tokens(replace(request, max_tokens=most + BEYOND))
         self.record.texts[name] = [*prompt, *drawn]
         type(self).add_request(self.scheduler, request)
@@ -110,7 +110,7 @@ class OwnSchedulerMachine(SchedulerMachine):
 
     @rule(lost=LOSSES, arrivals=ARRIVALS)
     def step(self, lost: list[int], arrivals: Sequence[tuple[Request, FollowUp | None]] = ()) -> None:
-        """Run one step, before which requests may arrive, and in which pairs may be lost."""
+        """Run one step. Requests may arrive before it, and pairs may be lost in it."""
         for request, like in arrivals:
             self.add(request, like)
         self.record.next_step()
@@ -128,14 +128,14 @@ class OwnSchedulerMachine(SchedulerMachine):
 
     @rule(count=st.integers(2, 8), arrivals=ARRIVALS)
     def run(self, count: int, arrivals: Sequence[tuple[Request, FollowUp | None]]) -> None:
-        """Run some steps without a loss."""
+        """Run some steps without losses."""
         for request, like in arrivals:
             self.add(request, like)
         for _ in range(count if self.live else 1):
             self.step(lost=[])
 
     def end(self, name: str, tokens: list[int]) -> None:
-        """A finished request must be live, and have drawn what endless memory gives."""
+        """A finished request must be live and have the same tokens as with unlimited memory."""
         self.record.note(f"finished {name!r}")
         request = self.live.pop(name, None)
         if request is None:
@@ -155,11 +155,11 @@ class OwnSchedulerMachine(SchedulerMachine):
         self.step(lost=[])
 
     def explain_end(self) -> str:
-        """Name the sequence or ticket that is left."""
+        """Name the sequence or ticket left over."""
         return f"after step {self.record.step}: {self.record.culprit(self.live)}"
 
     def unfinished(self) -> int:
-        """What is left in the scheduler: it has no call to say so."""
+        """Return 0: the scheduler has no call that counts its requests."""
         return 0
 
 
@@ -172,22 +172,22 @@ def scheduler_machine(
     manager: Callable[[Config], BlockManager] | None = None,
     resize: bool = False,
 ) -> type[SchedulerMachine]:
-    """Make a machine for a scheduler: one with calls of its own, or with those of `SchedulerLike`.
+    """Make a state machine for a scheduler with its own interface, or with that of `SchedulerLike`.
 
     Args:
-        make: makes the scheduler under test over a manager; Blockyard's own if not given.
-        add: gives it a request: `request_id`, `prompt` (token ids) and `max_tokens` count, the rest has its default.
-        step: runs one step: it calls `execute` and `forward` of a `Simulation`, and returns the outputs of the requests
-            that have finished, by request id. Without `add` and `step`, the scheduler has the calls of `SchedulerLike`.
-        abort: aborts a request by its id; never called if not given.
-        manager: makes the manager; Blockyard's own if not given.
-        resize: shrink and grow the device meanwhile, as `ResizingSchedulerMachine` does; not with `step`.
+        make: makes the scheduler under test over a manager; defaults to Blockyard's.
+        add: adds a request; only `request_id`, `prompt` (token ids) and `max_tokens` matter, other fields are defaults.
+        step: runs one step: calls `execute` and `forward` of a `Simulation`, and returns the outputs of finished
+            requests, by request id. Without `add` and `step`, the scheduler must implement `SchedulerLike`.
+        abort: aborts a request by id; without it, requests are never aborted.
+        manager: makes the manager; defaults to Blockyard's.
+        resize: also shrink and grow the device, as `ResizingSchedulerMachine` does; not with `step`.
 
     Returns:
         A state machine; its `TestCase` runs under pytest and unittest.
 
     Raises:
-        InvalidArgumentError: one of `add` and `step` is given without the other, or `resize` or no `make` with them.
+        InvalidArgumentError: only one of `add` and `step` is given, or they are given with `resize` or without `make`.
 
     Example:
         >>> from hypothesis import settings

@@ -1,4 +1,4 @@
-"""`PrefixMachine`: a manager with a prefix cache, beside what must hold of one and simulated memory."""
+"""`PrefixMachine`: a manager with a prefix cache, next to a reference model and simulated memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAYS = (("swap_out", "host"), ("swap_out", "external"), ("swap_in", "device"), (
 _pick = st.integers(0, 63)
 _picks = st.lists(_pick, min_size=1, max_size=4)
 _salts = st.sampled_from([None, None, b"", b"tenant"])
-# Prompts of a family are prefixes of each other, but for their last token.
+# Prompts of a family are prefixes of each other, except for their last token.
 _prompt = st.tuples(st.integers(0, 20), st.integers(0, 1), st.integers(0, 2))
 _prompts = st.lists(_prompt, min_size=1, max_size=3)
 _losses: st.SearchStrategy[list[int]] = st.builds(list) | st.builds(list) | st.lists(_pick, min_size=1, max_size=2)
@@ -37,17 +37,17 @@ _losses: st.SearchStrategy[list[int]] = st.builds(list) | st.builds(list) | st.l
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """One sequence: what it runs under, its tokens, and those blocks that must be found while it has them."""
+    """One sequence: its salt, its tokens, and the blocks that must be found while it holds them."""
 
     handle: int
     salt: bytes | None
-    tokens: list[int]  # those that the manager will never know are negative, and nobody else's
-    noted: int  # tokens at the start that the manager knows, unless it does not follow the sequence any more
+    tokens: list[int]  # those never given to the manager are negative and unique
+    noted: int  # leading tokens that the manager knows, unless it no longer follows the sequence
     published: int = 0
     lost: bool = False
 
     def values(self) -> list[int]:
-        """What a model writes for each token: it depends on all tokens up to it, and on the salt."""
+        """Return what a model writes for each token: it depends on all tokens up to it, and on the salt."""
         state, values = hashlib.sha256(repr(self.salt).encode()), []
         for token in self.tokens:
             state.update(token.to_bytes(8, "little", signed=True))
@@ -56,16 +56,15 @@ class _Tracked:
 
 
 class PrefixMachine(RecordingMachine):
-    """Random steps of an engine whose prompts begin alike.
+    """Random engine steps with prompts that share prefixes.
 
-    Hits must be of tokens that were computed under the same salt, and be read back as such; what a sequence has
-    published must be found while the sequence has it; counters, free blocks and events must say the same. Tokens that
-    are computed from garbage are garbage, so what was published too early is read back wrongly. Transfers run as late
-    as the decisions allow, and some fail.
+    Hits must be of tokens computed under the same salt, and read back correctly. Blocks published by a sequence must be
+    found while it holds them. Counters, free blocks and events must agree. Tokens computed from garbage are garbage, so
+    a block published too early reads back wrong. Transfers run as late as the decisions allow, and some fail.
 
     Attributes:
-        make_manager: makes the manager under test, which keeps the given number of events; `prefix_machine` sets it.
-        make_memory: makes the memory that decisions run on; override it to plant a fault.
+        make_manager: makes the manager under test, with the given event capacity; `prefix_machine` sets it.
+        make_memory: makes the memory that decisions run on; override it to inject a fault.
     """
 
     make_manager: ClassVar[Callable[[Config, int], PrefixManagerLike]]
@@ -75,14 +74,14 @@ class PrefixMachine(RecordingMachine):
         super().__init__()
         self.sequences: list[_Tracked] = []
         self.running: dict[int, tuple[StepDecision, list[Pairs]]] = {}
-        self.pending: dict[int, _Tracked] = {}  # slots of this step's tokens
-        self.dirty: set[int] = set()  # handles with tokens that got slots in this step
+        self.pending: dict[int, _Tracked] = {}  # by slot of this step's tokens
+        self.dirty: set[int] = set()  # handles whose tokens got slots in this step
         self.unknown = 0
         self.replay = EventReplay()
 
     @initialize(config=configs(device_blocks=st.integers(3, 16)), events=st.sampled_from([3, 10_000, 10_000]))
     def start(self, config: Config, events: int) -> None:
-        """Make manager, model and memory."""
+        """Create manager, model and memory."""
         self.record.note(f"manager: {config}, {events} events")
         self.manager = self.record.watch(type(self).make_manager(config, events))
         self.model = ReferencePrefixCache(config.block_size)
@@ -92,7 +91,7 @@ class PrefixMachine(RecordingMachine):
 
     @rule(prompts=_prompts, salt=_salts)
     def allocate_prompts(self, prompts: list[tuple[int, int, int]], salt: bytes | None) -> None:
-        """Admit prompts with what is cached of them, all or none."""
+        """Admit prompts with their cached parts, all or none."""
         batch = [[family + i // 7 for i in range(length)] + [last] for length, family, last in prompts]
         cached = [self.manager.prefix.lookup(prompt, salt=salt).tokens for prompt in batch]
         cached_blocks = set(self.replay.blocks)
@@ -126,7 +125,7 @@ class PrefixMachine(RecordingMachine):
         token=st.integers(0, 2),
     )
     def append(self, picks: list[int], count: int, named: str, token: int) -> None:
-        """Append tokens to a batch, and tell the manager which: now, with `note`, or never."""
+        """Append tokens to a batch; give the manager their ids now, later by `note`, or never."""
         batch = self.chosen(picks)
         handles = [sequence.handle for sequence in batch]
         try:
@@ -146,7 +145,7 @@ class PrefixMachine(RecordingMachine):
     @precondition(lambda self: self.sequences and hasattr(self.manager.prefix, "note_tokens"))
     @rule(picks=_picks, most=st.integers(1, 5))
     def note(self, picks: list[int], most: int) -> None:
-        """Tell the manager tokens that were appended without their ids; more than there are is refused."""
+        """Pass the manager ids of tokens appended without them; too many must be refused."""
         batch = self.chosen(picks)
         unknown = [list(takewhile(lambda token: token >= 0, s.tokens[s.noted :]))[:most] for s in batch]
         handles, counts = [s.handle for s in batch], np.array([len(ids) for ids in unknown], np.uint32)
@@ -157,7 +156,7 @@ class PrefixMachine(RecordingMachine):
     @precondition(lambda self: self.sequences)
     @rule(picks=_picks)
     def mark_computed(self, picks: list[int]) -> None:
-        """Publish what sequences have computed; refused while a step is yet to write some of it."""
+        """Publish computed tokens; refused while a step has yet to write some of them."""
         batch = self.chosen(picks)
         refused = any(sequence.handle in self.dirty for sequence in batch)
         try:
@@ -174,7 +173,7 @@ class PrefixMachine(RecordingMachine):
 
     @rule(prompt=_prompt, salt=_salts)
     def prefill(self, prompt: tuple[int, int, int], salt: bytes | None) -> None:
-        """What chance alone seldom does: a prompt is admitted, computed and published."""
+        """A rare scenario: a prompt is admitted, computed and published."""
         before = len(self.sequences)
         self.allocate_prompts([prompt], salt)
         self.step([])
@@ -214,7 +213,7 @@ class PrefixMachine(RecordingMachine):
     @precondition(lambda self: self.sequences)
     @rule(picks=_picks)
     def free(self, picks: list[int]) -> None:
-        """Forget sequences; what only they would have read is not computed."""
+        """Free sequences; tokens that only they would have read are not computed."""
         batch = self.chosen(picks)
         self.manager.free([sequence.handle for sequence in batch])
         self.sequences = [sequence for sequence in self.sequences if sequence not in batch]
@@ -224,7 +223,7 @@ class PrefixMachine(RecordingMachine):
     @precondition(lambda self: self.sequences)
     @rule(picks=_picks, way=st.sampled_from(WAYS), settled=st.booleans())
     def move(self, picks: list[int], way: tuple[str, Any], settled: bool) -> None:  # noqa: FBT001 (drawn)
-        """Move a batch between tiers, in the middle of a step or with nothing under way."""
+        """Move a batch between tiers, in the middle of a step or with nothing in flight."""
         if settled:
             self.rest()
         batch = self.chosen(picks)
@@ -250,7 +249,7 @@ class PrefixMachine(RecordingMachine):
         most: int,
         cached: Literal["move", "drop", "exchange"],
     ) -> None:
-        """Decide moves within the device, which nobody notices before their ticket is completed."""
+        """Decide moves within the device, which take effect only when their ticket is completed."""
         free, tables = self.manager.pool("device").num_free, self.tables()
         report = self.manager.defrag.run(goal, number, max_moves=most, cached=cached)
         _at_most("moves", report.planned, most)
@@ -259,7 +258,7 @@ class PrefixMachine(RecordingMachine):
 
     @rule(lost=_losses)
     def step(self, lost: list[int]) -> None:
-        """Take the decision, begin its transfers, compute the step's tokens."""
+        """Take the decision, begin its transfers, and compute the step's tokens."""
         self.record.next_step()
         for ticket in sorted(self.running)[: 1 - MOST_OPEN]:
             self.end(ticket)
@@ -279,7 +278,7 @@ class PrefixMachine(RecordingMachine):
 
     @rule(pick=_pick)
     def end_ticket(self, pick: int) -> None:
-        """End a ticket: completed, or failed where some of it was lost."""
+        """End a ticket: complete it, or fail it if part of it was lost."""
         if self.running:
             self.end(sorted(self.running)[pick % len(self.running)])
 
@@ -292,7 +291,7 @@ class PrefixMachine(RecordingMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        """Forget what is cached, if nothing is in use."""
+        """Clear the prefix cache, if nothing is in use."""
         idle = self.manager.pool("device").num_free == self.manager.pool("device").num_blocks
         _same("reset", self.manager.prefix.reset(), idle)
         if idle:
@@ -303,7 +302,7 @@ class PrefixMachine(RecordingMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        """The manager is sound, the counters and events are those of its answers."""
+        """The manager is consistent, and its counters and events match its answers."""
         if not hasattr(self, "manager"):
             return
         self.manager.check()
@@ -323,7 +322,7 @@ class PrefixMachine(RecordingMachine):
                 )
 
     def teardown(self) -> None:
-        """Let all transfers end, read every token of every sequence, free all."""
+        """End all transfers, read every token of every sequence, and free everything."""
         if self.failed or not hasattr(self, "manager"):
             return
         self.rest()
@@ -340,32 +339,32 @@ class PrefixMachine(RecordingMachine):
     # ---- helpers ----
 
     def tables(self) -> list[tuple[TierName, list[int]]]:
-        """Tier and block table of each sequence."""
+        """Return tier and block table of each sequence."""
         handles = [sequence.handle for sequence in self.sequences]
         return [(self.manager.tier(handle), self.manager.block_table(handle).tolist()) for handle in handles]
 
     def chosen(self, picks: Sequence[int]) -> list[_Tracked]:
-        """Different live sequences for some numbers."""
+        """Return distinct live sequences for some numbers."""
         return [self.sequences[at] for at in dict.fromkeys(pick % len(self.sequences) for pick in picks)]
 
     def fresh(self) -> int:
-        """A token that no other sequence has."""
+        """Return a token that no other sequence has."""
         self.unknown -= 1
         return self.unknown
 
     def held(self, tier: TierName) -> set[int]:
-        """Blocks that tables name."""
+        """Return the blocks named by tables."""
         there = [s for s in self.sequences if self.manager.tier(s.handle) == tier]
         return {int(block) for s in there for block in self.manager.block_table(s.handle)}
 
     def write(self, sequence: _Tracked, first: int) -> None:
-        """Note that this step computes the tokens of a sequence from `first` on."""
+        """Record that this step computes the tokens of a sequence from `first` on."""
         slots = self.manager.slot_mapping(sequence.handle, first, len(sequence.tokens))
         self.pending.update(dict.fromkeys(slots.tolist(), sequence))
         self.dirty.add(sequence.handle)
 
     def compute(self, sequence: _Tracked) -> None:
-        """Write the tokens of a sequence that this step computes, each from those before it."""
+        """Write the tokens of a sequence that this step computes, each from the tokens before it."""
         size = self.model.block_size
         table = self.manager.block_table(sequence.handle).tolist()
         found, values = self.memory.read(table, len(sequence.tokens)), sequence.values()
@@ -379,7 +378,7 @@ class PrefixMachine(RecordingMachine):
                 sound = sound and value == there
 
     def compare_free(self) -> None:
-        """After a step: free is what no table names and no running transfer uses; moves do not hold what they read."""
+        """After a step, a block is free if no table names and no transfer uses it; moves do not hold their sources."""
         ticket = max(self.running)
         for tier in TIERS:
             used = self.held(tier)
@@ -395,7 +394,7 @@ class PrefixMachine(RecordingMachine):
             )
 
     def end(self, ticket: int) -> None:
-        """Finish a ticket's transfers and tell the manager."""
+        """Finish a ticket's transfers and end it in the manager."""
         self.memory.finish(ticket)
         _, lost = self.running.pop(ticket)
         hit = set(self.manager.complete(ticket, lost).tolist())
@@ -403,7 +402,7 @@ class PrefixMachine(RecordingMachine):
             sequence.lost = sequence.lost or sequence.handle in hit
 
     def read_back(self, sequence: _Tracked) -> None:
-        """Every token of a sequence must be where its table says."""
+        """Check that every token of a sequence is where its table says."""
         table, tier = self.manager.block_table(sequence.handle), self.manager.tier(sequence.handle)
         found = self.memory.read(table, len(sequence.tokens), tier)
         _same(
@@ -414,11 +413,10 @@ class PrefixMachine(RecordingMachine):
 def prefix_machine(
     factory: Callable[[Config, int], PrefixManagerLike] | None = None,
 ) -> type[PrefixMachine]:
-    """Make a machine for a manager with a prefix cache.
+    """Make a state machine for a manager with a prefix cache.
 
     Args:
-        factory: makes the manager under test, from its sizes and how many events it is to keep; Blockyard's own if not
-            given.
+        factory: makes the manager under test from its sizes and event capacity; defaults to Blockyard's.
 
     Returns:
         A state machine; its `TestCase` runs under pytest and unittest.

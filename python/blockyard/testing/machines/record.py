@@ -1,4 +1,4 @@
-"""What a machine reports when it fails: one sentence, then the last steps, call by call."""
+"""The failure report of a machine: one sentence, then the last steps, call by call."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from blockyard.errors import BlockyardError
 __all__ = ["Record", "RecordingMachine", "named", "show"]
 
 STEPS: Final = 10
-"""Steps that a failure shows."""
+"""Number of steps that a failure shows."""
 LONGEST: Final = 12
-"""Elements of a list that are shown."""
+"""Maximum number of list elements shown."""
 CALLS: Final = frozenset(
     (
         *("allocate", "fork", "free", "append", "truncate", "mark_computed", "swap_out", "swap_in", "take_decision"),
         *("complete", "fail", "lose", "resize", "run", "note_tokens", "reset"),
     )
 )
-"""Calls that change a manager; of the others only an error is recorded."""
+"""Calls that change a manager; of other calls only errors are recorded."""
 
 
 class Record:
-    """The calls of each step; `watch` wraps a manager so that its calls are recorded.
+    """Records the calls of each step; `watch` wraps a manager to record its calls.
 
     Attributes:
-        step: number of the step at hand.
+        step: number of the current step.
     """
 
     def __init__(self) -> None:
@@ -53,15 +53,15 @@ class Record:
         self._steps.append((self.step, []))
 
     def note(self, line: str) -> None:
-        """Add a line to the step at hand."""
+        """Add a line to the current step."""
         self._steps[-1][1].append(line)
 
     def watch(self, manager: Any) -> Any:
-        """Wrap a manager, so that the calls that change it are recorded; everything else passes through."""
+        """Wrap a manager to record the calls that change it; everything else passes through."""
         return _Recorded(manager, self)
 
     def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Make a call of the manager and note it."""
+        """Make a manager call and record it."""
         if name not in CALLS:
             return self.query(name, function, args, options)
         args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
@@ -75,7 +75,7 @@ class Record:
         return result
 
     def query(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Make a call of the manager; only its error is noted."""
+        """Make a manager call; record it only if it raises."""
         try:
             return function(*args, **options)
         except BlockyardError as error:
@@ -86,26 +86,26 @@ class Record:
             raise
 
     def before(self, name: str, arguments: dict[str, Any], text: str) -> None:
-        """Check a call before it is made; `text` is how it is shown."""
+        """Check a call before it is made; `text` shows it."""
 
     def after(self, name: str, arguments: dict[str, Any], result: Any) -> None:
-        """Follow a call that was made."""
+        """Process a call that was made."""
 
     def sentence(self, error: BaseException) -> str:
-        """What an error says, in one line: with the call that raised it, if a call of the manager did."""
+        """Describe an error in one line, with the manager call that raised it, if one did."""
         if self._refused is not None and self._refused[0] is error:
             return self._refused[1]
         text = " ".join(str(error).split())
         return text if isinstance(error, AssertionError) and text else f"{type(error).__name__}: {text}"
 
     def timeline(self) -> str:
-        """The last steps, one call a line."""
+        """Return the last steps, one call per line."""
         blocks = [f"  step {number}" + "".join(f"\n    {line}" for line in lines) for number, lines in self._steps]
         return f"The last {len(blocks)} of {self.step + 1} steps (step 0 is the start):\n" + "\n".join(blocks)
 
 
 class _Recorded:
-    """A manager, or one of its parts, whose changing calls go to a `Record`."""
+    """A manager, or one of its facets, whose mutating calls go to a `Record`."""
 
     def __init__(self, inner: Any, record: Record) -> None:
         self._inner, self._record = inner, record
@@ -125,7 +125,7 @@ class _Recorded:
 
 @cache
 def _parameters(name: str) -> tuple[tuple[str, ...], str | None] | None:
-    """Names of a call's positional parameters, and of the one that takes the rest; None if they are not known."""
+    """Return the names of a call's positional parameters and of its `*args`; None if unknown."""
     for facet in (BlockManager, Prefix, Defrag):
         try:
             parameters = inspect.signature(getattr(facet, name)).parameters.values()
@@ -138,7 +138,7 @@ def _parameters(name: str) -> tuple[tuple[str, ...], str | None] | None:
 
 
 def named(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of the manager by name."""
+    """Return the arguments of a manager call by name."""
     names, rest = _parameters(name) or (tuple(f"argument {i}" for i in range(len(args))), None)
     bound = dict(zip(names, args, strict=False))
     if rest is not None and len(args) > len(names):
@@ -147,12 +147,12 @@ def named(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str
 
 
 def show_call(name: str, arguments: dict[str, Any]) -> str:
-    """A call with its arguments by name."""
+    """Format a call with its arguments by name."""
     return f"{name}({', '.join(f'{key}={show(value)}' for key, value in arguments.items())})"
 
 
 def show(value: Any) -> str:
-    """A short text of an argument or result."""
+    """Format an argument or result briefly."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, int | str | bool | None):
@@ -182,7 +182,7 @@ class _TestCaseOf:
 @cache
 def _test_case(machine: type[RecordingMachine]) -> type[unittest.TestCase]:
     class MachineTestCase(unittest.TestCase):
-        # A fault shows within a second, its shortest example minutes later.
+        # A failure shows within a second; finding its shortest example takes minutes.
         shrink = False
         settings = hypothesis.settings(
             deadline=None,
@@ -199,7 +199,7 @@ def _test_case(machine: type[RecordingMachine]) -> type[unittest.TestCase]:
             used = hypothesis.settings(self.settings, phases=phases, report_multiple_bugs=False)
             try:
                 run_state_machine_as_test(machine, settings=used)
-            except Exception as error:  # noqa: BLE001 (whatever the object under test raises is its failure)
+            except Exception as error:  # noqa: BLE001 (anything the object under test raises is a failure)
                 failure = _failure(machine, error, calls=self.shrink)
             if failure is not None:
                 raise failure from None
@@ -213,7 +213,7 @@ def _test_case(machine: type[RecordingMachine]) -> type[unittest.TestCase]:
 
 
 def _failure(machine: type[RecordingMachine], error: Exception, *, calls: bool) -> Exception:
-    """An error whose text is the sentence, the last steps, and where it was raised."""
+    """Build an error from the sentence, the last steps, and where it was raised."""
     record = machine.last
     if record is None or isinstance(error, hypothesis.errors.HypothesisException):
         return error
@@ -226,7 +226,7 @@ def _failure(machine: type[RecordingMachine], error: Exception, *, calls: bool) 
 
 
 def _own_frames(error: BaseException) -> Iterable[str]:
-    """Lines of the code under test that the error passed through."""
+    """Yield the lines of the code under test in the error's traceback."""
     apart = (Path(hypothesis.__file__).parent, Path(__file__).parents[1])
     for frame in traceback.extract_tb(error.__traceback__):
         if not any(folder in Path(frame.filename).parents for folder in apart):
@@ -234,12 +234,12 @@ def _own_frames(error: BaseException) -> Iterable[str]:
 
 
 class RecordingMachine(RuleBasedStateMachine):
-    """A machine that records its steps, and whose `TestCase` begins a failure with one sentence.
+    """A machine that records its steps, and whose `TestCase` starts a failure with one sentence.
 
     Attributes:
         record: calls of the last steps.
-        last: the record of the example that ran last.
-        step_count: rules of an example, by default.
+        last: record of the last example.
+        step_count: default number of rules in an example.
     """
 
     last: ClassVar[Record | None] = None
@@ -255,5 +255,5 @@ class RecordingMachine(RuleBasedStateMachine):
 
     @property
     def failed(self) -> bool:
-        """In `teardown`: whether a rule has raised. What the checks of the end find would only hide its error."""
+        """In `teardown`: whether a rule has raised. Final checks would only hide that error."""
         return sys.exc_info()[1] is not self._outer

@@ -1,4 +1,4 @@
-"""`SchedulerMachine`: a scheduler over simulated memory, whose tokens must be those of endless memory."""
+"""`SchedulerMachine`: a scheduler over simulated memory must generate the same tokens as with unlimited memory."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ __all__ = [
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
 DRAFTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4)
 IDLE_STEPS = 3
-"""Steps in a row that may do nothing while requests wait."""
+"""Consecutive steps that may do nothing while requests wait."""
 
 
 def draw_token(kv: Sequence[int], index: int) -> int:
-    """Draw the next token from all that a sequence has read: any wrong token before it changes it.
+    """Draw the next token from all earlier ones, so that any wrong token changes it.
 
     Args:
         kv: tokens at positions 0, 1, ...
-        index: of the sequence in its request.
+        index: index of the sequence in its request.
 
     Returns:
         A token id below `VOCABULARY`.
@@ -54,7 +54,7 @@ def draw_token(kv: Sequence[int], index: int) -> int:
 
 
 def reference_tokens(request: Request, window: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return what each sequence of a request generates if memory is endless and nothing is ever moved.
+    """Return what each sequence of a request generates with unlimited memory, where nothing ever moves.
 
     Args:
         request: the request.
@@ -75,15 +75,15 @@ def draw_tokens(step: Step, memory: SimulatedMemory, window: int | None = None) 
     """Compute a step as a model does: write its tokens, read each row through its block table, and draw.
 
     Args:
-        step: what `schedule` returned.
-        memory: after the step's transfers.
+        step: returned by `schedule`.
+        memory: the memory after the step's transfers.
         window: tokens that the model sees, the last ones; None for all.
 
     Returns:
-        What `update` wants, a token for each of the step's draws; 0 for rows that are void.
+        The tokens for `update`, one per draw; 0 for void rows.
 
     Raises:
-        AssertionError: a row does not read the tokens that it has just written.
+        AssertionError: a row does not read back the tokens that it has just written.
     """
     memory.write(step.slot_mapping, step.token_ids.tolist())
     texts: dict[int, list[int]] = {}
@@ -100,7 +100,7 @@ def draw_tokens(step: Step, memory: SimulatedMemory, window: int | None = None) 
 
 
 def read_back(memory: SimulatedMemory, row: int, table: NDArray[np.int32], length: int, new: list[int]) -> list[int]:
-    """Read the tokens of a row through its block table; the last are those that it has just written."""
+    """Read a row's tokens through its block table, and check that they end with those just written."""
     text = memory.read(table, length)
     if len(new) > length or text[length - len(new) :] != new:
         raise AssertionError(f"row {row} reads {text[-len(new) :]} where it has just written {new}")
@@ -108,19 +108,18 @@ def read_back(memory: SimulatedMemory, row: int, table: NDArray[np.int32], lengt
 
 
 class SchedulerMachine(RecordingMachine):
-    """Random requests, aborts and losses, on a scheduler over memory whose transfers are late.
+    """Random requests, aborts and losses on a scheduler over memory with late transfers.
 
-    Each step is carried out as an engine would: transfers, writes of the new tokens, reads through the block tables.
-    Its ticket is completed before the writes or after the reads, and not before that do its swap-outs and moves land.
-    What a sequence reads must be its tokens, and what it draws must be what it would have drawn in endless memory.
-    Where a step has slots for draft tokens, some of them are right, or the model runs once for each.
-    A request is aborted between any two calls of a step, and its id used again at once. At the end the scheduler must
-    come to its end within bounds, with every block free.
+    Each step runs as in an engine: transfers, writes of the new tokens, reads through the block tables. Its ticket is
+    completed before the writes or after the reads; swap-outs and moves land only then. A sequence must read its own
+    tokens, and draw the same tokens as with unlimited memory. If a step has slots for draft tokens, some drafts are
+    right, or the model runs once per draft. Requests are aborted between any two calls of a step, and their ids reused
+    at once. At the end the scheduler must finish within bounds, with every block free.
 
     Attributes:
         make_scheduler: makes the scheduler under test over a manager; `scheduler_machine` sets it.
-        make_memory: makes the memory; override it to plant a fault.
-        max_num_seqs: most sequences of a step, for the scheduler and for the check.
+        make_memory: makes the memory; override it to inject a fault.
+        max_num_seqs: maximum number of sequences in a step, for the scheduler and the check.
     """
 
     make_scheduler: ClassVar[Callable[[BlockManager, Config], SchedulerLike]]
@@ -140,7 +139,7 @@ class SchedulerMachine(RecordingMachine):
         first=st.lists(requests(), min_size=2, max_size=8, unique_by=lambda request: request.request_id),
     )
     def start(self, config: Config, first: list[Request]) -> None:
-        """Make manager, scheduler and memory, and submit a few requests."""
+        """Create manager, scheduler and memory, and submit a few requests."""
         self.manager = self.record.watch(type(self).make_manager(config))
         self.scheduler = type(self).make_scheduler(self.manager, config)
         self.memory = self.record.memory = type(self).make_memory(config)
@@ -149,13 +148,13 @@ class SchedulerMachine(RecordingMachine):
 
     @property
     def window(self) -> int | None:
-        """The window of the manager's sequences, if it has one."""
+        """Sliding window of the manager's sequences, if any."""
         window: int | None = self.manager.pool().groups[0].window
         return window
 
     @rule(request=requests(), like=follow_ups())
     def add(self, request: Request, like: FollowUp | None = None) -> None:
-        """Submit a request; an id in use is refused, and what could never fit, with the numbers."""
+        """Submit a request; an id in use, or a request that can never fit, must be refused with the right numbers."""
         request = follow_up(request, self.earlier, like)
         try:
             self.scheduler.add(request)
@@ -172,7 +171,7 @@ class SchedulerMachine(RecordingMachine):
         self.manager.check()
 
     def accept(self, request: Request) -> None:
-        """Keep a request that the scheduler has taken."""
+        """Record a request that the scheduler accepted."""
         self.live[request.request_id] = request
         prompt = list(map(int, request.prompt))
         self.earlier = [*self.earlier[-7:], (prompt, [*prompt, *reference_tokens(request, self.window)[0]])]
@@ -183,7 +182,7 @@ class SchedulerMachine(RecordingMachine):
 
     @rule(pick=st.integers(0, 7))
     def abort(self, pick: int) -> None:
-        """Abort a request, or one that there is not."""
+        """Abort a request, or one that does not exist."""
         if self.live:
             self.drop(pick)
         else:
@@ -206,16 +205,16 @@ class SchedulerMachine(RecordingMachine):
         drafts: Sequence[tuple[int, int]] = (),
         late: bool = False,  # noqa: FBT001, FBT002 (drawn)
     ) -> None:
-        """Run one step, in which pairs may be lost and a request aborted and its id used again.
+        """Run one step, in which pairs may be lost, and a request aborted and its id reused.
 
         Args:
             lost: pairs of the decision that do not land.
             when: when a request is aborted.
-            pick: which one.
-            again: what is submitted under its id.
-            drafts: for each decoding row, in turn: draft tokens, and how many of them are right. If empty, each token
-                is computed by a pass of its own.
-            late: whether the ticket ends after the model has run, unless it has losses.
+            pick: which request is aborted.
+            again: request submitted under its id.
+            drafts: for each decoding row: the number of draft tokens, and how many of them are right. If empty, each
+                token is computed in a separate pass.
+            late: end the ticket after the model has run, unless it has losses.
         """
         self.record.next_step()
         step = self.scheduler.schedule()
@@ -242,12 +241,12 @@ class SchedulerMachine(RecordingMachine):
 
     @rule(count=st.integers(2, 8), lost=st.lists(st.integers(0, 63), max_size=1), drafts=DRAFTS, late=st.booleans())
     def run(self, count: int, lost: list[int], drafts: Sequence[tuple[int, int]], late: bool = False) -> None:  # noqa: FBT001, FBT002 (drawn)
-        """Run some steps, undisturbed but for losses."""
+        """Run some steps, undisturbed except for losses."""
         for _ in range(count):
             self.step(lost=lost, when="never", pick=0, again=None, drafts=drafts, late=late)
 
     def teardown(self) -> None:
-        """Run to the end; every block must be free then."""
+        """Run to the end and check that every block is free."""
         if self.failed or not hasattr(self, "scheduler"):
             return
         longest = max((len(r.prompt) + r.max_tokens for r in self.live.values()), default=0)
@@ -274,15 +273,15 @@ class SchedulerMachine(RecordingMachine):
         self.step(lost=[], when="never", pick=0, again=None)
 
     def explain_end(self) -> str:
-        """What the message of a bad end begins with."""
+        """Return the beginning of the message for a bad end."""
         return ""
 
     def unfinished(self) -> int:
-        """Requests in the scheduler."""
+        """Return the number of requests in the scheduler."""
         return self.scheduler.num_unfinished
 
     def check_shape(self, step: Step) -> None:
-        """All arrays must agree on rows and tokens."""
+        """Check that all arrays agree on rows and tokens."""
         tokens, rows = len(step.token_ids), step.rows
         by_row = (len(step.seats), len(step.start), len(step.block_tables), len(step.query_start_loc) - 1)
         if len(step.slot_mapping) != tokens or set(by_row) != {rows} or int(step.query_start_loc[-1]) != tokens:
@@ -300,19 +299,19 @@ class SchedulerMachine(RecordingMachine):
             raise AssertionError(f"two rows of a step share a seat: {step.seats.tolist()}")
 
     def execute(self, decision: StepDecision, numbers: Sequence[int]) -> list[Pairs]:
-        """Begin a decision's transfers; some of those between tiers are lost, before copies are made from them."""
+        """Begin a decision's transfers. Some between tiers are lost, before copies are made from them."""
         losses = self.losses(decision, numbers)
         self.record.execute(decision, losses)
         return losses
 
     def losses(self, decision: StepDecision, numbers: Sequence[int]) -> list[Pairs]:
-        """Pairs of a decision for some numbers, each once: those that move between tiers can be lost."""
+        """Pick distinct pairs of a decision that will be lost, among those that move between tiers."""
         swaps = (*decision.swap_out, *decision.swap_in)
         single = [Pairs(pairs.src, pairs.dst, ids[None]) for pairs in swaps for ids in pairs.ids]
         return [single[at] for at in sorted({number % len(single) for number in numbers})] if single else []
 
     def compute_drafts(self, step: Step, drafts: Sequence[tuple[int, int]]) -> list[int]:
-        """Fill in a step's draft tokens, and compute it."""
+        """Fill in a step's draft tokens and compute it."""
         slots = (step.lengths[: step.decodes] - 1).tolist()
         if not any(slots):
             return self.compute(step)
@@ -333,10 +332,10 @@ class SchedulerMachine(RecordingMachine):
         return self.compute(step)
 
     def guess(self, step: Step, row: int, count: int, right: int) -> list[int]:
-        """Give draft tokens for a row; the first `right` are what it would draw, the next is not."""
+        """Return draft tokens for a row: the first `right` are correct, the next is wrong."""
         name, index = step.owner(row)
         request = self.live.get(name)
-        if request is None or index >= request.n:  # it was aborted, and its tokens are dropped
+        if request is None or index >= request.n:  # it was aborted; its tokens are dropped
             return [0] * count
         drawn = reference_tokens(request, self.window)[index]
         first = int(step.start[row]) + 1 - len(request.prompt)
@@ -348,7 +347,7 @@ class SchedulerMachine(RecordingMachine):
         return draw_tokens(step, self.memory, self.window)
 
     def finish(self, finished: Finished) -> None:
-        """A finished request must be live, and have drawn what endless memory gives."""
+        """A finished request must be live and have the same tokens as with unlimited memory."""
         name = finished.request.request_id
         if self.live.get(name) is not finished.request:
             raise AssertionError(f"{finished.request} finished and is not live")
@@ -368,7 +367,7 @@ class SchedulerMachine(RecordingMachine):
         return name
 
     def refuse_abort(self, name: str) -> None:
-        """A request that there is not cannot be aborted."""
+        """Check that aborting a request that does not exist is refused."""
         try:
             self.scheduler.abort(name)
         except InvalidArgumentError:
@@ -376,7 +375,7 @@ class SchedulerMachine(RecordingMachine):
         raise AssertionError(f"request {name!r} is not there and was aborted")
 
     def resubmit(self, pick: int, again: Request | None) -> None:
-        """Abort a request, and perhaps submit another under its id, in the middle of a step."""
+        """In the middle of a step, abort a request and perhaps submit another under its id."""
         if not self.live:
             return
         name = self.drop(pick)
@@ -385,23 +384,23 @@ class SchedulerMachine(RecordingMachine):
 
 
 class ResizingSchedulerMachine(SchedulerMachine):
-    """The same while the device shrinks and grows between steps, at most to what it had at first.
+    """`SchedulerMachine` with a device that shrinks and grows between steps, up to its initial size.
 
-    A request may end early then, with an `OutOfBlocksError`, if and only if the device of that step could not hold it
-    to its end; what it has drawn until then must be right, too.
+    A request must end early, with an `OutOfBlocksError`, if and only if that step's device cannot hold it to its end;
+    its tokens so far must be correct, too.
     """
 
-    room = 0  # blocks that the step at hand can give to one request
+    room = 0  # blocks that the current step can give to one request
 
     @rule(blocks=st.integers(1, 16))
     def resize(self, blocks: int) -> None:
-        """Give the device another size."""
+        """Resize the device."""
         blocks = min(blocks, len(self.memory.tiers["device"]))
         self.manager.defrag.resize(blocks)
         self.manager.check()
 
     def check_shape(self, step: Step) -> None:
-        """What has just been scheduled must fit to its end."""
+        """Check that everything scheduled can run to its end."""
         super().check_shape(step)
         self.room = self.manager.pool("device").num_blocks - self.manager.pool().reserved
         for name in {step.owner(row)[0] for row in range(step.rows)}:
@@ -412,7 +411,7 @@ class ResizingSchedulerMachine(SchedulerMachine):
                 raise AssertionError(f"request {name!r} runs and needs {needed} blocks, there is room for {self.room}")
 
     def finish(self, finished: Finished) -> None:
-        """A request that ends early must have been too large, and have drawn right until then."""
+        """A request that ends early must have been too large, and its tokens so far correct."""
         if finished.error is None:
             super().finish(finished)
             return
@@ -428,5 +427,5 @@ class ResizingSchedulerMachine(SchedulerMachine):
 
 
 def least_blocks(request: Request, block_size: int) -> int:
-    """Device blocks of one of a request's sequences at its end."""
+    """Return the device blocks that one sequence of a request needs at its end."""
     return -(-(len(request.prompt) + request.max_tokens) // block_size)

@@ -1,4 +1,4 @@
-"""A manager beside the reference model: every call goes to both, and they must agree."""
+"""Runs a manager next to the reference model: every call goes to both, and they must agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["MOST_OPEN", "SideBySide", "Tracked", "answer", "can_move", "handles_
 
 T = TypeVar("T")
 MOST_OPEN: Final = 16
-"""Tickets that a machine leaves open; with more a manager warns."""
+"""Maximum number of tickets left open; with more, a manager warns."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class Tracked:
 
 
 class SideBySide:
-    """A manager, the model and memory, and what a state machine keeps of their sequences and transfers.
+    """A manager, the model and memory, with a state machine's record of their sequences and transfers.
 
     Attributes:
         same_ids: whether the manager must choose the same blocks as the model.
@@ -54,7 +54,7 @@ class SideBySide:
         self.next_token = 0
 
     def both(self, real: Callable[[ManagerLike], T], model: Callable[[ManagerLike], T]) -> tuple[T | None, T | None]:
-        """Call manager and model; both must succeed, or both fail alike."""
+        """Call manager and model; both must succeed, or fail alike."""
         found, error = _outcome(real, self.manager)
         expected, refusal = _outcome(model, self.model)
         if (error is None) != (refusal is None):
@@ -69,7 +69,7 @@ class SideBySide:
         return found, expected
 
     def do(self, real: Callable[[ManagerLike], object], model: Callable[[ManagerLike], object]) -> bool:
-        """Call manager and model for what they change; returns whether they have done it."""
+        """Make a mutating call on manager and model. Returns whether it succeeded."""
 
         def did(call: Callable[[ManagerLike], object], manager: ManagerLike) -> bool:
             call(manager)
@@ -78,28 +78,28 @@ class SideBySide:
         return self.both(lambda m: did(real, m), lambda m: did(model, m))[0] is not None
 
     def agree(self, real: Callable[[ManagerLike], T], model: Callable[[ManagerLike], T]) -> T | None:
-        """Call manager and model; they must answer the same."""
+        """Make a query on manager and model; the answers must be equal."""
         found, expected = self.both(real, model)
         same("answer", found, expected)
         return found
 
     def chosen(self, picks: Sequence[int]) -> list[Tracked]:
-        """Sequences for some numbers; high ones pick a freed one, if there is any."""
+        """Pick sequences by number; high numbers pick a freed one, if any."""
         freed, live = self.freed, self.sequences
         stale = [freed[pick % len(freed)] if freed and (pick >= 62 or not live) else None for pick in picks]
         return [old or live[pick % len(live)] for pick, old in zip(picks, stale, strict=True) if old or live]
 
     def one(self, pick: int) -> Tracked | None:
-        """One sequence, if there is any."""
+        """Pick one sequence, if any."""
         return next(iter(self.chosen([pick])), None)
 
     def fresh(self, count: int) -> list[int]:
-        """Tokens that no sequence has had."""
+        """Return tokens that no sequence has used."""
         self.next_token += count
         return list(range(self.next_token - count, self.next_token))
 
     def adopt(self, sequence: Tracked, first: int, length: int) -> None:
-        """Keep a new sequence, whose tokens from `first` on this step writes."""
+        """Record a new sequence whose tokens from `first` on are written in this step."""
         tokens = self.fresh(length - first)
         sequence.tokens += tokens
         self.pending += zip(self.manager.slot_mapping(sequence.real, first, length).tolist(), tokens, strict=True)
@@ -107,7 +107,7 @@ class SideBySide:
         self.sequences.append(sequence)
 
     def readable(self) -> list[Tracked]:
-        """Sequences whose tables the manager gives out for this step."""
+        """Return the sequences whose tables the manager can return for this step."""
 
         def is_readable(sequence: Tracked) -> bool:
             try:
@@ -119,7 +119,7 @@ class SideBySide:
         return [sequence for sequence in self.sequences if is_readable(sequence)]
 
     def compare_decisions(self, decision: StepDecision, expected: StepDecision) -> None:
-        """Every pair must be the same; what a step need not wait for again, an earlier one has waited for."""
+        """Check that every pair is equal. A step may omit waits that an earlier step already did."""
         if _plain(decision) != _plain(expected):
             raise AssertionError(f"take_decision returned {show(decision)}; the model: {show(expected)}")
         missing = set(expected.after) - set(decision.after) - self.waited
@@ -128,12 +128,12 @@ class SideBySide:
         self.waited |= set(decision.after)
 
     def some_pairs(self, decision: StepDecision, numbers: Sequence[int]) -> list[Pairs]:
-        """Pairs of a decision that are to be lost."""
+        """Pick pairs of a decision that will be lost."""
         single = [Pairs(pairs.src, pairs.dst, ids[None]) for _, pairs in decision.transfers() for ids in pairs.ids]
         return [single[number % len(single)] for number in sorted(set(numbers))] if single else []
 
     def end(self, ticket: int) -> None:
-        """Finish a ticket's transfers and tell manager and model."""
+        """Finish a ticket's transfers and end it in manager and model."""
         self.memory.finish(ticket)
         self.tickets.remove(ticket)
         lost = self.losses.pop(ticket)
@@ -145,7 +145,7 @@ class SideBySide:
             sequence.lost = sequence.lost or sequence.real in hit
 
     def read_back(self, sequence: Tracked) -> None:
-        """Every token of a sequence must be where its table says."""
+        """Check that every token of a sequence is where its table says."""
         table, tier = self.manager.block_table(sequence.real), self.manager.tier(sequence.real)
         found = self.memory.read(table, len(sequence.tokens), tier)
         same(f"sequence {sequence.real}: tokens read through {tier} blocks {table.tolist()}", found, sequence.tokens)
@@ -159,26 +159,26 @@ def _outcome(call: Callable[[ManagerLike], T], manager: ManagerLike) -> tuple[T 
 
 
 def handles_of(batch: Sequence[Tracked]) -> tuple[list[int], list[int]]:
-    """Handles of a batch in the manager and in the model."""
+    """Return the handles of a batch in the manager and in the model."""
     return [sequence.real for sequence in batch], [sequence.model for sequence in batch]
 
 
 def answer(fit: FitLike) -> tuple[AllocStatus, int]:
-    """What manager and model must agree about: the status and the blocks that the request takes."""
+    """Return the parts that manager and model must agree on: the status and the blocks needed."""
     if bool(fit) != (fit.status is AllocStatus.OK or fit.status == AllocStatus.OK):
         raise AssertionError(f"{fit!r} is true, its status is {fit.status}")
     return fit.status, fit.blocks
 
 
 def can_move(manager: ManagerLike, verb: str, to: Any, handles: list[int], lookahead: int) -> tuple[AllocStatus, int]:
-    """Whether a batch can move by `"swap_out"` or `"swap_in"`."""
+    """Return whether a batch can move by `"swap_out"` or `"swap_in"`."""
     if verb == "swap_out":
         return answer(manager.can_swap_out(handles, to))
     return answer(manager.can_swap_in(handles, to, lookahead=lookahead))
 
 
 def move(manager: ManagerLike, verb: str, to: Any, handles: list[int]) -> None:
-    """Move a batch by that verb."""
+    """Move a batch by `"swap_out"` or `"swap_in"`."""
     (manager.swap_out if verb == "swap_out" else manager.swap_in)(handles, to)
 
 
@@ -193,7 +193,7 @@ def same(what: str, found: object, expected: object, *, when: bool = True) -> No
 
 
 def refuse_open(manager: object, why: str = "") -> None:
-    """Fail if a manager has open tickets at the end; managers that do not tell which they have are not asked."""
+    """Fail if a manager has open tickets at the end. Managers that do not list them are skipped."""
     stats = getattr(manager, "stats", None)
     if left := list(stats().open_tickets if stats else ()):
         raise AssertionError(f"{why}tickets {', '.join(map(str, left[:20]))} were neither completed nor failed")

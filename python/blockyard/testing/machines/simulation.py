@@ -1,4 +1,4 @@
-"""`Simulation`: the device and the model of one step, which name the sequence, block or ticket that is wrong."""
+"""`Simulation`: simulates device and model in a step, and names the sequence, block or ticket that is wrong."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Ints = Sequence[int] | NDArray[np.integer[Any]]
 
 
 class Simulation:
-    """The device and the model in one step of a scheduler under test.
+    """Simulates device and model in one step of a scheduler under test.
 
     Args:
         watch: follows the manager's calls; its memory holds tokens in place of keys and values.
-        lose: picks the pairs of a decision that are lost.
+        lose: picks the pairs of a decision to lose.
     """
 
     def __init__(self, watch: Watch, lose: Callable[[StepDecision], list[Pairs]]) -> None:
@@ -35,10 +35,10 @@ class Simulation:
         self.worked = False
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
-        """Carry out a decision's transfers; returns the pairs that did not land, as `BlockManager.complete` takes them.
+        """Carry out a decision's transfers. Returns the pairs that did not land, for `BlockManager.complete`.
 
         Raises:
-            AssertionError: the decision was executed before, its ticket has ended, or it is not what the manager gave.
+            AssertionError: the decision was executed before, its ticket has ended, or the manager did not return it.
         """
         lost = self._lose(decision)
         self.watch.note(f"execute(ticket {decision.ticket}) -> {show(lost)}")
@@ -60,15 +60,15 @@ class Simulation:
             token_ids: new tokens, sequence by sequence, `[tokens]`.
             slot_mapping: their slots, `[tokens]`.
             block_tables: blocks of each sequence, `[sequences, blocks]`.
-            query_lens: new tokens of each sequence, `[sequences]`.
-            seq_lens: tokens of each sequence, the new ones among them, `[sequences]`.
+            query_lens: number of new tokens of each sequence, `[sequences]`.
+            seq_lens: length of each sequence including new tokens, `[sequences]`.
 
         Returns:
-            The next token of each sequence; of no meaning where the prompt goes on.
+            The next token of each sequence; meaningless while its prompt is incomplete.
 
         Raises:
-            AssertionError: the lengths do not agree, two tokens share a slot, or a sequence reads other tokens than its
-                request has.
+            AssertionError: the lengths disagree, two tokens share a slot, or a sequence reads tokens that are not its
+                request's.
         """
         tokens, slots = _ints(token_ids), _ints(slot_mapping)
         lengths, ends = _ints(seq_lens), list(accumulate(_ints(query_lens), initial=0))
@@ -100,7 +100,7 @@ class Simulation:
         return drawn
 
     def _refuse_shared_slots(self, rows: Sequence[_Row], slots: Sequence[int]) -> None:
-        """Two tokens of a step must not share a slot."""
+        """Check that no two tokens of a step share a slot."""
         if len(set(slots)) == len(slots):
             return
         twice = next(slot for slot in slots if slots.count(slot) > 1)
@@ -113,7 +113,7 @@ class Simulation:
 
 @dataclass
 class _Row:
-    """One sequence of a step, as `forward` was given it."""
+    """One sequence of a step, as given to `forward`."""
 
     watch: Watch
     row: int
@@ -128,7 +128,7 @@ class _Row:
         self.table = self.table[: -(-self.length // self.size)]
 
     def read(self) -> list[int]:
-        """Read the tokens of the row; they must be those of a request."""
+        """Read the row's tokens, and check that they are a request's."""
         try:
             text = self.watch.memory.read(self.table, self.length)
         except MappingError:
@@ -143,7 +143,7 @@ class _Row:
         return text
 
     def claim(self, handle: int, names: Sequence[str]) -> None:
-        """Note whose sequence this is."""
+        """Record which request the sequence belongs to."""
         followed = self.watch.sequences[handle]
         taken = {self.watch.sequences[other].request for other in self.watch.live() if other != handle}
         followed.table = tuple(self.table)
@@ -151,7 +151,7 @@ class _Row:
             followed.request = next((name for name in reversed(names) if name not in taken), names[-1])
 
     def compare_told(self, handle: int, text: Sequence[int]) -> None:
-        """What the manager was told of the tokens must be what the model has computed."""
+        """Check that the token ids given to the manager are those that the model computed."""
         followed = self.watch.sequences[handle]
         if not self.watch.manager.prefix.enabled:
             return
@@ -163,7 +163,7 @@ class _Row:
                 )
 
     def owner(self) -> int | None:
-        """The sequence whose block table this is."""
+        """Return the sequence with this block table."""
         for handle in self.watch.live():
             blocks = self.watch.blocks(handle) if self.watch.manager.tier(handle) == "device" else []
             if blocks and blocks[: len(self.table)] == self.table:
@@ -171,7 +171,7 @@ class _Row:
         return None
 
     def writer(self) -> int | None:
-        """The sequence that the slots of the new tokens belong to."""
+        """Return the sequence that owns the new tokens' slots."""
         blocks = {slot // self.size for slot in self.slots}
         found = None
         for handle in self.watch.live():
@@ -183,28 +183,28 @@ class _Row:
         return found
 
     def slots_of(self, handle: int, first: int, end: int) -> list[int]:
-        """Slots of a sequence's tokens."""
+        """Return the slots of a sequence's tokens."""
         try:
             return [int(slot) for slot in self.watch.manager.slot_mapping(handle, max(0, first), end)]
         except BlockyardError:
             return []
 
     def title(self) -> str:
-        """The row's sequence."""
+        """Name the row and its sequence."""
         handle = self.owner()
         handle = self.writer() if handle is None else handle
         return f"row {self.row}" + ("" if handle is None else f", {self.watch.name(handle)}")
 
     def table_at(self, position: int) -> int:
-        """Block of a position."""
+        """Return the block of a position."""
         return self.table[position // self.size]
 
     def slot(self, position: int) -> int:
-        """Slot of a position."""
+        """Return the slot of a position."""
         return self.table_at(position) * self.size + position % self.size
 
     def explain(self, text: Sequence[int]) -> str:
-        """What is wrong with a row that reads other tokens than its request has."""
+        """Explain why a row reads tokens that are not its request's."""
         owner, writer = self.owner(), self.writer()
         if writer is not None and owner != writer:
             return self.explain_table(owner, writer)
@@ -221,7 +221,7 @@ class _Row:
         return self.explain_slots(owner, here) or self.explain_tokens(owner, here, text)
 
     def explain_slots(self, owner: int, here: str) -> str:
-        """The slots are those of other positions, if they are."""
+        """Explain slots of wrong positions, if that is the fault."""
         length = self.watch.manager.num_tokens(owner)
         wanted = self.slots_of(owner, self.length - len(self.slots), self.length) if self.length <= length else []
         if self.slots == wanted:
@@ -235,7 +235,7 @@ class _Row:
         )
 
     def explain_table(self, owner: int | None, writer: int) -> str:
-        """The block table is not that of the sequence whose slots are written."""
+        """Explain a block table that is not that of the sequence being written."""
         blocks = self.watch.blocks(writer)
         theirs = f", the table of {self.watch.name(owner)}" if owner is not None else ""
         at = common(self.table, blocks)
@@ -251,7 +251,7 @@ class _Row:
         )
 
     def explain_stranger(self) -> str:
-        """The block table is that of no sequence, and the slots are of none."""
+        """Explain a block table and slots that belong to no sequence."""
         was = [(h, f) for h, f in self.watch.sequences.items() if list(f.table[: len(self.table)]) == self.table]
         before = f"; it was that of sequence {was[-1][0]}, which {self.watch.state(was[-1][0])}" if was else ""
         return (
@@ -260,7 +260,7 @@ class _Row:
         )
 
     def explain_tokens(self, owner: int, here: str, text: Sequence[int]) -> str:
-        """Table, slots and length are right, and the tokens are not."""
+        """Explain wrong tokens with correct table, slots and length."""
         request = self.watch.sequences[owner].request
         whole = self.watch.texts.get(request) or max(
             self.watch.texts.values(), key=lambda tokens: common(text, tokens), default=[]

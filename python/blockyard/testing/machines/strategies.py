@@ -1,4 +1,4 @@
-"""Hypothesis strategies: sizes of managers that are soon short of blocks, prompts, requests."""
+"""Hypothesis strategies: small manager sizes, prompts and requests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from blockyard.testing.interfaces import Config
 __all__ = ["VOCABULARY", "FollowUp", "configs", "follow_up", "follow_ups", "prompts", "requests"]
 
 VOCABULARY = 97
-"""Token ids are below this."""
+"""Token ids are below this number."""
 LONGEST_PROMPT = 24
 
 FollowUp: TypeAlias = tuple[int, Literal["repeat", "extend", "branch"], int]
-"""Which earlier request a prompt follows, how, and the tokens up to a branch."""
+"""Which earlier request a prompt follows, how, and the number of tokens up to a branch."""
 
 _BLOCK_SIZES = st.integers(1, 5)
 _DEVICE_BLOCKS = st.integers(3, 24)
@@ -34,14 +34,14 @@ def configs(
     external_blocks: st.SearchStrategy[int] = _OTHER_BLOCKS,
     watermarks: st.SearchStrategy[float] = _WATERMARKS,
 ) -> st.SearchStrategy[Config]:
-    """Sizes of a manager: small, so that every tier runs full.
+    """Sizes of a manager: small, so that every tier fills up.
 
     Args:
         block_sizes: 1 to 5 if not given.
         device_blocks: 3 to 24 if not given.
         host_blocks: 0 to 16 if not given.
         external_blocks: 0 to 16 if not given.
-        watermarks: none to a fifth if not given.
+        watermarks: 0 to 0.2 if not given.
 
     Returns:
         A strategy of configurations.
@@ -60,7 +60,7 @@ def prompts(*, max_size: int = 24) -> st.SearchStrategy[list[int]]:
     """Prompts of 1 to `max_size` tokens.
 
     Args:
-        max_size: tokens of the longest.
+        max_size: length of the longest prompt.
 
     Returns:
         A strategy of lists of token ids.
@@ -76,14 +76,14 @@ def requests(
     max_n: int = 3,
     priorities: int = 2,
 ) -> st.SearchStrategy[Request]:
-    """Requests, some with several sequences, some of which stop early.
+    """Requests, some with several sequences, some that stop early.
 
     Args:
-        request_ids: a few names if not given, so that some are used again.
-        max_prompt: tokens of the longest prompt.
-        max_tokens: tokens of the longest output.
-        max_n: most sequences of a request.
-        priorities: how many there are.
+        request_ids: a few names if not given, so that some are reused.
+        max_prompt: length of the longest prompt.
+        max_tokens: length of the longest output.
+        max_n: maximum number of sequences per request.
+        priorities: number of priorities.
 
     Returns:
         A strategy of requests.
@@ -101,18 +101,18 @@ def requests(
 
 
 def follow_ups() -> st.SearchStrategy[FollowUp | None]:
-    """How a prompt begins: in half of the cases as an earlier one did, so that a prefix cache has hits."""
+    """How a prompt starts: half of them like an earlier one, so that a prefix cache has hits."""
     hows: st.SearchStrategy[Literal["repeat", "extend", "branch"]] = st.sampled_from(["repeat", "extend", "branch"])
     return st.none() | st.tuples(st.integers(0, 7), hows, st.integers(1, LONGEST_PROMPT))
 
 
 def follow_up(request: Request, earlier: Sequence[tuple[list[int], list[int]]], how: FollowUp | None) -> Request:
-    """Let the prompt of a request begin as an earlier one.
+    """Make a request's prompt start like an earlier one.
 
     Args:
-        request: its prompt is what follows.
-        earlier: prompt, and prompt with outputs, of earlier requests.
-        how: from `follow_ups`.
+        request: provides the rest of the prompt.
+        earlier: for each earlier request, its prompt, and its prompt with outputs.
+        how: drawn from `follow_ups`.
 
     Returns:
         The same prompt again, a prompt that extends the earlier outputs, or one that branches off; None: `request`.

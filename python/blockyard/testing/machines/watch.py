@@ -1,4 +1,4 @@
-"""`TicketWatch` and `Watch`: what a scheduler tells its manager, checked against what it runs."""
+"""`TicketWatch` and `Watch`: check a scheduler's manager calls against what it executes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Followed", "Ticket", "TicketWatch", "Watch", "common", "holds"]
 
 @dataclass(slots=True)
 class Ticket:
-    """A decision that was taken."""
+    """A decision taken from the manager."""
 
     decision: StepDecision
     step: int
@@ -30,22 +30,22 @@ class Ticket:
 
 @dataclass(slots=True)
 class Followed:
-    """A sequence: what the manager was told of it."""
+    """A sequence, as the manager knows it."""
 
     opened: int  # the step
     tokens: list[int | None]  # None: the manager does not know the id
     told: list[str]  # for each token: the call that named it
     request: str = ""
     freed: int | None = None
-    lost: str = ""  # the call that said so
-    table: tuple[int, ...] = ()  # the last that was seen
+    lost: str = ""  # the call that reported the loss
+    table: tuple[int, ...] = ()  # last one seen
 
 
 class TicketWatch(Record):
-    """Follows tickets through the calls of a scheduler under test, and ends their transfers no sooner than it does.
+    """Follows the tickets of a scheduler under test, and ends their transfers no sooner than it does.
 
     Attributes:
-        memory: what the decisions run on.
+        memory: the memory that decisions run on.
     """
 
     memory: LateMemory
@@ -57,7 +57,7 @@ class TicketWatch(Record):
     # ---- calls of the manager ----
 
     def before(self, name: str, arguments: dict[str, Any], text: str) -> None:
-        """Refuse a ticket that ends too early, or never."""
+        """Reject a ticket that ends too early or never."""
         if name == "complete":
             self._complete(int(arguments["ticket"]), list(arguments.get("lost", ())), text)
         elif name == "take_decision" and len(self.open_tickets()) >= MOST_OPEN:
@@ -71,14 +71,14 @@ class TicketWatch(Record):
             self.tickets[result.ticket] = Ticket(result, self.step)
 
     def sentence(self, error: BaseException) -> str:
-        """What an error says, with what is known of the ticket or the sequences that its call names."""
+        """Describe an error, with the state of the ticket or sequences that its call names."""
         text = super().sentence(error)
         if self._refused is None or self._refused[0] is not error:
             return text
         return "; ".join([text, *self.known(self._refused[2])])
 
     def known(self, arguments: dict[str, Any]) -> list[str]:
-        """What is known of the ticket that a call names."""
+        """Describe the ticket that a call names."""
         number = arguments.get("ticket", -1)
         ticket = self.tickets.get(number)
         if ticket is None:
@@ -114,7 +114,7 @@ class TicketWatch(Record):
     # ---- tickets ----
 
     def execute(self, decision: StepDecision, losses: Sequence[Pairs]) -> None:
-        """Begin a decision's transfers: loads and copies run now, what else may be late until its ticket ends."""
+        """Begin a decision's transfers: loads and copies run now, all else may be delayed until its ticket ends."""
         ticket = decision.ticket
         taken = self.tickets.get(ticket)
         if taken is None:
@@ -142,7 +142,7 @@ class TicketWatch(Record):
         self.memory.submit(decision, {int(block) for pairs in loads for block in pairs.ids[:, 1]}, losses)
 
     def open_tickets(self) -> list[int]:
-        """Tickets that were neither completed nor failed, the oldest first."""
+        """Return the tickets neither completed nor failed, oldest first."""
         return [number for number, ticket in self.tickets.items() if not ticket.ended]
 
     def open_ticket(self) -> str:
@@ -157,12 +157,12 @@ class TicketWatch(Record):
 
 
 class Watch(TicketWatch):
-    """Follows sequences, too.
+    """Follows sequences as well as tickets.
 
     Attributes:
         manager: the manager under the scheduler.
-        texts: all tokens of each request, the prompt first, as endless memory gives them.
-        writers: what wrote a device block last.
+        texts: all tokens of each request, prompt first, as with unlimited memory.
+        writers: last writer of each device block.
     """
 
     manager: BlockManager
@@ -176,7 +176,7 @@ class Watch(TicketWatch):
     # ---- calls of the manager ----
 
     def before(self, name: str, arguments: dict[str, Any], text: str) -> None:
-        """Refuse tokens that are marked before they are computed, too."""
+        """Also reject tokens marked as computed too early."""
         super().before(name, arguments, text)
         if name == "mark_computed" and self.manager.prefix.enabled:
             self._mark(arguments, text)
@@ -193,7 +193,7 @@ class Watch(TicketWatch):
                     self.sequences[handle].lost = f"{name}(ticket={arguments['ticket']}) in step {self.step}"
 
     def known(self, arguments: dict[str, Any]) -> list[str]:
-        """What is known of the sequences and the ticket that a call names."""
+        """Describe the sequences and the ticket that a call names."""
         named = handles(arguments.get("sequences", arguments.get("sequence", ())))
         known = [handle for handle in named if handle in self.sequences]
         states = {handle: self.state(handle) for handle in known}
@@ -254,7 +254,7 @@ class Watch(TicketWatch):
         for handle, count in zip(batch, counts, strict=True):
             followed = self.sequences[handle]
             new, tokens = tokens[:count], tokens[count:]
-            # A chunk of a prompt was named when the sequence was opened.
+            # The ids of a prompt chunk were given when the sequence was opened.
             more = max(0, self.manager.num_tokens(handle) - len(followed.tokens))
             followed.tokens += new[count - more :]
             followed.told += [f"append(sequences={show(batch)}, token_ids={show(new)}) in step {self.step}"] * more
@@ -273,7 +273,7 @@ class Watch(TicketWatch):
     # ---- sequences ----
 
     def execute(self, decision: StepDecision, losses: Sequence[Pairs]) -> None:
-        """Begin a decision's transfers, and note what they write."""
+        """Begin a decision's transfers, and record the blocks they write."""
         super().execute(decision, losses)
         for kind, pairs in decision.transfers():
             for a, b in pairs.ids.tolist() if pairs.dst == "device" else ():
@@ -282,16 +282,16 @@ class Watch(TicketWatch):
                 )
 
     def live(self) -> list[int]:
-        """Sequences that are not freed."""
+        """Return the sequences that are not freed."""
         return [handle for handle, followed in self.sequences.items() if followed.freed is None]
 
     def name(self, handle: int) -> str:
-        """A sequence and its request."""
+        """Name a sequence and its request."""
         request = self.sequences[handle].request
         return f"sequence {handle}" + (f" (request {request!r})" if request else "")
 
     def state(self, handle: int) -> str:
-        """Where a sequence is."""
+        """Describe where a sequence is."""
         followed = self.sequences[handle]
         owner = f" for request {followed.request!r}" if followed.request else ""
         if followed.freed is not None:
@@ -301,7 +301,7 @@ class Watch(TicketWatch):
         return f"was opened in step {followed.opened}{owner} and is on the {self.manager.tier(handle)}"
 
     def culprit(self, live: Iterable[str]) -> str:
-        """What keeps the requests from ending, if it can be named."""
+        """Name what keeps requests from finishing, if known."""
         live = set(live)
         for handle in self.live():
             if self.sequences[handle].lost:
@@ -316,7 +316,7 @@ class Watch(TicketWatch):
         return ""
 
     def blocks(self, handle: int) -> list[int]:
-        """The block table of a sequence, empty if the manager refuses it."""
+        """Return the block table of a sequence; empty if the manager refuses."""
         try:
             return [int(block) for block in self.manager.block_table(handle)]
         except BlockyardError:
@@ -324,12 +324,12 @@ class Watch(TicketWatch):
 
 
 def holds(token: int) -> str:
-    """What a slot holds."""
+    """Describe the content of a slot."""
     return {EMPTY: "was never written", LOST: "was lost by a transfer"}.get(token, f"holds token {token}")
 
 
 def handles(given: Any) -> list[int]:
-    """Handles as the manager's calls take and return them."""
+    """Convert handles from any form that the manager's calls accept or return."""
     if isinstance(given, list | tuple | np.ndarray):
         return [int(handle) for handle in given]
     return [int(given)]
@@ -348,5 +348,5 @@ def _tokens(prompt: Any) -> list[int | None]:
 
 
 def common(found: Sequence[int], whole: Sequence[int]) -> int:
-    """How many first tokens two texts share."""
+    """Return the length of the common prefix of two texts."""
     return next((i for i, (a, b) in enumerate(zip(found, whole, strict=False)) if a != b), min(len(found), len(whole)))
