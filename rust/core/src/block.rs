@@ -6,22 +6,22 @@
 use crate::id::{BlockId, Tier};
 use std::num::NonZeroU32;
 
-/// Most blocks that one tier can have: [`Block`] keeps tier and id of a copy in one word.
+/// Maximum number of blocks in a tier: [`Block`] packs the tier and id of a copy into one word.
 pub const MAX_BLOCKS: usize = (1 << 30) - 2;
 
-/// Most leases of one kind on one block.
+/// Maximum number of leases of one kind on a block.
 pub(crate) const MAX_LEASES: u16 = u16::MAX >> 1;
 
-/// Bit of `overlap` that says that a transfer is writing the block.
+/// Bit of `overlap` that is set while a transfer writes the block.
 const FILLING: u16 = 1 << 15;
 
 /// A block of one of the tiers.
 pub(crate) type TierBlock = (Tier, BlockId);
 
-/// The bytes that a block holds from when it is given out until it is freed: the block, and its generation meanwhile.
+/// Identifies the bytes of a block from its allocation until it is freed: the block, and its generation.
 pub(crate) type BlockVersion = (BlockId, u32);
 
-/// What a transfer does with a block, and so what the block may be used for meanwhile.
+/// How a transfer uses a block, which determines what else may use it meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum LeaseKind {
     /// The device reads the block before anything of the same step is written there. Once unused, the block may be given
@@ -45,7 +45,7 @@ pub struct Leases {
 }
 
 impl Leases {
-    /// Counts one more.
+    /// Adds one lease.
     pub(crate) fn add(&mut self, kind: LeaseKind) {
         match kind {
             LeaseKind::OverlappableRead => self.overlappable += 1,
@@ -62,9 +62,9 @@ pub enum BlockState {
     Free,
     /// Unused, but a prompt can find its bytes until it is evicted.
     Cached,
-    /// Unused but for reads after which the device may write it.
+    /// Unused, except for reads that later device work is ordered after.
     Overlappable(Leases),
-    /// Unused, and not to be given out until its leases end.
+    /// Unused, but unavailable until its leases end.
     Held(Leases),
     /// Block tables refer to it.
     InUse {
@@ -209,7 +209,7 @@ impl Block {
         self.overlap & !FILLING != 0
     }
 
-    /// Whether the one table that has the block may write it in place: nobody else refers to it or can find it.
+    /// Whether the only table that has the block may write in place: nothing else refers to it or can find it.
     pub(crate) fn is_exclusive(self) -> bool {
         self.refs == 1 && self.tag == 0
     }
@@ -220,7 +220,8 @@ impl Block {
         (self.refs ^ 1) | u32::from(self.reads | self.overlap) | self.tier_copy | self.tag == 0
     }
 
-    /// The generation of the bytes that the block holds: that of a leased block may have ended with its last reference.
+    /// The generation of the bytes that the block holds: a leased block's may already have ended with its last
+    /// reference.
     pub(crate) fn version(self) -> u32 {
         self.generation.wrapping_sub(u32::from(self.refs == 0))
     }
@@ -323,8 +324,8 @@ impl Block {
         decode(std::mem::replace(&mut self.tier_copy, encode(copy)))
     }
 
-    /// Hands all that the block has to another that is being filled for it, except its copy in another tier, which is
-    /// returned. The other keeps its generation.
+    /// Moves the block's state to another block that is being filled for it, except its copy in another tier, which is
+    /// returned. The target keeps its generation.
     pub(crate) fn move_into(&mut self, to: &mut Self) -> Option<TierBlock> {
         debug_assert!(
             !self.is_empty() && !self.is_leased(),
@@ -337,7 +338,8 @@ impl Block {
         decode(from.tier_copy)
     }
 
-    /// What contradicts the references and leases that were counted from outside, or itself.
+    /// Describes a contradiction with the externally counted references and leases, or within the block; `None` if
+    /// none.
     pub(crate) fn check(self, refs: u32, leases: Leases) -> Option<String> {
         if self.refs != refs {
             Some(format!("{} references, counted {refs}", self.refs))
@@ -351,7 +353,7 @@ impl Block {
     }
 }
 
-/// Neighbours that are alike: loops without a question for each block.
+/// Runs of adjacent blocks in the same state: loops without a branch per block.
 impl Block {
     /// Gives free blocks their first reference.
     #[inline]

@@ -1,7 +1,8 @@
-//! Events of the prefix cache: which blocks prompts can find by their keys, and which no longer.
+//! Events of the prefix cache: which blocks prompts can find by key, and which they no longer can.
 //!
-//! Replaying them in order gives exactly the blocks that can be found. They wait in a bounded ring until they are taken; where it
-//! overflows the oldest go, and the gap in the numbers shows it. Nothing here runs unless events are asked for.
+//! Replaying them in order yields exactly the blocks that can be found. They are queued in a bounded ring until taken;
+//! on overflow the oldest are dropped, which shows as a gap in the numbers. Nothing here runs unless events are
+//! enabled.
 
 use crate::error::{Error, Result};
 use crate::hash::{Chain, ExportedKey};
@@ -12,7 +13,7 @@ pub use crate::prefix::Reason;
 use crate::prefix::{Removal, Ring};
 use std::collections::HashMap;
 
-/// Most events that may be asked to wait: they take about 2 GB.
+/// Maximum event capacity, which takes about 2 GB.
 pub const MAX_EVENTS: usize = 1 << 24;
 
 /// The event that published a block, which the events of its copies repeat.
@@ -49,7 +50,7 @@ pub enum Event {
         tokens: u32,
         /// Adapter that its sequence ran with; 0 for none.
         lora_id: u64,
-        /// Cache group that the block is of; the key says nothing of it.
+        /// Cache group of the block; it is not part of the key.
         group: u8,
     },
     /// A block can no longer be found.
@@ -67,19 +68,19 @@ pub enum Event {
         /// Cache group that the block was of.
         group: u8,
     },
-    /// No block of the tier can be found any more.
+    /// No block of the tier can be found any longer.
     Cleared {
         /// The tier.
         tier: Tier,
     },
 }
 
-/// Events taken in one go.
+/// A batch of events.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EventBatch {
     /// Number of the first of them, counted since events were asked for; each next one's is one more.
     pub first: u64,
-    /// Events that had no room since the last batch: the numbers before `first`.
+    /// Events dropped for lack of room since the last batch: the numbers before `first`.
     pub dropped: u64,
     /// The events, oldest first.
     pub events: Vec<Event>,
@@ -97,7 +98,7 @@ pub(crate) struct Publication {
     pub(crate) group: u8,
 }
 
-/// The events that wait, and what naming a removed block takes.
+/// The queued events, and the data needed to name removed blocks.
 #[derive(Debug, Clone)]
 pub(crate) struct Events {
     ring: Ring<Event>,
@@ -188,7 +189,7 @@ impl Events {
         }
     }
 
-    /// Takes all events that wait.
+    /// Takes all queued events.
     pub(crate) fn take(&mut self, pools: &mut [Pool; 3]) -> EventBatch {
         self.gather(pools);
         let (first, taken) = (self.ring.first(), self.taken);

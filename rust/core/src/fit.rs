@@ -20,8 +20,8 @@ pub struct Fit {
     pub status: AllocStatus,
     /// Blocks that the request takes; 0 if its sequences cannot move in their present state.
     pub blocks: usize,
-    /// Blocks that can be given out now, the watermark subtracted where the request must keep it. If those are too few, what
-    /// only writes to a prefix store hold counts, too: the verb gives these up.
+    /// Blocks available now, minus the watermark if the request must keep it. If those are too few, blocks held only by
+    /// prefix-store writes count too, because the call cancels those writes.
     pub free: usize,
 }
 

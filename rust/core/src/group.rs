@@ -1,27 +1,27 @@
-//! Cache groups: the kinds of attention of a hybrid model, each with block tables and a match rule of its own.
+//! Cache groups: the kinds of attention in a hybrid model, each with its own block tables and prefix match rule.
 //!
-//! All groups share the blocks of one pool and the block size; a sequence has one table in each. What fell out of a table
-//! is the null block, which is block 0 of every tier and never given out.
+//! All groups share the blocks of one pool and the block size; a sequence has one table in each. Entries dropped from a
+//! table become the null block, which is block 0 of every tier and never allocated.
 
 use crate::error::{Error, Result};
 use crate::id::BlockId;
 use std::ops::Range;
 
-/// Stands in block tables for what is no longer needed.
+/// Replaces block table entries that are no longer needed.
 pub const NULL_BLOCK: BlockId = BlockId(0);
 
-/// Most cache groups of one manager.
+/// Maximum number of cache groups in a manager.
 pub const MAX_GROUPS: usize = 16;
 
 /// Most null entries that one call may append to a block table: one for every block that a recurrent group passes over.
 pub(crate) const MAX_PASSED: usize = 1 << 24;
 
-/// What the layers of one cache group need of the tokens before.
+/// What the layers of a cache group need of earlier tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Group {
     /// All of them.
     Full,
-    /// The token itself and the `window - 1` before it; blocks before those are given back.
+    /// The token itself and the `window - 1` before it; earlier blocks are freed.
     SlidingWindow {
         /// Tokens that one query sees, itself included.
         window: u32,
@@ -29,7 +29,7 @@ pub enum Group {
     /// One state, which a block holds after its last token. A step writes the state after its last token only, into the
     /// block of that token, from the one of the token before.
     Recurrent,
-    /// The tokens of an encoder, which are given once and never grow.
+    /// The tokens of an encoder, which are set once and never grow.
     CrossAttention,
 }
 
@@ -69,7 +69,8 @@ impl Group {
         first..usize::try_from(last).unwrap_or(usize::MAX).min(held).max(first)
     }
 
-    /// Most blocks that a sequence of `tokens` and `lookahead` holds at once if at most `chunk` tokens are put in at a time.
+    /// Maximum number of blocks that a sequence of `tokens` and `lookahead` holds at once, if at most `chunk` tokens
+    /// are added at a time.
     #[must_use]
     pub fn peak_blocks(self, tokens: u32, lookahead: u32, chunk: u32, block_size: u32) -> usize {
         let blocks = |tokens: u64| usize::try_from(tokens.div_ceil(u64::from(block_size))).unwrap_or(usize::MAX);

@@ -1,9 +1,9 @@
-//! Keys of full blocks: everything before a block, its tokens, and other inputs that decide its bytes.
+//! Keys of full blocks: hashes of all earlier blocks, the block's tokens, and other inputs that determine its bytes.
 //!
 //! One byte stream a sequence: a 64-byte header frame, then for each block its extra frames and its tokens as
 //! little-endian u32, padded to 64 bytes with 0xFF. The in-process [`Key`] of a block is SHA-256's chaining value after
-//! it, so hashing a parent's key into its children costs nothing; the [`ExportedKey`] is the finished SHA-256 of the same
-//! stream. The two are types of their own and never compared.
+//! it, so hashing a parent's key into its children costs nothing; the [`ExportedKey`] is the finished SHA-256 of the
+//! same stream. They are separate types and never compared.
 
 use crate::error::{Error, Result};
 use sha2::digest::generic_array::GenericArray;
@@ -78,10 +78,10 @@ impl Key {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ExportedKey(pub [u8; 32]);
 
-/// What a sequence's keys depend on beside its tokens.
+/// What a sequence's keys depend on besides its tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct KeySpec {
-    /// Keeps tenants apart; all zero for none. A digest, where the salt itself is longer.
+    /// Isolates tenants; all zero for none. A longer salt is stored as its digest.
     pub salt: [u8; 32],
     /// Adapter that the sequence runs with; 0 for none.
     pub lora_id: u64,
@@ -95,7 +95,7 @@ impl KeySpec {
     }
 }
 
-/// Something besides tokens that decides a block's bytes, such as the hash of an image.
+/// An input besides tokens that determines a block's bytes, such as the hash of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Extra<'a> {
     /// What it is: the caller's numbering.
@@ -144,7 +144,7 @@ impl Chain {
         u32::try_from(self.frames).unwrap_or(u32::MAX)
     }
 
-    /// Goes on over one full block and returns its key.
+    /// Hashes one more full block and returns its key.
     ///
     /// # Errors
     /// A token is [`RESERVED_TOKEN`], or an extra is longer than a u32 can say; the chain is unchanged.
@@ -167,7 +167,7 @@ impl Chain {
     #[inline]
     pub(crate) fn plain_block(&mut self, tokens: &[u32]) -> Key {
         if let Ok(tokens) = <&[u32; 16]>::try_from(tokens) {
-            // Nothing else in this loop, so that it becomes four vector moves.
+            // Keep this loop minimal, so that it compiles to four vector moves.
             let mut frame = [0; 64];
             for (bytes, token) in frame.chunks_exact_mut(4).zip(tokens) {
                 bytes.copy_from_slice(&token.to_le_bytes());
@@ -216,7 +216,7 @@ impl Chain {
 /// Whether a token is [`RESERVED_TOKEN`].
 #[inline]
 pub(crate) fn has_reserved(tokens: &[u32]) -> bool {
-    // Without an early exit, so that it becomes vector instructions.
+    // No early exit, so that it vectorizes.
     tokens.iter().fold(0, |any, &token| any | u32::from(token == RESERVED_TOKEN)) != 0
 }
 

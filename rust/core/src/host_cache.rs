@@ -1,9 +1,9 @@
-//! Host copies as the second level of the prefix cache. What was swapped out can still be found on the host, and a prompt
-//! whose blocks are only there loads them by transfers of its own step.
+//! Host copies as the second level of the prefix cache. Swapped-out blocks can still be found on the host, and a prompt
+//! whose blocks are only there loads them in its own step.
 //!
-//! A transfer publishes its target under its source's key once its bytes have landed. A load does so only while its target is
-//! still linked to the copy that it was read from: what has been written or freed meanwhile is not published. A failed load
-//! takes the key of the host's copy with it.
+//! A transfer publishes its target under its source's key once the bytes have landed. A load does so only if its target
+//! is still linked to the copy it was read from, so a block written or freed in the meantime is not published. A failed
+//! load also removes the key of the host copy.
 
 use crate::block::{LeaseKind, TierBlock};
 use crate::decision::Kind;
@@ -172,8 +172,7 @@ impl OpenStep<'_> {
         demoted
     }
 
-    /// Forgets what a ticket was to publish and did not bring: the blocks that are lost, and the host copies that were read
-    /// in vain.
+    /// Cancels the publication of a ticket's lost blocks, and unpublishes the host copies they were read from.
     pub(crate) fn cancel_publishes(&mut self, ticket: TicketId, lost: &HashSet<TierBlock>) {
         let Some(pending) = self.transfers.publishes_mut(ticket) else { return };
         let is_lost = |pending: &PendingPublish| lost.contains(&pending.to);

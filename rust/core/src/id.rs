@@ -1,5 +1,4 @@
-//! Ids of blocks, sequences, tickets, pins and tiers. Each is a type of its own, so that one is never
-//! taken for another.
+//! Ids of blocks, sequences, tickets, pins and tiers, as distinct types so that they cannot be confused.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -67,8 +66,8 @@ impl fmt::Display for BlockId {
     }
 }
 
-/// A sequence: the manager's number, a row of its table store and that row's generation. So a handle of another manager,
-/// or one kept past `free`, is recognised and never means another sequence.
+/// A sequence: the manager's number, a row of its table store and that row's generation. So a handle of another
+/// manager, or one kept past `free`, is detected and never refers to another sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct SequenceId(pub u64);
@@ -135,7 +134,7 @@ impl fmt::Display for PinId {
     }
 }
 
-/// Load or write of a prefix store that is under way.
+/// A prefix-store load or write in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct JobId(pub u64);
 

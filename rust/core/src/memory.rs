@@ -1,21 +1,21 @@
-//! Memory in proportion to a number that a caller gave. It is asked for before it is taken, so that a size beyond memory
-//! is an error and not the end of the process.
+//! Memory sized by a caller's number. Calls check that it is available before taking it, so that an excessive size is
+//! an error instead of aborting the process.
 //!
-//! Only `vec!` gets zeroed memory that is not touched before it is used, and it aborts where there is none. So a call first
-//! asks for the sum of all that it is going to take, gives that back, and takes it part by part. What another thread takes
-//! in between is not there for this one.
+//! Only `vec!` provides zeroed memory that is not touched before use, and it aborts if there is none. So a call first
+//! requests the sum of all it is going to take, frees that, and then takes it part by part. Another thread may take the
+//! memory in between.
 
 use crate::error::fault;
 use crate::error::{Error, Result};
 use std::hint::black_box;
 
-/// Less is not asked for: a process that cannot have it is at its end anyway, and asking costs a system call.
+/// Smaller amounts are not checked: a process without them is doomed anyway, and a check costs a system call.
 const SMALL: usize = 1 << 20;
 
-/// Fails unless the system has `bytes` bytes to give.
+/// Fails unless `bytes` bytes of memory are available.
 ///
 /// # Errors
-/// It has not.
+/// They are not available.
 pub fn require(bytes: usize) -> Result<()> {
     fault::point()?;
     if bytes < SMALL {
@@ -23,7 +23,7 @@ pub fn require(bytes: usize) -> Result<()> {
     }
     let mut asked: Vec<u8> = Vec::new();
     let answer = asked.try_reserve_exact(bytes);
-    // Without this the compiler may take memory that nobody uses for granted.
+    // Without this, the compiler may remove an allocation that is never used.
     black_box(&mut asked);
     answer.map_err(|_| Error::OutOfMemory { wanted: bytes as u64 })
 }

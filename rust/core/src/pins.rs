@@ -1,4 +1,4 @@
-//! Pins, which keep cached device blocks for a reader outside until it is done.
+//! Pins keep cached device blocks for an external reader until it is done.
 
 use crate::block::LeaseKind;
 use crate::error::{Error, Result};
@@ -26,7 +26,7 @@ impl Pins {
         Self { limit, next: 1, held: BTreeMap::new(), counts: HashMap::new() }
     }
 
-    /// Device blocks that may be pinned at once, to be changed; pins that are held stay.
+    /// Mutable limit of pinned device blocks; existing pins stay.
     pub(crate) fn limit_mut(&mut self) -> &mut Share {
         &mut self.limit
     }
@@ -47,7 +47,7 @@ impl Pins {
             tiers.device().require_leases(block, LeaseKind::Read, 1)?;
         }
         for &block in &blocks {
-            // Out of the evictable ones, if it is one of them: a leased block is none.
+            // This removes it from the evictable blocks, if it is one: a leased block is not evictable.
             tiers.lease_cached((Tier::Device, block), LeaseKind::Read);
             *self.counts.entry(block).or_default() += 1;
         }
@@ -65,7 +65,7 @@ impl Pins {
     /// Ends a pin.
     pub(crate) fn release(&mut self, tiers: &mut Tiers, pin: PinId) -> Result<()> {
         let blocks = self.held.remove(&pin).ok_or(Error::UnknownPin { pin })?;
-        // Backwards, so that the chain is evicted from its end.
+        // In reverse, so that the chain is evicted from its end.
         for block in blocks.into_iter().rev() {
             if let Some(count) = self.counts.get_mut(&block) {
                 *count -= 1;
@@ -83,7 +83,7 @@ impl Pins {
         self.held.values().flatten().map(|&block| Lease { tier: Tier::Device, kind: LeaseKind::Read, block })
     }
 
-    /// What does not hold of pins.
+    /// Checks the pins.
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         let mut counts: HashMap<BlockId, usize> = HashMap::new();
         self.leases().for_each(|lease| *counts.entry(lease.block).or_default() += 1);

@@ -1,7 +1,7 @@
-//! Blocks that are found again by their keys.
+//! Blocks that can be found again by their keys.
 //!
 //! Invariant: a block without references that has a key is evictable, and in `order` if eviction goes by access;
-//! `pending` are blocks with a key whose tokens are yet to be computed, and none of them is ever found.
+//! `pending` holds the blocks with a key whose tokens are not computed yet; lookups never return them.
 
 use super::{BlockAllocator, Keyed, Lookups, NaiveAllocator};
 use crate::error::{Error, Result};
@@ -13,13 +13,13 @@ use crate::reuse::ReuseOrder;
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashSet};
 
-/// Which cached block goes first once no other is free.
+/// Which cached block is evicted first once no other is free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Eviction {
-    /// The one whose last reference went first.
+    /// The block whose last reference was dropped first.
     #[default]
     Released,
-    /// The one that was touched least recently; of those the one that ends the longest prefix, then the lowest id.
+    /// The least recently touched block; ties go to the longest prefix, then the lowest id.
     Accessed,
 }
 
@@ -35,19 +35,19 @@ impl Eviction {
     }
 }
 
-/// What eviction and lookups know of a block besides its key.
+/// State of a block for eviction and lookups, besides its key.
 #[derive(Clone, Copy, Debug, Default)]
 struct Use {
-    /// Time of the last touch in an order of its bits, 0 for none.
+    /// Time of the last touch, as bits that sort like it; 0 for never.
     touched: u64,
     depth: u32,
     computed: bool,
 }
 
-/// Turn of an evictable block: first to go first.
+/// Eviction order of a block: the smallest is evicted first.
 type Turn = (u64, Reverse<u32>, BlockId);
 
-/// An allocator that finds full blocks by their keys, also after their last reference has gone.
+/// An allocator that can find full blocks by key, even after their last reference is dropped.
 #[derive(Debug, Clone)]
 pub struct PrefixCachingAllocator {
     plain: NaiveAllocator,
@@ -75,7 +75,7 @@ impl PrefixCachingAllocator {
         (touched, Reverse(depth), block)
     }
 
-    /// Takes blocks, cached ones last; the caller has asked whether there are `count`.
+    /// Takes blocks, cached ones last; the caller has checked that `count` are available.
     fn take(&mut self, count: usize, out: &mut Vec<BlockId>) {
         let first = out.len();
         self.plain.pool.take(count.min(self.plain.idle()), false, out);
@@ -110,7 +110,7 @@ impl PrefixCachingAllocator {
         }
     }
 
-    /// Gives a block a key that no other has; it is computed by the step that has begun.
+    /// Gives a block a new, unique key; the current step computes it.
     fn enter(&mut self, block: BlockId, keyed: Keyed) {
         self.plain.pool.publish(block, keyed.key, 0);
         self.uses[block.index()] = Use { depth: keyed.depth, computed: false, ..self.uses[block.index()] };
@@ -184,7 +184,7 @@ impl BlockAllocator for PrefixCachingAllocator {
             if self.plain.pool.refs(block) == 1 && !self.plain.pool.block(block).is_published() {
                 out.push(block);
             } else if self.plain.pool.refs(block) == 1 {
-                // The bytes are still to be copied, so the block must not be the one that is taken.
+                // The bytes must still be copied, so this block itself must not be taken.
                 self.take(1, out);
                 left.push(block);
             } else {
@@ -229,7 +229,7 @@ impl BlockAllocator for PrefixCachingAllocator {
 
     fn mark_computed(&mut self, blocks: Option<&[BlockId]>) {
         let (uses, pool) = (&mut self.uses, &self.plain.pool);
-        // What was given back before it was computed holds no bytes: it stays pending until it is taken and computed.
+        // A block freed before it was computed holds no bytes: it stays pending until it is taken and computed.
         let mut mark = |block: BlockId| {
             uses[block.index()].computed |= pool.block(block).is_used();
             !pool.block(block).is_used()
@@ -297,7 +297,7 @@ impl BlockAllocator for PrefixCachingAllocator {
 
     fn upcoming(&self) -> Box<dyn Iterator<Item = BlockId> + '_> {
         let accessed = self.order.iter().map(|&(.., block)| block);
-        // The pool keeps the order of release, and tells it whole: asked for only where the others are not enough.
+        // The pool can only list its whole release order, so ask it only if the other blocks are not enough.
         let released = std::iter::once_with(|| match self.eviction {
             Eviction::Released => self.plain.pool.evictable_blocks(),
             Eviction::Accessed => Vec::new(),
@@ -335,7 +335,7 @@ impl BlockAllocator for PrefixCachingAllocator {
     }
 }
 
-/// The bits of a time so that they order as the times do; never 0, which stands for no time.
+/// A time as bits that sort like the times; never 0, which means no time.
 fn ordered(time: f64) -> u64 {
     let bits = time.to_bits();
     if bits >> 63 == 0 { bits | 1 << 63 } else { !bits }.max(1)

@@ -1,4 +1,4 @@
-//! Blocks without keys: references and an order of reuse.
+//! Blocks without keys: reference counts and a reuse order.
 
 use super::{BlockAllocator, Keyed, Lookups};
 use crate::block::Leases;
@@ -79,7 +79,7 @@ impl NaiveAllocator {
         Ok(())
     }
 
-    /// New blocks that writing these takes, given whether a block must not be written even by its only owner.
+    /// Number of new blocks needed to write these; `sealed` tells if even a sole owner must not write a block.
     pub(super) fn copies(&self, blocks: &[BlockId], sealed: impl Fn(BlockId) -> bool) -> Result<usize> {
         self.require_refs(blocks)?;
         let mut sorted = blocks.to_vec();

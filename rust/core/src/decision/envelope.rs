@@ -1,13 +1,13 @@
 //! The envelope of a decision as bytes: magic, version, length, payload, SHA-256 of all before.
 //!
-//! The payload is in `postcard`'s wire format. Whatever the bytes, reading them takes memory in proportion to their
-//! number. The checksum finds damage; it does not say who wrote the bytes.
+//! The payload is in `postcard`'s wire format. Reading arbitrary bytes takes memory proportional to their number. The
+//! checksum detects damage; it does not authenticate the writer.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use sha2::{Digest, Sha256};
 
-/// What was read, or why it cannot be.
+/// The contents, or why they cannot be read.
 pub(super) type Contents<T> = Result<T, String>;
 
 /// Magic, version, length of the payload.
@@ -16,7 +16,7 @@ const DIGEST: usize = 32;
 
 const MAGIC: &[u8; 8] = b"BLKYSTEP";
 
-/// Version of the payload: any change of what a decision holds needs another.
+/// Version of the payload; increment it whenever the contents of a decision change.
 pub const DECISION_VERSION: u32 = 3;
 
 /// Writes contents into an envelope.

@@ -1,4 +1,4 @@
-//! What a scheduler gets back once a step: typed pairs of block ids. See `docs/decisions/0001-step-decision.md`.
+//! The result of a scheduler step: typed pairs of block ids. See `docs/decisions/0001-step-decision.md`.
 
 mod envelope;
 mod wire;
@@ -61,21 +61,21 @@ pub struct Pairs {
 
 /// The transfers of one step, and the ticket that holds leases on all their blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[must_use = "a decision that is not carried out leaves its blocks leased for ever"]
+#[must_use = "a decision that is not carried out leaves its blocks leased forever"]
 pub struct StepDecision {
-    /// To be completed or failed once the bytes have landed or not.
+    /// Complete it once all bytes have landed, or fail it if some did not.
     pub ticket: TicketId,
-    /// Tickets, perhaps this one too, whose device reads must have finished before this step writes to the device:
-    /// it reuses blocks that they read. Empty where it reuses none.
+    /// Tickets, possibly this one too, whose device reads must finish before this step writes to the device, because it
+    /// reuses blocks that they read.
     pub after: Vec<TicketId>,
     /// Kinds and pairs in the order in which they are safe to run; no entry is empty.
     pub transfers: Vec<(Kind, Pairs)>,
-    /// Whether nothing that the step computes reads what it loads: the step need not wait for its loads.
+    /// Whether the step computes nothing from what it loads, so need not wait for its loads.
     pub prefetch: bool,
 }
 
 impl StepDecision {
-    /// Pairs of one kind: one entry a pair of tiers, none if there are none.
+    /// Pairs of one kind, one entry per pair of tiers.
     pub fn of(&self, kind: Kind) -> impl Iterator<Item = &Pairs> {
         self.transfers.iter().filter(move |(k, _)| *k == kind).map(|(_, pairs)| pairs)
     }
@@ -86,7 +86,7 @@ impl StepDecision {
         self.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum()
     }
 
-    /// Whether nothing is to be transferred.
+    /// Whether there are no transfers.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.transfers.is_empty()

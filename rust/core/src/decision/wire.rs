@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::id::{TicketId, Tier};
 use serde::{Deserialize, Serialize};
 
-/// Bytes of the longest decision that is written or read.
+/// Maximum size of a serialized decision, in bytes.
 pub const MAX_DECISION_BYTES: usize = 1 << 28;
 
 #[derive(Serialize, Deserialize)]
@@ -18,10 +18,10 @@ struct Image {
 }
 
 impl StepDecision {
-    /// The decision as bytes, the same in every process.
+    /// Serializes the decision; the bytes are the same in every process.
     ///
     /// # Errors
-    /// What it says cannot be carried out, see [`StepDecision::from_bytes`], or it is too long.
+    /// The decision cannot be carried out, see [`StepDecision::from_bytes`], or is too long.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let Self { ticket, after, transfers, prefetch } = self.clone();
         let image = Image { ticket, after, transfers, prefetch };
@@ -29,12 +29,12 @@ impl StepDecision {
         bytes.map_err(|what| Error::BadDecision { what })
     }
 
-    /// The decision that was written as these bytes. Memory is taken in proportion to their number.
+    /// Deserializes a decision. Takes memory proportional to the number of bytes.
     ///
     /// # Errors
-    /// The bytes are not whole, not of this version, or what they say cannot be carried out: kinds out of order or
-    /// twice between the same tiers, tiers that the kind does not join, a block that is written twice or, within one
-    /// tier, copied and written too, a wait for a later ticket.
+    /// The bytes are incomplete, of another version, or describe a decision that cannot be carried out: kinds out of
+    /// order or repeated between the same tiers, tiers that the kind does not connect, a block that is written twice
+    /// or, within one tier, both read and written, or a wait for a later ticket.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let image: Contents<Image> = within(bytes.len(), bytes).and_then(unseal);
         let checked = image.and_then(|image| image.check().map(|()| image));
@@ -114,7 +114,7 @@ mod tests {
         StepDecision { ticket: TicketId(70_000), after: vec![TicketId(3), TicketId(70_000)], transfers, prefetch: true }
     }
 
-    /// The refusal of a decision that was sealed without being checked, as a forger would.
+    /// The error for a decision that was sealed without checks, as a forger would do.
     fn refusal(transfers: Vec<(Kind, Pairs)>, after: Vec<TicketId>) -> String {
         let image = Image { ticket: TicketId(5), after, transfers, prefetch: false };
         let read = StepDecision::from_bytes(&seal(&image).unwrap()).unwrap_err();

@@ -1,4 +1,4 @@
-//! Faults on purpose, for tests: the n-th step of a call that may fail does. Release builds have no trace of it.
+//! Fault injection for tests: makes the n-th fallible step of a call fail. Compiled out of release builds.
 //!
 //! A call that fails changes nothing, so it takes each such step before its first change.
 
@@ -12,8 +12,8 @@ mod armed {
         static LEFT: Cell<usize> = const { Cell::new(0) };
     }
 
-    /// Lets the `n`-th step of this thread that may fail do so, from 1; 0 for none. Returns whether the last such wish
-    /// was still open.
+    /// Makes this thread's `n`-th fallible step fail, counting from 1; 0 for none. Returns whether the previous fault
+    /// had not fired.
     #[must_use]
     pub fn arm(n: usize) -> bool {
         LEFT.replace(n) > 0

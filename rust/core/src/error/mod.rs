@@ -1,4 +1,4 @@
-//! What can go wrong. Every failed call changes nothing, and every error carries its numbers.
+//! Errors. A failed call changes nothing, and every error carries its numbers.
 
 #[doc(hidden)]
 pub mod fault;
@@ -24,7 +24,7 @@ pub enum Error {
         /// Blocks in the tier.
         total: usize,
     },
-    /// The manager has never given the handle out.
+    /// The manager never returned this handle.
     #[error("sequence {sequence} is unknown: this manager never returned that handle")]
     UnknownSequence {
         /// The handle.
@@ -36,7 +36,7 @@ pub enum Error {
         /// The handle.
         sequence: SequenceId,
     },
-    /// Another manager has given the handle out.
+    /// Another manager returned this handle.
     #[error("sequence {sequence} belongs to manager {manager}, this is manager {asked}")]
     ForeignSequence {
         /// The handle.
@@ -72,7 +72,7 @@ pub enum Error {
         /// Its blocks that are still being filled.
         blocks: usize,
     },
-    /// The sequence has tokens that the present step is yet to write, so its blocks cannot be read in that step.
+    /// The sequence has tokens that the current step has yet to write, so its blocks cannot be read in this step.
     #[error("sequence {sequence} has tokens that this step is yet to write, take the step's decision first")]
     Unwritten {
         /// The handle.
@@ -117,7 +117,7 @@ pub enum Error {
         wanted: usize,
         /// Pinned blocks.
         held: usize,
-        /// Most that may be.
+        /// Maximum number of pinned blocks.
         limit: usize,
     },
     /// The pin was never given out, or has ended.
@@ -168,13 +168,13 @@ pub enum Error {
         /// Bytes that were asked for at once.
         wanted: u64,
     },
-    /// Block ids make no mapping.
+    /// Block ids do not form a valid mapping.
     #[error("{what}")]
     BadMapping {
         /// Why.
         what: String,
     },
-    /// A decision cannot be carried out as it is written, or its bytes cannot be trusted.
+    /// A decision is invalid, or its bytes are corrupt.
     #[error("the decision is refused: {what}")]
     BadDecision {
         /// Why.

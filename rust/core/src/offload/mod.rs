@@ -1,8 +1,9 @@
-//! What an engine's offload manager decides: which chunks of a host cache hold which keys, which may be read, and which are
-//! given out again.
+//! Decisions of an engine's offload manager: which chunks of a host cache hold which keys, which may be read, and which
+//! are reused.
 //!
-//! A chunk is written before it is found, and read only while a load holds it. A key that is forgotten while transfers of
-//! it run keeps its chunks out of use until all of them have ended: no late transfer meets another key's bytes.
+//! A chunk is written before it can be found, and read only while a load holds it. If a key is forgotten while its
+//! transfers run, its chunks stay reserved until all of them have ended, so a late transfer never touches another key's
+//! bytes.
 
 use crate::error::{Error, Result};
 use crate::hash::Key;
@@ -17,7 +18,7 @@ use names::ByKey;
 pub use names::Names;
 use stores::{DistinctKeys, Stores};
 
-/// What a lookup finds.
+/// Result of a lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lookup {
     /// No chunk has the key.
@@ -28,7 +29,7 @@ pub enum Lookup {
     Pending,
 }
 
-/// What the end of a store came to.
+/// Result of ending a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stored {
     /// The key is a hit.
@@ -76,7 +77,7 @@ impl Detached {
 /// ```
 #[derive(Debug)]
 pub struct OffloadCache {
-    /// A chunk has its key from when its store is prepared.
+    /// A chunk has its key from the moment its store is prepared.
     pool: Pool,
     stores: Stores,
     detached: ByKey<Detached>,
@@ -94,13 +95,13 @@ impl OffloadCache {
         Ok(Self { pool, stores: Stores::default(), detached: ByKey::default(), batch: DistinctKeys::default() })
     }
 
-    /// Chunks in all.
+    /// Total number of chunks.
     #[must_use]
     pub fn num_chunks(&self) -> usize {
         self.pool.len()
     }
 
-    /// Chunks that a store can have now: those without bytes, and those that can be evicted.
+    /// Chunks available to a store now: empty ones, and those that can be evicted.
     #[must_use]
     pub fn num_free(&self) -> usize {
         self.pool.free()
@@ -118,7 +119,7 @@ impl OffloadCache {
         self.stores.len()
     }
 
-    /// Stored chunks that were given out again.
+    /// Stored chunks that were evicted.
     #[must_use]
     pub fn num_evicted(&self) -> u64 {
         self.pool.evictions()
@@ -155,9 +156,9 @@ impl OffloadCache {
         black_box(refs.fold(0, |all, refs| all | refs));
     }
 
-    /// Takes a chunk for each key that has none, and writes its place in `keys` and the chunk to `out`. Those that have one
-    /// count as just used and are not evicted for it. Keys given twice, and keys whose forgotten store still runs, get no
-    /// chunk. Returns false, and changes nothing, if there are too few chunks.
+    /// Takes a chunk for each key without one, and appends the key's index in `keys` and the chunk to `out`. Keys that
+    /// have a chunk count as just used and are not evicted for it. Keys given twice, and keys whose forgotten store
+    /// still runs, get no chunk. Returns false, and changes nothing, if there are too few chunks.
     pub fn prepare_store(&mut self, keys: &[Key], deadline: u64, out: &mut Vec<(usize, BlockId)>) -> bool {
         let first = out.len();
         let mut found = Vec::new();
@@ -220,7 +221,7 @@ impl OffloadCache {
     /// Holds the chunks of keys for loads, and appends them to `out`.
     ///
     /// # Errors
-    /// The place of the first key that is no hit; nothing was changed.
+    /// The index of the first key that is not a hit; nothing was changed.
     pub fn prepare_load(&mut self, keys: &[Key], out: &mut Vec<BlockId>) -> std::result::Result<(), usize> {
         let first = out.len();
         for (place, key) in keys.iter().enumerate() {
@@ -243,7 +244,7 @@ impl OffloadCache {
     #[must_use]
     pub fn complete_load(&mut self, key: &Key) -> bool {
         if let Some(detached) = self.detached.get_mut(key).filter(|detached| detached.loads > 0) {
-            // Which chunk it read is not known: they are given back together.
+            // It is unknown which chunk it read, so they are freed together.
             detached.loads -= 1;
             if detached.loads == 0 {
                 let loaded = std::mem::take(&mut detached.loaded);
@@ -270,8 +271,8 @@ impl OffloadCache {
         }
     }
 
-    /// Evicts `count` keys that nothing loads, none of `protected`, and appends their chunks, which are free then, to `out`.
-    /// Returns false, and changes nothing, if there are fewer than `count`.
+    /// Evicts `count` keys that are not being loaded and not in `protected`, and appends their chunks, now free, to
+    /// `out`. Returns false, and changes nothing, if there are fewer than `count`.
     pub fn evict(&mut self, count: usize, protected: &[Key], out: &mut Vec<BlockId>) -> bool {
         let kept = |key| self.pool.find(key).filter(|&chunk| self.pool.refs(chunk) == 0);
         let mut kept: Vec<BlockId> = protected.iter().filter_map(kept).collect();
@@ -290,7 +291,7 @@ impl OffloadCache {
         true
     }
 
-    /// Forgets a key: it is a miss from now on, also when a store of it ends. Returns the chunk that it had.
+    /// Forgets a key: it is a miss from now on, even when a store of it ends. Returns the chunk that it had.
     pub fn forget(&mut self, key: &Key) -> Option<BlockId> {
         let chunk = self.pool.find(key)?;
         if self.stores.end(chunk) {
@@ -311,7 +312,8 @@ impl OffloadCache {
         Some(chunk)
     }
 
-    /// Forgets the keys whose stores have not ended by `now`: a lookup does not wait for ever. Appends them to `out`.
+    /// Forgets the keys whose stores have not ended by `now`, so that lookups do not wait forever. Appends them to
+    /// `out`.
     pub fn expire(&mut self, now: u64, out: &mut Vec<(Key, BlockId)>) {
         for chunk in self.stores.late(now) {
             if let Some(key) = self.pool.key(chunk) {
@@ -335,7 +337,7 @@ impl OffloadCache {
         }
     }
 
-    /// What contradicts itself.
+    /// Checks the whole state.
     ///
     /// # Errors
     /// The first thing that does not hold.

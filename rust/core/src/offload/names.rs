@@ -1,4 +1,4 @@
-//! Keys of names, and maps by keys.
+//! Derives keys from names; maps keyed by them.
 
 use crate::hash::Key;
 use rustc_hash::FxHashMap;
@@ -6,7 +6,7 @@ use siphasher::sip128::SipHasher13;
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 
-/// Makes keys of names. Its secret is drawn at random: nobody can find two names with one key.
+/// Derives keys from names with a random secret, so that collisions cannot be constructed.
 #[derive(Clone, Debug)]
 pub struct Names(SipHasher13);
 

@@ -1,16 +1,16 @@
-//! The stores that run, by chunk, and the keys of one call, each once.
+//! Running stores by chunk, and the distinct keys of one call.
 
 use crate::hash::Key;
 use crate::id::BlockId;
 
-/// Which chunks are being written, and until when lookups wait for them.
+/// Chunks being written, and the deadlines until which lookups wait for them.
 #[derive(Debug, Default)]
 pub(super) struct Stores {
     /// By chunk, as far as chunks have been written.
     running: Vec<bool>,
     deadlines: Vec<u64>,
     len: usize,
-    /// No deadline of a running store comes before.
+    /// Lower bound on the deadlines of running stores.
     soonest: u64,
 }
 
@@ -26,7 +26,7 @@ impl Stores {
         self.running.get(chunk.index()).copied().unwrap_or_default()
     }
 
-    /// A chunk is being written from now on.
+    /// Marks a chunk as being written.
     #[inline]
     pub(super) fn begin(&mut self, chunk: BlockId, deadline: u64) {
         let at = chunk.index();
@@ -39,7 +39,7 @@ impl Stores {
         self.len += 1;
     }
 
-    /// A chunk is written no more, or to no purpose; returns whether it was.
+    /// Ends or abandons the writing of a chunk; returns whether it was being written.
     #[inline]
     pub(super) fn end(&mut self, chunk: BlockId) -> bool {
         let was = self.running.get_mut(chunk.index()).is_some_and(std::mem::take);
@@ -47,12 +47,12 @@ impl Stores {
         was
     }
 
-    /// Chunks that are being written, rising.
+    /// Chunks being written, in ascending order.
     pub(super) fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
         (0..).map(BlockId).zip(&self.running).filter_map(|(chunk, &runs)| runs.then_some(chunk))
     }
 
-    /// Those whose deadlines have come by `now`.
+    /// Chunks whose deadlines have passed by `now`.
     pub(super) fn late(&mut self, now: u64) -> Vec<BlockId> {
         if self.len == 0 || now < self.soonest {
             return Vec::new();
@@ -64,10 +64,10 @@ impl Stores {
     }
 }
 
-/// The keys that one call adds, to see those that are given twice: a table of places by the keys' tags.
+/// Detects repeated keys in one call: a hash table of their indices by tag.
 #[derive(Debug, Default)]
 pub(super) struct DistinctKeys {
-    /// 0 for none, else the place of a key plus 1; a power of two, twice as many as keys or more.
+    /// 0 if empty, else the index of a key plus 1. The length is a power of two, at least twice the number of keys.
     places: Vec<u32>,
 }
 
@@ -78,7 +78,7 @@ impl DistinctKeys {
         self.places.resize((2 * keys).next_power_of_two(), 0);
     }
 
-    /// Notes the key at a place; returns whether it is new.
+    /// Adds the key at an index; returns whether it is new.
     #[inline]
     pub(super) fn add(&mut self, keys: &[Key], place: usize) -> bool {
         let last = self.places.len() - 1;
