@@ -1,9 +1,9 @@
-//! Sequences in as few runs of neighbours as can be.
+//! Packs sequences into as few contiguous runs of blocks as possible.
 //!
-//! A sequence is cut into *pieces*, runs of neighbours as they lie. From its first piece on, as many pieces as can be are
-//! laid side by side, around those that stay or into a run of holes: two pieces or more that make one run. Blocks that
-//! sequences share are put in order with the first of them, but for pieces that another sequence goes on from in place:
-//! moving those would gain nothing.
+//! A sequence is split into *pieces*, its current contiguous runs. Starting with its first piece, as many pieces as
+//! possible are laid side by side, around pieces that stay or into a run of holes, so that two or more pieces become
+//! one run. Blocks shared by several sequences are arranged with the first of these sequences, except for pieces that
+//! another sequence already continues in place: moving those would gain nothing.
 
 use super::facts::{Facts, HoleUse, Remaining};
 use super::rules::{Pairs, Rules};
@@ -15,10 +15,10 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-/// Block tables, without null blocks; those to be put in order first in front.
+/// Block tables, without null blocks; most important first.
 pub type Sequences<'a> = [&'a [BlockId]];
 
-/// Runs of neighbours that sequences lie in, shared ones counted once, and those of the sequence that has most.
+/// Number of contiguous runs over all sequences, counting shared runs once, and the maximum for a single sequence.
 #[must_use]
 pub fn runs(sequences: &Sequences<'_>) -> (usize, usize) {
     let (mut seen, mut all, mut most) = (HashSet::new(), 0, 0);
@@ -35,7 +35,7 @@ pub fn runs(sequences: &Sequences<'_>) -> (usize, usize) {
     (all, most)
 }
 
-/// The first blocks of all pairs of neighbours that follow one another in some sequence.
+/// The first block of every adjacent pair that is consecutive in some sequence.
 fn links(sequences: &Sequences<'_>, capacity: usize) -> BlockSet {
     let mut links = BlockSet::empty(capacity);
     let pairs = sequences.iter().flat_map(|sequence| sequence.windows(2));
@@ -45,15 +45,15 @@ fn links(sequences: &Sequences<'_>, capacity: usize) -> BlockSet {
     links
 }
 
-/// Neighbours of one sequence.
+/// A contiguous run of one sequence.
 #[derive(Clone, Debug)]
 struct Piece {
-    /// Where they lie, or will by what was planned for an earlier sequence.
+    /// Where it lies, or will lie after the moves planned for earlier sequences.
     at: Range<u32>,
-    /// Where they begin by what is planned now.
+    /// Where it will start by the current plan.
     to: u32,
     can_move: bool,
-    /// Blocks that their owner does not let move now.
+    /// Blocks that their owner does not allow to move now.
     held: usize,
 }
 
@@ -71,15 +71,15 @@ impl Piece {
     }
 }
 
-/// Pieces that are put side by side.
+/// Pieces laid side by side.
 struct Stretch {
     pieces: Range<usize>,
-    /// Where the first of them begins.
+    /// Where the first of them starts.
     start: u32,
     moves: u32,
 }
 
-/// Puts sequences in order, one after the other.
+/// Arranges sequences, one after the other.
 pub(super) struct Arranger<'a, 'b, F> {
     pub(super) places: &'a mut BlockMap,
     pub(super) rules: &'a Rules<'b, F>,
@@ -90,8 +90,8 @@ pub(super) struct Arranger<'a, 'b, F> {
 }
 
 impl<F: Facts> Arranger<'_, '_, F> {
-    /// Moves blocks until each sequence lies in no more than `wanted` runs, those that run now last; returns how many
-    /// blocks of those that do not may not move now.
+    /// Moves blocks until each sequence has at most `wanted` runs; running sequences come last. Returns how many blocks
+    /// of unfinished sequences may not move now.
     pub(super) fn arrange(&mut self, sequences: &Sequences<'_>, wanted: usize) -> usize {
         let is_hot = |sequence: &[BlockId]| sequence.last().is_some_and(|&block| self.rules.facts.is_hot(block));
         let (hot, cold): (Vec<_>, Vec<_>) = sequences.iter().partition(|sequence| is_hot(sequence));
@@ -120,7 +120,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
         held
     }
 
-    /// Cuts a sequence into pieces; what earlier sequences hold stays where it is, or goes.
+    /// Splits a sequence into pieces; blocks claimed by earlier sequences stay where those put them.
     fn pieces(&self, sequence: &[BlockId], claimed: &HashMap<BlockId, u32>, links: &BlockSet) -> Vec<Piece> {
         let mut pieces: Vec<Piece> = Vec::new();
         for &block in sequence {
@@ -211,7 +211,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
         best
     }
 
-    /// As many pieces from `first` on as can lie side by side from `start` on.
+    /// As many pieces from `first` on as fit side by side from `start` on.
     fn lay(&self, pieces: &[Piece], first: usize, start: u32) -> Option<Stretch> {
         let (mut end, mut to, mut costs) = (first, start, (0, 0));
         for piece in &pieces[first..] {
@@ -226,7 +226,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
         (end > first + 1).then_some(Stretch { pieces: first..end, start, moves: costs.0 })
     }
 
-    /// Moves into all of a range and blocks written for it; none if some of it cannot be entered.
+    /// Moves needed to fill a range, and blocks written for them; `None` if part of the range cannot be entered.
     fn cost(&self, range: Range<u32>) -> Option<(u32, u32)> {
         let mut costs = (0, 0);
         for hole in range {
@@ -247,7 +247,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
         moves <= self.budget_left.moves as u64 && writes <= self.budget_left.writes as u64
     }
 
-    /// Pays for a piece's moves and takes its blocks out of sight.
+    /// Pays for a piece's moves and hides its blocks from later planning.
     fn reserve(&mut self, piece: &Piece) {
         for [from, to] in piece.pairs() {
             self.budget_left.pay(self.rules.facts.hole_use(BlockId(to)), 1);
@@ -262,7 +262,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
         }
     }
 
-    /// Hands over the pairs of all pieces that move.
+    /// Emits the pairs of all pieces that move.
     fn name(&mut self, pieces: &[Piece]) {
         for [from, to] in pieces.iter().filter(|piece| piece.moves()).flat_map(Piece::pairs) {
             self.out.of(self.rules.facts.hole_use(BlockId(to))).push([from, to]);

@@ -1,9 +1,9 @@
-//! What a planner asks of the blocks' owner beyond their places, and what it may spend.
+//! What a planner asks the owner of the blocks, and the budget it may spend.
 
 use crate::id::BlockId;
 use crate::reuse::BlockSet;
 
-/// What becomes of a hole's bytes when a block moves into it.
+/// What happens to a hole's bytes when a block moves into it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HoleUse {
     /// It is empty: its bytes are overwritten.
@@ -18,7 +18,7 @@ pub enum HoleUse {
     Never,
 }
 
-/// What the owner of the blocks knows about each; asked of those alone that a plan looks at.
+/// Per-block knowledge of the owner; queried only for the blocks that a plan considers.
 pub trait Facts {
     /// How a hole may be used; the owner's policy decides for cached ones.
     fn hole_use(&self, hole: BlockId) -> HoleUse {
@@ -32,26 +32,26 @@ pub trait Facts {
         None
     }
 
-    /// Whether a live block belongs to a sequence that runs now: it moves only when there is nothing else to move.
+    /// Whether a live block belongs to a running sequence; it moves only if nothing else can.
     fn is_hot(&self, live: BlockId) -> bool {
         let _ = live;
         false
     }
 
-    /// Whether a live block may move now, beyond what its place says.
+    /// Whether a live block may move now, apart from its occupancy.
     fn may_leave(&self, live: BlockId) -> bool {
         let _ = live;
         true
     }
 }
 
-/// All holes are blank, nothing is hot, and what is live may move.
+/// All holes are blank, nothing is hot, and every live block may move.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Plain;
 
 impl Facts for Plain {}
 
-/// Most that one plan may do.
+/// Limits of one plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
     /// Pairs.
@@ -63,23 +63,23 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// As much as the goals ask for.
+    /// No limits.
     pub const UNLIMITED: Self = Self { moves: usize::MAX, bytes: u64::MAX, block_bytes: 0 };
 
-    /// `moves` pairs, of any number of bytes.
+    /// At most `moves` pairs, without a byte limit.
     #[must_use]
     pub const fn of_moves(moves: usize) -> Self {
         Self { moves, ..Self::UNLIMITED }
     }
 
-    /// Pairs that it buys where none of them is an exchange.
+    /// Number of pairs it allows if none is an exchange.
     #[must_use]
     pub fn one_way(self) -> usize {
         Remaining::new(self).buys(HoleUse::Move)
     }
 }
 
-/// What is left of a budget while a plan is made.
+/// The remaining budget during planning.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Remaining {
     pub(super) moves: usize,
@@ -96,12 +96,12 @@ impl Remaining {
         Self { moves: budget.moves, writes }
     }
 
-    /// Pairs of that kind which it buys.
+    /// Number of pairs of that kind it still allows.
     pub(super) fn buys(self, hole_use: HoleUse) -> usize {
         self.moves.min(if hole_use == HoleUse::Exchange { self.writes / 2 } else { self.writes })
     }
 
-    /// Takes back what was paid for a pair.
+    /// Refunds a pair.
     pub(super) fn refund(&mut self, hole_use: HoleUse) {
         self.moves += 1;
         self.writes += if hole_use == HoleUse::Exchange { 2 } else { 1 };

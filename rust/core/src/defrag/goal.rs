@@ -1,18 +1,18 @@
-//! What is wanted of the places of blocks.
+//! Goals for the positions of blocks.
 
 use crate::error::{Error, Result};
 use crate::placement::BlockMap;
 
-/// What a defragmentation is for.
+/// A goal of defragmentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Goal {
     /// No live block has an id above this one.
     MaxId(u32),
-    /// The last blocks of the pool are free, as many as this.
+    /// This many blocks at the end of the pool are free.
     FreeTail(u32),
-    /// Live blocks lie as low as can be, give or take this many ids at the top.
+    /// Live blocks lie as low as possible, with at most this many ids of slack at the top.
     Dense(u32),
-    /// No sequence of those handed along lies in more than this many runs.
+    /// None of the given sequences has more than this many runs.
     Contiguous(u32),
 }
 
@@ -39,7 +39,7 @@ impl Goal {
     /// The goal of that name.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is none, or a sequence is to lie in no run.
+    /// [`Error::InvalidArgument`] if there is no such goal, or the number of runs is 0.
     pub fn from_name(name: &str, number: u32) -> Result<Self> {
         match name {
             "max_id" => Ok(Self::MaxId(number)),
@@ -55,7 +55,7 @@ impl Goal {
         }
     }
 
-    /// First id that must be free of live blocks; no meaning for runs.
+    /// First id that must be free of live blocks; meaningless for runs.
     pub(super) fn end(self, places: &BlockMap) -> u32 {
         match self {
             Self::MaxId(n) => n.saturating_add(1).min(places.capacity()),

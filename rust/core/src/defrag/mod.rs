@@ -1,9 +1,10 @@
-//! Defragmentation: which blocks move where so that a goal is met, and where a foreign allocator's ids lie after that.
+//! Defragmentation: plans moves to meet a goal, and tracks where a foreign allocator's ids lie afterwards.
 //!
-//! [`BlockMap`] knows which blocks are live, which are holes and which must stay. [`Goal`] says what is wanted of them,
-//! [`BlockMap::plan`] gives the fewest moves that bring it about. A [`Planner`] works for several goals by priority, step by
-//! step, within a [`Budget`], and asks the blocks' owner for the [`Facts`] that places do not tell. [`Observer`] keeps the
-//! places of an allocator that is not ours: its ids stay as they are, and a pair of tables says where each one's bytes lie.
+//! [`BlockMap`] knows which blocks are live, which are holes and which must stay. A [`Goal`] describes the desired
+//! state, and [`BlockMap::plan`] returns the fewest moves that reach it. A [`Planner`] works towards several goals by
+//! priority, step by step, within a [`Budget`], and asks the blocks' owner for further [`Facts`]. An [`Observer`]
+//! tracks blocks of a foreign allocator: its ids stay the same, and a pair of tables maps each id to the block that
+//! holds its bytes.
 
 mod content;
 mod contiguous;

@@ -1,8 +1,9 @@
 //! Moves of device blocks into holes, by transfers of the step's decision.
 //!
-//! Until a move's ticket is completed nothing but the pool knows of it: tables, keys and slots name the source, which is
-//! read and written as ever. If the source then still holds what was read of it, the target takes its place everywhere; a
-//! source that was written, freed, given out again or leased meanwhile stays, and the target is given back.
+//! Until a move's ticket is completed, only the pool knows about it: tables, keys and slots still name the source,
+//! which can be read and written as usual. If the source then still holds the bytes that were moved, the target
+//! replaces it everywhere. If it was written, freed, reused or leased in the meantime, it stays, and the target is
+//! freed.
 
 use super::view::SequenceFacts;
 use super::{Budget, Goal, HoleUse, Plan, Planner, Wanted};
@@ -16,15 +17,15 @@ use crate::tiers::Tiers;
 use crate::transfer::{OpenStep, PendingMoves, PendingRehome, View};
 use std::collections::HashSet;
 
-/// What becomes of cached blocks that are in the way and that no sequence uses.
+/// What happens to unused cached blocks that are in the way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Cached {
     /// They move like others, and stay cached.
     #[default]
     Move,
-    /// They count as holes: those are evicted that are in the way, or that others move into.
+    /// They count as holes: those in the way, or that others move into, are evicted.
     Drop,
-    /// They count as holes, but what is in these moves on to a hole that holds nothing, if there is one left.
+    /// They count as holes, but their contents move on to an empty hole, if one is left.
     Exchange,
 }
 
@@ -42,7 +43,7 @@ impl Cached {
         }
     }
 
-    /// What such blocks count as.
+    /// Occupancy that such blocks count as.
     const fn place(self) -> Occupancy {
         match self {
             Self::Move => Occupancy::Live,
@@ -50,7 +51,7 @@ impl Cached {
         }
     }
 
-    /// How one is entered.
+    /// How another block may move into one.
     pub(super) const fn hole_use(self) -> HoleUse {
         match self {
             Self::Move => HoleUse::Never,
@@ -66,16 +67,17 @@ impl Cached {
     }
 }
 
-/// What one call has decided to move, and what stays.
+/// The moves decided by one call, and the blocks that stay.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
-    /// Moves that the present step's decision is going to have.
+    /// Moves that will be in the current step's decision.
     pub planned: usize,
-    /// Moves that the goal needs beyond these: those past the budget.
+    /// Further moves that the goal needs, beyond the budget.
     pub left: usize,
     /// Live blocks that stay in the way because no hole is left for them.
     pub stuck: usize,
-    /// Live blocks that stay in the way for now: they are being filled, or what they hold may yet turn out to be lost.
+    /// Live blocks that stay in the way for now: they are being filled, or their contents may still turn out to be
+    /// lost.
     pub held: usize,
     /// Cached blocks that were evicted.
     pub dropped: usize,
@@ -84,7 +86,7 @@ pub struct Moves {
 /// Counters of moves since the manager was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MoveStats {
-    /// Blocks that lie elsewhere now.
+    /// Blocks that have moved.
     pub done: u64,
     /// Moves given up because the source was written, freed or leased meanwhile.
     pub cancelled: u64,
@@ -97,7 +99,7 @@ pub struct MoveStats {
 pub struct Fragmentation {
     /// The highest block that is not free; none if all are.
     pub max_id: Option<BlockId>,
-    /// Blocks between the highest one that could move and the highest that there need be.
+    /// Distance between the highest movable block and where it would be in a dense layout.
     pub gap: u32,
     /// Free blocks that are not cached.
     pub holes: usize,
@@ -117,7 +119,7 @@ struct Landed {
     rows: Vec<u32>,
 }
 
-/// Moves within the device: what they are to bring about, and how many there were.
+/// Moves within the device: their goals and their counters.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Defrag {
     planner: Planner,
@@ -150,7 +152,8 @@ impl Defrag {
         let dropped = evicted.map(|block| step.tiers.drop_cached((Tier::Device, BlockId(block)))).count();
         let mut rehomes = Vec::new();
         for [from, to] in plan.onward.iter().map(|pair| pair.map(BlockId)) {
-            // What a cached block holds goes out of it before another moves there; a hole gets it once it has landed.
+            // Detach the contents of a cached block before another block moves in; they reappear in a hole once they
+            // have landed there.
             let event = step.tiers.published_event((Tier::Device, from));
             let depth = Some(sequences.owner(from).index).filter(|&index| index != u32::MAX).unwrap_or(0);
             let identity = step.tiers.detach_cached(from, to, depth);
@@ -169,13 +172,13 @@ impl Defrag {
         Ok(Moves { planned, left, stuck, held, dropped })
     }
 
-    /// Plans for these goals from now on; slacks count on where they are those of the call before.
+    /// Sets the goals; if they equal the previous call's, their hysteresis state is kept.
     fn set_goals(&mut self, goals: &[Wanted], tiers: &Tiers) {
         let pool = tiers.device();
         let known = pool.tracker().map_or(0, |tracker| tracker.map().capacity() as usize);
         let beyond = u32::try_from(known.saturating_sub(pool.len())).unwrap_or(u32::MAX);
         let goals = goals.iter().map(|&Wanted { goal, slack }| match goal {
-            // Blocks beyond the end of a pool that has shrunk are no part of its tail.
+            // Blocks beyond the end of a shrunken pool are not part of its tail.
             Goal::FreeTail(tail) => Wanted { goal: Goal::FreeTail(tail.saturating_add(beyond)), slack },
             goal => Wanted { goal, slack },
         });
@@ -184,7 +187,8 @@ impl Defrag {
         }
     }
 
-    /// At most `budget` moves towards the goals: what is to be kept of a block that one of them writes takes another.
+    /// At most `budget` moves towards the goals; preserving the contents of a block that a move overwrites takes
+    /// another move.
     fn plan(
         &mut self,
         (sequences, step): (&mut Sequences, &mut OpenStep<'_>),
@@ -203,7 +207,7 @@ impl Defrag {
         self.planner.plan(map, &tables, &facts, budget)
     }
 
-    /// Puts the moves of the present step that still count into its decision.
+    /// Adds the current step's moves that are still valid to its decision.
     pub(crate) fn decide(&mut self, step: &mut OpenStep<'_>) {
         let OpenStep { tiers, transfers, .. } = step;
         let Some(tracker) = tiers.device().tracker() else { return };
@@ -211,7 +215,7 @@ impl Defrag {
         let counts = |&[from, to]: &[u32; 2]| tracker.moves_to(BlockId(from), BlockId(to));
         let (moves, cancelled): (Vec<_>, Vec<_>) = all.moves.into_iter().partition(counts);
         for &[_, to] in &cancelled {
-            // What nobody overwrites keeps what it holds: the move that was to save that is not needed.
+            // If a block is not overwritten after all, the move that would have saved its contents is not needed.
             let unwritten = all.rehomes.iter().position(|rehome| rehome.from.0 == to);
             if let Some(rehome) = unwritten.map(|at| all.rehomes.swap_remove(at)) {
                 tiers.publish_copy((Tier::Device, rehome.from), rehome.identity, rehome.event);
@@ -235,7 +239,8 @@ impl Defrag {
         }
     }
 
-    /// Gives up the moves of a ticket whose targets did not land, and takes these out of `lost`: nobody's bytes were there.
+    /// Cancels a ticket's moves whose targets did not land, and removes the targets from `lost`: no sequence had bytes
+    /// there.
     pub(crate) fn lose(&mut self, tiers: &mut Tiers, moves: &mut PendingMoves, lost: &mut HashSet<TierBlock>) {
         let stats = &mut self.stats;
         moves.rehomes.retain(|rehome| {
@@ -257,7 +262,7 @@ impl Defrag {
         });
     }
 
-    /// Ends the moves of a ticket, whose bytes have landed.
+    /// Finishes the moves of a ticket whose bytes have landed.
     pub(crate) fn finish(&mut self, sequences: &mut Sequences, tiers: &mut Tiers, all: &PendingMoves) {
         for rehome in &all.rehomes {
             let is_found = tiers.publish_copy((Tier::Device, rehome.to), rehome.identity, rehome.event);
@@ -285,7 +290,7 @@ impl Defrag {
     }
 }
 
-/// Finds all rows that have the sources in their tables: by their owners where one row has a block, else among all rows.
+/// Finds all rows whose tables contain the sources: through the owner of a block in one row, else by scanning all rows.
 fn find_rows(sequences: &Sequences, landed: &mut [Landed]) {
     let mut open = Vec::new();
     for (at, one) in landed.iter_mut().enumerate() {
@@ -309,7 +314,7 @@ fn find_rows(sequences: &Sequences, landed: &mut [Landed]) {
         }
     }
     for one in landed.iter_mut().filter(|one| one.rows.len() != one.refs) {
-        // The owner is of an earlier life of the block.
+        // The owner dates from an earlier use of the block.
         one.rows.clear();
         for (id, row) in sequences.on_device() {
             if let Some(index) = row.table.iter().position(|&block| block == one.from) {
@@ -339,7 +344,7 @@ pub(crate) fn fragmentation(sequences: &Sequences, tiers: &Tiers) -> Result<Frag
     Ok(found)
 }
 
-/// What does not hold of the moves under way.
+/// Checks the moves in flight.
 pub(crate) fn check_moves(View { tiers, transfers, .. }: View<'_>) -> std::result::Result<(), String> {
     let mut targets = HashSet::new();
     for [from, to] in transfers.all().flat_map(|(_, ticket)| ticket.move_pairs()) {

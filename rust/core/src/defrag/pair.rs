@@ -1,10 +1,10 @@
-//! Which source goes to which hole, where any will do: as few runs of neighbours as a best fit gives.
+//! Assigns sources to interchangeable holes by best fit, for few contiguous runs.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
-/// Pairs sources with holes; its buffers are used again.
+/// Pairs sources with holes; reuses its buffers.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Pairing {
     /// Runs of sources by length, the lowest of a length first: length, then start.
@@ -16,12 +16,12 @@ pub(super) struct Pairing {
 impl Pairing {
     /// Adds to `pairs` every source with a hole, `(from, to)`, ordered by source; the holes must be enough.
     ///
-    /// Longest runs of sources choose first and take the shortest run of holes that holds them whole; what fits nowhere
-    /// fills the longest, and the rest of it chooses in its turn. Both sides of a run rise, so neighbours stay
-    /// neighbours. Where plain order of both sides makes fewer runs, it is taken instead.
+    /// The longest runs of sources choose first and take the shortest run of holes that fits them. A run that fits
+    /// nowhere fills the longest, and its remainder chooses again in its turn. Both sides of a run ascend, so adjacent
+    /// blocks stay adjacent. If pairing both sides in plain order gives fewer runs, that is used instead.
     pub(super) fn pair(&mut self, sources: &mut [u32], holes: &[Range<u32>], pairs: &mut Vec<[u32; 2]>) {
         if let [source] = *sources {
-            // No run to keep: the lowest hole serves as well as any.
+            // There is no run to preserve: the lowest hole is as good as any.
             pairs.extend(holes.iter().find(|run| !run.is_empty()).map(|run| [source, run.start]));
             return;
         }
@@ -69,7 +69,7 @@ struct FreeRuns {
     lengths: u64,
 }
 
-/// From this length on a fit need not be the best.
+/// From this length on, a fit need not be the best.
 const LONG: u32 = 63;
 
 impl FreeRuns {
@@ -79,7 +79,7 @@ impl FreeRuns {
             self.by_length[self.lengths.trailing_zeros() as usize].clear();
             self.lengths &= self.lengths - 1;
         }
-        // The lowest of a length are taken first.
+        // Among equal lengths, take the lowest first.
         holes.iter().rev().for_each(|run| self.put(run.clone()));
     }
 

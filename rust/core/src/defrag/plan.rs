@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::id::BlockId;
 use crate::placement::BlockMap;
 
-/// What a plan does not move; see [`Plan`].
+/// Blocks that a plan does not move; see [`Plan`].
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Rest {
     pub(super) left: usize,
@@ -18,18 +18,19 @@ pub(super) struct Rest {
 /// Moves towards goals; nothing has moved yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// `(from, to)`: live blocks, or content in the way, and the holes that they go to, no block named twice; moves first,
+    /// `(from, to)`: live blocks or content in the way, and the holes that they move to, without repeats; moves first,
     /// then drops, then exchanges.
     pub pairs: Vec<[u32; 2]>,
-    /// Moves that the goals need beyond these: those past the budget. `contiguous` adds nothing to it.
+    /// Further moves that the goals need, beyond the budget. `contiguous` does not count here.
     pub left: usize,
     /// Live blocks that stay in the way because no hole is left for them, as far as this is known.
     pub stuck: usize,
     /// Live blocks that stay in the way because their owner does not let them move now, as far as a plan has met them.
     pub held: usize,
-    /// Where [`Facts::content`] tells of any: what is in the holes of [`Plan::exchanges`], and the holes that it goes on to.
+    /// If [`Facts::content`] reports content: the holes of [`Plan::exchanges`], and the holes their content moves on
+    /// to.
     pub onward: Vec<[u32; 2]>,
-    /// Holes whose content is to be dropped because it is in the way.
+    /// Holes whose content must be dropped because it is in the way.
     pub clear: Vec<u32>,
     drops_from: usize,
     exchanges_from: usize,
@@ -45,7 +46,7 @@ impl Plan {
         Self { pairs: all, left, stuck, held, onward, clear, drops_from, exchanges_from }
     }
 
-    /// Pairs whose destination nobody will read.
+    /// Pairs whose destination has no content to keep.
     #[must_use]
     pub fn moves(&self) -> &[[u32; 2]] {
         &self.pairs[..self.drops_from]
@@ -57,7 +58,7 @@ impl Plan {
         &self.pairs[self.drops_from..self.exchanges_from]
     }
 
-    /// Pairs that change places, or whose destination's content goes on.
+    /// Pairs that swap, or whose destination's content moves on.
     #[must_use]
     pub fn exchanges(&self) -> &[[u32; 2]] {
         &self.pairs[self.exchanges_from..]
@@ -74,7 +75,7 @@ impl BlockMap {
     /// The fewest moves that meet the goal, or the first `budget` of them; none for `contiguous`, which
     /// [`BlockMap::plan_all`] plans.
     ///
-    /// However often a plan with a budget is made and carried out, the moves add up to those of one plan without.
+    /// Repeated plans with a budget add up to the moves of one plan without.
     #[must_use]
     pub fn plan(&self, goal: Goal, budget: usize) -> Plan {
         let (mut budget_left, mut pairs) = (Remaining::new(Budget::of_moves(budget)), Pairs::default());
@@ -116,8 +117,8 @@ impl BlockMap {
         Ok(())
     }
 
-    /// Plans for any goal but `contiguous`; returns what it does not move. `end` is the goal's, measured before other
-    /// goals' blocks went out of sight.
+    /// Plans for any goal except `contiguous`; returns what it does not move. `end` is the goal's end, measured before
+    /// the blocks of other goals were hidden.
     pub(super) fn plan_places<F: Facts>(
         &self,
         goal: Goal,
@@ -168,7 +169,7 @@ impl BlockMap {
     }
 }
 
-/// Starts a goal's moves when it is missed by more than a slack, and goes on until it is met.
+/// Starts moving when a goal is missed by more than a slack, and continues until it is met.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hysteresis {
     slack: u32,

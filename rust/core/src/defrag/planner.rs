@@ -1,4 +1,4 @@
-//! Several goals at once, by priority, step after step.
+//! Plans for several goals by priority, step after step.
 
 use super::content::Content;
 use super::contiguous::{Arranger, Sequences};
@@ -8,10 +8,10 @@ use super::plan::{Hysteresis, Plan, Rest};
 use super::rules::{Pairs, Rules, Scratch};
 use crate::placement::BlockMap;
 
-/// A goal and when to work for it.
+/// A goal, and when to work towards it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wanted {
-    /// What is wanted.
+    /// The goal.
     pub goal: Goal,
     /// Nothing moves for it until it is missed by more than this many ids or runs; then until it is met.
     pub slack: u32,
@@ -25,9 +25,9 @@ impl From<Goal> for Wanted {
 
 /// Plans the moves of one step after another for the same goals.
 ///
-/// Goals come by priority. What an earlier one has won, a later one leaves alone: past the end of `max_id`, `free_tail`
-/// and `dense` it moves nothing, and blocks of `contiguous` sequences stay.
-/// Where two goals contradict each other the earlier is met and the later is missed.
+/// Goals are ordered by priority. A later goal does not undo an earlier one: it moves nothing past the end of `max_id`,
+/// `free_tail` and `dense`, and leaves the blocks of `contiguous` sequences in place. If two goals conflict, the
+/// earlier one is met.
 #[derive(Clone, Debug, Default)]
 pub struct Planner {
     wanted: Vec<(Wanted, Hysteresis)>,
@@ -35,7 +35,7 @@ pub struct Planner {
 }
 
 impl Planner {
-    /// At rest, with these goals, the most important first.
+    /// An idle planner with these goals, most important first.
     #[must_use]
     pub fn new(wanted: &[Wanted]) -> Self {
         let wanted = wanted.iter().map(|&wanted| (wanted, Hysteresis::new(wanted.slack))).collect();
@@ -47,10 +47,10 @@ impl Planner {
         self.wanted.iter().map(|(wanted, _)| *wanted)
     }
 
-    /// The moves of the next step; `places` is the same afterwards as before.
+    /// Plans the moves of the next step; `places` is unchanged afterwards.
     ///
-    /// Costs as many looks at blocks as there are moves, and those at the blocks of `sequences`, but for `contiguous` and
-    /// the numbers of blocks left and stuck, which are counted 64 blocks at a time.
+    /// The cost is proportional to the number of moves and the blocks of `sequences`, apart from `contiguous` and from
+    /// counting the blocks left and stuck, which takes 64 blocks at a time.
     ///
     /// # Arguments
     /// `sequences` are the block tables that `contiguous` is about.
@@ -65,7 +65,7 @@ impl Planner {
         let Self { wanted, scratch } = self;
         let mut content = facts.content().map(Content::new);
         let mut due = false;
-        // All goals are measured before anything is suspended.
+        // Measure all goals before suspending anything.
         let awake: Vec<(Goal, u32, bool)> = wanted
             .iter_mut()
             .map(|(Wanted { goal, .. }, hysteresis)| {

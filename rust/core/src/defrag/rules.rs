@@ -1,4 +1,4 @@
-//! Which blocks a goal may name, once the goals before it have had their say.
+//! Which blocks a goal may use, given the goals before it.
 
 use super::facts::{Facts, HoleUse, Remaining};
 use super::pair::Pairing;
@@ -7,13 +7,13 @@ use crate::placement::BlockMap;
 use std::collections::HashSet;
 use std::ops::Range;
 
-/// How many runs of holes are looked at beyond those that are needed, in search of a better fit.
+/// How many runs of holes beyond those needed to examine for a better fit.
 const SPARE_RUNS: usize = 64;
 /// The same for plans of few moves, beyond their number.
 const FEW_RUNS: usize = 8;
-/// How many holes are looked at, beyond a multiple of those needed, in search of some that cost less to enter.
+/// How many holes beyond a multiple of those needed to examine for cheaper ones.
 pub(super) const SPARE_HOLES: usize = 1024;
-/// How many blocks that may not move now are passed over, beyond a multiple of those wanted, in search of others.
+/// How many immovable blocks, beyond a multiple of those wanted, to skip in search of others.
 const SPARE_BLOCKS: usize = 1024;
 
 /// Pairs of a plan that is being made, by how their holes are entered.
@@ -49,10 +49,10 @@ impl Pairs {
     }
 }
 
-/// What a goal may name: the owner's facts, and what the goals before it have won.
+/// What a goal may use: the owner's facts, and the results of earlier goals.
 pub(super) struct Rules<'a, F> {
     pub(super) facts: &'a F,
-    /// No block from here on is anybody's destination.
+    /// No block from here on is a destination.
     pub(super) end: u32,
     /// Live blocks that an earlier goal has put in order.
     pub(super) kept: HashSet<u32>,
@@ -88,12 +88,12 @@ impl HoleRuns {
     }
 }
 
-/// Buffers that one plan leaves to the next.
+/// Buffers reused between plans.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Scratch {
     pub(super) sources: Vec<u32>,
     pub(super) hot: Vec<u32>,
-    /// Blocks that were passed over because they may not move now.
+    /// Blocks that were skipped because they may not move now.
     pub(super) held: usize,
     pub(super) holes: HoleRuns,
     pub(super) pairing: Pairing,
@@ -133,8 +133,8 @@ impl<'a, F: Facts> Rules<'a, F> {
         sources.extend(hot.iter().take(left));
     }
 
-    /// Adds holes of a range until `holes` has `count` that are entered by a move, and some more to choose from, or
-    /// enough of all kinds and it has looked long enough. Returns whether that is so.
+    /// Adds holes of a range until `holes` has `count` that take a plain move, with some more to choose from; or enough
+    /// of all kinds after a long enough search. Returns whether it succeeded.
     pub(super) fn find_holes(&self, places: &BlockMap, range: Range<u32>, count: usize, holes: &mut HoleRuns) -> bool {
         let (mut spare, mut looked, most_spare) = (0, 0, SPARE_RUNS.min(count + FEW_RUNS));
         let most = count.saturating_mul(16).saturating_add(SPARE_HOLES);

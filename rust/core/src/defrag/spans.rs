@@ -1,4 +1,4 @@
-//! Runs of holes that a sequence's blocks can be laid into.
+//! Runs of holes that can take a sequence's blocks.
 
 use super::facts::{Facts, HoleUse};
 use super::rules::Rules;
@@ -7,15 +7,15 @@ use crate::reuse::BlockSet;
 use std::cmp::Reverse;
 use std::ops::Range;
 
-/// Runs of holes that are looked at, beyond one for each block that is to be placed: the longest of those found.
+/// How many of the longest runs of holes to examine, beyond one per block to place.
 const LOOKED: usize = 128;
-/// Runs of holes that are found, at most.
+/// Maximum number of runs of holes to find.
 const FOUND: usize = 4096;
 
-/// Runs of holes found at the beginning of a plan; those that it has used up since are left out as they are met.
+/// Runs of holes found at the start of a plan; runs used up since then are skipped.
 #[derive(Debug, Default)]
 pub(super) struct Spans {
-    /// Holes that are entered by a move alone.
+    /// Holes that take a plain move.
     blank: Vec<Range<u32>>,
     /// Holes of any kind.
     any: Vec<Range<u32>>,

@@ -1,4 +1,4 @@
-//! What the planner of moves knows of sequences: their block tables, which of them run now, and which blocks they write.
+//! A planner's view of the sequences: their block tables, which are running, and which blocks they write.
 
 use super::{Facts, HoleUse};
 use crate::group::NULL_BLOCK;
@@ -8,12 +8,12 @@ use crate::reuse::BlockSet;
 use crate::sequence::{Owner, Row, SequenceRows};
 use std::cell::Cell;
 
-/// What sequences and the pool say of device blocks beyond their places.
+/// Facts about device blocks from the sequences and the pool.
 pub(super) struct SequenceFacts<'a> {
     pub(super) rows: &'a SequenceRows,
     pub(super) owners: &'a [Cell<Owner>],
     pub(super) blocks: PlannerView<'a>,
-    /// The present step, and the earliest that has not ended.
+    /// The current step, and the earliest one still open.
     pub(super) open: TicketId,
     pub(super) first: TicketId,
     pub(super) block_size: u32,
@@ -37,7 +37,7 @@ impl Facts for SequenceFacts<'_> {
         self.hinted(live).is_some_and(|(row, _)| row.written.0 + 1 >= self.open.0)
     }
 
-    /// Whether its bytes are what they will be at the end of the step, and are not about to change.
+    /// Whether its bytes are final for this step and will not change soon.
     fn may_leave(&self, live: BlockId) -> bool {
         if self.blocks.is_settled(live) {
             return true;
@@ -46,7 +46,7 @@ impl Facts for SequenceFacts<'_> {
             return false;
         }
         let Some((row, index)) = self.hinted(live).or_else(|| self.search(live)) else { return false };
-        // What was loaded may yet turn out to be lost.
+        // Loaded bytes may still turn out to be lost.
         if row.lost || row.ticket >= self.first {
             return false;
         }
@@ -62,14 +62,14 @@ impl Facts for SequenceFacts<'_> {
 impl<'a> SequenceFacts<'a> {
     /// Whether a row that the present step writes may have written an entry that the pool was not asked about.
     fn ends_with(&self, row: &Row, index: usize) -> bool {
-        // Behind the last token there may be blocks of an earlier lookahead.
+        // Blocks of an earlier lookahead may follow the last token.
         let last = (row.len.saturating_sub(1) / self.block_size) as usize;
         let mut behind = row.table.iter().take(last + 1).skip(index + 1);
         let next = behind.find(|&&block| !(self.null && block == NULL_BLOCK));
         next.is_none_or(|&next| self.blocks.is_dirty(next))
     }
 
-    /// The row that a block was last known to be in, if it is, and where.
+    /// The row that a block was last known to be in, if it still is, and its index.
     fn hinted(&self, block: BlockId) -> Option<(&'a Row, usize)> {
         let Owner { row, index } = self.owners[block.index()].get();
         let row = self.rows.in_use(row).filter(|row| row.tier == Tier::Device)?;

@@ -1,11 +1,11 @@
-//! The block manager: who may run, which blocks hold whose tokens, and which blocks are to be copied or moved.
+//! The block manager: decides who may run, which blocks hold which tokens, and which blocks to copy or move.
 //!
 //! A step is: decide (`allocate`, `append`, `swap_out`, ...), [`Manager::take_decision`], carry the decision out,
-//! [`Manager::complete`] or [`Manager::fail`] its ticket. Within a step the transfers run in the order of
-//! `Kind`, then new tokens are written; what that order cannot make safe is refused.
+//! [`Manager::complete`] or [`Manager::fail`] its ticket. Within a step the transfers run in the order of `Kind`, then
+//! new tokens are written; calls that this order cannot make safe are refused.
 //!
-//! Invariant: every reference that a pool counts is an entry of one table, every lease belongs to one ticket
-//! ([`Manager::check`]). The manager has no lock; who shares it brings one.
+//! Invariant: every reference that a pool counts is an entry of one table, and every lease belongs to one ticket
+//! ([`Manager::check`]). The manager has no lock; to share it, add your own.
 
 mod check;
 mod stats;
@@ -40,7 +40,7 @@ pub struct Config {
     pub blocks: [usize; 3],
     /// Fraction of the device blocks that admission keeps free, `0.0..1.0`.
     pub watermark: f64,
-    /// Whether full device blocks stay cached after their sequences have gone, until evicted.
+    /// Whether full device blocks stay cached after their sequences are freed, until evicted.
     pub prefix_caching: bool,
 }
 
@@ -64,7 +64,7 @@ impl Manager {
         Self::with_policies(config, Policies::default())
     }
 
-    /// A manager without sequences, with orders of reuse and eviction of the caller's choice.
+    /// A manager without sequences, with the given reuse and eviction policies.
     ///
     /// # Errors
     /// A size or the watermark is out of range.
@@ -72,11 +72,12 @@ impl Manager {
         Self::with_groups(config, policies, &[Group::Full])
     }
 
-    /// A manager of a model whose layers need different things of the tokens before: every sequence has one block table a
-    /// group, all over the same pools. Where tables have null blocks, block 0 of every tier is theirs.
+    /// A manager for a model whose layers need different parts of the earlier tokens: every sequence has one block
+    /// table per group, all over the same pools. If tables have null blocks, block 0 of every tier is reserved for
+    /// them.
     ///
     /// # Errors
-    /// A size, the watermark or a group is out of range, or an encoder's tokens would be cached.
+    /// A size, the watermark or a group is out of range, or prefix caching is combined with an encoder's tokens.
     pub fn with_groups(config: Config, policies: Policies, groups: &[Group]) -> Result<Self> {
         let groups = Groups::new(groups)?;
         let Config { block_size, blocks, watermark, prefix_caching } = config;
@@ -103,10 +104,10 @@ impl Manager {
         })
     }
 
-    /// Gives the manager a number, which its handles carry. So another manager refuses them.
+    /// Numbers the manager. Handles carry the number, so another manager rejects them.
     ///
     /// # Errors
-    /// There are sequences, whose handles have the old number.
+    /// There are sequences whose handles carry the old number.
     pub fn set_number(&mut self, number: u16) -> Result<()> {
         match self.num_sequences() {
             0 => self.sequences.set_manager(number),
@@ -121,7 +122,7 @@ impl Manager {
         self.sequences.rows().manager()
     }
 
-    /// Keeps the last `capacity` events of the prefix cache from now on, which must not have cached anything yet.
+    /// Starts recording the last `capacity` events of the prefix cache, which must not have cached anything yet.
     ///
     /// # Errors
     /// The capacity is out of range, the cache is off, or something has been published.
@@ -129,7 +130,7 @@ impl Manager {
         self.tiers.record_events(capacity)
     }
 
-    /// Takes all events that wait; none where they were not asked for.
+    /// Takes all queued events; none if recording is off.
     pub fn take_events(&mut self) -> EventBatch {
         self.tiers.take_events()
     }
@@ -177,12 +178,13 @@ impl Manager {
     /// Blocks of a sequence, in its present tier.
     ///
     /// # Errors
-    /// The sequence is unknown, or on its way to the device and its step did not wait for it.
+    /// The sequence is unknown, or is still being loaded to the device by a step that did not wait for it.
     pub fn block_table(&self, sequence: SequenceId) -> Result<&[BlockId]> {
         Ok(&self.sequences.shown(self.view(), sequence)?.table)
     }
 
-    /// As [`Manager::block_table`], to compute with: if the present step loads the sequence, it waits for it.
+    /// Like [`Manager::block_table`], for computing: if the current step loads the sequence, the step will wait for the
+    /// load.
     ///
     /// # Errors
     /// As [`Manager::block_table`].
@@ -199,7 +201,7 @@ impl Manager {
         sequences.iter().try_fold(0, |most, &s| Ok(most.max(self.sequences.get(s)?.table.len())))
     }
 
-    /// All counters; counts the leases, so once a step rather than once a call.
+    /// All counters. It counts leases, so call it once per step rather than once per call.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let mut leases: Vec<_> =
@@ -230,9 +232,9 @@ impl Manager {
         }
     }
 
-    /// Keeps host copies of published blocks from now on, least recently used first to go. Each step copies up to
-    /// `per_step` of the blocks that would be evicted next, as many as the next step may need, at most an eighth of either
-    /// tier; 0 copies only what is asked for.
+    /// Starts keeping host copies of published blocks, evicted least recently used first. Each step copies up to
+    /// `per_step` of the blocks that would be evicted next, as many as the next step may need, at most an eighth of
+    /// either tier; with 0, only explicit calls copy.
     ///
     /// # Errors
     /// The prefix cache is off, there are no host blocks or some are in use, events are recorded already, or copies are.
@@ -259,18 +261,18 @@ impl Manager {
         Ok(self.step().offload_cached(count))
     }
 
-    /// What it takes to decide a transfer.
+    /// The parts needed to decide a transfer.
     fn step(&mut self) -> OpenStep<'_> {
         OpenStep { tiers: &mut self.tiers, transfers: &mut self.transfers, jobs: &mut self.jobs }
     }
 
-    /// The sequences, and what it takes to decide a transfer.
+    /// The sequences, and the parts needed to decide a transfer.
     fn parts(&mut self) -> (&mut Sequences, OpenStep<'_>) {
         let Self { tiers, transfers, sequences, jobs, .. } = self;
         (sequences, OpenStep { tiers, transfers, jobs })
     }
 
-    /// What a question needs.
+    /// A read-only view for queries.
     fn view(&self) -> View<'_> {
         View { tiers: &self.tiers, transfers: &self.transfers, jobs: &self.jobs }
     }

@@ -12,19 +12,19 @@ pub struct TierUse {
     pub blocks: usize,
     /// Blocks that are not free now: referenced, or held by a transfer.
     pub used: usize,
-    /// Most blocks that were not free at once.
+    /// Peak number of blocks in use.
     pub peak: usize,
     /// Blocks that transfers hold now.
     pub leased: usize,
     /// Blocks that can be found by their keys now, used or not.
     pub cached: usize,
-    /// Cached blocks that were given out again.
+    /// Cached blocks that were evicted.
     pub evicted: u64,
     /// Blocks that pins hold now.
     pub pinned: usize,
 }
 
-/// Counters since the manager was made, and what is the case now.
+/// Counters since the manager was created, and current values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Sequences that have not been freed.

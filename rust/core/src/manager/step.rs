@@ -1,5 +1,5 @@
-//! Ends of steps and of tickets: decisions go out, results come back. The order matters: what has landed is published before
-//! its leases end, device blocks whose bytes are on the host are forgotten, leases end backwards, then moves take effect.
+//! Ends steps and tickets: decisions go out, results come back. The order matters: landed blocks are published before
+//! their leases end, device blocks with host copies are released, leases end in reverse order, then moves take effect.
 
 use super::Manager;
 use crate::block::{LeaseKind, TierBlock};
@@ -10,13 +10,14 @@ use crate::transfer::{Held, HeldRuns, OpenStep, Ticket};
 use std::collections::HashSet;
 
 impl Manager {
-    /// Ends the step: the transfers decided since the last call, under a ticket that holds leases on all their blocks.
+    /// Ends the step and returns the transfers decided since the last call, under a ticket that holds leases on all
+    /// their blocks.
     pub fn take_decision(&mut self) -> StepDecision {
         self.end_step(false)
     }
 
-    /// As [`Manager::take_decision`]; what the step loads and does not compute with may land after it. Until the ticket
-    /// has ended, those sequences have no block tables.
+    /// Like [`Manager::take_decision`], but loads that the step does not compute with may land after it. Until the
+    /// ticket ends, the loaded sequences have no block tables.
     pub fn take_prefetch(&mut self) -> StepDecision {
         self.end_step(true)
     }
@@ -33,12 +34,12 @@ impl Manager {
         self.transfers.submit(self.tiers.device(), prefetch)
     }
 
-    /// Tickets that are neither completed nor failed, first to last. What they hold is not given out.
+    /// Tickets that are neither completed nor failed, oldest first. The blocks they hold are not available.
     pub fn open_tickets(&self) -> impl Iterator<Item = TicketId> {
         self.transfers.submitted()
     }
 
-    /// How many these are.
+    /// Number of open tickets.
     #[must_use]
     pub fn num_open_tickets(&self) -> usize {
         self.transfers.in_flight_count()
@@ -54,11 +55,11 @@ impl Manager {
         Ok(())
     }
 
-    /// Ends what hung on a ticket.
+    /// Ends everything that depended on a ticket.
     fn end(&mut self, mut ended: Ticket) {
         let demoted = self.step().publish_landed(ended.publishes());
         self.step().demote(&demoted);
-        // Backwards, so that what these leases were the last to hold is evicted from the ends of its chains.
+        // In reverse, so that blocks last held by these leases are evicted from the ends of their chains.
         for held in ended.held().iter().rev() {
             match held {
                 Held::One(lease) => self.tiers.end_lease((lease.tier, lease.block), lease.kind),
@@ -79,7 +80,7 @@ impl Manager {
 
     /// Ends a ticket of which some pairs did not land; returns the sequences that lost bytes, which can only be freed.
     ///
-    /// Copies that read what did not land are followed, those of later tickets and of the open step too.
+    /// Copies made from lost blocks count as lost too, even those of later tickets and of the open step.
     ///
     /// # Errors
     /// The ticket is unknown, or writes no such block.
@@ -88,7 +89,8 @@ impl Manager {
         Ok(self.end_without(ticket, blocks))
     }
 
-    /// Marks the sequences of blocks that are known not to land, while the ticket's other transfers run on; returns them. They can only be freed. [`Manager::fail`] with these pairs too is to end the ticket.
+    /// Marks and returns the sequences of blocks that are known not to land, while the ticket's other transfers
+    /// continue. They can only be freed. End the ticket with [`Manager::fail`] and include these pairs.
     ///
     /// # Errors
     /// As [`Manager::fail`].
@@ -108,7 +110,7 @@ impl Manager {
         Ok(blocks().collect())
     }
 
-    /// As [`Manager::fail`] with all pairs of the ticket: nothing landed.
+    /// Like [`Manager::fail`] with all pairs of the ticket: nothing landed.
     ///
     /// # Errors
     /// The ticket is unknown.
@@ -124,7 +126,7 @@ impl Manager {
         }
         self.transfers.follow_copies(ticket, self.tiers.device(), &mut blocks);
         self.step().cancel_publishes(ticket, &blocks);
-        // In order, so that their events are.
+        // Sorted, so that their events are in order.
         let mut gone: Vec<TierBlock> = blocks.iter().copied().collect();
         gone.sort_unstable();
         for block in gone {
@@ -152,7 +154,7 @@ mod tests {
         decision.of(Kind::Copy).map(|pairs| pairs.ids.len()).sum()
     }
 
-    /// Writes in a copy of a sequence's last block, and perhaps frees the sequence.
+    /// Writes to a copy of a sequence's last block, and perhaps frees the sequence.
     fn go_on(manager: &mut Manager, sequence: SequenceId, given_up: bool) -> SequenceId {
         let mut out = Vec::new();
         manager.fork(sequence, 1, &mut out).unwrap();

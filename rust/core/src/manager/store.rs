@@ -1,4 +1,4 @@
-//! The verbs of a prefix store: what is to be loaded for a prompt, and what is to be written.
+//! Calls for a prefix store: which blocks to load for a prompt, and which to write.
 
 use super::Manager;
 use crate::error::{Result, invalid};
@@ -9,7 +9,7 @@ use crate::tiers::{StoreWriteQueue, StoreWrites};
 use crate::transfer::StoreJob;
 
 impl Manager {
-    /// Notes from now on which blocks a prefix store is to be given.
+    /// Starts recording which blocks to write to a prefix store.
     ///
     /// # Errors
     /// The prefix cache is off, something is cached already, or there are several cache groups or null blocks.
@@ -23,7 +23,7 @@ impl Manager {
         Ok(())
     }
 
-    /// Keys of a prompt's blocks that neither device nor host has and no load is bringing, first to last, at most `most`.
+    /// Keys of a prompt's blocks that are neither on device or host nor being loaded, in order, at most `most`.
     ///
     /// # Errors
     /// A token has the reserved id.
@@ -32,8 +32,9 @@ impl Manager {
         Ok(wanted.missing.iter().map(|missing| missing.chain.export()).collect())
     }
 
-    /// Begins to load the first of those blocks, at most `most` and as far as there is room, to the host, or to the device
-    /// where the host keeps no copies or has no room. Nobody finds them before [`Manager::end_load`]. A job without blocks has ended.
+    /// Begins to load the first of those blocks, at most `most` and as room permits, to the host, or to the device if
+    /// the host keeps no copies or has no room. They cannot be found before [`Manager::end_load`]. A job without blocks
+    /// has already ended.
     ///
     /// # Errors
     /// A token has the reserved id.
@@ -43,10 +44,10 @@ impl Manager {
         Ok(self.jobs.begin_load(&mut self.tiers, wanted, kept_free))
     }
 
-    /// Ends a load: prompts find the blocks that have landed, the others go free. Returns how many can be found for it.
+    /// Ends a load: blocks that landed can now be found, the others are freed. Returns how many can be found.
     ///
     /// # Errors
-    /// The job is unknown, or there is not one result a block.
+    /// The job is unknown, or there is not one result per block.
     pub fn end_load(&mut self, job: JobId, landed: &[bool]) -> Result<usize> {
         let tokens = self.block_size();
         let published = self.jobs.end_load(&mut self.tiers, job, landed, tokens)?;
@@ -54,19 +55,19 @@ impl Manager {
         Ok(published)
     }
 
-    /// Blocks that wait to be written to the store, those included whose bytes are gone meanwhile.
+    /// Number of blocks queued for writing to the store, including those whose bytes are gone by now.
     #[must_use]
     pub fn waiting_for_store(&self) -> usize {
         self.tiers.write_queue().map_or(0, StoreWriteQueue::waiting)
     }
 
-    /// Begins to read blocks for the store, at most `most`, all of one tier. A job without blocks has ended.
+    /// Begins to read blocks for the store, at most `most`, all of one tier. A job without blocks has already ended.
     pub fn begin_write(&mut self, most: usize) -> StoreJob {
         self.jobs.begin_write(&mut self.tiers, most)
     }
 
-    /// Ends the reading of blocks for the store. Returns false if a verb has taken some of them meanwhile: what was read must not
-    /// be stored.
+    /// Ends reading blocks for the store. Returns false if a call took some of them in the meantime; then the bytes
+    /// read must not be stored.
     ///
     /// # Errors
     /// The job is unknown.

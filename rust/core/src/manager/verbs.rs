@@ -1,4 +1,4 @@
-//! The verbs: one call each to the components that do it.
+//! The manager's calls; each delegates to the component that does the work.
 
 use super::Manager;
 use crate::block::{BlockState, MAX_BLOCKS};
@@ -11,16 +11,16 @@ use crate::sequence::{Batch, Counts, Demand, PrefixHit, PrefixStats, Prompt, Tab
 use crate::transfer::OpenStep;
 use std::ops::Range;
 
-/// How far the device's size has changed.
+/// Progress of resizing the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resize {
-    /// Blocks that the device has.
+    /// Blocks in the device.
     pub blocks: usize,
     /// Blocks beyond them that sequences use.
     pub live: usize,
     /// Blocks beyond them that only transfers and pins hold.
     pub held: usize,
-    /// One past the highest block in use, at least `blocks`: the memory behind it can be given back.
+    /// One past the highest block in use, at least `blocks`: memory after it can be freed.
     pub extent: usize,
 }
 
@@ -36,7 +36,7 @@ impl Manager {
     /// Opens one sequence for each entry of `tokens`, with blocks for that many tokens; appends their handles to `out`.
     ///
     /// # Errors
-    /// The device has too few blocks for the whole batch; a group wants an encoder's tokens.
+    /// The device has too few blocks for the whole batch; a group needs an encoder's tokens.
     pub fn allocate(&mut self, tokens: &[u32], out: &mut Vec<SequenceId>) -> Result<()> {
         let (state, mut step) = self.parts();
         state.allocate(&mut step, tokens, out)
@@ -45,7 +45,8 @@ impl Manager {
     /// As [`Manager::allocate`], for sequences whose encoders read `encoder_tokens` tokens.
     ///
     /// # Errors
-    /// No group is of cross attention; there is not one number of encoder tokens a sequence; the device has too few blocks.
+    /// No group is cross attention; there is not one number of encoder tokens per sequence; the device has too few
+    /// blocks.
     pub fn allocate_encoded(
         &mut self,
         tokens: &[u32],
@@ -56,14 +57,15 @@ impl Manager {
         state.allocate_groups(&mut step, tokens, Some(encoder_tokens), out)
     }
 
-    /// Whether a new sequence may be admitted, the watermark kept. Of a prompt in chunks what its groups hold at once counts.
+    /// Whether a new sequence may be admitted above the watermark. A chunked prompt counts with the blocks that its
+    /// groups hold at once.
     #[must_use]
     pub fn can_admit(&self, demand: &Demand) -> Fit {
         self.sequences.can_admit(self.view(), demand)
     }
 
-    /// Opens one sequence for each prompt, sharing the longest prefix of it that is cached; appends to `out` each handle
-    /// and how many of its first tokens need not be computed. The last token always is to be computed.
+    /// Opens one sequence per prompt, sharing its longest cached prefix; appends to `out` each handle and the number of
+    /// leading tokens that need not be computed. The last token must always be computed.
     ///
     /// # Errors
     /// The device has too few blocks for the whole batch, or a token has the reserved id.
@@ -71,8 +73,8 @@ impl Manager {
         self.allocate_chunks(prompts, u32::MAX, out)
     }
 
-    /// As [`Manager::allocate_prompts`], with blocks for at most `chunk` tokens of each prompt beyond the cached ones. The
-    /// rest is put in by [`Manager::append`], a chunk at a time; the cache knows its tokens already.
+    /// As [`Manager::allocate_prompts`], with blocks for at most `chunk` tokens of each prompt beyond the cached ones.
+    /// Add the rest by [`Manager::append`], a chunk at a time; the cache already knows its tokens.
     ///
     /// # Errors
     /// As [`Manager::allocate_prompts`]; `chunk` is 0; a group wants an encoder's tokens.
@@ -96,7 +98,7 @@ impl Manager {
         self.sequences.can_admit_prompt(self.view(), prompt, chunk, lookahead)
     }
 
-    /// What is cached of the start of a prompt; nothing is taken.
+    /// The cached part of a prompt's start; takes no references.
     ///
     /// # Errors
     /// A token has the reserved id.
@@ -104,8 +106,9 @@ impl Manager {
         self.sequences.lookup(self.view(), prompt)
     }
 
-    /// Tokens of a sequence's prompt to put in next with [`Manager::append`], at most `budget`; 0 once all are in. With a
-    /// recurrent group and the prefix cache a chunk ends with a block where it can: only states there are cached.
+    /// Number of prompt tokens to add next with [`Manager::append`], at most `budget`; 0 once all are in. With a
+    /// recurrent group and the prefix cache, a chunk ends on a block boundary if possible, because only states there
+    /// are cached.
     ///
     /// # Errors
     /// The sequence is unknown.
@@ -113,13 +116,14 @@ impl Manager {
         self.sequences.next_chunk(self.view(), sequence, budget)
     }
 
-    /// Appends tokens to a batch of sequences and writes the slot of each token, sequence by sequence, to `slots`; where
-    /// there are several cache groups, those of one group after those of another.
+    /// Appends tokens to a batch of sequences and writes the slot of each token, sequence by sequence, to `slots`; with
+    /// several cache groups, group by group.
     ///
-    /// What falls out of a window is given back: tokens appended in earlier steps are computed before these.
-    /// A shared block that would be written is copied first, by a copy of this step. `lookahead` more slots a sequence
-    /// get blocks of its own, which drafts may be written to, but no tokens. Of a recurrent group the step writes the state
-    /// after its last token alone: blocks of tokens that an earlier call of the step put in become null blocks.
+    /// Blocks that leave a window are freed: tokens appended in earlier steps are computed before these. A shared block
+    ///     that would be written is copied first, by a copy in this step. Each sequence also gets exclusive blocks for
+    ///     `lookahead` more slots, which drafts may be written to, but no tokens. For a recurrent group, the step
+    ///     writes only the state after its last token: blocks of tokens added by an earlier call of the step become
+    ///     null blocks.
     ///
     /// # Errors
     /// The device has too few blocks for the whole batch; a sequence is unknown, named twice, not on the device, still
@@ -135,9 +139,10 @@ impl Manager {
         state.append(&mut step, Batch { sequences, counts, lookahead, slots, tables: None })
     }
 
-    /// [`Manager::append`], and brings the rows of a block table up to date that the caller keeps from call to call: row
-    /// `i` belongs to sequence `i`, in the first cache group, then come those of the next. What has changed since the sequence's last such call is written, at its first one the
-    /// whole row. Who moves a sequence to another row or table writes that with [`Manager::block_tables`] first.
+    /// [`Manager::append`], and updates the rows of a block table that the caller keeps between calls: row `i` belongs
+    /// to sequence `i` in the first cache group, followed by the rows of the next group. Only changes since the
+    /// sequence's last such call are written, or the whole row on its first. After moving a sequence to another row or
+    /// table, write that row with [`Manager::block_tables`] first.
     ///
     /// # Errors
     /// As [`Manager::append`]; the table has fewer rows than there are sequences, or a sequence more blocks than a row.
@@ -153,8 +158,8 @@ impl Manager {
         state.append(&mut step, Batch { sequences, counts, lookahead, slots, tables: Some(tables) })
     }
 
-    /// Appends tokens like [`Manager::append`], or like [`Manager::append_with_tables`] where there are any, and lets the
-    /// prefix cache know them: `tokens` are the ids, sequence by sequence.
+    /// Appends tokens like [`Manager::append`], or like [`Manager::append_with_tables`] if tables are given, with their
+    /// ids for the prefix cache: `tokens` are the ids, sequence by sequence.
     ///
     /// # Errors
     /// As [`Manager::append`]; a token has the reserved id; there are not as many ids as tokens.
@@ -171,12 +176,12 @@ impl Manager {
         state.append_tokens(&mut step, tokens, Batch { sequences, counts, lookahead, slots, tables })
     }
 
-    /// Lets the prefix cache know tokens that were appended without their ids, as a scheduler does that runs a step
-    /// ahead: the ids follow those that are known. Sequences that were admitted without ids are passed
-    /// over, and so are those that share the blocks of such tokens with a fork.
+    /// Gives the prefix cache the ids of tokens that were appended without them, as a scheduler that runs a step ahead
+    /// does: the ids continue after the known ones. Sequences admitted without ids are skipped, and so are those that
+    /// share the blocks of such tokens with a fork.
     ///
     /// # Errors
-    /// A handle is unknown or named twice, a token has the reserved id, or there are more ids than tokens without.
+    /// A handle is unknown or named twice, a token has the reserved id, or there are more ids than tokens without ids.
     pub fn note_tokens(&mut self, sequences: &[SequenceId], counts: Counts<'_>, tokens: &[u32]) -> Result<()> {
         let (state, step) = self.parts();
         state.note_tokens(step.view(), sequences, counts, tokens)
@@ -191,7 +196,7 @@ impl Manager {
         state.blocks_to_append(step.view(), sequences, counts, lookahead)
     }
 
-    /// Whether [`Manager::append`] has the blocks that it takes.
+    /// Whether [`Manager::append`] has enough blocks.
     ///
     /// # Errors
     /// As [`Manager::append`], but for blocks that are short.
@@ -200,7 +205,7 @@ impl Manager {
         state.can_append(step.view(), sequences, counts, lookahead)
     }
 
-    /// Fails unless [`Manager::append`] would find the blocks that it takes: what a caller asks before it makes slots.
+    /// Fails unless [`Manager::append`] has enough blocks; callers check this before they allocate slots.
     ///
     /// # Errors
     /// As [`Manager::append`].
@@ -210,15 +215,16 @@ impl Manager {
     }
 
     /// Publishes the full blocks of the sequences: the model has computed all their tokens. A block whose key another
-    /// block already has is given up for that one; what fell out of a window is given back.
+    /// block already has is replaced by that one; blocks that left a window are freed.
     ///
     /// # Errors
-    /// A handle is unknown or named twice, or the sequence has tokens that the present step is yet to write.
+    /// A handle is unknown or named twice, or the sequence has tokens that the current step has yet to write.
     pub fn mark_computed(&mut self, sequences: &[SequenceId]) -> Result<()> {
         self.mark_computed_to(sequences, None)
     }
 
-    /// As [`Manager::mark_computed`], of the first `computed` tokens of each sequence: a prompt is computed in chunks.
+    /// Like [`Manager::mark_computed`], for the first `computed` tokens of each sequence, for prompts computed in
+    /// chunks.
     ///
     /// # Errors
     /// As [`Manager::mark_computed`]; there is not one number a sequence, or a sequence is shorter.
@@ -227,7 +233,7 @@ impl Manager {
         state.mark_computed_to(&mut step, sequences, computed)
     }
 
-    /// Blocks at the start of all the sequences that they share and that are computed.
+    /// Number of leading blocks that all the sequences share and that are computed.
     ///
     /// # Errors
     /// A handle is unknown.
@@ -235,7 +241,7 @@ impl Manager {
         self.sequences.common_computed_blocks(sequences)
     }
 
-    /// Forgets everything that is cached, host copies too, unless a block is in use; returns whether it did.
+    /// Clears the cache, host copies included, unless a block is in use; returns whether it did.
     pub fn reset_prefix_cache(&mut self) -> bool {
         self.tiers.reset_cache()
     }
@@ -246,7 +252,7 @@ impl Manager {
         self.tiers.device().is_caching()
     }
 
-    /// Counters since the manager was made.
+    /// Counters since the manager was created.
     #[must_use]
     pub fn prefix_stats(&self) -> PrefixStats {
         self.sequences.stats()
@@ -265,25 +271,25 @@ impl Manager {
     ///
     /// # Errors
     /// `shared` is not a multiple of the block size or longer than either sequence; the other is not on the device, still
-    /// loading or has lost bytes, or no longer has what is to be shared; the device has too few blocks.
+    /// loading or has lost bytes, or no longer has the shared blocks; the device has too few blocks.
     pub fn fork_prefix(&mut self, sequence: SequenceId, shared: u32, tokens: u32) -> Result<SequenceId> {
         let (state, mut step) = self.parts();
         state.fork_prefix(&mut step, sequence, shared, tokens)
     }
 
-    /// Cuts a sequence to its first `tokens` tokens, in whatever tier it is; blocks that hold none of them, those of an
-    /// earlier lookahead too, go free. What is appended next copies the last block first if another sequence or the cache
-    /// has it too.
+    /// Truncates a sequence to its first `tokens` tokens, in any tier; blocks that hold none of them are freed,
+    /// including those of an earlier lookahead. The next append copies the last block first if another sequence or the
+    /// cache shares it.
     ///
     /// # Errors
-    /// The sequence is unknown, shorter, has lost bytes, or has tokens that the present step is yet to write; it no longer
-    /// has what the tokens after would need: their window has been given back, or a recurrent state.
+    /// The sequence is unknown, shorter, has lost bytes, or has tokens that the current step has yet to write; it no
+    /// longer has what later tokens would need, because their window or recurrent state was freed.
     pub fn truncate(&mut self, sequence: SequenceId, tokens: u32) -> Result<()> {
         let (state, mut step) = self.parts();
         state.truncate(&mut step, sequence, tokens)
     }
 
-    /// Forgets sequences; blocks that nothing else references go free, once no transfer holds them.
+    /// Frees sequences; blocks that nothing else references become free once no transfer holds them.
     ///
     /// # Errors
     /// A handle is unknown or named twice.
@@ -292,10 +298,10 @@ impl Manager {
         state.free(&mut step, sequences)
     }
 
-    /// Sets how much the sequences want their cached blocks to be kept, from 0, the default, to
+    /// Sets the retention priority of the sequences' cached blocks, from 0, the default, to
     /// [`MAX_PRIORITY`](crate::MAX_PRIORITY).
     ///
-    /// A shared block goes by the highest priority among its users. Policies other than `priority` take no notice.
+    /// A shared block has the highest priority among its users. Policies other than `priority` ignore it.
     ///
     /// # Errors
     /// The priority is too high, or a handle is unknown.
@@ -323,8 +329,8 @@ impl Manager {
         state.relocate(&mut step, sequences, to, true)
     }
 
-    /// Whether [`Manager::swap_in`] can move the sequences. On the device one token with `lookahead` more slots can be
-    /// appended to each after that, the watermark kept.
+    /// Whether [`Manager::swap_in`] can move the sequences. On the device, one token with `lookahead` more slots can
+    /// then be appended to each, above the watermark.
     ///
     /// # Errors
     /// A handle is unknown or named twice.
@@ -391,14 +397,14 @@ impl Manager {
         self.sequences.table_of(sequence, group)
     }
 
-    /// Gives the device `blocks` blocks from now on, and says what is in use beyond them.
+    /// Resizes the device to `blocks` blocks, and reports what is in use beyond them.
     ///
-    /// Blocks beyond are not given out any more, those cached there are dropped, and each that a sequence uses there counts
-    /// as one fewer to be given out. Watermark and limit of pins stay the fractions that they were; quotas stay numbers.
-    /// A second call, larger or smaller, changes what a first one has not ended.
+    /// Blocks beyond the end are no longer allocated, cached ones there are dropped, and each block that a sequence
+    /// still uses there leaves one block fewer to allocate. The watermark and the pin limit stay the same fractions;
+    /// quotas stay the same numbers. A second call, larger or smaller, overrides an unfinished one.
     ///
     /// # Errors
-    /// Too many blocks; or too few for the null block, what is pinned, the watermark, and one to give out.
+    /// Too many blocks; or too few for the null block, pinned blocks, the watermark, and one to allocate.
     pub fn resize_device(&mut self, blocks: usize) -> Result<Resize> {
         if blocks > MAX_BLOCKS {
             return Err(invalid("device_blocks", blocks as i128, format!("at most {MAX_BLOCKS}")));
@@ -417,14 +423,14 @@ impl Manager {
         Ok(self.resize_progress())
     }
 
-    /// What every block of a tier is used for, by id, those in use beyond the end included.
+    /// The state of every block of a tier, by id, including those in use beyond the end.
     #[must_use]
     pub fn uses(&self, tier: Tier) -> Vec<BlockState> {
         let pool = self.pool(tier);
         (0..).map(BlockId).take(pool.extent()).map(|block| pool.block(block).state()).collect()
     }
 
-    /// What is in use beyond the device's blocks.
+    /// Progress of the last resize: blocks in use beyond the device's end.
     #[must_use]
     pub fn resize_progress(&self) -> Resize {
         let pool = self.tiers.device();
@@ -432,16 +438,17 @@ impl Manager {
         Resize { blocks: pool.len(), live: tail.live, held: tail.held, extent: pool.extent() }
     }
 
-    /// Decides moves of device blocks towards goals, the most important first, within a budget, as pairs of
-    /// [`Kind::Move`](crate::Kind::Move) in the present step's decision. Sequences that run now are moved last.
+    /// Decides moves of device blocks towards goals, most important first, within a budget, as pairs of
+    /// [`Kind::Move`](crate::Kind::Move) in the current step's decision. Running sequences are moved last.
     ///
-    /// Nobody notices before the step's ticket is completed: block tables, slots and cached blocks stay as they are until
-    /// then. A target is taken out of the free blocks at once; a source that is written, freed or leased meanwhile stays
-    /// where it is.
+    /// Nothing changes before the step's ticket is completed: until then, block tables, slots and cached blocks stay
+    /// the same. A target leaves the free blocks at once; a source that is written, freed or leased in the meantime
+    /// stays where it is.
     ///
     /// # Arguments
-    /// `sequences` are those that [`Goal::Contiguous`](crate::defrag::Goal::Contiguous) is about, the first in front; all on
-    /// the device if none are named. A goal's slack counts from call to call as long as the goals are the same.
+    /// `sequences` are those that [`Goal::Contiguous`](crate::defrag::Goal::Contiguous) applies to, most important
+    /// first; all on the device if none are named. A goal's slack carries over from call to call as long as the goals
+    /// are the same.
     ///
     /// # Errors
     /// A sequence is unknown or not on the device; nothing has changed.
@@ -456,24 +463,24 @@ impl Manager {
         defrag.request((state, &mut OpenStep { tiers, transfers, jobs }), goals, sequences, budget, cached)
     }
 
-    /// How the device's blocks lie; takes time that rises with the pool and the tables.
+    /// Measures fragmentation of the device; takes time proportional to the pool and the tables.
     ///
     /// # Errors
-    /// There is not the memory for it.
+    /// There is not enough memory for it.
     pub fn fragmentation(&self) -> Result<Fragmentation> {
         defrag::fragmentation(&self.sequences, &self.tiers)
     }
 
-    /// Lets pins hold at most this fraction of the device blocks, a half if never called; those that are held stay.
+    /// Limits pins to this fraction of the device blocks, by default a half; existing pins stay.
     ///
     /// # Errors
-    /// The fraction is not at least 0 and below 1: a pool of pinned blocks would have nothing to give out.
+    /// The fraction is not at least 0 and below 1: a fully pinned pool would have nothing to allocate.
     pub fn limit_pins(&mut self, fraction: f64) -> Result<()> {
         *self.pins.limit_mut() = Share::new("max_pinned", fraction, self.tiers.device().len())?;
         Ok(())
     }
 
-    /// Keeps the published blocks of a sequence on the device for a reader, whatever becomes of the sequence.
+    /// Keeps the published blocks of a sequence on the device for a reader, even after the sequence is freed.
     ///
     /// # Errors
     /// The sequence is unknown, not on the device, still loading or has lost bytes; pins would hold too many blocks.
@@ -482,8 +489,8 @@ impl Manager {
         self.pins.pin(&mut self.tiers, blocks)
     }
 
-    /// As [`Manager::pin`], for the blocks at the start of a prompt that are cached on the device; returns how many tokens
-    /// those hold, too.
+    /// Like [`Manager::pin`], for the leading blocks of a prompt that are cached on the device; also returns how many
+    /// tokens they hold.
     ///
     /// # Errors
     /// A token has the reserved id, or pins would hold too many blocks.
@@ -501,7 +508,7 @@ impl Manager {
         self.pins.blocks(pin)
     }
 
-    /// The reader needs the blocks no more.
+    /// Ends a pin: the reader no longer needs the blocks.
     ///
     /// # Errors
     /// The pin is unknown.
@@ -509,8 +516,8 @@ impl Manager {
         self.pins.release(&mut self.tiers, pin)
     }
 
-    /// Lets the tenant of a salt keep at most `blocks` cached device blocks that no sequence uses; none for as many as
-    /// there is room for. Blocks published before the tenant had its first quota are nobody's.
+    /// Limits the tenant of a salt to `blocks` cached device blocks that no sequence uses; `None` means no limit.
+    /// Blocks published before the tenant's first quota are not counted.
     ///
     /// # Errors
     /// The prefix cache is off, the device has fewer blocks, or 65535 tenants have quotas.

@@ -1,8 +1,8 @@
-//! Moves under a foreign allocator: its block ids stay, the bytes move, two tables say where to.
+//! Moves under a foreign allocator: its block ids stay, the bytes move, and two tables map between them.
 //!
-//! *Id* is what the foreign allocator calls a block, *block* is where its bytes lie. `forward` (id to block) and
+//! An *id* is the foreign allocator's name for a block; a *block* is where the bytes lie. `forward` (id to block) and
 //! `backward` are inverse permutations at all times. References, leases and places belong to blocks. A block without
-//! references may still hold cached content of its id; it is *blank* once the caller has said that it does not.
+//! references may still hold its id's cached content; it is *blank* once the caller declares that it does not.
 
 use crate::error::{Error, Result};
 use crate::id::{BlockId, Tier};
@@ -15,21 +15,21 @@ use std::ops::Range;
 
 mod steps;
 
-/// Blocks that stay where they are for a reader outside.
+/// Blocks held in place for an external reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct LeaseId(pub u64);
 
-/// Whether ids that go out of use have content.
+/// Whether released ids have content worth keeping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fresh {
     /// They may matter: a cached block.
     No,
-    /// Nobody will read them.
+    /// Their content will never be read.
     Yes,
 }
 
-/// What is known of a block, side by side: a step touches many blocks once each.
+/// State of a block, in one struct because a step touches many blocks once each.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(8))]
 struct ObservedBlock {
@@ -44,10 +44,10 @@ pub struct Observer {
     forward: Vec<u32>,
     blocks: Vec<ObservedBlock>,
     places: BlockMap,
-    /// Holes whose bytes nobody will read.
+    /// Holes whose bytes will never be read.
     blank: BlockSet,
     held: HashMap<LeaseId, Vec<u32>>,
-    /// Leases of each block that has any: few have.
+    /// Leases of each leased block; these are few.
     leases: HashMap<u32, u32>,
     next_lease: u64,
     /// Most ids that there can be.
@@ -55,7 +55,8 @@ pub struct Observer {
 }
 
 impl Observer {
-    /// Ids `0..blocks`, each where it says; more come when they are named, below `limit`. Block 0 is the null block.
+    /// Creates ids `0..blocks`, each mapped to the block of that number; more are added when named, below `limit`.
+    /// Block 0 is the null block.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if there is too little for `blocks` blocks.
@@ -81,7 +82,7 @@ impl Observer {
         self.places.capacity()
     }
 
-    /// Never: there is the null block.
+    /// Always false: there is the null block.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         false
@@ -93,7 +94,7 @@ impl Observer {
         self.limit
     }
 
-    /// Says how many blocks there are, once that is known.
+    /// Sets the number of blocks, once it is known.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if more have been named already; [`Error::OutOfMemory`] if there is too little for `blocks`.
@@ -113,7 +114,7 @@ impl Observer {
         &self.places
     }
 
-    /// Where each id's bytes lie; an id past the end lies where it says.
+    /// The block of each id; an id past the end maps to the block of that number.
     #[must_use]
     pub fn forward(&self) -> &[u32] {
         &self.forward
@@ -131,14 +132,14 @@ impl Observer {
         (0..).zip(&self.blocks).filter_map(used)
     }
 
-    /// Gives the block of an id.
+    /// Returns the block of an id.
     #[must_use]
     #[inline]
     pub fn resolve(&self, id: u32) -> u32 {
         self.forward.get(id as usize).copied().unwrap_or(id)
     }
 
-    /// Gives the id of a block.
+    /// Returns the id of a block.
     #[must_use]
     pub fn unresolve(&self, block: u32) -> u32 {
         self.blocks.get(block as usize).map_or(block, |block| block.id)
@@ -156,8 +157,8 @@ impl Observer {
         Ok(())
     }
 
-    /// As [`Observer::use_ids`], but what the ids hold is of no worth: those that were not in use are bound to the lowest
-    /// blank blocks, longest runs first. Ids of one sequence are given together, long sequences first.
+    /// Like [`Observer::use_ids`], but the ids have no content to keep: those not in use are bound to the lowest blank
+    /// blocks, longest runs first. Pass the ids of one sequence together, long sequences first.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if an id is out of range; nothing has changed.
@@ -184,7 +185,7 @@ impl Observer {
         Ok(())
     }
 
-    /// Takes a reference from the blocks of ids. Blocks without references keep their cached content, except with
+    /// Drops a reference to the blocks of ids. Blocks without references keep their cached content, except with
     /// [`Fresh::Yes`].
     ///
     /// # Errors
@@ -229,7 +230,7 @@ impl Observer {
         Ok(())
     }
 
-    /// Keeps the blocks of ids where they are and what they hold, also when nobody refers to them any more.
+    /// Holds the blocks of ids and their contents in place, even when they are no longer referenced.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if an id is out of range; nothing has changed.
@@ -271,7 +272,7 @@ impl Observer {
         Ok(())
     }
 
-    /// Counts everything again and compares.
+    /// Recounts everything and compares.
     ///
     /// # Errors
     /// [`Error::Broken`] with the first contradiction.
@@ -294,7 +295,7 @@ impl Observer {
         Ok(())
     }
 
-    /// Lets the ids of two blocks change places, with all that is known of them.
+    /// Swaps the ids of two blocks, with all their state.
     #[inline]
     fn swap_places(&mut self, a: u32, b: u32) {
         self.blocks.swap(a as usize, b as usize);
@@ -302,7 +303,7 @@ impl Observer {
         self.forward[self.blocks[b as usize].id as usize] = b;
     }
 
-    /// Whether nobody refers to a block or holds it in place.
+    /// Whether a block is neither referenced nor leased.
     #[inline]
     fn is_free(&self, block: u32) -> bool {
         self.blocks[block as usize].refs == 0 && !self.places.fixed().contains(BlockId(block))
@@ -329,7 +330,7 @@ impl Observer {
         found
     }
 
-    /// Makes the ids known, if they are in range.
+    /// Adds the ids, if they are in range.
     fn reach(&mut self, ids: &[u32]) -> Result<()> {
         let Some(&highest) = ids.iter().max() else { return Ok(()) };
         if highest >= self.limit {
@@ -342,7 +343,7 @@ impl Observer {
     fn extend(&mut self, blocks: u32) -> Result<()> {
         let known = self.len();
         if blocks > known {
-            // A vector may get twice the room that it had; of bits there are those of places and `blank`.
+            // A vector may double its capacity; the bits are those of `places` and `blank`.
             const BLOCK: usize = 2 * (size_of::<u32>() + size_of::<ObservedBlock>() + 1);
             memory::require((blocks as usize).saturating_mul(BLOCK))?;
             self.forward.extend(known..blocks);

@@ -10,7 +10,7 @@ use crate::placement::Occupancy;
 use crate::reuse::BlockSet;
 use std::collections::HashSet;
 
-/// What the observer tells a planner.
+/// The observer's facts for a planner.
 struct Known<'a> {
     blank: &'a BlockSet,
     hot: HashSet<u32>,
@@ -31,8 +31,8 @@ impl Observer {
     /// cached are exchanged.
     ///
     /// # Arguments
-    /// `sequences` are the ids of sequences, those that are to be put in order first in front; null ids are passed over.
-    /// `hot` are ids of sequences that run now.
+    /// `sequences` are the ids of sequences, most important first; null ids are skipped. `hot` are ids of running
+    /// sequences.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Error::InvalidArgument) if an id is out of range.
@@ -64,13 +64,13 @@ impl Observer {
         Ok(sequences.iter().map(blocks).collect())
     }
 
-    /// Whether a block is a hole whose bytes nobody will read: it can be moved into one way.
+    /// Whether a block is a hole whose bytes will never be read, so that a one-way move into it suffices.
     #[must_use]
     pub fn is_blank(&self, block: BlockId) -> bool {
         self.blank.contains(block)
     }
 
-    /// Takes over a plan's pairs whose bytes have moved. Both ids of a pair have changed places.
+    /// Commits a plan's pairs whose bytes have moved: the two ids of each pair swap blocks.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Error::InvalidArgument) if the plan no longer fits; nothing has changed.
