@@ -1,22 +1,21 @@
-//! Blocks in rings of stamped entries: what eviction policies and reuse orders are built from.
+//! Blocks in rings of stamped entries: the building block of eviction policies and reuse orders.
 //!
-//! A block that is put into a ring goes to its end with a new stamp; one that is taken out only loses its stamp, and its
-//! old entry is skipped later. So every operation touches one word of the block, rings are read in order, and no cost
-//! depends on how many blocks they hold. Entries that no longer count are swept out a few at
-//! a time, so that no call is slow.
+//! Inserting a block appends it to a ring with a new stamp; removing it only clears its stamp, and its old entry is
+//! skipped later. So every operation touches one word of the block, rings are read in order, and no cost depends on the
+//! number of blocks. Stale entries are swept out a few at a time, so that no call is slow.
 
 use crate::id::BlockId;
 use std::collections::{HashMap, VecDeque};
 
-/// Most entries in a chunk: memory is taken and given back in pieces of 8 KiB, ...
+/// Maximum entries in a chunk: memory is allocated and freed in pieces of 8 KiB, ...
 const CHUNK: usize = 1024;
-/// ... in smaller ones where there are few blocks: one part in 16, ...
+/// ... or smaller ones if there are few blocks: one part in 16, ...
 const CHUNKS: usize = 16;
 /// ... but at least 16 entries.
 const SMALL_CHUNK: usize = 16;
-/// Entries whose blocks are looked at together.
+/// Entries whose blocks are processed together.
 const TOGETHER: usize = 128;
-/// Entries looked at by one insertion while a sweep is due.
+/// Entries examined per insertion while a sweep is due.
 const SWEPT: usize = 4;
 
 /// A block, and the stamp that it had when it was put here.
@@ -104,7 +103,7 @@ impl Queue {
     }
 }
 
-/// One ring: what a sweep has gone over, then the rest.
+/// One ring: the swept part, then the rest.
 #[derive(Debug, Clone, Default)]
 struct Ring {
     swept: Queue,
@@ -128,11 +127,11 @@ pub(crate) struct Rings {
     /// Stamp given last.
     clock: u32,
     len: usize,
-    /// Entries in all rings, those included that no longer count.
+    /// Entries in all rings, including stale ones.
     entries: usize,
     /// Ring that is being swept.
     sweeping: usize,
-    /// Stamps of entries that name another block than theirs, until they are next met: whose they are.
+    /// Stamps of entries whose block was renamed, and the new block, until the entry is next visited.
     renamed: HashMap<u32, BlockId>,
 }
 
@@ -176,7 +175,7 @@ impl Rings {
         entries.filter_map(block)
     }
 
-    /// Puts a block that is in no ring in the place of another, if that is in one.
+    /// Replaces a block, if it is in a ring, by another that is in none.
     pub(crate) fn rename(&mut self, from: BlockId, to: BlockId) {
         let stamp = std::mem::take(&mut self.stamps[from.index()]);
         if stamp != 0 {
@@ -195,7 +194,7 @@ impl Rings {
     #[inline]
     pub(crate) fn push(&mut self, ring: usize, block: BlockId) {
         debug_assert!(!self.contains(block), "a block in two rings");
-        // A stamp comes again after 2^32 insertions; sweeps have dropped its old entries long before.
+        // A stamp repeats after 2^32 insertions; sweeps have dropped its old entries long before.
         self.clock = self.clock.wrapping_add(1).max(1);
         self.stamps[block.index()] = self.clock;
         self.each[ring].rest.push((block, self.clock));
@@ -240,7 +239,7 @@ impl Rings {
             if read == 0 {
                 return;
             }
-            // Nothing else in this loop, so that many cache misses overlap.
+            // Keep this loop minimal, so that many cache misses overlap.
             for (stamp, (block, _)) in stamps.iter_mut().zip(entries) {
                 *stamp = self.stamps[block.index()];
             }
@@ -279,7 +278,7 @@ impl Rings {
         }
     }
 
-    /// Drops some of the entries that no longer count.
+    /// Drops some stale entries.
     fn sweep(&mut self) {
         let Ring { swept, rest } = &mut self.each[self.sweeping];
         for _ in 0..SWEPT {
@@ -297,7 +296,7 @@ impl Rings {
     }
 }
 
-/// The block that an entry is of, if it counts; a name that the entry lacks is given once.
+/// The block of an entry, unless it is stale; consumes a pending rename.
 #[inline]
 fn current(entry: StampedBlock, stamps: &[u32], renamed: &mut HashMap<u32, BlockId>) -> Option<BlockId> {
     let (block, stamp) = entry;

@@ -1,4 +1,4 @@
-//! What is in each block of a pool, as far as moving goes.
+//! Occupancy of each block of a pool, for moves.
 
 use super::Occupancy;
 use crate::id::BlockId;
@@ -13,7 +13,7 @@ pub struct BlockMap {
     fixed: BlockSet,
 }
 
-/// Most fixed blocks that are gone through one by one.
+/// Up to this many fixed blocks are visited one by one.
 const FEW: usize = 64;
 
 impl BlockMap {
@@ -24,7 +24,7 @@ impl BlockMap {
         Self { holes: BlockSet::full(blocks), live, fixed }
     }
 
-    /// Most memory that `blocks` blocks take.
+    /// Maximum memory for `blocks` blocks.
     #[must_use]
     pub fn bytes(blocks: usize) -> usize {
         // Three sets of bits.
@@ -37,7 +37,7 @@ impl BlockMap {
         u32::try_from(self.holes.capacity()).unwrap_or(u32::MAX)
     }
 
-    /// Adds holes at the end, so that there are `blocks` in all.
+    /// Adds holes at the end, up to `blocks` in total.
     pub fn grow(&mut self, blocks: u32) {
         let before = self.capacity();
         if blocks > before {
@@ -48,7 +48,7 @@ impl BlockMap {
         }
     }
 
-    /// What the block is; it must be below the capacity.
+    /// The occupancy of a block, which must be below the capacity.
     #[must_use]
     pub fn get(&self, block: BlockId) -> Occupancy {
         if self.live.contains(block) {
@@ -60,7 +60,7 @@ impl BlockMap {
         }
     }
 
-    /// Says what the block is from now on; it must be below the capacity.
+    /// Sets the occupancy of a block, which must be below the capacity.
     pub fn set(&mut self, block: BlockId, place: Occupancy) {
         let before = self.get(block);
         if before != place {
@@ -69,7 +69,7 @@ impl BlockMap {
         }
     }
 
-    /// Says what neighbours are from now on; they must be below the capacity.
+    /// Sets the occupancy of a run, which must be below the capacity.
     pub fn set_run(&mut self, run: Range<u32>, place: Occupancy) {
         for other in [Occupancy::Hole, Occupancy::Live, Occupancy::Fixed].into_iter().filter(|&other| other != place) {
             self.of_mut(other).remove_run(run.clone());
@@ -77,13 +77,13 @@ impl BlockMap {
         self.of_mut(place).insert_run(run);
     }
 
-    /// Live neighbours become holes.
+    /// Turns a live run into holes.
     pub(crate) fn free_run(&mut self, run: Range<u32>) {
         self.live.remove_run(run.clone());
         self.holes.insert_run(run);
     }
 
-    /// Neighbours that are holes become live.
+    /// Turns a run of holes live.
     pub(crate) fn fill_run(&mut self, run: Range<u32>) {
         self.holes.remove_run(run.clone());
         self.live.insert_run(run);
@@ -120,13 +120,14 @@ impl BlockMap {
         &self.fixed
     }
 
-    /// The highest block that is no hole.
+    /// The highest block that is not a hole.
     #[must_use]
     pub fn highest(&self) -> Option<BlockId> {
         self.live.highest().max(self.fixed.highest())
     }
 
-    /// The highest id in use once all live blocks lie as low as the fixed ones let them; none if nothing is live.
+    /// The highest id in use if all live blocks were packed as low as the fixed ones allow; `None` if there are no live
+    /// blocks.
     #[must_use]
     pub fn densest(&self) -> Option<BlockId> {
         let mut top = u32::try_from(self.live.len()).ok()?.checked_sub(1)?;
@@ -145,7 +146,7 @@ impl BlockMap {
         Some(BlockId(top))
     }
 
-    /// Blocks between the highest live one and the highest there need be.
+    /// Distance between the highest live block and the highest of a dense layout.
     #[must_use]
     pub fn gap(&self) -> u32 {
         let top = self.live.highest();

@@ -1,4 +1,4 @@
-//! Where the blocks of a pool lie: which can move, which can be moved into, and which must stay.
+//! Placement of a pool's blocks: which can move, which can be moved into, and which must stay.
 
 mod block_map;
 mod tracker;
@@ -6,14 +6,14 @@ mod tracker;
 pub use block_map::BlockMap;
 pub(crate) use tracker::{PlannerView, Tracker};
 
-/// What may be done with a block.
+/// How a block may take part in moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Occupancy {
-    /// Nobody refers to it: it can be moved into.
+    /// Unreferenced: it can be moved into.
     Hole,
     /// In use, and can be moved.
     Live,
-    /// Leased, pinned or the null block: stays, and is nobody's destination.
+    /// Leased, pinned or the null block: it stays, and cannot be moved into.
     Fixed,
 }
 

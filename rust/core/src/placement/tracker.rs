@@ -1,7 +1,7 @@
-//! Where the blocks of a pool lie, and the moves under way. Nothing of it is kept before the first call that asks for it.
+//! Tracks the placement of a pool's blocks and the moves in flight. Tracking starts with the first call that needs it.
 //!
-//! A move has a source and a target. The target is written under the ticket's lease, and nobody's; the source stays whose
-//! it is, and is not held: whatever ends or changes its bytes, or takes a lease on it, ends the move's effect.
+//! A move has a source and a target. The target is written under the ticket's lease and belongs to no sequence. The
+//! source keeps its owner and is not held: anything that frees or changes its bytes, or leases it, cancels the move.
 
 use super::{BlockMap, Occupancy};
 use crate::block::Block;
@@ -12,27 +12,27 @@ use crate::memory;
 use crate::reuse::BlockSet;
 use std::ops::Range;
 
-/// What moving blocks needs to know of a pool, whose blocks every call gets that must follow them.
+/// The state that moves need of a pool. Calls that follow its blocks take them as an argument.
 #[derive(Debug, Clone)]
 pub(crate) struct Tracker {
     map: BlockMap,
-    /// Blocks that are cached and in no table, and what they count as; those that move are fixed.
+    /// Cached blocks in no table, and what they count as; moving ones are fixed.
     cached: BlockSet,
     cached_as: Occupancy,
-    /// By block, the step that last gave it out or wrote it in place. Only a few are ever asked for.
+    /// For each block, the step that last allocated it or wrote it in place. Few are ever read.
     written_in: Vec<u32>,
-    /// The present one.
+    /// The current step.
     step: u32,
-    /// Sources of moves that still count, and by source the target.
+    /// Sources of valid moves, and the target of each.
     moving: BlockSet,
     targets: Vec<BlockId>,
-    /// Whether block 0 is in the tables of many.
+    /// Whether block 0 is the null block.
     null: bool,
-    /// Blocks of the pool: those from here on are no destination.
+    /// Size of the pool: blocks from here on are not destinations.
     end: usize,
 }
 
-/// What neighbours have in common.
+/// The common state of a run.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Like {
     place: Occupancy,
@@ -41,7 +41,7 @@ struct Like {
     cached: bool,
 }
 
-/// What a planner of moves sees of single blocks.
+/// A planner's view of single blocks.
 #[derive(Clone, Copy)]
 pub(crate) struct PlannerView<'a> {
     blocks: &'a [Block],
@@ -58,7 +58,7 @@ impl PlannerView<'_> {
         block.is_published() || !block.is_used()
     }
 
-    /// Whether the present step is known to write a block; what it writes without asking the pool is not.
+    /// Whether the current step is known to write a block; writes that bypass the pool are not known.
     pub(crate) fn is_dirty(self, block: BlockId) -> bool {
         self.written_in[block.index()] == self.step
     }
@@ -101,7 +101,7 @@ impl Tracker {
         tracker
     }
 
-    /// Follows a change of the pool's size: blocks beyond its end are no destination, and what moves there stays.
+    /// Follows a resize of the pool: blocks beyond its end are not destinations, and moves to them are cancelled.
     pub(crate) fn resize(&mut self, former: usize, end: usize, blocks: &[Block]) {
         self.end = end;
         let known = self.targets.len().max(end);
@@ -142,7 +142,7 @@ impl Tracker {
         (map, PlannerView { blocks, written_in, step: *step, cached })
     }
 
-    /// Says what cached blocks in no table count as, until the next call.
+    /// Sets what cached blocks in no table count as, until the next call.
     pub(crate) fn count_cached_as(&mut self, place: Occupancy, blocks: &[Block]) {
         if self.cached_as != place {
             self.cached_as = place;
@@ -154,7 +154,7 @@ impl Tracker {
         }
     }
 
-    /// Brings up to date what neighbours are.
+    /// Updates the state of a run.
     #[inline(never)]
     pub(crate) fn refresh(&mut self, run: Range<u32>, blocks: &[Block]) {
         let mut from = run.start;
@@ -174,7 +174,7 @@ impl Tracker {
         runs(ids).for_each(|run| self.refresh(run, blocks));
     }
 
-    /// Notes that free blocks have been given out, which the present step writes, itself or by transfers.
+    /// Records allocated blocks, which the current step writes, itself or by transfers.
     #[inline(never)]
     pub(crate) fn note_taken(&mut self, ids: &[BlockId], leased: bool) {
         let place = if leased { Occupancy::Fixed } else { Occupancy::Live };
@@ -184,13 +184,13 @@ impl Tracker {
         }
     }
 
-    /// Notes that the present step writes a block, whatever it was before.
+    /// Records that the current step writes a block, whatever its state was.
     pub(crate) fn note_written(&mut self, block: BlockId, blocks: &[Block]) {
         self.written_in[block.index()] = self.step;
         self.stay(block, blocks);
     }
 
-    /// Ends the step: what it writes can be moved from now on.
+    /// Ends the step: the blocks it wrote can be moved from now on.
     pub(crate) fn end_step(&mut self) {
         self.step = self.step.wrapping_add(1);
     }
@@ -202,24 +202,24 @@ impl Tracker {
         self.refresh(from.0..from.0 + 1, blocks);
     }
 
-    /// Ends the effect of a block's move, if it moves: the block stays.
+    /// Cancels a block's move, if any: the block stays.
     pub(crate) fn stay(&mut self, from: BlockId, blocks: &[Block]) {
         self.moving.remove(from);
         self.refresh(from.0..from.0 + 1, blocks);
     }
 
-    /// Whether a block is the source of a move that still counts.
+    /// Whether a block is the source of a valid move.
     #[inline]
     pub(crate) fn is_moving(&self, block: BlockId) -> bool {
         self.moving.contains(block)
     }
 
-    /// Whether that move still counts.
+    /// Whether that move is still valid.
     pub(crate) fn moves_to(&self, from: BlockId, to: BlockId) -> bool {
         self.is_moving(from) && self.targets[from.index()] == to
     }
 
-    /// Moves that still count, `[from, to]`.
+    /// Valid moves, `[from, to]`.
     pub(crate) fn moving(&self) -> impl Iterator<Item = [u32; 2]> + '_ {
         self.moving.iter().map(|from| [from.0, self.targets[from.index()].0])
     }
@@ -238,7 +238,7 @@ impl Tracker {
         }
     }
 
-    /// Says what neighbours are that are alike; a block that is free or leased moves no more.
+    /// Sets the state of a uniform run; free or leased blocks stop moving.
     fn put(&mut self, run: Range<u32>, like: Like) {
         let Like { place, leased, empty, cached } = like;
         if empty || leased {
@@ -257,7 +257,7 @@ impl Tracker {
         Like { place: self.place(id, block), leased, empty, cached: is_idle(block) }
     }
 
-    /// What does not hold of a block's place.
+    /// Checks a block's placement.
     pub(crate) fn check(&self, id: BlockId, block: Block, blocks: &[Block]) -> Option<String> {
         let (found, place, moving) = (self.map.get(id), self.place(id, block), self.moving.contains(id));
         let target = self.targets[id.index()];

@@ -1,4 +1,4 @@
-//! What a pool does with its prefix cache: it publishes blocks, forgets them, and gives cached ones out again.
+//! A pool's use of its prefix cache: publishes blocks, forgets them, and evicts cached ones.
 
 use super::Pool;
 use crate::block::{BlockState, LeaseKind, Leases};
@@ -13,7 +13,7 @@ use crate::prefix::{CachedIdentity, PrefixCache, Published, Reason, Removals};
 const LOOK_AHEAD: usize = 128;
 
 impl Pool {
-    /// Lets blocks be published from now on; the least recently used goes first.
+    /// Turns caching on; the least recently used block is evicted first.
     pub(crate) fn start_caching(&mut self) -> Result<()> {
         memory::require(self.len.saturating_mul(PrefixCache::BYTES))?;
         self.cache = Some(PrefixCache::new(self.len, Eviction::Lru));
@@ -31,7 +31,7 @@ impl Pool {
         self.cache.as_ref().map_or(0, PrefixCache::evictable)
     }
 
-    /// Those blocks, in the order in which they would be given out; nothing is taken.
+    /// Evictable blocks in eviction order; takes none.
     #[must_use]
     pub fn evictable_blocks(&self) -> Vec<BlockId> {
         self.cache.as_ref().map_or_else(Vec::new, PrefixCache::order)
@@ -48,13 +48,13 @@ impl Pool {
         self.cache.as_ref().map_or(0, PrefixCache::published)
     }
 
-    /// Cached blocks that were given out again.
+    /// Cached blocks that were evicted.
     #[must_use]
     pub fn evictions(&self) -> u64 {
         self.evictions
     }
 
-    /// Most blocks that were not free at once.
+    /// Peak number of blocks in use.
     #[must_use]
     pub fn peak(&self) -> usize {
         self.peak
@@ -71,7 +71,7 @@ impl Pool {
         self.cache.as_ref().and_then(|cache| cache.find(key))
     }
 
-    /// Reads the memory that publishing under a key is going to need.
+    /// Prefetches the memory that publishing under a key will need.
     #[inline]
     pub(crate) fn look_ahead(&self, key: &Key) {
         if let Some(cache) = &self.cache {
@@ -93,7 +93,7 @@ impl Pool {
         published
     }
 
-    /// Publishes a block that has been taken and holds nothing under a key that no block has.
+    /// Publishes a taken, empty block under a key that no block has.
     #[inline]
     pub(crate) fn add(&mut self, block: BlockId, key: Key) {
         debug_assert!(self.find(&key).is_none() && !self.block(block).is_published());
@@ -111,7 +111,7 @@ impl Pool {
         self.forget(block);
     }
 
-    /// Forgets all keys without noting each; blocks that are in use stay so.
+    /// Forgets all keys without recording each; blocks in use stay in use.
     pub(crate) fn unpublish_all(&mut self) {
         for block in (0..).map(BlockId).take(self.blocks.len()) {
             self.forget(block);
@@ -130,7 +130,7 @@ impl Pool {
         }
     }
 
-    /// Takes cached blocks with one reference each, in the order of eviction; as many as there are.
+    /// Takes up to `count` cached blocks with one reference each, in eviction order.
     pub(crate) fn evict(&mut self, count: usize, filling: bool, out: &mut Vec<BlockId>) {
         let end = out.len() + count;
         while out.len() < end {
@@ -152,7 +152,7 @@ impl Pool {
         }
     }
 
-    /// Forgets what a block holds that is being given out again.
+    /// Forgets the contents of a block that is being reallocated.
     pub(crate) fn evict_bytes(&mut self, id: BlockId) {
         let block = &mut self.blocks[id.index()];
         let copy = block.set_tier_copy(None);
@@ -164,7 +164,8 @@ impl Pool {
         }
     }
 
-    /// Takes out of an evictable block what can be found there, to be found elsewhere later. The block is free. `depth` is its place in tables.
+    /// Detaches the cached contents of an evictable block, to reappear elsewhere later. The block becomes free. `depth`
+    /// is its index in tables.
     pub(crate) fn detach_cached(&mut self, id: BlockId, depth: u32) -> Option<CachedIdentity> {
         let key = self.key(id).filter(|_| self.is_evictable(id))?;
         let identity = CachedIdentity { key, depth, tenant: self.tenant(id) };
@@ -180,7 +181,7 @@ impl Pool {
         Some(identity)
     }
 
-    /// Takes the first `count` blocks to be evicted out of their order, or as many as there are.
+    /// Removes up to `count` blocks from the head of the eviction order.
     pub(crate) fn pop_evictable(&mut self, count: usize) -> Vec<BlockId> {
         let mut out = Vec::new();
         let Some(cache) = &mut self.cache else { return out };
@@ -190,14 +191,14 @@ impl Pool {
         out
     }
 
-    /// Takes a lease that device work overlaps on a block that has left the order of eviction.
+    /// Takes an overlappable lease on a block that was removed from the eviction order.
     pub(crate) fn lease_popped(&mut self, block: BlockId) {
         self.blocks[block.index()].add_lease(LeaseKind::OverlappableRead);
         self.overlappable.insert(block);
         self.refresh(block.0..block.0 + 1);
     }
 
-    /// Forgets what an unused block holds, if its only lease is one that device work overlaps.
+    /// Forgets the contents of an unused block whose only lease is overlappable.
     pub(crate) fn demote(&mut self, block: BlockId) {
         let last = Leases { overlappable: 1, ..Leases::default() };
         if self.block(block).state() == BlockState::Overlappable(last) && !self.is_beyond(block) {
@@ -214,14 +215,14 @@ impl Pool {
         }
     }
 
-    /// Frees what tenants have beyond their quotas. Copies in other tiers are left in [`Pool::take_orphans`].
+    /// Frees blocks of tenants beyond their quotas. Copies in other tiers are left in [`Pool::take_orphans`].
     pub(crate) fn drop_beyond_quotas(&mut self) {
         while let Some(block) = self.cache.as_mut().and_then(PrefixCache::pop_over_quota) {
             self.drop_bytes(block);
         }
     }
 
-    /// Frees a cached block that has left the order of eviction.
+    /// Frees a cached block that was removed from the eviction order.
     pub(crate) fn drop_bytes(&mut self, block: BlockId) {
         let before = self.block(block);
         self.evict_bytes(block);
@@ -235,14 +236,14 @@ impl Pool {
         }
     }
 
-    /// Says that a sequence's blocks are released from now on, the last one first.
+    /// Begins the release of a sequence's blocks, last one first.
     pub(crate) fn begin_chain(&mut self) {
         if let Some(cache) = &mut self.cache {
             cache.begin_chain();
         }
     }
 
-    /// Says that a block of the chain being released stays in use.
+    /// Reports that a block of the chain being released stays in use.
     #[inline]
     pub(super) fn hold(&mut self, block: BlockId) {
         if let Some(cache) = &mut self.cache {
@@ -250,7 +251,7 @@ impl Pool {
         }
     }
 
-    /// Says that a user of a block wants it kept.
+    /// Raises the retention priority of a block.
     pub(crate) fn prioritise(&mut self, block: BlockId, priority: u8) {
         if let Some(cache) = &mut self.cache {
             cache.prioritise(block, priority);
@@ -275,7 +276,7 @@ impl Pool {
         self.cache.as_ref().map_or(0, |cache| cache.held_by(tenant))
     }
 
-    /// Makes a block that has just been published a tenant's.
+    /// Assigns a newly published block to a tenant.
     pub(crate) fn assign(&mut self, block: BlockId, tenant: u16) {
         if let Some(cache) = &mut self.cache {
             cache.assign(block, tenant);
@@ -287,24 +288,24 @@ impl Pool {
         self.cache.as_ref().filter(|_| self.block(block).is_published()).map_or(0, |cache| cache.tenant(block))
     }
 
-    /// What contradicts the quotas.
+    /// Checks the quotas.
     pub(crate) fn check_quotas(&self) -> Option<String> {
         self.cache.as_ref().and_then(PrefixCache::check_quotas)
     }
 
-    /// Notes removals from now on, the last `capacity` of them.
+    /// Starts recording removals, the last `capacity` of them.
     pub(crate) fn note_removals(&mut self, capacity: usize) {
         if let Some(cache) = &mut self.cache {
             cache.note_removals(capacity);
         }
     }
 
-    /// Removals that wait, where they are noted.
+    /// Pending removals, if recorded.
     pub(crate) fn removals(&mut self) -> Option<&mut Removals> {
         self.cache.as_mut().and_then(PrefixCache::removals_mut)
     }
 
-    /// As [`Pool::removals`], to be looked at.
+    /// Like [`Pool::removals`], read-only.
     pub(crate) fn noted_removals(&self) -> Option<&Removals> {
         self.cache.as_ref().and_then(PrefixCache::removals)
     }
@@ -366,7 +367,7 @@ mod tests {
         assert_eq!(noted, [(blocks[0], Reason::Replaced), (blocks[0], Reason::Lost)]);
     }
 
-    /// Ten cached blocks, released in the order of their ids; the even ones are tenant 1's, the others nobody's.
+    /// Ten cached blocks, released in id order; the even ones belong to tenant 1, the others to no tenant.
     fn tenants(eviction: Eviction, quota: usize) -> Pool {
         let policies = Policies { eviction, ..Policies::default() };
         let mut pool = Pool::with_policies(Tier::Device, 10, true, policies).unwrap();

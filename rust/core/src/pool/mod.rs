@@ -2,7 +2,7 @@
 //!
 //! Invariant: a block is in the set that its state names (`Block::membership`): free, evictable, overlappable, or in
 //! none of them. `Pool::moved` keeps this for one block, and `Pool::moved_run` for neighbours that are alike. A block
-//! beyond the end of a pool that has shrunk is in no set, and holds nothing that can be found once it is unused.
+//! beyond the end of a shrunken pool is in no set, and once unused it holds nothing that can be found.
 
 use crate::block::{Block, LeaseKind, Leases, MAX_BLOCKS, MAX_LEASES, Membership, TierBlock};
 use crate::error::fault;
@@ -22,12 +22,12 @@ mod resize;
 mod runs;
 pub(crate) use resize::Tail;
 
-/// Which blocks a pool gives out first.
+/// Allocation order of a pool.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Policies {
-    /// Among those that are free.
+    /// Order of free blocks.
     pub reuse: ReuseOrder,
-    /// Among those that are cached, which go when none is free.
+    /// Order of cached blocks, which are evicted when none is free.
     pub eviction: Eviction,
 }
 
@@ -37,7 +37,7 @@ pub struct Pool {
     tier: Tier,
     /// Blocks in the pool.
     len: usize,
-    /// By block id, as far as blocks have ever been taken: memory grows with use.
+    /// Indexed by block id, up to the highest block ever taken: memory grows with use.
     blocks: Vec<Block>,
     free: FreeBlocks,
     overlappable: BlockSet,
@@ -45,11 +45,11 @@ pub struct Pool {
     /// Copies in other tiers of blocks whose bytes are gone. The owner of all pools unlinks them.
     orphans: Vec<TierBlock>,
     evictions: u64,
-    /// Most blocks that were not free at once.
+    /// Peak number of blocks in use.
     peak: usize,
-    /// What is in use beyond the end of a pool that has shrunk.
+    /// Blocks in use beyond the end of a shrunken pool.
     tail: Tail,
-    /// Once blocks have been asked to move.
+    /// Set once moves have been requested.
     tracker: Option<Box<Tracker>>,
 }
 
@@ -62,7 +62,7 @@ impl Pool {
         Self::with_policies(tier, blocks, caching, Policies::default())
     }
 
-    /// As [`Pool::new`], with orders of the caller's choice.
+    /// Like [`Pool::new`], with the given policies.
     ///
     /// # Errors
     /// As [`Pool::new`].
@@ -113,12 +113,12 @@ impl Pool {
         self.len == 0
     }
 
-    /// Free blocks that hold nothing, in the order in which they are given out. Takes none.
+    /// Empty free blocks in allocation order; takes none.
     pub fn free_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
         self.free.iter()
     }
 
-    /// What is known of a block; nothing if it was never taken.
+    /// The state of a block; the default if it was never taken.
     #[inline]
     #[must_use]
     pub fn block(&self, block: BlockId) -> Block {
@@ -131,7 +131,7 @@ impl Pool {
         self.block(block).refs()
     }
 
-    /// Fails unless `wanted` blocks can be had.
+    /// Fails unless `wanted` blocks are available.
     pub(crate) fn require(&self, wanted: usize, overlappable_too: bool) -> Result<()> {
         fault::point()?;
         let free = self.free_with(overlappable_too, 0);
@@ -141,8 +141,9 @@ impl Pool {
         Err(Error::OutOfBlocks { tier: self.tier, wanted, free, total: self.len() })
     }
 
-    /// Takes `count` blocks with one reference each, and with a write lease if they are to be filled: free ones first, then
-    /// overlappable ones, then evictable ones. Returns whether any was overlappable. The caller has called [`Pool::require`].
+    /// Takes `count` blocks with one reference each, and with a write lease if they will be filled: free ones first,
+    /// then overlappable ones, then evictable ones. Returns whether any was overlappable. The caller has called
+    /// [`Pool::require`].
     #[inline]
     pub(crate) fn take(&mut self, count: usize, filling: bool, out: &mut Vec<BlockId>) -> bool {
         let first = out.len();
@@ -179,14 +180,14 @@ impl Pool {
         overlapped
     }
 
-    /// Takes a free block for a move: it is nobody's and is filled from now on.
+    /// Takes a free block as the target of a move: it has no owner and is being filled.
     pub(crate) fn take_target(&mut self, block: BlockId) {
         self.know(block);
         self.change(block, Block::fill);
         self.note_peak();
     }
 
-    /// Takes block 0 of a new pool, the first one in every order, for good: in tables it stands for what is not there.
+    /// Permanently takes block 0 of a new pool, the first in every order: the null block of tables.
     pub(crate) fn reserve_null(&mut self) {
         let mut first = Vec::with_capacity(1);
         self.take(1, false, &mut first);
@@ -203,7 +204,7 @@ impl Pool {
         std::mem::take(&mut self.orphans)
     }
 
-    /// Notes how many blocks are not free, after a call that may have raised the number.
+    /// Updates the peak, after a call that may have raised the number of blocks in use.
     pub(crate) fn note_peak(&mut self) {
         self.peak = self.peak.max(self.used());
     }
@@ -262,7 +263,7 @@ impl Pool {
         self.change(block, |block| block.end_lease(kind));
     }
 
-    /// Takes a reference and a lease, and gives the reference back: a cached block is leased as if it were hit.
+    /// Takes a reference and a lease, and drops the reference: leasing a cached block counts as a hit.
     pub(crate) fn lease_cached(&mut self, block: BlockId, kind: LeaseKind) {
         self.claim(block);
         self.lease(block, kind);
@@ -284,8 +285,8 @@ impl Pool {
         self.moved(id, before);
     }
 
-    /// A block has changed: the one place where the sets, the blocks beyond the end and the block map follow it. A block that
-    /// has lost its key has left the order of eviction with it.
+    /// The only place where the sets, the tail and the block map follow a changed block. A block that lost its key has
+    /// left the eviction order with it.
     #[inline]
     fn moved(&mut self, id: BlockId, before: Block) {
         if self.is_beyond(id) {
@@ -321,7 +322,7 @@ impl Pool {
         self.refresh(id.0..id.0 + 1);
     }
 
-    /// As [`Pool::moved`], for neighbours that were alike and are alike; none of them is or was evictable.
+    /// Like [`Pool::moved`], for a run of blocks in equal states before and after; none of them is or was evictable.
     #[inline]
     fn moved_run(&mut self, run: Range<u32>, before: Block) {
         let now = self.blocks[run.start as usize];
@@ -341,7 +342,7 @@ impl Pool {
         self.refresh(run);
     }
 
-    /// Brings up to date where neighbours lie.
+    /// Updates the placement of a run.
     #[inline]
     fn refresh(&mut self, run: Range<u32>) {
         if let Some((tracker, blocks)) = self.tracker_mut() {
@@ -349,7 +350,7 @@ impl Pool {
         }
     }
 
-    /// What contradicts the references and leases that were counted from outside.
+    /// Compares a block with the references and leases counted externally.
     pub(crate) fn check(&self, id: BlockId, refs: u32, leases: Leases) -> Option<String> {
         let block = self.block(id);
         let (is_beyond, published) = (self.is_beyond(id), block.is_published());
@@ -359,7 +360,7 @@ impl Pool {
         } else if is_beyond && refs == 0 && published {
             "cached, unused and beyond the end".to_owned()
         } else if is_beyond && block.is_empty() && !block.is_leased() {
-            // That no set has it is counted by `check_totals`.
+            // `check_totals` verifies that no set has it.
             return None;
         } else if self.free.contains(id) != is(Membership::Free) {
             format!("free is {}", self.free.contains(id))

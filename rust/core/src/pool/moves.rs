@@ -9,7 +9,8 @@ use crate::memory;
 use crate::placement::{BlockMap, Occupancy, Tracker};
 
 impl Pool {
-    /// Tracks where all blocks lie from now on, if it does not yet; `written` are blocks that the present step writes.
+    /// Starts tracking the placement of all blocks, if not started yet; `written` are the blocks that the current step
+    /// writes.
     pub(crate) fn track_moves(&mut self, null: bool, written: impl FnOnce(&Self) -> Vec<BlockId>) -> Result<()> {
         if self.tracker.is_none() {
             Tracker::require_memory(self.extent())?;
@@ -19,19 +20,19 @@ impl Pool {
         Ok(())
     }
 
-    /// What is known of moves, once something has asked for that.
+    /// The tracker, if tracking has started.
     #[inline]
     pub(crate) fn tracker(&self) -> Option<&Tracker> {
         self.tracker.as_deref()
     }
 
-    /// As [`Pool::tracker`], to be changed, and the blocks that it follows.
+    /// Like [`Pool::tracker`], mutable, with the blocks that it follows.
     #[inline]
     pub(crate) fn tracker_mut(&mut self) -> Option<(&mut Tracker, &[Block])> {
         Some((self.tracker.as_deref_mut()?, &self.blocks))
     }
 
-    /// Where the blocks lie, found again where that is not tracked.
+    /// The placement of the blocks, recomputed if it is not tracked.
     pub(crate) fn survey(&self, null: bool) -> Result<BlockMap> {
         memory::require(BlockMap::bytes(self.extent()))?;
         if let Some(tracker) = self.tracker() {
@@ -56,19 +57,19 @@ impl Pool {
         }
     }
 
-    /// Whether a block is the source of a move that still counts.
+    /// Whether a block is the source of a valid move.
     #[inline]
     pub(crate) fn is_moving(&self, block: BlockId) -> bool {
         self.tracker().is_some_and(|tracker| tracker.is_moving(block))
     }
 
-    /// Gives back the target of a move that counts no more.
+    /// Frees the target of a cancelled move.
     pub(crate) fn give_back(&mut self, to: BlockId) {
         self.end_lease(to, LeaseKind::Write);
     }
 
-    /// Ends a move that counts: the target takes over all that the source had, except its copy in another tier, which is
-    /// returned. The source is free.
+    /// Finishes a valid move: the target takes over the source's state, except its copy in another tier, which is
+    ///     returned. The source becomes free.
     pub(crate) fn finish_move(&mut self, from: BlockId, to: BlockId) -> Option<TierBlock> {
         let (mut source, mut target) = (self.block(from), self.block(to));
         let before = source;

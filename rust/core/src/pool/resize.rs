@@ -1,8 +1,8 @@
 //! Pools whose number of blocks changes while they are in use.
 //!
-//! Both growing and shrinking take effect at once: blocks beyond the new end are never given out again, and what is only
-//! cached there is dropped. Blocks in use there stay known until their last user goes. Until then, each of them that tables
-//! refer to counts as one free block less, so that the pool never uses more blocks than its new size.
+//! Both growing and shrinking take effect at once: blocks beyond the new end are never allocated again, and blocks only
+//! cached there are dropped. Blocks in use there stay until their last user is gone. Until then, each of them
+//! referenced by tables counts as one free block less, so that the pool never uses more blocks than its new size.
 
 use super::Pool;
 use crate::block::{Block, Membership};
@@ -22,20 +22,20 @@ pub(crate) struct Tail {
     end: usize,
 }
 
-/// As the number of a block; pools are smaller than that.
+/// An index as a block number; pools are small enough for it.
 pub(super) fn id(index: usize) -> u32 {
     u32::try_from(index).unwrap_or(u32::MAX)
 }
 
 impl Pool {
-    /// Blocks that nothing references or leases; cached ones that can be evicted count. One fewer for each block that is
-    /// still referenced beyond the end of a pool that has shrunk.
+    /// Number of blocks that are neither referenced nor leased, including evictable ones; minus one for each block
+    /// still referenced beyond the end of a shrunken pool.
     #[must_use]
     pub fn free(&self) -> usize {
         self.free_with(false, 0)
     }
 
-    /// Free blocks, and overlappable ones: device work that is ordered after their readers may have those.
+    /// Number of free and overlappable blocks; device work ordered after the readers may take the latter.
     #[must_use]
     pub fn available(&self) -> usize {
         self.free_with(true, 0)
@@ -47,8 +47,8 @@ impl Pool {
         (self.free.len() + self.evictable() + overlappable + more).saturating_sub(self.tail.live)
     }
 
-    /// Whether a first reference to a block that holds bytes leaves one block fewer to be given out. One that leases hold
-    /// is not to be given out as it is.
+    /// Whether the first reference to a block with contents leaves one available block fewer. A leased block is not
+    /// available in the first place.
     pub(crate) fn costs(&self, block: BlockId, overlappable_too: bool) -> bool {
         let now = self.block(block);
         match now.membership() {
@@ -58,12 +58,12 @@ impl Pool {
         }
     }
 
-    /// Free blocks that are not cached: taking them evicts nothing and waits for no reader.
+    /// Number of free blocks that are not cached: taking them evicts nothing and waits for no reader.
     pub(crate) fn uncached(&self) -> usize {
         self.free.len().saturating_sub(self.tail.live)
     }
 
-    /// What is still in use beyond the pool's end.
+    /// Blocks still in use beyond the pool's end.
     pub(crate) fn tail(&self) -> Tail {
         self.tail
     }
@@ -84,19 +84,19 @@ impl Pool {
         self.len - self.free.len() - self.evictable() + self.tail.live + self.tail.held
     }
 
-    /// Whether a block has no place in the pool any more.
+    /// Whether a block lies beyond the pool's end.
     #[inline]
     pub(crate) fn is_beyond(&self, block: BlockId) -> bool {
         block.index() >= self.len
     }
 
-    /// Whether a block is beyond the end and in no table: nothing may find it from now on.
+    /// Whether a block is beyond the end and in no table, so must no longer be found.
     #[inline]
     pub(super) fn is_stranded(&self, block: BlockId) -> bool {
         self.is_beyond(block) && !self.block(block).is_used()
     }
 
-    /// Forgets what such a block holds.
+    /// Forgets the contents of such a block.
     pub(super) fn drop_stranded(&mut self, block: BlockId) {
         if self.is_stranded(block) && self.block(block).is_published() {
             self.retire(block);
@@ -115,12 +115,12 @@ impl Pool {
         if blocks <= self.len {
             return Ok(());
         }
-        // A vector may get twice the room that it had.
+        // A vector may double its capacity.
         Self::require_memory(blocks.saturating_mul(2), self.is_caching())?;
         if self.tracker.is_some() { Tracker::require_memory(blocks.saturating_mul(2)) } else { Ok(()) }
     }
 
-    /// Gives the pool `blocks` blocks from now on, at most [`crate::block::MAX_BLOCKS`]. Copies of what is dropped are left in
+    /// Resizes the pool to `blocks` blocks, at most [`crate::block::MAX_BLOCKS`]. Copies of dropped blocks are left in
     /// [`Pool::take_orphans`].
     pub(crate) fn resize(&mut self, blocks: usize) {
         let former = std::mem::replace(&mut self.len, blocks);
@@ -197,7 +197,7 @@ impl Pool {
         self.len.max(self.blocks.len())
     }
 
-    /// What does not hold of the blocks beyond the end, or of all: the sets have no blocks but those of the pool.
+    /// Checks the blocks beyond the end, and that the sets contain only blocks of the pool.
     pub(crate) fn check_totals(&self) -> Option<String> {
         let (mut counted, mut sets) = (Tail::default(), [0; 4]);
         for (index, block) in self.blocks.iter().enumerate() {

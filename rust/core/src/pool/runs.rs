@@ -1,7 +1,7 @@
-//! Many blocks at once, as runs of neighbours: most sequences take theirs in one go, lowest ids first.
+//! Operations on runs of adjacent blocks: most sequences take theirs in one go, lowest ids first.
 //!
 //! Most blocks are private: one reference, and no lease, key or copy in another tier. A run of private blocks changes
-//! without a question for each block; other runs go block by block.
+//! without a check per block; other runs go block by block.
 
 use super::Pool;
 use crate::block::{Block, LeaseKind};
@@ -12,7 +12,7 @@ use std::ops::Range;
 /// Blocks that are read before the first of them is changed.
 const LOOK_AHEAD: usize = 64;
 
-/// The blocks as one run, if they are neighbours in rising order.
+/// The blocks as one run, if they are adjacent and ascending.
 #[inline]
 fn as_run(blocks: &[BlockId]) -> Option<Range<u32>> {
     let rising = blocks.windows(2).fold(true, |rising, pair| rising & (pair[0].0.wrapping_add(1) == pair[1].0));
@@ -29,7 +29,7 @@ impl Pool {
         blocks.iter().all(|&block| self.block(block).is_private())
     }
 
-    /// Drops one reference to each block, to the last one first. As [`Pool::release`].
+    /// Drops one reference to each block, last one first, like [`Pool::release`].
     pub(crate) fn release_all(&mut self, blocks: &[BlockId]) {
         for blocks in blocks.rchunks(LOOK_AHEAD) {
             let beyond = self.tail().live > 0 && blocks.iter().any(|&block| self.is_beyond(block));
@@ -54,7 +54,7 @@ impl Pool {
         }
     }
 
-    /// Gives free blocks their first reference, and a write lease if they are to be filled.
+    /// Gives free blocks their first reference, and a write lease if they will be filled.
     pub(super) fn open(&mut self, blocks: &[BlockId], filling: bool) {
         for blocks in blocks.chunks(LOOK_AHEAD) {
             if let Some(run) = as_run(blocks) {
@@ -74,7 +74,7 @@ impl Pool {
         black_box(blocks.iter().fold(0, |all, &block| all | self.block(block).refs()));
     }
 
-    /// Drops the references to private neighbours whose bytes a transfer reads: from now on its leases hold them.
+    /// Replaces the references to a private run by the leases of a transfer that reads it.
     pub(crate) fn depart(&mut self, run: Range<u32>, reads: LeaseKind) {
         let before = self.blocks[run.start as usize];
         Block::depart_run(&mut self.blocks[indices(&run)], reads);
@@ -82,7 +82,7 @@ impl Pool {
         self.moved_run(run, before);
     }
 
-    /// Ends a lease on each of some neighbours, on the last one first. As [`Pool::end_lease`].
+    /// Ends one lease on each block of a run, last one first, like [`Pool::end_lease`].
     pub(crate) fn end_leases(&mut self, run: Range<u32>, kind: LeaseKind) {
         let before = self.blocks[run.start as usize];
         let blocks = &mut self.blocks[indices(&run)];
@@ -133,7 +133,7 @@ mod tests {
         (pool, blocks)
     }
 
-    /// What can be seen of a pool, and the order of what it gives out next.
+    /// The observable state of a pool, and its allocation order.
     fn state(mut pool: Pool) -> impl PartialEq + std::fmt::Debug {
         let blocks = pool.blocks.clone();
         let (free, available) = (pool.free(), pool.available());

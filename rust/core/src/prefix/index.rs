@@ -1,23 +1,23 @@
-//! Key to block, for sharing: a table of 8-byte slots (tag, block) in buckets. The keys themselves lie by block id.
+//! Hash table from key to block: 8-byte slots (tag, block) in buckets. The keys themselves are stored by block id.
 
 use crate::hash::Key;
 use crate::id::BlockId;
 
-/// Words of a bucket, a cache line: slots, then how many keys came by here and went on for want of room.
+/// Words in a bucket, a cache line: slots, then a count of keys that overflowed to the next bucket.
 const BUCKET: usize = 8;
 const SLOTS: usize = BUCKET - 1;
-/// Blocks a bucket at most, if all are cached: seldom more than there are slots, for 21 bytes a block.
+/// Maximum average of blocks per bucket if all are cached: overflow is rare, at 21 bytes per block.
 const BLOCKS: usize = 3;
 
 /// Which block holds the bytes of a key.
 ///
-/// A slot is 0 if empty, else the key's tag and the block's id plus 1. All slots of a bucket are looked at without a
-/// branch, which would be mispredicted; and what is removed leaves nothing behind, so the table never has to be rebuilt.
+/// A slot is 0 if empty, else the key's tag and the block's id plus 1. All slots of a bucket are compared without
+/// branches, which would be mispredicted. Removal leaves no tombstones, so the table never has to be rebuilt.
 #[derive(Debug, Clone)]
 pub(crate) struct PrefixIndex {
-    /// Words, because those come from the system zeroed and untouched.
+    /// Words, because the system provides them zeroed and untouched.
     words: Vec<u64>,
-    /// Word of the first bucket, where a cache line begins.
+    /// Word of the first bucket, aligned to a cache line.
     first: usize,
     buckets: usize,
     /// By block id, as far as blocks have been published.
@@ -33,7 +33,7 @@ impl PrefixIndex {
         Self { words, first, buckets, keys: Vec::with_capacity(blocks), len: 0 }
     }
 
-    /// Makes room for `blocks` blocks; what is in the table stays.
+    /// Makes room for `blocks` blocks; existing entries stay.
     pub(crate) fn grow(&mut self, blocks: usize) {
         if blocks / BLOCKS < self.buckets {
             return;
@@ -58,7 +58,7 @@ impl PrefixIndex {
         self.keys.get(block.index())
     }
 
-    /// Reads where the search for a tag begins, ahead of a change, so that cache misses overlap.
+    /// Prefetches the first bucket of a tag, ahead of a change, so that cache misses overlap.
     #[inline]
     pub(crate) fn look_ahead(&self, tag: u32) -> u64 {
         self.words[self.word(self.home(tag))]
@@ -127,7 +127,7 @@ impl PrefixIndex {
         true
     }
 
-    /// Puts another block, which has no key, in the place of one with a key of that tag.
+    /// Replaces a block, whose key has that tag, by another block without a key.
     pub(crate) fn rename(&mut self, from: BlockId, to: BlockId, tag: u32) {
         let (mut at, wanted) = (self.home(tag), slot(from, tag));
         loop {
@@ -189,7 +189,7 @@ impl PrefixIndex {
     }
 }
 
-/// Which slots of a bucket are as asked, one bit a slot.
+/// Slots of a bucket that satisfy a predicate, one bit per slot.
 #[inline]
 fn mask(bucket: &[u64], is: impl Fn(u64) -> bool) -> u32 {
     bucket[..SLOTS].iter().enumerate().fold(0, |mask, (i, &slot)| mask | u32::from(is(slot)) << i)
@@ -232,7 +232,7 @@ mod tests {
         fn agrees_with_a_map(
             buckets in 4usize..9, ops in prop::collection::vec((any::<bool>(), 0u32..24), 0..400), spare in 24u32..2000,
         ) {
-            // With few buckets, many keys have to go on to the next.
+            // With few buckets, many keys overflow to the next.
             let mut index = PrefixIndex { buckets, ..PrefixIndex::new(24) };
             let mut model: HashMap<u32, BlockId> = HashMap::new();
             for (add, n) in ops {

@@ -1,5 +1,4 @@
-//! The prefix cache of one tier: which block holds the bytes of a key, which unused ones are evicted first, and which could
-//! be found until a moment ago.
+//! The prefix cache of one tier: maps keys to blocks, orders unused blocks for eviction, and records recent removals.
 //!
 //! Invariant: a key has one block and a block one key. Only blocks that the pool has parked can be evicted.
 
@@ -17,17 +16,17 @@ use evict::{Departure, Eviction, Policy, Quotas};
 use index::PrefixIndex;
 use std::hint::black_box;
 
-/// What a prompt finds a block by, and whose it is.
+/// The key of a cached block, and the tenant that owns it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CachedIdentity {
     pub(crate) key: Key,
-    /// Blocks of its prompt before it, as far as is known.
+    /// Number of blocks before it in its prompt, if known.
     pub(crate) depth: u32,
     /// Tenant with a quota that it belongs to, 0 for none.
     pub(crate) tenant: u16,
 }
 
-/// What publishing a block came to.
+/// Result of publishing a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Published {
     Now,
@@ -35,11 +34,11 @@ pub(crate) enum Published {
     Before,
     /// Another block has that key; nothing was changed.
     As(BlockId),
-    /// The block is beyond the end of a pool that has shrunk, and nothing uses it; nothing was changed.
+    /// The block is unused and beyond the end of a shrunken pool; nothing was changed.
     Beyond,
 }
 
-/// Keys and order of eviction of one tier's blocks.
+/// Keys and eviction order of one tier's blocks.
 #[derive(Debug, Clone)]
 pub(crate) struct PrefixCache {
     index: PrefixIndex,
@@ -67,12 +66,12 @@ impl PrefixCache {
         self.order.contains(block)
     }
 
-    /// Those blocks, first to go first.
+    /// Evictable blocks in eviction order.
     pub(crate) fn order(&self) -> Vec<BlockId> {
         self.order.order()
     }
 
-    /// The first `count` of them; with other policies than `lru` in time that rises with the pool.
+    /// The first `count` of them; for policies other than `lru`, the time grows with the pool.
     pub(crate) fn candidates(&self, count: usize) -> Vec<BlockId> {
         self.order.candidates(count)
     }
@@ -98,7 +97,7 @@ impl PrefixCache {
         self.index.key(block).and_then(|key| self.index.find(key)) == Some(block)
     }
 
-    /// Reads the memory that a change under these tags is going to need, so that cache misses overlap.
+    /// Prefetches the memory that a change under these tags will need, so that cache misses overlap.
     #[inline]
     pub(crate) fn prefetch(&self, tags: &[u32]) {
         black_box(tags.iter().fold(0, |all, &tag| all ^ self.index.look_ahead(tag)));
@@ -125,34 +124,34 @@ impl PrefixCache {
         self.order.publish(block, depth, key.tag());
     }
 
-    /// Forgets the key of a block, which leaves the order of eviction; `tag` is that of its key.
+    /// Forgets the key of a block and removes it from the eviction order; `tag` is its key's tag.
     pub(crate) fn remove(&mut self, block: BlockId, tag: u32) {
         self.index.remove(block, tag);
         self.order.remove(block, Departure::Gone);
     }
 
-    /// Reads the memory that giving out popped blocks with these tags is going to need, and lets the policy know.
+    /// Prefetches the memory needed to reallocate popped blocks with these tags, and informs the policy.
     #[inline]
     pub(crate) fn begin_eviction(&mut self, tags: &[u32]) {
         self.prefetch(tags);
         self.order.evicted(tags);
     }
 
-    /// Forgets the key of a block that has left the order of eviction and is given out again.
+    /// Forgets the key of a popped block that is being reallocated.
     #[inline]
     pub(crate) fn remove_evicted(&mut self, block: BlockId, tag: u32, has_copy: bool) {
         self.index.remove(block, tag);
         self.note_removal(block, Reason::Evicted, has_copy);
     }
 
-    /// Puts a block without a key in the place of another.
+    /// Replaces a block by another without a key.
     pub(crate) fn rename(&mut self, from: BlockId, to: BlockId, tag: u32, has_copy: bool) {
         self.index.rename(from, to, tag);
         self.order.relocate(from, to);
         self.note_removal(from, Reason::Moved, has_copy);
     }
 
-    /// Lets a block be evicted.
+    /// Makes a block evictable.
     #[inline]
     pub(crate) fn park(&mut self, block: BlockId) {
         self.order.insert(block);
@@ -170,29 +169,29 @@ impl PrefixCache {
         self.order.remove(block, Departure::Gone);
     }
 
-    /// Takes the first `count` blocks out of the order of eviction, or as many as there are.
+    /// Removes up to `count` blocks from the head of the eviction order.
     #[inline]
     pub(crate) fn pop_into(&mut self, count: usize, out: &mut Vec<BlockId>) {
         self.order.pop_into(count, out);
     }
 
-    /// Says that a sequence's blocks are released from now on, the last one first.
+    /// Begins the release of a sequence's blocks, last one first.
     pub(crate) fn begin_chain(&mut self) {
         self.order.begin_chain();
     }
 
-    /// Says that a block of the chain being released stays in use.
+    /// Reports that a block of the chain being released stays in use.
     #[inline]
     pub(crate) fn hold(&mut self, block: BlockId) {
         self.order.hold(block);
     }
 
-    /// Says that a user of a block wants it kept.
+    /// Raises the retention priority of a block.
     pub(crate) fn prioritise(&mut self, block: BlockId, priority: u8) {
         self.order.prioritise(block, priority);
     }
 
-    /// The pool has `blocks` blocks from now on.
+    /// Resizes to a pool of `blocks` blocks.
     pub(crate) fn resize(&mut self, blocks: usize) {
         self.index.grow(blocks);
         self.order.resize(blocks);
@@ -213,7 +212,7 @@ impl PrefixCache {
         self.order.quotas().map_or(0, |quotas| quotas.held(tenant))
     }
 
-    /// Makes a block that has just been published a tenant's.
+    /// Assigns a newly published block to a tenant.
     pub(crate) fn assign(&mut self, block: BlockId, tenant: u16) {
         if let Some(quotas) = self.order.quotas_mut() {
             quotas.assign(block, tenant);
@@ -225,32 +224,32 @@ impl PrefixCache {
         self.order.quotas().map_or(0, |quotas| quotas.owner(block))
     }
 
-    /// Takes a block of a tenant that is beyond its quota out of the order of eviction.
+    /// Removes a block of a tenant over its quota from the eviction order.
     pub(crate) fn pop_over_quota(&mut self) -> Option<BlockId> {
         self.order.quotas_mut().and_then(Quotas::pop_over)
     }
 
-    /// What contradicts the quotas.
+    /// Checks the quotas.
     pub(crate) fn check_quotas(&self) -> Option<String> {
         self.order.quotas().and_then(Quotas::check)
     }
 
-    /// Notes removals from now on, the last `capacity` of them.
+    /// Starts recording removals, the last `capacity` of them.
     pub(crate) fn note_removals(&mut self, capacity: usize) {
         self.removals = Some(Box::new(Ring::new(capacity)));
     }
 
-    /// Removals that wait, where they are noted.
+    /// Pending removals, if recorded.
     pub(crate) fn removals_mut(&mut self) -> Option<&mut Removals> {
         self.removals.as_deref_mut()
     }
 
-    /// As [`PrefixCache::removals_mut`], to be looked at.
+    /// Like [`PrefixCache::removals_mut`], read-only.
     pub(crate) fn removals(&self) -> Option<&Removals> {
         self.removals.as_deref()
     }
 
-    /// Notes that a block can no longer be found.
+    /// Records that a block can no longer be found.
     #[inline]
     pub(crate) fn note_removal(&mut self, block: BlockId, reason: Reason, has_copy: bool) {
         if let Some(removals) = &mut self.removals {

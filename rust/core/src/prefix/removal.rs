@@ -1,4 +1,4 @@
-//! Blocks that can no longer be found: a pool notes them until an event reports them.
+//! Blocks that can no longer be found: a pool records them until an event reports them.
 
 use crate::id::BlockId;
 use std::collections::VecDeque;
@@ -6,13 +6,13 @@ use std::collections::VecDeque;
 /// Why a block can no longer be found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reason {
-    /// It was given out again.
+    /// It was reallocated.
     Evicted,
     /// A transfer failed, and its bytes with it.
     Lost,
     /// It holds other tokens now.
     Replaced,
-    /// Its bytes lie in another block now. A `stored` event of that block follows, at once or when they have landed.
+    /// Its bytes are in another block now. A `stored` event for that block follows, at once or when they have landed.
     Moved,
 }
 
@@ -32,7 +32,7 @@ impl Reason {
     }
 }
 
-/// The newest of many items, numbered.
+/// A bounded queue of the newest items, numbered.
 #[derive(Debug, Clone)]
 pub(crate) struct Ring<T> {
     pub(crate) items: VecDeque<T>,
@@ -55,7 +55,7 @@ impl<T> Ring<T> {
         self.next += 1;
     }
 
-    /// Takes all items; how many were dropped before them since the last call, and they.
+    /// Takes all items; also returns how many were dropped before them since the last call.
     pub(crate) fn take_all(&mut self) -> (u64, impl Iterator<Item = T>) {
         let dropped = self.first();
         self.next = 0;
@@ -68,7 +68,8 @@ impl<T> Ring<T> {
     }
 }
 
-/// A block that was removed; its exported key is known until it is published again, before which it is gathered.
+/// A removed block; its exported key stays known until the block is published again, and removals are gathered before
+/// that.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Removal {
     pub(crate) block: BlockId,

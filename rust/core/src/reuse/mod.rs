@@ -1,4 +1,4 @@
-//! Which free block is taken next: the free-block generators, chosen by [`ReuseOrder`].
+//! Free-block generators, chosen by [`ReuseOrder`]: which free block is taken next.
 
 use crate::id::BlockId;
 use returned::Returned;
@@ -15,11 +15,11 @@ pub enum ReuseOrder {
     /// The lowest id first.
     #[default]
     Lowest,
-    /// Ids never used first, rising; then the block that came free first.
+    /// Unused ids first, ascending; then the block freed first.
     Fifo,
-    /// Ids never used first, rising; then the block whose last use ended first, transfers not counted as use.
+    /// Unused ids first, ascending; then the block whose last use ended first, not counting transfers.
     Lru,
-    /// The block that came free last; then ids never used, rising. For allocators of one tier, not for managers in Python.
+    /// The block freed last; then unused ids, ascending. For standalone allocators, not for managers in Python.
     Lifo,
 }
 
@@ -88,7 +88,7 @@ impl FreeBlocks {
         self.by_id.contains(block) || self.returned.as_ref().is_some_and(|returned| returned.contains(block))
     }
 
-    /// Removes a block wherever it stands. Returns whether it was free.
+    /// Removes a block from any position. Returns whether it was free.
     pub(crate) fn remove(&mut self, block: BlockId) -> bool {
         self.by_id.remove(block) || self.returned.as_mut().is_some_and(|returned| returned.remove(block))
     }
@@ -264,7 +264,7 @@ mod tests {
                         free.insert(BlockId(block));
                         back(&mut model, block);
                     }
-                    // What is leased comes back later; by last use its turn may have passed by then.
+                    // A leased block comes back later; in last-use order its turn may have passed by then.
                     3 if n < used.len() && order != ReuseOrder::Lru => {
                         let block = used.remove(n);
                         free.used(BlockId(block));

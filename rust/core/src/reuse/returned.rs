@@ -6,7 +6,7 @@ use crate::ring::Rings;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Free blocks that were used before, for the orders that depend on when.
+/// Previously used free blocks, for the orders that depend on time.
 #[derive(Debug, Clone)]
 pub(super) enum Returned {
     Fifo(Rings),
@@ -109,7 +109,7 @@ impl Returned {
 /// Blocks by the end of their last use; transfers may hold a block for longer.
 #[derive(Debug, Clone)]
 pub(super) struct ByLastUse {
-    /// Includes blocks that are not free: transfers hold them, or they were given out again.
+    /// Includes blocks that are not free: held by transfers or reallocated.
     uses: Rings,
     /// Free blocks whose turn came before they were free: these are taken first.
     overdue: VecDeque<BlockId>,

@@ -1,4 +1,4 @@
-//! Looking a set of block ids through from either end, and from any id on.
+//! Scans a set of block ids from either end or from any id.
 
 use super::set::{BlockSet, block_at, words};
 use crate::id::BlockId;
@@ -44,7 +44,7 @@ impl BlockSet {
         self.last_before(u32::MAX)
     }
 
-    /// Members among neighbours; those past the capacity are none.
+    /// Number of members in a run; ids past the capacity are not members.
     #[must_use]
     pub fn count(&self, run: Range<u32>) -> usize {
         let end = run.end.min(block_at(self.capacity).0);

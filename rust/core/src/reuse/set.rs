@@ -1,12 +1,13 @@
-//! A set of block ids kept as a hierarchical bitmap: insert, remove and find-lowest cost O(log64 n), and runs of neighbours
-//! go in and out by the word.
+//! A set of block ids kept as a hierarchical bitmap: insert, remove and find-lowest cost O(log64 n), and runs are
+//! inserted and removed by the word.
 
 use crate::id::BlockId;
 use std::ops::Range;
 
-/// A set of block ids that gives its lowest member first.
+/// A set of block ids that returns its lowest member first.
 ///
-/// Level 0 holds one bit a block; each further level one bit a word of the level below, set iff that word is not zero.
+/// Level 0 holds one bit per block; each further level one bit per word of the level below, set iff that word is not
+/// zero.
 #[derive(Debug, Clone)]
 pub struct BlockSet {
     pub(super) levels: Vec<Vec<u64>>,
@@ -226,7 +227,7 @@ fn members(i: usize, word: u64) -> impl Iterator<Item = BlockId> {
     words.map(move |word| block_at(i * 64 + word.trailing_zeros() as usize))
 }
 
-/// The level-0 words that neighbours lie in, and their bits there.
+/// The level-0 words of a run, and its bits in each.
 #[inline]
 pub(super) fn words(run: Range<u32>) -> impl Iterator<Item = (usize, u64)> {
     let run = run.start as usize..run.end as usize;

@@ -1,4 +1,4 @@
-//! The rule that has the most hits just now, found out by miniature caches.
+//! Picks the eviction rule with the most current hits, measured by miniature caches.
 
 use super::ghosts::Sample;
 use super::miniature::{Miniatures, SampledChain};
@@ -6,7 +6,7 @@ use super::segments::{EvictionRule, Segments};
 use super::{Departure, Evictor};
 use crate::id::BlockId;
 
-/// The rules that are tried; the first one until there is reason for another.
+/// The candidate rules; the first is used until another proves better.
 const RULES: [EvictionRule; 5] = [
     EvictionRule::Chances(10),
     EvictionRule::Once(717),
@@ -16,25 +16,25 @@ const RULES: [EvictionRule; 5] = [
 ];
 /// Blocks of the miniature cache of a large pool.
 const MANY_BLOCKS: usize = 512;
-/// In smaller pools one block in 28 is followed, which keeps the cost low, ...
+/// In smaller pools one block in 28 is sampled, which keeps the cost low, ...
 const SPARSE: usize = 28;
-/// ... but for pools of less than some times as many, in which a sample of them says little.
+/// ... except in pools below this multiple of it, where such a sample is too small.
 const DENSE_BLOCKS: usize = 800;
-/// Choices while a miniature cache follows as many blocks as it has.
+/// Number of choices while a miniature follows as many blocks as its size.
 const CHOICES: usize = 8;
-/// What a choice leaves of all counts, in 256: they halve in 7 choices, in which a miniature follows almost as many
-/// blocks as it has.
+/// Fraction of all counts that a choice keeps, in 256ths: they halve in 7 choices, in which a miniature follows almost
+/// as many blocks as its size.
 const REMAINING: u64 = 232;
-/// One hit, as it is counted: fractions remain of older ones.
+/// Weight of a new hit; older hits decay to fractions of it.
 const HIT: u64 = 256;
-/// One in 3 hits of [`EvictionRule::Keep`] does not count: what it keeps has no merit but to be there.
+/// One in 3 hits of [`EvictionRule::Keep`] does not count: the blocks it keeps are arbitrary.
 const MARGIN_OF_KEEP: u64 = 3;
 
-/// Hits of the miniature caches, of chains for which the rules differ; older ones count less.
+/// Hits of the miniature caches on chains for which the rules differ; older hits count less.
 #[derive(Debug, Clone, Default)]
 struct Scores {
     hits: [u64; RULES.len()],
-    /// Sum of squares of what one rule's hits differ from another's, a chain at a time.
+    /// Sum of squared differences between the hits of two rules, chain by chain.
     spread: [[u64; RULES.len()]; RULES.len()],
     /// Whether the rules' hits have differed since they last faded.
     have_differed: bool,
@@ -54,7 +54,7 @@ impl Scores {
         }
     }
 
-    /// Makes older hits count less, unless nothing new was learnt: of prompts that come round in a long loop, hits are rare.
+    /// Decays older hits, unless nothing new was learnt: prompts that repeat in a long loop have few hits.
     fn fade(&mut self) {
         if !std::mem::take(&mut self.have_differed) {
             return;
@@ -64,7 +64,7 @@ impl Scores {
         }
     }
 
-    /// The rule that has most hits by more than chance, compared with the present one.
+    /// The rule that beats the current one by more than chance.
     fn best(&self, current: usize) -> usize {
         let gain = |rule: usize| {
             let margin = if RULES[rule] == EvictionRule::Keep { self.hits[rule] / MARGIN_OF_KEEP } else { 0 };
@@ -77,26 +77,26 @@ impl Scores {
     }
 }
 
-/// A pool's blocks under one rule, and miniature caches that follow a sample of them under each.
+/// A pool's blocks under one rule, and a miniature cache per rule that follows a sample of them.
 #[derive(Debug, Clone)]
 pub(crate) struct Adaptive {
     segments: Segments,
     miniatures: Box<Miniatures<{ RULES.len() }>>,
-    /// Blocks of the pool that they stand for.
+    /// Size of the pool that the miniatures model.
     modelled: usize,
     scores: Box<Scores>,
-    /// One block in `one_in` is followed: those with the lowest tags.
+    /// One block in `one_in` is sampled: those with the lowest tags.
     one_in: u32,
     highest: u32,
-    /// Tags of the chains that were released since the last choice, as far as they are followed.
+    /// Sampled tags of the chains released since the last choice.
     tags: Vec<u32>,
     chains: Vec<SampledChain<{ RULES.len() }>>,
-    /// Blocks to follow between two choices.
+    /// Sampled blocks between two choices.
     between_choices: usize,
     current: usize,
 }
 
-/// Miniatures for a pool of `blocks` blocks, and how many blocks there are to each that is followed.
+/// Creates miniatures for a pool of `blocks` blocks; also returns the sampling interval.
 fn miniatures(blocks: usize) -> (Box<Miniatures<{ RULES.len() }>>, u32) {
     let dense = (blocks / 16).pow(2) / (DENSE_BLOCKS / 16).pow(2);
     let one_in = dense.min(SPARSE.max(blocks / MANY_BLOCKS)).max(1);
@@ -121,7 +121,7 @@ impl Adaptive {
         }
     }
 
-    /// Follows the chains that were released since the last choice, and makes a choice.
+    /// Feeds the chains released since the last choice to the miniatures, and chooses a rule.
     #[inline(never)]
     fn follow(&mut self) {
         self.miniatures.follow(&self.tags, &mut self.chains);
@@ -135,7 +135,7 @@ impl Adaptive {
         self.between_choices = (self.modelled / self.one_in as usize / CHOICES).max(1);
     }
 
-    /// Follows a block that is released, if it is one of the sample.
+    /// Records a released block, if it is sampled.
     #[inline]
     fn note(&mut self, tag: u32) {
         // 0 wraps to the highest.
@@ -199,7 +199,7 @@ impl Evictor for Adaptive {
         self.note(tag);
     }
 
-    /// The miniatures start again if they stand for a pool of quite another size.
+    /// Restarts the miniatures if the pool's size has changed a lot.
     fn resize(&mut self, blocks: usize) {
         self.segments.resize(blocks);
         if blocks.abs_diff(self.modelled) > self.modelled / 8 {

@@ -1,6 +1,6 @@
-//! What a policy let go, to know it when it comes back.
+//! Remembers evicted blocks, to recognize them when they come back.
 
-/// One place a tag, which holds 16 bits of it; a tag is forgotten when another takes its place.
+/// One slot per tag, which holds 16 bits of it; a tag is forgotten when another takes its slot.
 #[derive(Debug, Clone)]
 struct Ghosts(Vec<u16>);
 
@@ -30,22 +30,22 @@ impl Ghosts {
     }
 }
 
-/// What is remembered of a tag: other bits than those that decide its place, and never 0.
+/// The stored bits of a tag: not those that select its slot, and never 0.
 #[inline]
 fn mark(tag: u32) -> u16 {
     let [low, high, ..] = tag.wrapping_mul(0x9e37_79b1).rotate_left(16).to_le_bytes();
     u16::from_le_bytes([low, high]).max(1)
 }
 
-/// Places that the first cache of a core holds, beside other things: a pool that needs more of them remembers a sample. Of a
-/// chain that comes back that is enough: what is known of a block holds for all blocks before it.
+/// Slots that fit into a core's L1 cache besides other data; a pool that needs more remembers a sample. For a returning
+/// chain a sample suffices: knowledge of a block holds for all blocks before it.
 const PLACES_IN_FIRST_CACHE: usize = 12 << 10;
 /// At least one block in 4 is remembered.
 const MOST_SPARSE: u32 = 4;
-/// Tags that are looked at together.
+/// Tags processed together.
 const TOGETHER: usize = 128;
 
-/// A sample of the tags that a pool let go. Half of them are forgotten after .7 pools.
+/// A sample of evicted tags. Half of them are forgotten after 0.7 turnovers of the pool.
 #[derive(Debug, Clone)]
 pub(super) struct Sample {
     places: Ghosts,
@@ -59,19 +59,19 @@ impl Sample {
         Self { places: Ghosts::new(places), one_in }
     }
 
-    /// Of what a pool of `blocks` blocks lets go.
+    /// A sample for a pool of `blocks` blocks.
     pub(super) fn of_pool(blocks: usize) -> Self {
         let one_in = Self::one_in(blocks);
         Self::new(blocks.div_ceil(one_in as usize), one_in)
     }
 
-    /// One block in how many a pool of `blocks` blocks remembers.
+    /// Sampling interval for a pool of `blocks` blocks.
     pub(super) fn one_in(blocks: usize) -> u32 {
         let fits = |&one_in: &u32| blocks / one_in as usize <= PLACES_IN_FIRST_CACHE;
         [1, 2].into_iter().find(fits).unwrap_or(MOST_SPARSE)
     }
 
-    /// Whether a tag is one of those that are remembered.
+    /// Whether a tag is in the sample.
     #[inline]
     fn is_sampled(&self, tag: u32) -> bool {
         tag & (self.one_in - 1) == 0
@@ -86,7 +86,7 @@ impl Sample {
             return;
         }
         for tags in tags.chunks(TOGETHER) {
-            // First which ones, without a branch that would be mispredicted.
+            // Select them first, without a branch that would be mispredicted.
             let (mut sample, mut count) = ([0; TOGETHER], 0);
             for &tag in tags {
                 sample[count] = tag;
@@ -102,7 +102,7 @@ impl Sample {
     #[inline]
     pub(super) fn take(&mut self, tag: u32) -> bool {
         let is_sampled = self.is_sampled(tag);
-        // All tags that are not remembered look at one place, which is in the cache.
+        // All unsampled tags read the same slot, which is in the CPU cache.
         self.places.take(tag * u32::from(is_sampled)) & is_sampled
     }
 }

@@ -1,20 +1,20 @@
 //! Levels of retention that decay: a block of level `n` is kept as if it had become evictable `n` turnovers of the pool
-//! later. So every block is the next to go at some time, whatever its level.
+//! later. So every block is evicted eventually, whatever its level.
 //!
-//! Along a chain no block goes before one that needs it: chains are released from their ends, and a block's deadline is
-//! never before those of the blocks behind it.
+//! Along a chain no block is evicted before one that depends on it: chains are released from their ends, and a block's
+//! deadline is never before those of the blocks after it.
 
 use crate::id::BlockId;
 use crate::ring::Rings;
 
-/// Most insertions that one level may be worth, so that deadlines stay comparable.
+/// Maximum number of insertions per level, so that deadlines stay comparable.
 const MAX_CREDIT: usize = 1 << 26;
 
-/// Evictable blocks in one ring a level; the first to go is the one with the earliest deadline.
+/// Evictable blocks, one ring per level; the block with the earliest deadline is evicted first.
 #[derive(Debug, Clone)]
 pub(crate) struct Leveled {
     rings: Rings,
-    /// Deadline of the block's last insertion, or of what was released behind it while it was in use.
+    /// Deadline of the block's last insertion, or of blocks released after it in the chain while it was in use.
     deadlines: Vec<u32>,
     /// Latest deadline in the chain that is being released.
     floor: u32,
@@ -77,12 +77,12 @@ impl Leveled {
         self.rings.remove(block)
     }
 
-    /// The block's bytes are gone, and what was known of it.
+    /// Forgets a block whose bytes are gone.
     pub(crate) fn forget(&mut self, block: BlockId) {
         self.deadlines[block.index()] = self.now;
     }
 
-    /// Puts another block in the place of one.
+    /// Replaces a block by another.
     pub(crate) fn rename(&mut self, from: BlockId, to: BlockId) {
         self.rings.rename(from, to);
         self.deadlines[to.index()] = self.deadlines[from.index()];
@@ -96,7 +96,7 @@ impl Leveled {
             let ring = level as usize;
             if let Some(age) = self.rings.age(ring) {
                 let overdue = i64::from(age) - i64::from(level) * i64::from(self.credit);
-                // Of two with one deadline, that of the higher level came first.
+                // Of two with equal deadlines, the one of the higher level was inserted first.
                 if first.is_none_or(|(most, _)| overdue >= most) {
                     first = Some((overdue, ring));
                 }

@@ -1,5 +1,5 @@
-//! Small caches that follow the same sample of blocks, each under a rule of its own, to see how many hits each rule would
-//! have.
+//! Small caches that follow the same sample of blocks, each under its own rule, to measure how many hits each rule
+//! would have.
 //!
 //! Source: Waldspurger, Saemundsson, Ahmad and Park, "Cache modeling and optimization using miniature simulations",
 //! USENIX ATC 2017.
@@ -9,7 +9,7 @@ use super::segments::{EvictionRule, Segments};
 use crate::id::BlockId;
 use rustc_hash::FxHashMap;
 
-/// The followed blocks that some cache has: all caches have the same number for a tag.
+/// The sampled blocks that some cache has: all caches use the same number for a tag.
 #[derive(Debug, Clone, Default)]
 struct Followed {
     numbers: FxHashMap<u32, BlockId>,
@@ -32,7 +32,7 @@ impl Followed {
         })
     }
 
-    /// No cache has the block any more.
+    /// Removes a block that no cache has any longer.
     #[inline]
     fn remove(&mut self, number: BlockId) {
         let tag = std::mem::take(&mut self.tags[number.index()]);
@@ -51,7 +51,7 @@ pub(super) struct SampledChain<const RULES: usize> {
     pub(super) hits: [usize; RULES],
 }
 
-/// One cache a rule.
+/// One cache per rule.
 #[derive(Debug, Clone)]
 pub(super) struct Miniatures<const RULES: usize> {
     /// Blocks that each cache holds.
@@ -60,18 +60,18 @@ pub(super) struct Miniatures<const RULES: usize> {
     followed: Followed,
     /// Numbers of blocks that each cache has room for.
     room: usize,
-    /// Blocks that some cache let go or had no room for since they were last looked through.
+    /// Blocks that some cache evicted or rejected since the last sweep.
     gone: Vec<BlockId>,
-    /// What is needed while chains are followed: the blocks of all, those of one with the tags that a cache lacks, and tags
-    /// that a cache let go.
+    /// Scratch buffers: the blocks of all chains, the blocks and tags that a cache lacks of one chain, and evicted
+    ///     tags.
     used: Vec<BlockId>,
     chain: Vec<(BlockId, u32)>,
     former: Vec<u32>,
 }
 
 impl<const RULES: usize> Miniatures<RULES> {
-    /// The pool remembers `denser` times as many blocks of a chain, and knows the chain again as long as one of them is left.
-    /// So that a cache knows it as long, it remembers one pool more for each time that halves a chain's blocks.
+    /// The pool remembers `denser` times as many blocks of a chain, and recognizes the chain while any of them is left.
+    /// To recognize it for as long, a cache remembers one more turnover for each halving of a chain's blocks.
     pub(super) fn new(blocks: usize, rules: [EvictionRule; RULES], denser: usize) -> Self {
         let places = blocks * (1 + denser.max(1).ilog2() as usize);
         Self {
@@ -86,13 +86,13 @@ impl<const RULES: usize> Miniatures<RULES> {
         }
     }
 
-    /// Sequences have used blocks with these tags, the last one of each first.
+    /// Processes chains of used blocks by their tags, each with its last block first.
     pub(super) fn follow(&mut self, tags: &[u32], chains: &mut [SampledChain<RULES>]) {
         let mut used = std::mem::take(&mut self.used);
         used.clear();
         used.extend(tags.iter().map(|&tag| self.followed.number(tag)));
         self.make_room();
-        // One cache after the other, so that each is read once.
+        // Process one cache after the other, so that each is read once.
         for rule in 0..RULES {
             let mut start = 0;
             for SampledChain { end, hits } in &mut *chains {
@@ -108,7 +108,7 @@ impl<const RULES: usize> Miniatures<RULES> {
         }
     }
 
-    /// Makes room in each cache for the blocks that are followed, and for some more.
+    /// Makes room in each cache for the sampled blocks, and for some more.
     #[inline]
     fn make_room(&mut self) {
         let followed = self.followed.tags.len();
@@ -122,7 +122,7 @@ impl<const RULES: usize> Miniatures<RULES> {
     fn follow_one(&mut self, rule: usize, used: &[BlockId]) -> usize {
         let Self { followed, gone, chain, former, .. } = self;
         let cache = &mut self.caches[rule];
-        // The blocks that are there leave the order of eviction before others take room.
+        // Remove the blocks that hit from the eviction order before others take their room.
         let mut hits = 0;
         chain.clear();
         chain.extend(used.iter().rev().map(|&block| {

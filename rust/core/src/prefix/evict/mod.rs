@@ -1,6 +1,8 @@
-//! Which cached block goes first. Policies are chosen by name ([`Eviction`]), or brought along ([`Evictor`]).
+//! Eviction policies: which cached block is evicted first. Choose one by name ([`Eviction`]) or implement your own
+//! ([`Evictor`]).
 //!
-//! Chains of blocks are released from their ends, so that with every policy a block goes before the one that it needs.
+//! Chains of blocks are released from their ends, so that under every policy a block is evicted before the one that it
+//! depends on.
 
 mod adaptive;
 mod ghosts;
@@ -30,10 +32,10 @@ pub enum Departure {
     Gone,
 }
 
-/// A policy: keeps the blocks that can be evicted, and says which goes first.
+/// An eviction policy: holds the evictable blocks, and decides which is evicted first.
 ///
-/// A block is published, becomes evictable when its last user goes, is hit any number of times, and is popped or gone.
-/// What has been inserted and not been removed must be popped at some time, or the pool runs dry.
+/// A block is published, becomes evictable when its last user is gone, is hit any number of times, and is finally
+/// popped or removed. Every block that was inserted and not removed must be popped eventually, or the pool runs dry.
 ///
 /// ```
 /// use blockyard_core::{BlockId, Config, Departure, Eviction, Evictor, Manager, Policies};
@@ -80,41 +82,40 @@ pub trait Evictor: fmt::Debug + Send + Sync {
     /// Whether a block can be evicted.
     fn contains(&self, block: BlockId) -> bool;
 
-    /// Makes a block evictable that was not.
+    /// Adds a block to the evictable ones.
     fn insert(&mut self, block: BlockId);
 
-    /// A block, evictable or not, is used again or gone; returns whether it was evictable.
+    /// Removes a block, evictable or not, that is used again or gone; returns whether it was evictable.
     fn remove(&mut self, block: BlockId, departure: Departure) -> bool;
 
-    /// Takes out the block that goes first.
+    /// Removes the block to evict first.
     fn pop(&mut self) -> Option<BlockId>;
 
-    /// Appends the `count` blocks that go first to `out`, or as many as there are.
+    /// Removes up to `count` blocks to evict first and appends them to `out`.
     fn pop_into(&mut self, count: usize, out: &mut Vec<BlockId>) {
         out.extend(std::iter::from_fn(|| self.pop()).take(count));
     }
 
-    /// Blocks that were popped are given out again; each has 32 bits of the key that was its.
+    /// Popped blocks are reallocated; `tags` are 32 bits of their former keys.
     fn evicted(&mut self, _tags: &[u32]) {}
 
     /// A block can be found from now on: how many blocks its prompt has before it, and 32 bits of its key.
     fn publish(&mut self, _block: BlockId, _depth: u32, _tag: u32) {}
 
-    /// A sequence's blocks are released from now on, the last one first.
+    /// The release of a sequence's blocks begins, last one first.
     fn begin_chain(&mut self) {}
 
     /// A block of the chain that is being released stays in use.
     fn hold(&mut self, _block: BlockId) {}
 
-    /// A user of the block wants it kept; 0 to [`MAX_PRIORITY`].
+    /// A user of the block sets its retention priority, 0 to [`MAX_PRIORITY`].
     fn prioritise(&mut self, _block: BlockId, _priority: u8) {}
 
-    /// The pool has `blocks` blocks from now on; blocks beyond are evictable no more. Those that were there before keep
-    /// what is known of them.
+    /// The pool now has `blocks` blocks; blocks beyond are no longer evictable. Remaining blocks keep their state.
     fn resize(&mut self, _blocks: usize) {}
 
-    /// The bytes of a block, evictable or not, lie in another from now on, of which nothing is known: that takes its place.
-    /// Unless a policy does better, it takes the place of a block that has just become evictable.
+    /// The bytes of a block, evictable or not, have moved to another block without state, which replaces it. By default
+    /// the new block counts as just having become evictable.
     fn relocate(&mut self, from: BlockId, to: BlockId) {
         if self.remove(from, Departure::Gone) {
             self.insert(to);
@@ -130,17 +131,17 @@ pub trait Evictor: fmt::Debug + Send + Sync {
 pub enum Eviction {
     /// Least recently used first.
     Lru,
-    /// By the rule that has most hits just now, as miniature caches show.
+    /// By the rule with the most current hits, measured by miniature caches.
     #[default]
     Adaptive,
     /// By priorities that decay: each level is worth one turnover of the pool.
     Priority,
-    /// A policy of the caller's, made for a number of blocks.
+    /// The caller's policy, created for a number of blocks.
     Custom(fn(usize) -> Box<dyn Evictor>),
 }
 
 impl Eviction {
-    /// All that have names.
+    /// All named policies.
     pub const NAMED: [Self; 3] = [Self::Lru, Self::Adaptive, Self::Priority];
 
     /// The policy's name in messages and in Python.
@@ -174,11 +175,11 @@ pub(crate) enum Policy {
     Adaptive(Adaptive),
     Priority(Priority),
     Custom(Box<dyn Evictor>),
-    /// One of the others, under quotas.
+    /// Another policy under quotas.
     Quotas(Box<Quotas>),
 }
 
-/// Calls a method of whichever policy it is.
+/// Dispatches a method call to the policy.
 macro_rules! dispatch {
     ($policy:expr, $inner:ident => $call:expr) => {
         match $policy {
@@ -209,7 +210,7 @@ impl Policy {
         dispatch!(self, policy => policy.contains(block))
     }
 
-    /// Blocks that can be evicted, first to go first.
+    /// Evictable blocks in eviction order.
     pub(crate) fn order(&self) -> Vec<BlockId> {
         let mut order = Vec::with_capacity(self.len());
         match self {
@@ -220,7 +221,7 @@ impl Policy {
         order
     }
 
-    /// The first blocks in their order; those of policies other than `lru` are found in time that rises with the pool.
+    /// The first blocks in eviction order; for policies other than `lru`, the time grows with the pool.
     pub(crate) fn candidates(&self, count: usize) -> Vec<BlockId> {
         match self {
             Self::Lru(policy) => policy.iter().take(count).collect(),

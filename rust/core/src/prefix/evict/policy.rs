@@ -1,4 +1,4 @@
-//! The eviction policies that have names: which cached block goes first.
+//! The named eviction policies.
 
 use super::leveled::Leveled;
 use super::{Departure, Evictor, MAX_PRIORITY};
@@ -61,7 +61,7 @@ impl Evictor for Lru {
     }
 }
 
-/// The caller's priorities, as levels that decay.
+/// The caller's priorities, as decaying levels.
 #[derive(Debug, Clone)]
 pub(crate) struct Priority {
     levels: Leveled,

@@ -1,4 +1,4 @@
-//! A policy under quotas: what a tenant has beyond its quota goes before all else, its least recently used block first.
+//! A policy under quotas: blocks beyond a tenant's quota are evicted before all others, least recently used first.
 
 use super::{Departure, Evictor, Policy};
 use crate::id::BlockId;
@@ -8,12 +8,12 @@ use std::collections::BTreeSet;
 /// One tenant's evictable blocks.
 #[derive(Debug, Clone, Copy)]
 struct Tenant {
-    /// How many it may have.
+    /// Maximum number of blocks.
     quota: usize,
     held: usize,
 }
 
-/// Any other policy, and who owns its blocks. Tenants have numbers from 1; 0 is everyone without a quota.
+/// Another policy, and the tenants that own its blocks. Tenants are numbered from 1; 0 means no quota.
 #[derive(Debug, Clone)]
 pub(crate) struct Quotas {
     pub(super) inner: Policy,
@@ -53,7 +53,7 @@ impl Quotas {
         usize::from(tenant).checked_sub(1).and_then(|i| self.tenants.get(i)).map_or(0, |tenant| tenant.held)
     }
 
-    /// A block in use belongs to a tenant.
+    /// Assigns a block in use to a tenant.
     pub(crate) fn assign(&mut self, block: BlockId, tenant: u16) {
         debug_assert!(!self.contains(block), "an evictable block changes its owner");
         if usize::from(tenant) <= self.tenants.len() {
@@ -65,7 +65,7 @@ impl Quotas {
         self.owners[block.index()]
     }
 
-    /// Takes out a block of a tenant that has more than its quota.
+    /// Removes a block of a tenant that is over its quota.
     pub(crate) fn pop_over(&mut self) -> Option<BlockId> {
         let tenant = *self.over.first()?;
         let block = self.rings.pop(usize::from(tenant) - 1)?;
@@ -96,7 +96,7 @@ impl Quotas {
         }
     }
 
-    /// What does not hold.
+    /// Checks the state.
     pub(crate) fn check(&self) -> Option<String> {
         (1u16..).zip(&self.tenants).find_map(|(number, tenant)| {
             let blocks: Vec<_> = self.rings.iter(usize::from(number) - 1).collect();

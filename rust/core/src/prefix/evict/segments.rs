@@ -1,8 +1,9 @@
-//! Evictable blocks in three segments: probation, used once, used again; and the rules by which one goes first.
+//! Evictable blocks in three segments: probation, used once, used again; and the rules that pick the next to evict.
 //!
-//! Every rule works on the same segments, so that it can change at any time and nothing cached is lost. Along a chain a
-//! block is in the segment of those behind it, or in a later one, and each segment is in the order of release. So no block
-//! goes before one that needs it, as long as blocks of a later segment go only if no earlier one has an older block.
+//! Every rule works on the same segments, so that it can change at any time and nothing cached is lost. Along a chain,
+//! a block is in the same segment as the blocks after it or in a later one, and each segment is in release order. So no
+//! block is evicted before one that depends on it, as long as a block of a later segment is evicted only if no earlier
+//! segment has an older block.
 
 use super::ghosts::Sample;
 use crate::id::BlockId;
@@ -23,18 +24,18 @@ const TAG: u32 = !15;
 const KEPT_CHAINS: u32 = 256;
 /// The other chains may have one block in 16, ...
 const PROBATION_SHARE: usize = 16;
-/// ... but twice what the longest of late has, up to half of the pool.
+/// ... but at least twice the length of the longest recent chain, up to half of the pool.
 const PROBATION_CHAINS: usize = 2;
 
 /// Which block goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum EvictionRule {
-    /// The oldest of the blocks used once, as long as these are more than this share, in 1024ths.
+    /// Evicts the oldest of the blocks used once, while these are more than this share, in 1024ths.
     Once(u16),
-    /// As `Once`; and the oldest of the others stays once more for each further time that it was used.
+    /// Like `Once`; in addition, the oldest of the others gets another chance for each further use.
     Chances(u16),
-    /// New blocks, but for one chain in [`KEPT_CHAINS`]: what is there stays, even if prompts come round in a loop that
-    /// is longer than the pool.
+    /// Evicts new blocks, except for one chain in [`KEPT_CHAINS`]: existing blocks stay, even if prompts repeat in a
+    /// loop longer than the pool.
     Keep,
 }
 
@@ -53,7 +54,7 @@ pub(super) struct Segments {
     /// Segment of the chain's blocks that have no hits.
     fresh: u32,
     chains: u32,
-    /// Blocks of the longest chain of late.
+    /// Length of the longest recent chain, in blocks.
     longest: usize,
     /// Stamp before the first block of the chain that is being released.
     started: u32,
@@ -62,7 +63,7 @@ pub(super) struct Segments {
 }
 
 impl Segments {
-    /// For a pool of `blocks` blocks; `ghosts` remembers those that go.
+    /// Segments for a pool of `blocks` blocks; `ghosts` remembers evicted blocks.
     pub(super) fn new(blocks: usize, rule: EvictionRule, ghosts: Sample) -> Self {
         Self {
             rule,
@@ -99,17 +100,17 @@ impl Segments {
         self.fresh = if self.rule == EvictionRule::Keep && !is_kept { PROBATION } else { ONCE };
     }
 
-    /// A block of the chain stays in use; returns what is known of its tag.
+    /// Reports that a block of the chain stays in use; returns its note.
     #[inline]
     pub(super) fn hold(&mut self, block: BlockId) -> u32 {
         let note = &mut self.notes[block.index()];
-        // Later it may go to no lower segment than the blocks behind it.
+        // Later it may not go to a lower segment than the blocks after it.
         self.fresh = self.fresh.max(*note & SEGMENT);
         *note = (*note & TAG) | (*note & HITS).max(self.floor) | self.fresh;
         *note & TAG
     }
 
-    /// A block of the chain becomes evictable; returns what is known of its tag.
+    /// Makes a block of the chain evictable; returns its note.
     #[inline]
     pub(super) fn insert(&mut self, block: BlockId) -> u32 {
         let note = &mut self.notes[block.index()];
@@ -123,7 +124,7 @@ impl Segments {
         tag
     }
 
-    /// A block leaves the segments, or stays out of them; returns whether it was there.
+    /// Removes a block from the segments, if it is there; returns whether it was.
     #[inline]
     pub(super) fn remove(&mut self, block: BlockId, is_hit: bool) -> bool {
         let was = self.rings.remove(block);
@@ -143,7 +144,7 @@ impl Segments {
         self.notes[block.index()] = (tag & TAG) | if came_back { HIT } else { 0 };
     }
 
-    /// Blocks with these tags are given out again.
+    /// Blocks with these tags are reallocated.
     pub(super) fn evicted(&mut self, tags: &[u32]) {
         self.ghosts.insert(tags);
     }
@@ -168,14 +169,14 @@ impl Segments {
         }
     }
 
-    /// Whether the first block used again may stay if it has hits left: under [`EvictionRule::Chances`], and under any rule if a block
-    /// behind it has stayed, which may need it.
+    /// Whether the first block used again may stay if it has hits left: under [`EvictionRule::Chances`], and under any
+    /// rule if a block after it, which may depend on it, has stayed.
     fn next_has_chance(&mut self) -> bool {
         let age = self.rings.age(AGAIN as usize).unwrap_or(0);
         matches!(self.rule, EvictionRule::Chances(_)) || age >= self.rings.clock().wrapping_sub(self.stayed)
     }
 
-    /// Takes out the blocks that go first, or as many as there are.
+    /// Removes up to `count` blocks to evict first.
     pub(super) fn pop_into(&mut self, mut count: usize, out: &mut Vec<BlockId>) {
         while count > 0 {
             let (segment, most) = self.first();
@@ -195,7 +196,7 @@ impl Segments {
         }
     }
 
-    /// The segment whose first block goes first, and how many of its blocks go before others do.
+    /// The segment to evict from, and how many of its blocks precede those of other segments.
     fn first(&mut self) -> (u32, usize) {
         let [probation, once, again] = self.lens;
         if probation > 0 {
@@ -225,7 +226,7 @@ impl Segments {
     pub(super) fn resize(&mut self, blocks: usize) {
         if blocks > self.notes.len() {
             self.make_room(blocks);
-            // A tag's place depends on the size of the table.
+            // A tag's slot depends on the table size.
             self.ghosts = Sample::of_pool(blocks);
         }
         self.blocks = blocks;
