@@ -1,4 +1,5 @@
-//! Admission of prompts: the blocks that they take, for the question and for the verb, and what a prefix store may have of them.
+//! Admission of prompts: the blocks that they need, for both query and call, and the blocks to look up in a prefix
+//! store.
 
 use super::prompt::{Match, Prompt};
 use super::{Sequences, blocks_for};
@@ -17,13 +18,13 @@ impl Sequences {
     ) -> Result<Fit> {
         self.require_chunks(chunk)?;
         let found = [self.find_prefix(view, prompt, 1)?];
-        // All of the prompt, and all that one chunk of it needs at a time.
+        // All of the prompt, and what one chunk of it needs at a time.
         let blocks = |hits| {
             let missing = |chunk| self.missing(view, prompt, hits, chunk);
             missing(u32::MAX).max(missing(chunk)) + self.ahead(prompt, lookahead)
         };
         let request = Self::request_prompts(view, &found, blocks(found[0].hits));
-        // What is cached may be gone by then; a window needs less while it is there.
+        // Cached blocks may be gone by then; a window needs less while they are there.
         let held = found[0].blocks().filter(|&&block| !self.is_null(block)).count() + found[0].num_on_host();
         let request = Request { least: blocks(0).min(blocks(found[0].hits) + held), ..request };
         let fit = view.fit(request, self.watermark.blocks(), || Self::idle_blocks(view, &found));
@@ -31,8 +32,8 @@ impl Sequences {
         Ok(if passes { Fit { status: AllocStatus::Never, ..fit } } else { fit })
     }
 
-    /// What a batch of prompts takes of the device: `new` blocks, those that are loaded into, and found ones that are among
-    /// those to be given out. A block that is pinned, written to a store or offloaded is none of these.
+    /// What a batch of prompts takes of the device: `new` blocks, blocks to load into, and found blocks that are
+    /// currently available. Blocks that are pinned, written to a store or offloaded are not available.
     pub(super) fn request_prompts(view: View<'_>, matches: &[Match<'_>], new: usize) -> Request {
         let loads = view.blocks_to_load(matches.iter().flat_map(|found| &found.tail));
         let found = if let [one] = matches {
@@ -45,7 +46,7 @@ impl Sequences {
         Request::device(new + loads + found)
     }
 
-    /// Found blocks that nothing uses yet, rising.
+    /// Found blocks that nothing uses yet, ascending.
     pub(super) fn idle_blocks(view: View<'_>, matches: &[Match<'_>]) -> Vec<BlockId> {
         let idle = |block: &&BlockId| !view.tiers.device().block(**block).is_used();
         let mut blocks: Vec<BlockId> = matches.iter().flat_map(Match::blocks).filter(idle).copied().collect();
@@ -53,14 +54,14 @@ impl Sequences {
         blocks
     }
 
-    /// Blocks for slots behind a prompt.
+    /// Blocks for lookahead slots after a prompt.
     fn ahead(&self, prompt: &Prompt<'_>, lookahead: u32) -> usize {
         let tokens = prompt.tokens.len() as u64;
         let ahead = blocks_for(tokens + u64::from(lookahead), self.block_size) - blocks_for(tokens, self.block_size);
         ahead * self.groups.growing().len()
     }
 
-    /// What neither device nor host has of a prompt, up to `most` blocks. Nothing of several cache groups or of a window,
+    /// Blocks of a prompt that neither device nor host has, up to `most`. None with several cache groups or a window,
     /// whose blocks do not go to a prefix store.
     pub(crate) fn missing_blocks(&self, view: View<'_>, prompt: &Prompt<'_>, most: usize) -> Result<Wanted> {
         let (mut wanted, mut on_host) = (Wanted::default(), Vec::new());

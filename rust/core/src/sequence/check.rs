@@ -1,4 +1,4 @@
-//! Whether the sequences contradict themselves, or the tiers.
+//! Consistency checks of the sequences, by themselves and against the tiers.
 
 use super::{PrefixStats, Row, Sequences, blocks_for};
 use crate::group::Group;
@@ -18,7 +18,7 @@ impl Sequences {
         refs
     }
 
-    /// What does not hold of rows, of the counters, and of the tiers together.
+    /// Checks rows and counters, also against the tiers.
     pub(crate) fn check(&self, tiers: &Tiers) -> Result<(), String> {
         tiers.check_settings(self.groups.cross())?;
         let tenants = tiers.num_tenants();
@@ -71,11 +71,11 @@ impl Sequences {
         Ok(())
     }
 
-    /// What a row's table, keys and counts say of each other.
+    /// Checks a row's table, keys and counts against each other.
     fn check_entries(&self, tiers: &Tiers, sequence: SequenceId, row: &Row) -> Result<(), String> {
         let Some(&group) = self.groups.all().get(usize::from(row.group)) else { return Ok(()) };
         let (size, pool) = (self.block_size, tiers.pool(row.tier));
-        // A recurrent row also passes over states behind the first that it holds.
+        // A recurrent row also skips states after the first that it holds.
         let nulls = if group == Group::Recurrent { group.unneeded(row.len, size) } else { row.null_prefix as usize };
         if let Some(at) = (nulls..row.table.len()).find(|&at| self.is_null(row.table[at])) {
             return Err(format!("sequence {sequence} of {} tokens has no block at {at}", row.len));
@@ -107,7 +107,7 @@ impl Sequences {
         Ok(())
     }
 
-    /// What does not hold of the rows of one sequence, seen from one of them.
+    /// Checks the rows of one sequence, starting from one of them.
     fn check_group_tables(&self, sequence: SequenceId, row: &Row) -> Result<(), String> {
         let group = self.groups.all().get(usize::from(row.group));
         let Some(&group) = group else { return Err(format!("sequence {sequence} is of cache group {}", row.group)) };

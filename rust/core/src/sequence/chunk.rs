@@ -1,4 +1,4 @@
-//! Chunked prefill: how much of a prompt is put in next.
+//! Chunked prefill: how much of a prompt to add next.
 
 use super::Sequences;
 use crate::error::Result;
@@ -13,7 +13,7 @@ impl Sequences {
         Ok(self.chunk_end(view, row.len, known, budget) - row.len)
     }
 
-    /// Where a chunk of at most `budget` tokens ends that begins after the first `start` of `length`.
+    /// End of a chunk of at most `budget` tokens that begins after the first `start` of `length`.
     pub(super) fn chunk_end(&self, view: View<'_>, start: u32, length: u32, budget: u32) -> u32 {
         let end = length.min(start.saturating_add(budget));
         let last = end / self.block_size * self.block_size;
@@ -80,7 +80,7 @@ mod tests {
         for swapped in [false, true] {
             let mut manager = Manager::with_groups(config, Policies::default(), &[Group::Recurrent]).unwrap();
             let mut out = Vec::new();
-            // Nobody aligns these chunks: 6 tokens, then 3.
+            // These chunks are not aligned: 6 tokens, then 3.
             manager.allocate_prompts(&[Prompt { tokens: &tokens[..6], ..prompt }], &mut out).unwrap();
             let sequence = out[0].0;
             let step = |manager: &mut Manager| {
@@ -142,7 +142,7 @@ mod tests {
                 assert_eq!(published(apart, groups, 7).0, published(whole, groups, 0).0, "{apart:?} with lookahead");
             }
         }
-        // The state that an earlier step wrote is kept, also behind slots of a lookahead.
+        // The state that an earlier step wrote is kept, even before lookahead slots.
         assert_eq!(published(&[&[4], &[4, 4]], &[Group::Recurrent], 9).0[..4], [4, 4, 12, 12]);
     }
 

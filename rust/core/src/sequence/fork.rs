@@ -8,7 +8,7 @@ use crate::id::{SequenceId, TicketId, Tier};
 use crate::memory;
 use crate::transfer::{OpenStep, Request, View};
 
-/// Most block table entries that one fork may write.
+/// Maximum number of block table entries written by one fork.
 const MAX_FORKED: usize = 1 << 30;
 
 impl Sequences {
@@ -89,7 +89,7 @@ impl Sequences {
         Ok(children[0])
     }
 
-    /// Blocks that a row takes which shares the first `shared` tokens of another, and then has others.
+    /// Number of new blocks for a row that shares the first `shared` tokens of another and then diverges.
     pub(super) fn blocks_behind_prefix(
         &self,
         view: View<'_>,
@@ -100,12 +100,12 @@ impl Sequences {
         let (row, size) = (self.rows.at(member), self.block_size);
         let (group, kept) = (self.groups.get(row.group), (shared / size) as usize);
         let needed = group.unneeded(shared, size)..kept;
-        // A state in the middle of a row may be that of an earlier token than its block's last.
+        // A state in the middle of a row may belong to a token before its block's last.
         let state = group == Group::Recurrent && shared > 0 && shared != row.len;
         if group == Group::CrossAttention {
             return Ok(0);
         }
-        // A step writes a sequence's state at its end: too late for tokens of the same step that need it.
+        // A step writes a sequence's state at its end, too late for tokens of the same step that need it.
         if group == Group::Recurrent && shared > 0 && tokens > shared && row.written == view.transfers.open() {
             return Err(Error::Unwritten { sequence: member });
         }
@@ -156,7 +156,7 @@ impl Sequences {
 
     /// Fails unless there is memory for `count` forks of a sequence, whose rows are given.
     pub(super) fn require_forks(&self, view: View<'_>, members: &[SequenceId], count: u32) -> Result<()> {
-        /// What the system keeps for itself of each of a row's allocations, and a handle.
+        /// Allocator overhead of a row's allocations, plus a handle.
         const OVERHEAD: usize = 64;
         let (mut bytes, mut nulls) = (0, 0);
         for &member in members {
@@ -172,7 +172,7 @@ impl Sequences {
     }
 }
 
-/// A child's bytes are on their way as long as its parent's.
+/// A child's bytes are in flight as long as its parent's.
 fn inherit(child: &mut Row, parent: &Row, len: u32, written: TicketId) {
     child.len = len;
     child.written = written;

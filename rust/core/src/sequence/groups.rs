@@ -1,5 +1,5 @@
-//! Sequences with a block table in each cache group. Each table is a row of its own; the first group's row stands for the
-//! sequence, and the handles that callers have are its.
+//! Sequences with a block table in each cache group. Each table is a separate row; the first group's row represents the
+//! sequence, and callers' handles refer to it.
 
 use super::{Counts, Sequences, blocks_for};
 use crate::error::{Error, Result, invalid};
@@ -10,21 +10,21 @@ use crate::memory;
 use crate::transfer::{OpenStep, Request, View};
 use std::ops::Range;
 
-/// What a new sequence is going to need.
+/// What a new sequence will need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Demand {
     /// Its tokens.
     pub tokens: u32,
     /// Slots beyond them.
     pub lookahead: u32,
-    /// Tokens of its encoder, for a group of cross attention.
+    /// Tokens of its encoder, for a cross attention group.
     pub encoder_tokens: u32,
-    /// Most tokens that are put in at a time, where the prompt is computed in chunks; 0 for all at once.
+    /// Maximum tokens added at a time, if the prompt is computed in chunks; 0 for all at once.
     pub chunk: u32,
 }
 
 impl Sequences {
-    /// Whether prompts find copies on the host: those of several groups or of a window do not look there.
+    /// Whether prompts look for copies on the host: not with several groups or a window.
     pub(crate) fn finds_on_host(&self) -> bool {
         self.groups.is_single() && !self.groups.has_nulls()
     }
@@ -63,7 +63,7 @@ impl Sequences {
         self.rows_of(sequences, self.groups.all().len(), all)
     }
 
-    /// As [`Manager::members`], of the groups that grow.
+    /// Like [`Manager::members`], for the growing groups.
     pub(super) fn growing<'a>(
         &self,
         sequences: &'a [SequenceId],
@@ -101,10 +101,10 @@ impl Sequences {
         Ok(all)
     }
 
-    /// The rows of one sequence, where there are several groups.
+    /// The rows of one sequence, with several groups.
     ///
     /// # Errors
-    /// The sequence is unknown, or the handle is that of another group's row.
+    /// The sequence is unknown, or the handle belongs to another group's row.
     pub(super) fn group_tables(&self, sequence: SequenceId) -> Result<&[SequenceId]> {
         let group_tables = self.rows.get(sequence)?.group_tables.as_deref();
         group_tables.filter(|group_tables| group_tables[0] == sequence).ok_or(Error::UnknownSequence { sequence })
@@ -135,7 +135,7 @@ impl Sequences {
         }
     }
 
-    /// A step that computes sequences waits for their encoders' loads, too.
+    /// A step that computes sequences also waits for their encoders' loads.
     pub(super) fn await_encoders(&mut self, sequences: &[SequenceId]) {
         for &sequence in sequences {
             let row = self.rows.at(sequence);
@@ -182,7 +182,7 @@ impl Sequences {
         self.groups.has_nulls() && self.groups.get(self.rows.at(sequence).group) == Group::Recurrent
     }
 
-    /// Notes whether `count` tokens, put into a row of a recurrent group after the first `len`, begin a block.
+    /// Records whether `count` tokens, added to a row of a recurrent group after the first `len`, begin a block.
     #[inline]
     pub(super) fn note_begun(&mut self, sequence: SequenceId, len: u32, count: u32) {
         let end = u64::from(len) + u64::from(count);
@@ -194,7 +194,7 @@ impl Sequences {
         }
     }
 
-    /// Entries of a row that are left without a state when `count` tokens are put in.
+    /// Entries of a row left without a state when `count` tokens are added.
     #[inline]
     pub(super) fn passed_over(&self, sequence: SequenceId, count: u32) -> Range<usize> {
         if !self.is_recurrent(sequence) {
@@ -204,7 +204,7 @@ impl Sequences {
         Group::Recurrent.passed_over(row.len, count, row.table.len(), begun, self.block_size)
     }
 
-    /// Gives up the blocks of a row that are left without a state when `count` tokens are put in.
+    /// Frees the blocks of a row left without a state when `count` tokens are added.
     pub(super) fn pass(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, count: u32) {
         let (open, size) = (step.transfers.open(), u64::from(self.block_size));
         let passed = self.passed_over(sequence, count);
@@ -212,7 +212,8 @@ impl Sequences {
         let row = self.rows.at_mut(sequence);
         let len = u64::from(row.len);
         let leaves = len > 0 && (len + u64::from(count) - 1) / size > (len - 1) / size;
-        // A state that an earlier step wrote in the middle of a block stays there, and is not that of its last token.
+        // A state that an earlier step wrote in the middle of a block stays there; it is not the state of the block's
+        // last token.
         if leaves && !begun && (len % size > 0 || row.written == open) {
             row.published = row.published.max(row.len.div_ceil(self.block_size));
         }

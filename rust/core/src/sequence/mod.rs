@@ -1,5 +1,5 @@
-//! Sequences: their block tables, one a cache group, and the keys of their tokens. [`Manager`](crate::Manager) describes
-//! their verbs.
+//! Sequences: their block tables, one per cache group, and the keys of their tokens. [`Manager`](crate::Manager)
+//! documents their calls.
 //!
 //! Invariant: a row is writable beyond its length only if its last block is exclusive, unread and not moving.
 
@@ -42,8 +42,8 @@ pub(crate) struct Sequences {
     /// Device blocks that admission keeps free.
     watermark: Share,
     rows: SequenceRows,
-    /// Rows of recurrent groups that began the block of their last token in the open step: the step is yet to write the state
-    /// there.
+    /// Rows of recurrent groups that began the block of their last token in the open step, which has yet to write the
+    /// state there.
     begun: HashSet<SequenceId>,
     owners: Owners,
     stats: PrefixStats,
@@ -122,7 +122,7 @@ impl Sequences {
         self.stats
     }
 
-    /// The step has ended: what it has begun, it has written.
+    /// Ends the step: it has written the blocks that it began.
     pub(crate) fn end_step(&mut self) {
         self.begun = HashSet::new();
     }
@@ -161,7 +161,7 @@ impl Sequences {
         Ok(slots)
     }
 
-    /// A row whose device blocks the present step may read.
+    /// A row whose device blocks the current step may read.
     pub(crate) fn readable(&self, view: View<'_>, sequence: SequenceId) -> Result<&Row> {
         let row = self.rows.get(sequence)?;
         refuse_lost(sequence, row)?;
@@ -170,7 +170,7 @@ impl Sequences {
         Ok(row)
     }
 
-    /// The present step reads these rows: if it loads one of them, it waits for its loads.
+    /// Records that the current step reads these rows: if it loads one of them, it waits for its loads.
     pub(crate) fn note_reads(&self, transfers: &mut Transfers, mut sequences: impl Iterator<Item = SequenceId>) {
         let is_loaded = |sequence| self.rows.get(sequence).is_ok_and(|row| is_loaded_now(row, transfers));
         if transfers.is_loading() && sequences.any(is_loaded) {
@@ -178,7 +178,7 @@ impl Sequences {
         }
     }
 
-    /// A row whose blocks may be shown: not while they come beside compute.
+    /// A row whose blocks may be returned: not while they are being loaded in the background.
     pub(crate) fn shown(&self, view: View<'_>, sequence: SequenceId) -> Result<&Row> {
         let row = self.rows.get(sequence)?;
         if row.tier == Tier::Device && row.moving && view.transfers.is_prefetch(row.ticket) {
@@ -197,7 +197,7 @@ impl Sequences {
         for &sequence in sequences {
             let tier = self.rows.at(sequence).tier;
             self.begin_release(step, sequence);
-            // The last block goes first, so that a cached chain is evicted from its end.
+            // Release the last block first, so that a cached chain is evicted from its end.
             let table = self.rows.close(sequence);
             step.tiers.release_all(tier, &table);
         }
@@ -205,7 +205,7 @@ impl Sequences {
         Ok(())
     }
 
-    /// Marks the sequences that have one of the blocks: they can only be freed.
+    /// Marks the sequences that have one of the blocks as lost: they can only be freed.
     pub(crate) fn lose(&mut self, blocks: &HashSet<TierBlock>) -> Vec<SequenceId> {
         let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
         let whole =
@@ -289,8 +289,8 @@ impl Sequences {
         blocks_for(u64::from(tokens), self.block_size) - group.skipped(0, tokens, 0, self.block_size)
     }
 
-    /// Opens the row of a sequence of `tokens` tokens in one group, of which the blocks in `table` hold the first `held`;
-    /// the others are taken.
+    /// Opens the row of a sequence of `tokens` tokens in one group. The blocks in `table` hold the first `held`; takes
+    /// blocks for the rest.
     pub(super) fn open_row(
         &mut self,
         step: &mut OpenStep<'_>,
@@ -332,7 +332,7 @@ pub(crate) fn require_tier(sequence: SequenceId, row: &Row, wanted: Tier) -> Res
     if row.tier == wanted { Ok(()) } else { Err(Error::WrongTier { sequence, wanted, found: row.tier }) }
 }
 
-/// A load of the present step lands before its tokens are written; one of an earlier step must have landed.
+/// Loads of the current step land before its tokens are written; loads of earlier steps must have landed.
 fn refuse_loading(sequence: SequenceId, row: &Row, view: View<'_>) -> Result<()> {
     let transfers = view.transfers;
     if row.moving && row.ticket != transfers.open() && transfers.in_flight(row.ticket) {
@@ -341,7 +341,7 @@ fn refuse_loading(sequence: SequenceId, row: &Row, view: View<'_>) -> Result<()>
     Ok(())
 }
 
-/// The refusal of a row whose transfer has not ended.
+/// The error for a row whose transfer has not ended.
 #[cold]
 fn in_flight(sequence: SequenceId, row: &Row, view: View<'_>) -> Error {
     let pool = view.tiers.pool(row.tier);
@@ -349,7 +349,7 @@ fn in_flight(sequence: SequenceId, row: &Row, view: View<'_>) -> Error {
     Error::InFlight { sequence, ticket: row.ticket, blocks }
 }
 
-/// Whether the present step loads the row.
+/// Whether the current step loads the row.
 #[inline]
 fn is_loaded_now(row: &Row, transfers: &Transfers) -> bool {
     row.moving && row.ticket == transfers.open()
@@ -365,7 +365,7 @@ fn write_slots(row: &Row, first: u32, block_size: u32, out: &mut [i64]) {
         count_from(slot(row.table[index], offset), head);
     }
     for (slots, &block) in rest.chunks_mut(size).zip(row.table.iter().skip(index + 1)) {
-        // Of the usual size the loop is a few vector instructions.
+        // For the usual block size the loop compiles to a few vector instructions.
         match <&mut [i64; 16]>::try_from(&mut *slots) {
             Ok(slots) => count_from(slot(block, 0), slots),
             Err(_) => count_from(slot(block, 0), slots),
@@ -392,7 +392,7 @@ mod tests {
             let (mut manager, mut out) = (Manager::new(config).unwrap(), Vec::new());
             manager.allocate(&[size, size * 2], &mut out).unwrap();
             for _ in 0..3 {
-                // In turns, so that neither has neighbours only.
+                // Alternating, so that neither gets only adjacent blocks.
                 let slots = &mut vec![0; 2 * size as usize];
                 manager.append(&out, Counts::All(size), 0, slots).unwrap();
             }

@@ -1,4 +1,4 @@
-//! Which block table a device block is in. A note may be out of date: who uses one looks there first.
+//! Which block table a device block is in. An entry may be stale: verify it before use.
 
 use super::{Row, SequenceRows, Sequences, require_tier};
 use crate::error::Result;
@@ -8,7 +8,8 @@ use crate::pool::Pool;
 use crate::transfer::OpenStep;
 use std::cell::Cell;
 
-/// The table that a block was last known to be in, and where. All tables that share a block have it in the same place.
+/// The table that a block was last known to be in, and its index. All tables that share a block have it at the same
+/// index.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Owner {
     pub(crate) row: u32,
@@ -17,12 +18,12 @@ pub(crate) struct Owner {
 
 const UNKNOWN: Owner = Owner { row: u32::MAX, index: u32::MAX };
 
-/// By device block, its last known owner; empty until blocks are to move.
+/// Last known owner of each device block; empty until moves are used.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Owners(Vec<Owner>);
 
 impl Owners {
-    /// Whether owners are noted.
+    /// Whether owners are recorded.
     #[inline]
     pub(crate) fn are_noted(&self) -> bool {
         !self.0.is_empty()
@@ -33,12 +34,12 @@ impl Owners {
         memory::require_items::<Owner>(blocks.saturating_sub(self.0.len()))
     }
 
-    /// Notes the owners of at least `blocks` blocks from now on.
+    /// Records the owners of at least `blocks` blocks from now on.
     pub(crate) fn grow(&mut self, blocks: usize) {
         self.0.resize(blocks.max(self.0.len()), UNKNOWN);
     }
 
-    /// Notes which table blocks are in, from which entry on.
+    /// Records which table blocks are in, starting at which entry.
     #[inline]
     pub(crate) fn note(&mut self, row: u32, from: usize, blocks: &[BlockId]) {
         if self.are_noted() {
@@ -53,7 +54,7 @@ impl Owners {
         self.0.get(block.index()).copied().unwrap_or(UNKNOWN)
     }
 
-    /// All owners, to be corrected while they are read.
+    /// All owners, which readers may correct.
     pub(crate) fn cells(&mut self) -> &[Cell<Owner>] {
         Cell::from_mut(&mut self.0[..]).as_slice_of_cells()
     }
@@ -65,8 +66,8 @@ impl Sequences {
         self.rows.iter().filter(|(_, row)| row.tier == Tier::Device)
     }
 
-    /// Tables of some sequences, which must be on the device, or of all that are: those of all groups, without null blocks.
-    /// None if they are not `wanted`.
+    /// Tables of the named sequences, which must be on the device, or of all on the device, for all groups and without
+    /// null blocks. Empty unless `wanted`.
     pub(crate) fn device_tables(&self, named: Option<&[SequenceId]>, wanted: bool) -> Result<Vec<Vec<BlockId>>> {
         let mut all = Vec::new();
         let named = named.map(|named| self.members(named, &mut all)).transpose()?;
@@ -81,7 +82,7 @@ impl Sequences {
         })
     }
 
-    /// Notes owners, and tracks where the device's blocks lie, from now on.
+    /// Starts recording owners and tracking the placement of the device's blocks.
     pub(crate) fn track_owners(&mut self, step: &mut OpenStep<'_>) -> Result<()> {
         if self.owners.are_noted() {
             return Ok(());
@@ -106,12 +107,12 @@ impl Sequences {
         self.owners.get(block)
     }
 
-    /// All rows, and by device block its owner, to be corrected while it is read.
+    /// All rows, and the owner of each device block, which readers may correct.
     pub(crate) fn owners(&mut self) -> (&SequenceRows, &[Cell<Owner>]) {
         (&self.rows, self.owners.cells())
     }
 
-    /// Lets the next append to a block that is about to move ask the pool.
+    /// Makes the next append to a block that is about to move go through the pool.
     pub(crate) fn seal(&mut self, block: BlockId) {
         let (owner, size) = (self.owner(block), self.block_size);
         let (rows, _) = self.rows.entries();
@@ -122,7 +123,7 @@ impl Sequences {
         }
     }
 
-    /// Puts a block in place of another in the same entry of some tables.
+    /// Replaces a block by another in the same entry of some tables.
     pub(crate) fn replace(&mut self, from: BlockId, to: BlockId, rows: &[u32], index: usize) {
         let owner = self.owner(from);
         if self.owners.are_noted() {

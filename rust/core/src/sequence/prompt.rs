@@ -1,4 +1,4 @@
-//! The prefix cache: prompts share the blocks of earlier ones that began alike.
+//! The prefix cache: prompts share the blocks of earlier prompts with the same beginning.
 //!
 //! A block is found only once it is published, and published only once its tokens are computed and its bytes have landed.
 
@@ -14,7 +14,7 @@ use crate::prefix::{CachedIdentity, Published};
 use crate::transfer::{OpenStep, View};
 use std::borrow::Cow;
 
-/// Something besides tokens that decides the bytes of one block of a prompt.
+/// An input besides tokens that determines the bytes of one block of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockExtra<'a> {
     /// Index of the block in the prompt.
@@ -23,7 +23,7 @@ pub struct BlockExtra<'a> {
     pub extra: Extra<'a>,
 }
 
-/// A prompt to be admitted with whatever of it is cached.
+/// A prompt to admit, sharing its cached blocks.
 ///
 /// ```
 /// use blockyard_core::{Config, KeySpec, Manager, Prompt};
@@ -40,7 +40,7 @@ pub struct BlockExtra<'a> {
 /// manager.free(&[admitted[0].0])?;
 ///
 /// manager.allocate_prompts(&[prompt], &mut admitted)?;
-/// assert_eq!(admitted[1].1, 4); // the first block is found, two tokens are to be computed
+/// assert_eq!(admitted[1].1, 4); // the first block is found, two tokens must be computed
 /// # Ok(())
 /// # }
 /// ```
@@ -50,13 +50,13 @@ pub struct Prompt<'a> {
     pub tokens: &'a [u32],
     /// What its keys depend on besides its tokens.
     pub spec: KeySpec,
-    /// Extras, by rising block.
+    /// Extras, in ascending block order.
     pub extras: &'a [BlockExtra<'a>],
     /// The same prompt with its keys, see [`HashedPrompt::prompt`].
     pub hashed: Option<&'a HashedPrompt>,
 }
 
-/// A prompt whose tokens were hashed once, to be looked up and admitted any number of times.
+/// A prompt whose tokens were hashed once, for any number of lookups and admissions.
 #[derive(Clone, Debug)]
 pub struct HashedPrompt {
     tokens: Box<[u32]>,
@@ -75,7 +75,7 @@ impl HashedPrompt {
         Ok(Self { tokens: prompt.tokens.into(), spec: prompt.spec, block_size, keys })
     }
 
-    /// The prompt, as managers take it.
+    /// The prompt, in the form that managers accept.
     #[must_use]
     pub fn prompt(&self) -> Prompt<'_> {
         Prompt { tokens: &self.tokens, spec: self.spec, extras: &[], hashed: Some(self) }
@@ -88,8 +88,8 @@ impl HashedPrompt {
     }
 }
 
-/// Hashes the blocks of a prompt. `visit` gets each key but the last with the number of keys so far: one key behind the
-/// hashing, which takes so long that this costs nothing.
+/// Hashes the blocks of a prompt. `visit` is called with each key except the last and the number of keys so far, one
+/// key behind the hashing, whose latency hides its cost.
 fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)) -> Result<RowKeys> {
     let size = block_size as usize;
     let mut chain = Chain::new(&prompt.spec, block_size, 0);
@@ -135,7 +135,7 @@ fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)
 pub struct PrefixStats {
     /// Prompts that were admitted with their tokens.
     pub prompts: u64,
-    /// Their full blocks, and how many of those were found.
+    /// Their full blocks.
     pub blocks: u64,
     /// Full blocks that were found.
     pub hit_blocks: u64,
@@ -143,9 +143,9 @@ pub struct PrefixStats {
     pub tokens: u64,
     /// Tokens that need not be computed.
     pub hit_tokens: u64,
-    /// Blocks that turned out to be computed twice and were merged.
+    /// Blocks that were computed twice and merged.
     pub merged: u64,
-    /// Found blocks that were only on the host and had to be loaded.
+    /// Found blocks that were only on the host and were loaded.
     pub loaded: u64,
 }
 
@@ -162,7 +162,7 @@ impl PrefixStats {
         self.tokens - self.hit_tokens
     }
 
-    /// Every prompt's blocks are whole, and so are those found of it.
+    /// Checks that the counters are consistent with whole blocks.
     pub(super) fn holds(&self, block_size: u32) -> bool {
         let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged: _, loaded } = *self;
         let size = u128::from(block_size);
@@ -174,16 +174,16 @@ impl PrefixStats {
     }
 }
 
-/// What is cached of the start of a prompt.
+/// The cached part of a prompt's start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefixHit {
-    /// Tokens that need not be computed, whole blocks; the last token always is to be computed.
+    /// Tokens that need not be computed, in whole blocks; the last token must always be computed.
     pub tokens: u32,
     /// Blocks of them that only the host has.
     pub host_blocks: usize,
 }
 
-/// One prompt's keys, and the table of each group with the blocks found for the first of them.
+/// One prompt's keys, and each group's table of the blocks found for the leading ones.
 pub(super) struct Match<'a> {
     keys: Cow<'a, RowKeys>,
     /// Tenant with a quota that the prompt belongs to, 0 for none.
@@ -192,13 +192,13 @@ pub(super) struct Match<'a> {
     pub(super) hits: usize,
     /// The first group's table, and those of the others.
     found: Vec<BlockId>,
-    /// What comes after `found`, from the first block on that only the host has.
+    /// The found blocks after `found`, starting with the first that only the host has.
     pub(super) tail: Vec<Found>,
     others: Vec<Vec<BlockId>>,
 }
 
 impl Match<'_> {
-    /// Found blocks that the device has not.
+    /// Number of found blocks that are not on the device.
     pub(super) fn num_on_host(&self) -> usize {
         self.tail.iter().filter(|found| matches!(found, Found::Host(_))).count()
     }
@@ -291,7 +291,7 @@ impl Sequences {
             if let Some(&computed) = computed.and_then(|computed| computed.get(i)).filter(|&&n| n > row.len) {
                 return Err(invalid("number of computed tokens", computed, format!("at most {}", row.len)));
             }
-            // What all of them are going to publish is read first, so that cache misses overlap.
+            // First prefetch what all of them will publish, so that cache misses overlap.
             let keys = row.keys.as_ref().and_then(|keys| keys.keys.get(row.published as usize..));
             let end = computed.map_or(row.len, |computed| computed[i]) / self.block_size;
             for key in keys.unwrap_or_default().iter().take(end.saturating_sub(row.published) as usize) {
@@ -352,7 +352,7 @@ impl Sequences {
         Ok(tables.copied().filter(|&block| view.tiers.device().block(block).is_published()).collect())
     }
 
-    /// Device blocks that are cached for the start of a prompt, null blocks left out, and how many blocks that start has.
+    /// Device blocks cached for the start of a prompt, without null blocks, and the length of that start in blocks.
     pub(crate) fn cached_blocks(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<(Vec<BlockId>, usize)> {
         let found = self.find_prefix(view, prompt, 1)?;
         let tables = found.found.iter().chain(found.others.iter().flatten());
@@ -370,7 +370,7 @@ impl Sequences {
     }
 
     pub(super) fn find_prefix<'a>(&self, view: View<'_>, prompt: &Prompt<'a>, batch: usize) -> Result<Match<'a>> {
-        // Room for the whole table, which it becomes.
+        // Reserve room for the whole table, which it becomes.
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
         let alone = self.finds_on_host();
@@ -385,7 +385,7 @@ impl Sequences {
             })?),
         };
         let (hits, others) = if alone {
-            // While hashing, each block but the last was looked for, up to the first that is missing.
+            // Hashing already looked up each block except the last, up to the first missing one.
             let end = if prompt.hashed.is_some() || found.len() + 1 == limit { limit } else { found.len() };
             let rest = found.len()..end;
             found.extend(keys.keys[rest].iter().map_while(|key| view.tiers.device().find(key)));
@@ -398,14 +398,14 @@ impl Sequences {
         Ok(Match { keys, tenant: view.tiers.tenant_of(&prompt.spec), hits: hits + tail.len(), found, tail, others })
     }
 
-    /// Tokens that a prompt's sequence has once it is opened, of which the first `hits` blocks are cached.
+    /// Number of tokens in a prompt's sequence once it is opened, if its first `hits` blocks are cached.
     fn opened(&self, view: View<'_>, prompt: &Prompt<'_>, hits: usize, chunk: u32) -> (u32, u32) {
         let length = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
         let cached = u32::try_from(hits).unwrap_or(u32::MAX) * self.block_size;
         (cached, self.chunk_end(view, cached, length, chunk))
     }
 
-    /// Blocks that a prompt takes beyond the first `hits`, which are found.
+    /// Number of blocks that a prompt takes beyond the first `hits`, which were found.
     pub(super) fn missing(&self, view: View<'_>, prompt: &Prompt<'_>, hits: usize, chunk: u32) -> usize {
         let (cached, length) = self.opened(view, prompt, hits, chunk);
         let entries = blocks_for(u64::from(length), self.block_size) - hits;
@@ -413,7 +413,7 @@ impl Sequences {
         self.groups.growing().iter().map(|group| entries - skipped(group)).sum()
     }
 
-    /// Null entries that a prompt's tables get at most.
+    /// Maximum number of null entries in a prompt's tables.
     pub(super) fn passed(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match<'_>, chunk: u32) -> usize {
         let (_, length) = self.opened(view, prompt, found.hits, chunk);
         let leaving = self.groups.growing().iter().filter(|group| group.leaves_nulls()).count();
@@ -444,7 +444,7 @@ impl Sequences {
         let row = self.rows.at_mut(sequence);
         row.published = published;
         if !tail.is_empty() {
-            // The step that computes the row waits for its loads; until they have landed it is not moved elsewhere.
+            // The step that computes the row waits for its loads; the row does not move until they have landed.
             row.ticket = open;
             step.transfers.note_load_read();
         }
@@ -460,7 +460,7 @@ impl Sequences {
         (sequence, cached)
     }
 
-    /// Hashes tokens that a row got; a row that also got tokens unknown to the cache is no longer followed.
+    /// Hashes tokens added to a row; a row that also got tokens unknown to the cache is no longer followed.
     #[inline]
     fn extend_keys(&mut self, sequence: SequenceId, tokens: &[u32]) {
         let row = self.rows.at_mut(sequence);
@@ -469,8 +469,8 @@ impl Sequences {
             row.unfollow();
             return;
         }
-        // What is left of a prompt that is put in by chunks is known already, and nothing is noted of a row that is not
-        // followed: its `known` lies behind all tokens.
+        // The rest of a chunked prompt is already known, and a row that is not followed records nothing: its `known`
+        // lies after all tokens.
         for &token in tokens.get(known - before..).unwrap_or_default() {
             self.rows.push_token(sequence, token);
         }
@@ -508,7 +508,8 @@ impl Sequences {
             if row.keys.is_none() || now.is_empty() {
                 continue;
             }
-            // Forks could name the tokens of a block otherwise, and a block has one key: it is followed no further.
+            // Forks could give a block's tokens different ids, and a block has one key, so the row is no longer
+            // followed.
             let first = row.known as usize;
             let blocks = &row.table[first / size..(first + now.len()).div_ceil(size)];
             if blocks.iter().any(|&block| view.tiers.pool(row.tier).refs(block) > 1) {
@@ -522,10 +523,10 @@ impl Sequences {
         Ok(())
     }
 
-    /// Publishes what has landed of one row on the device, and is computed.
+    /// Publishes the blocks of one row on the device that have landed and are computed.
     fn publish_row(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, computed: u32) {
         let row = self.rows.at_mut(sequence);
-        // What its blocks were loaded or copied from may yet turn out to be lost, and all computed from it too.
+        // The sources of its blocks may still turn out to be lost, and with them everything computed from them.
         if row.tier != Tier::Device || row.lost || !step.transfers.is_settled(row.ticket) {
             return;
         }
@@ -549,7 +550,7 @@ impl Sequences {
                     step.tiers.claim((Tier::Device, canonical));
                     row.table.replace(at, canonical);
                     step.tiers.release((Tier::Device, block));
-                    // Where others still use the block given up, there is one more in use.
+                    // If others still use the replaced block, one more block is in use.
                     step.tiers.note_peak();
                     self.stats.merged += 1;
                 }
@@ -560,7 +561,7 @@ impl Sequences {
     }
 }
 
-/// What the event says of the block that a row publishes.
+/// The event data of a block that a row publishes.
 fn publication(keys: &RowKeys, at: usize, block: BlockId, group: u8, block_size: u32) -> Option<Publication> {
     let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, block_size));
     let key = keys.chain_at(at, block_size)?;

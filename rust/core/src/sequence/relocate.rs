@@ -1,4 +1,4 @@
-//! Moving whole sequences between tiers: swap out and swap in. Sequences that share blocks go on sharing.
+//! Moving whole sequences between tiers: swap out and swap in. Sequences that share blocks keep sharing them.
 
 use super::append::{copied, end_of};
 use super::{Sequences, blocks_for, in_flight, refuse_lost, require_tier};
@@ -10,15 +10,15 @@ use crate::group::Group;
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::transfer::{OpenStep, Request, View};
 
-/// From where to where, and what follows from it.
+/// Source and target of a move, and their consequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Route {
     from: Tier,
     to: Tier,
     kind: Kind,
-    /// Lease on what is read: device blocks are read ahead of the step's writes.
+    /// Kind of lease on source blocks: device blocks are read before the step's writes.
     reads: LeaseKind,
-    /// Whether what is written may be a block that device work of the same step still reads.
+    /// Whether a target block may be one that device work of the same step still reads.
     takes_overlappable: bool,
 }
 
@@ -30,12 +30,12 @@ impl Route {
     }
 }
 
-/// What a batch takes of the tier that it moves to.
+/// What a batch takes of its target tier.
 struct Plan {
     request: Request,
     /// Blocks to be filled.
     new: usize,
-    /// Blocks there that nothing uses, and that hold the same bytes already.
+    /// Unused blocks there that already hold the same bytes.
     found: Vec<BlockId>,
 }
 
@@ -63,7 +63,7 @@ impl Sequences {
             Err(error) => return Self::unmovable(view, to, error),
         };
         let moved = view.fit(request, 0, || found.clone());
-        // The tokens may have blocks that device work still reads; what comes from the external tier may not.
+        // New tokens may use blocks that device work still reads; loads from the external tier may not.
         let blocks = new + view.cost(to, &found, true) + appended;
         let all = Request { blocks, least: request.least + least, overlappable: true, ..request };
         let fit = view.fit(all, self.watermark.blocks(), || found);
@@ -89,7 +89,7 @@ impl Sequences {
         Err(Error::WrongTier { sequence, wanted, found: from })
     }
 
-    /// Whether sequences can move and the tier has room; no watermark is kept.
+    /// Whether sequences can move and the tier has room, ignoring the watermark.
     fn room(&mut self, view: View<'_>, sequences: &[SequenceId], to: Tier, route: Result<Route>) -> Result<Fit> {
         match route.and_then(|route| self.plan(view, sequences, route)) {
             Ok(Plan { request, found, .. }) => Ok(view.fit(request, 0, || found)),
@@ -97,7 +97,7 @@ impl Sequences {
         }
     }
 
-    /// Sequences that cannot move as they are: those in flight, unwritten or read too often can later, others never.
+    /// The answer for sequences that cannot move now: if in flight, unwritten or leased too often, later; else never.
     fn unmovable(view: View<'_>, to: Tier, error: Error) -> Result<Fit> {
         let status = match error {
             Error::InFlight { .. } | Error::Unwritten { .. } | Error::TooManyLeases { .. } => AllocStatus::Later,
@@ -107,8 +107,8 @@ impl Sequences {
         Ok(Fit { status, blocks: 0, free: view.tiers.pool(to).free() })
     }
 
-    /// After [`Sequences::plan`]: blocks beyond those moved that returning rows take for their next tokens, new ones and
-    /// copies of shared ones; and how many of these they take of an empty tier.
+    /// After [`Sequences::plan`]: blocks that returning rows take for their next tokens, new ones and copies of shared
+    /// ones, in addition to those moved; and how many of these an empty tier would need.
     fn next_tokens(
         &self,
         view: View<'_>,
@@ -143,13 +143,14 @@ impl Sequences {
         Ok([new + copies, new + least])
     }
 
-    /// Rows of the batch of the last [`Sequences::plan`] that have tokens in a block.
+    /// Number of rows in the last [`Sequences::plan`] that have tokens in a block.
     fn users(&self, block: BlockId) -> usize {
         let at = |end: bool| self.scratch.partition_point(|&other| other < block || (end && other == block));
         (at(true) - at(false)).max(1)
     }
 
-    /// Checks a batch and finds the distinct blocks that it needs in the other tier. Which rows have theirs alone is noted.
+    /// Checks a batch and finds the distinct blocks that it needs in the other tier. Records which rows have private
+    /// blocks.
     fn plan(&mut self, view: View<'_>, sequences: &[SequenceId], route: Route) -> Result<Plan> {
         let mut all = Vec::new();
         let sequences = self.members(sequences, &mut all)?;
@@ -177,7 +178,7 @@ impl Sequences {
         plan
     }
 
-    /// As [`Sequences::plan`], of `alone` blocks that one row has alone, and of others.
+    /// Like [`Sequences::plan`], for `alone` private blocks and others.
     fn plan_shared(&self, view: View<'_>, sources: &[BlockId], alone: usize, route: Route) -> Result<Plan> {
         let (from, to) = (view.tiers.pool(route.from), view.tiers.pool(route.to));
         let (mut new, mut held, mut found) = (alone, alone, Vec::new());
@@ -197,7 +198,7 @@ impl Sequences {
         Ok(Plan { request, new, found })
     }
 
-    /// Checks one row and appends its blocks that have tokens, or returns their number if all are its alone.
+    /// Checks one row and appends its blocks that have tokens, or returns their number if all are private.
     fn sources(&self, view: View<'_>, sequence: SequenceId, route: Route, sources: &mut Vec<BlockId>) -> Result<usize> {
         let row = self.rows.at(sequence);
         refuse_lost(sequence, row)?;
@@ -212,7 +213,7 @@ impl Sequences {
         if view.tiers.pool(route.from).are_private(&row.table[..held]) {
             return Ok(held);
         }
-        // A tier without blocks has no null block either, and takes none.
+        // An empty tier has no null block, and takes none.
         let to = view.tiers.pool(route.to);
         for &block in row.table[..held].iter().filter(|&&block| !self.is_null(block) || !to.block(block).is_used()) {
             if view.tiers.pool(route.from).block(block).is_filling() {
@@ -223,8 +224,8 @@ impl Sequences {
         Ok(0)
     }
 
-    /// The block that already holds the same bytes in the other tier, or will within this step. A link outlives its call
-    /// only between full blocks that are not written any more, so a row that uses but a part of one may share it, too.
+    /// The block that already holds the same bytes in the other tier, or will within this step. A link outlives its
+    /// call only between full blocks that are no longer written, so a row that uses only part of one may share it too.
     fn shareable(&self, view: View<'_>, block: BlockId, route: Route) -> Option<BlockId> {
         if self.is_null(block) {
             return Some(block);
@@ -248,7 +249,7 @@ impl Sequences {
         let mut all = Vec::new();
         let sequences = self.members(sequences, &mut all)?;
         step.view().require(request, || found.clone())?;
-        // Making room does not evict what the rows will share.
+        // Making room must not evict blocks that the rows will share.
         for &copy in &found {
             step.tiers.claim((route.to, copy));
         }
@@ -280,7 +281,7 @@ impl Sequences {
         Ok(())
     }
 
-    /// Rows that found all their blocks in the tier that they moved to have nothing to wait for.
+    /// Rows that found all their blocks in the target tier have nothing to wait for.
     fn settle_found(&mut self, step: &OpenStep<'_>, sequences: &[SequenceId], tier: Tier) {
         let pool = step.tiers.pool(tier);
         let comes = |&sequence| self.rows.at(sequence).table.iter().any(|&block| pool.block(block).is_filling());
@@ -294,8 +295,8 @@ impl Sequences {
         }
     }
 
-    /// Moves one row. Blocks that others share are linked to their copies, so that those find them; a partly filled one
-    /// only for the rest of this call, since its owners may write on.
+    /// Moves one row. Shared blocks are linked to their copies so that the other rows find them; a partial block only
+    /// for the rest of this call, since its owners may append to it.
     fn relocate_row(
         &mut self,
         step: &mut OpenStep<'_>,
@@ -346,7 +347,7 @@ impl Sequences {
         self.arrive(step, sequence, route.to, table);
     }
 
-    /// Takes a row's table out of it; blocks without tokens are released, they hold nothing to be moved.
+    /// Takes a row's table; releases blocks without tokens, which hold nothing to move.
     fn take_filled(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, tier: Tier) -> Vec<BlockId> {
         let row = self.rows.at_mut(sequence);
         let held = blocks_for(u64::from(row.len), self.block_size);
@@ -357,7 +358,7 @@ impl Sequences {
         table
     }
 
-    /// Gives a row its table in the tier that it has moved to under the present step's ticket.
+    /// Gives a row its table in the target tier, under the current step's ticket.
     fn arrive(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, tier: Tier, table: Vec<BlockId>) {
         let (open, size) = (step.transfers.open(), self.block_size);
         let row = self.rows.at_mut(sequence);
@@ -370,7 +371,7 @@ impl Sequences {
         row.ticket = open;
         row.moving = true;
         row.writable = 0;
-        // Of the states that a row has only its last is known to be that of a block's last token.
+        // Only a row's last state is known to be that of its block's last token.
         row.published = if recurrent { row.len.saturating_sub(1) / size } else { 0 };
     }
 }

@@ -1,4 +1,4 @@
-//! How long sequences want their blocks to be kept once they have gone: priorities for the eviction policy.
+//! Retention priorities: how long a freed sequence's blocks should stay cached.
 
 use super::Sequences;
 use crate::error::{Result, invalid};
@@ -22,7 +22,7 @@ impl Sequences {
         Ok(())
     }
 
-    /// Tells the policy that a sequence's blocks are released from now on.
+    /// Begins the release of a sequence's blocks in the policy.
     pub(super) fn begin_release(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId) {
         let row = self.rows.at(sequence);
         let is_kept = row.priority > 0 && row.tier == Tier::Device;

@@ -1,4 +1,4 @@
-//! Truncation: the last tokens of a sequence are given up, such as those that a speculative decoder has rejected.
+//! Truncation: drops the last tokens of a sequence, such as those rejected by a speculative decoder.
 
 use super::table::Row;
 use super::{Sequences, blocks_for, refuse_lost};
@@ -15,7 +15,7 @@ impl Sequences {
             let must = format!("at most {}, those of sequence {sequence}", row.len);
             return Err(invalid("number of tokens to keep", tokens, must));
         }
-        // Their slots would be written by this step, but could be given to others in it.
+        // This step would write their slots, but could also reallocate them.
         if row.written == step.transfers.open() {
             return Err(Error::Unwritten { sequence });
         }
@@ -46,7 +46,7 @@ impl Sequences {
         step.tiers.release_all(tier, &cut);
     }
 
-    /// Fails if a row has given back what tokens after the first `tokens` need.
+    /// Fails if a row has freed blocks that tokens after the first `tokens` need.
     fn refuse_gone(&self, sequence: SequenceId, tokens: u32) -> Result<()> {
         let row = self.rows.at(sequence);
         let group = self.groups.get(row.group);
@@ -61,8 +61,8 @@ impl Sequences {
     }
 }
 
-/// Forgets the keys of tokens that are gone. The last full block can be opened again; a row that is cut further back is
-/// published no further.
+/// Drops the keys of removed tokens. The last full block can be reopened; a row truncated further back is no longer
+/// published.
 fn cut_keys(row: &mut Row, tokens: u32, size: u32) {
     let Some(keys) = &mut row.keys else { return };
     let full = (tokens / size) as usize;
@@ -73,6 +73,6 @@ fn cut_keys(row: &mut Row, tokens: u32, size: u32) {
         keys.chain = before;
         keys.keys.truncate(full);
     }
-    // Behind the keys there may be tokens whose ids are not known yet.
+    // Tokens after the keys may not have known ids yet.
     row.known = row.known.min(tokens);
 }

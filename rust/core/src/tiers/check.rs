@@ -1,4 +1,4 @@
-//! Whether the tiers contradict themselves, or the references and leases that were counted from outside.
+//! Consistency checks of the tiers, by themselves and against externally counted references and leases.
 
 use super::Tiers;
 use crate::block::Leases;
@@ -47,7 +47,7 @@ impl Tiers {
         }
     }
 
-    /// Checks the tiers together: which of them are caches, who has quotas, and what the events say.
+    /// Checks the tiers together: which are caches, which tenants have quotas, and the events.
     pub(crate) fn check_settings(&self, cross: bool) -> Result<(), String> {
         let [device, host, external] = &self.pools;
         let odd = (host.is_caching() || cross) && host.is_caching() != device.is_caching();

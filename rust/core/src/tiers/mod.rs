@@ -1,7 +1,7 @@
-//! The blocks of all tiers: copies of one tier's bytes in another, what prompts can find, and the events about it.
+//! The blocks of all tiers: copies between tiers, the blocks that prompts can find, and events about them.
 //!
-//! Invariant: tier copies are mutual, whatever ends the bytes of a block unlinks its copy, and every block that can be found
-//! was published by an event. Nobody above holds a pool to change.
+//! Invariant: tier copies are mutual, anything that ends a block's bytes unlinks its copy, and every findable block was
+//! published by an event. No other component has mutable access to a pool.
 
 mod check;
 mod quota;
@@ -30,16 +30,16 @@ pub(crate) struct Tiers {
     /// With a prefix store: blocks to write to it.
     write_queue: Option<Box<StoreWriteQueue>>,
     tenants: Tenants,
-    /// Most cached device blocks that a step copies to the host unasked.
+    /// Maximum number of cached device blocks that a step copies to the host on its own.
     host_copies_per_step: u32,
     /// Token slots in a block.
     block_size: u32,
-    /// Whether block 0 of each tier stands for what is not there.
+    /// Whether block 0 of each tier is the null block.
     null: bool,
 }
 
 impl Tiers {
-    /// Pools of `blocks` blocks; with `null`, block 0 of each is taken for good.
+    /// Pools of `blocks` blocks; with `null`, block 0 of each is permanently taken.
     ///
     /// # Errors
     /// More blocks than a tier can have, or than there is memory for.
@@ -136,8 +136,8 @@ impl Tiers {
         self.unlink_orphans(tier);
     }
 
-    /// Says that a sequence's blocks are released from now on, the last one first; `blocks` are those on the device that it
-    /// wants kept.
+    /// Begins the release of a sequence's blocks, last one first; `blocks` are those on the device with a retention
+    /// priority.
     pub(crate) fn begin_release(&mut self, blocks: &[BlockId], priority: u8) {
         let pool = &mut self.pools[0];
         pool.begin_chain();
@@ -173,7 +173,7 @@ impl Tiers {
         self.pools[tier.index()].depart(run, reads);
     }
 
-    /// Makes two blocks that hold the same bytes each other's copy, and of no other.
+    /// Links two blocks that hold the same bytes as copies of each other, and of no others.
     pub(crate) fn link(&mut self, a: TierBlock, b: TierBlock) {
         for (one, other) in [(a, b), (b, a)] {
             if let Some(former) = self.set_copy(one, Some(other)).filter(|&former| former != other) {
@@ -182,7 +182,7 @@ impl Tiers {
         }
     }
 
-    /// Makes a block nobody's copy.
+    /// Removes a block's link to its copy.
     pub(crate) fn unlink(&mut self, block: TierBlock) {
         if let Some(copy) = self.set_copy(block, None) {
             self.set_copy(copy, None);
@@ -201,7 +201,7 @@ impl Tiers {
         }
     }
 
-    /// Publishes a block whose tokens are computed, with an event if there are events.
+    /// Publishes a block whose tokens are computed, with an event if events are on.
     pub(crate) fn publish(
         &mut self,
         at: TierBlock,
@@ -232,7 +232,7 @@ impl Tiers {
         }
     }
 
-    /// Publishes a block that came from a prefix store; returns whether it did. On the host tenants have no quotas.
+    /// Publishes a block that came from a prefix store; returns whether it did. Quotas do not apply on the host.
     pub(crate) fn publish_loaded(&mut self, at: TierBlock, identity: CachedIdentity, publication: Publication) -> bool {
         let tenant = if at.0 == Tier::Device { identity.tenant } else { 0 };
         let is_published = self.publish_silently(at, CachedIdentity { tenant, ..identity }) == Published::Now;
@@ -247,13 +247,13 @@ impl Tiers {
         is_published
     }
 
-    /// Notes from now on what a prefix store is to be given.
+    /// Starts queueing blocks for a prefix store.
     pub(crate) fn use_write_queue(&mut self, writes: StoreWrites) {
         let blocks = self.device().len().saturating_add(self.host().len());
         self.write_queue = Some(Box::new(StoreWriteQueue::new(writes, blocks)));
     }
 
-    /// What a prefix store is to be given.
+    /// The queue of blocks for a prefix store.
     #[inline]
     pub(crate) fn write_queue(&self) -> Option<&StoreWriteQueue> {
         self.write_queue.as_deref()
@@ -265,7 +265,7 @@ impl Tiers {
         self.write_queue.as_deref_mut()
     }
 
-    /// Publishes a block that holds what another was published with; returns whether it did, see [`Pool::publish`].
+    /// Publishes a copy of a published block; returns whether it did, see [`Pool::publish`].
     pub(crate) fn publish_copy(
         &mut self,
         at: TierBlock,
@@ -292,7 +292,7 @@ impl Tiers {
         published
     }
 
-    /// Links the two copies of a key, if both tiers have one and no other.
+    /// Links the device and host blocks of a key, if both exist and neither is linked.
     fn join_copies(&mut self, key: &Key) {
         let [device, host, _] = &self.pools;
         if let (Some(one), Some(other)) = (device.find(key), host.find(key)) {
@@ -302,7 +302,7 @@ impl Tiers {
         }
     }
 
-    /// Notes that merging blocks may have raised the number in use.
+    /// Updates the peak, as merging blocks may have raised the number in use.
     pub(crate) fn note_peak(&mut self) {
         self.pools[0].note_peak();
     }
@@ -313,7 +313,7 @@ impl Tiers {
         self.pools[block.0.index()].unpublish(block.1);
     }
 
-    /// Keeps host copies of published blocks from now on; a step copies at most `per_step` unasked.
+    /// Starts keeping host copies of published blocks; a step copies at most `per_step` on its own.
     pub(crate) fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
         let (device, host, null) = (self.device(), self.host(), usize::from(self.null));
         let fits = device.is_caching() && host.len() > null && host.free() + null == host.len();
@@ -326,8 +326,8 @@ impl Tiers {
         Ok(())
     }
 
-    /// Empty device blocks that a step leaves to the next one, as far as that takes copies to the host: no more of a small
-    /// tier than an eighth.
+    /// Number of empty device blocks that a step prepares for the next by copying to the host, at most an eighth of a
+    /// small tier.
     #[inline]
     pub(crate) fn blocks_ahead(&self) -> usize {
         (self.host_copies_per_step as usize).min(self.device().len().div_ceil(8)).min(self.host().len().div_ceil(8))
@@ -359,23 +359,23 @@ impl Tiers {
         true
     }
 
-    /// Takes the first device blocks to be evicted out of their order, as many as there are: each is to be leased or dropped.
+    /// Removes up to `count` device blocks from the head of the eviction order; the caller must lease or drop each.
     pub(crate) fn pop_evictable(&mut self, count: usize) -> Vec<BlockId> {
         self.pools[0].pop_evictable(count)
     }
 
-    /// Leases a block that has left the order of eviction to device work.
+    /// Leases a popped block to device work.
     pub(crate) fn lease_popped(&mut self, block: BlockId) {
         self.pools[0].lease_popped(block);
     }
 
-    /// Frees a block that has left the order of eviction.
+    /// Frees a popped block.
     pub(crate) fn drop_popped(&mut self, block: BlockId) {
         self.pools[0].drop_bytes(block);
         self.unlink_orphans(Tier::Device);
     }
 
-    /// Forgets what an unused device block holds, if its only lease is one that device work overlaps.
+    /// Forgets the contents of an unused device block whose only lease is overlappable.
     pub(crate) fn demote(&mut self, block: BlockId) {
         self.pools[0].demote(block);
         self.unlink_orphans(Tier::Device);
@@ -397,7 +397,7 @@ impl Tiers {
         Ok(())
     }
 
-    /// Takes all events that wait.
+    /// Takes all queued events.
     pub(crate) fn take_events(&mut self) -> EventBatch {
         self.events.as_mut().map(|events| events.take(&mut self.pools)).unwrap_or_default()
     }
@@ -407,7 +407,7 @@ impl Tiers {
         self.events.as_ref().map(|events| events.of(tier, block))
     }
 
-    /// Gives the device `blocks` blocks from now on, at most [`MAX_BLOCKS`](crate::block::MAX_BLOCKS).
+    /// Resizes the device to `blocks` blocks, at most [`MAX_BLOCKS`](crate::block::MAX_BLOCKS).
     pub(crate) fn resize_device(&mut self, blocks: usize) -> Result<()> {
         self.pools[0].require_growth(blocks)?;
         if self.events.is_some() {
@@ -424,18 +424,18 @@ impl Tiers {
 
 /// Moves within the device.
 impl Tiers {
-    /// Tracks where the device's blocks lie from now on; `written` are blocks that the open step writes.
+    /// Starts tracking the placement of the device's blocks; `written` are the blocks that the open step writes.
     pub(crate) fn track_moves(&mut self, written: impl FnOnce(&Pool) -> Vec<BlockId>) -> Result<()> {
         self.pools[0].track_moves(self.null, written)
     }
 
-    /// What is known of moves on the device, once something has asked for that, and the blocks that it follows.
+    /// The device's tracker, if tracking has started, and the blocks that it follows.
     #[inline]
     pub(crate) fn tracker_mut(&mut self) -> Option<(&mut Tracker, &[Block])> {
         self.pools[0].tracker_mut()
     }
 
-    /// Where the device's blocks lie, found again if that is not tracked.
+    /// The placement of the device's blocks, recomputed if it is not tracked.
     pub(crate) fn survey(&self) -> Result<BlockMap> {
         self.pools[0].survey(self.null)
     }
@@ -445,7 +445,7 @@ impl Tiers {
         self.pools[0].begin_move(from, to);
     }
 
-    /// Gives up a move whose target is given back: if it still counts, its source stays.
+    /// Cancels a move and frees its target: the source stays.
     pub(crate) fn cancel_move(&mut self, from: BlockId, to: BlockId) {
         if let Some((tracker, blocks)) = self.tracker_mut().filter(|(tracker, _)| tracker.moves_to(from, to)) {
             tracker.stay(from, blocks);
@@ -453,12 +453,12 @@ impl Tiers {
         self.give_back(to);
     }
 
-    /// Gives back the target of a move that counts no more.
+    /// Frees the target of a cancelled move.
     pub(crate) fn give_back(&mut self, to: BlockId) {
         self.pools[0].give_back(to);
     }
 
-    /// Ends a move that counts: the target takes over all that the source had.
+    /// Finishes a valid move: the target takes over the source's state.
     pub(crate) fn finish_move(&mut self, from: BlockId, to: BlockId) {
         let event = self.published_event((Tier::Device, from)).filter(|_| self.device().block(from).is_published());
         if let Some(copy) = self.pools[0].finish_move(from, to) {
@@ -469,8 +469,8 @@ impl Tiers {
         }
     }
 
-    /// Takes what a cached block holds out of it before another moves there, and a hole for it. `depth` is its
-    /// place in tables.
+    /// Detaches a cached block's contents before another block moves in, and takes a hole for them. `depth` is its
+    /// index in tables.
     pub(crate) fn detach_cached(&mut self, from: BlockId, to: BlockId, depth: u32) -> Option<CachedIdentity> {
         let identity = self.pools[0].detach_cached(from, depth)?;
         self.unlink_orphans(Tier::Device);

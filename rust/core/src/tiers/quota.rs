@@ -1,7 +1,8 @@
-//! Quotas: how many cached blocks a tenant may leave on the device. A tenant is whoever has one salt.
+//! Quotas: how many cached blocks a tenant may leave on the device. A tenant is identified by its salt.
 //!
-//! Blocks in use never count. What is beyond a quota is freed when sequences are freed, tickets end and decisions are taken,
-//! the tenant's least recently used block first. If room is needed in between, it goes before all other blocks.
+//! Blocks in use never count. Blocks beyond a quota are freed when sequences are freed, tickets end and decisions are
+//! taken, the tenant's least recently used block first. If room is needed in between, they are evicted before all other
+//! blocks.
 
 use super::Tiers;
 use crate::error::{Result, invalid};
@@ -36,7 +37,7 @@ impl Tiers {
         self.tenants.quotas.len()
     }
 
-    /// Lets the tenant of a salt keep at most `blocks` cached device blocks; none for as many as there is room for.
+    /// Limits the tenant of a salt to `blocks` cached device blocks; `None` means no limit.
     pub(crate) fn set_quota(&mut self, salt: [u8; 32], blocks: Option<usize>) -> Result<()> {
         let (limit, total) = (usize::from(u16::MAX), self.pools[0].len());
         if !self.pools[0].is_caching() || blocks.is_some_and(|blocks| blocks > total) {
@@ -48,7 +49,7 @@ impl Tiers {
             return Err(invalid("number of tenants with quotas", limit as i128 + 1, format!("at most {limit}")));
         }
         if tenants.quotas.is_empty() {
-            // Whose each block is, and its place among those of its tenant.
+            // The owner of each block, and its position among its tenant's blocks.
             memory::require_items::<(u16, u32)>(self.pools[0].extent())?;
         }
         let next = u16::try_from(tenants.quotas.len() + 1).unwrap_or(u16::MAX);
@@ -71,7 +72,7 @@ impl Tiers {
         Some((self.pools[0].held_by(number), (*quota != usize::MAX).then_some(*quota)))
     }
 
-    /// Frees what tenants have beyond their quotas.
+    /// Frees blocks of tenants beyond their quotas.
     #[inline]
     pub(crate) fn enforce_quotas(&mut self) {
         if !self.tenants.quotas.is_empty() {

@@ -1,13 +1,13 @@
 //! Published blocks to write to a prefix store, and their keys.
 //!
-//! A key is noted when its block is published on the device. Once neither device nor host has the block, its note is dropped
-//! as new ones come, a few at a time. So there are never many more notes than blocks.
+//! A key is recorded when its block is published on the device. Once neither device nor host has the block, its record
+//! is dropped, a few at a time as new ones are added. So there are never many more records than blocks.
 
 use crate::event::Publication;
 use crate::hash::{Chain, ExportedKey, Key};
 use std::collections::{HashMap, VecDeque};
 
-/// Notes looked at for each new one, once there are too many.
+/// Records examined for each new one, once there are too many.
 const SWEPT: usize = 2;
 
 /// When a block is written to a prefix store.
@@ -16,7 +16,7 @@ pub enum StoreWrites {
     /// As soon as it is computed.
     #[default]
     Through,
-    /// When it is among the next to be evicted, and neither device nor host has another copy.
+    /// When it is among the next to be evicted, and no other copy is on device or host.
     Back,
     /// When it is computed or hit a second time.
     SecondUse,
@@ -50,7 +50,7 @@ impl StoreWrites {
 enum WriteState {
     Published,
     Queued,
-    /// It was handed to the store, or came from there.
+    /// It was given to the store, or came from there.
     Stored,
 }
 
@@ -82,21 +82,21 @@ pub(crate) struct Exported {
     pub(crate) salt: [u8; 32],
 }
 
-/// The noted keys, and those of them that wait to be written.
+/// The recorded keys, and those queued for writing.
 #[derive(Debug, Clone)]
 pub(crate) struct StoreWriteQueue {
     writes: StoreWrites,
-    /// Number of notes from which on those of blocks that are gone are dropped.
+    /// Number of records above which those of missing blocks are dropped.
     capacity: usize,
     notes: HashMap<Key, Note>,
-    /// Each noted key once.
+    /// Each recorded key once.
     order: VecDeque<Key>,
-    /// Keys to be written, oldest first; those without a note are passed over.
+    /// Keys to write, oldest first; those without a record are skipped.
     queue: VecDeque<Key>,
 }
 
 impl StoreWriteQueue {
-    /// No notes yet, of pools of `blocks` blocks together.
+    /// An empty queue for pools of `blocks` blocks in total.
     pub(crate) fn new(writes: StoreWrites, blocks: usize) -> Self {
         let (notes, order, queue) = (HashMap::new(), VecDeque::new(), VecDeque::new());
         Self { writes, capacity: blocks.saturating_mul(2).max(64), notes, order, queue }
@@ -106,7 +106,7 @@ impl StoreWriteQueue {
         self.writes
     }
 
-    /// Notes a block that was computed; `is_cached` says whether device or host have a key.
+    /// Records a computed block; `is_cached` tells whether device or host have a key.
     pub(crate) fn note_computed(&mut self, publication: &Publication, is_cached: impl Fn(&Key) -> bool) {
         let key = publication.key.key();
         let Some(known) = self.notes.get(&key).map(|note| note.state) else {
@@ -117,7 +117,7 @@ impl StoreWriteQueue {
             return;
         };
         match (self.writes, known) {
-            // Computed again: it was evicted here, and the store did not have it either.
+            // Recomputed: it was evicted here, and the store did not have it either.
             (StoreWrites::Through | StoreWrites::SecondUse, WriteState::Published | WriteState::Stored) => {
                 self.enqueue(key);
             }
@@ -126,7 +126,7 @@ impl StoreWriteQueue {
         }
     }
 
-    /// Notes that a prompt found a cached block.
+    /// Records that a prompt found a cached block.
     pub(crate) fn note_hit(&mut self, key: Key) {
         if self.writes == StoreWrites::SecondUse
             && self.notes.get(&key).is_some_and(|note| note.state == WriteState::Published)
@@ -135,7 +135,7 @@ impl StoreWriteQueue {
         }
     }
 
-    /// Notes a block that came from the store.
+    /// Records a block that came from the store.
     pub(crate) fn note_loaded(&mut self, publication: &Publication, is_cached: impl Fn(&Key) -> bool) {
         let key = publication.key.key();
         if self.notes.contains_key(&key) {
@@ -145,12 +145,12 @@ impl StoreWriteQueue {
         }
     }
 
-    /// Keys that wait to be written.
+    /// Number of keys queued for writing.
     pub(crate) fn waiting(&self) -> usize {
         self.queue.len()
     }
 
-    /// The next key of the queue, which counts as stored from now on.
+    /// Pops the next key of the queue, which then counts as stored.
     pub(crate) fn pop(&mut self) -> Option<Key> {
         while let Some(key) = self.queue.pop_front() {
             if self.notes.get(&key).is_some_and(|note| note.state == WriteState::Queued) {
@@ -167,7 +167,7 @@ impl StoreWriteQueue {
         self.queue.push_front(key);
     }
 
-    /// Marks a published block as stored. Returns false if it was stored or queued already.
+    /// Marks a published block as stored. Returns false if it was already stored or queued.
     pub(crate) fn claim(&mut self, key: &Key) -> bool {
         let is_new = self.notes.get(key).is_some_and(|note| note.state == WriteState::Published);
         if is_new {
@@ -176,7 +176,7 @@ impl StoreWriteQueue {
         is_new
     }
 
-    /// Takes a claim back, for a block that was not written.
+    /// Reverts a claim, for a block that was not written.
     pub(crate) fn unclaim(&mut self, key: &Key) {
         if self.notes.get(key).is_some_and(|note| note.state == WriteState::Stored) {
             self.set(*key, WriteState::Published);
@@ -192,7 +192,7 @@ impl StoreWriteQueue {
         })
     }
 
-    /// Frames up to the end of a noted block: a block has more than its parent.
+    /// Frames up to the end of a recorded block; always more than its parent's.
     pub(crate) fn frames(&self, key: &Key) -> u32 {
         self.notes.get(key).map_or(0, |note| note.frames)
     }
@@ -221,7 +221,7 @@ impl StoreWriteQueue {
     fn enqueue(&mut self, key: Key) {
         self.set(key, WriteState::Queued);
         self.queue.push_back(key);
-        // Blocks that were evicted before they were written leave only their keys.
+        // Blocks evicted before they were written leave only their keys.
         if self.queue.len() > self.capacity {
             self.queue.pop_front();
         }
@@ -233,7 +233,7 @@ impl StoreWriteQueue {
         }
     }
 
-    /// Checks that each noted key is in the order once.
+    /// Checks that each recorded key is in the order once.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.order.len() != self.notes.len() || self.order.iter().any(|key| !self.notes.contains_key(key)) {
             return Err(format!("{} keys are noted for the store, {} in order", self.notes.len(), self.order.len()));

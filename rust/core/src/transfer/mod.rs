@@ -1,7 +1,7 @@
 //! Transfers: the step being decided, and the tickets of earlier steps that have not ended.
 //!
-//! Invariant: each lease belongs to one ticket or pin, and a ticket fills each block that it is to publish. A leased block
-//! is not freed, moved or given out again until the transfer that reads or writes it has finished.
+//! Invariant: each lease belongs to one ticket or pin, and a ticket fills every block that it will publish. A leased
+//! block is not freed, moved or reallocated until the transfer that reads or writes it has finished.
 
 mod open_step;
 mod request;
@@ -26,14 +26,14 @@ use crate::id::{BlockId, TicketId, Tier};
 use crate::pool::Pool;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// Copies of ended tickets that are kept without a look at what they are of.
+/// Number of ended copies to keep without pruning.
 const FEW_COPIES: usize = 16;
 
 /// The open step and the tickets in flight.
 #[derive(Debug, Clone)]
 pub(crate) struct Transfers {
     open: TicketId,
-    /// What the open step's ticket will hold.
+    /// The open step's ticket.
     step: Ticket,
     /// Pairs decided in the open step.
     decided: Vec<(Kind, Pairs)>,
@@ -41,14 +41,14 @@ pub(crate) struct Transfers {
     fresh: HashSet<TierBlock>,
     /// Whether the open step writes device blocks that an unfinished ticket still reads.
     overlaps: bool,
-    /// Whether what the open step computes reads blocks that it loads.
+    /// Whether the open step's computation reads blocks that it loads.
     reads_loads: bool,
     submitted: BTreeMap<TicketId, Ticket>,
     /// Pairs decided so far, by kind and the slower of their two tiers.
     num_decided: [[u64; 3]; 5],
-    /// Copies of ended tickets that came after one that has not ended: its loads may yet turn out to have failed.
+    /// Copies of ended tickets that follow a ticket still in flight, whose loads may still turn out to have failed.
     ended_copies: BTreeMap<TicketId, Vec<[BlockVersion; 2]>>,
-    /// How many these are at most, and above how many they are looked through.
+    /// Upper bound of their number, and the number above which they are pruned.
     ended: usize,
     ended_limit: usize,
 }
@@ -70,12 +70,12 @@ impl Transfers {
         }
     }
 
-    /// Submitted tickets that are neither completed nor failed, first to last.
+    /// Submitted tickets that are neither completed nor failed, oldest first.
     pub(crate) fn submitted(&self) -> impl Iterator<Item = TicketId> {
         self.submitted.keys().copied()
     }
 
-    /// How many these are.
+    /// Number of submitted tickets in flight.
     pub(crate) fn in_flight_count(&self) -> usize {
         self.submitted.len()
     }
@@ -85,12 +85,12 @@ impl Transfers {
         self.open
     }
 
-    /// What the open step's ticket holds so far.
+    /// The open step's ticket so far.
     pub(crate) fn step_mut(&mut self) -> &mut Ticket {
         &mut self.step
     }
 
-    /// Pairs of one kind that the open step has decided, to be added to.
+    /// Pairs of one kind decided in the open step, mutable.
     pub(crate) fn pairs(&mut self, kind: Kind, src: Tier, dst: Tier) -> &mut Vec<[u32; 2]> {
         pairs_of(&mut self.decided, kind, src, dst)
     }
@@ -100,7 +100,7 @@ impl Transfers {
         self.num_decided
     }
 
-    /// Notes whether blocks given to the open step are still read by an unfinished ticket.
+    /// Records whether blocks taken by the open step are still read by an unfinished ticket.
     pub(crate) fn note_overlap(&mut self, overlaps: bool) {
         self.overlaps |= overlaps;
     }
@@ -125,7 +125,7 @@ impl Transfers {
         self.step.publish(pending);
     }
 
-    /// Notes that the open step computes with a block that it loads.
+    /// Records that the open step computes with a block that it loads.
     #[inline]
     pub(crate) fn note_load_read(&mut self) {
         self.reads_loads = true;
@@ -137,7 +137,7 @@ impl Transfers {
         self.decided.iter().any(|(kind, _)| kind.loads())
     }
 
-    /// Whether a submitted ticket loads what its step did not compute with, so that the step did not wait for it.
+    /// Whether a submitted ticket loads blocks that its step did not compute with, so did not wait for.
     pub(crate) fn is_prefetch(&self, ticket: TicketId) -> bool {
         self.submitted.get(&ticket).is_some_and(Ticket::is_prefetch)
     }
@@ -168,7 +168,7 @@ impl Transfers {
         ticket == self.open || self.submitted.contains_key(&ticket)
     }
 
-    /// Whether no ticket up to this one may still be running, so that nothing that depends on it can turn out to be lost.
+    /// Whether all tickets up to this one have ended, so that nothing that depends on them can turn out to be lost.
     pub(crate) fn is_settled(&self, ticket: TicketId) -> bool {
         ticket < self.open && self.submitted.range(..=ticket).next().is_none()
     }
@@ -178,7 +178,7 @@ impl Transfers {
         self.submitted.is_empty()
     }
 
-    /// The earliest ticket that has not ended, the open step's at the latest.
+    /// The earliest ticket that has not ended, at the latest the open step's.
     pub(crate) fn first(&self) -> TicketId {
         self.submitted.keys().next().copied().unwrap_or(self.open)
     }
@@ -199,17 +199,17 @@ impl Transfers {
         self.all().flat_map(|(_, ticket)| ticket.leases())
     }
 
-    /// The moves of a submitted ticket, to be changed, if it has some.
+    /// The moves of a submitted ticket, mutable, if any.
     pub(crate) fn moves_mut(&mut self, ticket: TicketId) -> Option<&mut PendingMoves> {
         self.submitted.get_mut(&ticket).filter(|ticket| ticket.move_pairs().next().is_some()).map(Ticket::moves_mut)
     }
 
-    /// Blocks that a ticket is to publish, to be changed; none where there never were any.
+    /// Blocks that a ticket will publish, mutable; `None` if there never were any.
     pub(crate) fn publishes_mut(&mut self, ticket: TicketId) -> Option<&mut Vec<PendingPublish>> {
         self.submitted.get_mut(&ticket)?.publishes_mut()
     }
 
-    /// Device blocks that go free once open tickets have copied them.
+    /// Number of device blocks that become free once open tickets have copied them.
     pub(crate) fn num_demoting(&self) -> usize {
         self.all().flat_map(|(_, ticket)| ticket.publishes()).filter(|pending| pending.demotes).count()
     }
@@ -220,7 +220,7 @@ impl Transfers {
         Ok(self.close_known(ticket, device))
     }
 
-    /// As [`Transfers::close`], of a ticket that is known.
+    /// Like [`Transfers::close`], for a known ticket.
     pub(crate) fn close_known(&mut self, ticket: TicketId, device: &Pool) -> Ticket {
         let mut closed = self.submitted.remove(&ticket).unwrap_or_default();
         let (first, copies) = (self.first(), closed.take_copies());
@@ -238,12 +238,12 @@ impl Transfers {
         closed
     }
 
-    /// Forgets the copies of ended tickets whose bytes are gone, and those of bytes that no unfinished ticket can lose. A
-    /// copy of a copy becomes one of the first. So there is at most one for each block in use and each ticket before it.
+    /// Drops ended copies whose bytes are gone, or whose bytes no unfinished ticket can lose. A copy of a copy becomes
+    /// a copy of the original. So there is at most one for each block in use and each earlier ticket.
     fn forget_copies(&mut self, device: &Pool) {
         let written = self.leases().filter(|lease| (lease.tier, lease.kind) == (Tier::Device, LeaseKind::Write));
         let written = written.map(|lease| (lease.block, device.block(lease.block).version()));
-        // Bytes, and those written by unfinished tickets that they were made from.
+        // Block versions, and the versions written by unfinished tickets that they were copied from.
         let mut origins: HashMap<BlockVersion, Vec<BlockVersion>> = written.map(|bytes| (bytes, vec![bytes])).collect();
         let looked_through = origins.len();
         let ended = std::mem::take(&mut self.ended_copies);
@@ -268,7 +268,7 @@ impl Transfers {
         self.ended_limit = FEW_COPIES + 2 * self.ended + looked_through;
     }
 
-    /// Copies of a submitted ticket and of those after it, in their order, the open step's last.
+    /// Copies of a submitted ticket and of those after it, in order, the open step's last.
     pub(crate) fn copies_since(&self, ticket: TicketId, device: &Pool) -> Vec<[BlockVersion; 2]> {
         let mut since: Vec<_> =
             self.ended_copies.range(ticket..).map(|(&at, copies)| (at, copies.as_slice())).collect();
@@ -278,7 +278,7 @@ impl Transfers {
         since.into_iter().flat_map(|(_, copies)| copies.iter().copied()).chain(open).collect()
     }
 
-    /// Adds what copies of a ticket and of those after it have made of blocks whose bytes did not land.
+    /// Adds the blocks that this and later tickets copied, directly or indirectly, from lost blocks.
     pub(crate) fn follow_copies(&self, ticket: TicketId, device: &Pool, blocks: &mut HashSet<TierBlock>) {
         let on_device = blocks.iter().filter(|(tier, _)| *tier == Tier::Device);
         let mut lost: HashSet<BlockVersion> =
@@ -290,12 +290,12 @@ impl Transfers {
         }
     }
 
-    /// Submitted tickets that read device blocks which may already have been given out again.
+    /// Submitted tickets that read device blocks that may already have been reallocated.
     fn overlapped(&self) -> Vec<TicketId> {
         self.submitted.iter().filter(|(_, ticket)| ticket.is_overlapped()).map(|(&ticket, _)| ticket).collect()
     }
 
-    /// What contradicts what tickets are to publish: each of those blocks is filled under its ticket.
+    /// Checks that each block that a ticket will publish is filled under that ticket.
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         for (id, ticket) in self.all().filter(|(_, ticket)| !ticket.publishes().is_empty()) {
             let written: HashSet<TierBlock> = ticket.written().collect();
@@ -309,7 +309,7 @@ impl Transfers {
     }
 }
 
-/// Pairs of one kind among those decided, to be added to.
+/// The decided pairs of one kind, mutable.
 fn pairs_of(decided: &mut Vec<(Kind, Pairs)>, kind: Kind, src: Tier, dst: Tier) -> &mut Vec<[u32; 2]> {
     let same = |(k, pairs): &(Kind, Pairs)| (*k, pairs.src, pairs.dst) == (kind, src, dst);
     let at = decided.iter().position(same).unwrap_or_else(|| {
@@ -319,7 +319,7 @@ fn pairs_of(decided: &mut Vec<(Kind, Pairs)>, kind: Kind, src: Tier, dst: Tier) 
     &mut decided[at].1.ids
 }
 
-/// The copies among a step's transfers, whose leases all still hold.
+/// The copies among a step's transfers, whose leases are all still held.
 fn copies(transfers: &[(Kind, Pairs)], device: &Pool) -> Vec<[BlockVersion; 2]> {
     let held = |block| (BlockId(block), device.block(BlockId(block)).version());
     let copies = transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);

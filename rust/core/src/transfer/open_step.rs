@@ -1,4 +1,4 @@
-//! What a verb needs to decide a transfer: the tiers, and the open step.
+//! The state that a call needs to decide a transfer: the tiers and the open step.
 
 use super::{Lease, StoreJobs, Transfers, merge_runs};
 use crate::block::{LeaseKind, TierBlock};
@@ -13,7 +13,7 @@ pub(crate) struct OpenStep<'a> {
     pub(crate) jobs: &'a mut StoreJobs,
 }
 
-/// As [`OpenStep`], to be read.
+/// Like [`OpenStep`], read-only.
 #[derive(Clone, Copy)]
 pub(crate) struct View<'a> {
     pub(crate) tiers: &'a Tiers,
@@ -22,14 +22,14 @@ pub(crate) struct View<'a> {
 }
 
 impl OpenStep<'_> {
-    /// What a question about the step needs.
+    /// A read-only view of the step.
     #[inline]
     pub(crate) fn view(&self) -> View<'_> {
         View { tiers: self.tiers, transfers: self.transfers, jobs: self.jobs }
     }
 
-    /// Takes blocks, which [`View::require`] has found; see [`Tiers::take`]. Gives up writes to a prefix store that hold
-    /// some of them. Notes whether an unfinished ticket still reads one of them.
+    /// Takes blocks, whose availability [`View::require`] has checked; see [`Tiers::take`]. Cancels prefix-store writes
+    /// that hold some of them. Records whether an unfinished ticket still reads one of them.
     pub(crate) fn take(&mut self, tier: Tier, count: usize, filling: bool, out: &mut Vec<BlockId>) {
         if self.jobs.are_writing() {
             self.jobs.give_up_writes(self.tiers, tier, count);
@@ -38,19 +38,19 @@ impl OpenStep<'_> {
         self.transfers.note_overlap(overlapped);
     }
 
-    /// Decides to fill a block, which was taken for that, from another that is in use.
+    /// Decides a transfer from a block in use into a block taken for it.
     pub(crate) fn transfer(&mut self, kind: Kind, from: TierBlock, to: TierBlock, reads: LeaseKind) {
         self.tiers.lease(from, reads);
         self.add(kind, from, to, reads);
     }
 
-    /// As [`OpenStep::transfer`], from a cached block: the transfer counts as a hit for the order of eviction.
+    /// Like [`OpenStep::transfer`], from a cached block: the transfer counts as a hit for eviction.
     pub(crate) fn transfer_cached(&mut self, kind: Kind, from: TierBlock, to: TierBlock, reads: LeaseKind) {
         self.tiers.lease_cached(from, reads);
         self.add(kind, from, to, reads);
     }
 
-    /// As [`OpenStep::transfer`], from a device block that has left the order of eviction.
+    /// Like [`OpenStep::transfer`], from a device block popped from the eviction order.
     pub(crate) fn transfer_popped(&mut self, kind: Kind, from: TierBlock, to: TierBlock) {
         self.tiers.lease_popped(from.1);
         self.add(kind, from, to, LeaseKind::OverlappableRead);
@@ -62,8 +62,8 @@ impl OpenStep<'_> {
         self.transfers.pairs(kind, from.0, to.0).push([from.1.0, to.1.0]);
     }
 
-    /// As [`OpenStep::transfer`], of many blocks that each have one reference and nothing else, which the transfer drops. No
-    /// question is asked for each block: this is what a swap costs.
+    /// Like [`OpenStep::transfer`], for many private blocks, whose references the transfer drops. There is no check per
+    /// block, as this dominates the cost of a swap.
     pub(crate) fn transfer_private(
         &mut self,
         kind: Kind,
@@ -103,7 +103,7 @@ mod tests {
             (transfers.pairs(Kind::SwapOut, Tier::Device, Tier::Host).len(), transfers.leases().count()),
             (3, 6)
         );
-        // The private ones have no reference any more, and stay until they are read.
+        // The private ones have lost their references, and stay until they are read.
         assert_eq!(sources.iter().map(|block| tiers.device().refs(*block)).collect::<Vec<_>>(), [1, 0, 0]);
         assert_eq!(tiers.device().free(), 1);
         for lease in transfers.leases().collect::<Vec<_>>() {

@@ -1,4 +1,4 @@
-//! What a verb takes of a tier. The verb and the question whether it fits make the same request.
+//! What a call takes of a tier. The call and its `can_` query make the same request.
 
 use super::View;
 use crate::error::{Error, Result};
@@ -9,11 +9,11 @@ use crate::id::{BlockId, Tier};
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Request {
     pub(crate) tier: Tier,
-    /// Blocks of those that can be given out: new ones, and unused ones whose bytes it shares.
+    /// Available blocks that it takes: new ones, and unused ones whose bytes it shares.
     pub(crate) blocks: usize,
-    /// Blocks that it and its sequences need of an empty tier.
+    /// Blocks that it and its sequences would need of an empty tier.
     pub(crate) least: usize,
-    /// Whether it may have blocks that device work still reads.
+    /// Whether it may take blocks that device work still reads.
     pub(crate) overlappable: bool,
 }
 
@@ -25,7 +25,7 @@ impl Request {
 }
 
 impl View<'_> {
-    /// How many of some distinct blocks that hold bytes are among those that can be given out.
+    /// How many of some distinct blocks with contents are currently available.
     pub(crate) fn cost<'a>(
         self,
         tier: Tier,
@@ -36,7 +36,7 @@ impl View<'_> {
         found.into_iter().filter(|&&block| pool.costs(block, overlappable_too)).count()
     }
 
-    /// Fails unless a request can be met; `found` are the unused blocks whose bytes it shares.
+    /// Fails unless a request can be met; `found` returns the unused blocks whose bytes it shares.
     pub(crate) fn require(self, request: Request, found: impl FnOnce() -> Vec<BlockId>) -> Result<()> {
         let pool = self.tiers.pool(request.tier);
         let free = pool.require(request.blocks, request.overlappable);
@@ -59,8 +59,8 @@ impl View<'_> {
         Fit { status, blocks: request.blocks, free: room.saturating_sub(kept) }
     }
 
-    /// Blocks that can be given out. If that is fewer than `wanted`, those count too that only writes to a prefix store
-    /// hold: such writes are given up.
+    /// Number of available blocks. If it is below `wanted`, blocks held only by prefix-store writes count too: such
+    /// writes can be cancelled.
     fn room(self, request: Request, wanted: usize, found: impl FnOnce() -> Vec<BlockId>) -> usize {
         let pool = self.tiers.pool(request.tier);
         let free = pool.free_with(request.overlappable, 0);

@@ -1,4 +1,4 @@
-//! Runs: pairs of neighbouring blocks as one copy.
+//! Runs: merges pairs of adjacent blocks into one copy.
 
 /// Consecutive blocks that are copied to consecutive blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,25 +1,25 @@
-//! Blocks of unequal size: one block of the host holds several of the device. Ids of transfers count device blocks.
+//! Blocks of unequal size: one host block holds several device blocks. Transfers use ids of device blocks.
 
 use crate::error::{Error, Result};
 
-/// A stretch of small blocks that begins and ends within large ones.
+/// A range of small blocks that begins and ends within large ones.
 #[derive(Clone, Copy, Debug)]
 pub struct Span<'a> {
     /// The large blocks, in their order.
     pub blocks: &'a [i64],
     /// Small blocks in a large one.
     pub per_block: u32,
-    /// Small block of the first large one where the stretch begins.
+    /// Index of the first small block within the first large one.
     pub first: u32,
-    /// Small block of the last large one before which it ends.
+    /// End index (exclusive) within the last large one.
     pub last: u32,
 }
 
 impl Span<'_> {
-    /// Small blocks in the stretch.
+    /// Number of small blocks in the range.
     ///
     /// # Errors
-    /// The offsets are not within a large block, or the stretch is empty; a stretch of no large blocks has no small ones.
+    /// The offsets are outside a large block, or the range is empty; without large blocks the length is 0.
     pub fn len(&self) -> Result<usize> {
         let Self { blocks, per_block, first, last } = *self;
         if first >= per_block || last == 0 || last > per_block || (blocks.len() == 1 && first >= last) {
@@ -42,7 +42,8 @@ impl Span<'_> {
     /// Writes the ids of the small blocks, `block * per_block + offset`.
     ///
     /// # Errors
-    /// As [`Span::len`]; the places are not as many as the small blocks, or an id is beyond 2^32. Nothing was written.
+    /// As [`Span::len`]; the output does not match the number of small blocks, or an id exceeds 2^32. Nothing was
+    /// written.
     pub fn expand<'o>(&self, out: impl ExactSizeIterator<Item = &'o mut i64>) -> Result<()> {
         let (wanted, found) = (self.len()?, out.len());
         if wanted != found {

@@ -1,9 +1,10 @@
-//! Blocks on their way between a prefix store and the manager's tiers.
+//! Blocks in transit between a prefix store and the manager's tiers.
 //!
-//! A *load* brings blocks from the store to the host, or to the device where the host keeps no copies or has no room. Its targets are in no
-//! table and are found by nobody until its bytes have landed. A *write* reads published blocks for the store. Both hold leases
-//! and nothing else: whatever ends meanwhile, no block is given out before its job has ended. There is one exception: a write
-//! that keeps a verb from having its blocks is given up. What has been read for it must not reach the store.
+//! A *load* brings blocks from the store to the host, or to the device if the host keeps no copies or has no room. Its
+//! targets are in no table and cannot be found until their bytes have landed. A *write* reads published blocks for the
+//! store. Both hold only leases: whatever else ends in the meantime, no block is reallocated before its job has ended.
+//! There is one exception: a write is cancelled if a call needs its blocks. The bytes read for it must then not reach
+//! the store.
 
 use super::Lease;
 use crate::block::LeaseKind;
@@ -16,7 +17,7 @@ use crate::prefix::CachedIdentity;
 use crate::tiers::{StoreWriteQueue, StoreWrites, Tiers};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-/// A load or a write: which block of `tier` has, or is to have, the bytes of which key.
+/// A load or a write: which block of `tier` has, or will have, the bytes of which key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoreJob {
     /// Number of the job.
@@ -31,7 +32,7 @@ pub struct StoreJob {
     pub tenants: Vec<[u8; 32]>,
     /// Key of the block before each in its prompt; zeros for the first.
     pub parents: Vec<ExportedKey>,
-    /// Of a load: blocks of its prompt that other loads are bringing.
+    /// For a load: number of blocks of its prompt that other loads are bringing.
     pub awaited: usize,
 }
 
@@ -53,12 +54,12 @@ pub(crate) struct Missing {
     pub(crate) lora_id: u64,
 }
 
-/// What the tiers have and have not of a prompt's full blocks, up to a number of missing ones.
+/// Which of a prompt's full blocks the tiers have, and which are missing, up to a number of missing ones.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Wanted {
     /// Blocks that the device has.
     pub(crate) on_device: Vec<(Key, BlockId)>,
-    /// Host copies that come before missing blocks; the device has no such block.
+    /// Host copies before missing blocks that the device does not have.
     pub(crate) on_host: Vec<BlockId>,
     pub(crate) missing: Vec<Missing>,
     /// Blocks that a load is bringing.
@@ -69,19 +70,19 @@ pub(crate) struct Wanted {
 struct Load {
     tier: Tier,
     targets: Vec<(BlockId, Missing)>,
-    /// Host copies that stay until the load has ended: without them what it brings would be of no use.
+    /// Host copies held until the load ends: without them the loaded blocks would be useless.
     kept: Vec<BlockId>,
-    /// Blocks of its prompt that the device had. They are not to be evicted before what it brings.
+    /// Blocks of its prompt on the device. They must not be evicted before the loaded ones.
     on_device: Vec<(Key, BlockId)>,
 }
 
-/// The jobs under way.
+/// The jobs in flight.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct StoreJobs {
     last: u64,
     loads: BTreeMap<JobId, Load>,
     writes: BTreeMap<JobId, (Tier, Vec<BlockId>)>,
-    /// Writes that were given up and have not ended.
+    /// Cancelled writes that have not ended.
     given_up: BTreeSet<JobId>,
     /// Keys that loads are bringing.
     loading: HashSet<Key>,
@@ -98,8 +99,8 @@ impl StoreJobs {
         JobId(self.last)
     }
 
-    /// Blocks of `tier` that loads may take now: half of the host, a quarter of the device, and never what must be ordered
-    /// behind a transfer that still reads it. `kept_free` blocks stay free.
+    /// Blocks of `tier` that loads may take now: half of the host, a quarter of the device, and never blocks that a
+    /// transfer still reads. `kept_free` blocks stay free.
     fn room(&self, tiers: &Tiers, tier: Tier, kept_free: usize) -> usize {
         let pool = tiers.pool(tier);
         let held: usize = self.loads.values().filter(|load| load.tier == tier).map(|load| load.targets.len()).sum();
@@ -108,14 +109,14 @@ impl StoreJobs {
         most.saturating_sub(held).min(free.saturating_sub(kept_free))
     }
 
-    /// Begins to load missing blocks, as many as there is room for.
+    /// Begins to load missing blocks, as room permits.
     pub(crate) fn begin_load(&mut self, tiers: &mut Tiers, wanted: Wanted, kept_free: usize) -> StoreJob {
         let Wanted { on_device, on_host: mut kept, mut missing, awaited } = wanted;
         kept.retain(|&block| !missing.is_empty() && tiers.host().block(block).lease_room(LeaseKind::Read) > 0);
         for &block in &kept {
             tiers.lease_cached((Tier::Host, block), LeaseKind::Read);
         }
-        // A prompt longer than what is free must not evict its own beginning.
+        // A prompt longer than the free blocks must not evict its own beginning.
         let spared = lease_unused(tiers, &on_device);
         let on_host = if tiers.keeps_host_copies() { self.room(tiers, Tier::Host, 0) } else { 0 };
         let (tier, room) = match on_host {
@@ -144,7 +145,7 @@ impl StoreJobs {
         StoreJob { job, tier, keys, blocks, tenants, parents, awaited }
     }
 
-    /// Ends a load; `landed` says which blocks have their bytes: prompts find them from now on.
+    /// Ends a load; `landed` tells which blocks have their bytes; those can now be found.
     pub(crate) fn end_load(&mut self, tiers: &mut Tiers, job: JobId, landed: &[bool], tokens: u32) -> Result<usize> {
         let load = self.loads.get(&job).ok_or(Error::UnknownJob { job })?;
         if load.targets.len() != landed.len() {
@@ -162,7 +163,7 @@ impl StoreJobs {
                 published += usize::from(tiers.publish_loaded((tier, block), identity, publication));
             }
         }
-        // Backwards, so that a chain is evicted from its end.
+        // In reverse, so that a chain is evicted from its end.
         let blocks: Vec<BlockId> = targets.iter().map(|(block, _)| *block).collect();
         end_leases(tiers, tier, &blocks, LeaseKind::Write);
         end_leases(tiers, Tier::Host, &kept, LeaseKind::Read);
@@ -171,8 +172,8 @@ impl StoreJobs {
         Ok(published)
     }
 
-    /// Begins to write at most `most` blocks that are to be stored; none if nothing is. A block follows its parent. Writes
-    /// hold at most a quarter of the device's blocks.
+    /// Begins to write at most `most` queued blocks. A block follows its parent. Writes hold at most a quarter of the
+    /// device's blocks.
     pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize) -> StoreJob {
         let reading: usize = self.writes.values().map(|(_, blocks)| blocks.len()).sum();
         let most = most.min(tiers.device().len().div_ceil(4).saturating_sub(reading));
@@ -205,7 +206,7 @@ impl StoreJobs {
         !self.writes.is_empty()
     }
 
-    /// Blocks of a tier that could be given out without the writes, `kept` excepted, which rise.
+    /// Number of blocks of a tier that would be available without the writes, except `kept`, which is ascending.
     pub(crate) fn num_held(&self, pool: &Pool, overlappable_too: bool, kept: &[BlockId]) -> usize {
         let mut reads: HashMap<BlockId, usize> = HashMap::new();
         let writes = self.writes.values().filter(|(tier, _)| *tier == pool.tier());
@@ -218,8 +219,8 @@ impl StoreJobs {
         reads.iter().filter(is_held).count()
     }
 
-    /// Gives up writes of a tier, the last one first, until it has `wanted` blocks to give out. The store was not given
-    /// their blocks.
+    /// Cancels writes of a tier, last one first, until `wanted` blocks are available. The store has not received their
+    /// blocks.
     pub(crate) fn give_up_writes(&mut self, tiers: &mut Tiers, tier: Tier, wanted: usize) {
         while tiers.pool(tier).available() < wanted {
             let last = self.writes.iter().rev().find(|(_, (of, _))| *of == tier).map(|(job, _)| *job);
@@ -235,8 +236,8 @@ impl StoreJobs {
         }
     }
 
-    /// Ends a write: its blocks have been read. Those that were to be evicted next are free from now on, else they would be
-    /// the last to go. Returns false if it was given up: what was read may be of other blocks.
+    /// Ends a write: its blocks have been read. Those that were next to be evicted become free, as they would otherwise
+    ///     be evicted last. Returns false if it was cancelled: the bytes read may belong to other blocks.
     pub(crate) fn end_write(&mut self, tiers: &mut Tiers, job: JobId) -> Result<bool> {
         if self.given_up.remove(&job) {
             return Ok(false);
@@ -262,7 +263,7 @@ impl StoreJobs {
         targets.chain(reads).map(|(tier, kind, block)| Lease { tier, kind, block })
     }
 
-    /// What contradicts itself.
+    /// Checks the jobs.
     pub(crate) fn check(&self, tiers: &Tiers) -> std::result::Result<(), String> {
         let targets =
             || self.loads.values().flat_map(|load| load.targets.iter().map(move |target| (load.tier, target)));
@@ -281,7 +282,7 @@ impl StoreJobs {
     }
 }
 
-/// Leases blocks that the device still has under their keys and that no table has.
+/// Leases blocks that the device still has under their keys and that are in no table.
 fn lease_unused(tiers: &mut Tiers, blocks: &[(Key, BlockId)]) -> Vec<BlockId> {
     let mut leased = Vec::with_capacity(blocks.len());
     for &(key, block) in blocks {
@@ -300,7 +301,7 @@ fn end_leases(tiers: &mut Tiers, tier: Tier, blocks: &[BlockId], kind: LeaseKind
     }
 }
 
-/// The next blocks of the queue that one tier has; those of the device first.
+/// The next queued blocks that one tier has; device blocks first.
 fn queued(tiers: &mut Tiers, most: usize) -> (Tier, Vec<(Key, BlockId)>) {
     let (mut device, mut host) = (Vec::new(), Vec::new());
     while device.len() < most && host.len() < most {
@@ -319,8 +320,8 @@ fn queued(tiers: &mut Tiers, most: usize) -> (Tier, Vec<(Key, BlockId)>) {
     (tier, found)
 }
 
-/// Blocks that are among the next eighth of a tier to be evicted, once few are free, and that no other tier has; `reading` are
-/// under way already.
+/// Blocks in the next eighth of a tier to be evicted, once few are free, that no other tier has; `reading` are already
+/// being read.
 fn before_eviction(tiers: &mut Tiers, most: usize, reading: usize) -> (Tier, Vec<(Key, BlockId)>) {
     for tier in [Tier::Device, Tier::Host] {
         let pool = tiers.pool(tier);

@@ -1,4 +1,4 @@
-//! What hangs on one ticket: the leases of its transfers, and what happens once their bytes have landed.
+//! One ticket: the leases of its transfers, and the actions once their bytes have landed.
 
 use crate::block::{BlockVersion, LeaseKind, TierBlock};
 use crate::event::PublishedEvent;
@@ -11,7 +11,7 @@ use crate::transfer::Run;
 pub(crate) struct Lease {
     /// Tier of the block.
     pub(crate) tier: Tier,
-    /// What the transfer does with it.
+    /// How the transfer uses it.
     pub(crate) kind: LeaseKind,
     /// The block.
     pub(crate) block: BlockId,
@@ -28,7 +28,7 @@ pub(crate) enum Held {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct HeldRuns {
     pub(crate) from: Tier,
-    /// What the transfer does with the blocks that it reads.
+    /// How the transfer uses its source blocks.
     pub(crate) reads: LeaseKind,
     pub(crate) to: Tier,
     pub(crate) runs: Vec<Run>,
@@ -40,13 +40,13 @@ pub(crate) struct PendingPublish {
     pub(crate) from: TierBlock,
     pub(crate) to: TierBlock,
     pub(crate) identity: CachedIdentity,
-    /// Whether the source, which nothing uses, is given up for its copy.
+    /// Whether the unused source is freed in favor of its copy.
     pub(crate) demotes: bool,
     /// The event that published the source, with events on.
     pub(crate) event: Option<PublishedEvent>,
 }
 
-/// What can be found in a block once its bytes have landed there.
+/// Cached contents that can be found in a block once their bytes have landed there.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PendingRehome {
     pub(crate) from: BlockId,
@@ -56,12 +56,12 @@ pub(crate) struct PendingRehome {
     pub(crate) event: Option<PublishedEvent>,
 }
 
-/// Device blocks whose bytes are on the way to others. The targets are filled under the ticket.
+/// Device blocks whose bytes are moving to others. The targets are filled under the ticket.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct PendingMoves {
     /// `[from, to]`: tables name the source until the ticket has ended.
     pub(crate) moves: Vec<[u32; 2]>,
-    /// Cached blocks that some of these moves overwrite. No prompt finds them until the ticket has ended.
+    /// Cached blocks that some of these moves overwrite. They cannot be found until the ticket has ended.
     pub(crate) rehomes: Vec<PendingRehome>,
 }
 
@@ -77,19 +77,19 @@ impl PendingMoves {
     }
 }
 
-/// What few tickets have.
+/// Fields that few tickets need.
 #[derive(Debug, Clone, Default)]
 struct Rare {
     moves: PendingMoves,
     publishes: Vec<PendingPublish>,
-    /// Loads what its step does not compute with, so that the step does not wait for it.
+    /// Whether its step does not compute with its loads, so does not wait for them.
     prefetch: bool,
 }
 
 /// One step's transfers, until they are completed or failed.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Ticket {
-    /// In the order in which they were taken.
+    /// In acquisition order.
     leases: Vec<Held>,
     /// Device bytes that its copies read and wrote.
     copies: Vec<[BlockVersion; 2]>,
@@ -124,7 +124,7 @@ impl Ticket {
         &self.copies
     }
 
-    /// What it holds, in the order in which it was taken; targets of moves left out.
+    /// Its leases in acquisition order, without targets of moves.
     pub(crate) fn held(&self) -> &[Held] {
         &self.leases
     }
@@ -141,7 +141,7 @@ impl Ticket {
         self.leases().filter(|lease| lease.kind == LeaseKind::Write).map(|lease| (lease.tier, lease.block))
     }
 
-    /// Whether it reads device blocks that may already have been given out again.
+    /// Whether it reads device blocks that may already have been reallocated.
     pub(super) fn is_overlapped(&self) -> bool {
         self.leases.iter().any(Held::is_overlappable)
     }
@@ -156,7 +156,7 @@ impl Ticket {
         self.rare.as_mut().map(|rare| std::mem::take(&mut rare.moves)).unwrap_or_default()
     }
 
-    /// The moves, to be changed.
+    /// The moves, mutable.
     pub(crate) fn moves_mut(&mut self) -> &mut PendingMoves {
         &mut self.rare_mut().moves
     }
@@ -166,7 +166,7 @@ impl Ticket {
         self.rare.as_ref().map_or(NO_PUBLISHES, |rare| &rare.publishes)
     }
 
-    /// As [`Ticket::publishes`], to be changed; none where there never were any.
+    /// Like [`Ticket::publishes`], mutable; `None` if there never were any.
     pub(crate) fn publishes_mut(&mut self) -> Option<&mut Vec<PendingPublish>> {
         self.rare.as_mut().map(|rare| &mut rare.publishes)
     }

@@ -21,7 +21,7 @@ use std::ops::Range;
 pub enum Counts<'a> {
     /// The same number to all.
     All(u32),
-    /// One number a sequence.
+    /// One number per sequence.
     Each(&'a [u32]),
 }
 
@@ -39,7 +39,7 @@ impl Counts<'_> {
     /// Tokens for a batch of `sequences` sequences.
     ///
     /// # Errors
-    /// There is not one number a sequence.
+    /// There is not one number per sequence.
     pub fn total(self, sequences: usize) -> Result<u64> {
         match self {
             Self::All(n) => Ok(u64::from(n) * sequences as u64),
@@ -62,8 +62,8 @@ impl Sequences {
         Ok(self.request_append(view, sequences, counts, lookahead)?.blocks)
     }
 
-    /// What an append takes of the device. At least the blocks that one of the sequences has must stay beside the new ones,
-    /// unless its window may leave them.
+    /// What an append takes of the device. At least the current blocks of one of the sequences must fit next to the new
+    /// ones, unless its window may free them.
     fn request_append(
         &mut self,
         view: View<'_>,
@@ -97,7 +97,8 @@ impl Sequences {
         }
         let copies = result.and_then(|()| if shared.is_empty() { Ok(0) } else { copies(view, &mut shared) });
         self.scratch = shared;
-        // Copies are needed only beside the sequences that share, even by what a shrinking device has no room for any more.
+        // Copies are only needed while the sharing sequences exist, even those for which a shrinking device no longer
+        // has room.
         let held = if new == 0 || self.groups.has_nulls() { 0 } else { held };
         Ok(Request { least: new + held, ..Request::device(new + copies?) })
     }
@@ -149,7 +150,7 @@ impl Sequences {
         let passed = pass(&mut self.rows, step.transfers.open(), &mut batch, &mut work);
         work.slow.truncate(passed.slow);
         let result = if passed.rows < batch.sequences.len() {
-            // What is wrong with a row before comes first.
+            // An error in an earlier row takes precedence.
             let repeated = Error::RepeatedSequence { sequence: batch.sequences[passed.rows] };
             self.slow_needs(step.view(), &batch, &mut work, &mut Vec::new()).and(Err(repeated))
         } else if work.slow.is_empty() {
@@ -164,7 +165,7 @@ impl Sequences {
         result
     }
 
-    /// The second pass: checks all rows that need blocks, then gives them.
+    /// The second pass: checks all rows that need blocks, then takes these.
     #[inline(never)]
     fn append_slow(&mut self, step: &mut OpenStep<'_>, batch: &mut Batch<'_>, work: &mut Work) -> Result<()> {
         let mut blocks = std::mem::take(&mut self.scratch);
@@ -176,7 +177,7 @@ impl Sequences {
                 for &Slow { index, .. } in &work.slow {
                     let sequence = batch.sequences[index];
                     let row = self.rows.at(sequence);
-                    // Tokens that this step is yet to compute keep what they need.
+                    // Tokens that this step has yet to compute keep the blocks they need.
                     if row.written != step.transfers.open() {
                         self.leave_window(step, sequence, row.len);
                     }
@@ -192,7 +193,7 @@ impl Sequences {
         result
     }
 
-    /// New blocks that the noted rows need; `shared` gets the shared blocks that they would write.
+    /// Number of new blocks that the deferred rows need; appends the shared blocks that they would write to `shared`.
     fn slow_needs(
         &self,
         view: View<'_>,
@@ -223,7 +224,7 @@ impl Sequences {
         Ok(new)
     }
 
-    /// Appends to the noted rows, for which there are blocks. Without copies, these are taken at once.
+    /// Appends to the deferred rows, for which there are enough blocks. Without copies, takes the blocks all at once.
     fn append_checked(
         &mut self,
         step: &mut OpenStep<'_>,
@@ -271,7 +272,7 @@ impl Sequences {
         }
     }
 
-    /// Notes whose a row's last blocks are.
+    /// Records the owner of a row's last blocks.
     fn note_new_blocks(&mut self, sequence: SequenceId, count: usize) {
         if self.owners.are_noted() {
             let table = &self.rows.at(sequence).table;
@@ -280,7 +281,7 @@ impl Sequences {
         }
     }
 
-    /// Takes back what the first pass has done to the rows before `passed`.
+    /// Undoes the first pass for the rows before `passed`.
     #[cold]
     fn undo(&mut self, batch: &Batch<'_>, &Passed { rows, before, .. }: &Passed, work: &Work) {
         let mut slow = work.slow.iter().map(|slow| slow.index).peekable();
@@ -330,8 +331,8 @@ impl Sequences {
         Ok(Need { blocks: entries - skipped, entries })
     }
 
-    /// Whether another sequence shares the block for the state after a row's last token, and the step would not write that
-    /// state any more with `count` tokens put in: it writes the state after those, in another block.
+    /// Whether another sequence shares the block for the state after a row's last token, and appending `count` tokens
+    /// would keep the step from writing that state: it writes the state after the new tokens, in another block.
     fn leaves_awaited_state(&self, view: View<'_>, sequence: SequenceId, count: u32) -> bool {
         let (row, size) = (self.rows.at(sequence), u64::from(self.block_size));
         let Some(last) = row.len.checked_sub(1).filter(|_| count > 0 && self.is_recurrent(sequence)) else {
@@ -342,7 +343,7 @@ impl Sequences {
         leaves && !self.is_null(block) && view.tiers.device().refs(block) > 1
     }
 
-    /// Table entries that exist and that are written once `count` tokens, and `lookahead` slots beyond them, are appended.
+    /// Existing table entries that will be written once `count` tokens and `lookahead` slots after them are appended.
     fn written_blocks(&self, row: &Row, count: u32, lookahead: u32) -> Range<usize> {
         let first = (row.len / self.block_size) as usize;
         let end = u64::from(row.len) + u64::from(count) + u64::from(lookahead);
@@ -352,7 +353,7 @@ impl Sequences {
         first..blocks_for(end, self.block_size).min(row.table.len()).max(first)
     }
 
-    /// Appends to one row what [`Manager::need`] has found to fit; `fresh` are blocks taken for it and rows after it.
+    /// Appends to one row, as checked by [`Manager::need`]; `fresh` are the blocks taken for it and later rows.
     fn grow(
         &mut self,
         step: &mut OpenStep<'_>,
@@ -403,19 +404,19 @@ impl Sequences {
         }
         row.len = len + count;
         row.written = open;
-        // A step that computes the row waits for its load, and later ones come after that step.
+        // A step that computes the row waits for its load, and later steps follow it.
         row.moving &= count == 0;
         let index = row.len / size;
         row.writable = 0;
         if let Some(&block) = row.table.get(index as usize) {
-            // Who writes what a transfer still reads must say so, and the first pass does not ask. Where nothing is written yet,
-            // the block may also be a copy of another tier's.
+            // Writing a block that a transfer still reads must be recorded, which the first pass does not do. If
+            // nothing is written yet, the block may also be linked to a copy in another tier.
             let own = count > 0
                 && step.tiers.device().block(block).is_exclusive()
                 && !step.tiers.device().block(block).is_read_ahead();
-            // Only the second pass asks whether the state at the end of a block is the last that this step writes.
+            // Only the second pass checks whether the state at the end of a block is the last that this step writes.
             let own = own && (row.len % size > 0 || self.groups.get(row.group) != Group::Recurrent);
-            // Nor may it write what is being moved.
+            // Nor may it write a block that is being moved.
             if !row.moving && own && !step.tiers.device().is_moving(block) {
                 row.writable = (index + 1).saturating_mul(size);
                 row.slot_base = (i64::from(block.0) - i64::from(index)) * i64::from(size);
@@ -423,7 +424,7 @@ impl Sequences {
         }
     }
 
-    /// Gives a row a block of its own in place of a shared one, by a copy of this step if it has tokens there.
+    /// Replaces a row's shared block by its own, with a copy in this step if it has tokens there.
     fn copy_on_write(
         &mut self,
         step: &mut OpenStep<'_>,
@@ -462,7 +463,8 @@ struct Need {
     entries: usize,
 }
 
-/// Notes that the open step writes a block; its copy in another tier, which after a truncation it may have, parts from it.
+/// Records that the open step writes a block, and unlinks its copy in another tier, which it may have after a
+/// truncation.
 fn write_in_place(step: &mut OpenStep<'_>, block: BlockId) {
     if let Some((tracker, blocks)) = step.tiers.tracker_mut() {
         tracker.note_written(block, blocks);
@@ -484,12 +486,12 @@ pub(super) fn end_of(row: &Row, count: u32, lookahead: u32) -> Result<u64> {
     Ok(end)
 }
 
-/// How many writers of a block get a copy. The last owner writes in place, unless the block is cached.
+/// Number of writers of a block that get a copy. The last owner writes in place, unless the block is cached.
 pub(super) fn copied(writers: usize, refs: usize, published: bool) -> usize {
     writers.min(refs.saturating_sub(usize::from(!published)))
 }
 
-/// Copies that a batch needs which writes the shared blocks so often: the last owner left writes in place.
+/// Number of copies for a batch that writes these shared blocks: the last remaining owner writes in place.
 fn copies(view: View<'_>, shared: &mut [BlockId]) -> Result<usize> {
     shared.sort_unstable();
     let mut copies = 0;
@@ -511,7 +513,7 @@ fn check_slots(sequences: &[SequenceId], counts: Counts<'_>, slots: &[i64]) -> R
     Err(invalid("number of slots", slots.len() as i128, format!("{total}, the tokens")))
 }
 
-/// Whether a row has just filled the block that was its to write, and has no more.
+/// Whether a row has just filled its last writable block.
 #[inline]
 fn ends_block(row: &Row, size: u32) -> bool {
     let held = row.table.len() as u64 * u64::from(size);

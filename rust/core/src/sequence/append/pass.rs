@@ -1,7 +1,7 @@
-//! The first pass of an append: what a decode step does to nearly every row, and nothing else.
+//! The first pass of an append: the common case of nearly every row in a decode step, and nothing else.
 //!
-//! A row whose tokens fit into the block that is its own to write needs neither the pool nor a check: whatever else happens
-//! to a row takes that block away (`writable` is 0 then), and a freed row has another generation.
+//! A row whose tokens fit into its exclusive block needs neither the pool nor a check: anything else that happens to a
+//! row revokes that block (`writable` becomes 0), and a freed row has another generation.
 
 use super::Counts;
 use super::block_tables::TableRows;
@@ -18,36 +18,37 @@ pub(crate) struct Batch<'a> {
     pub(crate) tables: Option<TableRows<'a>>,
 }
 
-/// A row that the first pass has left to the second: its place in the batch, and that of its slots.
+/// A row deferred to the second pass: its index in the batch, and that of its slots.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::sequence) struct Slow {
     pub(in crate::sequence) index: usize,
     pub(in crate::sequence) at: usize,
 }
 
-/// Memory that one call hands on to the next.
+/// Buffers reused between calls.
 #[derive(Debug, Clone, Default)]
 pub(in crate::sequence) struct Work {
     pub(in crate::sequence) slow: Vec<Slow>,
-    /// How many of these rows get one token, and have just filled the last block that they have.
+    /// How many of these rows get one token and have just filled their last block.
     pub(in crate::sequence) ended: usize,
-    /// Rows of a batch that moves whose blocks nothing else uses.
+    /// Rows of a moving batch whose blocks nothing else uses.
     pub(in crate::sequence) private: Vec<bool>,
 }
 
-/// What the first pass has seen: rows in all, fewer than there are if one is named twice, and those left to the second.
+/// Result of the first pass: the rows seen, fewer than all if one is named twice, and those deferred to the second
+/// pass.
 pub(in crate::sequence) struct Passed {
     pub(in crate::sequence) rows: usize,
     pub(in crate::sequence) slow: usize,
-    /// Step in which the rows that were not left were written before, all of them: so the pass can be undone.
+    /// Step in which all rows of the first pass were last written, so that the pass can be undone.
     pub(in crate::sequence) before: TicketId,
 }
 
-/// No row has been seen.
+/// No row seen yet.
 const NEVER: TicketId = TicketId(u64::MAX);
 
-/// The first pass of a batch: advances the rows whose tokens fit and whose block table is up to date, and notes the others.
-/// `TABLES`: the caller keeps a block table from call to call, and the rows know what it shows.
+/// The first pass of a batch: advances the rows whose tokens fit and whose block table is up to date, and defers the
+/// others. `TABLES`: the caller keeps a block table between calls, and the rows track what it shows.
 pub(in crate::sequence) fn pass<const TABLES: bool>(
     rows: &mut SequenceRows,
     open: TicketId,
@@ -64,7 +65,7 @@ pub(in crate::sequence) fn pass<const TABLES: bool>(
     }
 }
 
-/// The first pass under way.
+/// The first pass in progress.
 struct First<'a> {
     rows: &'a mut [Row],
     epoch: u32,
@@ -72,7 +73,7 @@ struct First<'a> {
     left: Left<'a>,
 }
 
-/// Rows that are left to the second pass.
+/// Rows deferred to the second pass.
 struct Left<'a> {
     slow: &'a mut [Slow],
     len: usize,
@@ -97,7 +98,7 @@ fn advance(row: &mut Row, slot: &mut i64, open: TicketId) {
 }
 
 impl First<'_> {
-    /// One token a row, as in every decode step: the hottest loop, so each instruction counts.
+    /// One token per row, as in every decode step: the hottest loop, where each instruction counts.
     #[inline(never)]
     fn one<const TABLES: bool>(self, sequences: &[SequenceId], slots: &mut [i64]) -> Passed {
         let Self { rows, epoch, open, mut left } = self;
@@ -122,7 +123,7 @@ impl First<'_> {
         Passed { rows: index, slow: left.len, before }
     }
 
-    /// Any number of tokens a row, and lookahead.
+    /// Any number of tokens per row, and lookahead.
     #[inline(never)]
     fn several<const TABLES: bool>(self, batch: &mut Batch<'_>) -> Passed {
         let Self { rows, epoch, open, mut left } = self;
@@ -157,8 +158,8 @@ impl First<'_> {
     }
 }
 
-/// Whether a row was written in the same step before as the others of the pass. One that was not is left, like any row
-/// that is not as most are.
+/// Whether a row was last written in the same step as the others of the pass. If not, it is deferred, like any uncommon
+/// row.
 #[inline]
 fn joins(row: &Row, before: &mut TicketId) -> bool {
     if row.written == *before {
@@ -171,7 +172,7 @@ fn joins(row: &Row, before: &mut TicketId) -> bool {
     first
 }
 
-/// Whether the block table that is kept of a row, if any is, shows what the row has now.
+/// Whether the caller's block table, if any, is up to date for a row.
 #[inline]
 fn is_synced<const TABLES: bool>(row: &Row) -> bool {
     !TABLES || row.synced.version == row.table.version()
@@ -193,7 +194,7 @@ pub(in crate::sequence) fn next_block(row: &mut Row, block: BlockId, size: u32, 
     row.written = open;
 }
 
-/// The second pass, where all rows that are left to it have filled their last blocks: each gets one of `blocks`.
+/// The second pass if all deferred rows have filled their last blocks: each gets one of `blocks`.
 #[inline(never)]
 pub(in crate::sequence) fn next_blocks(
     rows: &mut SequenceRows,

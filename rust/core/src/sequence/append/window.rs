@@ -1,4 +1,4 @@
-//! What fell out of a window: blocks that no later token of a sequence needs go back to the pool while it runs.
+//! Sliding windows: blocks that no later token of a sequence needs return to the pool while it runs.
 
 use crate::group::{Group, NULL_BLOCK};
 use crate::hash::Key;
@@ -7,8 +7,8 @@ use crate::sequence::Sequences;
 use crate::transfer::{OpenStep, View};
 
 impl Sequences {
-    /// Blocks at the start of a prompt, at most `keys.len()`, that all groups can serve. Writes the first group's table of
-    /// them to `found` and returns the others', null blocks where a group needs none.
+    /// Number of leading blocks of a prompt, at most `keys.len()`, that all groups can serve. Writes the first group's
+    /// table of them to `found` and returns the other groups' tables, with null blocks where a group needs none.
     pub(in crate::sequence) fn find_groups(
         &self,
         view: View<'_>,
@@ -38,7 +38,8 @@ impl Sequences {
         (hits, tables.map(Iterator::collect).collect())
     }
 
-    /// The most of the first `keys.len()` blocks that one group can serve: all that it still needs after them are cached.
+    /// How many of the first `keys.len()` blocks one group can serve: all blocks that it still needs after them are
+    /// cached.
     fn served(&self, view: View<'_>, number: u8, group: Group, keys: &[Key]) -> usize {
         let finds = |i: usize| view.tiers.device().find(&keys[i].of_group(number)).is_some();
         if !group.leaves_nulls() {
@@ -60,12 +61,12 @@ impl Sequences {
         end
     }
 
-    /// Puts the null block in place of the blocks that a row needs no more, its first `computed` tokens being computed.
+    /// Replaces the blocks that a row no longer needs by the null block, once its first `computed` tokens are computed.
     pub(in crate::sequence) fn leave_window(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, computed: u32) {
         let row = self.rows.at(sequence);
         let (from, tier) = (row.null_prefix as usize, row.tier);
         let to = self.groups.get(row.group).unneeded(computed, self.block_size).min(row.table.len());
-        // Who has lost bytes is known by its blocks, also by those that it needs no more but computed from.
+        // Lost sequences are identified by their blocks, including those no longer needed but computed from.
         if to <= from || tier != Tier::Device || !step.transfers.is_settled(row.ticket) {
             return;
         }

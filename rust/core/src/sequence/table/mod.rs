@@ -1,5 +1,5 @@
-//! Block tables: which blocks hold a sequence's tokens. One row a sequence; rows are reused, and a handle carries the
-//! manager's number and the row's generation, so that a foreign or stale one is recognised.
+//! Block tables: which blocks hold a sequence's tokens. One row per sequence; rows are reused, and a handle carries the
+//! manager's number and the row's generation, so that a foreign or stale handle is detected.
 
 use crate::error::fault;
 use crate::error::{Error, Result};
@@ -11,19 +11,19 @@ use std::ops::Deref;
 mod recent;
 use recent::RecentTokens;
 
-/// Most sequences.
+/// Maximum number of sequences.
 const MAX_SEQUENCES: usize = SequenceId::FIELD_MAX as usize + 1;
 
-/// The blocks of one sequence, read as a slice. Every change is noted, so that a copy kept elsewhere, such as a row of an
-/// attention kernel's block table, can be brought up to date by what has changed alone.
+/// The blocks of one sequence, as a slice. Changes are tracked, so that a copy, such as a row of an attention kernel's
+/// block table, can be updated incrementally.
 #[derive(Debug, Clone, Default)]
 #[repr(C)]
 pub(crate) struct BlockTable {
     /// Counts changes.
     version: u32,
-    /// Version that the last change of entries that there were led to.
+    /// Version after the last change to existing entries.
     edited: u32,
-    /// The first entry that has changed since the version `edited_since`.
+    /// First entry changed since version `edited_since`.
     edited_from: u32,
     edited_since: u32,
     blocks: Vec<BlockId>,
@@ -34,7 +34,7 @@ impl BlockTable {
         self.version
     }
 
-    /// Entries that a copy made of `version`, `filled` entries long, has right.
+    /// Number of entries still correct in a copy of `version` with `filled` entries.
     pub(crate) fn unchanged(&self, version: u32, filled: usize) -> usize {
         if version == self.version || version.wrapping_sub(self.edited) < 1 << 31 {
             filled
@@ -45,20 +45,20 @@ impl BlockTable {
         }
     }
 
-    /// Adds entries at the end: `add` must leave those before as they are.
+    /// Adds entries at the end; `add` must not change existing ones.
     #[inline]
     pub(crate) fn extend_with<T>(&mut self, add: impl FnOnce(&mut Vec<BlockId>) -> T) -> T {
         self.version = self.version.wrapping_add(1);
         add(&mut self.blocks)
     }
 
-    /// Puts another block into an entry.
+    /// Replaces an entry.
     pub(crate) fn replace(&mut self, index: usize, block: BlockId) {
         self.blocks[index] = block;
         self.edit(index);
     }
 
-    /// Puts one block into entries `from..to`; returns those that were there.
+    /// Sets entries `from..to` to one block; returns the previous ones.
     pub(crate) fn blank(&mut self, from: usize, to: usize, block: BlockId) -> Vec<BlockId> {
         let gone = self.blocks[from..to].to_vec();
         self.blocks[from..to].fill(block);
@@ -81,13 +81,13 @@ impl BlockTable {
         std::mem::take(&mut self.blocks)
     }
 
-    /// Puts other blocks in place of all.
+    /// Replaces all entries.
     pub(crate) fn set(&mut self, blocks: Vec<BlockId>) {
         self.edit(0);
         self.blocks = blocks;
     }
 
-    /// Brings a row of a block table up to date, and what is known of it.
+    /// Updates a row of a block table and its sync state.
     #[inline]
     pub(crate) fn sync(&self, synced: &mut SyncState, row: &mut [i32]) {
         let added = synced.version.wrapping_add(1) == self.version && synced.filled as usize + 1 == self.blocks.len();
@@ -111,7 +111,7 @@ impl BlockTable {
         for (to, block) in row[kept..len].iter_mut().zip(&self.blocks[kept..]) {
             *to = as_i32(*block);
         }
-        // The row may be of another table that is narrower than the last one.
+        // The row may belong to another, narrower table than last time.
         if let Some(rest) = row.get_mut(len..stale.min(row.len())) {
             rest.fill(0);
         }
@@ -120,7 +120,7 @@ impl BlockTable {
 
     fn edit(&mut self, from: usize) {
         let from = u32::try_from(from).unwrap_or(u32::MAX);
-        // Several entries often change one after the other, and who has a copy asks only then.
+        // Entries often change several at a time, before a copy is updated.
         if self.edited == self.version && self.edited_from > 0 {
             self.edited_from = self.edited_from.min(from);
         } else {
@@ -139,7 +139,7 @@ impl Deref for BlockTable {
     }
 }
 
-/// What a row of some block table shows of a sequence: the first `filled` entries of a version; zeros come after them.
+/// What a row of a block table shows: the first `filled` entries of a version, then zeros.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SyncState {
     pub(crate) version: u32,
@@ -149,13 +149,13 @@ pub(crate) struct SyncState {
 impl SyncState {
     const UNKNOWN: u32 = u32::MAX;
 
-    /// Whatever was in the memory.
+    /// The state of uninitialized memory.
     pub(crate) fn nothing() -> Self {
         Self { version: u32::MAX, filled: Self::UNKNOWN }
     }
 }
 
-/// One sequence. What a decode step reads and writes of it lies in one cache line.
+/// One sequence. The fields that a decode step uses fit in one cache line.
 #[derive(Debug, Clone)]
 #[repr(C, align(64))]
 pub(crate) struct Row {
@@ -165,35 +165,37 @@ pub(crate) struct Row {
     pub(crate) len: u32,
     /// Tokens that fit without asking the pool: the end of the block being written while it is exclusive, else 0.
     pub(crate) writable: u32,
-    /// Slot of token 0 if the block being written went on backwards; a token's slot is this plus its position.
+    /// Slot that token 0 would have if the block being written extended backwards; a token's slot is this plus its
+    /// position.
     pub(crate) slot_base: i64,
     /// Step in which tokens were last given slots.
     pub(crate) written: TicketId,
-    /// What the caller's block table shows of the row, where it keeps one from call to call.
+    /// What the caller's block table, if it keeps one, shows of the row.
     pub(crate) synced: SyncState,
     /// Last batch call that named the row.
     pub(crate) stamp: u32,
-    /// First tokens whose ids are known and lead to `keys`; [`Row::NOT_FOLLOWED`] without `keys`.
+    /// Number of leading tokens with known ids, which `keys` are made of; [`Row::NOT_FOLLOWED`] without `keys`.
     pub(crate) known: u32,
     pub(crate) table: BlockTable,
     /// Last ticket that moves or copies blocks of this row.
     pub(crate) ticket: TicketId,
     pub(crate) tier: Tier,
-    /// Blocks of this row are on the way between tiers under `ticket`.
+    /// Whether blocks of this row are moving between tiers under `ticket`.
     pub(crate) moving: bool,
-    /// A failed transfer took bytes of this row.
+    /// Whether a failed transfer lost bytes of this row.
     pub(crate) lost: bool,
     /// Cache group that the row is the table of.
     pub(crate) group: u8,
-    /// How much the sequence wants its cached blocks to be kept.
+    /// Retention priority of the sequence's cached blocks.
     pub(crate) priority: u8,
     /// Entries at the start that are null blocks.
     pub(crate) null_prefix: u32,
-    /// Blocks whose keys have been published since the row came to its tier.
+    /// Blocks published since the row arrived in its tier.
     pub(crate) published: u32,
-    /// Keys of the row's full blocks, where the prefix cache knows its tokens; the first group's row has them for all.
+    /// Keys of the row's full blocks, if the prefix cache knows its tokens; the first group's row has them for all
+    /// groups.
     pub(crate) keys: Option<Box<RowKeys>>,
-    /// The rows of one sequence, one a group, where there are several.
+    /// The rows of one sequence, one per group, if there are several groups.
     pub(crate) group_tables: Option<Box<[SequenceId]>>,
 }
 
@@ -209,9 +211,9 @@ pub(crate) struct RowKeys {
     pub(crate) salt: [u8; 32],
     /// Its number, if it has a quota on the device; else 0.
     pub(crate) tenant: u16,
-    /// Blocks with extras, and how many frames the chain has up to each beyond those of tokens alone.
+    /// Blocks with extras, and the number of extra frames in the chain up to each.
     pub(crate) surplus: Vec<(u32, u32)>,
-    /// The chain before the last full block, to open that again; none if it has extras or was opened before.
+    /// The chain before the last full block, to reopen that block; `None` if it has extras or was already reopened.
     pub(crate) before_last: Option<Chain>,
 }
 
@@ -263,18 +265,18 @@ impl Row {
         self.id.generation() & 1 == 1
     }
 
-    /// No handle is left for another sequence in this row.
+    /// Whether the row has no generation left for another sequence.
     fn is_worn_out(&self) -> bool {
         self.id.generation() >= SequenceId::FIELD_MAX - 1 && !self.is_in_use()
     }
 
-    /// What comes is not known by its token ids any more, and is not published.
+    /// Stops following the row: later tokens have no known ids and are not published.
     pub(crate) fn unfollow(&mut self) {
         (self.keys, self.known) = (None, Self::NOT_FOLLOWED);
     }
 
-    /// Before entries are removed: those that the table got since it was last synced may have been written to a caller's
-    /// row by others, which is then written again as a whole.
+    /// Call before removing entries: entries added since the last sync may have been written to a caller's row by other
+    ///     means, so that row must then be rewritten completely.
     pub(crate) fn note_cut(&mut self) {
         if self.synced.version != self.table.version() && self.table.len() > self.synced.filled as usize {
             self.synced = SyncState::nothing();
@@ -288,7 +290,7 @@ pub(crate) struct SequenceRows {
     /// Number of the manager, in all handles.
     manager: u16,
     entries: Vec<Row>,
-    /// Rows to be used again, without those that have worn out.
+    /// Rows for reuse, without those that have worn out.
     unused: Vec<u32>,
     worn_out: usize,
     epoch: u32,
@@ -336,7 +338,7 @@ impl SequenceRows {
         });
         let row = &mut self.entries[index as usize];
         let id = SequenceId::new(self.manager, index, row.id.generation() + 1);
-        // Versions go on from one sequence to the next, so that one tells the two apart.
+        // Versions continue from one sequence to the next, so that they distinguish the two.
         let mut versions = std::mem::take(&mut row.table);
         versions.set(table);
         *row = Row { id, tier, table: versions, ..Row::unused() };
@@ -366,7 +368,7 @@ impl SequenceRows {
         }
     }
 
-    /// Why there is no such sequence.
+    /// The error for an unknown sequence.
     #[cold]
     fn unknown(&self, sequence: SequenceId) -> Error {
         let last = self.entries.get(sequence.row() as usize).map_or(0, |row| row.id.generation());
@@ -381,7 +383,7 @@ impl SequenceRows {
 
     pub(crate) fn get_mut(&mut self, sequence: SequenceId) -> Result<&mut Row> {
         fault::point()?;
-        // Borrowed again, since an error reads all rows.
+        // Borrow again, since an error reads all rows.
         match self.entries.get(sequence.row() as usize) {
             Some(row) if row.id == sequence && row.is_in_use() => Ok(self.at_mut(sequence)),
             _ => Err(self.unknown(sequence)),
@@ -403,7 +405,7 @@ impl SequenceRows {
         self.entries.get(row as usize).filter(|row| row.is_in_use())
     }
 
-    /// Begins a batch call: rows named from now on are noted, so that a repetition shows.
+    /// Begins a batch call: rows named from now on are marked, to detect repetitions.
     pub(crate) fn begin_batch(&mut self) {
         self.epoch = self.epoch.wrapping_add(1);
         if self.epoch == 0 {
@@ -414,7 +416,7 @@ impl SequenceRows {
         }
     }
 
-    /// A row of the present batch call.
+    /// A row of the current batch call.
     #[inline]
     pub(crate) fn next_in_batch(&mut self, sequence: SequenceId) -> Result<&mut Row> {
         let epoch = self.epoch;
@@ -426,7 +428,7 @@ impl SequenceRows {
         Ok(row)
     }
 
-    /// All rows and the number of the present batch call, for passes that check handles themselves.
+    /// All rows and the number of the current batch call, for passes that check handles themselves.
     pub(crate) fn entries(&mut self) -> (&mut [Row], u32) {
         (&mut self.entries, self.epoch)
     }

@@ -1,14 +1,14 @@
-//! The token ids of each row's last two blocks: those that are hashed next, and those that are hashed anew when a row is cut.
+//! The token ids of each row's last two blocks: those hashed next, and those rehashed when a row is truncated.
 
 use super::{Row, RowKeys, SequenceRows};
 use crate::error::Result;
 use crate::id::SequenceId;
 use crate::memory;
 
-/// Blocks of a row whose token ids are kept: the one that is being filled, and the one before.
+/// Blocks of a row whose token ids are kept: the one being filled, and the one before it.
 const BLOCKS: usize = 2;
 
-/// Token ids by row: that of position `p` is entry `p % span` of the row's `span`.
+/// Token ids by row: position `p` is entry `p % span` of the row's `span` entries.
 #[derive(Debug, Clone)]
 pub(super) struct RecentTokens {
     ids: Vec<u32>,
@@ -32,7 +32,7 @@ impl RecentTokens {
         memory::make_room(&mut self.ids, more)
     }
 
-    /// Writes the ids of a row's tokens from position `first` on; of many, the last are kept.
+    /// Writes the ids of a row's tokens from position `first` on; only the last ones are kept.
     pub(super) fn write(&mut self, row: usize, first: usize, tokens: &[u32]) {
         let span = self.span();
         self.open(row);
@@ -63,7 +63,7 @@ impl SequenceRows {
         self.recent.require(self.entries.len().saturating_add(more))
     }
 
-    /// Follows a row from now on, whose first tokens are these; the caller has called [`SequenceRows::require_followed`].
+    /// Starts following a row that begins with these tokens; the caller has called [`SequenceRows::require_followed`].
     pub(crate) fn follow(&mut self, sequence: SequenceId, keys: RowKeys, tokens: &[u32]) {
         self.recent.write(sequence.row() as usize, 0, tokens);
         let row = self.at_mut(sequence);
@@ -84,7 +84,7 @@ impl SequenceRows {
         (row.keys, row.known) = (keys, known);
     }
 
-    /// Notes the id of the first token of a followed row that has none.
+    /// Records the id of the first token of a followed row that has none.
     #[inline]
     pub(crate) fn push_token(&mut self, sequence: SequenceId, token: u32) {
         let index = sequence.row() as usize;
