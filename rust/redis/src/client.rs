@@ -61,7 +61,8 @@ impl Client {
     /// or the fourth of an `EVAL`, or the third of a `CLUSTER` command its slot.
     ///
     /// # Errors
-    /// The server cannot be reached, or is silent for too long. A refused command is an [`Answer::Refused`].
+    /// The server cannot be reached, or is silent for too long. The answer to a refused command is
+    /// [`Answer::Refused`](crate::Answer::Refused), no error.
     pub fn run(&self, commands: &[Command]) -> Result<Ran> {
         if commands.is_empty() {
             return Ok(Ran::default());
