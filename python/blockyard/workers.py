@@ -88,7 +88,7 @@ def keep(into: list[T], call: Callable[..., T], *arguments: object) -> T:
 
 
 def missing(what: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """Say which extra installs a missing module; the error itself if no extra does.
+    """Name the extra that installs a missing module; return the error itself if none does.
 
     Args:
         what: what needs the module, in the user's words.
