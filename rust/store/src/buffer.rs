@@ -41,8 +41,13 @@ impl Buffer {
     }
 
     /// A header page with a payload in the caller's memory.
-    pub(crate) fn around(row: Box<dyn LentRow>) -> Self {
-        Self { lent: Some(row), ..Self::new(PAGE) }
+    pub(crate) fn around(self, row: Box<dyn LentRow>) -> Self {
+        Self { lent: Some(row), ..self }
+    }
+
+    /// The row, which this gives back: the header page is left.
+    pub(crate) fn take_row(&mut self) -> Option<Box<dyn LentRow>> {
+        self.lent.take()
     }
 
     /// Whether the payload is in the caller's memory.

@@ -2,8 +2,6 @@
 //!
 //! Invariants:
 //! - operations on one slot run one at a time, in the order in which they were submitted;
-//! - `used` counts the bytes of all buffers that belong to an operation or to an uncollected result, and never exceeds
-//!   `limit`;
 //! - a slot is `Valid` only between the reported end of a write and the start of the next;
 //! - a key is in the index from the submission of its write until it is evicted, deleted, or an operation on it fails;
 //! - of a slot that is not suspect, no header on the medium has a key but the one in the index: deletion relies on it.
@@ -18,12 +16,12 @@ use std::collections::hash_map::{Entry, HashMap};
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
+mod memory;
 mod submit;
 
-pub(crate) use submit::LentRows;
+use memory::Memory;
 
-/// Bytes of idle buffers that are kept for reuse.
-const KEPT: usize = 64 << 20;
+pub(crate) use submit::LentRows;
 
 /// Bytes of neighbouring blocks that one call moves: beyond that calls gain nothing, and other threads could work.
 const RUN: usize = 1 << 20;
@@ -97,7 +95,6 @@ impl SlotState {
 
 /// The state of a store without its threads and its device. Waiting callers ask `tickets` directly.
 pub(crate) struct Queue {
-    stride: usize,
     slots: Vec<SlotState>,
     /// Without slots in swap space.
     index: Index,
@@ -109,11 +106,9 @@ pub(crate) struct Queue {
     /// Slots with an operation that is ready or running, and the operations behind it.
     busy: HashMap<u32, VecDeque<Op>>,
     pub(crate) tickets: Tickets,
+    pub(crate) memory: Memory,
     next_generation: u64,
-    limit: u64,
-    used: u64,
     timeout_base: Duration,
-    idle: Vec<Buffer>,
     stats: Stats,
     closing: bool,
     /// Threads that take jobs, and how many of them have one.
@@ -141,7 +136,6 @@ impl Queue {
     pub(crate) fn new(options: QueueOptions, first_generation: u64) -> Self {
         let QueueOptions { slots, stride, limit, timeout_base, threads } = options;
         Self {
-            stride,
             slots: vec![SlotState::Empty; slots as usize],
             index: Index::new(0, first_generation),
             suspects: HashSet::new(),
@@ -149,11 +143,9 @@ impl Queue {
             ready: VecDeque::new(),
             busy: HashMap::new(),
             tickets: Tickets::new(),
+            memory: Memory::new(stride, limit),
             next_generation: first_generation,
-            limit,
-            used: 0,
             timeout_base,
-            idle: Vec::new(),
             stats: Stats::default(),
             closing: false,
             threads,
@@ -287,7 +279,7 @@ impl Queue {
 
     fn find_job(&mut self) -> Option<Job> {
         // Neighbours go together as far as no thread is left without work.
-        let most = (RUN / self.stride).min(self.ready.len().div_ceil(self.threads)).max(1);
+        let most = (RUN / self.memory.stride()).min(self.ready.len().div_ceil(self.threads)).max(1);
         while let Some(op) = self.ready.pop_front() {
             match op {
                 Op::Void(slot) => {
@@ -362,10 +354,7 @@ impl Queue {
     /// What a thread needs for a read; `None` if it is a miss already.
     fn begin_read(&mut self, place: Place, row: Option<Box<dyn LentRow>>) -> Option<(Place, Buffer)> {
         match self.read_of(place) {
-            Ok(place) => {
-                let own = || self.idle.pop().unwrap_or_else(|| Buffer::new(self.stride));
-                Some((place, row.map_or_else(own, Buffer::around)))
-            }
+            Ok(place) => Some((place, self.memory.buffer(row))),
             Err(miss) => {
                 self.finish_unread(place, miss);
                 self.advance(place.slot);
@@ -418,7 +407,7 @@ impl Queue {
 
     /// Ends a write.
     pub(crate) fn finish_write(&mut self, place: Place, buffer: Buffer, result: std::result::Result<(), Miss>) {
-        self.release(Some(buffer));
+        self.memory.release(Some(buffer));
         let is_wanted = self.settle(place, result.map(|()| None));
         let evicted = self.evicting.remove(&place.generation);
         if result.is_ok() {
@@ -447,7 +436,7 @@ impl Queue {
             Err(miss) => {
                 self.drop_key(place, Reuse::First);
                 self.settle(place, Err(miss));
-                self.release(Some(buffer));
+                self.memory.release(Some(buffer));
             }
         }
         self.advance(place.slot);
@@ -482,7 +471,7 @@ impl Queue {
     /// Ends an operation that did not reach the device and had memory set aside.
     fn finish_unread(&mut self, place: Place, miss: Miss) {
         self.settle(place, Err(miss));
-        self.release(None);
+        self.memory.release(None);
     }
 
     /// Notes what the system answered, for whoever asks why blocks are missing.
@@ -500,7 +489,7 @@ impl Queue {
         match self.tickets.settle(place, outcome) {
             Ok(()) => true,
             Err(Ok(Some(buffer))) => {
-                self.release(Some(buffer));
+                self.memory.release(Some(buffer));
                 false
             }
             Err(_) => false,
@@ -517,30 +506,11 @@ impl Queue {
         }
     }
 
-    /// Gives one block's memory back; its buffer is kept for the next if there is one.
-    fn release(&mut self, buffer: Option<Buffer>) {
-        self.used -= self.stride as u64;
-        if let Some(buffer) = buffer {
-            self.keep(buffer);
-        }
-    }
-
-    fn keep(&mut self, buffer: Buffer) {
-        if !buffer.is_lent() && (self.idle.len() + 1) * self.stride <= KEPT {
-            self.idle.push(buffer);
-        }
-    }
-
     /// Gives the memory of collected blocks back.
     pub(crate) fn take_back(&mut self, outcomes: &mut Outcomes) {
         for buffer in outcomes.blocks.drain(..).flatten().flatten() {
-            self.release(Some(buffer));
+            self.memory.release(Some(buffer));
         }
-    }
-
-    /// Gives memory back that was set aside for blocks which were never submitted.
-    pub(crate) fn unreserve(&mut self, count: usize) {
-        self.used -= (count * self.stride) as u64;
     }
 
     /// Refuses new batches and settles what no thread has begun.
@@ -556,7 +526,7 @@ impl Queue {
                     // The header that it was to replace stays.
                     self.suspects.insert(place.slot);
                     self.settle(place, Err(Miss::Closed));
-                    self.release(Some(buffer));
+                    self.memory.release(Some(buffer));
                 }
                 Op::Read(place, _) => self.finish_unread(place, Miss::Closed),
                 Op::Wipe(place) => {
@@ -577,7 +547,7 @@ impl Queue {
     pub(crate) fn stats(&self) -> Stats {
         Stats {
             misses: self.tickets.misses(),
-            pending_bytes: self.used,
+            pending_bytes: self.memory.used(),
             cached_blocks: self.index.live().into(),
             evicted_blocks: self.index.evicted(),
             ..self.stats.clone()

@@ -15,20 +15,6 @@ use std::time::Instant;
 pub(crate) type LentRows = Option<Vec<Box<dyn LentRow>>>;
 
 impl Queue {
-    /// Reserves memory for up to `wanted` blocks; returns a buffer for each that fits.
-    pub(crate) fn reserve(&mut self, wanted: usize) -> Vec<Option<Buffer>> {
-        let count = self.reserve_bytes(wanted);
-        (0..count).map(|_| self.idle.pop()).collect()
-    }
-
-    /// Reserves memory for up to `wanted` blocks, whoever owns it; returns for how many.
-    pub(crate) fn reserve_bytes(&mut self, wanted: usize) -> usize {
-        let room = (self.limit - self.used) / self.stride as u64;
-        let count = usize::try_from(room).unwrap_or(usize::MAX).min(wanted);
-        self.used += (count * self.stride) as u64;
-        count
-    }
-
     /// Takes a batch of writes. Slots without a buffer are refused: `QueueFull`, and what they held is lost.
     pub(crate) fn submit_writes(&mut self, slots: &[u32], buffers: Vec<Buffer>, now: Instant) -> Result<u64> {
         self.check_open()?;
@@ -40,7 +26,7 @@ impl Queue {
             self.enqueue(slot, Op::Write(Place { ticket, index, slot, key: [0; 32], generation, owner: None }, buffer));
         }
         for buffer in buffers {
-            self.release(Some(buffer));
+            self.memory.release(Some(buffer));
         }
         for &slot in &slots[accepted..] {
             self.void(slot);
@@ -52,7 +38,7 @@ impl Queue {
     pub(crate) fn submit_reads(&mut self, slots: &[u32], rows: LentRows, now: Instant) -> Result<u64> {
         self.check_open()?;
         let hung = self.is_hung(now);
-        let accepted = if hung { 0 } else { self.reserve_bytes(slots.len()) };
+        let accepted = if hung { 0 } else { self.memory.reserve(slots.len()) };
         let miss = if hung { Miss::Timeout } else { Miss::QueueFull };
         let ticket = self.open_ticket(true, slots.len(), accepted, miss, now);
         let mut rows = rows.map(Vec::into_iter);
@@ -88,7 +74,7 @@ impl Queue {
         let hung = self.is_hung(now).then_some(Miss::Timeout);
         if let Some(miss) = hung.or_else(|| self.forgetting.map(|_| Miss::Forgotten)) {
             for buffer in buffers.into_iter().flatten() {
-                self.release(Some(buffer));
+                self.memory.release(Some(buffer));
             }
             return Ok(self.open_ticket(false, keys.len(), 0, miss, now));
         }
@@ -116,7 +102,7 @@ impl Queue {
             (Some(found), None) if self.is_unproven(found) => drop(self.settle(place, Err(Miss::QueueFull))),
             (Some((slot, generation)), spare) => {
                 if spare.is_some() {
-                    self.release(spare);
+                    self.memory.release(spare);
                 }
                 self.confirm(Place { slot, generation, ..place });
             }
@@ -131,7 +117,7 @@ impl Queue {
         let buffer = match (verdict, buffer) {
             (Verdict::Refused, buffer) => {
                 if buffer.is_some() {
-                    self.release(buffer);
+                    self.memory.release(buffer);
                 }
                 self.settle(place, Err(Miss::Refused));
                 return;
@@ -165,7 +151,7 @@ impl Queue {
             return Ok(None);
         }
         let count = dropped.len();
-        let deadline = deadline(now, self.timeout_base, self.used + (count * PAGE) as u64);
+        let deadline = deadline(now, self.timeout_base, self.memory.used() + (count * PAGE) as u64);
         let ticket = self.tickets.open(false, count, (count, Miss::QueueFull), deadline, self.answers);
         self.tickets.hide(ticket);
         for (index, (slot, key, generation)) in dropped.into_iter().enumerate() {
@@ -188,7 +174,7 @@ impl Queue {
             let place = Place { ticket, index, slot, key, generation, owner: None };
             if generation == 0 {
                 self.settle(place, Err(Miss::Absent));
-            } else if self.reserve_bytes(1) == 0 {
+            } else if self.memory.reserve(1) == 0 {
                 self.settle(place, Err(Miss::QueueFull));
             } else {
                 self.index.touch(&key);
@@ -226,7 +212,7 @@ impl Queue {
 
     /// Opens a ticket; blocks beyond `accepted` are refused for the reason `miss`.
     fn open_ticket(&mut self, reads: bool, blocks: usize, accepted: usize, miss: Miss, now: Instant) -> u64 {
-        let deadline = deadline(now, self.timeout_base, self.used);
+        let deadline = deadline(now, self.timeout_base, self.memory.used());
         self.tickets.open(reads, blocks, (accepted, miss), deadline, self.answers)
     }
 

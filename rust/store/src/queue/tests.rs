@@ -10,7 +10,7 @@ fn queue() -> Queue {
 }
 
 fn submit(queue: &mut Queue, slots: &[u32]) -> u64 {
-    let buffers = queue.reserve(slots.len()).into_iter().map(|_| Buffer::new(8192)).collect();
+    let buffers = (0..queue.memory.reserve(slots.len())).map(|_| Buffer::new(8192)).collect();
     queue.submit_writes(slots, buffers, Instant::now()).unwrap()
 }
 

@@ -50,7 +50,7 @@ impl SlabStore {
             if missing.is_empty() {
                 break;
             }
-            let mut spare = state.queue.reserve(missing.len()).into_iter();
+            let mut spare = state.queue.memory.reserve_buffers(missing.len()).into_iter();
             drop(state);
             for i in missing {
                 rows[i].read(|row| spare.next().map(|buffer| self.filled(buffer, row)));
@@ -72,7 +72,9 @@ impl SlabStore {
         self.check_rows(keys.len(), &rows)?;
         let mut state = self.shared.lock();
         let is_new = state.queue.is_new(keys);
-        let around = |(is_new, row)| (is_new && state.queue.reserve_bytes(1) == 1).then(|| Buffer::around(row));
+        let around = |(is_new, row)| {
+            (is_new && state.queue.memory.reserve(1) == 1).then(|| state.queue.memory.buffer(Some(row)))
+        };
         let buffers = is_new.into_iter().zip(rows).map(around).collect();
         self.submit_puts(state, keys, owners, buffers)
     }
@@ -87,7 +89,7 @@ impl SlabStore {
         let reserved = buffers.iter().flatten().count();
         let result = state.queue.submit_puts(keys, owners, buffers, Instant::now());
         if result.is_err() {
-            state.queue.unreserve(reserved);
+            state.queue.memory.unreserve(reserved);
         }
         self.shared.release(state);
         result

@@ -202,7 +202,7 @@ impl SlabStore {
         let payload_bytes = self.options.geometry.payload_bytes;
         self.check_length(slots.len(), rows.len())?;
         let checked = self.check_written(slots)?;
-        let buffers = self.shared.lock().queue.reserve(slots.len());
+        let buffers = self.shared.lock().queue.memory.reserve_buffers(slots.len());
         let rows = rows.chunks_exact(payload_bytes);
         let filled: Vec<Buffer> = buffers.into_iter().zip(rows).map(|(buffer, row)| self.filled(buffer, row)).collect();
         self.submit_buffers(self.shared.lock(), &checked, filled)
@@ -220,8 +220,8 @@ impl SlabStore {
         self.check_rows(slots.len(), &rows)?;
         let checked = self.check_written(slots)?;
         let mut state = self.shared.lock();
-        let accepted = state.queue.reserve_bytes(slots.len());
-        let buffers = rows.into_iter().take(accepted).map(Buffer::around).collect();
+        let accepted = state.queue.memory.reserve(slots.len());
+        let buffers = rows.into_iter().take(accepted).map(|row| state.queue.memory.buffer(Some(row))).collect();
         self.submit_buffers(state, &checked, buffers)
     }
 
@@ -234,7 +234,7 @@ impl SlabStore {
         let count = buffers.len();
         let result = state.queue.submit_writes(slots, buffers, Instant::now());
         if result.is_err() {
-            state.queue.unreserve(count);
+            state.queue.memory.unreserve(count);
         }
         self.shared.release(state);
         result
