@@ -214,20 +214,20 @@ class ObjectStore(RemoteStore):
         if out is None or self._format.codec is not None or self._format.width >= _LARGE:
             return super()._fetch(names, keys)
         headers, sums = np.zeros((len(keys), HEADER), np.uint8), np.zeros((len(keys), 16), np.uint8)
-        found = np.zeros(len(keys), np.bool_)
+        paths, missed = [self._path(name) for name in names], ["error"] * len(keys)
         is_large = self._format.width >= _SUMMED_ALONE
 
         def read(index: int) -> None:
-            value = self._read_whole(self._path(names[index]), self._format.width)
-            found[index] = value is not None
+            value = self._read_whole(paths[index], self._format.width)
+            missed[index] = "absent" if value is None else ""
             if value is not None and len(value) == self._format.width:
-                header, row = value[:HEADER].copy(), out[index]
-                headers[index], row[:], header[:16] = header, value[HEADER:], 0
+                headers[index], out[index] = value[:HEADER], value[HEADER:]
                 if is_large:
-                    sums[index] = checksum_rows(row[None], self._format.mac_key, header[None])[0]
+                    header = headers[index : index + 1].copy()
+                    header[:, :16] = 0
+                    sums[index] = checksum_rows(out[index : index + 1], self._format.mac_key, header)[0]
 
-        failed = self._each_of(len(keys), read)
-        missed = ["error" if index in failed else "" if good else "absent" for index, good in enumerate(found)]
+        self._each_of(len(keys), read)
         return self._checked(out, headers, missed, keys, sums if is_large else None)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
@@ -380,7 +380,7 @@ class ObjectStore(RemoteStore):
         """Return a value, no byte of one that is longer than `most`, and None if there is none."""
         try:
             answer = self._ob.get(self._client, path)
-            return np.frombuffer(answer.bytes() if answer.meta["size"] <= most else b"", np.uint8)
+            return np.frombuffer(answer.bytes() if answer.range[1] <= most else b"", np.uint8)
         except FileNotFoundError:
             return None
         except Exception as error:  # noqa: BLE001 (whatever the client raises)
