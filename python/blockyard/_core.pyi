@@ -1699,6 +1699,7 @@ class StoreStats:
         errors: int = 0,
         last_error: str = "",
         errors_in_a_row: int = 0,
+        is_down: bool = False,
         pending_bytes: int = 0,
         cached_blocks: int = 0,
         evicted_blocks: int = 0,
@@ -1727,6 +1728,9 @@ class StoreStats:
     @property
     def errors_in_a_row(self) -> int:
         """Operations that the system answered with an error since the last that succeeded: 0 means healthy."""
+    @property
+    def is_down(self) -> bool:
+        """Whether the storage does not answer: batches are refused until a probe is answered."""
     @property
     def cached_blocks(self) -> int:
         """Keys that have a block now."""

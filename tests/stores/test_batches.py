@@ -48,6 +48,7 @@ def test_storage_that_hangs_costs_one_deadline_and_not_one_for_each_batch():
         for _ in range(100):
             assert set(put(store, 2)) == {"unavailable"}
             assert not store.contains(names(2)).any()
+        assert store.stats().is_down
         assert time.monotonic() - began < 2
         with pytest.raises(StoreError, match="nothing is found or stored until it is called again: unavailable"):
             store.forget()
@@ -61,6 +62,7 @@ def test_storage_that_hangs_costs_one_deadline_and_not_one_for_each_batch():
         while "unavailable" in put(store, 2) and time.monotonic() < until:
             time.sleep(0.01)
         assert get(store, 2) == ("", "")
+        assert not store.stats().is_down
 
 
 def test_storage_whose_errors_come_late_is_left_alone_until_a_probe_is_answered():

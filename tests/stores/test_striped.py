@@ -119,6 +119,7 @@ def test_a_disk_that_cannot_be_opened_is_left_out_and_comes_back(tmp_path: Path,
         assert 0 < held.sum() < 30
         assert {reason for reason in read.reasons if reason} == {"io"}
         assert store.stats().misses["io"] == np.count_nonzero(~held)
+        assert store.stats().is_down
         only_lost = store.submit_get(keys(30)[~held])
         assert store.poll() == [only_lost]
         assert not store.wait(only_lost).ok.any()
@@ -127,6 +128,7 @@ def test_a_disk_that_cannot_be_opened_is_left_out_and_comes_back(tmp_path: Path,
     slab.chmod(0o600)
     with prefix_store(tmp_path) as store:
         assert not store.contains(keys(30)[held]).any(), "forgotten"
+        assert not store.stats().is_down
         assert store.contains(keys(30)[~held]).all(), "as the error said"
 
 

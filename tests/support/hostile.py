@@ -168,7 +168,7 @@ VALID: dict[str, Any] = {
     "dst": lambda: [np.zeros((4, 8), np.uint8)],
     "dst_blocks": 4,
     "dst_device": lambda: v0_device("CPU"),
-    **dict.fromkeys(("enabled", "end", "is_first_block"), True),
+    **dict.fromkeys(("enabled", "end", "is_down", "is_first_block"), True),
     "encoder_tokens": 0,
     **dict.fromkeys(("errors", "errors_in_a_row", "evicted_blocks", "pending_bytes", "read_blocks", "read_bytes"), 0),
     **dict.fromkeys(("cached_blocks", "written_blocks", "written_bytes"), 0),

@@ -214,7 +214,9 @@ class StripedStore(ExternalStore):
                 *("pending_bytes", "cached_blocks", "evicted_blocks"),
             )
         }
-        return StoreStats(misses=misses, last_error="; ".join(filter(None, (p.last_error for p in parts))), **sums)
+        last_error = "; ".join(filter(None, (part.last_error for part in parts)))
+        is_down = None in self._parts or any(part.is_down for part in parts)
+        return StoreStats(misses=misses, last_error=last_error, is_down=is_down, **sums)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Close every disk's store. See `ExternalStore`."""

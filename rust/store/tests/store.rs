@@ -178,6 +178,7 @@ fn a_device_that_hangs_costs_one_deadline_and_then_refuses_until_it_answers() {
     };
     assert!(refused(store.submit_read(&[0]).unwrap()));
     assert!(refused(store.submit_write(&[1], &[1; PAGE]).unwrap()));
+    assert!(store.stats().unwrap().is_down);
     // Once in a while a batch tries whether it answers again, as long as there is a thread for it.
     thread::sleep(Duration::from_secs(1));
     let probe = store.submit_read(&[0]).unwrap();
@@ -186,6 +187,7 @@ fn a_device_that_hangs_costs_one_deadline_and_then_refuses_until_it_answers() {
     memory.freeze(false);
     assert_eq!(store.wait_for(probe, LONG).unwrap(), Progress::Finished);
     assert_eq!(store.take(probe).unwrap().blocks().collect::<Vec<_>>(), [Ok(Some(&[0; PAGE][..]))]);
+    assert!(!store.stats().unwrap().is_down);
     let after = store.submit_read(&[0, 1]).unwrap();
     assert_eq!(store.wait_for(after, LONG).unwrap(), Progress::Finished);
     let after: Vec<_> = store.take(after).unwrap().blocks().map(|block| block.map(drop)).collect();

@@ -161,6 +161,7 @@ class BatchStore(ExternalStore):
                 misses=dict(self._misses),
                 errors=self._errors,
                 errors_in_a_row=self._errors_in_a_row,
+                is_down=self._breaker.is_down,
                 last_error=self._last_error,
                 pending_bytes=self._pending,
                 cached_blocks=self._count_stored(),

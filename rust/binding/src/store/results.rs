@@ -85,6 +85,8 @@ pub(crate) struct PyStoreStats {
     last_error: String,
     /// Operations that the system answered with an error since the last that succeeded: 0 means healthy.
     errors_in_a_row: u64,
+    /// Whether the storage does not answer: batches are refused until a probe is answered.
+    is_down: bool,
     /// Bytes of blocks in flight and of results not yet collected.
     pending_bytes: u64,
     /// Keys that have a block now.
@@ -97,7 +99,8 @@ pub(crate) struct PyStoreStats {
 impl PyStoreStats {
     #[new]
     #[pyo3(signature = (*, written_blocks=0, written_bytes=0, read_blocks=0, read_bytes=0, misses=None, errors=0,
-                        last_error="", errors_in_a_row=0, pending_bytes=0, cached_blocks=0, evicted_blocks=0))]
+                        last_error="", errors_in_a_row=0, is_down=false, pending_bytes=0, cached_blocks=0,
+                        evicted_blocks=0))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, one a counter")]
     fn new(
         #[pyo3(from_py_with = args::written_blocks)] written_blocks: u64,
@@ -108,6 +111,7 @@ impl PyStoreStats {
         #[pyo3(from_py_with = args::errors)] errors: u64,
         last_error: &str,
         #[pyo3(from_py_with = args::errors_in_a_row)] errors_in_a_row: u64,
+        is_down: bool,
         #[pyo3(from_py_with = args::pending_bytes)] pending_bytes: u64,
         #[pyo3(from_py_with = args::cached_blocks)] cached_blocks: u64,
         #[pyo3(from_py_with = args::evicted_blocks)] evicted_blocks: u64,
@@ -121,6 +125,7 @@ impl PyStoreStats {
             errors,
             last_error: last_error.to_owned(),
             errors_in_a_row,
+            is_down,
             pending_bytes,
             cached_blocks,
             evicted_blocks,
@@ -168,6 +173,7 @@ impl PyStoreStats {
         ] {
             dict.set_item(name, value)?;
         }
+        dict.set_item("is_down", self.is_down)?;
         dict.set_item("last_error", &self.last_error)?;
         dict.set_item("misses", &self.misses)?;
         Ok(dict)
@@ -198,6 +204,7 @@ impl PyStoreStats {
             errors: stats.errors,
             last_error: stats.last_error,
             errors_in_a_row: stats.errors_in_a_row,
+            is_down: stats.is_down,
             pending_bytes: stats.pending_bytes,
             cached_blocks: stats.cached_blocks,
             evicted_blocks: stats.evicted_blocks,

@@ -41,6 +41,8 @@ pub struct Stats {
     pub last_error: String,
     /// Operations that the system answered with an error since the last that succeeded.
     pub errors_in_a_row: u64,
+    /// Whether the device hangs: batches are refused until it answers.
+    pub is_down: bool,
     /// Bytes of blocks in flight and of results not yet collected, headers included.
     pub pending_bytes: u64,
     /// Keys that have a block now.
@@ -547,6 +549,7 @@ impl Queue {
     pub(crate) fn stats(&self) -> Stats {
         Stats {
             misses: self.tickets.misses(),
+            is_down: self.hung_until.is_some(),
             pending_bytes: self.memory.used(),
             cached_blocks: self.index.live().into(),
             evicted_blocks: self.index.evicted(),
