@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
@@ -27,10 +28,24 @@ from blockyard.stores.url import read_bytes, sized_url
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CacheStep", "KVCache", "StepEnd"]
+__all__ = ["CacheStep", "Health", "KVCache", "StepEnd"]
 
 _MOST_BLOCKS: Final = (1 << 31) - 1
 """Of one tier."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether a cache works, for the probes of an orchestrator.
+
+    Attributes:
+        ok: False once the cache is closed, and while its steps fail again and again: the engine should restart. A store
+            that fails costs hits but stops nobody, so `ok` stays True.
+        reasons: what is wrong, one line each, stores included; empty if all is well.
+    """
+
+    ok: bool
+    reasons: tuple[str, ...] = ()
 
 
 class KVCache:
@@ -98,6 +113,8 @@ class KVCache:
         ...     [end.lost.tolist() for end in ended], cache.manager.tier(sequence)
         ([[]], 'host')
     """
+
+    _is_closed = False
 
     def __init__(
         self,
@@ -273,11 +290,35 @@ class KVCache:
         """Return the manager's counters."""
         return self.manager.stats()
 
+    def health(self) -> Health:
+        """Return whether the cache works. Never waits; any thread can call it.
+
+        Example:
+            >>> from blockyard import KVCache, KVLayout
+            >>> sizes = {"num_layers": 2, "block_size": 16, "num_kv_heads": 2, "head_size": 64}
+            >>> layout = KVLayout("kv_first", dtype="float32", **sizes)
+            >>> with KVCache(layout, device_blocks=8) as cache:
+            ...     cache.health()
+            Health(ok=True, reasons=())
+            >>> cache.health()
+            Health(ok=False, reasons=('the cache is closed',))
+        """
+        if self._is_closed:
+            return Health(ok=False, reasons=("the cache is closed",))
+        failing = self.executor.is_failing
+        reasons = ["steps fail: their transfers cannot be started"] if failing else []
+        prefix_store = None if self.prefix_store is None else self.prefix_store.store
+        for name, store in (("swap store", self.swap_store), ("prefix store", prefix_store)):
+            if store is not None and (trouble := _trouble(store)):
+                reasons.append(f"{name}: {trouble}")
+        return Health(not failing, tuple(reasons))
+
     def close(self) -> None:
         """Wait for transfers, close engine and store, and give all memory back. Twice does nothing.
 
         After an exception it can be called again.
         """
+        self._is_closed = True
         with contextlib.ExitStack() as stack:
             for close in self._closers:
                 stack.callback(close)
@@ -424,6 +465,17 @@ def _store(swap_store: str | ExternalStore | None, size: int, namespace: bytes) 
     if swap_store is not None and swap_store.num_slots < 1:
         raise InvalidArgumentError(f"swap_store has {swap_store.num_slots} slots, must have at least 1")
     return swap_store
+
+
+def _trouble(store: ExternalStore) -> str:
+    """Say in one line why a store's blocks are misses; empty if it works."""
+    try:
+        stats = store.stats()
+    except Exception as error:  # noqa: BLE001 (whatever a plug-in raises is no fault of the cache)
+        return f"stats() raised {type(error).__name__}: {error}"
+    if stats.is_down:
+        return "it does not answer, its blocks are misses"
+    return f"{stats.errors_in_a_row} errors in a row, the last: {stats.last_error}" if stats.errors_in_a_row else ""
 
 
 def _external_blocks(store: ExternalStore | None, blocks: int | None) -> int:

@@ -1,16 +1,20 @@
 """`KVCache`: one set of sizes, steps that own their tickets, three tiers read back byte for byte."""
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from memory_stores import PATIENCE, MemoryStore
 
 from blockyard import KVCache, KVLayout, PrefixCaching
+from blockyard.cache import Health
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
 from blockyard.layout import GroupedLayout
-from blockyard.stores import open_store
+from blockyard.stores import StoreStats, open_store
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
 SIZE = LAYOUT.bytes_per_block
@@ -277,3 +281,90 @@ def test_the_prefix_cache_is_an_option():
         assert cache.stats().hit_blocks == 2
         assert len(cache.manager.prefix.take_events()) == 2
     assert "2 sequences" in repr(cache)
+
+
+class Failing(MemoryStore):
+    """A swap store whose storage fails, or whose counters do."""
+
+    def stats(self) -> StoreStats:
+        self.before("stats")
+        return super().stats()
+
+
+def failing_cache() -> tuple[KVCache, Failing]:
+    store = Failing(bytes_per_block=SIZE)
+    return KVCache(LAYOUT, device_blocks=8, swap_store=store), store
+
+
+def swap_out(cache: KVCache) -> None:
+    sequence = cache.manager.allocate(8)
+    with cache.step():
+        pass
+    cache.manager.swap_out(sequence, to="external")
+    with cache.step():
+        pass
+    cache.drain()
+
+
+def test_a_store_that_fails_is_a_reason_and_leaves_the_cache_ok():
+    cache, store = failing_cache()
+
+    def fail(call: str) -> None:
+        if call == "put":
+            raise OSError(f"no route for {call}")
+
+    with cache:
+        assert cache.health() == Health(ok=True)
+        store.before = fail
+        swap_out(cache)
+        reason = "swap store: 1 errors in a row, the last: OSError: no route for put"
+        assert cache.health() == Health(ok=True, reasons=(reason,))
+        store.before = lambda call: None
+        swap_out(cache)
+        assert cache.health() == Health(ok=True)
+
+
+def test_a_store_that_hangs_is_a_reason_and_the_call_does_not_wait():
+    cache, store = failing_cache()
+    gate = threading.Event()
+    with cache:
+        store.before, store.timeout_base = lambda call: call == "stats" or gate.wait(PATIENCE), 0.1
+        swap_out(cache)
+        began = time.monotonic()
+        assert cache.health() == Health(ok=True, reasons=("swap store: it does not answer, its blocks are misses",))
+        assert time.monotonic() - began < 0.5
+        gate.set()
+
+
+def test_a_store_that_cannot_say_how_it_is_makes_no_probe_fail():
+    cache, store = failing_cache()
+    with cache:
+
+        def fail(call: str) -> None:
+            raise ZeroDivisionError(f"in {call}")
+
+        store.before = fail
+        health = cache.health()
+        store.before = lambda call: None
+    assert health == Health(ok=True, reasons=("swap store: stats() raised ZeroDivisionError: in stats",))
+
+
+def test_steps_that_fail_again_and_again_are_no_health(monkeypatch: pytest.MonkeyPatch):
+    with KVCache(LAYOUT, device_blocks=8, host_blocks=4) as cache:
+
+        def fail() -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(cache.engine, "fence", fail)
+            seen = []
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="CUDA error"):
+                    cache.step()
+                seen.append(cache.health().ok)
+        assert seen == [True, False]
+        assert cache.health().reasons == ("steps fail: their transfers cannot be started",)
+        with cache.step():
+            pass
+        assert cache.health() == Health(ok=True)
+    assert cache.health() == Health(ok=False, reasons=("the cache is closed",))

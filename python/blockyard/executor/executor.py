@@ -189,6 +189,7 @@ class StepExecutor(Executor):
         # If it is set when a call begins, that submission was interrupted.
         self._submitting: _OpenDecision | None = None
         self._executing: StepDecision | None = None
+        self._unfinished = 0  # submissions that did not reach their end, since the last that did
 
     def __repr__(self) -> str:
         return f"StepExecutor(under way: decisions {sorted(self._steps)}, not reported: {sorted(self._done)})"
@@ -197,6 +198,11 @@ class StepExecutor(Executor):
     def num_in_flight(self) -> int:
         """Decisions that were submitted and have not been reported."""
         return len(self._steps) + len(self._done)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last two submissions, or more, ended by an exception: the device may be lost."""
+        return self._unfinished > 1
 
     @property
     def staged_bytes(self) -> int:
@@ -240,6 +246,7 @@ class StepExecutor(Executor):
                 it will be reported as lost.
             UnknownTicketError: its ticket is under way already.
         """
+        self._unfinished += 1
         self._recover_from_interrupt()
         ticket = decision.ticket
         if ticket in self._steps or ticket in self._done:
@@ -269,6 +276,7 @@ class StepExecutor(Executor):
         self._submitting = None
         if refused is not None:
             raise refused
+        self._unfinished = 0
 
     def _order_layers(self) -> None:
         """Let compute wait for loads whose layers nobody waits for any more, as the body of their step raised."""
