@@ -186,7 +186,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ("        self._tickets.remove(ticket)\n", ""),
             ("        self._scheduler.complete(ticket, lost)", "        self._scheduler.complete(ticket)"),
             (
-                "        self._idle = self._idle + 1 if is_idle and not len(step.decision) else 0",
+                "        self._idle = self._idle + 1 if is_stuck else 0",
                 "        self._idle = 0",
             ),
         ],

@@ -223,3 +223,14 @@ def test_the_device_gives_memory_back_in_steps():
         scheduler.update(step, [])
         assert cache.elastic is not None
         assert cache.elastic.num_blocks == 4
+
+
+def test_a_request_that_comes_after_idle_steps_is_served(cache: KVCache):
+    scheduler = Scheduler(cache)
+    for _ in range(10):
+        with scheduler.step() as step:
+            pass
+        scheduler.update(step, [])
+    scheduler.add(Request("late", [1, 2, 3], 2))
+    with scheduler.step() as step:
+        assert step.rows == 1

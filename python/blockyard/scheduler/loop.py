@@ -150,7 +150,8 @@ class CacheLoop:
             prefixes.poll()
             if is_idle and (loading := self._scheduler.num_loading):
                 prefixes.wait(until=lambda: self._scheduler.num_loading < loading)
-        self._idle = self._idle + 1 if is_idle and not len(step.decision) else 0
+        is_stuck = is_idle and not len(step.decision) and self._scheduler.num_unfinished
+        self._idle = self._idle + 1 if is_stuck else 0
 
     def _tell(self) -> None:
         """Complete ended tickets in the scheduler, and warn the user of errors."""
