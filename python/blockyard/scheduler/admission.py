@@ -57,10 +57,12 @@ class Admission:
 
     @property
     def num_loading(self) -> int:
-        """Number of waiting sequences near the head whose prompts are loading from a prefix store."""
-        if self._prefetch is None:
-            return 0
-        return sum(not (idle.fetch is None or idle.fetch.done) for idle in self._waiting.first(LOADED_AHEAD))
+        """Number of waiting sequences whose prompts are loading from a prefix store, as of the last step. Thread-safe."""
+        return len(self._loading)
+
+    def count_loading(self) -> int:
+        """Count those of them that are still loading; polls the prefix store."""
+        return sum(not (idle.fetch is None or idle.fetch.done) for idle in self._loading)
 
     def load_ahead(self) -> None:
         """Start loading the prompts near the head of the queue, and check which have loaded.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from blockyard._core import BlockManager, Pairs
@@ -50,15 +50,19 @@ class CacheLoop:
         scheduler: makes the decisions.
         cache: over the scheduler's manager.
         executor: carries out the decisions; None means the cache's executor.
+        count_loading: counts the prompts that are loading from the cache's prefix store.
 
     Attributes:
         open: the step whose `with` block has not ended.
     """
 
-    def __init__(self, scheduler: Scheduler, cache: Cache, executor: Executor | None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, cache: Cache, executor: Executor | None, count_loading: Callable[[], int]
+    ) -> None:
         self.open: Step | None = None
         self._scheduler = scheduler
         self._cache = cache
+        self._count_loading = count_loading
         self._executor: Executor = cache.executor if executor is None else executor
         self._tickets: list[int] = []  # in flight, oldest first
         self._ended: list[Sequence[StepDone]] = []  # not yet reported to the scheduler
@@ -148,8 +152,8 @@ class CacheLoop:
         prefixes, is_idle = self._cache.prefix_store, not (step.rows or self._tickets)
         if prefixes is not None:
             prefixes.poll()
-            if is_idle and (loading := self._scheduler.num_loading):
-                prefixes.wait(until=lambda: self._scheduler.num_loading < loading)
+            if is_idle and (loading := self._count_loading()):
+                prefixes.wait(until=lambda: self._count_loading() < loading)
         is_stuck = is_idle and not len(step.decision) and self._scheduler.num_unfinished
         self._idle = self._idle + 1 if is_stuck else 0
 

@@ -122,7 +122,7 @@ class Scheduler:
         self._num_lookahead_tokens = num_lookahead_tokens
         self._loop: CacheLoop | None = None
         if isinstance(cache, Cache):
-            self._loop = CacheLoop(self, cache, executor)
+            self._loop = CacheLoop(self, cache, executor, lambda: self._admission.count_loading())
             overlap_io = True if overlap_io is None else overlap_io
             prefetch = cache.prefix_store.prefetch if prefetch is None and cache.prefix_store is not None else prefetch
         elif executor is not None:
@@ -171,7 +171,7 @@ class Scheduler:
 
     @property
     def num_loading(self) -> int:
-        """Number of waiting requests held back while their prompts load from a prefix store."""
+        """Number of waiting requests whose prompts are loading from a prefix store, as of the last step."""
         return self._admission.num_loading
 
     def stats(self) -> SchedulerStats:
