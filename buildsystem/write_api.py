@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from textwrap import indent
+from textwrap import indent, wrap
 
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ROOT / "python" / "blockyard" / "_core.pyi"
@@ -161,7 +161,8 @@ def source_entry(module: str, name: str, prefix: str = "") -> str:
     if isinstance(node, ast.ClassDef):
         called = next((member for member in functions if member.name in {"__init__", "__new__"}), None)
     text = ast.get_docstring(node) or ""
-    lines = [f"### `{prefix}{name}{'' if called is None else source_arguments(called)}`", "", opening(text)]
+    call = "" if called is None else source_arguments(called)
+    lines = [*titled(f"{prefix}{name}", f"{prefix}{name}{call}"), opening(text)]
     members = dict(fields_of(text))
     if isinstance(node, ast.ClassDef):
         for member in functions:
@@ -231,7 +232,7 @@ def parsed(module: str) -> ast.Module:
 
 def entry(name: str, target: object) -> str:
     """Give what the page says of one name."""
-    lines = [f"### `{heading(name, target)}`", "", summary(target)]
+    lines = [*titled(name, heading(name, target)), summary(target)]
     members: dict[str, str] = {}
     if inspect.isclass(target) and not issubclass(target, BaseException):
         own = dict(members_of(target))
@@ -239,8 +240,19 @@ def entry(name: str, target: object) -> str:
         members |= {heading(member, value): summary(value) for member, value in own.items() if member not in members}
         bases = [base for base in target.__mro__[1:] if base in listed_classes()]
         if any(member not in own for base in bases for member, _ in members_of(base)):
-            lines[2] += f" Has the members of `{bases[0].__name__}`, too."
+            lines[-1] += f" Has the members of `{bases[0].__name__}`, too."
     return assembled(lines, members, docstring(target))
+
+
+def titled(name: str, call: str) -> list[str]:
+    """Give the title of an entry, and below it how the name is called."""
+    signature = [] if call == name else ["```text", *folded(call), "```", ""]
+    return [f"### `{name}`", "", *signature]
+
+
+def folded(call: str) -> list[str]:
+    """Break a call that is too long for a line of the page, behind commas."""
+    return wrap(call, 88, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def assembled(lines: list[str], members: dict[str, str], doc: str) -> str:
@@ -330,7 +342,8 @@ def heading(name: str, target: object) -> str:
         if parameter.name not in {"self", "cls"}
     ]
     text = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
-    return name + re.sub(r"<[^>]*>|Ellipsis", "...", text).replace("(/, ", "(").replace("(/)", "()")
+    text = re.sub(r"<[^>]*>|Ellipsis", "...", text).replace("(/, ", "(").replace("(/)", "()")
+    return name + re.sub(r"b'((?:\\x00)+)'", lambda zeros: f"bytes({len(zeros[1]) // 4})", text)
 
 
 def has_no_constructor(target: type) -> bool:

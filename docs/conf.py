@@ -15,6 +15,7 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 nitpicky = True
 
+html_show_copyright = False
 html_theme = "furo"
 html_title = f"Blockyard {release}"
 html_theme_options = {

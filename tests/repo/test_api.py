@@ -41,7 +41,7 @@ def test_the_page_and_the_stub_are_up_to_date():
 def test_the_page_lists_the_copy_ops_and_each_integration():
     page = write_api.PAGE.read_text(encoding="utf-8")
     for name in ops.OPS:
-        assert f"### `{name}(" in page
+        assert f"### `{name}`\n\n```text\n{name}(" in page
     folder = Path(blockyard.__file__).parent / "integrations"
     modules = {path.stem for path in folder.iterdir() if path.stem[0] != "_"}
     helpers = {"compat", "sampling"}  # of the others
@@ -146,7 +146,7 @@ def test_the_page_lists_each_public_attribute_of_what_users_hold(tmp_path: Path)
 
 def test_the_page_has_each_name_once_and_says_what_each_is():
     page = write_api.PAGE.read_text(encoding="utf-8")
-    headings = re.findall(r"^### `([\w.]+).*\n\n(.*)", page, re.MULTILINE)
+    headings = re.findall(r"^### `([\w.]+).*\n\n(?:```text\n(?:.*\n)+?```\n\n)?(.*)", page, re.MULTILINE)
     assert [name for name, count in Counter(name for name, _ in headings).items() if count > 1] == []
     assert [name for name, text in headings if not text or text.startswith(("-", "#", "Built-in"))] == []
     assert not re.findall(r"^- `[^`]*`$", page, re.MULTILINE)
