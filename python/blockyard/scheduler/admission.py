@@ -57,7 +57,7 @@ class Admission:
 
     @property
     def num_loading(self) -> int:
-        """Number of waiting sequences whose prompts are loading from a prefix store, as of the last step. Thread-safe."""
+        """Number of waiting sequences whose prompts are loading, as of the last step. Thread-safe."""
         return len(self._loading)
 
     def count_loading(self) -> int:

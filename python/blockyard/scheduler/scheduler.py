@@ -122,7 +122,9 @@ class Scheduler:
         self._num_lookahead_tokens = num_lookahead_tokens
         self._loop: CacheLoop | None = None
         if isinstance(cache, Cache):
-            self._loop = CacheLoop(self, cache, executor, lambda: self._admission.count_loading())
+            # `_make_empty` replaces the admission.
+            count_loading = lambda: self._admission.count_loading()  # noqa: E731, PLW0108
+            self._loop = CacheLoop(self, cache, executor, count_loading)
             overlap_io = True if overlap_io is None else overlap_io
             prefetch = cache.prefix_store.prefetch if prefetch is None and cache.prefix_store is not None else prefetch
         elif executor is not None:
