@@ -140,7 +140,7 @@ def test_completion_without_shtab_says_what_to_install() -> None:
 
 
 def test_the_page_has_every_command_exit_code_and_check(repo: Path) -> None:
-    page = (repo / "docs/operate/cli.md").read_text()
+    page = (repo / "docs/reference/cli.md").read_text()
     for line in EXIT_CODES.splitlines()[1:]:
         code, meaning = line.strip().split("  ", 1)
         assert f"| {code.replace('+', ' + ')} | {meaning.strip()} |" in page
