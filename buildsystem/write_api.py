@@ -41,6 +41,7 @@ MODULES = {
     "blockyard.errors": "Errors.",
     "blockyard.integrations.transformers": "Hugging Face models served from a paged cache.",
     "blockyard.metrics": "Prometheus metrics; needs prometheus-client.",
+    "blockyard.tracing": "OpenTelemetry spans; needs opentelemetry-api.",
     "blockyard.testing": "Models and simulated memory for your own tests: [test-kit.md](test-kit.md).",
     "blockyard.testing.machines": "Hypothesis state machines; needs hypothesis.",
     "blockyard.testing.machines.strategies": "Hypothesis strategies; needs hypothesis.",

@@ -169,6 +169,7 @@ class KVCache:
             if self.swap_store is not None:
                 self._closers.append(self.swap_store.close)
             self.executor = StepExecutor(self.engine, self.swap_store, max_staging=staging)
+            self._closers.append(self.executor.end_spans)
             self.manager = BlockManager(
                 block_size=_block_size(layout),
                 device_blocks=device_blocks or self.engine.num_blocks("device"),
@@ -180,9 +181,7 @@ class KVCache:
                 prefix_caching=prefix_caching,
             )
             self._tickets = Tickets(self.manager, self.executor)
-            self.prefix_store: PrefixStore | None = None
-            if prefix_store is not None:
-                self.prefix_store = self._join(prefix_store, namespace, prefix_writes, prefetch_timeout_base, staging)
+            self.prefix_store = self._join(prefix_store, namespace, prefix_writes, prefetch_timeout_base, staging)
         except BaseException:
             self.close()
             raise
@@ -332,8 +331,10 @@ class KVCache:
         self.close()
 
     def _join(
-        self, store: str | ExternalStore, namespace: bytes, writes: str, timeout_base: float, staging: int
-    ) -> PrefixStore:
+        self, store: str | ExternalStore | None, namespace: bytes, writes: str, timeout_base: float, staging: int
+    ) -> PrefixStore | None:
+        if store is None:
+            return None
         if not namespace:
             raise InvalidArgumentError(
                 "namespace is b'', must name the model and the revision of its weights for a prefix store"

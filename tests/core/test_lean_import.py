@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "triton", "rich", "cuda")
+HEAVY = ("torch", "transformers", "triton", "rich", "cuda", "opentelemetry")
 
 # What a scheduler process imports; it may run where torch is not installed at all.
 LEAN_MODULES = [
@@ -16,6 +16,7 @@ LEAN_MODULES = [
     "blockyard.layout.kv",
     "blockyard.stores",
     "blockyard.scheduler",
+    "blockyard.tracing",
     "blockyard.demo.trace",
     "blockyard.cli",
     "blockyard.integrations.vllm_v0",

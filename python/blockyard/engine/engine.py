@@ -434,7 +434,7 @@ class CacheEngine:
         """Run a plan in this thread, when all that is open has ended."""
         self.transfers.synchronize()
         transfer = Transfer(self.transfers)
-        events = [self.streams.launch(stream, piece) for piece in plan.pieces]
+        events = [self.streams.launch(stream, plan.in_range(piece)) for piece in plan.pieces]
         for event in events:
             event.synchronize()
             transfer.error = transfer.error or event.error

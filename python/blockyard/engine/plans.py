@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from blockyard._core import Mapping
 from blockyard.engine.mapping import Ids, with_rows
@@ -35,6 +38,8 @@ _STREAMS: Final[dict[tuple[str, str], StreamName]] = {
     ("rows", "device"): "in",
     ("device", "device"): "copy",
 }
+_NVTX: Final = "NVTX_INJECTION64_PATH" in os.environ
+"""Whether a tool that shows NVTX ranges has started this process, as Nsight Systems does."""
 
 
 class TransferPlan(NamedTuple):
@@ -71,6 +76,18 @@ class TransferPlan(NamedTuple):
     def device_columns(self) -> list[int]:
         """The columns of the pairs that name blocks of the device."""
         return [column for column, side in enumerate((self.src, self.dst)) if side == "device"]
+
+    def in_range(self, piece: Work) -> Work:
+        """Give a piece of the work, within a range of the transfer's name where a profiler is on."""
+        make: Callable[[str], AbstractContextManager[object]]
+        if profiler._is_profiler_enabled:  # noqa: SLF001 (torch's own modules ask it; a call would cost more)
+            make = profiler.record_function
+        elif _NVTX:
+            make = torch.cuda.nvtx.range
+        else:
+            return piece
+        name = f"blockyard {self.kind} {self.src}->{self.dst} {len(self.mapping)} blocks {self.num_bytes} bytes"
+        return partial(_in_range, make(name), piece)
 
 
 def moving(
@@ -153,6 +170,11 @@ def writing(
     cache, views = memory.between(tier, source)
     pieces = _pieces(bind(views, cache), mapping, chunk)
     return TransferPlan("write", "rows", tier, mapping, source.numel(), pieces, kept=(source,))
+
+
+def _in_range(named: AbstractContextManager[object], work: Work) -> None:
+    with named:
+        work()
 
 
 def _read_rows(memory: Memory, rows: Rows, count: int) -> Tensor:

@@ -251,7 +251,7 @@ class Transfers:
         if self._open:
             raise CaptureError(f"{len(self._open)} transfers are open: wait for them before the capture begins")
         for piece in plan.pieces:
-            piece()
+            plan.in_range(piece)()
         return Transfer(self)
 
     def poll(self) -> None:
@@ -348,7 +348,7 @@ class Transfers:
         self._in_critical_section = before
 
     def _launch_piece(self, job: _Job) -> None:
-        event = self.streams.launch(job.stream, job.pieces[0], tuple(job.waits()))
+        event = self.streams.launch(job.stream, job.plan.in_range(job.pieces[0]), tuple(job.waits()))
         job.events.append(event)
         job.pieces.popleft()
         # What is behind it on the stream comes after the same; and a chain of transfers is not kept for ever.

@@ -35,6 +35,7 @@ from blockyard.executor.checked_store import CheckedStore
 from blockyard.executor.legs import Legs
 from blockyard.executor.parts import Part, cut, written
 from blockyard.stores.base import ExternalStore
+from blockyard.tracing import Span, begin
 
 __all__ = ["PART_BYTES", "Executor", "StepDone", "StepExecutor"]
 
@@ -258,6 +259,8 @@ class StepExecutor(Executor):
         loads = [part for part in awaited if not part.reads_store]
         step = _OpenDecision(decision, parts, read=bool(awaited))
         self._submitting = self._steps[ticket] = step
+        for part in parts:
+            part.span = self._begin_span(part, ticket)
         refused = None
         try:
             for part in parts:
@@ -277,6 +280,23 @@ class StepExecutor(Executor):
         if refused is not None:
             raise refused
         self._unfinished = 0
+
+    def end_spans(self) -> None:
+        """End the spans of what is under way, because nobody will take its end."""
+        for part in self._parts():
+            self._legs.end_spans(part, miss_reason="closed")
+
+    def _begin_span(self, part: Part, ticket: int) -> Span:
+        pairs = part.pairs
+        blocks = len(pairs) * (2 if part.kind == "exchange" else 1)
+        return begin(
+            part.kind,
+            source=pairs.src,
+            target=pairs.dst,
+            blocks=blocks,
+            bytes=blocks * self.engine.memory.bytes_per_block,
+            ticket=ticket,
+        )
 
     def _order_layers(self) -> None:
         """Let compute wait for loads whose layers nobody waits for any more, as the body of their step raised."""

@@ -20,6 +20,7 @@ from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, MappingError
 from blockyard.executor.checked_store import Answer, CheckedStore
 from blockyard.executor.parts import Part, written
+from blockyard.tracing import Value
 
 if TYPE_CHECKING:
     from blockyard.engine.plans import Kind
@@ -70,8 +71,11 @@ class Legs:
                 part.rows = rows = self._buffers.take(len(part.pairs), self._engine.memory.bytes_per_block)
             if part.reads_store:
                 part.batch = self._store().read(_column(part.pairs, 0), rows)
+                part.leg = part.span.begin("store_read")
             else:
                 part.transfer = self._submit(part)
+                if part.writes_store:
+                    part.leg = part.span.begin("transfer")
         except BlockyardError:
             self.launching = None
             raise
@@ -113,9 +117,16 @@ class Legs:
         """End a part; ending it again does nothing."""
         gone, number = tuple(pairs for pairs in lost if len(pairs)), next(self._numbers)
         if part.lost is None:
+            self.end_spans(part, error, lost_blocks=sum(map(len, gone)))
             # No call comes between these, so no interrupt does.
             part.must_have_started = part.ordered_after = ()
             part.error, part.number, part.lost = error, number, gone
+
+    @staticmethod
+    def end_spans(part: Part, error: Exception | None = None, **attributes: Value) -> None:
+        """End the spans of a part and of its leg under way."""
+        part.leg.end(error)
+        part.span.end(error, **attributes)
 
     def _submit(self, part: Part) -> Transfer:
         tier = engine_tier(part.pairs.src)
@@ -140,6 +151,8 @@ class Legs:
             self.launching = part
             part.batch = self._store().write(_column(part.pairs, 1), rows)
             transfer.rows = None
+            part.leg.end()
+            part.leg = part.span.begin("store_write")
         except BlockyardError as error:
             self.lose(part, error)
         self.launching = None
@@ -147,6 +160,7 @@ class Legs:
     def _engine_write(self, part: Part, answer: Answer) -> None:
         """Write what the store has read; what it has not is lost from now on."""
         rows, came = answer.rows, part.pairs
+        part.leg.end(answer.error)
         if not answer.ok.any():
             self.end(part, [part.pairs], answer.error)
             return
@@ -164,6 +178,7 @@ class Legs:
                 after_compute=part.after_compute,
                 prefetch=part.writes_device,
             )
+            part.leg = part.span.begin("transfer")
         except BlockyardError as error:
             self.lose(part, error)
         self.launching = None

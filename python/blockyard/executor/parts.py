@@ -13,6 +13,7 @@ from blockyard._core import Pairs, StepDecision
 from blockyard.engine.streams import Event
 from blockyard.engine.transfers import Transfer
 from blockyard.executor.checked_store import PendingBatch
+from blockyard.tracing import NO_SPAN, Span
 
 __all__ = ["Part", "cut", "written"]
 
@@ -41,6 +42,8 @@ class Part:
         lost: the pairs that did not land; None until it has ended.
         error: why, if more is known than that a block did not come back.
         number: of its end, rising.
+        span: of the whole part.
+        leg: of the leg under way, if it has two.
     """
 
     kind: str
@@ -57,6 +60,8 @@ class Part:
     lost: tuple[Pairs, ...] | None = None
     error: Exception | None = None
     number: int = 0
+    span: Span = NO_SPAN
+    leg: Span = NO_SPAN
 
     @property
     def ended(self) -> bool:

@@ -23,6 +23,7 @@ from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
 from blockyard.executor.checked_store import Answer, CheckedStore, PendingBatch
 from blockyard.prefix_store.stats import LOAD_SECONDS, PrefixStoreStats
+from blockyard.tracing import NO_SPAN, Span, begin
 from blockyard.workers import keep
 
 __all__ = ["Load", "Loads", "Prefetch"]
@@ -41,6 +42,7 @@ class Read:
     keys: NDArray[np.uint8]
     batch: PendingBatch
     rows: NDArray[np.uint8] | None
+    span: Span
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +56,7 @@ class Copy:
     transfer: Transfer
     landed: NDArray[np.bool_]
     is_last: bool
+    span: Span
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +74,9 @@ class Load:
         read: what the store reads; None before.
         copy: what the engine copies, of what was read; None before.
         done: nothing more is loaded.
+        tier: where blocks were loaded to; "" before the first.
+        miss: why it ended without the rest; "" while there is no reason.
+        span: of the whole load.
     """
 
     prompt: HashedPrompt
@@ -83,6 +89,9 @@ class Load:
     read: Read | None = None
     copy: Copy | None = None
     done: bool = False
+    tier: str = ""
+    miss: str = ""
+    span: Span = NO_SPAN
 
 
 class Prefetch:
@@ -165,6 +174,7 @@ class Loads:
         self._stats.prefetches += 1
         load.until = load.began + timeout_base + len(load.keys) * self._size / 200e6
         self.open.append(load)
+        load.span = begin("prefetch", prompt_tokens=len(prompt), missing_blocks=len(load.keys))
         self._advance(load)
         return load
 
@@ -191,6 +201,7 @@ class Loads:
             load = self.open[-1]
             if load.read is not None:
                 self._abandoned.append(load.read)
+            self._end_spans(load, why)
             load.read = load.copy = None
             load.done = True
             del self.open[-1]
@@ -239,7 +250,8 @@ class Loads:
             return self._finish(load, "absent")
         keys, rows = np.ascontiguousarray(keys[:count]), self._buffers.take(count, self._size)
         with suppress(StoreError):
-            load.read = Read(keys, self._store.get(keys, rows), rows)
+            batch = self._store.get(keys, rows)
+            load.read = Read(keys, batch, rows, load.span.begin("store_read", blocks=count, bytes=rows.nbytes))
         return load.read is not None or self._finish(load, "error")
 
     def _take_rows(self, load: Load, read: Read) -> bool:
@@ -251,7 +263,9 @@ class Loads:
         ok = answer.ok
         count = _leading(ok)
         if count < len(ok):
-            self._stats.misses[_reason(answer, count)] += 1
+            load.miss = _reason(answer, count)
+            self._stats.misses[load.miss] += 1
+        read.span.end(answer.error, hit_blocks=count, miss_reason=load.miss)
         if not count:
             return self._finish(load)
         job = keep(self._jobs, self._manager.prefix.store_jobs.begin_load, load.prompt, count)
@@ -267,13 +281,16 @@ class Loads:
         except BlockyardError:
             self._end_job(job, [False] * len(job))
             return self._finish(load, "copy_failed")
-        load.copy = Copy(job, transfer, landed, is_last=count < len(ok))
+        load.tier = job.tier
+        span = load.span.begin("transfer", blocks=len(blocks), bytes=rows.nbytes, source="staging", target=job.tier)
+        load.copy = Copy(job, transfer, landed, count < len(ok), span)
         return True
 
     def _take_copies(self, load: Load, copy: Copy) -> bool:
         if not copy.transfer.done:
             return False
         has_landed = copy.transfer.error is None
+        copy.span.end(copy.transfer.error)
         found = self._end_job(copy.job, copy.landed & has_landed)
         self._give_back(load.read)
         load.read = load.copy = None
@@ -304,6 +321,7 @@ class Loads:
         """End a load that has no copy under way. Returns True: it has gone on."""
         if miss:
             self._stats.misses[miss] += 1
+        self._end_spans(load, miss)
         self._give_back(load.read)
         load.read = None
         load.done = True
@@ -312,6 +330,20 @@ class Loads:
         self._stats.load_seconds[bisect_left(LOAD_SECONDS, seconds)] += 1
         self._stats.load_seconds_sum += seconds
         return True
+
+    def _end_spans(self, load: Load, miss: str) -> None:
+        """End a load's span, and that of the leg under way."""
+        for leg in (load.read, load.copy):
+            if leg is not None:
+                leg.span.end(miss_reason=miss)
+        found = load.tokens // self._manager.block_size
+        load.span.end(
+            hit_tokens=load.tokens,
+            hit_blocks=found,
+            hit_bytes=found * self._size,
+            tier=load.tier,
+            miss_reason=miss or load.miss,
+        )
 
     def _end_job(self, job: StoreJob, landed: NDArray[np.bool_] | list[bool]) -> int:
         found = self._manager.prefix.store_jobs.end_load(job.job, landed)

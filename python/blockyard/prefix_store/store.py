@@ -255,7 +255,7 @@ class PrefixStore:
         if self._loads.has_jobs or self._writes.has_jobs:
             self._engine.transfers.synchronize()  # nothing reads or writes their blocks from now on
         self._loads.give_up_all(why)
-        self._writes.give_up_all()
+        self._writes.give_up_all(why)
 
     def _wait_for_news(self) -> None:
         """Wait until the store may have answers, at most a moment: the engine has answers, too."""

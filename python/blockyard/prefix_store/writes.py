@@ -16,6 +16,7 @@ from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
 from blockyard.executor.checked_store import CheckedStore, PendingBatch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.base import Owners
+from blockyard.tracing import Span, begin
 from blockyard.workers import keep
 
 __all__ = ["Writes"]
@@ -30,6 +31,7 @@ class Write:
     job: StoreJob
     rows: NDArray[np.uint8] | None
     transfer: Transfer
+    span: Span
     batch: PendingBatch | None = None
 
 
@@ -99,11 +101,12 @@ class Writes:
             try:
                 rows, fence = self._buffers.take(len(job), self._size), self._engine.fence()
                 transfer = self._engine.submit_read(job.tier, job.blocks, rows, after_compute=fence, on_full="refuse")
-            except BlockyardError:
+            except BlockyardError as error:
                 self._end_job(job)
                 self._stats.unwritten_blocks += len(job)
+                self._begin_span(job).end(error, written_blocks=0)
                 return
-            self._reading.append(Write(job, rows, transfer))
+            self._reading.append(Write(job, rows, transfer, self._begin_span(job)))
             if self._hand_over(self._reading[-1]):
                 del self._reading[-1]
 
@@ -113,16 +116,21 @@ class Writes:
             self._engine.transfers.wait(write.transfer)
 
     def close(self) -> None:
-        """Begin no more writes."""
+        """Begin no more writes, and take no more answers."""
         self._is_closed = True
+        for write in self._putting:
+            write.span.end(written_blocks=0, miss_reason="closed")
 
-    def give_up_all(self) -> None:
+    def give_up_all(self, why: str) -> None:
         """Give up what the store has not got; can be called again. No copy may be under way."""
         while self._jobs:
             with suppress(UnknownTicketError):  # it has ended
                 self._store_jobs.end_write(self._jobs[-1].job)
             del self._jobs[-1]
-        self._stats.unwritten_blocks += sum(len(write.job) for write in self._reading if write.batch is None)
+        for write in self._reading:
+            if write.batch is None:
+                self._stats.unwritten_blocks += len(write.job)
+                write.span.end(written_blocks=0, miss_reason=why)
         handed_over = [write for write in self._reading if write.batch is not None and write not in self._putting]
         self._putting += handed_over  # by a call that was interrupted
         self._reading = []
@@ -141,11 +149,14 @@ class Writes:
         rows, write.transfer.rows = write.transfer.rows, None
         if not is_whole or rows is None or write.transfer.error is not None or not self._put(write, rows):
             self._stats.unwritten_blocks += len(write.job)
+            why = "error" if is_whole else "taken"
+            write.span.end(write.transfer.error, written_blocks=0, miss_reason=why)
         elif write.batch is not None:
             self._putting.append(write)
             self._num_putting += len(write.job)
         else:  # the store has all of them
             self._count(len(write.job))
+            write.span.end(written_blocks=len(write.job))
             self._give_back(write)
         return True
 
@@ -155,10 +166,16 @@ class Writes:
         if answer is None:
             return False
         self._count(int(answer.ok.sum()) + len(write.job) - len(answer.ok))
-        self._stats.unwritten_blocks += int(len(answer.ok) - answer.ok.sum())
+        unwritten = int(len(answer.ok) - answer.ok.sum())
+        self._stats.unwritten_blocks += unwritten
+        why = next(filter(None, answer.reasons), "") if unwritten else ""
+        write.span.end(answer.error, written_blocks=len(write.job) - unwritten, miss_reason=why)
         if answer.are_rows_free:
             self._give_back(write)
         return True
+
+    def _begin_span(self, job: StoreJob) -> Span:
+        return begin("store", tier=job.tier, blocks=len(job), bytes=len(job) * self._size)
 
     def _give_back(self, write: Write) -> None:
         """Let the rows of a write be used again: neither engine nor store has them."""

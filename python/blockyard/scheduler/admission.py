@@ -73,7 +73,7 @@ class Admission:
             return
         for idle in self._waiting.first(LOADED_AHEAD):
             if idle.fetch is None:
-                idle.fetch = self._prefetch(self._hashed(idle))
+                idle.fetch = idle.state.context.run(self._prefetch, self._hashed(idle))
                 self._loading.append(idle)
         self._loading = [p for p in self._loading if p.place == "waiting" and not (p.fetch is None or p.fetch.done)]
 

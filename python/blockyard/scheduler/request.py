@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from operator import index
 from typing import Literal, Protocol, TypeAlias
@@ -100,10 +101,12 @@ class RequestState:
         seats: seats of its running sequences.
         idle: its other sequences.
         error: why it was refused, if it was.
+        context: of the call that added it, the parent of the spans of its prefetches.
     """
 
     __slots__ = (
         "alive",
+        "context",
         "error",
         "idle",
         "limit",
@@ -130,6 +133,7 @@ class RequestState:
         self.seats: set[int] = set()
         self.idle: list[IdleSequences] = []
         self.error: OutOfBlocksError | None = None
+        self.context = copy_context()
 
     @property
     def left(self) -> int:

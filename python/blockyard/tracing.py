@@ -1,0 +1,119 @@
+"""OpenTelemetry spans of prefetches, writes and swaps: `pip install "blockyard[otel]"`.
+
+    from blockyard import tracing
+
+    tracing.instrument()     # spans go to the tracer provider that the application has set
+
+`docs/tracing.md` lists the spans and their attributes. The sampler of the provider decides which are recorded. A span
+begins where its work is submitted and ends where the caller takes the completion, in `poll` or the end of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from blockyard.workers import missing
+
+if TYPE_CHECKING:
+    from opentelemetry import trace
+    from opentelemetry.context import Context
+
+__all__ = ["instrument", "uninstrument"]
+
+Value: TypeAlias = str | int
+
+
+class Span:
+    """A span that nobody records; neither are those within it. `NO_SPAN` is the only one."""
+
+    __slots__ = ()
+
+    def begin(self, name: str, **attributes: Value) -> Span:  # noqa: ARG002 (nothing is recorded)
+        """Begin a span within this one.
+
+        Args:
+            name: follows `blockyard.`.
+            attributes: `blockyard.` comes before their names; those that are "" are left out.
+        """
+        return self
+
+    def end(self, error: Exception | None = None, **attributes: Value) -> None:
+        """End it; only the first call counts.
+
+        Args:
+            error: what failed.
+            attributes: that are known by now, see `begin`.
+        """
+
+
+NO_SPAN = Span()
+
+
+class _Tracer:
+    """Makes the spans of one OpenTelemetry tracer."""
+
+    def __init__(self, provider: trace.TracerProvider | None) -> None:
+        try:
+            from opentelemetry import trace  # noqa: PLC0415 (only who traces needs it)
+        except ModuleNotFoundError as error:
+            raise missing("blockyard.tracing", error) from None
+        self.api = trace
+        self._tracer = trace.get_tracer("blockyard", tracer_provider=provider)
+
+    def begin(self, name: str, context: Context | None, attributes: Mapping[str, Value]) -> Span:
+        span = self._tracer.start_span(f"blockyard.{name}", context, attributes=_named(attributes))
+        return _Recorded(self, span) if span.is_recording() else NO_SPAN
+
+
+class _Recorded(Span):
+    __slots__ = ("_span", "_tracer")
+
+    def __init__(self, tracer: _Tracer, span: trace.Span) -> None:
+        self._tracer = tracer
+        self._span = span
+
+    def begin(self, name: str, **attributes: Value) -> Span:
+        return self._tracer.begin(name, self._tracer.api.set_span_in_context(self._span), attributes)
+
+    def end(self, error: Exception | None = None, **attributes: Value) -> None:
+        if not self._span.is_recording():
+            return
+        self._span.set_attributes(_named(attributes))
+        if error is not None:
+            self._span.set_status(self._tracer.api.StatusCode.ERROR, f"{type(error).__name__}: {error}")
+        self._span.end()
+
+
+_tracer: _Tracer | None = None
+
+
+def begin(name: str, **attributes: Value) -> Span:
+    """Begin a span within the caller's current one; see `Span.begin`."""
+    return NO_SPAN if _tracer is None else _tracer.begin(name, None, attributes)
+
+
+def instrument(tracer_provider: trace.TracerProvider | None = None) -> None:
+    """Make spans from now on, for all caches of this process.
+
+    The parent of a span is the caller's current span: for a prefetch that of the call of `prefetch` or `Scheduler.add`,
+    else that of the step or `poll` that begins the work.
+
+    Args:
+        tracer_provider: takes the spans; by default the one that the application has set or will set.
+
+    Raises:
+        ImportError: OpenTelemetry is not installed.
+    """
+    global _tracer  # noqa: PLW0603 (like the provider, it is the process's)
+    _tracer = _Tracer(tracer_provider)
+
+
+def uninstrument() -> None:
+    """Begin no more spans; those that have begun still end."""
+    global _tracer  # noqa: PLW0603
+    _tracer = None
+
+
+def _named(attributes: Mapping[str, Value]) -> dict[str, Value]:
+    return {f"blockyard.{name}": value for name, value in attributes.items() if value != ""}
