@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheStep", "Health", "KVCache", "StepEnd"]
 
+_log = logging.getLogger("blockyard.cache")
 _MOST_BLOCKS: Final = (1 << 31) - 1
 """Of one tier."""
 
@@ -272,7 +274,10 @@ class KVCache:
             raise InvalidArgumentError(f"blocks is {blocks}, must be 1 to {most}, the blocks of the tensors")
         if self.elastic is not None and blocks > self.elastic.num_blocks:
             self.elastic.resize(blocks)
-        return self.manager.defrag.resize(blocks)
+        before, progress = self.manager.pool().num_blocks, self.manager.defrag.resize(blocks)
+        fields = {"blocks": blocks, "blocks_before": before, "blocks_in_use": progress.live + progress.held}
+        _log.info("the device has %d blocks, had %d; %d of those that go are in use", *fields.values(), extra=fields)
+        return progress
 
     def give_back(self) -> Resized | None:
         """Return the memory of device blocks that a smaller pool no longer uses; `step` does it too.

@@ -1,4 +1,4 @@
-"""Shared by the copy engine and the stores: threads, reusable buffers, and calls whose results survive an interrupt.
+"""Shared by the copy engine and the stores: threads, reusable buffers, results that survive an interrupt, log limits.
 
 Worker threads stop before the interpreter shuts down, and using them after a fork raises an error.
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from blockyard.errors import ForkedError
 
-__all__ = ["Buffers", "Process", "keep", "missing", "start_worker"]
+__all__ = ["Buffers", "Process", "RateLimit", "keep", "missing", "start_worker"]
 
 _EXTRAS: Final = {
     "cuda": "elastic",
@@ -42,6 +42,7 @@ _EXTRAS: Final = {
 
 _PARTING_SECONDS: Final = 10.0
 _KEPT_BYTES: Final = 256 << 20  # kept for reuse
+_LOGGED_SECONDS: Final = 60.0
 T = TypeVar("T")
 _log = logging.getLogger("blockyard.workers")
 _running: dict[threading.Thread, Callable[[], None]] = {}  # each with the call that stops it
@@ -101,6 +102,27 @@ def missing(what: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     return ModuleNotFoundError(f'{what} needs {module}: pip install "blockyard[{extra}]"', name=module)
 
 
+class RateLimit:
+    """Lets one log line of a kind through a minute.
+
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._passed: dict[str, float] = {}  # kinds of the last minute
+
+    def passes(self, kind: str) -> bool:
+        """Whether a line of this kind is to be written now."""
+        now = self._clock()
+        self._passed = {known: at for known, at in self._passed.items() if now < at + _LOGGED_SECONDS}
+        if kind in self._passed:
+            return False
+        self._passed[kind] = now
+        return True
+
+
 def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -> threading.Thread:
     """Start a thread that ends before the interpreter does.
 
@@ -117,7 +139,7 @@ def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -
         try:
             run()
         except MemoryError:  # at thread start; whoever needs a thread starts another
-            _log.warning("thread %s ends: out of memory", name)
+            _log.warning("thread %s ends for lack of memory", name)
         finally:
             _running.pop(thread, None)
 

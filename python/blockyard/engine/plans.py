@@ -78,7 +78,7 @@ class TransferPlan(NamedTuple):
         return [column for column, side in enumerate((self.src, self.dst)) if side == "device"]
 
     def in_range(self, piece: Work) -> Work:
-        """Give a piece of the work, within a range of the transfer's name where a profiler is on."""
+        """Return a piece of the work, inside a range named after the transfer while a profiler runs."""
         make: Callable[[str], AbstractContextManager[object]]
         if profiler._is_profiler_enabled:  # noqa: SLF001 (torch's own modules ask it; a call would cost more)
             make = profiler.record_function

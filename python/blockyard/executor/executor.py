@@ -34,7 +34,7 @@ from blockyard.errors import (
 from blockyard.executor.checked_store import CheckedStore
 from blockyard.executor.legs import Legs
 from blockyard.executor.parts import Part, cut, written
-from blockyard.stores.base import ExternalStore
+from blockyard.stores.base import ExternalStore, MissLog
 from blockyard.tracing import Span, begin
 
 __all__ = ["PART_BYTES", "Executor", "StepDone", "StepExecutor"]
@@ -183,7 +183,7 @@ class StepExecutor(Executor):
         self.engine = engine
         self.store = store
         self._checked = None if store is None else CheckedStore(store, engine.layout.bytes_per_block)
-        self._legs = Legs(engine, self._checked, max_staging)
+        self._legs = Legs(engine, self._checked, max_staging, None if store is None else MissLog(store))
         self._chunk_blocks = max(1, min(chunk_bytes, max_staging) // engine.layout.bytes_per_block)
         self._steps: dict[int, _OpenDecision] = {}
         self._done: dict[int, StepDone] = {}

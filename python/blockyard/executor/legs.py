@@ -20,6 +20,7 @@ from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, MappingError
 from blockyard.executor.checked_store import Answer, CheckedStore
 from blockyard.executor.parts import Part, written
+from blockyard.stores.base import MissLog
 from blockyard.tracing import Value
 
 if TYPE_CHECKING:
@@ -35,16 +36,20 @@ class Legs:
         engine: owner of the device and host blocks.
         external: the external store, where there is one.
         max_bytes: that may be staged; a part that is larger goes alone.
+        log: of what the store reports.
 
     Attributes:
         launching: the part whose leg is being submitted. If it is set when a call begins, the last was interrupted, and
             whether the engine or the store has that leg is not known.
     """
 
-    def __init__(self, engine: CacheEngine, external: CheckedStore | None, max_bytes: int) -> None:
+    def __init__(
+        self, engine: CacheEngine, external: CheckedStore | None, max_bytes: int, log: MissLog | None = None
+    ) -> None:
         self._engine = engine
         self._external = external
         self._max_bytes = max_bytes
+        self._log = log
         self._buffers = engine.memory.buffers
         self._numbers = count(1)
         self.launching: Part | None = None
@@ -161,6 +166,8 @@ class Legs:
         """Write what the store has read; what it has not is lost from now on."""
         rows, came = answer.rows, part.pairs
         part.leg.end(answer.error)
+        if self._log is not None and not answer.ok.all():
+            self._log.note(answer.reasons)
         if not answer.ok.any():
             self.end(part, [part.pairs], answer.error)
             return

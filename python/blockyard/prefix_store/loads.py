@@ -23,6 +23,7 @@ from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
 from blockyard.executor.checked_store import Answer, CheckedStore, PendingBatch
 from blockyard.prefix_store.stats import LOAD_SECONDS, PrefixStoreStats
+from blockyard.stores.base import MissLog
 from blockyard.tracing import NO_SPAN, Span, begin
 from blockyard.workers import keep
 
@@ -136,6 +137,7 @@ class Loads:
         engine: copies them.
         store: the store.
         stats: takes the counts.
+        log: of what the store reports.
         max_bytes: of blocks on their way.
 
     Attributes:
@@ -143,9 +145,15 @@ class Loads:
     """
 
     def __init__(
-        self, manager: BlockManager, engine: CacheEngine, store: CheckedStore, stats: PrefixStoreStats, max_bytes: int
+        self,
+        manager: BlockManager,
+        engine: CacheEngine,
+        store: CheckedStore,
+        stats: PrefixStoreStats,
+        log: MissLog,
+        max_bytes: int,
     ) -> None:
-        self._manager, self._engine, self._store, self._stats = manager, engine, store, stats
+        self._manager, self._engine, self._store, self._stats, self._log = manager, engine, store, stats, log
         self._size = engine.layout.bytes_per_block
         self._max_blocks = max_bytes // self._size
         self._buffers = engine.memory.buffers
@@ -265,6 +273,7 @@ class Loads:
         if count < len(ok):
             load.miss = _reason(answer, count)
             self._stats.misses[load.miss] += 1
+            self._log.note(answer.reasons)
         read.span.end(answer.error, hit_blocks=count, miss_reason=load.miss)
         if not count:
             return self._finish(load)

@@ -21,12 +21,12 @@ from blockyard.executor.checked_store import CheckedStore
 from blockyard.prefix_store.loads import Loads, Prefetch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.writes import Writes
-from blockyard.stores.base import ExternalStore
+from blockyard.stores.base import ExternalStore, MissLog
 from blockyard.stores.url import read_bytes
 
 __all__ = ["PrefixStore"]
 
-logger = logging.getLogger("blockyard.prefix_store")
+_log = logging.getLogger("blockyard.prefix_store")
 
 CLOSING_PART: Final = 0.7  # of the time of `close` in which blocks are still written
 _PAUSE: Final = 0.001  # seconds between looks at what is under way
@@ -96,8 +96,9 @@ class PrefixStore:
         self._stats = PrefixStoreStats()
         self._manager, self._engine, self._checked, self._size = manager, engine, checked, size
         self._timeout_base = prefetch_timeout_base
-        self._loads = Loads(manager, engine, checked, self._stats, max_bytes)
-        self._writes = Writes(manager, engine, checked, self._stats, max_bytes)
+        log = MissLog(store)
+        self._loads = Loads(manager, engine, checked, self._stats, log, max_bytes)
+        self._writes = Writes(manager, engine, checked, self._stats, log, max_bytes)
         if writes == "never":
             self._writes.close()
         self._in_critical_section = (
@@ -238,7 +239,8 @@ class PrefixStore:
         """
         until = time.monotonic() + timeout
         if not self.wait(timeout * CLOSING_PART) and self.waiting_blocks:
-            logger.warning("%d blocks were not written to %r before it was closed", self.waiting_blocks, self.store)
+            blocks, fields = self.waiting_blocks, {"store": str(self.store), "blocks": self.waiting_blocks}
+            _log.warning("%d blocks were not written to %r before it was closed", blocks, self.store, extra=fields)
         self._give_up_all("closed")
         self._loads.close()
         self._writes.close()

@@ -15,7 +15,7 @@ from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
 from blockyard.executor.checked_store import CheckedStore, PendingBatch
 from blockyard.prefix_store.stats import PrefixStoreStats
-from blockyard.stores.base import Owners
+from blockyard.stores.base import MissLog, Owners
 from blockyard.tracing import Span, begin
 from blockyard.workers import keep
 
@@ -43,6 +43,7 @@ class Writes:
         engine: reads them.
         store: the store.
         stats: takes the counts.
+        log: of what the store reports.
         max_bytes: of blocks on their way.
     """
 
@@ -52,9 +53,10 @@ class Writes:
         engine: CacheEngine,
         store: CheckedStore,
         stats: PrefixStoreStats,
+        log: MissLog,
         max_bytes: int,
     ) -> None:
-        self._engine, self._store, self._stats = engine, store, stats
+        self._engine, self._store, self._stats, self._log = engine, store, stats, log
         self._store_jobs = manager.prefix.store_jobs
         self._size = engine.layout.bytes_per_block
         self._buffers = engine.memory.buffers
@@ -168,6 +170,8 @@ class Writes:
         self._count(int(answer.ok.sum()) + len(write.job) - len(answer.ok))
         unwritten = int(len(answer.ok) - answer.ok.sum())
         self._stats.unwritten_blocks += unwritten
+        if unwritten:
+            self._log.note(answer.reasons)
         why = next(filter(None, answer.reasons), "") if unwritten else ""
         write.span.end(answer.error, written_blocks=len(write.job) - unwritten, miss_reason=why)
         if answer.are_rows_free:

@@ -6,14 +6,14 @@ Each call updates these lists in the same operation as the state they track, so 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from blockyard._core import BlockManager, Pairs
 from blockyard.errors import InvariantError, StepOrderError, UnknownTicketError
-from blockyard.workers import keep
+from blockyard.workers import RateLimit, keep
 
 if TYPE_CHECKING:
     from blockyard.executor.executor import Executor, StepDone
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cache", "CacheLoop"]
 
+_log = logging.getLogger("blockyard.scheduler")
 _IDLE_STEPS: Final = 2
 """Consecutive steps that may do nothing while requests wait. More than that would loop forever."""
 _IDLE_SECONDS: Final = 0.0002
@@ -67,6 +68,7 @@ class CacheLoop:
         self._tickets: list[int] = []  # in flight, oldest first
         self._ended: list[Sequence[StepDone]] = []  # not yet reported to the scheduler
         self._idle = 0
+        self._limit = RateLimit()
 
     def begin(self, step: Step, *, by_layer: bool) -> None:
         """Start a step's transfers."""
@@ -169,4 +171,6 @@ class CacheLoop:
         self._scheduler.complete(ticket, lost)
         self._tickets.remove(ticket)
         for error in errors:
-            warnings.warn(f"{sum(map(len, lost))} blocks did not land: {error}", RuntimeWarning, stacklevel=6)
+            if self._limit.passes(type(error).__name__):
+                fields = {"blocks": sum(map(len, lost)), "error": type(error).__name__}
+                _log.warning("%d blocks were lost in a transfer: %s", fields["blocks"], error, extra=fields)

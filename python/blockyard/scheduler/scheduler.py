@@ -122,9 +122,7 @@ class Scheduler:
         self._num_lookahead_tokens = num_lookahead_tokens
         self._loop: CacheLoop | None = None
         if isinstance(cache, Cache):
-            # `_make_empty` replaces the admission.
-            count_loading = lambda: self._admission.count_loading()  # noqa: E731, PLW0108
-            self._loop = CacheLoop(self, cache, executor, count_loading)
+            self._loop = CacheLoop(self, cache, executor, self._count_loading)
             overlap_io = True if overlap_io is None else overlap_io
             prefetch = cache.prefix_store.prefetch if prefetch is None and cache.prefix_store is not None else prefetch
         elif executor is not None:
@@ -175,6 +173,9 @@ class Scheduler:
     def num_loading(self) -> int:
         """Number of waiting requests whose prompts are loading from a prefix store, as of the last step."""
         return self._admission.num_loading
+
+    def _count_loading(self) -> int:
+        return self._admission.count_loading()
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot of the counters since the start."""
@@ -241,9 +242,8 @@ class Scheduler:
         The `with` block computes and samples; then `update` takes the tokens. Transfers overlap compute: the device
         waits for loads from the host, stores continue in the background, and sequences from the external tier join a
         later step. The end of the block completes landed transfers. If the step computes nothing, it waits until one
-        lands. Requests that lost bytes start again from their tokens; a transfer error is reported as a
-        `RuntimeWarning`. An exception here or in the block gives up the step: its requests start again from their
-        tokens.
+        lands. Requests that lost bytes start again from their tokens; the log `blockyard.scheduler`
+        says why. An exception here or in the block gives up the step: its requests start again from their tokens.
 
         Args:
             by_layer: loads from the host arrive layer by layer; the model waits for each layer with

@@ -13,8 +13,8 @@ import logging
 import re
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -27,6 +27,8 @@ from numpy.typing import NDArray
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError, StoreURLError
 from blockyard.stores.url import public_url, require_room, require_text
+from blockyard.stores.value import is_damage
+from blockyard.workers import RateLimit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,7 +50,6 @@ _BUILT_IN = {
 Keys: TypeAlias = NDArray[np.uint8] | Sequence[bytes]
 Use: TypeAlias = Literal["swap", "prefix"]
 Maker = TypeVar("Maker", bound=Callable[..., "ExternalStore"])
-_LOGGED_SECONDS = 60.0
 _registered: dict[str, Callable[..., "ExternalStore"]] = {}
 _log = logging.getLogger("blockyard.stores")
 
@@ -368,11 +369,10 @@ class FailureLog:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._logged: dict[str, float] = {}  # causes of the last minute
+        self._limit = RateLimit(clock)
         self._failures = 0  # since the store worked
         self._is_known = False  # whether one of them was logged
-        self._lines: deque[str] = deque()
+        self._lines: deque[str | int] = deque()  # a failure's cause, or how many there were before it worked again
 
     def failed(self, cause: str) -> None:
         """Note a failure.
@@ -381,25 +381,52 @@ class FailureLog:
             cause: one line; lines of one cause begin alike up to the first colon.
         """
         self._failures += 1
-        now, kind = self._clock(), cause.partition(":")[0]
-        self._logged = {kind: at for kind, at in self._logged.items() if now < at + _LOGGED_SECONDS}
-        if kind not in self._logged:
-            self._logged[kind] = now
+        if self._limit.passes(cause.partition(":")[0]):
             self._is_known = True
-            self._lines.append(f"fails, blocks are misses: {cause}")
+            self._lines.append(cause)
 
     def worked(self) -> None:
         """Note that a batch was carried out."""
         if self._failures:
             if self._is_known:
-                self._lines.append(f"works again after {self._failures} failures")
+                self._lines.append(self._failures)
             self._failures, self._is_known = 0, False
 
     def flush(self, store: object) -> None:
         """Log what was noted. `store` is the name in the log line. Thread-safe."""
         while self._lines:
             with suppress(IndexError):  # another thread has taken it
-                _log.warning("%s %s", store, self._lines.popleft())
+                line = self._lines.popleft()
+                if isinstance(line, str):
+                    fields: dict[str, object] = {"store": str(store), "cause": line}
+                    _log.warning("%s fails, blocks are misses: %s", store, line, extra=fields)
+                else:
+                    fields = {"store": str(store), "failures": line}
+                    _log.warning("%s works again after %d failures", store, line, extra=fields)
+
+
+class MissLog:
+    """Logs that blocks of a store are damaged or refused: one line a minute and reason, in `blockyard.stores`.
+
+    Args:
+        store: the name in the log line.
+    """
+
+    def __init__(self, store: object) -> None:
+        self._store = store
+        self._limit = RateLimit()
+
+    def note(self, reasons: Iterable[str]) -> None:
+        """Take note of why blocks of a batch are misses."""
+        store = self._store
+        for reason, count in Counter(reasons).items():
+            if not ((is_damage(reason) or reason == "refused") and self._limit.passes(reason)):
+                continue
+            fields = {"store": str(store), "blocks": count, "reason": reason}
+            if reason == "refused":
+                _log.warning("%s refuses %d blocks, for instance beyond a quota", store, count, extra=fields)
+            else:
+                _log.warning("%s has %d damaged blocks, which are misses: %s", store, count, reason, extra=fields)
 
 
 class Opener(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from blockyard.errors import OpLibraryError
 
 LIBRARY = Path(__file__).resolve().parents[2] / "_ops.so"
 MANIFEST = LIBRARY.with_suffix(".json")
+_log = logging.getLogger("blockyard.engine")
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,13 @@ def prepare_device(device: torch.device) -> None:
     check_device(device, library)
     if library.loaded:
         torch.ops.blockyard.prepare(device.index)
+    else:
+        _warn_once(library)
+
+
+@cache
+def _warn_once(library: OpLibrary) -> None:
+    _log.warning("copies on CUDA devices are slow: %s", library.explain(), extra={"reason": library.reason})
 
 
 def _read_manifest(manifest: Path) -> dict[str, object]:
