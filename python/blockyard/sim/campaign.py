@@ -102,13 +102,11 @@ def run_campaign(
 
 
 def shrink(report: FleetReport, options: FleetOptions) -> FleetReport:
-    """Leave out one fault after the other, as long as some promise is still broken."""
+    """Leave out faults one by one until each that is left is needed to break a promise."""
     place = 0
     while place < len(report.faults):
         fewer = report.faults[:place] + report.faults[place + 1 :]
         again = simulate_fleet(report.seed, options, fewer)
-        if again.broken:
-            report = again
-        else:
-            place += 1
+        # What was needed before may not be any more.
+        report, place = (again, 0) if again.broken else (report, place + 1)
     return report

@@ -17,12 +17,15 @@ from blockyard.sim.object_server import Link, ObjectServer
 from blockyard.sim.oracle import BLOCK_BYTES, BrokenPromiseError, Oracle, Put
 from blockyard.stores import Completion
 from blockyard.stores.object_store import ObjectStore, read_url
+from blockyard.stores.threaded.epochs import name_of
 
 __all__ = ["NUM_KEYS", "SimulatedEngine", "key_of"]
 
 NUM_KEYS: Final = 8
 WEIGHTS: Final = ("", "step-1", "step-2")
 _DEADLINE: Final = 3.0
+_LATE_SECONDS: Final = 5.0  # for which a request that was given up may still arrive
+_NEW_KEYS: Final = 6  # a second
 _HIDDEN: Final = 3.0  # seconds after a failure in which a key may be said to be absent
 _IN_FLIGHT: Final = 5
 
@@ -55,6 +58,7 @@ class SimulatedEngine:
         oracle: sees what they do.
         number: of the engine.
         log: gets a line for each call and answer.
+        shares: of deletions and of `forget` among its calls.
 
     Attributes:
         weights: the name of those that it computes with.
@@ -63,17 +67,24 @@ class SimulatedEngine:
     """
 
     def __init__(
-        self, loop: Loop, server: ObjectServer, oracle: Oracle, number: int, log: Callable[[str], None]
+        self,
+        loop: Loop,
+        server: ObjectServer,
+        oracle: Oracle,
+        number: int,
+        log: Callable[[str], None],
+        shares: tuple[float, float],
     ) -> None:
         self.loop, self.server, self.oracle, self.number = loop, server, oracle, number
         self.weights = ""
         self.num_operations = 0
         self.reasons: Counter[str] = Counter()
-        self._log = log
+        self._log, self._shares = log, shares
         self._pending: list[_Pending] = []
         self._counted: Counter[str] = Counter()
-        self._has_epoch = False  # a block of its came or went since it opened the store, or forgot
+        self._ok_at = inf  # when a block first came or went since it opened the store, or forgot: it has an epoch
         self._forgotten_at: float | None = None  # when it was told that its weights do not count any more
+        self._asked_at = 0.0  # when it submitted the read that told it
         self._forgot_at = 0.0  # when its last call of `forget` ended
         self._last_put: dict[int, Put] = {}
         self._failed_at: dict[int, float] = {}  # when a key's block last failed to come or go
@@ -100,7 +111,8 @@ class SimulatedEngine:
                 self._collect(chance.randrange(len(self._pending)))
             else:
                 self._act()
-            self.loop.sleep(chance.expovariate(1 / 0.05))
+            if chance.random() < 0.7:
+                self.loop.sleep(chance.expovariate(1 / 0.05))
         if not link.is_dead:
             self.collect_all()
 
@@ -114,7 +126,7 @@ class SimulatedEngine:
     def restart(self) -> None:
         """Come back with no memory, and the weights that it had."""
         self.link, self._counted = Link(self.server), Counter()
-        self._has_epoch, self._forgotten_at = False, None
+        self._ok_at, self._forgotten_at = inf, None
         self._last_put, self._failed_at = {}, {}
         self.store = self._open()
 
@@ -136,19 +148,29 @@ class SimulatedEngine:
         if not self.store.close(60.0):
             raise BrokenPromiseError(f"engine {self.number}: calls go on a minute after the last deadline")
 
+    def read_again(self) -> None:
+        """Read all that it has stored."""
+        if self._last_put:
+            self.get(list(self._last_put))
+            self.collect_all()
+
     def forget(self, revision: str | None) -> bool:
         """Forget all blocks. Returns whether the store confirmed it."""
-        self._has_epoch, self._forgotten_at = False, None
+        self._ok_at, self._forgotten_at = inf, None
         if revision is not None:
             self.weights = revision
         self.num_operations += 1
-        said = "ok"
+        said, began_at, name = "ok", self.loop.now, name_of(self.weights)
         self.oracle.unsettle(-1, inf)
+        self.oracle.forgetting[name] = inf
         try:
             self.store.forget(revision)
         except StoreError as error:
             said = str(error)
         self._forgot_at = self.loop.now
+        self.oracle.forgetting[name] = self.loop.now + _LATE_SECONDS
+        if said == "ok":
+            self.oracle.check_forgot(name, began_at, begins=revision is None)
         self.oracle.unsettle(-1, self.loop.now)
         self._say(f"forget {revision!r}: {said}")
         return said == "ok"
@@ -173,21 +195,23 @@ class SimulatedEngine:
 
     def _act(self) -> None:
         chance = self.loop.random
-        keys = chance.sample(range(NUM_KEYS), chance.randint(1, 3))
+        first = int(self.loop.now * _NEW_KEYS)  # fresh keys all the time, shared by all engines
+        keys = chance.sample(range(first, first + NUM_KEYS), chance.randint(1, 3))
+        deletes, forgets = self._shares
         draw = chance.random()
-        if draw < 0.4:
+        if draw < forgets:
+            self.forget(chance.choice((None, *WEIGHTS)))
+        elif draw < forgets + deletes:
+            self.delete(keys)
+        elif draw < 0.5:
             self.put(keys)
-        elif draw < 0.8:
-            self.get(keys)
         elif draw < 0.9:
+            self.get(keys)
+        else:
             there = self.store.contains([key_of(key) for key in keys])
             lacked = self.store.lacks([key_of(key) for key in keys])
             if (there & lacked).any():
                 raise BrokenPromiseError(f"engine {self.number}: keys {keys} are there and lacked at once")
-        elif draw < 0.96:
-            self.delete(keys)
-        else:
-            self.forget(chance.choice((None, *WEIGHTS)))
 
     def _submit(
         self, kind: str, keys: list[int], puts: list[Put], rows: NDArray[np.uint8] | None, call: Callable[[], int]
@@ -218,11 +242,12 @@ class SimulatedEngine:
     def _judge(self, batch: _Pending, done: Completion) -> None:
         """Check an answer against what the fleet has done."""
         told_at = self._forgotten_at
-        self._has_epoch |= bool(done.ok.any())
+        if done.ok.any():
+            self._ok_at = min(self._ok_at, self.loop.now)
         is_told = "forgotten" in done.reasons and batch.kind == "get" and batch.at > self._forgot_at
-        if is_told and told_at is None and self._has_epoch:
-            self._forgotten_at = self.loop.now
-        if told_at is not None and batch.at > told_at > self.oracle.opened_at and done.ok.any():
+        if is_told and told_at is None and batch.at > self._ok_at:
+            self._forgotten_at, self._asked_at = self.loop.now, batch.at
+        if told_at is not None and batch.at > told_at and self.oracle.lost_at < self._asked_at and done.ok.any():
             raise BrokenPromiseError(f"engine {self.number}: its weights were forgotten, and its {batch.kind} is ok")
         for key, reason in zip(batch.keys, done.reasons, strict=True):
             if batch.kind == "delete":

@@ -11,7 +11,7 @@ __all__ = ["FAULTS", "Fault", "draw_faults", "read_faults"]
 
 FAULTS: Final = {
     "lossy": "an engine loses a third of its requests and answers",
-    "repeat": "requests of an engine arrive twice",
+    "repeat": "an engine sends each request twice, as a client that tries again",
     "slow": "an engine's way to the server is 100 times slower",
     "partition": "nothing reaches the server, or comes back from it",
     "crash": "an engine is killed; it comes back when the fault ends",

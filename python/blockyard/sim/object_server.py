@@ -47,6 +47,10 @@ class _Object:
     def meta(self) -> dict[str, Any]:
         return {"size": len(self.value), "e_tag": self.tag, "version": None}
 
+    @property
+    def range(self) -> tuple[int, int]:
+        return 0, len(self.value)
+
     def bytes(self) -> bytes:
         return self.value
 
@@ -62,7 +66,7 @@ class ObjectServer:
 
     Args:
         loop: gives time and chance.
-        watch: is called with each value that is stored.
+        watch: is called with each value that is about to be stored.
     """
 
     def __init__(self, loop: Loop, watch: Callable[[bytes], None]) -> None:
@@ -82,9 +86,9 @@ class ObjectServer:
             raise _PreconditionError(path)
         if self.is_full:
             raise _ServerError("503 Slow Down")
+        self._watch(value)
         self.num_changes += 1
         self.objects[path] = _Object(value, f"tag-{self.num_changes}")
-        self._watch(value)
 
     def get(self, path: str) -> _Object:
         """Return an object."""
@@ -106,7 +110,10 @@ class ObjectServer:
         """Change a byte of an object. Returns its path."""
         if not self.objects:
             return None
-        path = self.loop.random.choice(list(self.objects))
+        paths = list(self.objects)
+        path = (
+            paths[0] if self.loop.random.random() < 0.25 else self.loop.random.choice(paths)
+        )  # the record is the first
         value = bytearray(self.objects[path].value)
         value[self.loop.random.randrange(len(value))] ^= 1 << self.loop.random.randrange(8)
         self.objects[path] = _Object(bytes(value), self.objects[path].tag)
@@ -121,7 +128,7 @@ class Link:
         is_dead: the engine was killed: it sends nothing any more. What it has sent still arrives.
         slowness: factor of this link's delays.
         loss: share of requests and answers that are lost.
-        repeats: share of requests that arrive twice.
+        repeats: share of requests that are sent twice.
     """
 
     exceptions = _exceptions
@@ -167,7 +174,7 @@ class Link:
     def _carry(self, act: Callable[[], Any], ended: Event, outcome: list[Any]) -> None:
         loop = self.server.loop
         loop.sleep(self._delay())
-        if self._is_lost():
+        if self._is_lost() or ended.is_set():  # nobody repeats a request that was answered
             return
         try:
             answer: tuple[Any, Exception | None] = (act(), None)

@@ -47,7 +47,9 @@ class Oracle:
     Attributes:
         puts: by number.
         weights_changed_at: since when the weights of the server's record have counted first.
-        opened_at: when an engine last found no record as it opened the store: nobody knows then what was forgotten.
+        lost_at: when a record last took the place of a lost or damaged one: its engine may not know what was forgotten.
+        records: that the server stored, and when.
+        forgetting: names of weights for which an engine may be beginning an epoch, and until when.
         deletions: of each key, those that were confirmed: submitted and confirmed at.
         unsettled_at: of each key, when a deletion last may have removed it; of -1, when a fault or a `forget` last may
             have removed all.
@@ -55,24 +57,45 @@ class Oracle:
 
     puts: list[Put] = field(default_factory=list)
     weights_changed_at: float = 0.0
-    opened_at: float = 0.0
+    lost_at: float = 0.0
     deletions: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    records: list[tuple[float, Epoch]] = field(default_factory=list)
+    forgetting: dict[bytes, float] = field(default_factory=dict)
     unsettled_at: dict[int, float] = field(default_factory=dict)
     _since: dict[tuple[bytes, ...], float] = field(default_factory=dict)
 
-    def see_record(self, new: bytes, now: float) -> None:
-        """Take note of the epoch's record that the server stores."""
+    def see_record(self, new: bytes, now: float, *, replaces: bytes | None) -> None:
+        """Check the epoch's record that the server stores, in place of one that was whole, if it was."""
         epoch = Epoch.read(new)
+        if (
+            replaces is not None
+            and Epoch.read(replaces)[1:] != epoch[1:]
+            and now > self.forgetting.get(epoch.name, -1.0)
+        ):
+            raise BrokenPromiseError("other weights count, and no engine has called forget for them")
+        self.records.append((now, epoch))
         # Where the record was lost, weights that counted before may count again; those of nobody's `forget` always may.
         if any(epoch.weights):
             self.weights_changed_at = self._since.setdefault(epoch[1:], now)
         else:
-            self.weights_changed_at, self.opened_at = 0.0, now
+            self.weights_changed_at = 0.0
+        if replaces is None:
+            self.lost_at = now
 
     def put(self, key: int, weights: str, engine: int, now: float) -> Put:
         """Take note of a block that is being submitted."""
         self.puts.append(Put(len(self.puts), key, weights, engine, now))
         return self.puts[-1]
+
+    def check_forgot(self, name: bytes, began_at: float, *, begins: bool) -> None:
+        """Check that a `forget` that was confirmed has begun an epoch of this name, or joined one unless it `begins`.
+
+        Raises:
+            BrokenPromiseError: no record of that name has counted since the call.
+        """
+        before = sum(at < began_at for at, _ in self.records)
+        if not any(epoch.name == name for _, epoch in self.records[before if begins else max(0, before - 1) :]):
+            raise BrokenPromiseError("forget was confirmed, and the storage does not know")
 
     def unsettle(self, key: int, now: float) -> None:
         """Take note that a key, or -1 for all, may be gone from now on."""

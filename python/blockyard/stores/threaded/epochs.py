@@ -27,7 +27,7 @@ from blockyard.runtime import runtime
 from blockyard.stores.threaded.value_format import ValueFormat
 from blockyard.stores.value import HEADER, check_values, seal_values
 
-__all__ = ["EPOCH_BYTES", "Epoch", "EpochRecord", "ForgottenError", "Record", "SharedEpoch"]
+__all__ = ["EPOCH_BYTES", "Epoch", "EpochRecord", "ForgottenError", "Record", "SharedEpoch", "name_of"]
 
 EPOCH_BYTES: Final = 64
 _OF_NAMESPACE: Final = bytes(32)  # the name of the weights that the namespace names
@@ -180,7 +180,7 @@ class SharedEpoch:
         self._clock = machine.monotonic
         self._one_at_a_time = machine.lock()  # calls of the storage
         self._lock = machine.lock()  # of what follows; held for no call
-        self._name = _name_of(revision)
+        self._name = name_of(revision)
         self._mine: Epoch | None = None
         self._joins = False  # whether the epoch to begin may be one that others began
         self._is_due = False  # an epoch is to be begun
@@ -207,7 +207,7 @@ class SharedEpoch:
             self._mine, self._is_due, self._is_behind = None, True, False
             self._joins = revision is not None
             if revision is not None:
-                self._name = _name_of(revision)
+                self._name = name_of(revision)
 
     def begin(self) -> None:
         """Begin the epoch that the last `stop` asked for, unless that is done.
@@ -295,5 +295,6 @@ class SharedEpoch:
             self._mine, self._is_behind, self._confirmed_at = epoch, False, asked_at
 
 
-def _name_of(revision: str) -> bytes:
+def name_of(revision: str) -> bytes:
+    """Return the name of the weights that a revision names; `""` is that of the namespace."""
     return hashlib.sha256(b"BLKYWEIGHTS1" + revision.encode()).digest() if revision else _OF_NAMESPACE

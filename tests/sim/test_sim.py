@@ -1,0 +1,116 @@
+"""Fleets in virtual time: one seed is one run, no seed breaks a promise, and planted faults are found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from planted_fleet_faults import PLANTED, planted
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.sim import FAULTS, Fault, FleetOptions, read_faults, run_campaign, simulate_fleet
+from blockyard.sim.campaign import shrink
+from blockyard.sim.faults import draw_faults
+
+SEEDS = 60
+
+
+def test_no_seed_breaks_a_promise():
+    found = run_campaign(range(SEEDS), FleetOptions())
+    assert found.failure is None, found.replay_command()
+    assert found.num_seeds == SEEDS
+    assert set(found.faults) == set(FAULTS), "every kind happens"
+    assert found.reasons[""] > found.num_operations / 2, "most blocks come and go"
+    assert {"absent", "error", "forgotten", "unavailable", "refused"} <= set(found.reasons)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 10_000, 1000))
+@pytest.mark.parametrize("engines", [2, 3, 5])
+def test_no_seed_of_many_breaks_a_promise(first: int, engines: int):
+    found = run_campaign(range(first, first + 1000), FleetOptions(engines=engines))
+    assert found.failure is None, found.replay_command()
+
+
+def test_a_seed_is_one_run_in_any_process():
+    code = "from blockyard.sim import simulate_fleet\nfor seed in range(4): print(simulate_fleet(seed).digest)"
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": salt}, capture_output=True, text=True, check=True
+        ).stdout.split()
+        for salt in ("1", "2")
+    ]
+    assert runs[0] == runs[1] == [simulate_fleet(seed).digest for seed in range(4)]
+    assert len(set(runs[0])) == 4
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
+    most = planted(name, monkeypatch)
+    found = run_campaign(range(most), FleetOptions())
+    assert found.failure is not None, f"not found in {most} seeds"
+
+
+def test_a_failure_shrinks_to_the_faults_that_matter_and_repeats(monkeypatch: pytest.MonkeyPatch):
+    planted("damage is not looked for", monkeypatch)
+    options = FleetOptions(num_faults=8)
+    report = next(report for seed in range(100) if (report := simulate_fleet(seed, options)).broken)
+    shortest = shrink(report, options)
+    assert shortest.broken
+    assert len(shortest.faults) < len(report.faults)
+    again = simulate_fleet(report.seed, options, read_faults(",".join(map(str, shortest.faults))))
+    assert again.digest == shortest.digest
+    for place in range(len(shortest.faults)):
+        fewer = shortest.faults[:place] + shortest.faults[place + 1 :]
+        assert not simulate_fleet(report.seed, options, fewer).broken
+
+
+def test_faults_are_read_as_they_are_printed():
+    faults = draw_faults(3, kinds=tuple(FAULTS), engines=4, count=50, until=5.0)
+    assert read_faults(",".join(map(str, faults))) == faults
+    assert {fault.kind for fault in faults} == set(FAULTS)
+    assert read_faults("none") == []
+    assert read_faults("crash:1:0.5:2") == [Fault("crash", 1, 0.5, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: read_faults("crash:1:2"), "faults has 'crash:1:2', must be kind:engine:at:seconds"),
+        (lambda: read_faults("flood:1:2:3"), "faults has the kind 'flood', must be one of lossy"),
+        (lambda: FleetOptions(engines=0), "engines is 0, must be 1 to 64"),
+        (lambda: FleetOptions(seconds=0.0), "seconds is 0.0, must be over 0"),
+        (lambda: FleetOptions(kinds=("crash", "flood")), "kinds has 'flood', must be some of lossy"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(make: Callable[[], object], message: str):
+    with pytest.raises(InvalidArgumentError, match=message):
+        make()
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "blockyard", "simulate", "-q", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command_writes_the_same_bytes_for_the_same_seed(tmp_path: Path):
+    files = [tmp_path / name for name in ("one.json", "two.json")]
+    for file in files:
+        assert command("--seeds", "3", "--seed", "7", "--format", "json", "--output", str(file)).returncode == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+    found = json.loads(files[0].read_text())
+    assert found["num_seeds"] == 3
+    assert found["failure"] is None
+
+
+def test_the_command_runs_exactly_the_faults_that_it_is_given():
+    done = command("--seed", "3", "--replay", "crash:0:1:0.3,full:-1:2:0.5", "--format", "json")
+    found = json.loads(done.stdout)
+    assert found["num_seeds"] == 1
+    assert {kind: count for kind, count in found["faults"].items() if count} == {"crash": 1, "full": 1}
+    assert command("--faults", "flood").returncode == 2
