@@ -190,11 +190,6 @@ impl Tickets {
         std::mem::take(&mut self.ended)
     }
 
-    /// Whether [`Tickets::take_ended`] would return any.
-    pub(crate) fn has_ended(&self) -> bool {
-        self.ended != 0
-    }
-
     /// Closes a ticket and returns its blocks; unfinished ones become misses (`Timeout`).
     pub(crate) fn take(&mut self, ticket: u64) -> Result<Outcomes> {
         let entry = self.entries.remove(&ticket).ok_or(Error::UnknownTicket { ticket })?;

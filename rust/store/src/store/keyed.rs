@@ -91,7 +91,7 @@ impl SlabStore {
         if result.is_err() {
             state.queue.memory.unreserve(reserved);
         }
-        self.shared.release(state);
+        self.shared.wake(&mut state);
         result
     }
 
@@ -182,7 +182,8 @@ impl SlabStore {
         self.check_keyed()?;
         let mut state = self.shared.lock();
         let result = state.queue.set_quota(tenant, most, Instant::now());
-        self.shared.release(state);
+        self.shared.wake(&mut state);
+        drop(state);
         let Some(ticket) = result? else { return Ok(()) };
         self.wait_for(ticket, LONGEST)?;
         let done = self.take(ticket)?;
@@ -217,7 +218,7 @@ impl SlabStore {
         self.check_keyed()?;
         let mut state = self.shared.lock();
         let result = submit(&mut state.queue, Instant::now());
-        self.shared.release(state);
+        self.shared.wake(&mut state);
         result
     }
 

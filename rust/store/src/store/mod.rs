@@ -2,8 +2,8 @@
 //! ([`LentRow`]). No call waits for the device longer than its timeout, but for opening a keyed store.
 //!
 //! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` wakes threads, `done`
-//! wakes callers, see `calls`. A thread whose call hangs in the kernel keeps that call's buffers and its share of the device, and is
-//! left behind on close.
+//! wakes callers, see `wake`. A thread whose call hangs in the kernel keeps that call's buffers and its share of the
+//! device, and is left behind on close.
 
 use crate::buffer::{Buffer, LentRow};
 use crate::device::BlockDevice;
@@ -18,7 +18,6 @@ use std::collections::HashSet;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-mod calls;
 mod checkpoint;
 mod floor;
 mod inspect;
@@ -26,10 +25,11 @@ mod keyed;
 mod recover;
 #[cfg(test)]
 mod schedules;
+mod wake;
 mod worker;
 
-use calls::Sleepers;
 use floor::Floor;
+use wake::Sleepers;
 use worker::Worker;
 
 pub use floor::revision_name;
@@ -236,7 +236,7 @@ impl SlabStore {
         if result.is_err() {
             state.queue.memory.unreserve(count);
         }
-        self.shared.release(state);
+        self.shared.wake(&mut state);
         result
     }
 
@@ -295,7 +295,7 @@ impl SlabStore {
     fn submit_reads(&self, slots: &[u32], rows: LentRows) -> Result<u64> {
         let mut state = self.shared.lock();
         let result = state.queue.submit_reads(slots, rows, Instant::now());
-        self.shared.release(state);
+        self.shared.wake(&mut state);
         result
     }
 
@@ -379,7 +379,7 @@ impl SlabStore {
         let mut state = self.shared.lock();
         let outcomes = state.queue.take(ticket, Instant::now())?;
         // Keys that missed the deadline are wiped.
-        self.shared.release(state);
+        self.shared.wake(&mut state);
         Ok(Completion {
             shared: Arc::clone(&self.shared),
             owner: self.owner,
@@ -432,7 +432,7 @@ impl SlabStore {
         }
         state.queue.tickets.abandon();
         let all_left = state.threads == 0;
-        self.shared.release(state);
+        self.shared.wake(&mut state);
         all_left
     }
 

@@ -53,17 +53,11 @@ impl Worker {
     fn next_job<'a>(&'a self, mut state: MutexGuard<'a, StoreState>) -> Option<Job> {
         loop {
             let job = if state.queue.is_closing() { None } else { state.queue.next_job() };
+            self.shared.wake(&mut state);
             if job.is_some() || state.queue.is_closing() {
-                self.shared.release(state);
                 return job;
             }
-            // Callers must not wait until this thread is called again.
-            if state.queue.tickets.has_ended() {
-                self.shared.release(state);
-                state = self.shared.lock();
-            } else {
-                state = self.shared.sleep(state);
-            }
+            state = self.shared.sleep(state);
         }
     }
 

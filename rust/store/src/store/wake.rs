@@ -33,8 +33,9 @@ impl Sleepers {
 }
 
 impl Shared {
-    /// Releases the lock and wakes threads for the operations that are ready, and callers whose tickets have ended.
-    pub(super) fn release(&self, mut state: MutexGuard<'_, StoreState>) {
+    /// Wakes threads for the operations that are ready, and callers whose tickets have ended. Called before the lock is
+    /// released, whatever was done.
+    pub(super) fn wake(&self, state: &mut StoreState) {
         let ended = state.queue.tickets.take_ended();
         if let Some(event) = state.event.as_ref().filter(|_| ended != 0) {
             // A full counter is readable too.
@@ -42,7 +43,6 @@ impl Shared {
         }
         let ready = state.queue.num_ready();
         let count = state.sleepers.call(ready);
-        drop(state);
         (0..count).for_each(|_| self.work.notify_one());
         let shards = self.done.iter().enumerate();
         shards.filter(|(shard, _)| ended >> shard & 1 == 1).for_each(|(_, callers)| callers.notify_all());
