@@ -9,6 +9,7 @@
 #       make test-sglang, test-lmcache: the parts of these two that ours plugs into; 300 MB each
 #   make bench-gpu [GPU_JSON=FILE] copies between host and device, against one large copy and a loop
 #       both with GPU_PYTHON=python3: with a wheel that this Python finds, without Rust (CONTRIBUTING.md)
+#   make dev | release             the extension in place, for tests | as in wheels, for figures
 #   make lint | fmt                check | repair style
 #   make docs                      the API page and the stub's docstrings, from the code, and the site: docs/_build/html
 #   make fuzz [FUZZ_SECONDS=180]   random operations, forged decisions and slabs, grown by libFuzzer; the
@@ -42,6 +43,7 @@ BIN := $(VENV)/bin
 UV := $(BIN)/uv
 UV_PIP := $(UV) pip install --quiet --python $(BIN)/python
 CHECK_SCHEMA := $(BIN)/check-jsonschema --quiet --builtin-schema vendor.
+INSTALL := $(UV_PIP) --no-build-isolation --no-deps --reinstall-package blockyard --editable .
 CARGO_FUZZ := .make/cargo-fuzz-$(CARGO_FUZZ_VERSION)
 CARGO_MUTANTS := .make/cargo-mutants-$(CARGO_MUTANTS_VERSION)
 # Errors that calls of the runtime return are the library's own business: it asks what a device has. With torch's
@@ -58,7 +60,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 .DEFAULT_GOAL := test
-.PHONY: setup dev demo test test-all test-asan test-engines test-sglang test-lmcache test-gpu bench-gpu test-rust test-python fuzz lint fmt docs mutants mutants-python bench bench-engines wheel pins clean distclean
+.PHONY: setup dev release demo test test-all test-asan test-engines test-sglang test-lmcache test-gpu bench-gpu test-rust test-python fuzz lint fmt docs mutants mutants-python bench bench-engines wheel pins clean distclean
 
 # ---- set-up ----
 
@@ -73,22 +75,27 @@ $(VENV)/.ready: requirements-dev.txt Cargo.lock buildsystem/check_prerequisites.
 
 setup: $(VENV)/.ready
 
-# The extension and the op library, in place. Nothing is compiled again that has not changed.
+# The extension and the op library, in place, fast to build and with all checks. Nothing is compiled again that has not
+# changed.
 dev: setup
-	$(UV_PIP) --no-build-isolation --no-deps --reinstall-package blockyard --editable .
+	$(INSTALL)
+
+# The same with the extension as in wheels: for figures. The next `make dev` takes it back.
+release: setup
+	$(INSTALL) --config-setting build-args="--profile release"
 
 # ---- running ----
 
 demo: dev
 	$(BIN)/blockyard demo $(ARGS)
 
-bench: dev
+bench: release
 	@if [ -n "$(BENCH_JSON)" ]; then rm -f "$(BENCH_JSON)"; fi
 	@for script in benches/bench_*.py; do \
 	    BENCH_JSON="$(BENCH_JSON)" $(BIN)/python $$script || exit 1; \
 	done
 
-bench-engines: dev .make/engines/.ready-$(VLLM_VERSION)
+bench-engines: release .make/engines/.ready-$(VLLM_VERSION)
 	ENGINES_PYTHON=$(CURDIR)/.make/engines/venv/bin/python BENCH_JSON="$(BENCH_JSON)" \
 	    $(BIN)/python benches/engines/bench_vllm.py
 
@@ -151,7 +158,7 @@ test-gpu: $(if $(GPU_PYTHON),,dev)
 	        tests/gpu/test_moves_cuda.py tests/gpu/test_staged_cuda.py tests/gpu/test_swaps_cuda.py; \
 	else echo "blockyard: compute-sanitizer does not run here, its pass is left out:"; echo "$$said" | tail -n 3; fi
 
-bench-gpu: $(if $(GPU_PYTHON),,dev)
+bench-gpu: $(if $(GPU_PYTHON),,release)
 	$(PYTHON_WITH_US) benches/gpu/bench_transfer.py --require $(if $(GPU_JSON),--json $(GPU_JSON))
 
 $(CARGO_FUZZ)/bin/cargo-fuzz:

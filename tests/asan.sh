@@ -11,8 +11,6 @@ host=$(rustc -vV | sed -n 's/^host: //p')
 export RUSTC_BOOTSTRAP=1 CARGO_TARGET_DIR=target/asan ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1
 
 RUSTFLAGS=-Zsanitizer=address PROPTEST_CASES=64 cargo test --locked --package blockyard-copy --lib --tests --target "$host"
-# Half optimised: the checks stay, and the tests end.
-export CARGO_PROFILE_DEV_OPT_LEVEL=1
 RUSTFLAGS=-Zsanitizer=address PYO3_BUILD_EXTENSION_MODULE=1 cargo build --locked --quiet --package blockyard-binding \
     --features pyo3/abi3-py310 --target "$host"
 

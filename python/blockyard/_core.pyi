@@ -61,6 +61,7 @@ __all__ = [
     "V0PrefixCachingBlock",
     "V0PrefixCachingBlockAllocator",
     "__version__",
+    "build_profile",
     "chain_keys",
     "check_slab",
     "checksum_rows",
@@ -71,6 +72,7 @@ __all__ = [
 ]
 
 __version__: str
+build_profile: Literal["debug", "release"]
 
 _Tier: TypeAlias = Literal["device", "host", "external"]
 _Reuse: TypeAlias = Literal["lowest", "fifo", "lru", "lifo"]

@@ -1,5 +1,6 @@
 """The build backend: settings, commands, stamps, checks of archives, and the words of a build that lacks something."""
 
+import importlib
 import json
 import os
 import shutil
@@ -7,11 +8,13 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 import blockyard_build
+from blockyard import _core
 from blockyard_build import audit, oplibrary, toolchain
 from blockyard_build.oplibrary import LIBRARY, MANIFEST, build_op_library
 from blockyard_build.settings import BuildError, read_settings
@@ -322,6 +325,17 @@ def test_a_source_archive_that_lacks_a_source_is_refused(tmp_path: Path):
     audit.check_sdist(path, [Path("cuda/copy.cu")])
     with pytest.raises(BuildError, match=r"lacks cuda/ops\.cpp: see include"):
         audit.check_sdist(path, [Path("cuda/copy.cu"), Path("cuda/ops.cpp")])
+
+
+# ---- profiles ----
+
+
+@pytest.mark.parametrize(("profile", "runs"), [("debug", False), ("release", True)])
+def test_benchmarks_run_over_a_release_build_only(monkeypatch: pytest.MonkeyPatch, profile: str, runs: bool):
+    monkeypatch.setattr(_core, "build_profile", profile)
+    monkeypatch.delitem(sys.modules, "figures", raising=False)
+    with nullcontext() if runs else pytest.raises(SystemExit, match="run `make release` first"):
+        importlib.import_module("figures")
 
 
 # ---- prerequisites ----

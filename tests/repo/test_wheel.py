@@ -62,13 +62,13 @@ def copy_sources(repo: Path, tree: Path) -> None:
         (tree / name).symlink_to(repo / name)
 
 
-@pytest.fixture(scope="module")
-def wheel(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["editable", pytest.param("release", marks=pytest.mark.slow)])
+def wheel(request: pytest.FixtureRequest, repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built in a copy: the build writes the op library among the sources."""
     tree = tmp_path_factory.mktemp("tree")
     copy_sources(repo, tree)
     build = [UV, "build", "--quiet", "--wheel", "--no-build-isolation", "--python", sys.executable]
-    run(*build, "--out-dir", tree / "dist", tree)
+    run(*build, "--config-setting", f"build-args=--profile {request.param}", "--out-dir", tree / "dist", tree)
     return next((tree / "dist").glob("*.whl"))
 
 
