@@ -8,6 +8,7 @@ Settings, as environment variables:
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import maturin
@@ -59,9 +60,11 @@ def build_wheel(
 def build_editable(
     wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
 ) -> str:
-    """Build the op library and `_core` in place, and the wheel that points at them."""
-    build_op_library(Path(), os.environ)
-    name: str = maturin.build_editable(wheel_directory, config_settings, metadata_directory)
+    """Build the op library and `_core` in place, side by side, and the wheel that points at them."""
+    with ThreadPoolExecutor(1) as pool:
+        library = pool.submit(build_op_library, Path(), os.environ)
+        name: str = maturin.build_editable(wheel_directory, config_settings, metadata_directory)
+        library.result()
     return name
 
 

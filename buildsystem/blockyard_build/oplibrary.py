@@ -5,11 +5,14 @@
 
 import hashlib
 import json
+import os
 import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import TypedDict
 
@@ -73,7 +76,7 @@ def compile_commands(root: Path, settings: Settings, tools: Toolchain, scratch: 
         scratch: folder for object files and the linked library, `_ops.so`.
 
     Returns:
-        One command line each, in order; the last one links.
+        One command line each; the last one links what the others compile.
     """
     commands = []
     objects = []
@@ -123,8 +126,10 @@ def _build(root: Path, settings: Settings, tools: Toolchain) -> Manifest:
         return manifest
     # Inside the package folder, so that the finished library moves into place in one step.
     with tempfile.TemporaryDirectory(dir=(root / LIBRARY).parent, prefix=".ops-") as name:
-        for command in compile_commands(root, settings, tools, Path(name)):
-            _run(command, root)
+        *compiling, linking = compile_commands(root, settings, tools, Path(name))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, compiling, repeat(root)))
+        _run(linking, root)
         # A build interrupted here must not leave a record of another library.
         (root / MANIFEST).unlink(missing_ok=True)
         (Path(name) / LIBRARY.name).replace(root / LIBRARY)
