@@ -107,7 +107,7 @@ test-rust: setup
 	cargo test --workspace --locked --no-fail-fast
 
 test-python: dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --numprocesses logical --maxprocesses 8 --dist worksteal
 
 test-all: lint
 	PROPTEST_CASES=4096 cargo test --workspace --locked --no-fail-fast

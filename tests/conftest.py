@@ -1,9 +1,13 @@
 """Fixtures and settings for all tests: traces, random-case budgets, and tests that need a CUDA device."""
 
 import ctypes
+import fcntl
 import os
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -46,6 +50,17 @@ def traces() -> Path:
     return folder
 
 
+@contextmanager
+def shared_folder(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
+    """Give a folder that all workers of a run share, to one at a time."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+
+
 @pytest.fixture(scope="session")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The stand-in for a device, with the op library's dispatch on top."""
@@ -54,7 +69,8 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     from blockyard_build.toolchain import MissingError
 
     try:
-        return stand_in.build_stand_in(tmp_path_factory.mktemp("fake"))
+        with shared_folder(tmp_path_factory, "fake") as folder:
+            return stand_in.build_stand_in(folder)
     except MissingError as missing:
         pytest.skip(f"no {missing}")
 
@@ -64,22 +80,70 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The copy kernels for a CPU."""
     import host_kernels
 
-    return host_kernels.load_kernels(tmp_path_factory.mktemp("kernels"))
+    with shared_folder(tmp_path_factory, "kernels") as folder:
+        return host_kernels.load_kernels(folder)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+    yield
+    if os.environ.get("BLOCKYARD_TEST_GPU") != "require" and any(map(needs_device, items)):
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in filter(needs_device, items):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    fold_skipped(config, items)
+
+
+def needs_device(item: pytest.Item) -> bool:
+    return item.get_closest_marker("gpu") is not None
+
+
+def fold_skipped(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one of the tests that are skipped for the same reason, to say how many are: a line, and not hundreds."""
+    folded: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if reason := skip_reason(item):
+            folded[reason].append(item)
+    for reason, (first, *others) in folded.items():
+        if others:
+            mark = pytest.mark.skipif(True, reason=f"{reason}: {1 + len(others)} tests")
+            first.add_marker(mark, append=False)
+            config.hook.pytest_deselected(items=others)
+    left_out = {item for _, *others in folded.values() for item in others}
+    items[:] = [item for item in items if item not in left_out]
+
+
+def skip_reason(item: pytest.Item) -> str:
+    """Say why an item's marks skip it; empty if they do not."""
+    for mark in [*item.iter_markers("skipif"), *item.iter_markers("skip")]:
+        if mark.name == "skip" or mark.args[0]:
+            return str(mark.kwargs.get("reason") or mark.args[-1])
+    return ""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") is None:
-        return
-    import torch
+    if needs_device(item) and os.environ.get("BLOCKYARD_TEST_GPU") == "require":
+        import torch
 
-    if torch.cuda.is_available():
-        return
-    if os.environ.get("BLOCKYARD_TEST_GPU") == "require":
-        pytest.fail("no CUDA device", pytrace=False)
-    pytest.skip("no CUDA device")
+        if not torch.cuda.is_available():
+            pytest.fail("no CUDA device", pytrace=False)
+
+
+# Workers collect, but do not tell how many tests they leave out; the closing line is to say it.
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    if items and "PYTEST_XDIST_WORKER" in os.environ:
+        output: dict[str, Any] = vars(items[0].config)["workeroutput"]
+        output["deselected"] = output.get("deselected", 0) + len(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if node.gateway.id == "gw0" and hasattr(node, "workeroutput"):  # it has none if it crashed
+        node.config.hook.pytest_deselected(items=[None] * node.workeroutput.get("deselected", 0))

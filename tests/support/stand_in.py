@@ -21,9 +21,14 @@ Cut = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 def build_stand_in(folder: Path, optimize: str = "-O1") -> ctypes.CDLL:
-    """Compile and load the stand-in, `torch.ops.blockyard_fake`; raises MissingError where there is no toolchain."""
+    """Compile and load the stand-in, `torch.ops.blockyard_fake`; raises MissingError where there is no toolchain.
+
+    A folder that has it is left as it is.
+    """
     tools = find_toolchain({})
     library = folder / "fake.so"
+    if library.exists():
+        return load_stand_in(library)
     flags = ["-std=c++17", optimize, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DUSE_CUDA"]
     flags += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-Wl,-Bsymbolic", "-Wno-unknown-pragmas"]
     includes = [f"-I{TESTS.parent / 'cuda'}", "-isystem", str(tools.torch_home / "include")]
