@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final
+from math import inf, nan
+from typing import Any, Final, TypeAlias
 
 from blockyard._core import BlockManager
-from blockyard.errors import InvalidArgumentError
+from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard.offload import OffloadManager
 from blockyard.scheduler import Scheduler
 from blockyard.stores import ExternalStore
+from blockyard.types import Histogram
 from blockyard.workers import missing
 
 try:
@@ -27,14 +30,24 @@ try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     from blockyard.cache import KVCache
-    from blockyard.prefix_store import LOAD_SECONDS, PrefixStore
+    from blockyard.prefix_store import PrefixStore
 except ModuleNotFoundError as error:
     raise missing("blockyard.metrics", error) from None
 
 __all__ = ["Collector"]
 
-# Reasons for misses that are exported from the first scrape on. Stores add their own.
-_MISSES: Final = dict.fromkeys(("absent", "timeout", "no_room", "unavailable", "copy_failed"), 0)
+# Reasons for misses, exported from the first scrape on. A plug-in may add its own.
+_STORE_MISSES: Final = dict.fromkeys(
+    (
+        *("empty", "lost", "absent", "forgotten", "io", "error", "timeout", "unavailable", "closed"),
+        *("queue_full", "refused", "magic", "version", "header_checksum", "namespace", "key", "slot"),
+        *("generation", "length", "payload_checksum", "truncated", "codec"),
+    ),
+    0,
+)
+_MISSES: Final = dict.fromkeys((*_STORE_MISSES, "no_room", "copy_failed", "interrupted"), 0)
+
+_Source: TypeAlias = KVCache | Scheduler | BlockManager | ExternalStore | OffloadManager
 
 
 @dataclass(frozen=True)
@@ -117,6 +130,7 @@ _PREFIX_STORE_COUNTERS: Final = (
     _one("prefix_store_written_blocks", "Blocks written to the prefix store, or there already.", "written_blocks"),
     _one("prefix_store_written_bytes", "Bytes written to the prefix store.", "written_bytes"),
     _one("prefix_store_unwritten_blocks", "Blocks not written to the prefix store.", "unwritten_blocks"),
+    _one("prefix_store_forgets", "How often all was forgotten, as for new weights.", "forgets"),
 )
 _STORE_GAUGES: Final = (
     _one("store_cached_blocks", "Blocks of a store that can be read.", "cached_blocks"),
@@ -128,10 +142,18 @@ _STORE_COUNTERS: Final = (
     _one("store_written_bytes", "Bytes written.", "written_bytes"),
     _one("store_read_blocks", "Blocks read.", "read_blocks"),
     _one("store_read_bytes", "Bytes read.", "read_bytes"),
-    _Spec("store_misses", "Blocks not read, by reason.", lambda stats: stats.misses, "reason"),
+    _Spec("store_misses", "Blocks not read or written, by reason.", lambda s: _STORE_MISSES | s.misses, "reason"),
+    _one("store_damaged_blocks", "Blocks read back other than they were written, and refused.", "damaged_blocks"),
     _one("store_errors", "Errors of a store.", "errors"),
     _one("store_evicted_blocks", "Blocks evicted.", "evicted_blocks"),
 )
+_OFFLOAD_GAUGES: Final = (
+    _one("offload_chunks", "Chunks of the host cache.", "num_chunks"),
+    _one("offload_free_chunks", "Chunks that a store can have: empty, or to be evicted.", "num_free"),
+    _one("offload_stored_keys", "Keys that are hits.", "num_stored"),
+    _one("offload_storing_keys", "Keys whose chunks are being written.", "num_storing"),
+)
+_OFFLOAD_COUNTERS: Final = (_one("offload_evicted_keys", "Keys evicted.", "num_evicted"),)
 
 
 class Collector:
@@ -139,20 +161,27 @@ class Collector:
 
     Args:
         sources: objects of this process that belong together: a `KVCache`, which brings its manager and its stores, a
-            `Scheduler`, which brings its manager, a `BlockManager`, or stores.
+            `Scheduler`, which brings its manager, a `BlockManager`, an `OffloadManager`, or stores.
         labels: of every metric, to tell several collectors of a registry apart.
+        tenants: tenants whose quotas are exported: salts by what stands in the label `tenant`; None as a salt is for
+            prompts without one. A scrape waits for the prefix store to know what they keep there.
 
     Raises:
         ImportError: prometheus-client is not installed; raised on import.
-        InvalidArgumentError: a source is none of these, or two of them have a manager or scheduler each.
+        InvalidArgumentError: a source is none of these, or two of them have the same part each.
     """
 
     def __init__(
-        self, *sources: KVCache | Scheduler | BlockManager | ExternalStore, labels: Mapping[str, str] | None = None
+        self,
+        *sources: _Source,
+        labels: Mapping[str, str] | None = None,
+        tenants: Mapping[str, bytes | None] | None = None,
     ) -> None:
         self._labels = dict(labels or {})
+        self._tenants = dict(tenants or {})
         self._objects: dict[str, Any] = {}
         self._stores: dict[str, ExternalStore] = {}
+        self._seconds: dict[str, dict[str, Histogram]] = {}
         for source in sources:
             self._add(source)
 
@@ -165,8 +194,15 @@ class Collector:
         if (scheduler := self._objects.get("scheduler")) is not None:
             yield from self._gauges(_SCHEDULER_GAUGES, {"": scheduler})
             yield from self._counters(_SCHEDULER_COUNTERS, {"": scheduler.stats()})
+        if (offload := self._objects.get("offload manager")) is not None:
+            yield from self._gauges(_OFFLOAD_GAUGES, {"": offload})
+            yield from self._counters(_OFFLOAD_COUNTERS, {"": offload})
+        if self._seconds:
+            yield self._of_transfers()
         if (prefix_store := self._objects.get("prefix store")) is not None:
             yield from self._of_prefix_store(prefix_store)
+        if self._tenants:
+            yield from self._of_tenants()
         if self._stores:
             by_store = {name: store.stats() for name, store in self._stores.items()}
             yield from self._gauges(_STORE_GAUGES, by_store)
@@ -176,39 +212,84 @@ class Collector:
         match source:
             case KVCache():
                 self._keep("manager", source.manager)
+                self._seconds["host"] = source.engine.seconds
                 if source.swap_store is not None:
-                    self._stores["swap"] = source.swap_store
+                    self._keep_store("swap", source.swap_store)
+                if source.executor.store_seconds is not None:
+                    self._seconds["external"] = source.executor.store_seconds
                 if source.prefix_store is not None:
                     self._keep("prefix store", source.prefix_store)
-                    self._stores["prefix"] = source.prefix_store.store
+                    self._keep_store("prefix", source.prefix_store.store)
+                    self._seconds["prefix"] = source.prefix_store.store_seconds
             case Scheduler():
                 self._keep("scheduler", source)
                 self._keep("manager", source.manager)
             case BlockManager():
                 self._keep("manager", source)
+            case OffloadManager():
+                self._keep("offload manager", source)
             case ExternalStore():
-                self._stores[type(source).__name__] = source
+                self._keep_store(type(source).__name__, source)
             case _:
                 raise InvalidArgumentError(
-                    f"a source is {source!r}, must be a KVCache, Scheduler, BlockManager or ExternalStore"
+                    f"a source is {source!r}, must be a KVCache, Scheduler, BlockManager, OffloadManager or "
+                    "ExternalStore"
                 )
 
     def _keep(self, kind: str, found: object) -> None:
         if self._objects.setdefault(kind, found) is not found:
             raise InvalidArgumentError(f"two sources have a {kind} each: give each a Collector, and labels")
 
+    def _keep_store(self, name: str, store: ExternalStore) -> None:
+        if self._stores.setdefault(name, store) is not store:
+            raise InvalidArgumentError(f"two stores would have the label {name!r}: give each a Collector, and labels")
+
+    def _of_transfers(self) -> Metric:
+        rows = {
+            (tier, direction): (found.bounds, found.counts, found.sum)
+            for tier, by_direction in self._seconds.items()
+            for direction, found in by_direction.items()
+        }
+        text = "How long transfers to and from a tier took, from their submission to when their end was seen."
+        return self._histogram("transfer_seconds", text, ("tier", "direction"), rows)
+
     def _of_prefix_store(self, source: PrefixStore) -> Iterator[Metric]:
         stats = source.stats()
         yield from self._counters(_PREFIX_STORE_COUNTERS, {"": stats})
         waiting = _one("prefix_store_waiting_blocks", "Blocks to be written, and not there yet.", "waiting_blocks")
         yield from self._gauges((waiting,), {"": source})
-        loads = HistogramMetricFamily(
-            "blockyard_prefix_store_load_seconds", "How long prefetches took.", labels=list(self._labels)
+        found = stats.load_seconds
+        rows = {(): (found.bounds, found.counts, found.sum)}
+        yield self._histogram("prefix_store_load_seconds", "How long prefetches took.", (), rows)
+
+    def _of_tenants(self) -> Iterator[Metric]:
+        """Quotas of the tenants that were named: on the device, and in the prefix store."""
+        manager, prefix_store = self._objects.get("manager"), self._objects.get("prefix store")
+        if manager is not None:
+            held = {name: manager.prefix.quota(salt) or (0, None) for name, salt in self._tenants.items()}
+            yield from self._quotas("tenant_cached_blocks", "tenant_quota_blocks", "on the device", held)
+        if prefix_store is not None and prefix_store.store.keeps_quotas:
+            kept = {name: _kept(prefix_store, salt) for name, salt in self._tenants.items()}
+            where = "in the prefix store"
+            yield from self._quotas("prefix_store_tenant_bytes", "prefix_store_tenant_quota_bytes", where, kept)
+
+    def _quotas(
+        self, used: str, quota: str, where: str, found: Mapping[str, tuple[float, float | None]]
+    ) -> Iterator[Metric]:
+        counted = {name: count for name, (count, _) in found.items()}
+        limits = {name: inf if most is None else most for name, (_, most) in found.items()}
+        specs = (
+            _Spec(used, f"What counts towards a tenant's quota {where}.", lambda both: both[0], "tenant"),
+            _Spec(quota, f"A tenant's quota {where}.", lambda both: both[1], "tenant"),
         )
-        ends = [*map(str, LOAD_SECONDS), "+Inf"]
-        buckets = list(zip(ends, accumulate(stats.load_seconds), strict=True))
-        loads.add_metric(list(self._labels.values()), buckets, stats.load_seconds_sum)
-        yield loads
+        return self._gauges(specs, {"": (counted, limits)})
+
+    def _histogram(self, name: str, text: str, labels: tuple[str, ...], rows: Mapping[Any, tuple[Any, ...]]) -> Metric:
+        family = HistogramMetricFamily(f"blockyard_{name}", text, labels=[*self._labels, *labels])
+        for values, (bounds, counts, total) in rows.items():
+            buckets = list(zip((*map(str, bounds), "+Inf"), accumulate(counts), strict=True))
+            family.add_metric([*self._labels.values(), *values], buckets, total)
+        return family
 
     def _gauges(self, specs: tuple[_Spec, ...], sources: Mapping[str, object]) -> Iterator[Metric]:
         return self._families(GaugeMetricFamily, specs, sources)
@@ -232,3 +313,11 @@ class Collector:
                 for key, number in value.items() if isinstance(value, Mapping) else (("", value),):
                     family.add_metric([*own, key] if spec.label else own, number)
             yield family
+
+
+def _kept(store: PrefixStore, salt: bytes | None) -> tuple[float, float]:
+    """What a tenant keeps in a prefix store, and its quota; not a number if the store does not say."""
+    try:
+        return store.quota(salt) or (0, inf)
+    except StoreError:
+        return nan, nan

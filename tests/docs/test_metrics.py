@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import inf, isnan
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,25 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from blockyard import BlockManager, KVCache, KVLayout
-from blockyard.errors import InvalidArgumentError
+from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.metrics import Collector
+from blockyard.offload import OffloadManager
 from blockyard.scheduler import Request, Scheduler
-from blockyard.stores import open_store
+from blockyard.stores import StoreStats, open_store
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "metrics.md"
+MONITORING = PAGE.parent / "monitoring"
+TENANTS = {"alice": b"alice", "anonymous": None}
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
 
 
-def scrape(*sources: object, **labels: str) -> dict[tuple[str, str], dict[str, float]]:
+def scrape(
+    *sources: object, tenants: Mapping[str, bytes | None] | None = None, **labels: str
+) -> dict[tuple[str, str], dict[str, float]]:
     """What Prometheus reads: a value by (metric, the labels but ours); a histogram's samples each by its own name."""
     registry = CollectorRegistry()
-    registry.register(Collector(*sources, labels=labels))
+    registry.register(Collector(*sources, labels=labels, tenants=tenants))
     found = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
@@ -30,9 +37,14 @@ def scrape(*sources: object, **labels: str) -> dict[tuple[str, str], dict[str, f
             rest = {name: value for name, value in sample.labels.items() if name not in labels}
             name = sample.name.removeprefix("blockyard_")
             assert name != sample.name
-            assert (name, str(rest)) not in found
-            found[name, str(rest)] = (rest, sample.value)
+            assert (name, key(**rest)) not in found
+            found[name, key(**rest)] = (rest, sample.value)
     return found
+
+
+def key(**labels: str) -> str:
+    """A series' labels, as `scrape` has them."""
+    return str(sorted(labels.items()))
 
 
 def listed() -> dict[str, set[str]]:
@@ -59,12 +71,24 @@ def cache(tmp_path: Path):
 
 
 def test_the_page_lists_every_metric_and_a_new_cache_has_them_all(cache: KVCache):
-    found = scrape(cache, Scheduler(cache), engine="0")
-    # A reason for misses of a store appears with the first miss.
-    assert named(found) == {name: labels for name, labels in listed().items() if name != "store_misses_total"}
-    sizes = {value for (name, _), (_, value) in found.items() if name == "blocks"}
-    assert {value for (name, _), (_, value) in found.items() if name != "blocks"} == {0}
-    assert sizes == {8, cache.manager.pool("external").num_blocks}
+    found = scrape(cache, Scheduler(cache), OffloadManager(4), tenants=TENANTS, engine="0")
+    assert named(found) == listed()
+    assert {name: {value for (of, _), (_, value) in found.items() if of == name} - {0} for name in listed()} == {
+        **{name: set() for name in listed()},
+        "blocks": {8, cache.manager.pool("external").num_blocks},
+        "offload_chunks": {4},
+        "offload_free_chunks": {4},
+        "tenant_quota_blocks": {inf},
+        "prefix_store_tenant_quota_bytes": {inf},
+    }
+
+
+def test_every_reason_of_the_file_store_has_a_series_from_the_start(cache: KVCache):
+    reasons = re.findall(r'Self::\w+ => "(\w+)"', (ROOT / "rust/store/src/miss.rs").read_text(encoding="utf-8"))
+    assert len(reasons) == 19
+    found = scrape(cache)
+    for name in ("store_misses_total", "prefix_store_misses_total"):
+        assert {labels["reason"] for (of, _), (labels, _) in found.items() if of == name} >= set(reasons)
 
 
 def test_a_scrape_says_what_happened(cache: KVCache):
@@ -78,41 +102,101 @@ def test_a_scrape_says_what_happened(cache: KVCache):
     scheduler.drain()
     assert cache.prefix_store.wait(60)
     found, stats = scrape(cache, scheduler), cache.stats()
-    values: Callable[..., float] = lambda name, **labels: found[name, str(labels)][1]  # noqa: E731
+    values: Callable[..., float] = lambda name, **labels: found[name, key(**labels)][1]  # noqa: E731
     assert values("num_preemptions_total", mode="swap_host") == scheduler.stats().preempted_swap_host > 0
     assert values("swapped_out_blocks_total", tier="host") == stats.swapped_out_blocks["host"] > 0
     assert values("kv_cache_usage_perc", tier="device") == stats.used_blocks["device"] / 8
     assert values("prefix_cache_queries_total") == stats.hit_tokens + stats.missed_tokens == 24
     counted = cache.prefix_store.stats()
     assert values("prefix_store_load_seconds_count") == values("prefix_store_prefetches_total") == counted.prefetches
-    assert values("prefix_store_load_seconds_sum") == pytest.approx(counted.load_seconds_sum)
-    assert values("prefix_store_load_seconds_bucket", le="+Inf") == sum(counted.load_seconds)
+    assert values("prefix_store_load_seconds_sum") == pytest.approx(counted.load_seconds.sum)
+    assert values("prefix_store_load_seconds_bucket", le="+Inf") == sum(counted.load_seconds.counts)
+    for tier, direction in (("host", "write"), ("host", "read"), ("prefix", "write")):
+        assert values("transfer_seconds_count", tier=tier, direction=direction) > 0
+        assert 0 < values("transfer_seconds_sum", tier=tier, direction=direction) < 60
     assert values("prefix_store_misses_total", reason="absent") == counted.misses["absent"]
     # Blocks that the store had already count as written by the prefix store alone.
     assert 0 < values("store_written_blocks_total", store="prefix") <= counted.written_blocks
     assert values("scheduled_tokens_total") == scheduler.stats().tokens
 
 
+def test_transfers_with_the_swap_store_are_timed(cache: KVCache):
+    sequence = cache.manager.allocate(8)
+    with cache.step():
+        pass
+    for move in (lambda: cache.manager.swap_out(sequence, to="external"), lambda: cache.manager.swap_in(sequence)):
+        move()
+        with cache.step():
+            pass
+        cache.drain()
+    found = scrape(cache)
+    for direction in ("read", "write"):
+        labels = {"tier": "external", "direction": direction}
+        assert found["transfer_seconds_count", key(**labels)][1] == 1
+        assert found["transfer_seconds_bucket", key(**labels, le="+Inf")][1] == 1
+
+
 def test_a_manager_or_a_store_alone_has_its_own(tmp_path: Path):
     manager = BlockManager(block_size=4, device_blocks=6)
-    assert ("blocks", str({"tier": "device"})) in scrape(manager)
+    assert ("blocks", key(tier="device")) in scrape(manager)
     with open_store(f"file://{tmp_path}", bytes_per_block=64, num_slots=4) as store:
-        assert ("store_errors_total", str({"store": type(store).__name__})) in scrape(store)
+        assert ("store_errors_total", key(store=type(store).__name__)) in scrape(store)
+        other = open_store(f"file://{tmp_path}", bytes_per_block=64, num_slots=4)
+        with other, pytest.raises(InvalidArgumentError, match="two stores would have the label 'SlabStore'"):
+            Collector(store, other)
+    assert ("offload_chunks", key()) in scrape(OffloadManager(2))
     with pytest.raises(InvalidArgumentError, match="two sources have a manager each"):
         Collector(manager, BlockManager(block_size=4, device_blocks=6))
     with pytest.raises(InvalidArgumentError, match="a source is 7, must be a KVCache"):
         Collector(7)  # type: ignore[arg-type]
 
 
+def test_a_store_that_returns_damage_or_does_not_answer_shows(cache: KVCache, monkeypatch: pytest.MonkeyPatch):
+    cache.manager.prefix.set_quota(b"alice", 3)
+    cache.prefix_store.set_quota(b"alice", "16KiB")
+    found = scrape(cache, tenants=TENANTS)
+    assert found["tenant_quota_blocks", key(tenant="alice")][1] == 3
+    assert found["prefix_store_tenant_quota_bytes", key(tenant="alice")][1] == 16 << 10
+    misses = {"payload_checksum": 2, "queue_full": 3, "of a plug-in": 4}
+    below = cache.prefix_store.store
+
+    class Failing:
+        keeps_quotas = True
+
+        @staticmethod
+        def stats() -> StoreStats:
+            return StoreStats(misses=misses)
+
+        @staticmethod
+        def quota(tenant: bytes) -> None:
+            raise StoreError(f"no answer for {tenant!r}")
+
+    monkeypatch.setattr(cache.prefix_store, "store", Failing())
+    found = scrape(cache, tenants=TENANTS)
+    monkeypatch.setattr(cache.prefix_store, "store", below)
+    assert found["store_damaged_blocks_total", key(store="prefix")][1] == 2
+    for reason, count in misses.items():
+        assert found["store_misses_total", key(store="prefix", reason=reason)][1] == count
+    assert isnan(found["prefix_store_tenant_quota_bytes", key(tenant="alice")][1])
+
+
+def test_the_alerts_ask_for_metrics_that_there_are():
+    text = (MONITORING / "alerts.yaml").read_text(encoding="utf-8")
+    names = set(re.findall(r"blockyard_(\w+)", text))
+    assert 5 <= text.count("- alert: ") <= 8
+    assert names <= set(listed())
+
+
 def test_the_dashboard_asks_for_metrics_that_there_are():
-    dashboard = json.loads((PAGE.parent / "monitoring" / "dashboard.json").read_text(encoding="utf-8"))
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     names = {name for expr in asked for name in re.findall(r"blockyard_(\w+)", expr)}
     assert len(asked) >= 12
     assert {name.removesuffix("_bucket") for name in names} <= set(listed())
     # What they are summed by or called are labels of theirs.
     labels = set().union(*listed().values())
-    assert {label for expr in asked for label in re.findall(r"by \((\w+)\)", expr)} <= labels
+    summed_by = {by for expr in asked for by in re.findall(r"by \(([\w, ]+)\)", expr)}
+    assert {label for by in summed_by for label in by.split(", ")} <= labels
     legends = [target["legendFormat"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert {label for legend in legends for label in re.findall(r"{{(\w+)}}", legend)} <= labels
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

@@ -20,7 +20,6 @@ from blockyard import KVCache
 from blockyard.errors import ForkedError, InvalidArgumentError, StoreError
 from blockyard.executor.checked_store import Answer
 from blockyard.layout.kv import KVLayout
-from blockyard.prefix_store import LOAD_SECONDS
 from blockyard.scheduler import Request, Scheduler
 from blockyard.stores import ExternalStore
 from blockyard.testing.faults import UnrulyStore
@@ -496,10 +495,11 @@ def test_hits_misses_and_times_are_counted(tmp_path: Path):
         stats = cache.prefixes.stats()
     assert stats.misses == {"absent": 1}
     assert stats.written_bytes == 2 * WIDTH
-    assert sum(stats.load_seconds) == stats.prefetches == 1
+    took = stats.load_seconds
+    assert sum(took.counts) == stats.prefetches == 1
     # Where the time is in its range, so is the sum.
-    (place,) = [place for place, count in enumerate(stats.load_seconds) if count]
-    assert ([0.0, *LOAD_SECONDS][place]) < stats.load_seconds_sum <= [*LOAD_SECONDS, 60.0][place]
+    (place,) = [place for place, count in enumerate(took.counts) if count]
+    assert (0.0, *took.bounds)[place] < took.sum <= (*took.bounds, 60.0)[place]
 
 
 def test_bad_arguments_are_refused(tmp_path: Path):

@@ -28,6 +28,14 @@ def test_an_example_is_short_and_runs(name: str, most_lines: int, last: str):
     assert re.fullmatch(last, output(name, most_lines).strip())
 
 
+def test_the_example_with_metrics_exports_what_happens():
+    printed = output("metrics", 60, "1", "0")
+    found = re.fullmatch(r"(\d+) requests, (\d+) series at http://localhost:\d+/metrics\n", printed)
+    requests, series = map(int, found.groups())
+    assert requests > 5
+    assert series > 250
+
+
 @pytest.mark.parametrize("blocks_a_chunk", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_offload_example_loads_and_evicts_whatever_the_size_of_a_chunk(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from blockyard.engine.streams import PIECE_BYTES, Event, StreamName, Streams, Wo
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
 from blockyard.errors import InvalidArgumentError, MappingError, PageLockError
 from blockyard.layout.kv import BlockLayout
+from blockyard.types import Histogram
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -95,6 +97,8 @@ class CacheEngine:
         transfers: those that are open.
         streams: what runs their work.
         counters: what has landed so far, by (source, destination) tier; reads and writes of rows do not count.
+        seconds: how long transfers to the host (`"write"`) and back (`"read"`) took, from their submission to when
+            their end was seen.
 
     Raises:
         InvalidArgumentError: a number of blocks or bytes is too small, `on_host_failure` is another word, or
@@ -153,6 +157,7 @@ class CacheEngine:
             on_host_failure=on_host_failure,
         )
         self.counters: dict[tuple[str, str], Traffic] = {}
+        self.seconds = {"read": Histogram(), "write": Histogram()}
         _alive.add(self)
 
     @property
@@ -413,7 +418,7 @@ class CacheEngine:
             after=after,
             after_compute=after_compute,
             prefetch=prefetch,
-            on_end=partial(self._ended, plan),
+            on_end=partial(self._ended, plan, time.monotonic()),
         )
 
     def _run(self, plan: TransferPlan) -> Transfer:
@@ -425,7 +430,7 @@ class CacheEngine:
             return self._run_here(plan, stream)
         self.transfers.poll()  # what has ended is forgotten, however long only synchronous calls are made
         after = self.transfers.open()
-        transfer = self.transfers.submit(stream, plan, after=after, on_end=partial(self._ended, plan))
+        transfer = self.transfers.submit(stream, plan, after=after, on_end=partial(self._ended, plan, time.monotonic()))
         if self.transfers.failed_to_launch(transfer):
             transfer.wait()
         return transfer
@@ -433,21 +438,23 @@ class CacheEngine:
     def _run_here(self, plan: TransferPlan, stream: StreamName) -> Transfer:
         """Run a plan in this thread, when all that is open has ended."""
         self.transfers.synchronize()
-        transfer = Transfer(self.transfers)
+        transfer, began = Transfer(self.transfers), time.monotonic()
         events = [self.streams.launch(stream, plan.in_range(piece)) for piece in plan.pieces]
         for event in events:
             event.synchronize()
             transfer.error = transfer.error or event.error
-        self._ended(plan, transfer)
+        self._ended(plan, began, transfer)
         if transfer.error is not None:
             raise transfer.error
         return transfer
 
-    def _ended(self, plan: TransferPlan, transfer: Transfer) -> None:
+    def _ended(self, plan: TransferPlan, began: float, transfer: Transfer) -> None:
         if transfer.error is None and "rows" not in {plan.src, plan.dst}:
             before = self.counters.get((plan.src, plan.dst), Traffic(0, 0))
             blocks = plan.num_bytes // self.memory.bytes_per_block  # an exchange moves two of a pair
             self.counters[plan.src, plan.dst] = Traffic(before.blocks + blocks, before.num_bytes + plan.num_bytes)
+            if {plan.src, plan.dst} == {"device", "host"}:
+                self.seconds["read" if plan.src == "host" else "write"].observe(time.monotonic() - began)
 
 
 def wait_for_engines(memory: Tensor, first: int) -> None:

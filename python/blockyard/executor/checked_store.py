@@ -24,6 +24,7 @@ from blockyard._core import Completion
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.stores.threaded.batches import BatchStore
+from blockyard.types import Histogram
 from blockyard.workers import Process
 
 __all__ = ["Answer", "CheckedStore", "PendingBatch"]
@@ -83,6 +84,7 @@ class CheckedStore:
     Attributes:
         num_slots: of the store.
         num_answers: that batches have got; who waits for many batches need not ask each while it stays.
+        seconds: how long batches took from their submission to when their end was seen, by `"read"` and `"write"`.
 
     Raises:
         InvalidArgumentError: the store's blocks have another size.
@@ -104,6 +106,7 @@ class CheckedStore:
         self._strays = 0  # calls that were interrupted, and whose ticket is not known
         self._polling = False  # if it is set when `poll` begins, the last call was interrupted
         self.num_answers = 0
+        self.seconds = {"read": Histogram(), "write": Histogram()}
 
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> PendingBatch:
         """Start to write blocks; the rows are the store's from now on, nobody else may write to them.
@@ -236,6 +239,7 @@ class CheckedStore:
                 checked = self._checked(batch, batch.ticket, answer)
                 self.num_answers += 1  # first: who looks before the answer is there looks again
                 batch.answer = checked
+                self.seconds["write" if batch.out is None else "read"].observe(time.monotonic() - batch.since)
             self._open.pop(batch.ticket, None)
             del self._answers[0]
 

@@ -36,6 +36,7 @@ from blockyard.executor.legs import Legs
 from blockyard.executor.parts import Part, cut, written
 from blockyard.stores.base import ExternalStore, MissLog
 from blockyard.tracing import Span, begin
+from blockyard.types import Histogram
 
 __all__ = ["PART_BYTES", "Executor", "StepDone", "StepExecutor"]
 
@@ -209,6 +210,11 @@ class StepExecutor(Executor):
     def staged_bytes(self) -> int:
         """Bytes of blocks on their way to or from the external tier that are staged."""
         return self._legs.num_bytes(self._parts())
+
+    @property
+    def store_seconds(self) -> dict[str, Histogram] | None:
+        """How long the store's reads and writes took, see `CheckedStore.seconds`; None without a store."""
+        return None if self._checked is None else self._checked.seconds
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
         """Carry out a decision and wait until all its bytes have landed, or are known not to.

@@ -12,7 +12,7 @@ keeps no copies) and can be found. A prefix ends at the first block that does no
 """
 
 from blockyard.prefix_store.loads import Prefetch
-from blockyard.prefix_store.stats import LOAD_SECONDS, PrefixStoreStats
+from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.store import PrefixStore
 
-__all__ = ["LOAD_SECONDS", "Prefetch", "PrefixStore", "PrefixStoreStats"]
+__all__ = ["Prefetch", "PrefixStore", "PrefixStoreStats"]

@@ -8,7 +8,6 @@ deadline has passed.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
 from blockyard.executor.checked_store import Answer, CheckedStore, PendingBatch
-from blockyard.prefix_store.stats import LOAD_SECONDS, PrefixStoreStats
+from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.base import MissLog
 from blockyard.tracing import NO_SPAN, Span, begin
 from blockyard.workers import keep
@@ -335,9 +334,7 @@ class Loads:
         load.read = None
         load.done = True
         self.open.remove(load)
-        seconds = time.monotonic() - load.began
-        self._stats.load_seconds[bisect_left(LOAD_SECONDS, seconds)] += 1
-        self._stats.load_seconds_sum += seconds
+        self._stats.load_seconds.observe(time.monotonic() - load.began)
         return True
 
     def _end_spans(self, load: Load, miss: str) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Final
 
-__all__ = ["LOAD_SECONDS", "PrefixStoreStats"]
+from blockyard.types import Histogram
 
-LOAD_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""Upper ends of the ranges that `PrefixStoreStats.load_seconds` counts prefetches in; the last range has no end."""
+__all__ = ["PrefixStoreStats"]
 
 
 @dataclass
@@ -27,8 +25,8 @@ class PrefixStoreStats:
         written_bytes: their bytes.
         unwritten_blocks: blocks that it has not. Those that a call of the manager took first, and those that the store
             refused, for instance beyond a quota, count here too.
-        load_seconds: prefetches by how long they took, see `LOAD_SECONDS`.
-        load_seconds_sum: how long all of them took together.
+        load_seconds: how long prefetches took.
+        forgets: calls of `PrefixStore.forget` that the store confirmed.
     """
 
     prefetches: int = 0
@@ -38,5 +36,5 @@ class PrefixStoreStats:
     written_blocks: int = 0
     written_bytes: int = 0
     unwritten_blocks: int = 0
-    load_seconds: list[int] = field(default_factory=lambda: [0] * (len(LOAD_SECONDS) + 1))
-    load_seconds_sum: float = 0.0
+    load_seconds: Histogram = field(default_factory=Histogram)
+    forgets: int = 0

@@ -23,6 +23,7 @@ from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.writes import Writes
 from blockyard.stores.base import ExternalStore, MissLog
 from blockyard.stores.url import read_bytes
+from blockyard.types import Histogram
 
 __all__ = ["PrefixStore"]
 
@@ -118,6 +119,11 @@ class PrefixStore:
         """Blocks that are to be written and are not in the store yet."""
         return self._manager.prefix.store_jobs.num_waiting + self._writes.num_blocks
 
+    @property
+    def store_seconds(self) -> dict[str, Histogram]:
+        """How long the store's reads and writes took, see `CheckedStore.seconds`."""
+        return self._checked.seconds
+
     def prefetch(
         self, prompt: HashedPrompt | NDArray[np.uint32] | list[int], *, salt: bytes | None = None, lora_id: int = 0
     ) -> Prefetch:
@@ -196,6 +202,7 @@ class PrefixStore:
         if self._loads.open or self._writes or not self._manager.prefix.reset():
             return False
         self.store.forget(revision)
+        self._stats.forgets += 1
         return True
 
     def set_quota(self, salt: bytes | None, num_bytes: int | str | None) -> None:
