@@ -133,6 +133,7 @@ _PREFIX_STORE_COUNTERS: Final = (
     _one("prefix_store_forgets", "How often all was forgotten, as for new weights.", "forgets"),
 )
 _STORE_GAUGES: Final = (
+    _Spec("store_up", "1 if a store answers, 0 if its breaker refuses all batches.", lambda stats: not stats.is_down),
     _one("store_cached_blocks", "Blocks of a store that can be read.", "cached_blocks"),
     _one("store_pending_bytes", "Bytes of blocks in flight and of results not collected.", "pending_bytes"),
     _one("store_errors_in_a_row", "Errors of a store since it answered last.", "errors_in_a_row"),
@@ -199,12 +200,12 @@ class Collector:
             yield from self._counters(_OFFLOAD_COUNTERS, {"": offload})
         if self._seconds:
             yield self._of_transfers()
+        by_store = {name: store.stats() for name, store in self._stores.items()}
         if (prefix_store := self._objects.get("prefix store")) is not None:
             yield from self._of_prefix_store(prefix_store)
         if self._tenants:
-            yield from self._of_tenants()
-        if self._stores:
-            by_store = {name: store.stats() for name, store in self._stores.items()}
+            yield from self._of_tenants(is_down="prefix" in by_store and by_store["prefix"].is_down)
+        if by_store:
             yield from self._gauges(_STORE_GAUGES, by_store)
             yield from self._counters(_STORE_COUNTERS, by_store)
 
@@ -262,14 +263,14 @@ class Collector:
         rows = {(): (found.bounds, found.counts, found.sum)}
         yield self._histogram("prefix_store_load_seconds", "How long prefetches took.", (), rows)
 
-    def _of_tenants(self) -> Iterator[Metric]:
-        """Quotas of the tenants that were named: on the device, and in the prefix store."""
+    def _of_tenants(self, *, is_down: bool) -> Iterator[Metric]:
+        """Quotas of the tenants that were named: on the device, and in the prefix store unless it does not answer."""
         manager, prefix_store = self._objects.get("manager"), self._objects.get("prefix store")
         if manager is not None:
             held = {name: manager.prefix.quota(salt) or (0, None) for name, salt in self._tenants.items()}
             yield from self._quotas("tenant_cached_blocks", "tenant_quota_blocks", "on the device", held)
         if prefix_store is not None and prefix_store.store.keeps_quotas:
-            kept = {name: _kept(prefix_store, salt) for name, salt in self._tenants.items()}
+            kept = {name: _kept(prefix_store, salt, is_down=is_down) for name, salt in self._tenants.items()}
             where = "in the prefix store"
             yield from self._quotas("prefix_store_tenant_bytes", "prefix_store_tenant_quota_bytes", where, kept)
 
@@ -315,8 +316,10 @@ class Collector:
             yield family
 
 
-def _kept(store: PrefixStore, salt: bytes | None) -> tuple[float, float]:
+def _kept(store: PrefixStore, salt: bytes | None, *, is_down: bool) -> tuple[float, float]:
     """What a tenant keeps in a prefix store, and its quota; not a number if the store does not say."""
+    if is_down:
+        return nan, nan
     try:
         return store.quota(salt) or (0, inf)
     except StoreError:

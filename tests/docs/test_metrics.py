@@ -78,6 +78,7 @@ def test_the_page_lists_every_metric_and_a_new_cache_has_them_all(cache: KVCache
         "blocks": {8, cache.manager.pool("external").num_blocks},
         "offload_chunks": {4},
         "offload_free_chunks": {4},
+        "store_up": {1},
         "tenant_quota_blocks": {inf},
         "prefix_store_tenant_quota_bytes": {inf},
     }
@@ -158,26 +159,34 @@ def test_a_store_that_returns_damage_or_does_not_answer_shows(cache: KVCache, mo
     assert found["tenant_quota_blocks", key(tenant="alice")][1] == 3
     assert found["prefix_store_tenant_quota_bytes", key(tenant="alice")][1] == 16 << 10
     misses = {"payload_checksum": 2, "queue_full": 3, "of a plug-in": 4}
-    below = cache.prefix_store.store
+
+    is_down, asked = False, 0
 
     class Failing:
         keeps_quotas = True
 
         @staticmethod
         def stats() -> StoreStats:
-            return StoreStats(misses=misses)
+            return StoreStats(is_down=is_down, misses=misses)
 
         @staticmethod
         def quota(tenant: bytes) -> None:
+            nonlocal asked
+            asked += 1
             raise StoreError(f"no answer for {tenant!r}")
 
-    monkeypatch.setattr(cache.prefix_store, "store", Failing())
-    found = scrape(cache, tenants=TENANTS)
-    monkeypatch.setattr(cache.prefix_store, "store", below)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.prefix_store, "store", Failing())
+        found = scrape(cache, tenants=TENANTS)
+        is_down = True
+        down = scrape(cache, tenants=TENANTS)
     assert found["store_damaged_blocks_total", key(store="prefix")][1] == 2
     for reason, count in misses.items():
         assert found["store_misses_total", key(store="prefix", reason=reason)][1] == count
     assert isnan(found["prefix_store_tenant_quota_bytes", key(tenant="alice")][1])
+    assert isnan(down["prefix_store_tenant_quota_bytes", key(tenant="alice")][1])
+    assert [of["store_up", key(store="prefix")][1] for of in (found, down)] == [1, 0]
+    assert asked == 2, "a store that is down is not asked"
 
 
 def test_the_alerts_ask_for_metrics_that_there_are():
