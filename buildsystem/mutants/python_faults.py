@@ -500,6 +500,48 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ("        self._finished = [left]\n        self._params.pop(request_id, None)\n", ""),
         ],
     ),
+    (
+        "cache.py",
+        ("executor/test_cache.py",),
+        [
+            ("return Health(not failing, tuple(reasons))", "return Health(not reasons, tuple(reasons))"),
+            ("    if stats.is_down:\n", "    if stats.errors_in_a_row and stats.is_down:\n"),
+        ],
+    ),
+    (
+        "executor/executor.py",
+        ("executor/test_cache.py",),
+        [
+            ("return self._unfinished > 1", "return self._unfinished > 0"),
+            ("        self._unfinished = 0\n\n    def", "\n    def"),
+        ],
+    ),
+    (
+        "cli/__init__.py",
+        ("cli/test_cli.py",),
+        [
+            ('and (options.format == "json" or not options.quiet)', "and not options.quiet"),
+            ("(options.output is None or code == EXIT_OUTPUT)", "options.output is None"),
+            (" and not isinstance(error, InvariantError)", ""),
+        ],
+    ),
+    (
+        "progress.py",
+        ("cli/test_progress.py",),
+        [
+            ("    if quiet:\n", "    if quiet and not sys.stderr.isatty():\n"),
+            (", redirect_stdout=False", ""),
+            ("            self._next = now + LINE_SECONDS\n", ""),
+        ],
+    ),
+    (
+        "doctor.py",
+        ("cli/test_doctor.py",),
+        [
+            ('"ok" if runs else "fail"', '"ok" if runs else "warn"'),
+            ("table is None or table.torch_cuda != torch.version.cuda", "table is None"),
+        ],
+    ),
 ]
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, Protocol
 
 __all__ = ["Progress", "show_progress"]
@@ -38,13 +38,16 @@ class _Lines:
         self._next = time.monotonic() + LINE_SECONDS
 
     def begin(self) -> None:
-        print(f"{self._label} ...", file=sys.stderr, flush=True)
+        self._say(" ...")
 
     def step(self, done: int, total: int, note: str = "") -> None:
-        if (now := time.monotonic()) < self._next:
-            return
-        self._next = now + LINE_SECONDS
-        print(f"{self._label}: {done} of {total}{f', {note}' if note else ''}", file=sys.stderr, flush=True)
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + LINE_SECONDS
+            self._say(f": {done} of {total}{f', {note}' if note else ''}")
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError):  # a closed pipe: the work goes on
+            print(f"{self._label}{text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

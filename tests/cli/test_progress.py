@@ -55,6 +55,18 @@ def test_further_lines_say_how_far_it_is_every_ten_seconds(
     assert capfd.readouterr() == ("", "paged run: 4 of 48, 7 running\npaged run: 8 of 48\n")
 
 
+def test_a_line_that_nobody_reads_stops_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as broken:
+        monkeypatch.setattr(sys, "stderr", broken)
+        with show_progress("paged run", quiet=False) as view:
+            view.step(1, 2)
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), broken.fileno())
+
+
 @pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("rich", [False, True])
 def test_a_terminal_gets_a_bar_that_goes_away_if_rich_is_there(*, quiet: bool, rich: bool) -> None:
