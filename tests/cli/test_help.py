@@ -19,9 +19,11 @@ from blockyard.cli.options import EXIT_CODES, make_parser
 from blockyard.demo import run as demo
 from blockyard.doctor import run_doctor
 from blockyard.progress import show_progress
+from blockyard.sim.campaign import Campaign
 from blockyard.stores import open_store
 
-COMMANDS = ("demo", "doctor", "calibrate", "inspect", "fsck")
+CHOICES = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)).choices
+COMMANDS = tuple(CHOICES)
 
 
 def help_of(*command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -51,8 +53,7 @@ def test_every_command_has_the_same_options_for_its_output(command: str) -> None
 
 
 def examples() -> list[str]:
-    commands = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    lines = [line for command in commands.choices.values() for line in (command.epilog or "").splitlines()]
+    lines = [line for command in CHOICES.values() for line in (command.epilog or "").splitlines()]
     return [line.strip() for line in lines if line.startswith("  blockyard ")]
 
 
@@ -70,6 +71,7 @@ def test_example_runs(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "make_report", checked)
+    monkeypatch.setattr("blockyard.sim.run_campaign", lambda _seeds, fleet, **_: Campaign(fleet))
     if "calibrate" in example:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     options = {"bytes_per_block": 5000, "num_slots": 8, "use": "prefix"}
