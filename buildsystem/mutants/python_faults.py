@@ -52,6 +52,8 @@ NANO = (
     "integrations/test_nano_engine.py",
     "integrations/test_adapter_interrupts.py",
 )
+TRACED = ("tracing/test_tracing.py", "tracing/test_traced_programs.py")
+LINES = ("tracing/test_log_lines.py",)
 
 # File, tests, and pairs of original and faulty text.
 _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
@@ -542,6 +544,54 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ("table is None or table.torch_cuda != torch.version.cuda", "table is None"),
         ],
     ),
+    (
+        "prefix_store/loads.py",
+        TRACED,
+        [
+            ("            self._end_spans(load, why)\n", ""),
+            ("        copy.span.end(copy.transfer.error)\n", ""),
+            ("hit_blocks=count, miss_reason=load.miss)", "hit_blocks=len(ok), miss_reason=load.miss)"),
+        ],
+    ),
+    (
+        "prefix_store/writes.py",
+        TRACED,
+        [
+            ('            write.span.end(written_blocks=0, miss_reason="closed")\n', "            pass\n"),
+            ("                write.span.end(written_blocks=0, miss_reason=why)\n", ""),
+            ("            write.span.end(written_blocks=len(write.job))\n", ""),
+        ],
+    ),
+    (
+        "executor/legs.py",
+        TRACED,
+        [
+            ("            self.end_spans(part, error, lost_blocks=sum(map(len, gone)))\n", ""),
+            ("            part.leg.end()\n", ""),
+            ("        part.leg.end(answer.error)\n", ""),
+        ],
+    ),
+    (
+        "executor/executor.py",
+        TRACED,
+        [('            self._legs.end_spans(part, miss_reason="closed")', "            pass")],
+    ),
+    (
+        "scheduler/admission.py",
+        TRACED,
+        [("idle.state.context.run(self._prefetch, self._hashed(idle))", "self._prefetch(self._hashed(idle))")],
+    ),
+    (
+        "engine/plans.py",
+        ("engine/test_ranges.py",),
+        [
+            ("        elif _NVTX:", "        elif not _NVTX:"),
+            ("{self.src}->{self.dst} {len(self.mapping)} blocks", "{self.dst}->{self.src} {len(self.mapping)} blocks"),
+        ],
+    ),
+    ("prefix_store/loads.py", LINES, [("            self._log.note(answer.reasons)\n", "")]),
+    ("prefix_store/writes.py", LINES, [("            self._log.note(answer.reasons)\n", "            pass\n")]),
+    ("executor/legs.py", LINES, [("            self._log.note(answer.reasons)\n", "            pass\n")]),
 ]
 
 

@@ -313,3 +313,14 @@ def test_the_page_lists_every_span_and_attribute(spans: Spans, store: str):
         assert set(attributes(span)) <= said, span.name
         assert {by_id[span.parent.span_id]} <= within if span.parent else not within, span.name
     assert set(by_id.values()) == listed.keys() - {"copy", "move", "exchange"}
+
+
+def test_a_span_that_has_begun_ends_after_uninstrument(spans: Spans, store: str):
+    with opened(store) as cache:
+        assert cache.prefix_store is not None
+        fetch = cache.prefix_store.prefetch(PROMPT)
+        tracing.uninstrument()
+        assert cache.prefix_store.wait(60, until=lambda: fetch.done)
+        compute(cache, PROMPT)
+    spans.check()
+    assert [span.name for span in spans.ended] == ["blockyard.store_read", "blockyard.prefetch"]
