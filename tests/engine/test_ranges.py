@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from blockyard import CacheEngine, KVLayout
 from blockyard.engine import plans
+from blockyard_build.toolchain import MissingError, find_toolchain
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
 SIZE = LAYOUT.bytes_per_block
@@ -96,3 +100,26 @@ def test_nothing_else_in_the_engine_launches_work():
     folder = Path(plans.__file__).parent
     calls = [call for path in folder.glob("*.py") for call in re.findall(r"\.launch\((.*)", path.read_text())]
     assert [call for call in calls if "in_range" not in call] == ["stream, _nothing).synchronize()"]
+
+
+PROGRAM = """
+from blockyard import CacheEngine, KVLayout
+layout = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+with CacheEngine(layout, device_blocks=8, host_blocks=8) as engine:
+    engine.run("swap_out", [(0, 0), (1, 1), (2, 2)])
+    engine.submit("swap_in", [(0, 5), (2, 6)]).wait()
+"""
+
+
+def test_a_tool_that_has_started_the_process_sees_its_transfers(tmp_path: Path):
+    try:
+        tools = find_toolchain({})
+    except MissingError as missing:
+        pytest.skip(f"no {missing}")
+    tool, source = tmp_path / "tool.so", Path(__file__).resolve().parents[1] / "nvtx_tool.cpp"
+    include = ["-isystem", str(tools.cuda_home / "include")]
+    flags = ["-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([tools.gxx, *flags, *include, str(source), "-o", str(tool)], check=True)
+    environment = os.environ | {"NVTX_INJECTION64_PATH": str(tool)}
+    told = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, capture_output=True, text=True)
+    assert told.stdout.splitlines() == [f"push {OUT}", "pop", f"push {IN}", "pop"]
