@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
+from blockyard._core import __version__
 from blockyard.workers import missing
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class _Tracer:
         except ModuleNotFoundError as error:
             raise missing("blockyard.tracing", error) from None
         self.api = trace
-        self._tracer = trace.get_tracer("blockyard", tracer_provider=provider)
+        self._tracer = trace.get_tracer("blockyard", __version__, provider)
 
     def begin(self, name: str, context: Context | None, attributes: Mapping[str, Value]) -> Span:
         span = self._tracer.start_span(f"blockyard.{name}", context, attributes=_named(attributes))

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from spans import Spans, attributes, recorded
 
-from blockyard import KVCache, KVLayout, Request, Scheduler, tracing
+from blockyard import KVCache, KVLayout, Request, Scheduler, __version__, tracing
 from blockyard.errors import StoreError
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
@@ -87,8 +87,9 @@ def test_a_prefetch_says_what_it_looked_for_and_what_it_found(spans: Spans, stor
     assert attributes(read) == {"blocks": 4, "bytes": 4 * SIZE, "hit_blocks": 2, "miss_reason": "absent"}
     assert attributes(copy) == {"blocks": 2, "bytes": 2 * SIZE, "source": "staging", "target": "host"}
     assert found.start_time <= read.start_time < read.end_time <= copy.start_time < copy.end_time <= found.end_time
-    assert found.instrumentation_scope is not None
-    assert found.instrumentation_scope.name == "blockyard"
+    scope = found.instrumentation_scope
+    assert scope is not None
+    assert (scope.name, scope.version) == ("blockyard", __version__)
 
 
 def test_a_prompt_that_lacks_no_block_has_no_span(spans: Spans, store: str):
