@@ -178,7 +178,7 @@ def constant_entry(module: str, name: str, prefix: str = "") -> str:
     """Give what the page says of a constant or an alias of a type: its value, and the string below it."""
     value, text = assigned(module, name)
     shown = f" = {value}" if len(value) <= WIDTH - 20 and "\n" not in value else ""
-    return f"### `{prefix}{name}{shown}`\n\n{text}".rstrip() + "\n"
+    return "\n".join([*titled(f"{prefix}{name}", f"{prefix}{name}{shown}"), text]).rstrip() + "\n"
 
 
 def assigned(module: str, name: str) -> tuple[str, str]:

@@ -18,6 +18,8 @@ nitpicky = True
 html_show_copyright = False
 html_theme = "furo"
 html_title = f"Blockyard {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_theme_options = {
     "source_repository": "https://github.com/blockyard/blockyard/",
     "source_branch": "main",

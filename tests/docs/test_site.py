@@ -46,3 +46,24 @@ def test_language_models_find_every_page(site: Path):
     assert all((site / path).exists() for path in linked)
     full = (site / "llms-full.txt").read_text(encoding="utf-8")
     assert not [name for name in sources() if not titles(name) <= set(full.splitlines())]
+
+
+def test_pages_name_tests_that_exist():
+    root, missing, count = DOCS.parent, [], 0
+    for name in sources():
+        text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+        file = ""
+        for path, test in re.findall(r"(tests/[\w/]+\.py)?(?:::(test_\w+))?", text):
+            file = path or file
+            if not (path or test):
+                continue
+            count += 1
+            source = root / file
+            if not source.exists() or (test and f"def {test}(" not in source.read_text(encoding="utf-8")):
+                missing.append(f"{name}: {file}::{test}")
+        for crate, test in re.findall(r"cargo test[^`\n]* (?:-p|--package) blockyard-(\w+)[^`\n]* --test (\w+)", text):
+            count += 1
+            if not (root / "rust" / crate / "tests" / f"{test}.rs").exists():
+                missing.append(f"{name}: {crate}, {test}")
+    assert not missing
+    assert count > 40
