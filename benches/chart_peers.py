@@ -49,7 +49,7 @@ def figures() -> dict[str, dict[str, str]]:
 
 
 def chart() -> str:
-    """Give the chart as SVG: one row a workload, one dot a system, at its multiple of Blockyard's time."""
+    """Return the chart as SVG: one row a workload, one dot a system, at its multiple of Blockyard's time."""
     measured = figures()
     width, height = LEFT + 5 * DECADE, TOP + STEP * len(ROWS) + 24
     bottom = TOP + STEP * len(ROWS) - 12

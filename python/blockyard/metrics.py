@@ -6,7 +6,8 @@
     REGISTRY.register(Collector(cache, scheduler, labels={"engine": "0"}))
     start_http_server(9400)
 
-Nothing is counted for it: a scrape reads the counters that the objects keep anyway. `docs/metrics.md` lists them.
+Nothing is counted for it: a scrape reads the counters that the objects keep anyway.
+`docs/operate/metrics.md` lists them.
 """
 
 from __future__ import annotations

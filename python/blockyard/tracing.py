@@ -4,8 +4,9 @@
 
     tracing.instrument()     # spans go to the tracer provider that the application has set
 
-`docs/tracing.md` lists the spans and their attributes. The sampler of the provider decides which are recorded. A span
-begins where its work is submitted and ends where the caller takes the completion, in `poll` or the end of a step.
+`docs/operate/tracing.md` lists the spans and their attributes. The sampler of the provider decides which are recorded.
+A span begins where its work is submitted and ends where the caller takes the completion, in `poll` or at the end of a
+step.
 """
 
 from __future__ import annotations

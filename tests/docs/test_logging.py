@@ -40,7 +40,7 @@ def found() -> set[tuple[str, str, str]]:
 
 
 def listed() -> set[tuple[str, str, str]]:
-    page = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "operate" / "logging.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.split("|")[1:]] for line in page.splitlines() if line.startswith("|")]
     lines = set()
     for row in rows:

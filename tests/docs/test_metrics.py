@@ -1,4 +1,4 @@
-"""docs/metrics.md lists the metrics that a scrape finds, and they say what happened."""
+"""docs/operate/metrics.md lists the metrics that a scrape finds, and they say what happened."""
 
 import json
 import re
@@ -18,8 +18,8 @@ from blockyard.scheduler import Request, Scheduler
 from blockyard.stores import StoreStats, open_store
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "metrics.md"
-MONITORING = PAGE.parent / "monitoring"
+PAGE = ROOT / "docs" / "operate" / "metrics.md"
+MONITORING = ROOT / "docs" / "monitoring"
 TENANTS = {"alice": b"alice", "anonymous": None}
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
 

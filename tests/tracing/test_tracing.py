@@ -22,7 +22,7 @@ from blockyard.errors import StoreError
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
 SIZE = LAYOUT.bytes_per_block
 PROMPT = list(range(1, 14))  # three blocks, and a token
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "tracing.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "operate" / "tracing.md"
 
 
 @pytest.fixture
