@@ -26,7 +26,7 @@ def tree(suffixes: set[str]) -> list[Path]:
     return sorted(
         path
         for path in (*ROOT.glob("*"), *nested)
-        if path.suffix in suffixes and path.is_file() and "target" not in path.relative_to(ROOT).parts
+        if path.suffix in suffixes and path.is_file() and not {"target", "_build"} & set(path.relative_to(ROOT).parts)
     )
 
 
