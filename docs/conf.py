@@ -1,5 +1,6 @@
 """Builds the documentation site: `make docs`, then open `docs/_build/html/index.html`."""
 
+import os
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ release = re.findall(r'^version = "(.*)"', (ROOT / "Cargo.toml").read_text(encod
 
 extensions = ["myst_parser", "sphinx_copybutton", "sphinx_llms_txt"]
 exclude_patterns = ["_build"]
-myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 nitpicky = True
 
@@ -21,11 +22,11 @@ html_title = f"Blockyard {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {
-    "source_repository": "https://github.com/blockyard/blockyard/",
+    # In a fork's own CI the links to sources lead to the fork.
+    "source_repository": f"https://github.com/{os.environ.get('GITHUB_REPOSITORY', 'blockyard/blockyard')}/",
     "source_branch": "main",
     "source_directory": "docs/",
 }
-copybutton_exclude = ".linenos, .gp, .go"
 
 # Relative to llms.txt: the site may lie anywhere.
 llms_txt_uri_template = "_sources/{docname}{suffix}{sourcelink_suffix}"
