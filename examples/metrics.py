@@ -1,7 +1,7 @@
 """A small engine that exports its metrics: `python examples/metrics.py 600` serves them for 600 seconds on port 9400.
 
 The requests of ten users come at random, and each user's prompts begin alike. The "model" only sleeps.
-`docs/metrics.md` lists the metrics, `docs/monitoring/` has a dashboard.
+`docs/operate/metrics.md` lists the metrics, `docs/monitoring/` has a dashboard.
 """
 
 import random

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache, as a function that transformers calls in every layer.
 
-The step that is being computed travels as a keyword argument of the model's forward down to the attention function:
-two models, two threads or a nested call can never see each other's step, as they would through a global.
+The current step is passed as a keyword argument of the model's forward down to the attention function, so that two
+models, two threads or a nested call never see each other's step, as they would with a global.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from blockyard.errors import InvalidArgumentError, LayoutError, UnsupportedModel
 from blockyard.layout.kv import KVLayout
 
 ATTENTION_NAME = "blockyard_paged"
-# Reading one token pads the shorter sequences of its group; none is padded beyond this factor.
+# Single-token reads pad the shorter sequences of a group, by at most this factor.
 LARGEST_PADDING = 2.0
 
 
 class LayerCall(NamedTuple):
-    """One layer's call for attention.
+    """One layer's attention call.
 
     Attributes:
         layer: number of the layer, from 0.
@@ -33,7 +33,7 @@ class LayerCall(NamedTuple):
         key: `[1, kv_heads, tokens, head_size]`, position embedding applied.
         value: as `key`.
         scaling: factor on the scores.
-        window: tokens that one query sees, itself included; None for all before it.
+        window: number of tokens that a query sees, itself included; None for all before it.
     """
 
     layer: int
@@ -45,10 +45,10 @@ class LayerCall(NamedTuple):
 
 
 class AttentionStep(Protocol):
-    """What the attention function needs to know of the step; passed as the keyword `blockyard_step`."""
+    """The interface of a step for the attention function; passed as keyword `blockyard_step`."""
 
     def attend(self, call: LayerCall) -> torch.Tensor:
-        """Compute one layer's attention; returns `[1, tokens, heads, head_size]`."""
+        """Compute one layer's attention. Returns `[1, tokens, heads, head_size]`."""
         ...
 
 
@@ -66,7 +66,7 @@ def paged_attention(
     blockyard_step: AttentionStep | None = None,
     **_other: object,
 ) -> tuple[torch.Tensor, None]:
-    """Hand one layer's query, key and value to the step.
+    """Pass one layer's query, key and value to the step.
 
     Args:
         module: the attention layer; its `layer_idx` names the cache.
@@ -75,17 +75,17 @@ def paged_attention(
         value: as `key`.
         attention_mask: not used.
         scaling: factor on the scores; one over the root of the head size if None.
-        sliding_window: tokens that one query sees, itself included; all before it if None.
-        softcap: refused unless None.
-        s_aux: attention sinks, refused unless None.
-        blockyard_step: the step; whoever calls the model gives it.
-        _other: what transformers passes and attention without dropout does not need.
+        sliding_window: number of tokens that a query sees, itself included; None for all before it.
+        softcap: not supported; must be None.
+        s_aux: attention sinks; not supported; must be None.
+        blockyard_step: the step, given by the caller of the model.
+        _other: further arguments of transformers, not needed without dropout.
 
     Returns:
         The layer's output, `[1, tokens, heads, head_size]`, and no weights.
 
     Raises:
-        UnsupportedModelError: the layer wants what is not served yet, or lost the step on the way.
+        UnsupportedModelError: the layer needs an unsupported feature, or the model did not pass the step on.
     """
     name = type(module).__name__
     if blockyard_step is None:
@@ -105,13 +105,13 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 @dataclass(frozen=True)
 class _Decodes:
-    """Sequences that compute one token each, side by side, padded to the longest.
+    """Sequences that compute one token each, batched and padded to the longest.
 
     Attributes:
-        tokens: where their tokens stand in the batch, int64 `[n]`.
-        rows: cache rows of their keys, int64 `[n * length]`; past a sequence's end its last row is repeated, since
-            that one is always finite.
-        mask: what each may see, bool `[n, 1, 1, length]`; None if all are of one length.
+        tokens: indices of their tokens in the batch, int64 `[n]`.
+        rows: cache rows of their keys, int64 `[n * length]`; padded with the sequence's last row, which is always
+            finite.
+        mask: which tokens each may see, bool `[n, 1, 1, length]`; None if all have the same length.
     """
 
     tokens: torch.Tensor
@@ -121,9 +121,9 @@ class _Decodes:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Several tokens of one sequence: the batch's tokens `first` to `last`, which see `rows` through `mask`.
+    """Several tokens of one sequence: tokens `first` to `last` of the batch, which see `rows` through `mask`.
 
-    Without a mask the chunk begins the sequence, and plain causal attention over all of it is meant.
+    Without a mask, the chunk starts the sequence and uses plain causal attention.
     """
 
     first: int
@@ -134,13 +134,13 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class StepInput:
-    """Where the sequences of a step stand.
+    """Positions and blocks of a step's sequences.
 
     Attributes:
         starts: position of the first token of each sequence, int64 `[n]`.
         lengths: number of tokens of each sequence, at least 1, int64 `[n]`.
-        block_tables: device blocks of each sequence from its first token on, integers `[n, max_blocks]`.
-        slot_mapping: where each token's K and V are written, integers `[tokens]`.
+        block_tables: device blocks of each sequence, integers `[n, max_blocks]`.
+        slot_mapping: slot for each token's K and V, integers `[tokens]`.
     """
 
     starts: NDArray[np.int64]
@@ -149,14 +149,14 @@ class StepInput:
     slot_mapping: NDArray[np.integer]
 
     def check(self, blocks: int, block_size: int) -> None:
-        """Check that shapes agree and that all ids are in the cache.
+        """Check that shapes agree and that all ids are within the cache.
 
         Args:
             blocks: blocks in the cache.
             block_size: tokens in a block.
 
         Raises:
-            InvalidArgumentError: they do not; the message has the numbers.
+            InvalidArgumentError: a check failed; the message has the numbers.
         """
         n, tables = len(self.lengths), self.block_tables
         if n == 0 or self.lengths.min() < 1 or self.starts.min() < 0:
@@ -179,17 +179,17 @@ class StepInput:
 
 
 class PagedStep:
-    """One step's tokens in the paged cache: where each is written, and what each reads.
+    """One step's tokens in the paged cache: where each is written and what it reads.
 
-    All indices are worked out once and used by every layer. A cache is seen as rows of one token and one of K or V;
-    the row of a token's V is a fixed distance behind that of its K.
+    All indices are computed once and used by every layer. A cache is viewed as rows, each the K or the V of one token;
+    a token's V row is at a fixed distance after its K row.
 
     Args:
-        layout: of the caches; `kv_first` or `blocks_first`.
+        layout: layout of the caches; `kv_first` or `blocks_first`.
         caches: one per layer, `layout.tensor_shape(blocks)`, contiguous.
-        where: the sequences of the step.
-        window: tokens that one query sees in every layer, itself included; all before it if None.
-        before_layer: called with the layer's number before its cache is read or written, to wait for what is loaded.
+        where: positions and blocks of the step's sequences.
+        window: number of tokens that a query sees in every layer, itself included; None for all before it.
+        before_layer: called with the layer's number before its cache is read or written, to wait for loads.
 
     Raises:
         InvalidArgumentError: shapes do not agree, or a block or slot is out of range.
@@ -240,7 +240,7 @@ class PagedStep:
         kv_heads = keys.shape[1]
         for group in self._decodes:
             n = group.tokens.numel()
-            # Heads that share K and V stand in for queries: K and V need not be repeated for them.
+            # Query heads that share K and V are treated as extra queries, so K and V need not be repeated.
             packed = by_token.index_select(0, group.tokens).view(n, kv_heads, heads // kv_heads, width)
             k, v = (_gather(cache, group.rows, n) for cache in (keys, values))
             got = scaled_dot_product_attention(packed, k, v, attn_mask=group.mask, scale=scaling)
@@ -299,7 +299,7 @@ def _gather(cache: torch.Tensor, rows: torch.Tensor, sequences: int) -> torch.Te
 
 
 def _geometry(kind: str, blocks: int, block_size: int) -> tuple[int, int]:
-    """Say how many rows apart two blocks' keys are, and how far behind its key a token's value is."""
+    """Return the distance in rows between the keys of two blocks, and from a token's key to its value."""
     if kind == "kv_first":
         return block_size, blocks * block_size
     if kind == "blocks_first":
@@ -308,11 +308,11 @@ def _geometry(kind: str, blocks: int, block_size: int) -> tuple[int, int]:
 
 
 def _groups(members: NDArray[np.int64], seen: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Part sequences by what they see, so that little is padded.
+    """Group sequences by length, to limit padding.
 
     Args:
         members: sequences, int64 `[m]`.
-        seen: tokens that each of all sequences sees, int64 `[n]`.
+        seen: number of tokens that each sequence of the step sees, int64 `[n]`.
 
     Returns:
         The members in groups whose longest is at most `LARGEST_PADDING` times the shortest.

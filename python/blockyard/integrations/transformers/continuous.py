@@ -1,8 +1,8 @@
-"""Blockyard's allocator behind transformers' own continuous batching, for models with full attention alone.
+"""Blockyard's allocator for transformers' own continuous batching, for models with only full attention.
 
-transformers keeps a table of allocators by attention type and a class of block pools; this module puts ours in their
-place while `blockyard_allocator` is open. What it gains there: 256-bit keys in place of 64-bit ones, and eviction of
-cached blocks one at a time and oldest first, where transformers drops all of them once memory is short.
+transformers has a table of allocators by attention type and a class of block pools; this module replaces them while
+`blockyard_allocator` is open. The gain: 256-bit keys instead of 64-bit ones, and eviction of cached blocks one at a
+time, oldest first, where transformers drops all of them once memory is short.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["blockyard_allocator"]
 
 
 class _Pool(CachePool):
-    """All sectors as blocks of the one allocator, from which cached blocks count as free until they are evicted."""
+    """All sectors as blocks of the single allocator; cached blocks count as free."""
 
     def __init__(self, num_sectors: int, num_allocators: int, num_reserved_sectors: int = 2) -> None:
         if num_allocators != 1:
@@ -58,7 +58,7 @@ class _Pool(CachePool):
         self._blocks = PrefixCachingAllocator(self.num_sectors * blocks_per_sector)
 
     def try_to_free_sectors(self) -> None:
-        """No sector is ever free: the allocator has them all."""
+        """Do nothing: the allocator owns all sectors."""
 
     def free_blocks(self, index: int, block_ids: list[int]) -> None:
         self.blocks.free([block - self.offset for block in block_ids])
@@ -71,7 +71,7 @@ class _Pool(CachePool):
 
 
 class _Ledger(BlockLedger):
-    """References to blocks of the pool; their keys are the allocator's."""
+    """References to blocks of the pool; the allocator keeps their keys."""
 
     def __init__(self, pool: _Pool) -> None:
         super().__init__()
@@ -81,12 +81,12 @@ class _Ledger(BlockLedger):
         self._pool.blocks.share([block_id - self._pool.offset])
 
     def release(self, block_id: int, no_cache: bool = False) -> bool:
-        """Give a reference back. The pool has it then: transformers has nothing left to free."""
+        """Drop a reference. The pool frees the block itself, so transformers has nothing to free."""
         self._pool.free_blocks(0, [block_id])
         return False
 
     def evict_cached_blocks(self) -> list[int]:
-        """Evict none: cached blocks count as free, and go one by one when their room is needed."""
+        """Evict none: cached blocks count as free, and are evicted one by one when needed."""
         return []
 
     def reset(self) -> None:
@@ -118,7 +118,7 @@ class _Allocator(FullAttentionCacheAllocator):
         return pairs
 
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
-        # One token is always computed: its logits are what the request waits for.
+        # At least one token must be computed, for its logits.
         self._matched = chain_keys(prompt_ids[:-1], block_size=self.tokens_per_page)
         return [int(block) + self._ours.offset for block in self._ours.blocks.find(self._matched)]
 
@@ -129,7 +129,7 @@ class _Allocator(FullAttentionCacheAllocator):
         self._keys[request_id] = keys
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
-        """Publish the blocks that the last forward pass has completed; equal ones become one block."""
+        """Publish the blocks that the last forward pass completed; duplicates are merged."""
         table, keys = self.block_table[request_id], self._keys.setdefault(request_id, [])
         first, size = len(keys), self.tokens_per_page
         last = min(first + new_new_blocks, len(table), len(token_ids) // size)
@@ -148,10 +148,10 @@ require_fit(_Ledger, BlockLedger, _WHICH)
 
 @contextmanager
 def blockyard_allocator() -> Iterator[None]:
-    """Let caches that transformers' continuous batching makes meanwhile take their blocks from Blockyard.
+    """Make caches created by transformers' continuous batching inside this context use Blockyard's allocator.
 
-    Prefix sharing and forking work as they do without; so do sampling, offloading and CUDA graphs, which are not
-    touched. A cache keeps its allocator when this ends.
+    Prefix sharing, forking, sampling, offloading and CUDA graphs work as before. A cache keeps its allocator after the
+    context ends.
 
     Raises:
         ImportError: transformers has no such hooks; Blockyard was tested with 5.23.

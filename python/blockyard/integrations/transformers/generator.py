@@ -1,4 +1,4 @@
-"""Prompts in, tokens out: a model served from a `KVCache` by the reference scheduler."""
+"""Prompts in, tokens out: serves a model from a `KVCache` with the reference scheduler."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ Prompt = Sequence[int] | NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Output:
-    """What one prompt became.
+    """The result of one prompt.
 
     Attributes:
-        index: of the prompt.
-        sequences: token ids generated for each of its `n` sequences, a token that ended one included.
-        texts: the same as text, where a prompt of the call was text; else None.
+        index: index of the prompt.
+        sequences: token ids generated for each of its `n` sequences, including a final stop token.
+        texts: the same as text, if any prompt of the call was text; else None.
     """
 
     index: int
@@ -74,45 +74,45 @@ class Output:
 
 
 class Generator:
-    """Serves requests with one model whose KV is paged over device, host and an external tier.
+    """Serves requests with one model whose KV cache is paged over device, host and an external tier.
 
-    `manager`, `scheduler`, `engine` and `store` may be read for their counters; of several ranks they are rank 0's.
+    Read counters from `manager`, `scheduler`, `engine` and `store`; with several ranks they are rank 0's.
 
     Args:
-        model: a Hugging Face model on the device where it is to run.
-        tokenizer: turns text prompts into token ids and back; the model's own, loaded by its name, if None.
+        model: a Hugging Face model, already on its device.
+        tokenizer: converts text prompts to token ids and back; None means the model's own, loaded by name.
         block_size: tokens in a block.
-        kind: how the device's caches are laid out.
-        device_blocks: blocks of the device; what there is room for if None.
-        host_blocks: blocks of the host, 0 for none; what there is room for if None.
+        kind: layout of the device caches.
+        device_blocks: number of device blocks; None means as many as fit.
+        host_blocks: number of host blocks, 0 for none; None means as many as fit.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
-        swap_store: URL of an external store, as `file:///dir?size=2GiB`; a rank's number stands for `{rank}`. With one
-            rank, an open store too.
-        prefix_caching: let prompts share the blocks of earlier ones that began alike.
-        prefix_store: URL of a store for cached blocks that outlives the process, see `KVCache`.
-        prefix_writes: which blocks go there, see `KVCache`.
-        prefetch_timeout_base: seconds after which a prompt goes on without the store, see `KVCache`.
-        namespace: names the model and the revision of its weights for the stores, see `KVCache`.
-        tensor_parallel_size: processes that share the model, each with its part of the heads, on one CPU machine. This
-            process is rank 0 and starts the others. Numbers of blocks, and the size in the URL, are of each rank.
-        preemption_mode: what becomes of a victim: `swap`, `recompute` or `auto`.
-        num_lookahead_tokens: most draft tokens that a step verifies for each sequence, for speculative decoding. The
-            tokens are those of plain decoding, sampled ones too.
-        draft: gives draft tokens for a sequence's token ids so far, uint32 `[tokens]`; those beyond its slots are
-            dropped. `prompt_lookup` if None.
-        max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: tokens of a step beyond which prompts wait, or are computed in chunks.
-        defragment: which moves of device blocks every step decides; none if None.
-        elastic: lay the device's caches over memory that goes back to the system after `resize_device`.
-        wrap_executor: gives what is to carry out decisions in the executor's place, to watch or to disturb it. The
-            executor is a `StepExecutor`, or the `ParallelExecutor` of all ranks.
-        on_step: called after every step with what was scheduled and which requests finished.
+        swap_store: URL of an external store, such as `file:///dir?size=2GiB`; `{rank}` is replaced by the rank's
+            number. With one rank, may be an open store.
+        prefix_caching: whether prompts share the blocks of earlier prompts with the same prefix.
+        prefix_store: URL of a persistent store for cached blocks, see `KVCache`.
+        prefix_writes: which blocks are written to it, see `KVCache`.
+        prefetch_timeout_base: minimum timeout in seconds for loading a prompt from the store, see `KVCache`.
+        namespace: identifies the model and weight revision in the stores, see `KVCache`.
+        tensor_parallel_size: number of processes that share the model, each with its part of the heads, on one CPU
+            machine. This process is rank 0 and starts the others. Block counts and the size in the URL are per rank.
+        preemption_mode: what happens to a victim: `swap`, `recompute` or `auto`.
+        num_lookahead_tokens: maximum number of draft tokens verified per sequence and step, for speculative decoding.
+            The output is the same as with plain decoding, even when sampling.
+        draft: returns draft tokens for a sequence's token ids so far, uint32 `[tokens]`; extra ones are dropped. None
+            means `prompt_lookup`.
+        max_num_seqs: maximum number of sequences in one step.
+        max_num_batched_tokens: maximum number of tokens in one step; prompts beyond it wait or are computed in chunks.
+        defragment: block moves on the device to decide in every step; None for none.
+        elastic: allocate the device caches in memory that `resize_device` can return to the system.
+        wrap_executor: wraps the executor of decisions, to observe or disturb it. The executor is a `StepExecutor`, or
+            the `ParallelExecutor` of all ranks.
+        on_step: called after every step with the step and the finished requests.
 
     Raises:
-        UnsupportedModelError: the model cannot be served, or cut into ranks.
+        UnsupportedModelError: the model cannot be served, or not sharded.
         StoreError: the external tier cannot be opened.
-        InvalidArgumentError: a number is out of range, or an option does not go with several ranks.
-        WorkerError: another rank's process has failed. Later calls may raise it, too: then close the generator.
+        InvalidArgumentError: a number is out of range, or an option is not supported with several ranks.
+        WorkerError: another rank's process failed. Later calls may raise it, too; then close the generator.
 
     Example:
         >>> from blockyard.integrations.transformers import Generator
@@ -189,31 +189,31 @@ class Generator:
             self._closing = undo.pop_all()
         self._draft, self._num_lookahead_tokens = draft, num_lookahead_tokens
         self._params: dict[str, SamplingParams] = {}
-        # What calls have returned, until it is taken in: after an exception the next step does that.
+        # Results of calls until they are processed; after an exception the next step does that.
         self._finished: list[list[Finished]] = []
         self._to_abort: list[str] = []
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that were added and are not done."""
+        """Number of unfinished requests."""
         return self.scheduler.num_unfinished
 
     def add(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0, arrival: float = 0.0
     ) -> None:
-        """Take in a request.
+        """Add a request.
 
         Args:
-            request_id: name, not in use.
+            request_id: unique name.
             prompt: token ids, at least one.
-            params: how its tokens are chosen, and how many.
+            params: sampling options.
             priority: lower goes first.
             arrival: seconds; earlier goes first within a priority.
 
         Raises:
             InvalidArgumentError: the request is malformed, its id is in use, a token is not in the vocabulary, or the
                 model has too few positions.
-            OutOfBlocksError: even alone on the device it would not fit to its end.
+            OutOfBlocksError: it could not finish even alone on the device.
         """
         tokens = np.asarray(prompt, dtype=np.int64)
         model = self.model
@@ -251,7 +251,7 @@ class Generator:
             raise
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; its id can be used again at once.
+        """Drop a request; its id can be reused at once.
 
         Raises:
             InvalidArgumentError: there is no such request.
@@ -261,28 +261,28 @@ class Generator:
         if len(left) == len(finished):
             try:
                 self.scheduler.abort(request_id)
-            except InvalidArgumentError:  # it was, if a call before this one was interrupted
+            except InvalidArgumentError:  # already dropped, if an earlier call was interrupted
                 self._params.pop(request_id, None)
                 raise
         self._finished = [left]
         self._params.pop(request_id, None)
 
     def step(self) -> list[Finished]:
-        """Run one step: decide, start to move blocks, compute, sample, take in what has landed.
+        """Run one step: decide, start block transfers, compute, sample, and complete landed transfers.
 
-        Blocks move beside compute: a layer is computed when its loads are there, stores drain behind it, and what comes
-        from the external tier joins a later step. If nothing can be computed meanwhile, the step waits for that.
+        Transfers overlap compute: a layer is computed once its loads have arrived, stores drain in the background, and
+            sequences from the external tier join a later step. If nothing can be computed, the step waits for them.
 
-        If executor or model raise, or the step is interrupted, the error goes to the caller, and the step's requests
-        start again from their tokens. Requests that had finished by then are returned by the next step.
+        If the executor or model raises, or the step is interrupted, the error propagates to the caller, and the step's
+        requests start again from their tokens. The next step returns the requests that had already finished.
 
         Returns:
-            The requests that it finished; with their `error` those that a device that shrank has no room for any more.
+            The finished requests, including, with their `error`, those that no longer fit a device that shrank.
 
         Raises:
             InvariantError: nothing can run although requests wait.
         """
-        self.scheduler.give_up()  # an interrupt may have kept the call before from it
+        self.scheduler.give_up()  # in case an interrupt prevented it in the previous call
         try:
             return self._step()
         except BaseException:
@@ -302,17 +302,17 @@ class Generator:
         return finished
 
     def resize_device(self, device_blocks: int) -> ResizeProgress:
-        """Give the device `device_blocks` blocks from now on, while requests are under way.
+        """Resize the device to `device_blocks` blocks, while requests are running.
 
         Args:
-            device_blocks: at most as many as there were at first.
+            device_blocks: at most the initial number.
 
         Returns:
-            What is still in use beyond the end. Its memory goes as it becomes unused. Requests that do not fit any
-            more, even alone, end with the next step.
+            What is still in use beyond the end. Its memory is freed as it becomes unused. Requests that no longer fit,
+            even alone, end with the next step.
 
         Raises:
-            InvalidArgumentError: there are no tensors for them, or the manager needs more; the pool is as it was.
+            InvalidArgumentError: the tensors are too small, or the manager needs more; nothing was changed.
             OutOfMemoryError: there is not enough memory to grow.
         """
         return self.cache.resize(device_blocks)
@@ -324,22 +324,22 @@ class Generator:
         *,
         max_new_tokens: int | None = None,
     ) -> Iterator[Output]:
-        """Serve prompts to their ends.
+        """Serve prompts to completion.
 
-        Requests start when the first output is asked for. If the caller stops early, the others are aborted.
+        Requests start when the first output is requested. If the caller stops early, the rest are aborted.
 
         Args:
-            prompts: of each request its text or token ids.
-            params: how tokens are chosen, one for all or one for each; greedy if None.
-            max_new_tokens: most tokens of each sequence, where no `params` say so.
+            prompts: text or token ids of each request.
+            params: sampling options, one for all or one per request; None means greedy.
+            max_new_tokens: maximum number of tokens per sequence, if `params` is None.
 
         Yields:
-            An `Output` for each prompt, in the order in which they finish.
+            An `Output` per prompt, in the order in which they finish.
 
         Raises:
-            InvalidArgumentError: a request is malformed, the numbers differ, or other requests are under way; none of
-                these was added.
-            OutOfBlocksError: a request would not fit on the device even alone, or no longer does.
+            InvalidArgumentError: a request is malformed, the numbers differ, or other requests are running; no request
+                was added.
+            OutOfBlocksError: a request does not fit on the device even alone, or no longer does.
         """
         if params is None:
             params = SamplingParams() if max_new_tokens is None else SamplingParams(max_tokens=max_new_tokens)
@@ -369,18 +369,18 @@ class Generator:
             self._abort_left()
 
     def _abort_left(self) -> None:
-        """Abort what `generate` has left; after an exception the next call does it."""
+        """Abort the requests that `generate` left over; after an exception the next call does it."""
         while self._to_abort:
-            with contextlib.suppress(InvalidArgumentError):  # it has ended
+            with contextlib.suppress(InvalidArgumentError):  # already ended
                 self.abort(self._to_abort[-1])
             self._params.pop(self._to_abort.pop(), None)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of text prompts.
+        """The tokenizer for text prompts.
 
         Raises:
-            InvalidArgumentError: none was given, and none is found by the model's name.
+            InvalidArgumentError: none was given, and none was found by the model's name.
         """
         if self._tokenizer is None:
             name = self.model.name
@@ -392,11 +392,11 @@ class Generator:
         return self._tokenizer
 
     def drain(self) -> None:
-        """Wait for all transfers that are under way, so that no ticket is open."""
+        """Wait for all transfers in flight, so that no ticket is open."""
         self.scheduler.drain()
 
     def close(self) -> None:
-        """Give back caches and store; twice does nothing."""
+        """Release caches and store. Idempotent."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -408,7 +408,7 @@ class Generator:
         self.close()
 
     def _compute(self, step: Step) -> list[int]:
-        """Run the model, and draw a token for each of the step's draws."""
+        """Run the model, and sample a token for each of the step's draws."""
         if self._num_lookahead_tokens:
             draft = self._draft or partial(prompt_lookup, num_tokens=self._num_lookahead_tokens)
             slots = (step.lengths[: step.decodes] - 1).tolist()
@@ -429,7 +429,7 @@ class Generator:
 def _check_options(
     size: int, *, swap_store: str | ExternalStore | None, prefix_store: str | None, elastic: bool
 ) -> None:
-    """Refuse what several ranks do not share yet."""
+    """Check for options that are not supported with several ranks."""
     if size != 1 and isinstance(swap_store, ExternalStore):
         raise InvalidArgumentError(
             f"swap_store is an open store and tensor_parallel_size {size}: each rank opens a URL"
@@ -441,7 +441,7 @@ def _check_options(
 
 
 def _sizes(model: PagedModel, device: int | None, host: int | None, size: int, tokens: int) -> tuple[int, int]:
-    """Give the blocks of each rank; what is None becomes what there is room for. The ranks share a machine's memory."""
+    """Return the blocks per rank; None becomes as many as fit. The ranks share a machine's memory."""
     if device is not None and host is not None:
         return device, host
     share = MEMORY_UTILIZATION / size

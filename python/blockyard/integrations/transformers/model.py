@@ -1,4 +1,4 @@
-"""Hugging Face models whose KV lives in a paged cache, and the unpaged run that they must agree with."""
+"""Hugging Face models with a paged KV cache, and the unpaged run that they must agree with."""
 
 # transformers leaves part of its methods without annotations.
 # mypy: allow-untyped-calls
@@ -22,7 +22,7 @@ from blockyard.integrations.transformers.sharding import AllReduce, connect
 from blockyard.integrations.transformers.support import cache_shape, paged_copy, run_model
 from blockyard.layout.kv import KVLayout, LayoutKind
 
-# How far logits of the self-check may be apart, in standard deviations of the logits: rounding of the dtype, no more.
+# Tolerance of the self-check in standard deviations of the logits: only rounding of the dtype.
 SELF_CHECK_TOLERANCE = {"float64": 1e-6, "float32": 1e-2}
 SELF_CHECK_TOLERANCE_16_BIT = 0.25
 SELF_CHECK_BLOCK_SIZE = 4
@@ -31,17 +31,17 @@ SELF_CHECK_BLOCK_SIZE = 4
 class PagedModel:
     """A decoder-only model that reads and writes keys and values through block tables.
 
-    The model given stays as it is: the weights are shared, the attention function is set on a copy of the modules. On
-    construction a few tokens run with and without paging, and a model that disagrees with itself is refused.
+    The given model is unchanged: weights are shared, and the attention function is set on a copy of the modules. The
+    constructor runs a few tokens with and without paging, and rejects a model whose results differ.
 
     Args:
         model: any Hugging Face model with a language-model head that uses transformers' attention interface.
         block_size: tokens in a block.
-        kind: how the caches are laid out.
-        all_reduce: adds up a tensor of all ranks, in place, where `model` is one rank's share (`shard_model`). Then
-            every rank makes its `PagedModel` at the same time, as the construction runs the model.
-        whole: with `all_reduce`, the model that was cut. It is compared with the ranks' result; None on ranks that
-            leave this to another.
+        kind: layout of the caches.
+        all_reduce: sums a tensor over all ranks, in place, if `model` is one rank's share (`shard_model`). All ranks
+            must then construct their `PagedModel` at the same time, as the constructor runs the model.
+        whole: with `all_reduce`, the unsharded model, to compare with the ranks' result; None on ranks that do not
+            compare.
 
     Raises:
         UnsupportedModelError: the model cannot be served; the message names it and says why.
@@ -89,7 +89,7 @@ class PagedModel:
         self._check_against(whole if all_reduce is not None else model)
 
     def bind(self, device_caches: Sequence[torch.Tensor]) -> None:
-        """Say which caches to use from now on.
+        """Set the caches to use.
 
         Args:
             device_caches: one per layer, `layout.tensor_shape(blocks)`, contiguous, on the model's device.
@@ -115,13 +115,13 @@ class PagedModel:
         logits_indices: NDArray[np.integer] | None = None,
         before_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """Compute the tokens of one step, all sequences in one flat batch.
+        """Compute the tokens of one step, with all sequences in one flat batch.
 
         Args:
             token_ids: tokens to compute, sequence by sequence, integers `[tokens]`.
-            where: where the sequences stand; at least one.
-            logits_indices: tokens whose logits are wanted, integers `[n]`; the last of each sequence if None.
-            before_layer: called with each layer's number before its cache is touched, to wait for what is loaded there.
+            where: positions and blocks of the sequences; at least one.
+            logits_indices: tokens whose logits are returned, integers `[n]`; None for the last of each sequence.
+            before_layer: called with each layer's number before its cache is used, to wait for loads.
 
         Returns:
             Logits at these tokens, float32 `[n, vocab]` on the model's device.
@@ -136,7 +136,7 @@ class PagedModel:
         return self._run(step, where, token_ids, logits_indices)
 
     def close(self) -> None:
-        """Let go of the caches."""
+        """Release the caches."""
         self._caches = []
 
     def _run(
@@ -165,9 +165,9 @@ class PagedModel:
         return run_model(self._paged, torch.from_numpy(np.stack((tokens, positions))), step, torch.from_numpy(wanted))
 
     def _check_against(self, model: PreTrainedModel | None) -> None:
-        """Compare a few tokens, computed in chunks beside another sequence, with the model's own run.
+        """Compare a few tokens, computed in chunks and batched with another sequence, with the model's own run.
 
-        Masks, biases and positions that a model keeps to itself do not show in its attention calls; they show here.
+        This reveals masks, biases and positions that do not show in the model's attention calls.
         """
         size = SELF_CHECK_BLOCK_SIZE
         layout = replace(self.layout, block_size=size)
@@ -198,14 +198,14 @@ class PagedModel:
 
 
 class _KeyedDraw(LogitsProcessor):
-    """Rules out every token but the one that the sampler draws."""
+    """Masks every token except the one that the sampler draws."""
 
     def __init__(self, params: SamplingParams, sequence_index: int) -> None:
         self._params = params
         self._sequence_index = sequence_index
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Take ids `[1, tokens]` and scores `[1, vocab]`; give scores with one finite entry."""
+        """Take ids `[1, tokens]` and scores `[1, vocab]`. Returns scores with one finite entry."""
         token = sample(scores[0].cpu().numpy(), self._params, self._sequence_index, input_ids.shape[1])
         forced = torch.full_like(scores, -torch.inf)
         forced[0, token] = 0.0
@@ -218,13 +218,13 @@ def reference_generate(
     """Generate one sequence with Hugging Face's own `generate` and its own cache: no paging, no batch.
 
     Args:
-        model: the model as Hugging Face gives it, with any attention implementation of theirs.
+        model: a Hugging Face model, with any of their attention implementations.
         prompt: token ids, at least one.
         params: greedy is Hugging Face's greedy search; a sampled sequence takes the sampler's keyed draws.
         sequence_index: which of the request's `n` sequences.
 
     Returns:
-        The generated token ids, a token that ended the sequence included.
+        The generated token ids, including a final stop token.
     """
     ids = torch.as_tensor(np.asarray(prompt, dtype=np.int64), device=model.device)[None]
     config = GenerationConfig(
@@ -247,7 +247,7 @@ def reference_generate(
 
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Switch dropout off for a while."""
+    """Temporarily switch off dropout."""
     training = model.training
     model.eval()
     try:
@@ -258,7 +258,7 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _own_defaults(model: PreTrainedModel) -> Iterator[None]:
-    """Hide a checkpoint's generation defaults: `generate` would mix its penalties and stop tokens into ours."""
+    """Hide a checkpoint's generation defaults: `generate` would apply its penalties and stop tokens."""
     kept = model.generation_config
     model.generation_config = GenerationConfig()
     try:

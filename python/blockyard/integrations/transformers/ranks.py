@@ -1,7 +1,7 @@
 """Tensor parallelism for `Generator`: this process is rank 0, and starts a worker process for each other rank.
 
-Each process holds its share of the heads: weights, blocks in all tiers, and its own swap store. The driver sends
-each step's decision and input to the workers; only the sums of the row-parallel layers pass between the ranks.
+Each process holds its share of the heads: weights, blocks in all tiers, and its own swap store. The driver sends each
+step's decision and input to the workers; the ranks exchange only the sums of the row-parallel layers.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ if TYPE_CHECKING:
 __all__ = ["CacheOptions", "RankGroup", "run_worker"]
 
 _LOOPBACK: Final = "127.0.0.1"
-# How long a worker may take to end by itself, and how long to look for the reason when the ranks lose each other.
+# How long a worker may take to exit by itself, and how long to search for the cause when ranks lose each other.
 _PARTING_SECONDS: Final = 10.0
-_ONE_TOKEN: Final = np.zeros(1, np.int64)  # whose logits a worker computes; only rank 0 samples
+_ONE_TOKEN: Final = np.zeros(1, np.int64)  # the only token whose logits a worker computes; only rank 0 samples
 _EXIT_SECONDS: Final = 2.0
 EXIT_RANK_LOST: Final = 3
-"""Exit code of a worker that has lost another rank."""
+"""Exit code of a worker that lost another rank."""
 
 
 class CacheOptions(NamedTuple):
-    """What all ranks' caches have in common.
+    """Options shared by all ranks' caches.
 
     Attributes:
-        device_blocks: blocks of the device.
-        host_blocks: blocks of the host.
+        device_blocks: number of device blocks.
+        host_blocks: number of host blocks.
         pin_memory: see `KVCache`.
         swap_store: URL, with `{rank}` where ranks differ; None for none. With one rank, an open store.
-        namespace: of the store, before the rank is added.
+        namespace: namespace of the store, without the rank.
         max_staging: see `KVCache`.
     """
 
@@ -76,7 +76,7 @@ class CacheOptions(NamedTuple):
     max_staging: str
 
     def of_rank(self, rank: int, size: int) -> dict[str, Any]:
-        """Give the arguments for one rank's `KVCache`. No two ranks share a namespace: their bytes differ."""
+        """Return the arguments for one rank's `KVCache`. Ranks have separate namespaces, as their bytes differ."""
         return {
             **self._asdict(),
             "swap_store": rank_url(self.swap_store, rank) if isinstance(self.swap_store, str) else self.swap_store,
@@ -85,16 +85,16 @@ class CacheOptions(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """The first message to a worker; the bytes of its share of the model follow.
+    """The first message to a worker, followed by the bytes of its share of the model.
 
     Attributes:
-        meeting: file by which the ranks find each other.
-        rank: of the worker.
+        meeting: rendezvous file of the ranks.
+        rank: rank of the worker.
         size: number of ranks.
-        threads: that torch may use for one operation.
+        threads: number of threads that torch may use per operation.
         block_size: tokens in a block.
-        kind: how the device's caches are laid out.
-        timeout: seconds that a rank may wait for another.
+        kind: layout of the device caches.
+        timeout: seconds that a rank waits for another.
     """
 
     meeting: str
@@ -107,7 +107,7 @@ class _Start(NamedTuple):
 
 
 class _Group:
-    """The ranks' process group: gloo over the loopback device, apart from torch's default group."""
+    """The ranks' process group: gloo over the loopback device, separate from torch's default group."""
 
     def __init__(self, meeting: str, rank: int, size: int, timeout: float) -> None:
         self._timeout = timeout
@@ -119,14 +119,14 @@ class _Group:
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Add up a tensor of all ranks, in place."""
+        """Sum a tensor over all ranks, in place."""
         if self._group is None:
             raise WorkerError("the ranks' connections are closed")
         with self._naming_losses():
             self._group.allreduce([tensor]).wait()
 
     def close(self) -> None:
-        """Close the connections to the other ranks; one that waits for this rank gets an error."""
+        """Close the connections to the other ranks; ranks waiting for this one get an error."""
         self._group = None
 
     @contextmanager
@@ -138,17 +138,17 @@ class _Group:
 
 
 class _RankLostError(WorkerError):
-    """Another rank is not reached."""
+    """Another rank cannot be reached."""
 
 
 class RankGroup:
-    """The ranks of a tensor-parallel model, of which this process is rank 0.
+    """The ranks of a tensor-parallel model; this process is rank 0.
 
     Args:
         model: the whole model, on the CPU.
         size: number of ranks, at least 2.
         block_size: tokens in a block.
-        kind: how the device's caches are laid out.
+        kind: layout of the device caches.
 
     Attributes:
         model: rank 0's `PagedModel`; `forward` of this class runs it together with the workers'.
@@ -156,8 +156,8 @@ class RankGroup:
 
     Raises:
         InvalidArgumentError: the KV heads cannot be shared by `size` ranks, or the model is not on the CPU.
-        UnsupportedModelError: the model cannot be cut, or gives other logits when it is.
-        WorkerError: a worker has failed, or does not answer.
+        UnsupportedModelError: the model cannot be sharded, or its logits differ when it is.
+        WorkerError: a worker failed or does not respond.
     """
 
     def __init__(self, model: PreTrainedModel, size: int, *, block_size: int, kind: LayoutKind) -> None:
@@ -166,7 +166,7 @@ class RankGroup:
             raise InvalidArgumentError(
                 f"tensor_parallel_size is {size} and the model is on {model.device}, must be on the CPU"
             )
-        share = shard_model(model, 0, size)  # refuses before any process starts
+        share = shard_model(model, 0, size)  # raises before any process starts
         self._size = size
         self._timeout = ANSWER_SECONDS
         self._is_computing = False
@@ -198,20 +198,20 @@ class RankGroup:
         return f"RankGroup({self._size} ranks, workers {[process.pid for process in self.processes]})"
 
     def open_caches(self, options: CacheOptions) -> int | None:
-        """Have the workers make their caches.
+        """Create the workers' caches.
 
         Args:
             options: the same for all ranks.
 
         Returns:
-            The fewest slots that a worker's swap store has; None without one.
+            The minimum number of slots in any worker's swap store; None without one.
         """
         answers = [worker.begin("ask", options) for worker in self._workers]
         found = [answer() for answer in answers]
         return None if options.swap_store is None else min(found)
 
     def executor(self, own: StepExecutor) -> ParallelExecutor:
-        """Join rank 0's executor with those of the workers."""
+        """Combine rank 0's executor with those of the workers."""
         return ParallelExecutor([own, *self._workers])
 
     def forward(
@@ -222,10 +222,10 @@ class RankGroup:
         logits_indices: NDArray[np.integer] | None = None,
         before_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Compute the tokens of the step whose decision was submitted last, on all ranks; see `PagedModel.forward`.
+        """Compute the tokens of the last submitted step on all ranks; see `PagedModel.forward`.
 
         Raises:
-            WorkerError: a rank is lost, or an earlier call was interrupted: the ranks no longer compute the same.
+            WorkerError: a rank is lost, or an earlier call was interrupted, so that the ranks are out of sync.
         """
         if self._is_computing:
             raise WorkerError("a step was interrupted while the ranks computed it: make a new Generator")
@@ -238,7 +238,7 @@ class RankGroup:
         return logits
 
     def close(self) -> None:
-        """End all workers; twice does nothing. One that does not end by itself is killed."""
+        """Stop all workers, and kill those that do not exit by themselves. Idempotent."""
         for connection in self._connections:
             connection.close()
         if self._group is not None:
@@ -247,7 +247,7 @@ class RankGroup:
         for process in self.processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:  # noqa: PERF203 (each has its own end)
+            except subprocess.TimeoutExpired:  # noqa: PERF203 (each is handled separately)
                 process.kill()
                 process.wait()
         if self._folder is not None:
@@ -261,13 +261,13 @@ class RankGroup:
 
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
-        # A worker that hangs must not hold up who writes to it.
+        # A hanging worker must not block writers to it.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._timeout), 0))
         with theirs:
             connection = Connection(ours.detach())
             self._connections.append(connection)
             command = [sys.executable, "-m", "blockyard.integrations.transformers.worker", str(theirs.fileno())]
-            # A Ctrl-C in the terminal reaches the driver alone, which then ends its workers.
+            # Ctrl-C in the terminal reaches only the driver, which then stops its workers.
             self.processes.append(
                 subprocess.Popen(  # noqa: S603 (a module of this package)
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
@@ -276,7 +276,7 @@ class RankGroup:
         self._workers.append(RemoteExecutor(connection, name=f"rank {rank}", timeout=self._timeout))
 
     def _send_share(self, rank: int, start: _Start, share: PreTrainedModel) -> Callable[[], Any]:
-        """Send a worker its share of the model; the result waits until the worker has it."""
+        """Send a worker its share of the model. Returns a call that waits until the worker has it."""
         buffer = io.BytesIO()
         torch.save(share, buffer)
         worker = self._workers[rank - 1]
@@ -285,7 +285,7 @@ class RankGroup:
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Name the worker whose end has stopped the ranks' communication."""
+        """Name the worker whose exit broke the ranks' communication."""
         try:
             yield
         except _RankLostError as error:
@@ -305,7 +305,7 @@ class RankGroup:
 
 
 def run_worker(file: int) -> int:
-    """Be a worker: take a share of the model, then carry out decisions and compute steps until the driver closes.
+    """Run a worker: receive a share of the model, then carry out decisions and compute steps until the driver closes.
 
     Args:
         file: descriptor of the socket to the driver.
@@ -316,7 +316,7 @@ def run_worker(file: int) -> int:
     with Connection(file) as connection:
         try:
             _work(connection)
-        except EOFError:  # the driver has ended before the worker was ready
+        except EOFError:  # the driver exited before the worker was ready
             return 0
         except Exception as error:
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""A rank's share of a model for tensor parallelism, cut by the plan that the model declares.
+"""A rank's share of a model for tensor parallelism, sharded by the plan that the model declares.
 
-transformers shards a checkpoint while it loads it, into DTensors of torch's default process group. Here the model is
-loaded already and the caller's process group must stay as it is, so the same plan is applied to plain tensors.
+transformers shards a checkpoint while loading it, into DTensors of torch's default process group. Here the model is
+already loaded and the default process group must not be touched, so the same plan is applied to plain tensors.
 """
 
 # transformers leaves part of its methods without annotations.
@@ -23,14 +23,14 @@ from blockyard.integrations.transformers.support import share_weights
 __all__ = ["AllReduce", "RowParallelLinear", "connect", "require_divisible", "shard_model"]
 
 AllReduce: TypeAlias = Callable[[Tensor], object]
-"""Adds up a tensor of all ranks, in place."""
+"""Sums a tensor over all ranks, in place."""
 
-# What the plan cuts or gathers at the edges of the model is left whole on each rank: no key or value depends on it.
+# Layers at the edges of the model that the plan shards or gathers stay whole: no key or value depends on it.
 _WHOLE: Final = frozenset({"colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"})
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer of which each rank has some input features; the ranks add up their outputs.
+    """A linear layer whose input features are split among ranks, which sum their outputs.
 
     Args:
         weight: `[out_features, in_features / ranks]`.
@@ -52,14 +52,14 @@ class RowParallelLinear(nn.Module):
 
 
 def require_divisible(model: PreTrainedModel, size: int) -> None:
-    """Refuse a number of ranks that cannot share the KV heads equally.
+    """Check that the ranks can share the KV heads equally.
 
     Args:
         model: any model.
         size: number of ranks.
 
     Raises:
-        InvalidArgumentError: it does not divide the number of KV heads.
+        InvalidArgumentError: `size` does not divide the number of KV heads.
     """
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -68,18 +68,18 @@ def require_divisible(model: PreTrainedModel, size: int) -> None:
 
 
 def shard_model(model: PreTrainedModel, rank: int, size: int) -> PreTrainedModel:
-    """Copy a model's modules, with a rank's share of the weights that its `tp_plan` cuts, and the other weights shared.
+    """Copy a model's modules with a rank's share of the weights that its `tp_plan` shards; other weights are shared.
 
     Args:
-        model: the whole model; it stays as it is.
+        model: the whole model; not modified.
         rank: 0 to `size - 1`.
         size: number of ranks.
 
     Returns:
-        The share. `connect` it before it runs.
+        The share. Call `connect` before running it.
 
     Raises:
-        UnsupportedModelError: the model declares no plan, or one with layers that cannot be cut here.
+        UnsupportedModelError: the model declares no plan, or one with layers that cannot be sharded here.
 
     Example:
         >>> from blockyard.demo.demo_model import demo_model
@@ -111,11 +111,11 @@ def shard_model(model: PreTrainedModel, rank: int, size: int) -> PreTrainedModel
 
 
 def connect(model: PreTrainedModel, all_reduce: AllReduce) -> None:
-    """Give a model's row-parallel layers the function that adds up their outputs.
+    """Set the function that sums the outputs of a model's row-parallel layers.
 
     Args:
         model: from `shard_model`.
-        all_reduce: the group's.
+        all_reduce: the process group's function.
     """
     for module in model.modules():
         if isinstance(module, RowParallelLinear):

@@ -1,4 +1,4 @@
-"""How many blocks device and host have room for beside a model."""
+"""How many blocks fit on device and host next to a model."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def available_blocks(
     swap_space: int = 4 * GIB,
     max_num_batched_tokens: int = 8192,
 ) -> tuple[int, int]:
-    """Return how many blocks the device and the host have room for.
+    """Return how many blocks fit on the device and the host.
 
     Args:
-        model: the model that is to be served.
+        model: the model to serve.
         memory_utilization: fraction of the device's memory that model, activations and cache may take together.
-        kv_cache_space: most bytes of the device cache where the device is the CPU, whose memory others want too.
-        swap_space: most bytes of the host cache.
-        max_num_batched_tokens: tokens of the largest step; a CUDA device runs one to see what it takes.
+        kv_cache_space: limit of the device cache in bytes if the device is the CPU, whose memory is shared with others.
+        swap_space: limit of the host cache in bytes.
+        max_num_batched_tokens: tokens of the largest step; on a CUDA device one is run to measure its memory.
 
     Returns:
-        Blocks of the device and of the host.
+        Number of device blocks and of host blocks.
 
     Raises:
-        InvalidArgumentError: the utilisation is not in (0, 1], or there is not room for one block.
+        InvalidArgumentError: the utilization is not in (0, 1], or not even one block fits.
     """
     if not 0 < memory_utilization <= 1:
         raise InvalidArgumentError(f"memory_utilization is {memory_utilization}, it must be above 0 and at most 1")
@@ -58,7 +58,7 @@ def available_blocks(
 
 
 def _free_cuda_memory(model: PagedModel, utilization: float, tokens: int) -> int:
-    """Run the largest step over a throw-away cache, and see what memory is left beside it."""
+    """Run the largest step over a temporary cache, and measure the memory left."""
     device, size = model.device, model.layout.block_size
     tokens = min(tokens, model.max_model_len or tokens)
     blocks = -(-tokens // size)
@@ -79,7 +79,7 @@ def _free_cuda_memory(model: PagedModel, utilization: float, tokens: int) -> int
 
 
 def available_memory() -> int:
-    """Say how many bytes of main memory this process may still take: the machine's, or its control group's if less."""
+    """Return how many bytes of main memory this process may still use, limited by the machine or its control group."""
     text = Path("/proc/meminfo").read_text(encoding="ascii") if Path("/proc/meminfo").exists() else ""
     found = [int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable:")]
     available = found[0] if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

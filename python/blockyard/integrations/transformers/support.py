@@ -1,7 +1,7 @@
-"""Which Hugging Face models can be served from a paged cache, found out by asking the model itself.
+"""Determines whether a Hugging Face model can be served from a paged cache, by probing the model itself.
 
-The configuration rules out what is known not to work. Then the model runs once over a few tokens, and every attention
-layer reports the shapes of its keys and values: that is the cache it needs.
+The configuration rules out models known not to work. Then the model runs once over a few tokens, and every attention
+layer reports the shapes of its keys and values, which define the cache.
 """
 
 # transformers leaves part of its methods without annotations.
@@ -27,7 +27,7 @@ BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What the layers of a model put in a cache.
+    """What the layers of a model store in a cache.
 
     Attributes:
         num_layers: attention layers.
@@ -45,9 +45,9 @@ class CacheShape:
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model's modules and configuration, but none of its tensors.
+    """Copy a model's modules and configuration, but not its tensors.
 
-    The copy can be given another attention function while the original stays usable as it is.
+    The copy can get another attention function while the original stays usable.
 
     Args:
         model: any model.
@@ -62,7 +62,7 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def paged_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Check a model's class and configuration, and give a copy that calls the paged attention function.
+    """Check a model's class and configuration, and return a copy that calls the paged attention function.
 
     Args:
         model: a decoder-only model with a language-model head.
@@ -89,7 +89,7 @@ def paged_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def cache_shape(paged: PreTrainedModel) -> CacheShape:
-    """Run a model over a few tokens and see what its layers would cache.
+    """Run a model over a few tokens and record what its layers would cache.
 
     Args:
         paged: from `paged_copy`.
@@ -98,7 +98,8 @@ def cache_shape(paged: PreTrainedModel) -> CacheShape:
         The shape that all its layers share.
 
     Raises:
-        UnsupportedModelError: layers differ, keep no keys and values, or want what paged attention does not serve.
+        UnsupportedModelError: layers differ, keep no keys and values, or need features that paged attention does not
+            support.
     """
     recorder = _Recorder()
     run_model(paged, torch.tensor([[0, 0], [0, 1]]), recorder, torch.tensor([1]))
@@ -124,14 +125,14 @@ def run_model(paged: PreTrainedModel, tokens: torch.Tensor, step: AttentionStep,
     Args:
         paged: from `paged_copy`.
         tokens: ids and their positions, int64 `[2, tokens]`, any device.
-        step: what its attention layers get.
-        last: tokens whose logits are wanted, int64 `[n]`, any device.
+        step: the step passed to its attention layers.
+        last: tokens whose logits are returned, int64 `[n]`, any device.
 
     Returns:
         float32 `[n, vocab]` on the model's device.
     """
     tokens, last = tokens.to(paged.device), last.to(paged.device)
-    # Logits of all tokens of a step can be larger than the cache, so the model is asked for few where it can be.
+    # Logits of all tokens can be larger than the cache, so request only a few if the model supports it.
     wanted = {"logits_to_keep": last} if _takes(type(paged).forward, "logits_to_keep") else {}
     with torch.inference_mode():
         output = paged(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=False, blockyard_step=step, **wanted)
@@ -145,7 +146,7 @@ def _takes(function: Callable[..., object], argument: str) -> bool:
 
 
 class _Recorder:
-    """Stands in for a step: notes shapes, and answers with plain causal attention."""
+    """A stand-in for a step: records shapes, and computes plain causal attention."""
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[int, int, int, str, int | None]] = {}

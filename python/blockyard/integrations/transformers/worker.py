@@ -1,4 +1,4 @@
-"""`python -m blockyard.integrations.transformers.worker FD`: one rank of a `RankGroup`, which starts it."""
+"""`python -m blockyard.integrations.transformers.worker FD`: one rank of a `RankGroup`, started by it."""
 
 import sys
 

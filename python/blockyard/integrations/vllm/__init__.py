@@ -2,11 +2,10 @@
 
     {"spec_module_path": "blockyard.integrations.vllm", "spec_name": "BlockyardSpec", "host_bytes": "64GiB"}
 
-Within vLLM's own `CPUOffloadingSpec`, `AdaptivePolicy` and `LRUPolicy` can be its `eviction_policy`.
-Within its `TieringOffloadingSpec`, `BlockyardTier` can be one of the `secondary_tiers`.
-`docs/engines/vllm.md` shows each.
+Within vLLM's own `CPUOffloadingSpec`, `AdaptivePolicy` and `LRUPolicy` can be its `eviction_policy`. Within its
+`TieringOffloadingSpec`, `BlockyardTier` can be one of the `secondary_tiers`. `docs/engines/vllm.md` describes each.
 
-Importing this raises `ImportError` where vLLM is missing, or where its interfaces are not those of 0.32 and 0.33.
+Importing this raises `ImportError` if vLLM is missing, or if its interfaces are not those of 0.32 and 0.33.
 """
 
 import sys

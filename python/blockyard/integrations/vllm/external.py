@@ -1,4 +1,4 @@
-"""Chunks of an external store below the host: found, read, verified and copied to host memory before they are hits."""
+"""An external store below the host: chunks are read, verified and copied to host memory before they become hits."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ __all__ = ["ExternalTier"]
 
 _LOG = logging.getLogger(__name__)
 TIMEOUT_BASE_SECONDS: Final = 5.0
-_BYTES_PER_SECOND: Final = 16_000_000  # storage that is slower than this costs a miss
-_WINDOW: Final = 64  # keys of one request that are asked for before the first answer is known
+_BYTES_PER_SECOND: Final = 16_000_000  # slower storage causes misses
+_WINDOW: Final = 64  # keys of one request looked up before the first answer is known
 _BATCH_BYTES: Final = 32 << 20
 _STAGING_DEADLINE_MS: Final = 60_000
 _CLOSE_SECONDS: Final = 10.0
 _END_SECONDS: Final = 1.0
-_FORGET_SECONDS: Final = 0.005  # how often a job looks whether the store has forgotten
+_FORGET_SECONDS: Final = 0.005  # how often a job checks whether the store has forgotten
 _NOT_FORGOTTEN: Final = (
     "the store has not confirmed that it forgot its chunks after a reset. Give engines whose weights differ from those "
     "before the reset another revision"
 )
 
-_NOTHING: Final[list[Any]] = []  # in place of what was given back: this assignment cannot raise
+_NOTHING: Final[list[Any]] = []  # replaces returned chunks: assigning it cannot raise
 
 Report = Callable[[list[OffloadKey], list[OffloadKey]], None]
 
 
 @dataclass(slots=True)
 class _Request:
-    """What one request has asked for: each key once, so that no key keeps it waiting for ever."""
+    """Keys that one request has looked up, each only once, so that no key makes it wait forever."""
 
     until: float
     asked: set[OffloadKey] = field(default_factory=set)
@@ -56,12 +56,12 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """Work of a thread. The host chunks that it has are given back when it ends, or if that raises, by `_reap`."""
+    """A thread's job. Its host chunks are returned when it ends, or if that raises, by `_reap`."""
 
     keys: list[OffloadKey]
-    held: list[NDArray[np.int32]] = field(default_factory=list)  # chunks that a write reads
-    stores: list[PreparedStore | None] = field(default_factory=list)  # chunks that a load fills
-    futures: list[Future[None]] = field(default_factory=list)  # none if submitting it has raised
+    held: list[NDArray[np.int32]] = field(default_factory=list)  # chunks read by a write
+    stores: list[PreparedStore | None] = field(default_factory=list)  # chunks filled by a load
+    futures: list[Future[None]] = field(default_factory=list)  # empty if submitting it raised
 
     @property
     def is_ended(self) -> bool:
@@ -70,7 +70,7 @@ class _Job:
 
 @dataclass(slots=True)
 class Counts:
-    """Chunks since the start."""
+    """Numbers of chunks since the start."""
 
     loaded: int = 0
     missed: int = 0
@@ -79,18 +79,18 @@ class Counts:
 
 
 class ExternalTier:
-    """Brings chunks from a prefix store to host memory, and writes chunks behind; the scheduler never waits for it.
+    """Loads chunks from a prefix store to host memory, and writes chunks back; the scheduler never waits for it.
 
-    A chunk is read into memory of its own and verified there. Only then it gets a chunk of the host, evicting another,
-    and becomes a hit. Storage that damages, loses, refuses or hangs costs misses, at the latest when its time is over.
+    A chunk is read into separate memory and verified there. Only then does it get a host chunk, evicting another, and
+    become a hit. Storage that damages, loses, refuses or hangs only causes misses, at the latest by its timeout.
 
     Args:
-        store: opened for use as a prefix store; its blocks are the chunks of all workers.
+        store: opened as a prefix store; its blocks are the chunks of all workers.
         region: host memory of all workers.
         offload: which host chunks hold which keys.
-        lock: held while host chunks change hands.
-        report: called with the keys that were stored in host memory, and those that were evicted.
-        timeout_base: seconds that a request waits, plus one for every 16 MB that it asked for.
+        lock: held while host chunks change owners.
+        report: called with the keys stored in host memory, and the keys evicted.
+        timeout_base: seconds that a request waits, plus one for every 16 MB that it requested.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class ExternalTier:
         self._most_writing = max(1, offload.num_chunks // 2)
         self._epoch = b""
         self._resets = 0
-        self._may_stage = True  # False while chunks that are given out may still be a transfer's
-        self._has_forgotten = True  # False from a reset until the store has said so: it is not used
-        self._state = threading.Lock()  # over all below; taken after `lock`, never before
+        self._may_stage = True  # False while free chunks may still be in use by a transfer
+        self._has_forgotten = True  # False from a reset until the store confirms it; until then unused
+        self._state = threading.Lock()  # guards all below; taken after `lock`, never before
         self._requests: dict[str, _Request] = {}
         self._wanted: dict[OffloadKey, None] = {}
         self._coming: dict[OffloadKey, _Job] = {}
@@ -123,14 +123,14 @@ class ExternalTier:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a thread has something to do."""
+        """Whether a thread has work to do."""
         with self._state:
             return not all(job.is_ended for job in self._jobs)
 
     # ---- lookups ----
 
     def lookup(self, key: OffloadKey, context: ReqContext) -> LookupResult:
-        """Return whether a key that is no hit of the host may become one: RETRY while it is looked for, else MISS."""
+        """Return whether a key that misses in host memory may become a hit: RETRY while looking it up, else MISS."""
         now = time.monotonic()
         with self._state:
             request = self._requests.get(context.req_id)
@@ -146,7 +146,7 @@ class ExternalTier:
             if len(request.pending) >= _WINDOW:
                 request.pending = {other for other in request.pending if self._is_under_way(other)}
                 if len(request.pending) >= _WINDOW:
-                    # vLLM looks no further in this step, and asks again in the next.
+                    # vLLM stops looking in this step, and asks again in the next.
                     return LookupResult.MISS
             if self._store.lacks(self._digests([key]))[0]:
                 return LookupResult.MISS
@@ -157,7 +157,7 @@ class ExternalTier:
         return LookupResult.RETRY
 
     def end_step(self, preempted: Sequence[str] = ()) -> None:
-        """Start to read what was looked up in this step. Requests that were preempted may ask again."""
+        """Start reading the chunks looked up in this step. Preempted requests may ask again."""
         self._reap()
         with self._state:
             for req_id in preempted:
@@ -171,14 +171,14 @@ class ExternalTier:
             self._submit("load", job, self._load(job, epoch, resets))
 
     def finish(self, context: ReqContext) -> None:
-        """Forget what a request asked for: it has ended."""
+        """Forget the lookups of a finished request."""
         with self._state:
             self._requests.pop(context.req_id, None)
 
     # ---- stores ----
 
     def write(self, keys: list[OffloadKey]) -> None:
-        """Start to write chunks that host memory holds; those that are too many at a time are left out."""
+        """Start writing chunks from host memory; those beyond the limit are skipped."""
         if not self._region.is_complete or not self._has_forgotten:
             return
         self._reap()
@@ -193,12 +193,12 @@ class ExternalTier:
             self._submit("store", job, self._put(job, chunks, epoch))
 
     def reset(self, *, keep: bool, may_stage: bool) -> None:
-        """Drop what is under way, and unless `keep` forget everything in the store: the weights may be others now.
+        """Drop operations in flight; unless `keep`, forget everything in the store, as the weights may have changed.
 
         Args:
-            keep: whether what is stored stays.
-            may_stage: whether chunks that transfers have stay out of use until these have ended. If not, nothing comes
-                to host memory until `allow_staging`.
+            keep: whether stored chunks stay.
+            may_stage: whether chunks in use by transfers stay reserved until these have ended. If not, nothing is
+                loaded to host memory until `allow_staging`.
         """
         with self._state:
             self._resets += 1
@@ -207,19 +207,19 @@ class ExternalTier:
             self._wanted.clear()
             self._coming.clear()
             if not keep:
-                # What is stored from now on may be of weights that have no name: nobody else finds it.
+                # Chunks stored from now on may belong to unnamed weights: use a namespace that no other engine has.
                 self._epoch, self._has_forgotten = os.urandom(16), False
             epoch = self._epoch
         if not keep:
-            # Of the writes before it, one that has begun ends first, and the others write nothing.
+            # An earlier write that has started ends first; the others write nothing.
             self._submit("store", self._add(_Job([])), self._forget(epoch))
 
     def allow_staging(self) -> None:
-        """Bring chunks to host memory again: the transfers that a reset met have ended."""
+        """Allow loads to host memory again: the transfers in flight at the reset have ended."""
         self._may_stage = True
 
     def close(self) -> None:
-        """Let writes end for a while, and close the store; twice does nothing."""
+        """Wait a while for writes to end, then close the store. Idempotent."""
         with self._state:
             running = [future for job in self._jobs for future in job.futures]
         wait(running, _CLOSE_SECONDS)
@@ -227,7 +227,7 @@ class ExternalTier:
             _LOG.error("the engine ends: %s", _NOT_FORGOTTEN)
         self._work.close(cancel=True, timeout=0.0)
         self._store.close()
-        self._work.close(timeout=_END_SECONDS)  # the store has given up what jobs waited for
+        self._work.close(timeout=_END_SECONDS)  # the store has given up the jobs' operations
         self._region.close()
         self._reap()
 
@@ -240,10 +240,10 @@ class ExternalTier:
             try:
                 self._store.forget()
                 has_forgotten.append(True)
-            except Exception:  # noqa: BLE001 (whatever it is, the store has not said that it forgot)
+            except Exception:  # noqa: BLE001 (in any case the store has not confirmed that it forgot)
                 _LOG.exception("this engine goes on without its external store: %s", _NOT_FORGOTTEN)
 
-        thread = start_worker("blockyard-vllm-external-forget", forget, lambda: None)  # it waits for the storage
+        thread = start_worker("blockyard-vllm-external-forget", forget, lambda: None)  # waits for the storage
         while thread.is_alive():
             yield _FORGET_SECONDS
         with self._state:
@@ -266,7 +266,7 @@ class ExternalTier:
                         self._coming.pop(key, None)
 
     def _stage(self, job: _Job, keys: list[OffloadKey], rows: list[NDArray[np.uint8]], resets: int) -> set[OffloadKey]:
-        """Copy verified chunks to host memory, as many as can have a chunk there; only then they are hits."""
+        """Copy verified chunks to host memory, as many as get a chunk there; only then are they hits."""
         store = None
         deadline = int(time.monotonic() * 1000) + _STAGING_DEADLINE_MS
         while keys and store is None:
@@ -312,7 +312,7 @@ class ExternalTier:
                 self.counts.not_written += len(new) - done
 
     def _give_back(self, job: _Job) -> None:
-        """Let go of the host chunks that a job has."""
+        """Release a job's host chunks."""
         if job.held:
             self._offload.complete_load(job.keys)
             job.held = _NOTHING
@@ -333,7 +333,7 @@ class ExternalTier:
         keep(job.futures, self._work.submit, lane, _logged(steps))
 
     def _reap(self) -> None:
-        """Forget the jobs that have ended, and give back what those have that could not."""
+        """Remove ended jobs, and return chunks that they could not return."""
         with self._state:
             ended = [job for job in self._jobs if job.is_ended]
         for job in ended:
@@ -365,5 +365,5 @@ class ExternalTier:
 def _logged(steps: Steps[None]) -> Steps[None]:
     try:
         yield from steps
-    except Exception:  # noqa: BLE001 (whatever it is, its keys are misses)
+    except Exception:  # noqa: BLE001 (in any case its keys are misses)
         _LOG.exception("the external store failed")

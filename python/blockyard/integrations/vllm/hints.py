@@ -1,9 +1,9 @@
-"""What an orchestrator asks for with a request: vLLM's `kv_hints`, as far as they concern host memory.
+"""Hints of an orchestrator for a request: the part of vLLM's `kv_hints` that concerns host memory.
 
-    {"action_type": "blockyard.pin", "payload": {"seconds": 600}}     keep the request's chunks in host memory so long
-    {"action_type": "blockyard.wait", "payload": {"seconds": 0.5}}    wait no longer for an external store
+    {"action_type": "blockyard.pin", "payload": {"seconds": 600}}     keep the request's chunks in host memory this long
+    {"action_type": "blockyard.wait", "payload": {"seconds": 0.5}}    wait at most this long for an external store
 
-Other actions are left to others.
+Other actions are ignored.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _SHARE: Final = 2  # at most one chunk in 2 is pinned
 
 
 class Hints(NamedTuple):
-    """Seconds of each; None where nothing is asked for."""
+    """Seconds for each action; None if not requested."""
 
     pin: float | None = None
     wait: float | None = None
 
 
 def read_hints(context: Any) -> Hints:
-    """Read the hints of a request; a malformed one is passed over, and the log says so."""
+    """Read the hints of a request; a malformed hint is logged and ignored."""
     envelope = getattr(context, "kv_hints", None)
     if envelope is None:
         return Hints()
@@ -54,7 +54,7 @@ def read_hints(context: Any) -> Hints:
 
 
 class Pins:
-    """Keys that stay in host memory until a time: they are held as by a load.
+    """Keys that stay in host memory until a deadline, held as if by a load.
 
     Args:
         offload: which host chunks hold which keys.
@@ -63,16 +63,16 @@ class Pins:
     def __init__(self, offload: OffloadManager) -> None:
         self._offload = offload
         self._until: dict[bytes, int] = {}
-        # For each pinned key an entry with a time that is not after its end: a pin that is renewed stays where it is.
+        # One entry per pinned key, with a time at or before its deadline: a renewed pin keeps its entry.
         self._order: list[tuple[int, bytes]] = []
-        # What a call pins or lets go, and whether it has: after an exception the next call notes it.
+        # What a call pins or releases, and whether it did: after an exception the next call records it.
         self._new: dict[bytes, int] = {}
         self._pinned: list[object] = []
         self._gone: list[bytes] = []
         self._ended: list[object] = []
 
     def add(self, keys: list[bytes], context: Any, now: int) -> None:
-        """Pin those of a request's keys that are hits, if it asks for that; milliseconds."""
+        """Pin the hits among a request's keys, if it asks for that; `now` in milliseconds."""
         seconds = read_hints(context).pin
         if not seconds:
             return
@@ -90,7 +90,7 @@ class Pins:
             self._until[key] = max(until, self._until.get(key, 0))
 
     def expire(self, now: int) -> None:
-        """Let go of the keys whose time has come."""
+        """Release the keys whose deadline has passed."""
         self._settle()
         while self._order and self._order[0][0] <= now:
             key = self._order[0][1]
@@ -103,7 +103,7 @@ class Pins:
             heapq.heappop(self._order)
 
     def clear(self) -> None:
-        """Let go of all keys."""
+        """Release all keys."""
         self._settle()
         self._let_go(list(self._until))
         self._order.clear()
@@ -114,7 +114,7 @@ class Pins:
         self._settle()
 
     def _settle(self) -> None:
-        """Note what the last call has pinned and let go."""
+        """Record what the last call pinned and released."""
         if self._pinned:
             for key, until in self._new.items():
                 heapq.heappush(self._order, (until, key))

@@ -36,23 +36,23 @@ from blockyard.workers import keep
 __all__ = ["BlockyardManager"]
 
 STORE_DEADLINE_SECONDS: Final = 60.0
-"""A key is a pending hit for no longer than this: a store that never ends keeps nobody waiting."""
+"""A key stays a pending hit for at most this long, so that a store that never ends does not block lookups."""
 
 _HIT: Final = LookupResult.HIT
 _RESULTS: Final = {"hit": LookupResult.HIT, "pending": LookupResult.HIT_PENDING, "miss": LookupResult.MISS}
-# vLLM 0.33 says when the transfers that a reset met have ended. 0.32 orders its own later ones behind them.
+# vLLM 0.33 reports when the transfers in flight at a reset have ended. 0.32 orders its later transfers after them.
 _HAS_FLUSH: Final = hasattr(OffloadingManager, "on_reset_flushed")
 _SAYS_METADATA: Final = "metadata_only" in OffloadingEvent.__dataclass_fields__
 
 
 class BlockyardManager(OffloadingManager):
-    """The scheduler's side: decides which keys have host chunks, which can be loaded, and which are evicted.
+    """The scheduler side: decides which keys have host chunks, which can be loaded, and which are evicted.
 
     Args:
         num_chunks: chunks of host memory.
         policy: which chunk is evicted first, a name as for `blockyard.PrefixCaching`.
         enable_events: whether `take_events` reports what was stored and removed.
-        weights_fixed: whether the weights stay the same while the engine runs, also over a reset of the cache.
+        weights_fixed: whether the weights stay the same while the engine runs, even across a cache reset.
         info: facts for `config_info`.
     """
 
@@ -72,11 +72,11 @@ class BlockyardManager(OffloadingManager):
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._storing: set[OffloadKey] = set()
         self._loading: Counter[OffloadKey] = Counter()
-        # Transfers that a reset met: their chunks stay out of use until they have ended.
+        # Transfers in flight at a reset: their chunks stay reserved until they have ended.
         self._stale_storing: set[OffloadKey] = set()
         self._stale_loading: Counter[OffloadKey] = Counter()
         self._flushed_loading: set[OffloadKey] = set()
-        # What a call ends, and whether it has: after an exception the next call counts it.
+        # What a call ends, and whether it did: after an exception the next call counts it.
         self._ending: list[OffloadKey] = []
         self._stored: list[list[bytes]] = []
         self._left: dict[OffloadKey, tuple[int, int]] = {}  # loads of each key, stale ones first
@@ -86,23 +86,23 @@ class BlockyardManager(OffloadingManager):
         self._weights_fixed = weights_fixed
         self._external: ExternalTier | None = None
         self._awaits_flush = False
-        # Hits of this step, which vLLM may load yet: the external store's threads must not evict them.
-        self._looked_up: dict[OffloadKey, list[object]] = {}  # those that are held have a chunk
+        # Hits of this step, which vLLM may still load: the external store's threads must not evict them.
+        self._looked_up: dict[OffloadKey, list[object]] = {}  # held keys have a chunk
         self._let: list[object] = []
         self._pins = Pins(self._offload)
 
     @property
     def num_chunks(self) -> int:
-        """Chunks in all."""
+        """Total number of chunks."""
         return self._offload.num_chunks
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """What a caller holds over calls that belong together."""
+        """The lock to hold across calls that belong together."""
         return self._lock
 
     def use_external(self, store: ExternalStore, region: SharedRegion, timeout_base: float) -> None:
-        """Look up in a prefix store what the host has not, and write behind what it has; see `ExternalTier`."""
+        """Use a prefix store for chunks missing on the host, and write the host's chunks to it; see `ExternalTier`."""
         self._external = ExternalTier(
             store, region, self._offload, lock=self._lock, report=self._report_both, timeout_base=timeout_base
         )
@@ -110,22 +110,22 @@ class BlockyardManager(OffloadingManager):
     # ---- requests and lookups ----
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Have each chunk stored once, when it is computed.
+        """Request that each chunk is stored once, when it is computed.
 
-        For a request that pins its chunks, vLLM is to name all of them in `prepare_store`, also those that it found on
-        the device and would pass over.
+        For a request that pins its chunks, request that `prepare_store` gets all of them, even those found on the
+        device.
         """
         if read_hints(req_context).pin:
             return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget what the request asked an external store for."""
+        """Forget the request's lookups in the external store."""
         if self._external is not None:
             self._external.finish(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return whether a key can be loaded, is being stored, is on its way from an external store, or is not here."""
+        """Return whether a key can be loaded, is being stored, is coming from an external store, or is missing."""
         found = self._lookup([key])[0]
         if self._external is None:
             return _RESULTS[found]
@@ -136,13 +136,13 @@ class BlockyardManager(OffloadingManager):
         return _RESULTS["pending"] if found == "pending" else self._external.lookup(key, req_context)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        """Hits are loaded from host memory."""
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415 (few managers are asked)
+        """Return the source of hits: host memory."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415 (rarely called)
 
         return CacheHitSource.HOST
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Count keys as just used, the first as the last to be evicted."""
+        """Mark keys as just used; the first key is evicted last."""
         keys = list(keys)
         self._offload.touch(keys)
         self._pin(keys, req_context)
@@ -150,7 +150,7 @@ class BlockyardManager(OffloadingManager):
     # ---- stores ----
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Give chunks to the keys that have none, evicting others; None, and no chunk changes, if that cannot be."""
+        """Allocate chunks for keys without one, evicting others; None, changing nothing, if that is impossible."""
         keys = list(keys)
         self._settle()
         made: list[PreparedStore | None] = []
@@ -161,7 +161,7 @@ class BlockyardManager(OffloadingManager):
                 if store is not None:
                     self._report(_keys(store.evicted), removed=True)
                     self._storing.update(store.keys)
-                # Those that are here already, whoever stored them.
+                # Keys already here, whoever stored them.
                 self._pin(keys, req_context)
             if store is None:
                 return None
@@ -176,13 +176,13 @@ class BlockyardManager(OffloadingManager):
             raise
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """End stores: their keys become hits, or, after a failure, misses whose chunks are free."""
+        """End stores: their keys become hits, or on failure misses whose chunks are freed."""
         keys = list(keys)
         self._settle()
         self._note_flushed()
         failed = [] if success else [key for key in dict.fromkeys(keys) if key in self._storing]
         with self._lock:
-            # The end of a prefix is of no use without its head: the head counts as used last.
+            # The end of a prefix is useless without its head, so the head counts as used last.
             self._ending = keys
             stored = _keys(keep(self._stored, self._offload.complete_store, keys[::-1], success))[::-1]
             self._settle()
@@ -196,7 +196,7 @@ class BlockyardManager(OffloadingManager):
     # ---- loads ----
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Hold the chunks of keys, each a hit, until `complete_load` has been called as often as this."""
+        """Hold the chunks of hit keys until `complete_load` has been called as often as this."""
         keys = list(keys)
         self._settle()
         before = {key: self._loading.get(key, 0) for key in keys}
@@ -213,7 +213,7 @@ class BlockyardManager(OffloadingManager):
             raise
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """End one load of each key; those that a reset has ended are passed over.
+        """End one load of each key; loads already ended by a reset are skipped.
 
         Raises:
             InvalidArgumentError: a key is not being loaded; nothing is changed.
@@ -226,13 +226,13 @@ class BlockyardManager(OffloadingManager):
             known = [key for key in known if key in loading or key not in self._flushed_loading]
         left: dict[OffloadKey, tuple[int, int]] = {}
         if not stale and len(set(known)) == list(map(loading.get, known)).count(1) == len(known):
-            self._end_loads(known[::-1], dict.fromkeys(known, (0, 0)))  # as nearly always: one load of each key
+            self._end_loads(known[::-1], dict.fromkeys(known, (0, 0)))  # the usual case: one load per key
             return
         for key in known:
             old, new = left[key] if key in left else (stale.get(key, 0), loading.get(key, 0))
             if not old + new:
                 raise InvalidArgumentError(f"keys has {key!r}, which is not being loaded")
-            # Those that a reset met end first.
+            # Loads from before a reset end first.
             left[key] = (old - 1, new) if old else (0, new - 1)
         self._end_loads(known[::-1], left)
 
@@ -242,7 +242,7 @@ class BlockyardManager(OffloadingManager):
         self._settle()
 
     def _settle(self) -> None:
-        """Count the stores and loads that the last call has ended."""
+        """Count the stores and loads that the last call ended."""
         if self._stored:
             self._storing.difference_update(self._ending)
             self._stale_storing.difference_update(self._ending)
@@ -264,7 +264,7 @@ class BlockyardManager(OffloadingManager):
     # ---- the rest of a step ----
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Let no lookup wait any longer for stores that are overdue, and ask the external store for what was missed."""
+        """Expire overdue stores so that lookups stop waiting, and look up misses in the external store."""
         self._let_go()
         if self._storing or self._external is not None:
             self._offload.expire(_now())
@@ -273,13 +273,13 @@ class BlockyardManager(OffloadingManager):
             self._external.end_step(list(context.preempted_req_ids))
 
     def reset_cache(self) -> None:
-        """Forget all keys. Chunks of transfers under way are given out again only when those have ended.
+        """Forget all keys. Chunks of transfers in flight are reused only after those have ended.
 
-        Where vLLM does not say when that is (0.32), vLLM alone gets chunks: its transfers are in order. The external
-        store has none until a later transfer has ended, which all workers begin after those that the reset met.
+        vLLM 0.32 does not report when that is. Then only vLLM, whose transfers are ordered, gets chunks; the external
+        store gets none until a transfer that all workers started after the reset has ended.
 
-        vLLM resets also when it goes to sleep and when weights change, and does not say which. Unless the weights are
-        known to stay the same, the external store forgets all it has, in the background.
+        vLLM also resets when it goes to sleep and when weights change, without telling which. Unless the weights are
+        known to stay the same, the external store forgets everything, in the background.
         """
         self._settle()
         with self._lock:
@@ -298,23 +298,23 @@ class BlockyardManager(OffloadingManager):
             self._awaits_flush = True
 
     def on_reset_flushed(self) -> None:
-        """Take back the chunks of the transfers that the last reset met: they have ended."""
+        """Reclaim the chunks of transfers that were in flight at the last reset: they have ended."""
         self._settle()
         self._offload.complete_store(list(self._stale_storing), success=False)
         self._stale_storing.clear()
         stale, loading = self._stale_loading, self._loading
-        if stale:  # not if this call is made again
+        if stale:  # empty if this call is repeated
             self._flushed_loading = set(stale)
         self._end_loads(list(stale.elements()), {key: (0, loading.get(key, 0)) for key in stale})
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Yield what was stored and removed since the last call."""
+        """Yield the chunks stored and removed since the last call."""
         if not self._events:
             return
         with self._lock:
             events, self._events = self._events, []
         for event in events:
-            # Another request may be storing by now what had failed.
+            # Another request may by now be storing a key that had failed.
             gone = getattr(event, "metadata_only", False) and self._offload.lookup(event.keys)
             keys = [key for key, found in zip(event.keys, gone, strict=True) if found == "miss"] if gone else event.keys
             if keys:
@@ -322,14 +322,14 @@ class BlockyardManager(OffloadingManager):
                 yield event
 
     def get_stats(self) -> Any:
-        """Return what `BlockyardSpec.build_metric_definitions` lists, for vLLM's metrics."""
+        """Return the values listed by `BlockyardSpec.build_metric_definitions`, for vLLM's metrics."""
         try:
             from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (  # noqa: PLC0415 (imports much)
                 OffloadingConnectorStats,
             )
         except ImportError:
             return None
-        from blockyard.integrations.vllm.metrics import Metrics  # noqa: PLC0415 (the engine's side alone needs it)
+        from blockyard.integrations.vllm.metrics import Metrics  # noqa: PLC0415 (only the engine needs it)
 
         stats, manager = OffloadingConnectorStats(), self._offload
         chunks = max(1, manager.num_chunks)
@@ -350,17 +350,17 @@ class BlockyardManager(OffloadingManager):
         return stats
 
     def config_info(self) -> Sequence[dict[str, str | int]]:
-        """Return the labels that `BlockyardSpec.config_info_keys` lists."""
+        """Return the labels listed by `BlockyardSpec.config_info_keys`."""
         return [dict(self._info)]
 
     def shutdown(self) -> None:
-        """Forget all keys, and let writes to the external store end for a while."""
+        """Forget all keys, and wait a while for writes to the external store to end."""
         if self._external is not None:
             self._external.close()
         self._offload.reset()
 
     def _keep(self, key: OffloadKey) -> bool:
-        """Hold a hit until the step ends; False if it has gone meanwhile."""
+        """Hold a hit until the step ends; False if it is gone by now."""
         with self._lock:
             if self._lookup([key])[0] != "hit":
                 return False
@@ -368,7 +368,7 @@ class BlockyardManager(OffloadingManager):
         return True
 
     def _let_go(self) -> None:
-        """End the holds of this step's hits: what vLLM loads is held by now."""
+        """Release this step's hits: vLLM's loads hold theirs by now."""
         if self._looked_up:
             if not self._let:
                 held = [key for key, chunk in self._looked_up.items() if chunk]
@@ -377,7 +377,7 @@ class BlockyardManager(OffloadingManager):
         del self._let[:]
 
     def _note_flushed(self) -> None:
-        """A transfer that began after the last reset has ended."""
+        """Record that a transfer that started after the last reset has ended."""
         if self._awaits_flush:
             self._awaits_flush = False
             if self._external is not None:

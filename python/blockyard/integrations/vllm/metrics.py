@@ -1,4 +1,4 @@
-"""Names and kinds of the figures that the manager reports to vLLM's metrics."""
+"""Names and kinds of the metrics that the manager reports to vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXTERNAL: Final = (
 
 
 class Metrics:
-    """Names; those of vLLM's own CPU manager where the figure is the same."""
+    """Metric names; those of vLLM's own CPU manager if the meaning is the same."""
 
     USAGE: Final[str] = CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC
     WRITE_USAGE: Final[str] = CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC
@@ -35,7 +35,7 @@ class Metrics:
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Return the description of each for Prometheus."""
+    """Return the Prometheus description of each metric."""
     return {
         Metrics.USAGE: OffloadingGaugeMetadata(documentation="Fraction of host chunks that transfers hold now."),
         Metrics.WRITE_USAGE: OffloadingGaugeMetadata(documentation="Fraction of host chunks that stores write now."),

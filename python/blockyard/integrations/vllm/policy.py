@@ -16,19 +16,19 @@ __all__ = ["AdaptivePolicy", "LRUPolicy"]
 
 
 class _Policy(CachePolicy):
-    """Keeps the chunks of vLLM's manager, and says which of them go first.
+    """Holds the chunks of vLLM's manager, and decides which are evicted first.
 
-    vLLM hands out the chunks; `OffloadManager` has one of its own for each, and with it the order of eviction.
+    vLLM allocates the chunks; `OffloadManager` has a counterpart of each, which carries the eviction order.
 
     Args:
-        cache_capacity: most chunks at a time.
+        cache_capacity: maximum number of chunks.
     """
 
     eviction: ClassVar[str]
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        # What a call pins or lets go, and whether it has: after an exception the next call notes it.
+        # What a call pins or releases, and whether it did: after an exception the next call records it.
         self._key: OffloadKey | None = None
         self._held: list[object] = []
         self._ended: list[object] = []
@@ -44,7 +44,7 @@ class _Policy(CachePolicy):
         """Add a chunk.
 
         Raises:
-            InvalidArgumentError: the key has one, or there are `cache_capacity` chunks; nothing is changed.
+            InvalidArgumentError: the key already has a chunk, or the cache is full; nothing is changed.
         """
         if key in self._chunks or len(self._chunks) >= self.cache_capacity:
             known = "has a chunk already" if key in self._chunks else f"would be more than {self.cache_capacity} chunks"
@@ -75,11 +75,11 @@ class _Policy(CachePolicy):
         self._chunks.pop(key, None)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """Count keys as just used, the first as the last to be evicted."""
+        """Mark keys as just used; the first key is evicted last."""
         self._order.touch([*keys])
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        """Drop and return `n` chunks that nothing reads; None, and nothing is changed, if there are fewer."""
+        """Drop and return `n` chunks that nothing reads; None, changing nothing, if there are fewer."""
         if n <= 0:
             return []
         evicted: list[list[bytes] | None] = []
@@ -100,7 +100,7 @@ class _Policy(CachePolicy):
             raise
 
     def mark_evictable(self, key: OffloadKey) -> None:
-        """Let a chunk be evicted: its store, or its last load, has ended."""
+        """Make a chunk evictable: its store or last load has ended."""
         self._settle()
         if key in self._pinned:
             self._let_go(key)
@@ -110,9 +110,9 @@ class _Policy(CachePolicy):
             raise InvalidArgumentError(f"key is {key!r}, which has no chunk")
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
-        """Keep a chunk from being evicted: its first load begins."""
+        """Protect a chunk from eviction: its first load begins."""
         self._settle()
-        if key not in self._pinned:  # it is, if a call was interrupted and is made again
+        if key not in self._pinned:  # already pinned, if an interrupted call is repeated
             self._key = key
             keep(self._held, self._order.prepare_load, [key])
             self._settle()
@@ -129,7 +129,7 @@ class _Policy(CachePolicy):
         self._settle()
 
     def _settle(self) -> None:
-        """Note what the last call has pinned or let go."""
+        """Record what the last call pinned or released."""
         if self._key is not None and self._held:
             self._pinned.add(self._key)
             del self._held[:]
@@ -139,12 +139,12 @@ class _Policy(CachePolicy):
 
 
 class LRUPolicy(_Policy):
-    """The least recently used chunk goes first."""
+    """Evicts the least recently used chunk first."""
 
     eviction = "lru"
 
 
 class AdaptivePolicy(_Policy):
-    """Learns which of recency and frequency serves better, see `blockyard.PrefixCaching`."""
+    """Learns whether recency or frequency works better, see `blockyard.PrefixCaching`."""
 
     eviction = "adaptive"

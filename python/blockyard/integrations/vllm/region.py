@@ -1,4 +1,4 @@
-"""Host memory that the workers of one engine share with its scheduler."""
+"""Host memory shared by the workers and the scheduler of one engine."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _LOCK: Final = struct.Struct("hhqqi")  # `struct flock` of a 64-bit Linux
 
 
 class SharedRegion:
-    """One process's view of host memory that an engine's workers and its scheduler share.
+    """One process's view of the host memory shared by an engine's workers and its scheduler.
 
-    The file in `/dev/shm` has one part for each worker, and a page that says who has mapped it. The last to come
-    removes its name, so the memory goes with the last process, however that ends. Each process holds a lock on its
-    place as long as it has the memory mapped; the lock ends with the process. A file without such locks was left by
-    processes that died: the next to come removes it and makes another.
+    The file in `/dev/shm` has one part per worker, and a page that records which processes have mapped it. The last
+    process to map it unlinks the name, so the memory is freed with the last process, however that ends. Each process
+    holds a lock on its place while it has the memory mapped; the lock ends with the process. A file without such locks
+    was left by dead processes: the next process removes it and creates a new one.
 
     Args:
-        engine_id: of the engine, from vLLM.
-        part_bytes: memory of one worker.
-        world_size: workers, all on this machine.
+        engine_id: the engine's id, from vLLM.
+        part_bytes: bytes of memory per worker.
+        world_size: number of workers, all on this machine.
         place: rank of this worker; `world_size` for the scheduler.
 
     Raises:
         OutOfMemoryError: `/dev/shm` has too little room.
-        InvalidArgumentError: the file is not of this size, or somebody has this place already.
+        InvalidArgumentError: the file has another size, or another process holds this place.
     """
 
     def __init__(self, engine_id: str, part_bytes: int, world_size: int, place: int) -> None:
@@ -56,14 +56,14 @@ class SharedRegion:
         file = self._open()
         try:
             self._attach(file, place)
-            # A mapping keeps the descriptor open, and the lock with it.
+            # The mapping keeps the descriptor open, and with it the lock.
             fcntl.flock(file, fcntl.LOCK_UN)
             self._state = HostMapping(mmap.PAGESIZE, file=file, offset=self._stride * world_size)
             self._parts = [
                 HostMapping(self._stride, file=file, offset=self._stride * rank)
                 for rank in (range(world_size) if place == world_size else [place])
             ]
-            # An engine that ends before all have come leaves no file behind.
+            # An engine that ends before all processes have mapped the file leaves none behind.
             self._finish = weakref.finalize(self, _remove, self._path, os.fstat(file).st_ino)
         finally:
             os.close(file)
@@ -79,15 +79,15 @@ class SharedRegion:
         return int(self._state.tensor[: _WORD.itemsize].numpy().view(_WORD)[0]) == self._all
 
     def close(self) -> None:
-        """Remove the file's name if somebody has not come; the memory stays as long as it is used."""
+        """Unlink the file if not all processes have mapped it; the memory stays while it is used."""
         self._finish()
 
     def rows(self, count: int) -> list[NDArray[np.uint8]]:
-        """See the memory of each worker as rows, uint8 `[count, bytes]`: for the scheduler."""
+        """View the memory of each worker as rows, uint8 `[count, bytes]`; for the scheduler."""
         return [part.tensor[: self._part_bytes].numpy().reshape(count, -1) for part in self._parts]
 
     def _open(self) -> int:
-        """Open the file by its name, with the lock; one that is left over is removed first."""
+        """Open the file by name, with the lock held; remove a left-over file first."""
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
@@ -102,7 +102,7 @@ class SharedRegion:
             os.close(file)
 
     def _attach(self, file: int, place: int) -> None:
-        """Note who has come; the first makes the file, the last removes its name. The lock is held."""
+        """Register this process; the first one creates the file, the last one unlinks it. The lock is held."""
         at, size = self._stride * self._world_size, self._stride * self._world_size + mmap.PAGESIZE
         there = os.fstat(file)
         if there.st_uid != os.geteuid():
@@ -132,7 +132,7 @@ class SharedRegion:
 
 
 def _lock_name(path: Path, file: int) -> bool:
-    """Wait for the lock under which a file gets or loses its name. Returns whether this file still has it."""
+    """Wait for the lock that guards linking and unlinking a file. Returns whether this file is still linked."""
     fcntl.flock(file, fcntl.LOCK_EX)
     try:
         return os.path.samestat(os.fstat(file), path.stat(follow_symlinks=False))
@@ -146,13 +146,13 @@ def _hold(file: int, place: int) -> None:
 
 
 def _is_held(file: int) -> bool:
-    """Return whether somebody else who opened the file holds a place."""
+    """Return whether another opener of the file holds a place."""
     asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, _MOST_PLACES, 0)
     return bool(_LOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
 
 
 def _remove(path: Path, inode: int) -> None:
-    """Remove the file's name, if it still has it."""
+    """Unlink the file, if it is still linked."""
     with suppress(OSError):
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

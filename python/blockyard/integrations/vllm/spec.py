@@ -1,4 +1,4 @@
-"""`BlockyardSpec`: what vLLM's `OffloadingConnector` makes manager and worker from."""
+"""`BlockyardSpec`: creates manager and worker for vLLM's `OffloadingConnector`."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _INFO = ("blockyard_num_chunks", "blockyard_blocks_per_chunk", "blockyard_bytes_
 class BlockyardSpec(OffloadingSpec):
     """KV cache of vLLM in host memory: on a CPU or CUDA, loads before stores, with Blockyard's eviction policies.
 
-    It is named in the extra configuration of the `OffloadingConnector`, with these options beside vLLM's own:
+    Named in the extra configuration of the `OffloadingConnector`, with these options besides vLLM's own:
 
     | option | meaning | default |
     |---|---|---|
     | `host_bytes` | host memory for all workers together: bytes, or text such as `"64GiB"` | required |
-    | `cpu_bytes_to_use` | the same, by the name that vLLM's own spec has for it | |
-    | `policy` | which chunk is evicted first, a name as for `blockyard.PrefixCaching` | `"lru"` |
-    | `blocks_per_chunk` | device blocks that are stored under one key | 1 |
-    | `prefix_store` | URL of a prefix store below the host, as for `blockyard.open_store` | none |
-    | `revision` | of the weights; chunks of another revision are not found | empty |
-    | `prefetch_timeout_base` | seconds that a request waits for the store, and one more for every 16 MB | 5 |
-    | `weights_fixed` | whether the weights stay the same while the engine runs, also over sleep and reset | false |
+    | `cpu_bytes_to_use` | the same, under the name used by vLLM's own spec | |
+    | `policy` | which chunk is evicted first, a policy name of `blockyard.PrefixCaching` | `"lru"` |
+    | `blocks_per_chunk` | device blocks stored under one key | 1 |
+    | `prefix_store` | URL of a prefix store below the host, see `blockyard.open_store` | none |
+    | `revision` | revision of the weights; chunks of other revisions are not found | empty |
+    | `prefetch_timeout_base` | seconds that a request waits for the store, plus one for every 16 MB | 5 |
+    | `weights_fixed` | whether the weights stay the same while the engine runs, even across sleep and reset | false |
 
     Args:
         config: from vLLM.
@@ -75,16 +75,16 @@ class BlockyardSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """Return what `BlockyardManager.get_stats` reports."""
+        """Return the metrics reported by `BlockyardManager.get_stats`."""
         return definitions()
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        """Return the labels that `BlockyardManager.config_info` fills."""
+        """Return the labels filled by `BlockyardManager.config_info`."""
         return _INFO
 
     def get_manager(self) -> BlockyardManager:
-        """Return the scheduler's side, always the same one."""
+        """Return the scheduler side, always the same object."""
         if self._manager is None:
             facts = (self.num_chunks, self.blocks_per_chunk, self.bytes_per_chunk, self.policy)
             self._manager = BlockyardManager(
@@ -100,7 +100,7 @@ class BlockyardSpec(OffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> BlockyardWorker:
-        """Return what copies between these KV caches and host memory, always the same one."""
+        """Return the worker that copies between these KV caches and host memory, always the same object."""
         if self._worker is None:
             shared = self._external is not None and self.num_chunks
             self._worker = BlockyardWorker(
@@ -143,7 +143,7 @@ class _External(NamedTuple):
 
 
 def _warn_of_typos(options: Any) -> None:
-    """Warn of options that look like ours, misspelt. vLLM's own options look like none of ours."""
+    """Warn about options that look like ours but misspelt. None of vLLM's own options resemble ours."""
     for name in options:
         near = [] if name in _OPTIONS else get_close_matches(str(name), _OPTIONS, n=1, cutoff=0.7)
         if near:

@@ -1,4 +1,4 @@
-"""A secondary tier of vLLM's `TieringOffloadingSpec` over a prefix store: bounded, verified, found after a restart."""
+"""A secondary tier of vLLM's `TieringOffloadingSpec` over a bounded, verified, persistent prefix store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["BlockyardTier", "namespace"]
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = b"blockyard vllm tier 1"
 _BATCH_BYTES: Final = 64 << 20
-"""Bytes that one job has in the store at a time, so that its memory for blocks in flight is never full."""
+"""Bytes of one job in the store at a time, so that the store's memory for blocks in flight is never exhausted."""
 _PARALLEL: Final = ("rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 
 
@@ -40,13 +40,13 @@ class _Outcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A job in the scheduler's thread. It ends with its future, so that nothing which raises elsewhere can lose it."""
+    """A job of the scheduler's thread. It ends with its future, so that an exception elsewhere cannot lose it."""
 
     job_id: int
     keys: list[OffloadKey]
     is_load: bool
     begun: float
-    futures: list[Future[_Outcome]] = field(default_factory=list)  # none if submitting it has raised
+    futures: list[Future[_Outcome]] = field(default_factory=list)  # empty if submitting it raised
 
     @property
     def is_ended(self) -> bool:
@@ -70,24 +70,26 @@ class _Job:
 
 
 class BlockyardTier(SecondaryTierManager):
-    """Chunks that vLLM's host memory has evicted, in a Blockyard store. vLLM names it in `secondary_tiers`.
+    """Chunks evicted from vLLM's host memory, in a Blockyard store. Named in vLLM's `secondary_tiers`.
 
-    A chunk is checked when it is read. One that is damaged is deleted. One that does not come for a reason that passes
-    is a failed load, and a miss until the store reads it again. The engine computes both again. Chunks are found only
-    by engines of the same model, dtype, layout and `revision`.
+    Chunks are verified when read. A damaged one is deleted. A transient read failure is a failed load, and a miss until
+    the store reads the chunk again. The engine recomputes both. Chunks are found only by engines with the same model,
+    dtype, layout and `revision`.
 
     Args:
         offloading_spec: from vLLM.
-        primary_kv_view: vLLM's host memory, one row a chunk.
+        primary_kv_view: vLLM's host memory, one row per chunk.
         tier_type: from vLLM.
         backpressure_detector: from vLLM.
-        root_dir: directory of a file store; one engine at a time has it open.
-        size: most bytes of that file store.
-        url: instead of `root_dir`, any store with keys, as for `blockyard.open_store`.
-        revision: of the weights, if the model's name does not say it: another revision finds nothing of this one.
+        root_dir: directory of a file store; only one engine at a time can open it.
+        size: size limit of that file store in bytes.
+        url: instead of `root_dir`, the URL of any store with keys, see `blockyard.open_store`.
+        revision: revision of the weights, if the model's name does not include it; other revisions do not find its
+            chunks.
 
     Raises:
-        InvalidArgumentError: not exactly one of `root_dir` and `url` is given, or the view is not one row a chunk.
+        InvalidArgumentError: not exactly one of `root_dir` and `url` is given, or the view does not have one row per
+            chunk.
         StoreError: the store cannot be opened.
     """
 
@@ -124,37 +126,37 @@ class BlockyardTier(SecondaryTierManager):
         self._batch = max(1, _BATCH_BYTES // width)
         # Loads never queue behind stores.
         self._work = StoreJobs(self._store, "blockyard-vllm", {"load": 1, "store": 1})
-        self._jobs: list[_Job] = []  # those that were not reported
-        self._storing: dict[OffloadKey, _Job] = {}  # the last job of each key
+        self._jobs: list[_Job] = []  # not yet reported
+        self._storing: dict[OffloadKey, _Job] = {}  # latest job of each key
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Take chunks as they are computed."""
+        """Request chunks as they are computed."""
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return whether a key can be loaded; RETRY while it is being stored, which ends with that job."""
+        """Return whether a key can be loaded; RETRY while it is being stored."""
         job = self._storing.get(key)
         if job is not None and not job.is_ended:
             return LookupResult.RETRY
         return LookupResult.HIT if self._store.contains([_digest(key)])[0] else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Start to copy chunks of the host to the store; keys that it has already cost no write."""
+        """Start copying host chunks to the store; keys already stored are not written again."""
         self._submit(job_metadata, is_load=False)
 
     def submit_load(self, job_metadata: TransferJob, expedited: bool = False) -> None:
-        """Start to copy chunks from the store into those of the host; no other byte of the host is written."""
+        """Start copying chunks from the store into host chunks; no other host byte is written."""
         self._submit(job_metadata, is_load=True)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return one result for each job that has ended since the last call."""
+        """Return one result per job that ended since the last call."""
         ended = [job for job in self._jobs if job.is_ended]
         if not ended:
             return []
         results = [job.result() for job in ended if job.futures]
         self._storing = {key: job for key, job in self._storing.items() if job not in ended}
         left = [job for job in self._jobs if job not in ended]
-        self._jobs = left  # last: what this call does not return, the next one does
+        self._jobs = left  # last, so that the next call returns what this one does not
         return results
 
     def drain_jobs(self) -> None:
@@ -162,7 +164,7 @@ class BlockyardTier(SecondaryTierManager):
         wait([future for job in self._jobs for future in job.futures])
 
     def shutdown(self) -> None:
-        """Let what is under way end, and close the store; twice does nothing."""
+        """Wait for running jobs, and close the store. Idempotent."""
         self._work.close()
         self._store.close()
 
@@ -212,7 +214,7 @@ class BlockyardTier(SecondaryTierManager):
 
 
 def _rows(view: memoryview) -> NDArray[np.uint8]:
-    """See vLLM's host memory as uint8 `[chunks, bytes]`, without a copy."""
+    """View vLLM's host memory as uint8 `[chunks, bytes]`, without a copy."""
     array = np.asarray(view)
     if array.ndim < 2:
         raise InvalidArgumentError(f"primary_kv_view has shape {array.shape}, must have a row for each chunk")
@@ -223,7 +225,7 @@ def _rows(view: memoryview) -> NDArray[np.uint8]:
 
 
 def _digest(key: OffloadKey) -> bytes:
-    """The name of a key in the store: keys of vLLM have any length."""
+    """Return the name of a key in the store: vLLM's keys have any length."""
     return hashlib.sha256(key).digest()
 
 
@@ -232,7 +234,7 @@ def _digests(keys: Sequence[OffloadKey]) -> list[bytes]:
 
 
 def namespace(spec: Any, width: int, revision: str) -> bytes:
-    """Digest what decides a chunk's bytes beside its key, in which vLLM has tokens, adapter and salt."""
+    """Digest everything that determines a chunk's bytes besides its key, which covers tokens, adapter and salt."""
     config = getattr(spec, "config", None)
     model, cache, parallel = (getattr(config, name, None) for name in ("model", "cache", "parallel"))
     fields = {

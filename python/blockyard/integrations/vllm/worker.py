@@ -1,7 +1,7 @@
-"""vLLM's offloading worker over Blockyard's copies: blocks of a device, or of CPU tensors, to and from host chunks.
+"""vLLM's offloading worker with Blockyard's copies: device blocks, or blocks of CPU tensors, to and from host chunks.
 
-A host chunk holds `blocks_per_chunk` device blocks, those of all tensors side by side. A transfer may begin and end
-inside a chunk: its first and last parts follow from `block_indices` and `group_sizes`, and nothing else is touched.
+A host chunk holds `blocks_per_chunk` device blocks, each with all tensors side by side. A transfer may begin and end
+inside a chunk, as given by `block_indices` and `group_sizes`; nothing else is touched.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Run = Callable[[Mapping], None]
 
 
 class _Group(NamedTuple):
-    """Copies of one cache group; None if the group has no tensors here."""
+    """The copies of one cache group; None if the group has no tensors here."""
 
     store: _Run | None
     load: _Run | None
@@ -69,20 +69,21 @@ class _Job:
 class BlockyardWorker(OffloadingWorker):
     """Copies between one worker's KV caches and its host chunks, in the background.
 
-    Loads go before stores, and expedited loads before other loads: each has a stream of its own on CUDA, and on a CPU a
-    thread serves them in that order, piece by piece. All wait for compute that was queued before they were submitted.
+    Loads go before stores, and expedited loads before other loads: on CUDA each has its own stream, and on a CPU a
+    thread serves them in that order, piece by piece. All wait for compute queued before they were submitted.
 
-    While a CUDA graph is captured on the current stream, every call raises `CaptureError`; graph and jobs go on.
+    While a CUDA graph is being captured on the current stream, every call raises `CaptureError`; graph and jobs are
+    unaffected.
 
     Args:
         kv_caches: from vLLM, on a CPU or a CUDA device.
         blocks_per_chunk: device blocks in a host chunk.
-        num_chunks: host chunks, as many as the manager gives out.
-        region: memory for them that is shared with the scheduler; memory of this worker alone if None.
-        block_bytes: bytes of a block in that region.
+        num_chunks: number of host chunks, as in the manager.
+        region: memory for them shared with the scheduler; None means private memory.
+        block_bytes: bytes per block in that region.
 
     Raises:
-        InvalidArgumentError: the tensors do not fit one another.
+        InvalidArgumentError: the tensors do not match one another.
         OutOfMemoryError: the host has too little memory.
     """
 
@@ -122,7 +123,7 @@ class BlockyardWorker(OffloadingWorker):
         self._block_bytes: list[int] = []
         self._device_blocks = min(rows.shape[0] for rows in device_rows)
         for refs in kv_caches.group_data_refs:
-            # Layers of a group may lie in one tensor.
+            # Layers of a group may share one tensor.
             pages: dict[int, int] = {}
             for ref in refs:
                 pages[ref.tensor_idx] = max(ref.page_size_bytes, pages.get(ref.tensor_idx, 0))
@@ -140,8 +141,8 @@ class BlockyardWorker(OffloadingWorker):
         """Copy device blocks to host chunks.
 
         Raises:
-            InvalidArgumentError: blocks and chunks do not fit one another, an id is out of range, or a job has this id;
-                nothing is copied.
+            InvalidArgumentError: blocks and chunks do not match, an id is out of range, or a job has this id; nothing
+                is copied.
         """
         return self._submit(job_id, src_spec, dst_spec, "out", to="large")
 
@@ -151,31 +152,31 @@ class BlockyardWorker(OffloadingWorker):
         """Copy host chunks, or parts of the first and last, to device blocks; raises as `submit_store`.
 
         Args:
-            job_id: not that of a job that `get_finished` has not reported.
-            src_spec: host chunks, for each group those of its blocks.
-            dst_spec: device blocks, groups one after the other.
-            expedited: go before other loads.
+            job_id: must differ from all jobs not yet reported by `get_finished`.
+            src_spec: host chunks of each group's blocks.
+            dst_spec: device blocks, group by group.
+            expedited: whether to go before other loads.
         """
         return self._submit(job_id, dst_spec, src_spec, "copy" if expedited else "in", to="small")
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that have ended since the last call, in the order of their submission; never waits."""
+        """Return the jobs that ended since the last call, in submission order; never waits."""
         refuse_capture(self._streams)
         ended = [job_id for job_id, job in self._jobs.items() if job.events[-1].query()]
         results = [self._result(job_id, self._jobs[job_id]) for job_id in ended]
         left = {job_id: job for job_id, job in self._jobs.items() if job_id not in ended} if ended else self._jobs
-        self._jobs = left  # last: what this call does not return, the next one does
+        self._jobs = left  # last, so that the next call returns what this one does not
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until jobs have ended; `get_finished` still reports them."""
+        """Wait for jobs to end; `get_finished` still reports them."""
         refuse_capture(self._streams)
         for job_id in job_ids:
             if job_id in self._jobs:
                 self._jobs[job_id].events[-1].synchronize()
 
     def shutdown(self) -> None:
-        """Wait for all jobs and give the host memory back; twice does nothing."""
+        """Wait for all jobs and free the host memory. Idempotent."""
         refuse_capture(self._streams)
         self._streams.close()
         self._jobs.clear()
@@ -214,14 +215,14 @@ class BlockyardWorker(OffloadingWorker):
             self._jobs[job_id] = job
         except BaseException:
             for event in job.events:
-                event.synchronize()  # the job is refused: nothing of it is under way
+                event.synchronize()  # the job is rejected: none of it may be in flight
             raise
         return True
 
     def _mappings(
         self, device: GPULoadStoreSpec, chunks: NDArray[np.int64], to: Literal["small", "large"]
     ) -> list[tuple[int, Mapping]]:
-        """Pair the blocks of each group with parts of its chunks; all are checked before anything is copied."""
+        """Pair the blocks of each group with parts of its chunks; checks everything before copying."""
         blocks, sizes = np.asarray(device.block_ids, np.int64), list(device.group_sizes)
         if len(sizes) != len(self._groups) or len(device.block_indices) != len(sizes):
             raise InvalidArgumentError(
@@ -273,7 +274,7 @@ class BlockyardWorker(OffloadingWorker):
 
     def _result(self, job_id: int, job: _Job) -> TransferResult:
         if job.error is not None:
-            # vLLM ends the engine for it. That is right: a copy within this machine failed, nothing can be relied on.
+            # vLLM stops the engine, rightly: if a copy within this machine fails, nothing can be relied on.
             _LOG.error("job %d failed: %s", job_id, job.error)
             return TransferResult(job_id=job_id, success=False)
         return TransferResult(job_id=job_id, success=True, transfer_size=job.num_bytes, transfer_time=job.seconds())
@@ -282,5 +283,5 @@ class BlockyardWorker(OffloadingWorker):
 def _rows(tensor: Tensor, page_bytes: int) -> Tensor:
     """View a cache as uint8 `[blocks, page_bytes]`."""
     view = tensor.view(torch.uint8)
-    # A packed layout has larger strides than pages, and is of two dimensions already.
+    # A packed layout has strides larger than pages, and already two dimensions.
     return view if view.dim() == 2 and view.shape[1] == page_bytes else view.view(-1, page_bytes)

@@ -1,7 +1,7 @@
-"""Drop-in for the block manager of engines that have the shape of vLLM V0 (0.7.3), over the Rust pools.
+"""A drop-in block manager for engines shaped like vLLM V0 (0.7.3), over the Rust pools.
 
-An engine takes `AllocStatus` and `BlockSpaceManager` from here instead of from its `core.interfaces`; nothing of the
-engine is imported, its sequences are taken as they are.
+An engine imports `AllocStatus` and `BlockSpaceManager` from here instead of from its `core.interfaces`. Nothing is
+imported from the engine; its sequences are used as they are.
 """
 
 from blockyard._core import V0BlockTable as BlockTable

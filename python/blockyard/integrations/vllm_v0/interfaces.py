@@ -1,4 +1,4 @@
-"""The interfaces of vLLM's V0 block manager (0.7.3), and what it takes of the engine's sequences."""
+"""The interfaces of vLLM's V0 block manager (0.7.3), and the parts of the engine's sequences that it uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockyard.errors import OutOfBlocksError
 
 
 class Device(enum.Enum):
-    """Where blocks are; an engine's own enum of these names will do as well, which V0's without `EXTERNAL` is."""
+    """Where blocks are. An engine's own enum with these names works too, such as V0's, which has no `EXTERNAL`."""
 
     GPU = enum.auto()
     CPU = enum.auto()
@@ -20,7 +20,7 @@ class Device(enum.Enum):
 
 
 class AllocStatus(enum.Enum):
-    """Whether a sequence group fits: now, once others have left, or not even into an empty device."""
+    """Whether a sequence group fits: now, once others have left, or never, not even on an empty device."""
 
     OK = enum.auto()
     LATER = enum.auto()
@@ -28,7 +28,7 @@ class AllocStatus(enum.Enum):
 
 
 class Sequence(Protocol):
-    """What is used of a V0 sequence; also `extra_hash()` and `is_prefill()`, which some versions lack."""
+    """The parts of a V0 sequence in use; also `extra_hash()` and `is_prefill()`, which some versions lack."""
 
     seq_id: int
     status: Any
@@ -38,7 +38,7 @@ class Sequence(Protocol):
 
 
 class SequenceGroup(Protocol):
-    """What is used of a V0 sequence group."""
+    """The parts of a V0 sequence group in use."""
 
     request_id: str
 
@@ -48,14 +48,14 @@ class SequenceGroup(Protocol):
 
 
 def _declare(*args: Any, **kwargs: Any) -> Any:
-    """Stand for a method that the implementation brings; its signature is V0's and shown there."""
+    """A placeholder for a method of the implementation, which has V0's signature."""
 
 
 abstract: Callable[..., Any] = abstractmethod(_declare)
 
 
 class Block(ABC):
-    """One block of one sequence; several may name one physical block."""
+    """One block of one sequence; several may refer to one physical block."""
 
     append_token_ids: Callable[..., None] = abstract
     block_id: Any  # int, or None once freed

@@ -1,4 +1,4 @@
-"""`SelfAttnBlockSpaceManager` and what it remembers of sequences."""
+"""`SelfAttnBlockSpaceManager` and its per-sequence trackers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _Allocator: TypeAlias = DeviceAwareBlockAllocator | _core.V0CpuGpuBlockAllocator
 
 
 def _require(holds: object, message: str) -> None:
-    # V0 asserts; its callers may rely on the exception, also under python -O.
+    # V0 asserts; its callers may rely on the exception, even under python -O.
     if not holds:
         raise AssertionError(message)
 
 
 class _Abilities(NamedTuple):
-    """What the sequences of a class can be asked."""
+    """Which optional methods a sequence class has."""
 
     extra_hash: bool
     is_prefill: bool
@@ -37,14 +37,14 @@ _abilities: dict[type, _Abilities] = {}
 
 
 def _abilities_of(seq: Any) -> _Abilities:
-    # Looked up once for each class: these calls are made for every sequence and step.
+    # Looked up once per class, as these calls happen for every sequence and step.
     if (known := _abilities.get(type(seq))) is None:
         known = _abilities[type(seq)] = _Abilities(hasattr(seq, "extra_hash"), hasattr(seq, "is_prefill"))
     return known
 
 
 def _extra_hash(seq: Any) -> int | None:
-    """What makes a sequence's blocks others than its tokens say, such as a LoRA adapter."""
+    """Return what a sequence's blocks depend on besides its tokens, such as a LoRA adapter."""
     hashed: int | None = seq.extra_hash() if _abilities_of(seq).extra_hash else None
     return hashed
 
@@ -52,12 +52,12 @@ def _extra_hash(seq: Any) -> int | None:
 def _is_prefill(seq: Any, num_tokens: int) -> bool:
     if _abilities_of(seq).is_prefill:
         return bool(seq.is_prefill())
-    # All tokens but the one that was sampled last are computed after the prefill.
+    # After the prefill, all tokens except the last sampled one are computed.
     return bool(seq.data.get_num_computed_tokens() + 1 < num_tokens)
 
 
 class ComputedBlocksTracker:
-    """How much of each sequence is cached; every token is hashed once."""
+    """Tracks how much of each sequence is cached; hashes every token once."""
 
     def __init__(self, allocator: _Allocator, block_size: int, enable_caching: bool) -> None:
         self._allocator, self._block_size, self._enable_caching = allocator, block_size, enable_caching
@@ -65,10 +65,10 @@ class ComputedBlocksTracker:
         self._num_cached: dict[int, int] = {}
 
     def get_num_cached_tokens(self, seq: Sequence) -> int:
-        """Tokens of the longest computed prefix; while a sequence is in prefill, at most as many as at its first call.
+        """Return the tokens of the longest computed prefix; during prefill, at most as many as at the first call.
 
-        V0 keeps that count while the sequence waits, although the blocks may be evicted meanwhile, and asserts that a
-        prefill which was swapped out has computed no more.
+        V0 keeps that count while the sequence waits, although the blocks may be evicted in the meantime, and asserts
+        that a swapped-out prefill has computed no more.
         """
         if not self._enable_caching:
             return 0
@@ -90,7 +90,7 @@ class ComputedBlocksTracker:
 
 
 class LastAccessBlocksTracker:
-    """When each sequence was last scheduled; its blocks learn it when they are freed."""
+    """Tracks when each sequence was last scheduled; its blocks are touched with that time when they are freed."""
 
     def __init__(self, allocator: _Allocator) -> None:
         self._allocator = allocator
@@ -115,7 +115,7 @@ class LastAccessBlocksTracker:
 
 
 class BlockSpaceManager(ABC):
-    """What V0's scheduler asks who may run."""
+    """The interface through which V0's scheduler decides what may run."""
 
     can_allocate = allocate = can_append_slots = append_slots = fork = free = abstract
     can_swap_in = swap_in = can_swap_out = swap_out = get_block_table = abstract
@@ -131,11 +131,11 @@ class BlockSpaceManager(ABC):
 
 
 class SelfAttnBlockSpaceManager(BlockSpaceManager):
-    """V0's block manager, and external blocks below it.
+    """V0's block manager, extended by external blocks.
 
-    A group that is swapped out goes to the CPU, or whole to the external blocks if the CPU has no room for it. The
+    A group is swapped out to the CPU, or as a whole to the external blocks if the CPU has no room for it. The
     scheduler's calls are the same for both: in `swap_out` and `swap_in`, ids from `num_cpu_blocks` on are external
-    blocks. `CacheSwapper` carries such swaps out.
+    blocks. `CacheSwapper` executes such swaps.
 
     Args:
         block_size: token slots in a block.
@@ -168,7 +168,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         self.num_total_external_blocks = num_external_blocks
         self.watermark, self.watermark_blocks = watermark, int(watermark * num_gpu_blocks)
         self.sliding_window, self.enable_caching = sliding_window, enable_caching
-        # A window that does not begin at a block's start touches one block more, and one is being filled.
+        # A window that does not start at a block boundary touches one more block, and one is being filled.
         self.max_block_sliding_window = None if sliding_window is None else sliding_window // block_size + 2
         kind = "prefix_caching" if enable_caching else "naive"
         self.block_allocator = _core.V0CpuGpuBlockAllocator.create(
@@ -191,7 +191,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         return encoder
 
     def can_allocate(self, seq_group: SequenceGroup, num_lookahead_slots: int = 0) -> AllocStatus:
-        """Whether a waiting group may be admitted, the watermark kept."""
+        """Return whether a waiting group may be admitted above the watermark."""
         encoder = self._encoder_tokens(seq_group)
         tokens = _with_status(seq_group, "WAITING")[0].get_token_ids()
         required = BlockTable.get_num_required_blocks(tokens, self.block_size, num_lookahead_slots)
@@ -211,7 +211,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         return table
 
     def allocate(self, seq_group: SequenceGroup) -> None:
-        """Give a waiting group its blocks, or none; its sequences share those of the first."""
+        """Allocate blocks for a waiting group, all or none; its sequences share those of the first."""
         waiting, encoder = _with_status(seq_group, "WAITING"), self._encoder_tokens(seq_group)
         known = {seq.seq_id for seq in waiting} & self.block_tables.keys()
         _require(not known, f"block table already exists for sequences {sorted(known)}")
@@ -235,25 +235,25 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         )
 
     def can_append_slots(self, seq_group: SequenceGroup, num_lookahead_slots: int) -> bool:
-        """Whether the running sequences of a group can go on, if every block that they touch is new."""
+        """Return whether the running sequences of a group can continue, if every block that they touch is new."""
         touched = sum(self._touched(seq, num_lookahead_slots) for seq in _with_status(seq_group, "RUNNING"))
         return touched <= self.get_num_free_gpu_blocks()
 
     def append_slots(self, seq: Sequence, num_lookahead_slots: int) -> list[tuple[int, int]]:
-        """Give a sequence's new tokens slots; returns the blocks to copy since the last call, as (from, to)."""
+        """Allocate slots for a sequence's new tokens. Returns the blocks to copy since the last call, as (from, to)."""
         table = self.block_tables[seq.seq_id]
         unseen = table.get_unseen_token_ids(seq.get_token_ids())
         table.append_token_ids(unseen, num_lookahead_slots, seq.data.get_num_computed_tokens(), _extra_hash(seq))
         return self.block_allocator.clear_copy_on_writes()
 
     def fork(self, parent_seq: Sequence, child_seq: Sequence) -> None:
-        """Let a child share its parent's blocks; an unknown parent has none."""
+        """Make a child share its parent's blocks; an unknown parent has none."""
         if (table := self.block_tables.get(parent_seq.seq_id)) is not None:
             self._last_access_blocks_tracker.add_seq(child_seq.seq_id)
             self.block_tables[child_seq.seq_id] = table.fork()
 
     def free(self, seq: Sequence) -> None:
-        """Give a sequence's blocks back, on whichever device they are; an unknown one has none."""
+        """Free a sequence's blocks, on whichever device they are; an unknown sequence has none."""
         if (table := self.block_tables.pop(seq.seq_id, None)) is not None:
             self._last_access_blocks_tracker.update_seq_blocks_last_access(seq.seq_id, table.physical_block_ids)
             self._last_access_blocks_tracker.remove_seq(seq.seq_id)
@@ -261,7 +261,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
             table.free()
 
     def free_cross(self, seq_group: SequenceGroup) -> None:
-        """Give a request's encoder blocks back, if it has any."""
+        """Free a request's encoder blocks, if it has any."""
         if (table := self.cross_block_tables.pop(seq_group.request_id, None)) is not None:
             table.free()
 
@@ -277,16 +277,16 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
             self._last_access_blocks_tracker.update_last_access(seq.seq_id, now)
 
     def mark_blocks_as_computed(self, seq_group: SequenceGroup, token_chunk_size: int) -> None:
-        """Let the full blocks be found whose tokens are computed once the step that is being scheduled has run.
+        """Publish the full blocks whose tokens will be computed by the step being scheduled.
 
-        V0 marks every block that it has allocated, also those of a prefill's later chunks, whose bytes are not there.
+        V0 marks every allocated block, even those of later prefill chunks, which are not computed yet.
         """
         for seq in seq_group.get_seqs() if self.enable_caching else ():
             if (table := self.block_tables.get(seq.seq_id)) is not None:
                 table.mark_computed(seq.data.get_num_computed_tokens() + token_chunk_size)
 
     def get_common_computed_block_ids(self, seqs: list[Sequence]) -> list[int]:
-        """Blocks at the start of all these sequences that need no prefill."""
+        """Return the leading blocks common to all these sequences that need no prefill."""
         cached = [(self.block_tables[seq.seq_id], self.get_num_cached_tokens(seq) // self.block_size) for seq in seqs]
         return self.block_allocator.get_common_computed_block_ids([table.physical_block_ids[:n] for table, n in cached])
 
@@ -305,7 +305,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         return AllocStatus.OK if enough else AllocStatus.LATER
 
     def _swap(self, seq_group: SequenceGroup, src: Device, dst: Device, status: str) -> list[tuple[int, int]]:
-        # The whole group at once: what its sequences share stays shared, and either all of it moves or nothing.
+        # Move the whole group at once: shared blocks stay shared, and it moves completely or not at all.
         tables = [self.block_tables[seq.seq_id] for seq in _with_status(seq_group, status)]
         mapping = self.block_allocator.swap([block for table in tables for block in table.blocks], src, dst)
         for table in tables:
@@ -313,18 +313,18 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         return [(self._local(src, source), self._local(dst, target)) for source, target in mapping.items()]
 
     def _local(self, device: Device, absolute_id: int) -> int:
-        # One count for all that is not on the GPU: the CPU's blocks, then the external ones.
+        # One numbering for all blocks off the GPU: the CPU's, then the external ones.
         first = self.num_total_cpu_blocks if device is Device.EXTERNAL else 0
         return first + self.block_allocator.get_physical_block_id(device, absolute_id)
 
     def _place(self, seq_group: SequenceGroup) -> Device:
-        """Where a swapped group is: all of it is in one place."""
+        """Return where a swapped group is; it is in a single place."""
         ids = [self.get_block_table(seq) for seq in _with_status(seq_group, "SWAPPED")]
         end = self.num_total_gpu_blocks + self.num_total_cpu_blocks
         return Device.EXTERNAL if any(table and table[-1] >= end for table in ids) else Device.CPU
 
     def _place_for(self, seq_group: SequenceGroup) -> Device | None:
-        """Where a running group can be swapped out to, if anywhere."""
+        """Return where a running group can be swapped out to, if anywhere."""
         places = [Device.CPU, *([Device.EXTERNAL] if self.num_total_external_blocks else [])]
         fits = (place for place in places if self._can_swap(seq_group, place, "RUNNING", 0) is AllocStatus.OK)
         return next(fits, None)
@@ -333,18 +333,18 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         return self._can_swap(seq_group, Device.GPU, "SWAPPED", num_lookahead_slots)
 
     def swap_in(self, seq_group: SequenceGroup) -> list[tuple[int, int]]:
-        """Bring a group's blocks back; returns (from, to), as `swap_out` counts them."""
+        """Bring a group's blocks back. Returns (from, to), numbered as in `swap_out`."""
         return self._swap(seq_group, self._place(seq_group), Device.GPU, "SWAPPED")
 
     def can_swap_out(self, seq_group: SequenceGroup) -> bool:
         return self._place_for(seq_group) is not None
 
     def swap_out(self, seq_group: SequenceGroup) -> list[tuple[int, int]]:
-        """Take a group's blocks off the GPU.
+        """Move a group's blocks off the GPU.
 
         Returns:
-            Blocks as (from, to). Those of the GPU count from 0; so do those of the CPU, and `num_cpu_blocks` is the
-            first external block.
+            Blocks as (from, to). GPU blocks are numbered from 0; CPU blocks also from 0, followed by the external
+            blocks from `num_cpu_blocks` on.
         """
         place = self._place_for(seq_group) if self.num_total_external_blocks else Device.CPU
         return self._swap(seq_group, Device.GPU, place or Device.CPU, "RUNNING")

@@ -1,4 +1,4 @@
-"""Carries out the swaps of a V0 scheduler: on the host, and in an external store."""
+"""Executes the swaps of a V0 scheduler: to the host and to an external store."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class CacheSwapper:
     """`swap_out` and `swap_in` of V0's `CacheEngine`, for a manager with external blocks.
 
-    Both return when the bytes are where they belong. They take the mappings that `SelfAttnBlockSpaceManager` gave the
+    Both return when the bytes have arrived. They take the mappings that `SelfAttnBlockSpaceManager` returned to the
     scheduler, in which ids from the number of host blocks on are slots of the store.
 
     Args:
-        executor: over the worker's GPU tensors. Its host blocks are the manager's `num_cpu_blocks`, and its store is
-            swap space of `num_external_blocks` slots. Nobody else submits to it.
+        executor: executor over the worker's GPU tensors, with `num_cpu_blocks` host blocks and a swap store of
+            `num_external_blocks` slots. Nothing else may submit to it.
 
     Source: vLLM 0.7.3, `vllm/worker/cache_engine.py`, CacheEngine.
     """
@@ -45,14 +45,14 @@ class CacheSwapper:
         Raises:
             InvalidArgumentError: the mapping has another shape.
             MappingError: an id is out of range.
-            StoreError: the store has not kept some of the blocks, so those sequences cannot go on.
+            StoreError: the store did not keep some of the blocks, so their sequences cannot continue.
         """
         pairs = _last_writes(src_to_dst)
         near, far = self._split(pairs, 1)
         self._run([("swap_out", Pairs("device", "host", near)), ("swap_out", Pairs("device", "external", far))])
 
     def swap_in(self, src_to_dst: Tensor | Sequence[tuple[int, int]]) -> None:
-        """Copy blocks back to the GPU, for compute that is queued from now on.
+        """Copy blocks back to the GPU, for compute queued from now on.
 
         Args:
             src_to_dst: the scheduler's `blocks_to_swap_in`, int64 `[n, 2]` on the CPU.
@@ -60,14 +60,14 @@ class CacheSwapper:
         Raises:
             InvalidArgumentError: the mapping has another shape.
             MappingError: an id is out of range.
-            StoreError: some blocks did not come back whole; nothing must be computed with them.
+            StoreError: some blocks did not come back intact; do not compute with them.
         """
         pairs = _last_writes(src_to_dst)
         near, far = self._split(pairs, 0)
         self._run([("swap_in", Pairs("host", "device", near)), ("swap_in", Pairs("external", "device", far))])
 
     def _split(self, pairs: NDArray[np.int64], column: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Pairs with the host and pairs with the store, whose slots count from 0."""
+        """Split pairs into those with the host and those with the store, whose slots are numbered from 0."""
         is_near = pairs[:, column] < self._num_cpu_blocks
         far = pairs[~is_near]
         far[:, column] -= self._num_cpu_blocks
@@ -78,7 +78,7 @@ class CacheSwapper:
         if not wanted:
             return
         decision = StepDecision(next(self._tickets), wanted)
-        self._executor.poll()  # reports of calls that an error ended
+        self._executor.poll()  # drop reports of calls that an error ended
         self._executor.submit(decision)
         done = self._executor.wait(decision.ticket)
         if done.lost:
@@ -88,7 +88,7 @@ class CacheSwapper:
 
 
 def _last_writes(src_to_dst: Any) -> NDArray[np.int64]:
-    """The mapping as an array in which no destination repeats.
+    """Return the mapping as an array without repeated destinations.
 
     Two groups that share a cached block are swapped one after the other, and both copy it to the same place.
     """
