@@ -33,7 +33,6 @@ PENDING: Final = (
     "python/blockyard/engine/",
     "python/blockyard/events.py",
     "python/blockyard/executor/",
-    "python/blockyard/integrations/",
     "python/blockyard/metrics.py",
     "python/blockyard/offload.py",
     "python/blockyard/prefix_store/",

@@ -367,7 +367,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ("            entry.named = tokens\n", ""),
             ("        seq.num_cached_tokens = hit\n", "        seq.num_cached_tokens = 0\n"),
             ("        self._running.pop(id(entry.sequence), None)\n", ""),
-            ("        self._land(())  # what was decided before blocks change hands\n", ""),
+            ("        self._land(())  # pending decisions, before blocks are reused\n", ""),
             (
                 "        for entry in self._running.values():\n            self._show(entry)\n        return",
                 "        return",

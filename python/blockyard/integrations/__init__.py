@@ -1,1 +1,1 @@
-"""Joins of the pieces with engines and models; one file for each."""
+"""Integrations with engines and models."""

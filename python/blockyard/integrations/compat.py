@@ -1,4 +1,4 @@
-"""Whether an engine's interfaces are those that a class here was written for: they change between versions."""
+"""Checks that an engine's interfaces, which change between versions, are those that our classes implement."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _LOG = logging.getLogger(__name__)
 
 
 def warn_version(engine: str, version: str, *supported: str) -> None:
-    """Log a warning if an engine's version was never tested."""
+    """Log a warning if an engine's version is untested."""
     if not f"{version}.".startswith(tuple(f"{known}." for known in supported)):
         _LOG.warning("%s is %s, Blockyard was tested with %s", engine, version, " and ".join(supported))
 
 
 def require_fit(ours: type, theirs: type, which: str, *, constructor: bool = False) -> None:
-    """Check that an engine can call a class of ours by the signatures of its own class.
+    """Check that an engine can call our class by the signatures of its own class.
 
     Args:
-        ours: the class.
-        theirs: the engine's.
-        which: the engine and its version, for the message.
-        constructor: whether the engine makes the objects.
+        ours: our class.
+        theirs: the engine's class.
+        which: engine and version, for the message.
+        constructor: whether the engine constructs the objects.
 
     Raises:
         ImportError: an abstract method is missing, or takes other arguments.
@@ -42,7 +42,7 @@ def require_fit(ours: type, theirs: type, which: str, *, constructor: bool = Fal
 
 
 def require_bases(ours: type, package: str, which: str) -> None:
-    """Check that an engine can make and call a class of ours by the signatures of all its base classes of a package.
+    """Check that an engine can construct and call our class by the signatures of its base classes from a package.
 
     Raises:
         ImportError: an abstract method is missing, or takes other arguments.
@@ -53,7 +53,7 @@ def require_bases(ours: type, package: str, which: str) -> None:
 
 
 def require_fields(theirs: type, which: str, *names: str) -> None:
-    """Check that a record of an engine has the fields that are set or read here.
+    """Check that an engine's record has the fields used here.
 
     Raises:
         ImportError: it lacks one.
@@ -64,7 +64,7 @@ def require_fields(theirs: type, which: str, *names: str) -> None:
 
 
 def _misfit(theirs: Callable[..., object], ours: Callable[..., object]) -> str:
-    """Why a call by one signature does not fit the other; empty if it does."""
+    """Return why a call by one signature does not fit the other; empty if it does."""
     wanted = list(inspect.signature(theirs).parameters.values())
     found = inspect.signature(ours).parameters
     order = list(found)

@@ -1,13 +1,13 @@
-"""Drop-in for the block manager of nano engines: small engines whose block manager is a class of about 100 lines.
+"""A drop-in block manager for nano engines: small engines whose block manager is a class of about 100 lines.
 
-The scheduler of such an engine makes one `BlockManager(num_blocks, block_size)` and asks it for blocks, sequence by
-sequence; the model runner reads each sequence's `block_table`. One assignment puts this one in its place:
+The scheduler of such an engine creates one `BlockManager(num_blocks, block_size)` and requests blocks from it sequence
+by sequence; the model runner reads each sequence's `block_table`. One assignment replaces it:
 
     nanovllm.engine.scheduler.BlockManager = blockyard.integrations.nano.BlockManager
 
-Both kinds in use are served. *Older* engines take `can_allocate(seq)` as a bool and call `allocate(seq)`; what they
-have computed shows by the token that they append to a sequence. *Newer* ones take it as the number of cached blocks,
-pass that to `allocate(seq, n)`, and call `hash_blocks(seq)` after each step. Nothing of the engine is imported.
+Both existing kinds are supported. *Older* engines treat `can_allocate(seq)` as a bool and call `allocate(seq)`; an
+appended token shows that the tokens before it are computed. *Newer* ones treat it as the number of cached blocks, pass
+that to `allocate(seq, n)`, and call `hash_blocks(seq)` after each step. Nothing is imported from the engine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Goal: TypeAlias = Literal["max_id", "free_tail", "dense"]
 
 
 class NanoSequence(Protocol):
-    """What is read and written of an engine's sequence; its length is the number of its tokens."""
+    """The fields of an engine's sequence that are read and written; its length is its number of tokens."""
 
     token_ids: list[int]
     block_table: list[int]
@@ -57,10 +57,10 @@ class NanoSequence(Protocol):
 
 
 class Carrier(Protocol):
-    """What carries decisions out: a `CacheEngine`, or something around one."""
+    """Executes decisions: a `CacheEngine`, or a wrapper around one."""
 
     def execute(self, decision: _core.StepDecision) -> list[_core.Pairs]:
-        """Carry out a decision before anything else is queued; returns the pairs that did not land."""
+        """Carry out a decision before anything else is queued. Returns the pairs that did not land."""
 
 
 class ScheduledSequence(NanoSequence, Protocol):
@@ -70,9 +70,9 @@ class ScheduledSequence(NanoSequence, Protocol):
 
 
 class CachedBlocks(int):
-    """How many of a sequence's blocks are cached, or -1 if it does not fit; true whenever it fits.
+    """Number of a sequence's cached blocks, or -1 if it does not fit; truthy whenever it fits.
 
-    Older engines ask whether it is true, newer ones compare it with -1 and count with it.
+    Older engines test it for truth; newer ones compare it with -1 and use the number.
     """
 
     def __bool__(self) -> bool:
@@ -81,36 +81,36 @@ class CachedBlocks(int):
 
 @dataclass(slots=True)
 class _Running:
-    """A sequence that has blocks; a step looks at nothing else where it fills no block."""
+    """A sequence with blocks; a step that fills no block reads nothing else."""
 
-    # Kept, so that its id() stays its own.
+    # Kept alive, so that its id() stays unique.
     sequence: NanoSequence
     handle: int
-    # Tokens that have slots; the manager gets them when a block is full, or a new one is needed.
+    # Tokens with slots; they are passed to the manager when a block is full or a new one is needed.
     tokens: int
     named: int
     computed: int
-    # Slots in its blocks, and how many tokens are computed when the next block is full.
+    # Slots in its blocks, and the number of tokens computed when the next block is full.
     slots: int
     full: int
 
 
 class BlockManager:
-    """Gives sequences their blocks, and shares those of equal prefixes.
+    """Allocates blocks to sequences, and shares those of equal prefixes.
 
-    A prompt's last block is never taken from the cache, so there is always a token to compute. Only blocks whose tokens
-    are computed are shared; two that were computed twice become one, so block tables may change at any call here: the
-    lists are written in place, and to be read when a step is run.
+    A prompt's last block is never taken from the cache, so there is always a token to compute. Only computed blocks are
+    shared, and duplicates are merged, so any call may change block tables: the lists are updated in place; read them
+    when a step runs.
 
-    Any call may raise, or be interrupted: make it again, or `deallocate` its sequence. Sequences that lost blocks then,
-    and those whose moves fail, have no room for another token: engines preempt them, and compute them again.
+    If a call raises or is interrupted, retry it or `deallocate` its sequence. Sequences that lost blocks in this way,
+    or through failed moves, have no room for another token: engines preempt and recompute them.
 
     Args:
-        num_blocks: blocks of the KV tensor.
+        num_blocks: number of blocks in the KV tensor.
         block_size: token slots in a block.
-        kv_cache: see `attach`, which is called with it.
-        host_blocks: as for `attach`.
-        moves: as for `attach`.
+        kv_cache: passed to `attach`.
+        host_blocks: see `attach`.
+        moves: see `attach`.
 
     Raises:
         InvalidArgumentError: a size is out of range, or there are host blocks without a KV tensor.
@@ -127,7 +127,7 @@ class BlockManager:
         self.moves = 0
         self._running: dict[int, _Running] = {}
         self._lost: set[int] = set()  # sequences that can only be deallocated
-        # What a call has taken from the manager; if it is torn, it raised before it gave all of that back.
+        # What a call has taken from the manager. If it is still set, the call raised before it returned everything.
         self._in_critical_section = False
         self._decisions: list[_core.StepDecision] = []
         self._opened: list[_core.Sequence] = []
@@ -139,23 +139,22 @@ class BlockManager:
             raise InvalidArgumentError(f"host_blocks is {host_blocks}, but there is no KV tensor to copy from")
 
     def attach(self, kv_cache: Tensor, *, host_blocks: int = 0, moves: int = 16) -> None:
-        """Let blocks be copied, now that the engine has its KV tensor; what was cached before is forgotten.
+        """Enable copies of blocks, now that the engine has its KV tensor; clears the cache.
 
-        Blocks that are about to be evicted are copied to the host first. A prompt finds them there, and `allocate`
-        brings them back. Whenever a sequence leaves, blocks move into the lowest holes (`defragment`). All copies are
-        queued before the call that decides on them returns, on the current CUDA stream if the tensor is on a CUDA
-        device.
+        Blocks are copied to the host before they are evicted. A prompt can find them there, and `allocate` loads them
+        back. Whenever a sequence leaves, blocks move into the lowest holes (`defragment`). All copies are queued before
+        the call that decides them returns, on the current CUDA stream if the tensor is on a CUDA device.
 
         Args:
-            kv_cache: the engine's own, `[2, layers, blocks, block_size, heads, dim]`, any dtype and device. One process
-                holds all of it: with tensor parallelism leave it out.
-            host_blocks: blocks that the host keeps; 0 for none.
-            moves: most blocks that move when a sequence leaves; 0 for none.
+            kv_cache: the engine's tensor, `[2, layers, blocks, block_size, heads, dim]`, any dtype and device. One
+                process must hold all of it: do not call this with tensor parallelism.
+            host_blocks: number of blocks in host memory; 0 for none.
+            moves: maximum number of blocks to move when a sequence leaves; 0 for none.
 
         Raises:
-            SequenceStateError: sequences have blocks already.
+            SequenceStateError: sequences already have blocks.
             InvalidArgumentError: `host_blocks` or `moves` is negative.
-            LayoutError: the tensor has another shape, or other numbers of blocks or slots.
+            LayoutError: the tensor has the wrong shape or number of blocks or slots.
         """
         if self._running:
             raise SequenceStateError(f"{len(self._running)} sequences have blocks: attach before the first one")
@@ -175,7 +174,7 @@ class BlockManager:
 
     @property
     def free_block_ids(self) -> list[int]:
-        """Blocks that no sequence uses, rising; those count that are cached."""
+        """Blocks that no sequence uses, cached ones included, in ascending order."""
         used = set(self.used_block_ids)
         return [block for block in range(self.num_blocks) if block not in used]
 
@@ -191,9 +190,9 @@ class BlockManager:
     # ---- prompts ----
 
     def can_allocate(self, seq: NanoSequence) -> CachedBlocks:
-        """Say whether there are blocks for all tokens of a sequence, and how many of its blocks are cached.
+        """Return whether there are blocks for all tokens of a sequence, and how many of its blocks are cached.
 
-        With host blocks, what the sequence is about to evict is copied to the host here.
+        With host blocks, this copies the blocks that the sequence will evict to the host.
         """
         self._begin()
         fit = CachedBlocks(self._fit(_tokens(seq)))
@@ -201,15 +200,16 @@ class BlockManager:
         return fit
 
     def allocate(self, seq: NanoSequence, num_cached_blocks: int | None = None) -> None:
-        """Give a sequence blocks for all its tokens: writes its `block_table` and `num_cached_tokens`.
+        """Allocate blocks for all tokens of a sequence: sets its `block_table` and `num_cached_tokens`.
 
         Args:
             seq: a sequence without blocks.
-            num_cached_blocks: what `can_allocate` has just said; older engines do not pass it.
+            num_cached_blocks: the number that `can_allocate` just returned; older engines do not pass it.
 
         Raises:
             OutOfBlocksError: too few blocks are free.
-            InvalidArgumentError: the sequence has blocks, counts them in another size, or has another number cached.
+            InvalidArgumentError: the sequence has blocks, uses another block size, or has another number of cached
+                blocks.
             SequenceStateError: a cached block could not be brought back from the host.
         """
         tokens = _tokens(seq)
@@ -218,7 +218,7 @@ class BlockManager:
         if num_cached_blocks is None:
             self._fit(tokens)
         elif (cached := self._cached(tokens)) != num_cached_blocks and self.manager.can_allocate(tokens):
-            # Making room on the host a second time could evict what `can_allocate` has counted.
+            # Making room on the host again could evict blocks that `can_allocate` counted.
             raise InvalidArgumentError(f"num_cached_blocks is {num_cached_blocks}, {cached} are cached: ask again")
         sequence = keep(self._opened, self.manager.allocate, tokens)
         handle, hit = int(sequence), sequence.cached_tokens
@@ -237,12 +237,12 @@ class BlockManager:
         self._in_critical_section = False
 
     def deallocate(self, seq: NanoSequence) -> None:
-        """Take a sequence's blocks back: empties its `block_table`, and sets `num_cached_tokens` to 0.
+        """Free a sequence's blocks: empties its `block_table`, and sets `num_cached_tokens` to 0.
 
-        A sequence that has none is left as it is.
+        A sequence without blocks is left unchanged.
 
         Raises:
-            UnknownSequenceError: its blocks are not from here.
+            UnknownSequenceError: its blocks are not from this manager.
         """
         self._begin()
         entry = self._running.get(id(seq))
@@ -261,9 +261,9 @@ class BlockManager:
     # ---- tokens ----
 
     def can_append(self, seq: NanoSequence) -> bool:
-        """Say whether there are blocks for the tokens that a sequence got since the last call.
+        """Return whether there are blocks for the tokens appended to a sequence since the last call.
 
-        There are none for a sequence that has lost blocks: deallocate it, and compute it again.
+        False for a sequence that has lost blocks: deallocate and recompute it.
 
         Raises:
             UnknownSequenceError: it has no blocks from here.
@@ -279,7 +279,7 @@ class BlockManager:
         return self._wanted(entry, tokens) <= self.manager.pool().num_free
 
     def may_append(self, seq: NanoSequence) -> None:
-        """Make room for the tokens that a sequence got since the last call: extends its `block_table` where needed.
+        """Make room for the tokens appended to a sequence since the last call: extends its `block_table` if needed.
 
         Raises:
             OutOfBlocksError: too few blocks are free.
@@ -305,9 +305,9 @@ class BlockManager:
             self._in_critical_section = False
 
     def hash_blocks(self, seq: ScheduledSequence) -> None:
-        """Let others find the blocks that this step has filled.
+        """Publish the blocks that this step filled.
 
-        Newer engines call it after each step, before or after they add `num_scheduled_tokens` to `num_cached_tokens`.
+        Newer engines call this after each step, before or after adding `num_scheduled_tokens` to `num_cached_tokens`.
 
         Raises:
             UnknownSequenceError: it has no blocks from here.
@@ -327,25 +327,25 @@ class BlockManager:
             self._in_critical_section = False
 
     def defragment(self, goal: Goal = "dense", number: int = 0, *, max_moves: int = 512) -> int:
-        """Move blocks of the KV tensor towards a goal, and rewrite the block tables of the sequences that have them.
+        """Move blocks of the KV tensor towards a goal, and update the block tables of their sequences.
 
-        Call it between steps: after the model was queued with one list of block tables, before the next is read.
+        Call it between steps: after the model was queued with one list of block tables, before the next list is read.
 
         Args:
             goal: `"max_id"`: no block above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as
-                low as can be, give or take `number` ids.
+                low as possible, with up to `number` ids of slack.
             number: see above, in blocks.
-            max_moves: most blocks to move.
+            max_moves: maximum number of blocks to move.
 
         Returns:
-            Blocks that have moved, cached ones too; call again until there are none.
+            The number of blocks moved, cached ones included; call again until it is 0.
 
         Raises:
             SequenceStateError: no KV tensor is attached.
             InvalidArgumentError: there is no such goal.
         """
         if self.executor is None:
-            raise SequenceStateError("blocks are to be moved, and no KV tensor is attached")
+            raise SequenceStateError("blocks must move, but no KV tensor is attached")
         self._begin()
         moved = self._defragment(goal, number, max_moves)
         self._in_critical_section = False
@@ -354,15 +354,15 @@ class BlockManager:
     # ---- after an exception ----
 
     def _begin(self) -> None:
-        """Begin a call that takes from the manager, after the last one has ended or is mended."""
+        """Begin a call that takes from the manager, after recovering from an interrupted one."""
         if self._in_critical_section:
             self._recover_from_interrupt()
         self._in_critical_section = True
 
     def _recover_from_interrupt(self) -> None:
-        """Give back what a call that raised had taken, and have every sequence as the manager has it."""
-        self._end_decisions(self.manager.fail)  # what landed is not known
-        self._land(())  # what was decided before blocks change hands
+        """Return what an interrupted call had taken, and sync every sequence with the manager."""
+        self._end_decisions(self.manager.fail)  # it is unknown what landed
+        self._land(())  # pending decisions, before blocks are reused
         for pin, _ in self._pins:
             with suppress(UnknownTicketError):
                 self.manager.pins.unpin(pin)
@@ -378,7 +378,7 @@ class BlockManager:
         self._in_critical_section = False
 
     def _restore(self, entry: _Running) -> None:
-        """Have a sequence as the manager has it."""
+        """Sync a sequence with the manager."""
         try:
             self._show(entry)
             entry.named = self.manager.num_tokens(entry.handle)
@@ -389,7 +389,7 @@ class BlockManager:
             self._lost.add(entry.handle)
 
     def _end_decisions(self, end: Callable[[int], NDArray[np.uint64]]) -> set[int]:
-        """End the ticket of what was decided; give the sequences that have lost blocks."""
+        """End the tickets of pending decisions. Returns the sequences that lost blocks."""
         gone: set[int] = set()
         for decision in self._decisions:
             with suppress(UnknownTicketError):
@@ -399,7 +399,7 @@ class BlockManager:
         return gone
 
     def _forget(self, entry: _Running) -> None:
-        """Forget a sequence that the manager has freed."""
+        """Drop a sequence that the manager has freed."""
         self._lost.discard(entry.handle)
         entry.sequence.block_table.clear()
         self._running.pop(id(entry.sequence), None)
@@ -407,7 +407,7 @@ class BlockManager:
     # ---- below the surface ----
 
     def _defragment(self, goal: Goal, number: int, max_moves: int) -> int:
-        # What the step before wrote counts as being filled; here it is queued, and moves come after it.
+        # The previous step's blocks count as being filled, but its writes are queued, and moves run after them.
         self._land(())
         self._land(())
         before = self.stats().moved_blocks
@@ -419,7 +419,7 @@ class BlockManager:
         return self.stats().moved_blocks - before
 
     def _make_manager(self, host_blocks: int) -> _core.BlockManager:
-        # Pins last for one call and hold a prompt's cached blocks: never all blocks.
+        # Pins last for one call and hold only a prompt's cached blocks, never all blocks.
         max_pinned = (self.num_blocks - 0.5) / self.num_blocks if self.num_blocks > 0 else 0.0
         return _core.BlockManager(
             block_size=self.block_size,
@@ -454,23 +454,23 @@ class BlockManager:
         return -(-tokens // self.block_size)
 
     def _wanted(self, entry: _Running, tokens: int) -> int:
-        """Blocks that a sequence of `tokens` tokens lacks."""
+        """Return how many blocks a sequence of `tokens` tokens lacks."""
         if tokens < entry.tokens:
             raise InvalidArgumentError(f"the sequence has {tokens} tokens, it had {entry.tokens}")
         return self._blocks(tokens - entry.slots)
 
     @staticmethod
     def _certain(entry: _Running, tokens: int) -> int:
-        """Tokens that are computed for certain: all there were, once a token was sampled behind them."""
+        """Return how many tokens are certainly computed: all earlier ones, once a token was sampled after them."""
         return entry.tokens if tokens > entry.tokens else entry.computed
 
     def _fit(self, tokens: list[int]) -> int:
-        """Cached blocks of a prompt, or -1 if it does not fit; what it will evict is on the host then."""
+        """Return a prompt's cached blocks, or -1 if it does not fit. Offloads the blocks that it will evict."""
         if not self.manager.can_allocate(tokens):
             return -1
         blocks = self._blocks(len(tokens))
         if self._short(blocks):
-            # Its own cached blocks stay where they are.
+            # Its own cached blocks stay in place.
             pin, held = keep(self._pins, self.manager.pins.pin_prompt, tokens)
             try:
                 self._offload(blocks - held // self.block_size)
@@ -483,18 +483,18 @@ class BlockManager:
         return self.manager.prefix.lookup(tokens).tokens // self.block_size
 
     def _short(self, blocks: int) -> int:
-        """Cached blocks that taking `blocks` would evict; none count where there is no host to copy them to."""
+        """Return how many cached blocks taking `blocks` would evict; 0 without host blocks to copy them to."""
         if not self.manager.pool("host").num_blocks:
             return 0
         return max(0, blocks - len(self.manager.pool().free_ids(blocks)))
 
     def _offload(self, blocks: int) -> None:
-        """Copy to the host what taking `blocks` will evict."""
+        """Copy the blocks that taking `blocks` will evict to the host."""
         if (short := self._short(blocks)) and self.manager.prefix.offload(short):
             self._land(())
 
     def _land(self, handles: Iterable[int]) -> None:
-        """Carry out what was decided.
+        """Carry out pending decisions.
 
         Raises:
             SequenceStateError: one of these sequences has lost blocks; it can only be freed.
@@ -505,7 +505,7 @@ class BlockManager:
             if not len(decision):
                 lost = []
             elif self.executor is None:
-                raise SequenceStateError(f"{len(decision)} blocks are to be moved, and no KV tensor is attached")
+                raise SequenceStateError(f"{len(decision)} blocks must move, but no KV tensor is attached")
             else:
                 lost = self.executor.execute(decision)
         finally:
@@ -515,7 +515,7 @@ class BlockManager:
             raise SequenceStateError(f"{sum(map(len, lost))} of {len(decision)} blocks did not reach the device")
 
     def _publish(self, entry: _Running, computed: int) -> None:
-        """Note that the first tokens of a sequence are computed."""
+        """Record that the first tokens of a sequence are computed."""
         entry.computed = max(entry.computed, computed)
         if entry.computed >= entry.full:
             self._in_critical_section = True
@@ -526,13 +526,13 @@ class BlockManager:
             entry.full = (entry.computed // self.block_size + 1) * self.block_size
 
     def _tell(self, entry: _Running, tokens: int) -> None:
-        """Append the tokens up to these."""
+        """Append tokens up to this number in the manager."""
         if (new := tokens - entry.named) > 0:
             self.manager.append([entry.handle], new, token_ids=entry.sequence.token_ids[entry.named : tokens])
             entry.named = tokens
 
     def _show(self, entry: _Running) -> None:
-        """Write a sequence's block table, into the list that the engine has."""
+        """Write a sequence's block table into the engine's list."""
         table = self.manager.block_table(entry.handle).tolist()
         entry.sequence.block_table[:] = table
         entry.slots = len(table) * self.block_size

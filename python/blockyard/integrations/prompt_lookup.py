@@ -1,4 +1,4 @@
-"""Draft tokens without a second model: what followed the last tokens where they stood before."""
+"""Draft tokens without a second model: the tokens that followed an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ def prompt_lookup(
 
     Args:
         token_ids: all tokens of the sequence so far, prompt first, uint32 `[tokens]`.
-        num_tokens: most tokens to return.
-        max_ngram: how many of the last tokens are looked for at first; then fewer, one by one.
-        min_ngram: the fewest that are looked for, at least 1.
+        num_tokens: maximum number of tokens to return.
+        max_ngram: how many of the last tokens to search for first; then fewer, one by one.
+        min_ngram: the fewest to search for, at least 1.
 
     Returns:
-        The tokens behind the first place where these stood before, uint32 `[num_tokens or fewer]`; none if there is no
-        such place.
+        The tokens after the first earlier occurrence, uint32 `[num_tokens or fewer]`; empty if there is none.
 
     Raises:
         InvalidArgumentError: `num_tokens` is negative, `min_ngram` is below 1, or `max_ngram` is below `min_ngram`.

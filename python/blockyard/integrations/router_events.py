@@ -1,14 +1,14 @@
-"""Events of the prefix cache for routers, in the form and over the ZMQ stream that vLLM has (`kv-events`).
+"""Events of the prefix cache for routers, in vLLM's format and over the same kind of ZMQ stream (`kv-events`).
 
     publisher = EventPublisher("tcp://*:5557", block_size=16)
     publisher.know(prompt, salt=b"tenant-a")          # before its events: they then carry its tokens and salt
     publisher.publish(manager.prefix.take_events())   # once a step
 
 A message has three frames: topic, number (8 bytes, big-endian), and a MessagePack array of time, events and
-data-parallel rank. `BlockStored` and `BlockRemoved` name the medium: `GPU`, `CPU` or `STORAGE`. A router that keeps the
-media of each block knows that a block which left the device is still on the host.
+data-parallel rank. `BlockStored` and `BlockRemoved` name the medium: `GPU`, `CPU` or `STORAGE`. A router that tracks
+the media of each block knows that a block that left the device is still on the host.
 
-It needs `pip install "blockyard[events]"`.
+Requires `pip install "blockyard[events]"`.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _NO_PARENT: Final = bytes(32)
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Blocks that can be found in a medium, each the child of the one before.
+    """Blocks that can now be found in a medium, each the child of the one before.
 
     Attributes:
         block_hashes: exported keys, see `blockyard.events.export_keys`.
         parent_block_hash: key of the block before the first.
-        token_ids: of all blocks; empty if the publisher was not told them.
+        token_ids: token ids of all blocks; empty if `know` was not called for them.
         block_size: tokens in a block.
         lora_id: adapter, None for none.
         medium: `"GPU"`, `"CPU"` or `"STORAGE"`.
         lora_name: name of the adapter.
-        extra_keys: for each block, what its key covers beside tokens: adapter, and the salt of the first.
+        extra_keys: for each block, what its key covers besides tokens: the adapter, and the salt for the first.
         group_idx: cache group.
     """
 
@@ -75,7 +75,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
         block_hashes: exported keys.
         medium: as in `BlockStored`.
         group_idx: cache group.
-        remaining: copies of the bytes in other media; vLLM's form has no such field, and its readers pass it over.
+        remaining: copies of the bytes in other media; not a field of vLLM's format, whose readers ignore it.
     """
 
     block_hashes: list[bytes]
@@ -89,7 +89,7 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class Message(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one message says: time in seconds, events in their order, rank."""
+    """One message: time in seconds, events in order, rank."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -98,7 +98,7 @@ class Message(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 @dataclass(slots=True)
 class _Known:
-    """What a block's key covers, and in how many media it is."""
+    """What a block's key covers, and the number of media that it is in."""
 
     tokens: list[int]
     extra: tuple[Any, ...] | None
@@ -107,15 +107,15 @@ class _Known:
 
 
 class EventPublisher:
-    """Publishes events of one manager. Thread-safe.
+    """Publishes the events of one manager. Thread-safe.
 
     Args:
         endpoint: where routers subscribe: `tcp://*:5557` binds, `tcp://router:5557` connects.
         block_size: tokens in a block of the manager.
         topic: first frame of each message.
-        replay_endpoint: where a router that missed messages asks for those from a number on; None for nowhere.
-        buffer_steps: messages that are kept for that.
-        data_parallel_rank: of this engine.
+        replay_endpoint: where routers request missed messages from a number on; None to disable.
+        buffer_steps: number of messages kept for replay.
+        data_parallel_rank: data-parallel rank of this engine.
 
     Raises:
         InvalidArgumentError: an endpoint cannot be bound or connected, or a number is too small.
@@ -150,7 +150,7 @@ class EventPublisher:
         self._lock = threading.Lock()
         self._number = 0
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
-        self._told: dict[tuple[int, bytes], _Known] = {}  # of blocks that are in no medium yet
+        self._told: dict[tuple[int, bytes], _Known] = {}  # blocks that are in no medium yet
         self._known: dict[tuple[int, bytes], _Known] = {}
         self._present: dict[str, dict[tuple[int, bytes], None]] = {medium: {} for medium in MEDIA.values()}
         self._context: Any = zmq.Context.instance()
@@ -177,15 +177,15 @@ class EventPublisher:
         lora_name: str | None = None,
         cache_group: int = 0,
     ) -> None:
-        """Remember what the keys of a sequence's full blocks cover, for their events; as for `export_keys`.
+        """Remember what the keys of a sequence's full blocks cover, for their events; arguments as in `export_keys`.
 
-        It is forgotten when the blocks have left all media.
+        Forgotten when the blocks have left all media.
 
         Args:
-            tokens: of the sequence so far.
-            salt: of the tenant.
+            tokens: tokens of the sequence so far.
+            salt: the tenant's salt.
             lora_id: adapter; 0 for none.
-            lora_name: its name, for the events.
+            lora_name: name of the adapter, for the events.
             cache_group: number of the cache group.
         """
         size, adapter = self._block_size, (lora_name,) if lora_name else ()
@@ -200,13 +200,13 @@ class EventPublisher:
                 del self._told[next(iter(self._told))]
 
     def publish(self, batch: EventBatch) -> int:
-        """Send events, in their order. Never waits; a router that is too slow misses messages, and sees it by number.
+        """Send events in order. Never waits; a slow router misses messages, and detects that by their numbers.
 
         Args:
             batch: from `manager.prefix.take_events()`.
 
         Returns:
-            Messages sent: 0 if there is nothing to say.
+            Number of messages sent: 0 if there are no events.
 
         Raises:
             InvalidArgumentError: the publisher is closed.
@@ -224,7 +224,7 @@ class EventPublisher:
         return 1
 
     def close(self) -> None:
-        """Close the sockets; twice does nothing."""
+        """Close the sockets. Idempotent."""
         with self._lock:
             self._closed.set()
             self._socket.close(linger=1000)
@@ -326,7 +326,7 @@ class EventPublisher:
 
 
 def _joined(event: BlockStored | BlockRemoved, other: Any) -> bool:
-    """Add the blocks of the next event to this one, if it goes on where this one ends."""
+    """Append the blocks of the next event to this one, if it continues where this one ends."""
     if isinstance(event, BlockStored) and isinstance(other, BlockStored):
         alike = (event.medium, event.lora_id, event.lora_name, event.group_idx) == (
             other.medium,

@@ -1,9 +1,9 @@
-"""How the next token is chosen: greedily, or by a draw that depends on nothing but (seed, sequence, position).
+"""Sampling of the next token: greedy, or by a draw that depends only on (seed, sequence, position).
 
 The draw adds Gumbel noise to the scaled logits and takes the largest (the Gumbel-max trick). The noise of one position
-is one block of a counter-based generator, so neither the order of the batch nor what was drawn before has a say. Beside
-the inverse of the cumulative distribution it also has fewer boundaries: logits that differ by rounding alone, as they
-do between batch sizes, almost never change the token. No torch here.
+is one block of a counter-based generator, so neither the batch order nor earlier draws matter. Compared with inverting
+the cumulative distribution, it also has fewer boundaries: logits that differ only by rounding, as they do between batch
+sizes, almost never change the token. Works without torch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ SEED_LIMIT = 2**64
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What decides the tokens of one request, beside the model and the prompt.
+    """The sampling options of one request.
 
     Attributes:
-        max_tokens: most tokens to generate for each sequence, at least 1.
+        max_tokens: maximum number of tokens to generate for each sequence, at least 1.
         temperature: 0 for greedy; otherwise logits are divided by it.
-        top_k: draw among this many most likely tokens; 0 for all.
-        top_p: draw among the fewest most likely tokens that hold this much probability, in (0, 1].
-        seed: key of the draws, from 0 to 2^64 - 1.
-        n: sequences generated from the one prompt, at least 1.
-        eos_token_id: a token that ends a sequence (and stays in it); none if None.
+        top_k: draw among this many of the most likely tokens; 0 for all.
+        top_p: draw among the smallest set of most likely tokens with this total probability, in (0, 1].
+        seed: key for the draws, from 0 to 2^64 - 1.
+        n: number of sequences to generate from the prompt, at least 1.
+        eos_token_id: a token that ends a sequence (and stays in it); None for none.
         stop_token_ids: further tokens that end a sequence.
 
     Raises:
@@ -62,7 +62,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, without a draw."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0.0
 
     @property
@@ -76,13 +76,13 @@ def sample(logits: ArrayLike, params: SamplingParams, sequence_index: int, posit
     """Choose one token.
 
     Args:
-        logits: scores of all tokens, any float dtype, `[vocab]`; minus infinity for a token that is not allowed.
-        params: how to choose.
+        logits: scores of all tokens, any float dtype, `[vocab]`; minus infinity for disallowed tokens.
+        params: sampling options.
         sequence_index: which of the request's `n` sequences, from 0.
-        position: where the new token will stand; the length of the sequence so far, prompt included.
+        position: position of the new token: the length of the sequence so far, prompt included.
 
     Returns:
-        The token id; the lowest of equals.
+        The token id; the lowest on ties.
 
     Raises:
         InvalidArgumentError: the logits are empty, not one-dimensional, hold NaN, or allow no token.
@@ -103,25 +103,25 @@ def sample(logits: ArrayLike, params: SamplingParams, sequence_index: int, posit
         raise InvalidArgumentError(f"logits of {scores.size} tokens have {scores[best]} as their largest value")
     if params.greedy:
         return best
-    # The largest becomes 0, so that a tiny temperature cannot overflow.
+    # Shift the largest to 0, so that a tiny temperature cannot overflow.
     scores = (scores - scores[best]) / params.temperature
     noise = _gumbel(params.seed, sequence_index, position, scores.size)
     return int(np.argmax(_keep_likely(scores, params.top_k, params.top_p) + noise))
 
 
 def uniforms(seed: int, sequence_index: int, position: int, count: int) -> NDArray[np.float64]:
-    """Numbers strictly between 0 and 1 that depend on the arguments alone.
+    """Return numbers strictly between 0 and 1 that depend only on the arguments.
 
     Args:
         seed: from 0 to 2^64 - 1.
         sequence_index: from 0.
         position: from 0.
-        count: how many; a longer run begins with the shorter one.
+        count: how many; a longer result starts with the shorter one.
 
     Returns:
         float64 `[count]`, odd multiples of 2^-53.
     """
-    # Key and counter are set by hand: numpy's seeding would hash them, and streams of one key must not overlap.
+    # Set key and counter directly: numpy's seeding would hash them, and streams of one key must not overlap.
     key = np.array([seed, sequence_index], dtype=np.uint64)
     counter = np.array([0, position, 0, 0], dtype=np.uint64)
     generator = np.random.Philox(key=key, counter=counter)
@@ -136,9 +136,9 @@ def _gumbel(seed: int, sequence_index: int, position: int, count: int) -> NDArra
 
 
 def _keep_likely(scores: NDArray[np.float64], top_k: int, top_p: float) -> NDArray[np.float64]:
-    """Rule out all but the `top_k` most likely tokens, then all but the likeliest that hold `top_p` of the rest.
+    """Mask all but the `top_k` most likely tokens, then all but the likeliest that hold `top_p` of the rest.
 
-    Tokens as likely as the last one kept stay in.
+    Ties with the last kept token are kept.
     """
     if 0 < top_k < scores.size:
         threshold = np.partition(scores, -top_k)[-top_k]

@@ -1,7 +1,7 @@
-"""Jobs of engine adapters over a store, written as generators: each yields the calls whose answers it needs.
+"""Jobs of engine adapters over a store, written as generators that yield the calls they wait for.
 
-A job yields `(submit, *arguments)`, a call that returns a ticket, and is sent the ticket's `Completion`; what the call
-raises is raised in the job. Or it yields seconds, as a float, after which it goes on.
+A job yields `(submit, *arguments)`, a call that returns a ticket, and is sent the ticket's `Completion`; if the call
+raises, the exception is raised in the job. Or it yields a float, to sleep for that many seconds.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ __all__ = ["Steps", "StoreJobs", "run"]
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Any, Any, T]
 _LOG = logging.getLogger(__name__)
-_IDLE_SECONDS: Final = 0.5  # how long the thread waits for another job
-_LOOK_SECONDS: Final = 0.05  # how often it looks for deadlines, which no descriptor tells
-_POLL_SECONDS: Final = 0.001  # how often it looks for the answers of a store without a descriptor
+_IDLE_SECONDS: Final = 0.5  # an idle thread waits this long for another job
+_LOOK_SECONDS: Final = 0.05  # how often it checks deadlines, which no descriptor signals
+_POLL_SECONDS: Final = 0.001  # how often it polls a store without a descriptor
 
 
 def collect(store: ExternalStore, submit: Callable[..., int], *arguments: object) -> Completion:
-    """Submit a batch to a store and wait for its answer. If either raises, the store gives the batch up."""
+    """Submit a batch to a store and wait for its answer. If either raises, the batch is given up."""
     tickets: list[int] = []
     try:
         return store.wait(keep(tickets, submit, *arguments))
     except BaseException:
         for ticket in tickets:
-            with suppress(Exception):  # it has been collected
+            with suppress(Exception):  # already collected
                 store.wait(ticket, 0.0)
         raise
 
 
 def run(store: ExternalStore, steps: Steps[T]) -> T:
-    """Carry out a job in this thread, and return what it returns."""
+    """Run a job in this thread and return its result."""
     go_on: Callable[[], Any] = partial(next, steps)
     while True:
         try:
@@ -68,7 +68,7 @@ def run(store: ExternalStore, steps: Steps[T]) -> T:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A job: `tickets` has that of the call whose answer it waits for, and `outcome` what it returned or raised."""
+    """A job: `tickets` holds the ticket that it waits for, `outcome` the answer or exception."""
 
     lane: str
     steps: Steps[Any]
@@ -79,32 +79,32 @@ class _Job:
 
 
 class StoreJobs:
-    """Carries out jobs over a store in one thread, which waits for all of them at once and copies for each in turn.
+    """Runs jobs over a store in one thread, which waits for all of them at once and copies for each in turn.
 
     Args:
-        store: it alone may be polled by this object; others may wait for tickets of their own.
-        name: of the thread.
-        lanes: kinds of jobs, and how many of each are under way at once. The others wait in order of submission.
+        store: only this object may poll it; others may wait for their own tickets.
+        name: name of the thread.
+        lanes: for each kind of job, how many run at once. The others wait in order of submission.
     """
 
     def __init__(self, store: ExternalStore, name: str, lanes: Mapping[str, int]) -> None:
         self._store, self._name, self._lanes = store, name, lanes
         self._process = Process("a thread for a store")
-        self._lock = threading.Lock()  # over what waits, and whether there is a thread
+        self._lock = threading.Lock()  # guards the queue, and whether there is a thread
         self._waiting: dict[str, deque[_Job]] = {lane: deque() for lane in lanes}
         self._has_thread = self._closed = False
-        # An interrupt as a thread starts may bring a second one: they take turns, and each ends when it is idle.
-        self._turns = threading.Lock()  # over all below
+        # An interrupt during thread start may leave two threads: they take turns, and each ends when idle.
+        self._turns = threading.Lock()  # guards all below
         self._running: list[_Job] = []
-        self._ended: set[int] = set()  # tickets that have ended, and were not looked at
+        self._ended: set[int] = set()  # ended tickets, not processed yet
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)
 
     def submit(self, lane: str, steps: Steps[T]) -> Future[T]:
-        """Start a job; never waits. Its future can be cancelled until the job begins.
+        """Start a job; never waits. Its future can be cancelled until the job starts.
 
         Raises:
-            StoreError: this is closed, or there can be no thread.
+            StoreError: this object is closed, or no thread can be started.
         """
         self._process.check()
         job = _Job(lane, steps)
@@ -118,11 +118,11 @@ class StoreJobs:
         return job.future
 
     def close(self, *, cancel: bool = False, timeout: float | None = None) -> None:
-        """Take no more jobs, and wait for those that there are; twice does nothing.
+        """Accept no more jobs, and wait for the existing ones. Idempotent.
 
         Args:
-            cancel: drops the jobs that have not begun.
-            timeout: seconds to wait; for ever if None.
+            cancel: whether to drop jobs that have not started.
+            timeout: seconds to wait; None waits forever.
         """
         with self._lock:
             self._closed = True
@@ -155,12 +155,12 @@ class StoreJobs:
                     self._turn()
                 if not self._running and self._is_idle():
                     return
-            except BaseException:  # noqa: BLE001, PERF203 (want of memory, say: the next turn goes on)
+            except BaseException:  # noqa: BLE001, PERF203 (such as MemoryError: the next turn goes on)
                 _LOG.exception("a turn of %s failed", self._name)
                 time.sleep(_LOOK_SECONDS)
 
     def _wait_for_news(self) -> None:
-        """Wait until the store may have answers, a job is submitted, or one that pauses goes on."""
+        """Wait until the store may have answers, a job is submitted, or a sleeping job is due."""
         if not self._running:
             return
         now, seconds, events = time.monotonic(), _POLL_SECONDS, select.poll()
@@ -172,12 +172,12 @@ class StoreJobs:
         events.poll(1e3 * seconds)
 
     def _turn(self) -> None:
-        """Take all jobs as far as they go."""
+        """Advance all jobs as far as possible."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         try:
             self._ended.update(self._store.poll() if self._running else ())
-        except Exception as error:  # noqa: BLE001 (whatever a store raises, its jobs end)
+        except Exception as error:  # noqa: BLE001 (if the store raises, its jobs end)
             _LOG.warning("%r cannot be polled: %r", self._store, error)
             self._ended.update(ticket for job in self._running for ticket in job.tickets)
         now = time.monotonic()
@@ -189,7 +189,7 @@ class StoreJobs:
             self._advance(begun)
 
     def _is_idle(self) -> bool:
-        """Wait for a job. If none comes for a while, or this is closed, the thread is to end."""
+        """Wait for a job. Return true if the thread should end: no job for a while, or closed."""
         events = select.poll()
         events.register(self._wake, select.POLLIN)
         if events.poll(0.0 if self._closed else 1e3 * _IDLE_SECONDS):
@@ -201,7 +201,7 @@ class StoreJobs:
             return True
 
     def _next(self) -> _Job | None:
-        """Begin a job whose lane has room."""
+        """Start a job whose lane has room."""
         busy = Counter(job.lane for job in self._running)
         with self._lock:
             for lane, waiting in self._waiting.items():
@@ -214,14 +214,14 @@ class StoreJobs:
         return None
 
     def _advance(self, job: _Job) -> None:
-        """Take a job to its next call, or to its end."""
+        """Advance a job to its next call, or to its end."""
         try:
             has_begun = job.future.running() or job.future.done()
             if job.outcome is None and (has_begun or job.future.set_running_or_notify_cancel()):
                 self._go_on(job)
         except StopIteration as end:
             job.outcome = (end.value, None)
-        except BaseException as error:  # noqa: BLE001 (the job's future has it)
+        except BaseException as error:  # noqa: BLE001 (reported by the job's future)
             job.outcome = (None, error)
         if job.outcome is not None or job.future.cancelled():
             self._end(job)
@@ -261,7 +261,7 @@ class StoreJobs:
         self._running.remove(job)
 
     def _let_go(self, job: _Job) -> None:
-        """Have the store let go of an answer that nobody takes."""
+        """Make the store drop an answer that is no longer needed."""
         for ticket in job.tickets:
             with suppress(Exception):
                 self._store.wait(ticket, 0.0)

@@ -1,10 +1,10 @@
-"""Objects of any length in a prefix store, for engines that name what they store by text.
+"""Objects of any length in a prefix store, for engines that use text keys.
 
-An object is cut into blocks of one width, so that objects of several lengths share one store and its cap. Each block
-begins with the object's length and the XXH3-128 of its bytes. An object counts only if all its blocks come back whole
-and begin alike, and its length is the one asked for; else it is a miss. If damage is the reason, its first block is
-deleted. For any other reason it stays, and the store hides the block that did not come for a while. A store keeps the
-block that it has under a key, so a put deletes blocks of other bytes first.
+An object is split into blocks of one width, so that objects of different lengths share one store and its size limit.
+Each block starts with the object's length and the XXH3-128 of its bytes. An object is a hit only if all its blocks come
+back intact with the same header, and its length is as requested. If it is damaged, its first block is deleted. After
+any other failure it stays, and the store hides the missing block for a while. A store never overwrites a key, so a put
+first deletes blocks with other bytes.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ _DOMAIN: Final = b"blockyard objects 2"
 _LENGTH_BYTES: Final = 8
 _HEADER: Final = _LENGTH_BYTES + 16
 _BATCH_BYTES: Final = 64 << 20
-"""Bytes that one batch has in the store at a time, so that its memory for blocks in flight is never full."""
+"""Bytes of one batch in the store at a time, so that the store's memory for blocks in flight is never exhausted."""
 _ASK_SECONDS: Final = 0.05
-"""How long `contains` waits for a server's answer about keys that this process meets for the first time."""
+"""How long `contains` waits for a server's answer about keys that are new to this process."""
 
 
 def require_one(root_dir: str | None, url: str | None) -> None:
-    """Check that exactly one of them names the store.
+    """Check that exactly one of the two is given.
 
     Raises:
-        InvalidArgumentError: both do, or neither.
+        InvalidArgumentError: both are given, or neither.
     """
     if (root_dir is None) == (url is None):
         raise InvalidArgumentError(f"root_dir is {root_dir!r} and url is {url!r}, must be exactly one of them")
 
 
 def store_url(root_dir: str | None, url: str | None, size: int | str, part: str) -> str:
-    """Return the URL of a store: `url`, or that of a file store in the folder `part` of `root_dir`, which is made.
+    """Return the URL of a store: `url`, or a file store in folder `part` of `root_dir`, which is created.
 
     Raises:
         InvalidArgumentError: not exactly one of `root_dir` and `url` is given.
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created.
     """
     require_one(root_dir, url)
     if url is not None:
@@ -66,14 +66,14 @@ def store_url(root_dir: str | None, url: str | None, size: int | str, part: str)
 
 
 class PrefixObjects:
-    """Objects under keys, in a prefix store. No method but the constructor raises: what fails is a miss.
+    """Objects by key, in a prefix store. Only the constructor raises: other failures are misses.
 
-    `put`, `get`, `contains` and `delete` wait. Those with `_steps` are the same as jobs for a thread of `jobs`.
+    `put`, `get`, `contains` and `delete` block. The variants with `_steps` are jobs for the thread that `jobs` returns.
 
     Args:
-        url: of the store, as for `blockyard.open_store`.
-        object_bytes: length that most objects have; such a one fills one block.
-        fields: all that decides an object's bytes besides its key, as JSON can write it.
+        url: URL of the store, see `blockyard.open_store`.
+        object_bytes: the most common object length; such an object fills one block.
+        fields: everything that determines an object's bytes besides its key, JSON-serializable.
 
     Raises:
         StoreError: the store cannot be opened, or has no keys.
@@ -82,7 +82,7 @@ class PrefixObjects:
     def __init__(self, url: str, *, object_bytes: int, fields: Mapping[str, Any]) -> None:
         self._part_bytes = object_bytes
         self._width = _HEADER + object_bytes
-        # A file store knows its keys.
+        # A file store knows its keys without asking.
         self._patience = 0.0 if url.startswith("file:") else _ASK_SECONDS
         text = json.dumps(fields, sort_keys=True, default=str)
         self._store: ExternalStore = open_store(
@@ -97,7 +97,7 @@ class PrefixObjects:
         return StoreJobs(self._store, name, lanes)
 
     def put(self, keys: Sequence[str], sizes: Sequence[int], read: Callable[[int], NDArray[np.uint8]]) -> list[bool]:
-        """Store objects, in place of others under their keys; return which are stored. See `put_steps`."""
+        """Store objects, replacing others under their keys; return which are stored. See `put_steps`."""
         return run(self._store, self.put_steps(keys, sizes, read))
 
     def put_steps(
@@ -105,12 +105,12 @@ class PrefixObjects:
     ) -> Steps[list[bool]]:
         """Store objects, in place of others under their keys; return which are stored.
 
-        Of one that is not, nothing or other bytes may be left under its key, but never parts of both.
+        If one is not, its key may be left empty or with the old bytes, but never with parts of both.
 
         Args:
-            keys: of the objects.
-            sizes: their lengths.
-            read: gives the bytes of an object, by its place, when they are needed.
+            keys: keys of the objects.
+            sizes: lengths of the objects.
+            read: returns the bytes of an object by index, when they are needed.
         """
         stored = [False] * len(keys)
         for first, last, parts in self._batches(sizes):
@@ -122,14 +122,14 @@ class PrefixObjects:
                     _fill(rows[row : row + count], read(index), sizes[index])
                     row += count
                 done = yield from self._replace(keys[first:last], sizes[first:last], rows)
-            except Exception:  # noqa: BLE001 (whatever fails, the engine goes on without it)
+            except Exception:  # noqa: BLE001 (the engine goes on without it)
                 _LOG.exception("%d objects were not stored", last - first)
                 continue
             stored[first:last] = done
         return stored
 
     def _replace(self, keys: Sequence[str], sizes: Sequence[int], rows: NDArray[np.uint8]) -> Steps[list[bool]]:
-        """Store the blocks of objects, but of those that are there already, and delete what was there first."""
+        """Store the blocks of objects except those already present, after deleting other bytes under their keys."""
         names, counts = self._names(keys, sizes), [self._parts(size) for size in sizes]
         firsts = np.cumsum([0, *counts[:-1]])
         found = yield self._store.submit_get, [names[first] for first in firsts]
@@ -138,14 +138,14 @@ class PrefixObjects:
             there = self._store.contains(names)
             there[firsts] = True
             stored &= [bool(part.all()) for part in self._split(there, sizes)]
-        # What a block holds that did not come now is not known: it stays.
+        # The content of a block that did not come back is unknown: leave it.
         is_known = [not reason or reason == "absent" or is_damage(reason) for reason in found.reasons]
         left = np.flatnonzero(np.repeat(~stored & is_known, counts))
         if len(left):
             ok = np.ones(len(names), np.bool_)
             deleted = yield self._store.submit_delete, [names[place] for place in left]
             ok[left] = deleted.ok
-            # Under a key that could not be deleted, the old block would stay.
+            # If a key could not be deleted, its old block would remain.
             gone = np.repeat([bool(part.all()) for part in self._split(ok, sizes)], counts)
             left = left[gone[left]]
         if len(left):
@@ -158,13 +158,13 @@ class PrefixObjects:
     def get(
         self, keys: Sequence[str], sizes: Sequence[int], take: Callable[[int, NDArray[np.uint8]], None]
     ) -> list[bool]:
-        """Load objects; return which came back whole. See `get_steps`."""
+        """Load objects; return which came back intact. See `get_steps`."""
         return run(self._store, self.get_steps(keys, sizes, take))
 
     def get_steps(
         self, keys: Sequence[str], sizes: Sequence[int], take: Callable[[int, NDArray[np.uint8]], None]
     ) -> Steps[list[bool]]:
-        """Load objects; return which came back whole. `take(i, data)` is called for these alone, with their bytes."""
+        """Load objects; return which came back intact. `take(i, data)` is called only for these, with their bytes."""
         loaded = [False] * len(keys)
         for first, last, _ in self._batches(sizes):
             names = self._names(keys[first:last], sizes[first:last])
@@ -179,7 +179,7 @@ class PrefixObjects:
                         take(index, data[:, _HEADER:].reshape(-1)[: sizes[index]])
                         loaded[index] = True
                     elif ok[0] and (damaged[index - first].any() or (ok.all() and _length(data) == sizes[index])):
-                        bad.append(_name(keys[index], 0))  # a part is damaged, or of another object
+                        bad.append(_name(keys[index], 0))  # a part is damaged, or belongs to another object
                 if bad:
                     yield self._store.submit_delete, bad
             except Exception:  # noqa: BLE001 (a load that failed is a miss)
@@ -187,9 +187,9 @@ class PrefixObjects:
         return loaded
 
     def contains(self, keys: Sequence[str], sizes: Sequence[int] | None = None, until: float = math.inf) -> list[bool]:
-        """Return which objects can probably be loaded. Without `sizes`, only their first blocks are looked for.
+        """Return which objects can probably be loaded. Without `sizes`, only their first blocks are looked up.
 
-        It waits no longer for a server's answer than `until`, a time of the monotonic clock.
+        Waits for a server's answer at most until `until`, a time on the monotonic clock.
         """
         return run(self._store, self.contains_steps(keys, sizes, until))
 
@@ -204,14 +204,14 @@ class PrefixObjects:
             while not found.all() and time.monotonic() < patience:
                 yield 0.001
                 found = self._store.contains(names)
-        except Exception:  # noqa: BLE001 (what cannot be asked for is a miss)
+        except Exception:  # noqa: BLE001 (a failed lookup is a miss)
             _LOG.exception("a lookup of %d objects failed", len(keys))
             return [False] * len(keys)
         whole = found if sizes is None else [part.all() for part in self._split(found, sizes)]
         return [bool(there) for there in whole]
 
     def delete(self, keys: Sequence[str]) -> list[bool]:
-        """Delete objects, known by their first blocks; return which are deleted. The rest is evicted in time."""
+        """Delete the first blocks of objects; return which are deleted. Their other blocks are evicted in time."""
         return run(self._store, self.delete_steps(keys))
 
     def delete_steps(self, keys: Sequence[str]) -> Steps[list[bool]]:
@@ -224,7 +224,7 @@ class PrefixObjects:
             return [False] * len(keys)
 
     def clear(self) -> bool:
-        """Delete everything under this store's fields; return whether later processes find nothing of it either."""
+        """Delete everything under this store's fields; return whether this also holds for later processes."""
         try:
             self._store.forget()
         except Exception:  # noqa: BLE001 (the caller counts it)
@@ -266,7 +266,7 @@ class PrefixObjects:
 
 
 def _fill(rows: NDArray[np.uint8], data: NDArray[np.uint8], size: int) -> None:
-    """Write an object's blocks, uint8 `[blocks, width]`."""
+    """Write an object into blocks, uint8 `[blocks, width]`."""
     if data.nbytes != size:
         raise InvalidArgumentError(f"an object has {data.nbytes} bytes, must have {size}")
     part_bytes, flat = rows.shape[1] - _HEADER, np.ascontiguousarray(data).reshape(-1)
@@ -281,15 +281,15 @@ def _fill(rows: NDArray[np.uint8], data: NDArray[np.uint8], size: int) -> None:
 
 
 def _is_one(rows: NDArray[np.uint8], size: int) -> bool:
-    """Whether blocks are of one object of this length."""
+    """Return whether blocks form one object of this length."""
     return _length(rows) == size and bool((rows[1:, :_HEADER] == rows[0, :_HEADER]).all())
 
 
 def _length(rows: NDArray[np.uint8]) -> int:
-    """The length of an object, which its first block names."""
+    """Return the length of an object, from its first block."""
     return int.from_bytes(rows[0, :_LENGTH_BYTES].tobytes(), "little")
 
 
 def _name(key: str, part: int) -> bytes:
-    """The name of one block of an object in the store."""
+    """Return the name of one block of an object in the store."""
     return hashlib.sha256(f"{part} {key}".encode(errors="surrogatepass")).digest()

@@ -1,7 +1,6 @@
-"""Defragmentation beside vllm-gaudi's allocator, or any other that is not Blockyard's.
+"""Defragmentation for vllm-gaudi's allocator, or any other foreign allocator; see `docs/engines/gaudi.md`.
 
-`OnlineDefragmenter` and `CacheSwapUtils` have the names of vllm-gaudi's classes and need no Gaudi.
-`docs/engines/gaudi.md` shows how.
+`OnlineDefragmenter` and `CacheSwapUtils` are named after vllm-gaudi's classes, and do not require a Gaudi.
 """
 
 from blockyard.workers import missing

@@ -1,4 +1,4 @@
-"""Defragmentation for an engine that keeps its own allocator: block ids stay, bytes move."""
+"""Defragmentation for an engine with its own allocator: block ids stay, bytes move."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockyard.scheduler import Goal
 from blockyard.types import Fragmentation
 
 RequestKey = str | tuple[str, int]
-"""A request's id, or its id and generation, where one id may be submitted again before its end is reported."""
+"""A request's id, or its id and generation if an id may be submitted again before its end is reported."""
 
 Blocks = Sequence[int] | NDArray[np.int64] | NDArray[np.int32]
 _Table = TypeVar("_Table", NDArray[np.int64], NDArray[np.int32])
@@ -35,15 +35,15 @@ _log = logging.getLogger("defrag")
 
 
 class DefragStats(NamedTuple):
-    """What a defragmenter has done.
+    """Counters of a defragmenter.
 
     Attributes:
-        steps: calls of `defragment` that moved something.
-        moves: blocks that were moved one way.
-        exchanges: pairs of blocks that changed places.
-        num_bytes: bytes written, all layers.
-        gap: ids between the highest block in use and the highest there need be, now.
-        seconds: spent in `defragment`, until its copies were handed over: on a GPU they may still run then.
+        steps: calls of `defragment` that moved blocks.
+        moves: blocks moved one way.
+        exchanges: pairs of blocks that were swapped.
+        num_bytes: bytes written over all layers.
+        gap: current distance between the highest block in use and the highest in a dense layout.
+        seconds: time spent in `defragment` until its copies were queued; on a GPU they may still be running.
     """
 
     steps: int
@@ -55,31 +55,30 @@ class DefragStats(NamedTuple):
 
 
 class OnlineDefragmenter:
-    """Keeps the blocks in use at low places, whatever ids their allocator gives out.
+    """Keeps the blocks in use at low positions, whatever ids their allocator returns.
 
-    `resolve` maps the allocator's ids to the blocks that attention must read and write. At first an id is its own
-    block. `defragment` exchanges blocks, so cached content stays with its id. Ids without content are bound to the
-    lowest free block instead, and most steps need no move.
-    One thread at a time.
+    `resolve` maps the allocator's ids to the blocks that attention must read and write. Initially each id maps to the
+    block of that number. `defragment` swaps blocks, so cached content stays with its id. Ids without content are bound
+    to the lowest free block instead, so most steps need no move. Not thread-safe.
 
     Args:
-        threshold: starts when the highest block in use is more than this above the number in use. None: what the
-            environment variable `VLLM_DEFRAG_THRESHOLD` says, or 32.
-        margin: ids above the number in use that may stay, once started.
-        enabled: if not, ids are blocks, and nothing is kept.
-        graphed: pass the same tensors to `exchange`, padded to 8, 16, ... 512 pairs.
-        prefix_caching: the allocator may find what is cached in freed ids. If it does not, all freed and new ids have
-            no content; bytes that a connector loads into new ids must then come after `update_state`.
-        max_moves: most moves a step; all that are needed by default.
-        max_bytes: most bytes written a step, all layers; an exchange writes both of its blocks.
-        goals: what to work for instead of what threshold and margin say, the most important first. `"contiguous"` is
-            about all requests that run, the oldest first.
-        negative: what `resolve` does with negative ids, the padding of block tables: refuse them or pass them on.
-        exchange: see `BlockMover`; so for `move`, `wrap` and `mark_step`.
+        threshold: start when the highest block in use exceeds the number of blocks in use by more than this. None: the
+            environment variable `VLLM_DEFRAG_THRESHOLD`, or 32.
+        margin: how far above the number in use blocks may stay, once started.
+        enabled: if false, ids are blocks, and no state is kept.
+        graphed: always pass the same tensors to `exchange`, padded to 8, 16, ... 512 pairs.
+        prefix_caching: whether freed ids may keep cached content. If not, freed and new ids have no content; bytes that
+            a connector loads into new ids must then arrive after `update_state`.
+        max_moves: maximum number of moves per step; unlimited by default.
+        max_bytes: maximum number of bytes written per step over all layers; an exchange writes both of its blocks.
+        goals: goals that replace threshold and margin, most important first. `"contiguous"` applies to all running
+            requests, oldest first.
+        negative: what `resolve` does with negative ids, the padding of block tables: `"refuse"` or `"pass"` them on.
+        exchange: see `BlockMover`, also for `move`, `wrap` and `mark_step`.
 
     Raises:
-        InvalidArgumentError: a number is out of range, the environment variable is no number, `negative` is neither
-            `"refuse"` nor `"pass"`, or there is no goal.
+        InvalidArgumentError: a number is out of range, the environment variable is not a number, `negative` is neither
+            `"refuse"` nor `"pass"`, or `goals` is empty.
 
     Source: vllm-gaudi `extension/defragmentation.py`, OnlineDefragmenter, whose names these are.
     """
@@ -122,22 +121,22 @@ class OnlineDefragmenter:
         self._passes = negative == "pass"
         self._exchange, self._move, self._wrap, self._mark_step = exchange, move, wrap, mark_step
         self._observer = BlockObserver()
-        # Generations that are given here never repeat, so that a late report can name no later request.
+        # Generations assigned here never repeat, so that a late report cannot refer to a later request.
         self._generations = count()
         self._requests: dict[str, dict[int, list[int]]] = {}
         self._steps = self._moves = self._exchanges = 0
         self._seconds = 0.0
 
     def initialize(self, kv_caches: Sequence[Tensor | Sequence[Tensor | None]], block_size: int) -> None:
-        """Set the caches whose blocks are moved.
+        """Set the caches whose blocks will be moved.
 
         Args:
-            kv_caches: one entry a layer, `(keys, values)`, values None for MLA; the first dimension counts slots.
-            block_size: slots of a block; 1 if the first dimension counts blocks.
+            kv_caches: one entry per layer, `(keys, values)`, values None for MLA; the first dimension counts slots.
+            block_size: slots in a block; 1 if the first dimension counts blocks.
 
         Raises:
             LayoutError: a block of a tensor is not contiguous, or the tensors have unequal numbers of blocks.
-            InvalidArgumentError: ids beyond the tensors have been used already.
+            InvalidArgumentError: ids beyond the tensors are already in use.
         """
         views = cache_views(kv_caches, block_size)
         mover = BlockMover(
@@ -161,21 +160,22 @@ class OnlineDefragmenter:
         *,
         fresh: Collection[int] | None = None,
     ) -> None:
-        """Report a step of the allocator: requests that ended before it, then the blocks that it gave out.
+        """Report a step of the allocator: requests that ended before it, then the blocks that it allocated.
 
         Args:
-            new_blocks: ids by request. An id and no generation means the request of that id that runs, or a new one.
-            finished_reqs: without a generation, the oldest request of that id that runs. Unknown ones are ignored: they
-                ended before they got blocks, or were released.
-            fresh: ids of `new_blocks` without content; all, if there is no prefix caching.
+            new_blocks: block ids by request. A key without generation means the running request of that id, or a new
+                one.
+            finished_reqs: a key without generation means the oldest running request of that id. Unknown ones are
+                ignored: they ended before they got blocks, or were released.
+            fresh: ids of `new_blocks` without content; all of them without prefix caching.
 
         Raises:
-            InvalidArgumentError: an id is out of range, or a generation is older than one that runs; nothing was
+            InvalidArgumentError: an id is out of range, or a generation is older than a running one; nothing was
                 changed.
         """
         if not self.enabled:
             return
-        # The longest first, so that long runs of free blocks go to requests that fill them.
+        # Longest first, so that long runs of free blocks go to requests that fill them.
         longest = sorted(new_blocks.items(), key=lambda item: len(item[1]), reverse=True)
         given = {key: _listed(blocks) for key, blocks in longest if len(blocks)}
         ids = list(chain.from_iterable(given.values()))
@@ -201,7 +201,7 @@ class OnlineDefragmenter:
             _log.debug("%d new blocks, %d requests finished", len(ids), len(ended))
 
     def release(self, request: RequestKey, blocks: Blocks | None = None) -> None:
-        """Take blocks from a request that has not ended: it was preempted, or they fell out of its window.
+        """Take blocks from a running request: it was preempted, or they left its window.
 
         Args:
             request: as in `finished_reqs`.
@@ -226,7 +226,7 @@ class OnlineDefragmenter:
             self._forget(name, generation)
 
     def forget(self, blocks: Blocks) -> None:
-        """Mark ids that are not in use as empty: the allocator dropped their content.
+        """Mark unused ids as empty: the allocator dropped their content.
 
         Raises:
             InvalidArgumentError: an id is out of range; nothing was changed.
@@ -248,30 +248,29 @@ class OnlineDefragmenter:
         """End a lease.
 
         Raises:
-            InvalidArgumentError: it is not held.
+            InvalidArgumentError: the lease is not held.
         """
         self._observer.end_lease(lease)
 
     def generation(self, request_id: str) -> int | None:
-        """Give the newest generation of a request that runs, None if there is none."""
+        """Return the newest generation of a running request; None if there is none."""
         return max(self._requests.get(request_id, ()), default=None)
 
     # ---- moving ----
 
     def defragment(self, *, hot: Iterable[RequestKey] = ()) -> int:
-        """Move blocks towards the goals, if they are missed by enough.
+        """Move blocks towards the goals, if they are missed by more than the threshold.
 
-        If moving the bytes fails, the state stays as it was.
+        If moving the bytes fails, the state is unchanged.
 
         Args:
-            hot: requests that run in the next step, as in `finished_reqs`: their blocks move last.
+            hot: requests of the next step, as in `finished_reqs`: their blocks move last.
 
         Returns:
-            Blocks that were moved.
+            The number of blocks moved.
 
         Raises:
-            InvalidArgumentError: there is something to move, and no caches were given to `initialize`; or a goal is
-                unknown or without meaning.
+            InvalidArgumentError: blocks must move but `initialize` was not called; or a goal is unknown or meaningless.
         """
         if not self.enabled:
             return 0
@@ -299,7 +298,7 @@ class OnlineDefragmenter:
         return len(plan)
 
     def _highest_for_log(self) -> int | None:
-        """The highest block in use; None if the log does not show it, since finding it looks at all blocks."""
+        """Return the highest block in use; None if debug logging is off, since finding it scans all blocks."""
         if not _log.isEnabledFor(logging.DEBUG):
             return None
         return int(self._observer.used()[:, 0].max(initial=0))
@@ -319,30 +318,30 @@ class OnlineDefragmenter:
         )
 
     def free_blocks(self) -> Iterator[int]:
-        """Blocks without references or leases, rising; without end before `initialize` is called."""
+        """Iterate over blocks without references or leases, ascending; unbounded before `initialize` is called."""
         yield from self._observer.holes().tolist()
         if self.mover is None:
             yield from count(len(self._observer))
 
     def stats(self) -> DefragStats:
-        """Return the counters, and the present gap."""
+        """Return the counters and the current gap."""
         num_bytes = (self._moves + 2 * self._exchanges) * (self.mover.bytes_per_block if self.mover else 0)
         return DefragStats(self._steps, self._moves, self._exchanges, num_bytes, self._observer.gap, self._seconds)
 
     def fragmentation(self) -> Fragmentation:
-        """Measure how scattered the blocks in use are, and those of the requests that run; looks at all blocks.
+        """Measure how scattered the blocks in use are, and those of running requests; scans all blocks.
 
-        The null block and blocks that are held in place are in use, too.
+        The null block and leased blocks count as in use.
         """
         return self._observer.fragmentation(self._running())
 
     # ---- ids and blocks ----
 
     def resolve(self, block_id: int) -> int:
-        """Give the block in which an id's bytes lie.
+        """Return the block that holds an id's bytes.
 
         Raises:
-            InvalidArgumentError: the id is negative and those are refused, or out of range.
+            InvalidArgumentError: the id is out of range, or negative and refused.
         """
         return self.resolve_all([[block_id]])[0][0]
 
@@ -357,17 +356,17 @@ class OnlineDefragmenter:
         *,
         out: _AnyTable | None = None,
     ) -> list[list[int]] | _AnyTable:
-        """Give the blocks of whole block tables.
+        """Return the blocks of whole block tables.
 
         Args:
             block_table_list: ids as rows of ints, or an int64 or int32 array of any shape.
-            out: for arrays: of the same shape and dtype; may be the input itself.
+            out: for arrays: output of the same shape and dtype; may be the input itself.
 
         Returns:
-            The same of blocks.
+            The same structure with blocks instead of ids.
 
         Raises:
-            InvalidArgumentError: an id is negative and those are refused, or out of range; `out` was not written.
+            InvalidArgumentError: an id is out of range, or negative and refused; `out` was not written.
         """
         if isinstance(block_table_list, np.ndarray):
             return self._resolve_array(block_table_list, out)
@@ -376,7 +375,7 @@ class OnlineDefragmenter:
         return self._observer.resolve_rows(block_table_list, pass_negative=self._passes)
 
     def unresolve(self, block_id: int) -> int:
-        """Give the id whose bytes lie in a block.
+        """Return the id whose bytes a block holds.
 
         Raises:
             InvalidArgumentError: the block is out of range.
@@ -385,11 +384,11 @@ class OnlineDefragmenter:
 
     @property
     def used_blocks(self) -> dict[int, int]:
-        """Blocks in use and their references."""
+        """Return the blocks in use and their reference counts."""
         return {int(block): int(refs) for block, refs in self._observer.used()}
 
     def check(self) -> None:
-        """Count everything again.
+        """Recount everything.
 
         Raises:
             InvariantError: the state contradicts itself, which is a bug in Blockyard.
@@ -414,7 +413,7 @@ class OnlineDefragmenter:
         return [ids for generations in self._requests.values() for ids in generations.values()]
 
     def _named(self, requests: Iterable[RequestKey]) -> list[tuple[str, int]]:
-        """Running requests that these keys name, each once; the oldest where no generation is given."""
+        """Return the distinct running requests for these keys; the oldest for a key without generation."""
         named: dict[tuple[str, int], None] = {}
         for key in requests:
             if isinstance(key, tuple) and len(key) == 2:
@@ -428,7 +427,7 @@ class OnlineDefragmenter:
         return list(named)
 
     def _target(self, key: RequestKey, ended: Collection[tuple[str, int]]) -> tuple[str, int]:
-        """The request that new blocks belong to once the ended ones are gone."""
+        """Return the request that new blocks belong to once the ended ones are gone."""
         name, generation = key if isinstance(key, tuple) else (key, None)
         running = [g for g in self._requests.get(name, ()) if (name, g) not in ended]
         if generation is None:
@@ -460,7 +459,7 @@ def _listed(blocks: Blocks) -> list[int]:
 
 
 def _without(held: list[int], given: list[int], request: RequestKey) -> list[int]:
-    """What a request has left."""
+    """Return a request's remaining blocks."""
     kept = list(held)
     for block in given:
         if block not in kept:

@@ -1,4 +1,4 @@
-"""Moves blocks within one pool, in all cache tensors of an engine at once."""
+"""Moves blocks within a pool, in all cache tensors of an engine at once."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from blockyard.engine.ops.checks import PADDING, Rule, mapping_of
 from blockyard.errors import InvalidArgumentError, LayoutError
 from blockyard.layout.kv import check_views
 
-# Batches are padded to one of these lengths, so that a captured graph fits many of them.
+# Batches are padded to one of these lengths, so that a captured graph fits many batches.
 PAD_SIZES = (8, 16, 32, 64, 128, 256, 512)
 
 Move = Callable[[Sequence[Tensor], Tensor], None]
 """Takes views of the caches and pairs of block ids, int64 `[n, 2]`.
 
 On a CPU and on CUDA the views are uint8 `[blocks, bytes]`, the pairs are on the CPU, and `(-1, -1)` is padding. On any
-other device the views are `[blocks, elements]` of the caches' dtype, and the pairs are on that device, checked; padding
-repeats the first pair, so a function that reads all rows before it writes one needs no mask.
+other device the views are `[blocks, elements]` of the caches' dtype, and the pairs are checked and on that device;
+padding repeats the first pair, so a function that reads all rows before writing any needs no mask.
 """
 
 
@@ -29,14 +29,14 @@ class BlockMover:
     """Moves and exchanges blocks in all tensors of a pool at once.
 
     Args:
-        views: `[blocks, bytes]`, as `cache_views` or a layout's `views` cut them, all on one device.
-        exchange: lets the two blocks of each pair change places. By default the torch op; on a device that it has no
-            kernel for, `index_select` and `index_copy_`.
-        move: moves the first block of each pair over the second, as if all were read before one is written. Its default
-            is chosen in the same way.
-        graphed: always pass pairs of a length in `PAD_SIZES`, padded, and on a CPU or CUDA the same tensors again; what
-            could be moved one way is exchanged.
-        wrap: turns `exchange` into what is called, once: `torch.compile`, or the capture of a graph.
+        views: `[blocks, bytes]`, from `cache_views` or a layout's `views`, all on one device.
+        exchange: swaps the two blocks of each pair. Defaults to the torch op; on devices without its kernel, to
+            `index_select` and `index_copy_`.
+        move: copies the first block of each pair over the second, as if all were read before any is written. Its
+            default is chosen in the same way.
+        graphed: always pad pairs to a length in `PAD_SIZES`, and on CPU or CUDA reuse the same tensors; one-way moves
+            become exchanges.
+        wrap: applied once to `exchange`, for example `torch.compile` or graph capture.
         mark_step: called before and after each `exchange` and `move`, for devices that queue work until asked to:
             `habana_frameworks.torch.core.mark_step`.
 
@@ -72,11 +72,11 @@ class BlockMover:
         self._buffers: dict[int, Tensor] = {}
 
     def move(self, pairs: Ids | Tensor) -> None:
-        """Move the first block of each pair over the second, as if all were read before the first is written.
+        """Copy the first block of each pair over the second, as if all were read before any is written.
 
         Args:
-            pairs: int64 `[n, 2]`, CPU; no destination repeats. When graphed no block is named twice, and both of a pair
-                are lost to the caller.
+            pairs: int64 `[n, 2]`, CPU; no destination repeats. When graphed, no block may repeat, and both blocks of a
+                pair are overwritten.
         """
         if self.graphed:
             self.exchange(pairs)
@@ -84,13 +84,13 @@ class BlockMover:
             self._run("move", self._move, _tensor(pairs), self.views)
 
     def exchange(self, pairs: Ids | Tensor, *, size: int | None = None, views: Sequence[Tensor] | None = None) -> None:
-        """Let the two blocks of each pair change places.
+        """Swap the two blocks of each pair.
 
         Args:
             pairs: int64 `[n, 2]`, CPU; no block is named twice. `(-1, -1)` is padding.
-            size: make it one batch, padded to this length. By default the pairs as they are; when graphed batches of a
+            size: use one batch padded to this length. By default pairs are not padded, or when graphed, padded to a
                 length in `PAD_SIZES`.
-            views: exchange in these alone, on the same device as the mover's; by default in all of the mover's.
+            views: swap only in these, on the mover's device; by default in all of the mover's views.
 
         Raises:
             InvalidArgumentError: there are more pairs than `size`; nothing was exchanged.
@@ -106,14 +106,14 @@ class BlockMover:
         if size is not None:
             yield self._padded(pairs, size)
         elif len(pairs):
-            # Where the ops run they bound the memory that they take.
+            # The ops bound their memory use themselves.
             is_split = self.graphed or not self._has_kernels
             for part in pairs.split(PAD_SIZES[-1]) if is_split else (pairs,):
                 yield self._padded(part, pad_size(len(part))) if self.graphed else part
 
     @staticmethod
     def _check(rule: Rule, pairs: Tensor, views: Sequence[Tensor]) -> Tensor:
-        """Check pairs as the ops do; returns them without padding."""
+        """Check pairs as the ops do. Returns them without padding."""
         return torch.from_numpy(mapping_of(rule, pairs, len(views[0]), len(views[0])).pairs)
 
     def _run(self, rule: Rule, move: Move, pairs: Tensor, views: Sequence[Tensor]) -> None:
@@ -140,21 +140,21 @@ class BlockMover:
 
 
 def cache_views(kv_caches: Sequence[Tensor | Sequence[Tensor | None]], block_size: int) -> list[Tensor]:
-    """See an engine's cache tensors as blocks.
+    """View an engine's cache tensors as blocks.
 
     Args:
-        kv_caches: one entry a layer: a tensor, or a tuple of tensors (keys, values, scales) of which any may be None.
-            MLA's has keys only. The first dimension counts slots, or blocks.
+        kv_caches: one entry per layer: a tensor, or a tuple of tensors (keys, values, scales) of which any may be None.
+            MLA has keys only. The first dimension counts slots or blocks.
         block_size: rows of the first dimension that make a block; 1 if it counts blocks.
 
     Returns:
-        A uint8 view `[blocks, bytes]` of each tensor; on a device that the ops have no kernels for, a view
-        `[blocks, elements]` of the tensor's dtype.
+        A uint8 view `[blocks, bytes]` of each tensor; on a device without kernels, a view `[blocks, elements]` of the
+        tensor's dtype.
 
     Raises:
         InvalidArgumentError: the block size is not positive.
-        LayoutError: there are no tensors, one cannot be seen as `[blocks, bytes]`, two share memory (not checked on a
-            device without kernels), or they have unequal numbers of blocks or different devices.
+        LayoutError: there are no tensors, one cannot be viewed as `[blocks, bytes]`, two share memory (not checked on a
+            device without kernels), or their numbers of blocks or devices differ.
     """
     if block_size < 1:
         raise InvalidArgumentError(f"block_size is {block_size}, must be at least 1")
@@ -168,7 +168,7 @@ def cache_views(kv_caches: Sequence[Tensor | Sequence[Tensor | None]], block_siz
     devices = {str(view.device) for view in views}
     if len(devices) > 1:
         raise LayoutError(f"the cache tensors are on several devices: {sorted(devices)}")
-    if ops.has_kernels(views[0].device):  # elsewhere addresses may say nothing
+    if ops.has_kernels(views[0].device):  # on other devices addresses may be meaningless
         check_views(views)
     return views
 
@@ -183,7 +183,7 @@ def _move_rows(views: Sequence[Tensor], pairs: Tensor) -> None:
 
 
 def pad_size(count: int) -> int:
-    """Give the smallest length in `PAD_SIZES` that holds `count` pairs.
+    """Return the smallest length in `PAD_SIZES` that holds `count` pairs.
 
     Raises:
         InvalidArgumentError: there is none.

@@ -1,7 +1,7 @@
-"""`CacheSwapUtils`, with the surface of Gaudi's: blocks of an engine's caches change places, pair by pair.
+"""`CacheSwapUtils`, with the interface of Gaudi's: swaps blocks of an engine's caches, pair by pair.
 
 The caches are pairs (keys, values), one per layer, each a flat tensor of slots `[blocks * block_size, ...]`; with MLA
-there are keys alone, and the values are None.
+there are only keys, and the values are None.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Cache = tuple[Tensor, Tensor | None] | Sequence[Tensor | None]
 
 
 class CacheSwapUtils(torch.nn.Module):
-    """Exchanges blocks in the caches of all layers: `BlockMover` under Gaudi's names.
+    """Swaps blocks in the caches of all layers: `BlockMover` under Gaudi's names.
 
-    On a device that our ops have no kernel for, such as `hpu`, it copies with `index_select` and `index_copy_`.
+    On a device without our kernels, such as `hpu`, it copies with `index_select` and `index_copy_`.
 
     Args:
         kv_caches: (keys, values) per layer, each `[blocks * block_size, ...]`, any dtype, all on one device and of the
             same number of slots; values may be None.
         block_size: slots in a block.
-        exchange: the device's own copy instead; see `BlockMover`, also for `wrap` and `mark_step`.
-        wrap: turns the exchange into what is called, such as `habana_frameworks.torch.hpu.wrap_in_hpu_graph_func`.
+        exchange: a custom copy for the device; see `BlockMover`, also for `wrap` and `mark_step`.
+        wrap: applied to the exchange, such as `habana_frameworks.torch.hpu.wrap_in_hpu_graph_func`.
         mark_step: called before and after each exchange, such as `habana_frameworks.torch.core.mark_step`.
 
     Raises:
@@ -54,12 +54,12 @@ class CacheSwapUtils(torch.nn.Module):
         self.is_mla = all(sum(tensor is not None for tensor in cache[:2]) == 1 for cache in kv_caches)
 
     def forward(self, srcs: Tensor, dsts: Tensor, caches: Sequence[Tensor]) -> None:
-        """Exchange block srcs[i] with block dsts[i] in some caches.
+        """Swap block srcs[i] with block dsts[i] in some caches.
 
         Args:
-            srcs: block ids, integers `[n]`, any device; -1 beside -1 is padding.
-            dsts: as many.
-            caches: tensors as `kv_caches` holds them.
+            srcs: block ids, integers `[n]`, any device; a pair of -1 and -1 is padding.
+            dsts: the same number of block ids.
+            caches: tensors as in `kv_caches`.
 
         Raises:
             MappingError: an id is out of range or repeats; nothing was exchanged.
@@ -68,7 +68,7 @@ class CacheSwapUtils(torch.nn.Module):
         self._mover.exchange(pairs, views=cache_views(caches, self.block_size))
 
     def swap(self, to_swap: Sequence[tuple[int, int]], threshold: int) -> None:
-        """Exchange the blocks of each pair in the keys and values of all layers, in one call.
+        """Swap the blocks of each pair in the keys and values of all layers, in one call.
 
         Args:
             to_swap: pairs of block ids; no block is named twice.

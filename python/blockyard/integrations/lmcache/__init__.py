@@ -3,7 +3,7 @@
     {"type": "native_plugin", "module_path": "blockyard.integrations.lmcache", "class_name": "BlockyardConnector",
      "adapter_params": {"root_dir": "/var/cache/blockyard", "size": "500GiB", "kv_dtype": "bfloat16"}}
 
-`docs/engines/lmcache.md` shows each option. Importing this raises `ImportError` where LMCache is missing.
+`docs/engines/lmcache.md` describes the options. Importing this raises `ImportError` if LMCache is missing.
 """
 
 from importlib.metadata import PackageNotFoundError, version

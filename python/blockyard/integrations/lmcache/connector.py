@@ -1,4 +1,4 @@
-"""A connector that LMCache wraps as an L2 adapter: its objects in a prefix store, bounded, verified, kept."""
+"""A connector that LMCache wraps as an L2 adapter: keeps objects in a bounded, verified, persistent prefix store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["BlockyardConnector"]
 
 _LOG = logging.getLogger(__name__)
 _LANES = {"lookup": 16, "load": 4, "store": 1}
-"""Most operations of a kind at once: what waits for storage never queues before lookups, nor stores before loads."""
+"""Concurrent operations of each kind: lookups never queue behind loads or stores, nor loads behind stores."""
 _Completion = tuple[int, bool, str, list[bool]]
 
 
@@ -46,19 +46,19 @@ class _Operation:
 
 
 class BlockyardConnector:
-    """Objects of LMCache in a Blockyard store. LMCache names it in an L2 adapter of the type `native_plugin`.
+    """LMCache objects in a Blockyard store. Named in the configuration of an L2 adapter of type `native_plugin`.
 
-    An object is checked when it is read; one that is damaged, lost or late is a miss, and its memory stays as it was.
-    No operation ends later than the store's deadline, and none fails but as a miss. Objects are found only with the
-    same key, length, version of LMCache, `kv_dtype` and `revision`. LMCache's key has model, ranks, tokens and salt.
+    Objects are verified when read; a damaged, lost or late object is a miss and leaves its target memory unchanged.
+    Every operation ends by the store's deadline, and failures are misses. An object is found only with the same key,
+    length, LMCache version, `kv_dtype` and `revision`. LMCache's key covers model, ranks, tokens and salt.
 
     Args:
-        kv_dtype: of the KV cache: LMCache's keys do not tell one float8 from another.
-        root_dir: folder of a file store; one process at a time has it open.
-        url: instead of `root_dir`, any store with keys, as for `blockyard.open_store`.
-        size: most bytes of the file store.
-        part: bytes of a block; an object takes as many as it needs.
-        revision: of the weights, if the model's name does not say it.
+        kv_dtype: dtype of the KV cache: LMCache's keys do not distinguish float8 types.
+        root_dir: folder of a file store; only one process at a time can open it.
+        url: instead of `root_dir`, the URL of any store with keys, see `blockyard.open_store`.
+        size: size limit of the file store in bytes.
+        part: bytes in a block; an object takes as many blocks as it needs.
+        revision: revision of the weights, if the model's name does not include it.
 
     Raises:
         InvalidArgumentError: an argument is missing or wrong.
@@ -93,20 +93,20 @@ class BlockyardConnector:
                 "revision": revision,
             },
         )
-        # A file closes its descriptor once, however often it is closed.
+        # A file object closes its descriptor only once.
         self._event = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
         self._ids = itertools.count(1)
-        self._changed = threading.RLock()  # an operation that ends at once ends within `_submit`
-        self._open: dict[int, _Operation] = {}  # those whose completions were not drained
+        self._changed = threading.RLock()  # reentrant: an operation may end within `_submit`
+        self._open: dict[int, _Operation] = {}  # operations with completions not yet drained
         self._closed = False
         self._jobs = self._objects.jobs("blockyard-lmcache", _LANES)
 
     def event_fd(self) -> int:
-        """Return the file descriptor that is readable while there are completions to drain."""
+        """Return a file descriptor that is readable while there are completions to drain."""
         return self._event.fileno()
 
     def submit_batch_get(self, keys: Sequence[str], memoryviews: Sequence[memoryview]) -> int:
-        """Start to load objects, each into its memory, which is written only by a whole object; return an id."""
+        """Start loading objects into their memory, which is written only if the object is intact; return an id."""
         names, rows = list(keys), _rows(keys, memoryviews)
 
         def take(index: int, data: NDArray[np.uint8]) -> None:
@@ -116,27 +116,27 @@ class BlockyardConnector:
         return self._submit("load", self._objects.get_steps(names, sizes, take), len(names))
 
     def submit_batch_set(self, keys: Sequence[str], memoryviews: Sequence[memoryview]) -> int:
-        """Start to store objects; return an id."""
+        """Start storing objects; return an id."""
         names, rows = list(keys), _rows(keys, memoryviews)
         sizes = [row.nbytes for row in rows]
         steps = self._objects.put_steps(names, sizes, rows.__getitem__)
         return self._submit("store", steps, len(names), is_put=True)
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
-        """Start to look for objects; return an id. One that is found can still be damaged: then its load is a miss."""
+        """Start looking up objects; return an id. A found object may still be damaged; then its load is a miss."""
         names = list(keys)
         return self._submit("lookup", self._objects.contains_steps(names), len(names))
 
     def submit_batch_delete(self, keys: Sequence[str]) -> int:
-        """Start to delete objects; return an id."""
+        """Start deleting objects; return an id."""
         names = list(keys)
         return self._submit("store", self._objects.delete_steps(names), len(names))
 
     def drain_completions(self) -> list[_Completion]:
-        """Return what has ended since the last call: id, whether it succeeded, an error, and which keys did.
+        """Return the operations that ended since the last call: id, success, error, and success per key.
 
-        A lookup, load or deletion succeeds with any number of keys, a store only with all: so LMCache reads it. One
-        thread at a time calls this.
+        As LMCache expects, a lookup, load or deletion succeeds with any number of keys, a store only with all. Only one
+        thread at a time may call this.
         """
         with self._changed:
             if not self._event.closed:
@@ -145,13 +145,13 @@ class BlockyardConnector:
             ended = {ticket: one for ticket, one in self._open.items() if one.future.done()}
             done = [one.completion(ticket) for ticket, one in ended.items()]
             left = {ticket: one for ticket, one in self._open.items() if ticket not in ended}
-            self._open = left  # last: what this call does not return, the next one does
+            self._open = left  # last, so that the next call returns what this one does not
         return done
 
     def close(self) -> None:
-        """Give up what has not begun, wait for what has, and close the store; twice does nothing.
+        """Cancel operations that have not started, wait for the others, and close the store. Idempotent.
 
-        What is given up has failed; `drain_completions` says so.
+        `drain_completions` reports cancelled operations as failed.
         """
         with self._changed:
             self._closed = True
@@ -168,28 +168,28 @@ class BlockyardConnector:
             try:
                 future = self._jobs.submit(lane, self._steps(ticket, steps))
                 self._open[ticket] = _Operation(future, count, is_put)
-                for _ in range(2):  # one of them may raise
+                for _ in range(2):  # one attempt may raise
                     future.add_done_callback(partial(self._tell, ticket))
             except BaseException:
-                self._open.pop(ticket, None)  # it waits for the lock, and will not begin
+                self._open.pop(ticket, None)  # it waits for the lock and will not start
                 raise
         return ticket
 
     def _steps(self, ticket: int, steps: Steps[list[bool]]) -> Steps[list[bool]]:
-        """Carry out an operation, unless submitting it has raised: its memory is LMCache's again."""
+        """Run an operation, unless submitting it raised: then its memory belongs to LMCache again."""
         with self._changed:
             is_open = ticket in self._open
         return (yield from steps) if is_open else []
 
     def _tell(self, ticket: int, _future: Future[list[bool]]) -> None:
-        """Make the descriptor readable for an operation that has ended."""
+        """Signal the descriptor for an ended operation."""
         with self._changed:
             if ticket in self._open and not self._event.closed:
                 os.eventfd_write(self._event.fileno(), 1)
 
 
 def _rows(keys: Sequence[str], views: Sequence[memoryview]) -> list[NDArray[np.uint8]]:
-    """See LMCache's memory as bytes, whatever its format, which is `<B`."""
+    """View LMCache's memory as bytes, whatever its format, which is `<B`."""
     if len(keys) != len(views):
         raise InvalidArgumentError(f"there are {len(keys)} keys and {len(views)} memoryviews")
     return [np.frombuffer(view, np.uint8) for view in views]

@@ -5,7 +5,7 @@
     {"backend_name": "blockyard", "module_path": "blockyard.integrations.sglang", "class_name": "BlockyardHiCache",
      "interface_v1": 1, "root_dir": "/var/cache/blockyard", "size": "500GiB"}
 
-`docs/engines/sglang.md` shows each option. Importing this raises `ImportError` where SGLang is missing or has other
+`docs/engines/sglang.md` describes the options. Importing this raises `ImportError` if SGLang is missing or has other
 interfaces.
 """
 

@@ -1,7 +1,7 @@
 """An external cache linker of SGLang: pages of the device pools in a prefix store, without host pools of SGLang.
 
-SGLang aborts a request whose load fails. So `lookup` reads the pages into host memory and checks them before it says
-that they can be restored, and a load is a copy from there, which no store can spoil.
+SGLang aborts a request whose load fails. So `lookup` reads the pages into host memory and verifies them before it
+reports them as restorable; a load is then a copy from host memory, which no store can break.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ _OPTIONS: Final = {
     "lookup_seconds": 0.1,
 }
 _MOST_READS: Final = 16
-"""Reads that lookups did not wait for to the end, and whose pages are kept for the next one."""
+"""Maximum number of reads that outlived their lookup, and whose pages are kept for the next one."""
 _Pages = dict[tuple[str, str], NDArray[np.uint8]]
 
 
 class BlockyardLinker(UnifiedCacheLinker):
-    """Pages of SGLang's device pools in a Blockyard store. SGLang names it in its external linker's configuration.
+    """Pages of SGLang's device pools in a Blockyard store. Named in SGLang's external linker configuration.
 
     Args:
         server_args: from SGLang.
         params: from SGLang.
         components: from SGLang.
-        extra_config: options: `root_dir` or `url`, `size` and `revision` as for `BlockyardHiCache`; `staging`, most
-            bytes of host memory for pages that were looked up; `lookup_seconds`, how long a lookup waits for them.
+        extra_config: options: `root_dir` or `url`, `size` and `revision` as for `BlockyardHiCache`; `staging`, the
+            limit on host memory for looked-up pages in bytes; `lookup_seconds`, how long a lookup waits for them.
         forward_stream: from SGLang.
 
     Raises:
@@ -131,9 +131,9 @@ class BlockyardLinker(UnifiedCacheLinker):
         self._staged_bytes = 0
         self._reading: dict[str, Future[_Pages]] = {}
         self._pending: dict[str, list[tuple[PoolTransfer, NDArray[np.uint8] | None]]] = {}
-        self._offloads: list[Future[bool]] = []  # those that were not popped, the oldest first
+        self._offloads: list[Future[bool]] = []  # not yet popped, oldest first
         self._reads = self._objects.jobs("blockyard-sglang-read", {"read": 2})
-        # Copies on the device wait for it, so each direction has a thread.
+        # Device copies block their thread, so each direction has its own.
         self._loads = ThreadPoolExecutor(1, "blockyard-sglang-load")
         self._stores = ThreadPoolExecutor(1, "blockyard-sglang-store")
         self._load_stream, self._store_stream = _side_stream(device), _side_stream(device)
@@ -143,9 +143,9 @@ class BlockyardLinker(UnifiedCacheLinker):
     # ---- loads ----
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Read what is there of a prompt's pages and return which prefixes are in host memory, checked and whole.
+        """Read a prompt's available pages, and return which prefixes are in host memory, verified and complete.
 
-        It waits `lookup_seconds` at most. What comes later is there for the request's next lookup.
+        Waits `lookup_seconds` at most. Pages that arrive later are used by the request's next lookup.
         """
         until = time.monotonic() + self._lookup_seconds
         expanded = self._group.resolve_transfers(transfers)
@@ -181,7 +181,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         return self._objects.contains(names, sizes, until)
 
     def _stage(self, rid: str, wanted: list[tuple[str, str]], until: float = math.inf) -> _Pages:
-        """Read pages into host memory; return those that are there in time, of which this request keeps its own."""
+        """Read pages into host memory; return those that arrive in time, which are staged for this request."""
         with self._changed:
             staged = self._staged.get(rid, {})
             missing = [page for page in wanted if page not in staged]
@@ -192,7 +192,7 @@ class BlockyardLinker(UnifiedCacheLinker):
                 _LOG.warning("the pages of %s do not fit into staging of %d bytes", rid, self._staging_bytes)
                 return {}
             if reading is None:
-                # Of a request that never comes back, what was read late is dropped.
+                # Late pages of a request that never comes back are dropped.
                 while len(self._reading) >= _MOST_READS:
                     self._reading.pop(next(iter(self._reading))).cancel()
                 reading = self._reading[rid] = self._reads.submit("read", self._read(missing))
@@ -200,7 +200,7 @@ class BlockyardLinker(UnifiedCacheLinker):
             read = reading.result(None if until == math.inf else max(0.0, until - time.monotonic()))
         except LateError:
             return {}
-        except Exception:  # noqa: BLE001 (what cannot be read is a miss)
+        except Exception:  # noqa: BLE001 (a failed read is a miss)
             _LOG.exception("pages were not read")
             read = {}
         with self._changed:
@@ -222,7 +222,7 @@ class BlockyardLinker(UnifiedCacheLinker):
             return {}
         left = self._staged_bytes - _bytes_of(pages)
         del self._staged[rid]
-        self._staged_bytes = left  # nothing can raise between them
+        self._staged_bytes = left  # nothing can raise in between
         return pages
 
     def _read(self, wanted: list[tuple[str, str]]) -> Steps[_Pages]:
@@ -236,7 +236,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         return read
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queue a copy of pages that `lookup` has found; False if some are gone, and the request computes them."""
+        """Queue a copy of pages found by `lookup`; False if some are gone, so that the request computes them."""
         expanded = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
         if not expanded or rid in self._pending:
             return False
@@ -248,17 +248,17 @@ class BlockyardLinker(UnifiedCacheLinker):
             whole = [page for page in pages if page is not None]
             if len(whole) < len(pages) and self._ranks == 1:
                 return False
-            # Ranks must answer alike. So one that has lost pages takes the load and lets it fail.
+            # All ranks must give the same answer, so a rank that lost pages accepts the load and lets it fail.
             work.append((transfer, np.stack(whole) if len(whole) == len(pages) else None))
         self._pending[rid] = work
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
-        """Forget a load that has not started."""
+        """Cancel a load that has not started."""
         return self._pending.pop(rid, None) is not None
 
     def start_layer_wise_loading(self) -> int:
-        """Start what is queued; return its number in `layer_done_counter`, -1 if there is nothing."""
+        """Start the queued loads; return their index in `layer_done_counter`, -1 if there are none."""
         work = [item for items in self._pending.values() for item in items]
         self._pending.clear()
         if not work:
@@ -278,7 +278,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Wait until a load has ended; True if all of it landed."""
+        """Wait for a load to end; True if all of it landed."""
         return bool(self.layer_done_counter.finish(counter_index))
 
     def _copy_in(self, index: int, work: list[tuple[PoolTransfer, NDArray[np.uint8] | None]], ready: Any) -> None:
@@ -298,19 +298,19 @@ class BlockyardLinker(UnifiedCacheLinker):
                 done.synchronize()
                 self.layer_done_counter.complete(index, layer)
         except BaseException as error:
-            self.layer_done_counter.fail(index, error)  # the forward pass waits for each layer
+            self.layer_done_counter.fail(index, error)  # the forward pass waits for every layer
             _LOG.exception("load %d failed", index)
             raise
 
     def _fail_load(self, index: int, copy: Future[None]) -> None:
-        """End a load that has raised, if that is not done; it can be done twice."""
+        """End a load that raised, unless already ended. Idempotent."""
         if not copy.cancelled() and (error := copy.exception()) is not None:
             self.layer_done_counter.fail(index, error)
 
     # ---- stores ----
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Start to store pages of all pools; False if there is nothing to store."""
+        """Start storing pages of all pools; False if there is nothing to store."""
         expanded = self._group.resolve_transfers(transfers, allow_partial=True)
         if not expanded or self._closed:
             return False
@@ -332,7 +332,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         _enter(self._store_stream)
         for event in ready:
             event.synchronize()
-        # Every pool is stored, also after one has failed.
+        # Store every pool, even after one has failed.
         return min(self._put_pool(transfer) for transfer in transfers)
 
     def _put_pool(self, transfer: PoolTransfer) -> bool:
@@ -346,22 +346,22 @@ class BlockyardLinker(UnifiedCacheLinker):
         return all(self._objects.put(names, [data.shape[1]] * len(keys), data.__getitem__))
 
     def num_completed_offloads(self) -> int:
-        """Return how many offloads have ended and were not popped."""
+        """Return how many ended offloads were not popped yet."""
         return sum(1 for _ in itertools.takewhile(Future.done, self._offloads))
 
     def pop_completed_offload(self) -> bool:
-        """Return whether the oldest offload that has ended has stored all its pages."""
+        """Pop the oldest offload, and return whether it stored all its pages."""
         error = self._offloads[0].exception()
         if error is not None:
             _LOG.error("pages were not stored", exc_info=error)
         success = error is None and self._offloads[0].result()
-        del self._offloads[0]  # last: what this call does not return, the next one does
+        del self._offloads[0]  # last, so that the next call returns what this one does not
         return success
 
     # ---- the rest ----
 
     def reset(self) -> None:
-        """Wait for what is under way and forget what is queued or staged; what is stored stays."""
+        """Wait for running operations and drop queued and staged ones; stored pages stay."""
         self._pending.clear()
         wait(self._copies + self._offloads)
         with self._changed:
@@ -372,7 +372,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         self.layer_done_counter.reset()
 
     def close(self) -> None:
-        """Reset, and close the store; twice does nothing."""
+        """Reset, and close the store. Idempotent."""
         with self._changed:
             self._closed = True
         self.reset()
@@ -383,12 +383,12 @@ class BlockyardLinker(UnifiedCacheLinker):
 
 
 def _side_stream(device: torch.device) -> Any:
-    """A stream for one worker, beside those that compute uses; None on a CPU."""
+    """Return a stream for one worker, separate from those of compute; None on a CPU."""
     return None if device.type == "cpu" else get_device_module().Stream(device)
 
 
 def _enter(stream: Any) -> None:
-    """Make a stream and its device current in a worker: in a new thread device 0 is, and events are recorded there."""
+    """Make a stream and its device current in a worker: new threads start on device 0, and events would go there."""
     if stream is not None:
         module = get_device_module()
         module.set_device(stream.device)
@@ -408,7 +408,7 @@ def _limits(options: Mapping[str, Any], bytes_per_page: int) -> tuple[int, float
 
 
 def _device_pools(params: Any, components: Any) -> Any:
-    """The pools of the device as SGLang groups them, and a group of ours for plain attention, which it leaves out."""
+    """Return the device pools as SGLang groups them, plus our group for plain attention, which it omits."""
     cache, page_size = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
     if type(cache) is not MHATokenToKVPool or set(components) != {ComponentType.FULL}:
         return resolve_hybrid_device_pool_group(
@@ -436,20 +436,20 @@ def _rank(params: Any) -> tuple[int, int]:
 
 
 def _parts(pool: Any) -> list[tuple[torch.Tensor, int]]:
-    """The buffers of a pool in the order of a page's bytes, with the bytes that a page has in each."""
+    """Return the buffers of a pool in page byte order, with the bytes of a page in each."""
     sizes = [size for component in pool.buffer_meta for _, _, size in component]
     return list(zip((buffer for component in pool.components for buffer in component), sizes, strict=True))
 
 
 def _describe(pool: Any) -> list[Any]:
-    """All that decides the bytes of a page; the pool's dtype tells one float8 from another, its buffers do not."""
+    """Return all that determines a page's bytes. The pool's dtype distinguishes float8 types; its buffers do not."""
     buffers = [[str(buffer.dtype), *buffer.shape[1:], size] for buffer, size in _parts(pool)]
     mapping = sorted((layer, str(buffers)) for layer, buffers in pool.layer_mapping.items())
     return [str(getattr(pool.device_pool, "dtype", "")), pool.page_size, buffers, mapping]
 
 
 def _rows(pool: Any, indices: torch.Tensor) -> torch.Tensor:
-    """Rows of a pool's buffers that pages lie in, one page after the other."""
+    """Return the rows of a pool's buffers that hold the pages, page by page."""
     first = torch.tensor(pool.prepare_locations(indices), dtype=torch.int64)
     buffer, size = _parts(pool)[0]
     span = size // (buffer.nbytes // buffer.shape[0])
@@ -457,7 +457,7 @@ def _rows(pool: Any, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_layer(pool: Any, layer: int, rows: torch.Tensor, data: NDArray[np.uint8]) -> None:
-    """Copy one layer's part of pages, uint8 `[pages, bytes]`, to a pool's buffers."""
+    """Copy one layer of pages, uint8 `[pages, bytes]`, to a pool's buffers."""
     mapped = pool.layer_mapping.get(layer)
     if mapped is None:
         return

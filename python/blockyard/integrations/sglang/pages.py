@@ -1,4 +1,4 @@
-"""What the two ways into SGLang share: which prefixes can be restored, and a tensor's bytes."""
+"""Shared by the two SGLang integrations: which prefixes can be restored, and a tensor's bytes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def restorable_pages(transfers: Sequence[PoolTransfer], contains: Callable[[Any]
     """Return which prefixes all pools together can restore, by the policy of each.
 
     Args:
-        transfers: the pools beside the main one.
-        contains: which pages of the prompt a pool has, by the pool's name.
+        transfers: the pools besides the main one.
+        contains: returns which pages of the prompt a pool has, by pool name.
     """
     kv_pages = leading(contains(PoolName.KV))
     hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
     restorable = list(range(1, kv_pages + 1))
     for transfer in transfers:
-        # A second form of pages that are there anyway: never a condition, and not reporting it says nothing of it.
+        # A second form of pages that exist anyway: never a condition, so not reported.
         if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS or not restorable:
             continue
         there = contains(transfer.name)
         if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
             window = max(1, len(transfer.keys or ()))
-            # The last page before each prefix's end that is missing: it must lie before the window.
+            # The last missing page before each prefix's end; it must lie before the window.
             gaps = accumulate((-1 if found else page for page, found in enumerate(there[:kv_pages])), max)
             good = {pages for pages, gap in enumerate(gaps, 1) if gap < max(0, pages - window)}
         elif transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
@@ -49,11 +49,11 @@ def restorable_pages(transfers: Sequence[PoolTransfer], contains: Callable[[Any]
 
 
 def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """See the bytes of a contiguous tensor on the CPU; others are copied."""
+    """View the bytes of a contiguous CPU tensor; other tensors are copied."""
     flat: NDArray[np.uint8] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return flat
 
 
 def leading(there: Sequence[bool]) -> int:
-    """Return how many are true from the first on."""
+    """Return the number of leading true values."""
     return there.index(False) if False in there else len(there)

@@ -1,4 +1,4 @@
-"""A storage backend of SGLang's HiCache over a prefix store: pages of the host pools, bounded, verified, kept."""
+"""A storage backend of SGLang's HiCache: keeps host pool pages in a bounded, verified, persistent prefix store."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = ["BlockyardHiCache"]
 _LOG = logging.getLogger(__name__)
 _SGLANGS_OWN: Final = {"backend_name", "module_path", "class_name", "interface_v1"}
 _OTHER_BYTES: Final = 256 << 10
-"""Bytes of a block where the main pool keeps nothing: its pages are those of other pools alone."""
+"""Bytes of a block if the main pool keeps nothing, so that only other pools have pages."""
 _SHARDED: Final = {"mamba", "draft", "draft_swa"}
-"""Pools that each rank has its own part of, also where the main pool is the same on all."""
+"""Pools that are sharded by rank even if the main pool is the same on all ranks."""
 
 
 class _Pool(NamedTuple):
@@ -55,16 +55,16 @@ class _Pool(NamedTuple):
 
 
 class BlockyardHiCache(HiCacheStorage):
-    """Pages of SGLang's host pools in a Blockyard store. SGLang loads it as the storage backend `dynamic`.
+    """Pages of SGLang's host pools in a Blockyard store. SGLang loads it as storage backend `dynamic`.
 
-    A page is checked when it is read; one that is damaged, lost or late is a miss, and SGLang computes it again. No
-    call raises or waits beyond the store's deadline. Pages are found only by engines of the same SGLang version, model,
-    `revision`, dtype, page size, layout and place among the ranks.
+    Pages are verified when read; a damaged, lost or late page is a miss, and SGLang recomputes it. No call raises or
+    waits beyond the store's deadline. A page is found only by engines with the same SGLang version, model, `revision`,
+    dtype, page size, layout and rank.
 
     Args:
         storage_config: from SGLang. Its `extra_config` has the options: `root_dir` (folder of file stores, one for each
-            rank) or `url` (any store with keys, as for `blockyard.open_store`); `size`, most bytes of a file store;
-            `revision`, of the weights; `kv_dtype`, of the KV cache, where that is a float8.
+            rank) or `url` (any store with keys, see `blockyard.open_store`); `size`, the size limit of a file store;
+            `revision`, of the weights; `kv_dtype`, of the KV cache, required for float8.
         kwargs: from SGLang, unused.
 
     Raises:
@@ -95,7 +95,7 @@ class BlockyardHiCache(HiCacheStorage):
     # ---- pools ----
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Take the main pool, and open the store: a block has the length of its pages.
+        """Register the main pool and open the store: a block has the size of its pages.
 
         Raises:
             InvalidArgumentError: the pool has no flat pages.
@@ -114,7 +114,7 @@ class BlockyardHiCache(HiCacheStorage):
             )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take a pool of a hybrid model.
+        """Register a pool of a hybrid model.
 
         Raises:
             InvalidArgumentError: the pool has no flat pages.
@@ -131,9 +131,9 @@ class BlockyardHiCache(HiCacheStorage):
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Load pages, each into its tensor, which is written only by a whole page; return the tensors, None for misses.
+        """Load pages into tensors, which are written only if the page is intact; return these, None for misses.
 
-        Without tensors, the pages come in new ones.
+        Without tensors, returns new ones.
         """
         found: list[torch.Tensor | None] = [None] * len(keys)
         main = self._main
@@ -166,7 +166,7 @@ class BlockyardHiCache(HiCacheStorage):
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many pages from the first on can probably be loaded."""
+        """Return how many leading pages can probably be loaded."""
         return leading(self._contains(self._main, keys))
 
     def batch_get_v1(
@@ -207,11 +207,11 @@ class BlockyardHiCache(HiCacheStorage):
     # ---- the rest ----
 
     def clear(self) -> bool:
-        """Delete all pages of this rank; return whether later processes find none of them either."""
+        """Delete all pages of this rank; return whether this also holds for later processes."""
         return self._objects is None or self._objects.clear()
 
     def close(self) -> None:
-        """Close the store; from then on all is a miss."""
+        """Close the store; afterwards everything is a miss."""
         if self._objects is not None:
             self._objects.close()
 
@@ -264,7 +264,7 @@ class BlockyardHiCache(HiCacheStorage):
         return self._objects.contains([pool.key(key) for key in keys], [pool.page_bytes] * len(keys))
 
     def _pool(self, host: Any, name: Any) -> _Pool:
-        """Describe a pool: its page's length, and all that decides a page's bytes beside its key."""
+        """Describe a pool: its page size, and everything that determines a page's bytes besides its key."""
         try:
             blank = torch.empty_like(host.get_dummy_flat_data_page())
         except NotImplementedError as error:
