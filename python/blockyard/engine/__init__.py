@@ -1,4 +1,4 @@
-"""The copy engine: moves blocks between device, host and staging rows, and the torch ops that it is made of."""
+"""The copy engine, which moves blocks between device, host and staging rows, and its torch ops."""
 
 from blockyard.workers import missing
 

@@ -1,4 +1,4 @@
-"""The cache engine: has the blocks of the device and of the host, and moves them between and within the two."""
+"""The cache engine: holds the blocks of device and host, and moves them between and within the two."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _alive: weakref.WeakSet[CacheEngine] = weakref.WeakSet()
 
 
 class Traffic(NamedTuple):
-    """What went from one tier to another.
+    """Traffic from one tier to another.
 
     Attributes:
         blocks: blocks that have landed.
@@ -51,43 +51,43 @@ class CacheEngine:
 
     Each kind of transfer exists in two forms, and they may be mixed.
 
-    *Asynchronous*: `submit`, `submit_read` and `submit_write` return a `Transfer`. Work runs on streams of its own (on
-    a CPU: in a worker thread), after all compute that was queued before the call, or before `after_compute`, a place
-    that `fence` has marked; after the transfers in `after`; in order with earlier work of the same direction, and in no
-    other order. Compute waits for nothing until `Transfer.order_compute` says so. Loads go before stores where they
-    share a worker, and loads that somebody waits for before those that are a `prefetch`. Of the prefetches the first
-    submitted is first; loads of one block keep their order.
+    *Asynchronous*: `submit`, `submit_read` and `submit_write` return a `Transfer`. Work runs on separate streams (on a
+    *    CPU: in a worker thread), after all compute queued before the call, or before `after_compute`, a point marked
+    *    by `fence`; after the transfers in `after`; and in order with earlier work of the same direction. There is no
+    *    other ordering. Compute does not wait for transfers unless told by `Transfer.order_compute`. Where loads and
+    *    stores share a worker, loads go first, and `prefetch` loads after other loads. Prefetches run in submission
+    *    order; loads of one block keep their order.
 
-    *Synchronous*: `run`, `read`, `write` and `execute` submit the same transfers to the stream of compute, after all
-    transfers that are open. On a CPU the work runs in the calling thread, and is done when the call returns. On CUDA it
-    is queued on the current stream, and the CPU does not wait, except in `read`.
+    *Synchronous*: `run`, `read`, `write` and `execute` submit the same transfers to the compute stream, after all open
+    *    transfers. On a CPU the work runs in the calling thread and is done when the call returns. On CUDA it is queued
+    *    on the current stream, and the CPU does not wait, except in `read`.
 
-    A CUDA graph can hold `run` and `execute` alone, once all transfers have ended. While one is captured on the current
-    stream, every other call, `Transfer`'s included, raises `CaptureError` before it touches a stream; graph and engine
-    go on.
+    A CUDA graph can capture only `run` and `execute`, once all transfers have ended. While one is being captured on the
+    current stream, every other call, including `Transfer`'s, raises `CaptureError` before touching a stream; graph and
+    engine are unaffected.
 
-    All calls belong to one thread. An engine belongs to the process that made it: in a forked child every call but
-    `close` raises `ForkedError`, and `close` lets go of the child's view of the memory alone. When the interpreter
-    ends, work that has not begun is given up.
+    Call an engine from a single thread, in the process that created it: in a forked child every call except `close`
+    raises `ForkedError`, and `close` releases only the child's view of the memory. At interpreter shutdown, work that
+    has not started is dropped.
 
-    On CUDA an engine reserves 96 MiB of the device, once in a process, for staged copies.
+    On CUDA, the first engine of a process reserves 96 MiB of the device for staged copies.
 
-    The blocks start as zeros: attention over a gathered block meets no NaN in slots that were never written.
+    Blocks are initialized to zeros, so that attention over a gathered block finds no NaN in unwritten slots.
 
     Args:
-        layout: of the device's tensors; of one group, or of several.
-        device_blocks: at least 1; what the tensors hold if None.
-        host_blocks: 0 means no host tier. A host block is as large as a device block; `unequal_pairs` addresses parts
-            of larger chunks.
-        device: where the device's tensors live; by default where those that are given are, or on the CPU. `"cuda"` is
-            the device of the tensors, else the one that is current now; the engine keeps to it.
-        max_outstanding: bytes that may be under way on one stream; a longer transfer goes alone.
-        max_ahead: bytes of prefetches that may stand before a load that is waited for.
-        streams: what runs the transfers' work; by default what the device has.
-        tensors: tensors that exist already, as `layout.views` takes them; made here if None.
-        pin_memory: whether host and staging memory is page-locked, which needs a CUDA device; by default if there is
-            one. Copies from and to pageable memory are slower and hold up the calling thread.
-        on_host_failure: what follows where memory of the host cannot be page-locked: an error (`"raise"`), or ordinary
+        layout: layout of the device's tensors, with one group or several.
+        device_blocks: number of device blocks, at least 1; None means as many as the tensors hold.
+        host_blocks: number of host blocks; 0 means no host tier. Host and device blocks have the same size;
+            `unequal_pairs` addresses parts of larger chunks.
+        device: device of the tensors; by default that of the given tensors, or the CPU. `"cuda"` is the device of the
+            given tensors, or else the current one, from then on.
+        max_outstanding: maximum bytes in flight on one stream; a longer transfer runs alone.
+        max_ahead: maximum bytes of prefetches ahead of a load that is waited for.
+        streams: runs the transfers; by default the device's streams.
+        tensors: existing tensors, as accepted by `layout.views`; None means to allocate them.
+        pin_memory: whether to page-lock host and staging memory, which requires a CUDA device; by default if there is
+            one. Copies from and to pageable memory are slower and block the calling thread.
+        on_host_failure: what to do if host memory cannot be page-locked: raise an error (`"raise"`), or use pageable
             memory from there on, which copies slowly (`"unpinned"`; `memory.host_pool.problem` says why).
 
     Attributes:
@@ -101,11 +101,11 @@ class CacheEngine:
             their end was seen.
 
     Raises:
-        InvalidArgumentError: a number of blocks or bytes is too small, `on_host_failure` is another word, or
-            `pin_memory` is true and the device is not a CUDA device.
+        InvalidArgumentError: a number of blocks or bytes is too small, `on_host_failure` is invalid, or `pin_memory` is
+            true and the device is not a CUDA device.
         LayoutError: the tensors given do not have the layout.
-        OutOfMemoryError: memory of the host cannot be had; later, from transfers.
-        PageLockError: it cannot be page-locked; later, from transfers.
+        OutOfMemoryError: host memory is not available; transfers may raise it later.
+        PageLockError: it cannot be page-locked; transfers may raise it later.
         OpLibraryError: the op library has no code for this device.
 
     Example:
@@ -134,7 +134,7 @@ class CacheEngine:
         on_host_failure: OnFailure = "raise",
     ) -> None:
         there = tensors[0].device if tensors else torch.device("cpu")
-        # A kind of device alone is the one that has the tensors, or else the current one.
+        # A device without index is that of the tensors, or else the current one.
         self.device = there if device is None or str(device) == there.type else with_index(device)
         self._on_cuda = self.device.type == "cuda"
         if self._on_cuda:
@@ -142,7 +142,7 @@ class CacheEngine:
         if streams is None:
             streams = CudaStreams(self.device) if self._on_cuda else WorkerStreams()
             if self._on_cuda:
-                # Memory of an engine that is forgotten is given out again while copies on these streams still use it.
+                # Memory of a dropped engine could be reused while copies on these streams still use it.
                 weakref.finalize(self, streams.close).atexit = False
         self.layout = layout
         self.streams = streams
@@ -166,7 +166,7 @@ class CacheEngine:
         return self.memory.tensors
 
     def num_blocks(self, tier: EngineTier) -> int:
-        """Give the number of blocks of a tier, `"device"` or `"host"`."""
+        """Return the number of blocks in a tier, `"device"` or `"host"`."""
         return self.memory.num_blocks(tier)
 
     # ---- asynchronous ----
@@ -183,28 +183,29 @@ class CacheEngine:
         prefetch: bool = False,
         on_full: OnFull = "wait",
     ) -> Transfer:
-        """Start to move blocks.
+        """Start moving blocks.
 
         Args:
             kind: `"swap_out"` copies from the device to the host, `"swap_in"` back. `"copy"` copies within a tier; no
-                block is both read and written. `"move"` moves within a tier, as if all were read before the first is
-                written: chains and rings are legal. `"exchange"` lets the two blocks of each pair change places; no
-                block is named twice, `(-1, -1)` is padding.
+                block is both read and written. `"move"` moves within a tier, as if all were read before any is written:
+                chains and rings are allowed. `"exchange"` swaps the two blocks of each pair; no block may repeat,
+                `(-1, -1)` is padding.
             pairs: block ids (from, to), int64 `[n, 2]`; no destination repeats. They are copied.
-            tier: of a copy, move or exchange. Compute does not touch the host, so `after_compute` has no effect there.
-            after: transfers that must have ended before.
-            after_compute: a place in compute that must have been reached before; by default the present one.
-            by_layer: the layers of a swap in arrive one after another, for `Transfer.order_compute(layer)`; on CUDA in
-                groups of at least 128 KiB a block.
-            prefetch: nobody waits for this swap in yet; `poll` starts it when no other load is under way.
-            on_full: whether to `"wait"` or to `"refuse"` if too many bytes are under way.
+            tier: tier of a copy, move or exchange. Compute does not touch the host, so `after_compute` has no effect
+                there.
+            after: transfers that must end first.
+            after_compute: a point in compute that must be reached first; by default the current one.
+            by_layer: load a swap-in layer by layer, for `Transfer.order_compute(layer)`; on CUDA in groups of at least
+                128 KiB per block.
+            prefetch: this swap-in is not needed yet; `poll` starts it when no other load is in flight.
+            on_full: whether to `"wait"` or to `"refuse"` if too many bytes are in flight.
 
         Returns:
-            The transfer. If an exchange fails, both blocks of a pair are lost.
+            The transfer. If an exchange fails, both blocks of each pair are lost.
 
         Raises:
             MappingError: the mapping is malformed or out of range; nothing was submitted.
-            TransferQueueFullError: too many bytes are under way, and `on_full` is `"refuse"`.
+            TransferQueueFullError: too many bytes are in flight, and `on_full` is `"refuse"`.
             InvalidArgumentError: another argument is out of range, or a transfer in `after` is of another engine.
             CaptureError: a graph is being captured; nothing was submitted.
         """
@@ -224,19 +225,20 @@ class CacheEngine:
         after_compute: Event | None = None,
         on_full: OnFull = "wait",
     ) -> Transfer:
-        """Start to copy blocks into rows on the CPU, which are the transfer's `rows` when it has ended.
+        """Start copying blocks into rows on the CPU; when it has ended, they are the transfer's `rows`.
 
         Args:
             tier: `"device"` or `"host"`; see `submit` for this and the other arguments.
             blocks: ids, int64 `[n]`; they may repeat. They are copied.
-            rows: where to, uint8 `[n, bytes_per_block]`, C-contiguous and writable, page-locked where host memory is;
-                nobody else may use them meanwhile. Fresh ones if None, which cost ten times as much on a CPU.
+            rows: destination, uint8 `[n, bytes_per_block]`, C-contiguous and writable, page-locked if host memory is;
+                must not be used by others until the transfer ends. None means fresh rows, which cost ten times as much
+                on a CPU.
             after: transfers that must have ended before.
             after_compute: a place in compute that must have been reached before.
             on_full: whether to `"wait"` or to `"refuse"`.
 
         Raises:
-            LayoutError: the rows are other ones; nothing was submitted.
+            LayoutError: the rows are not as described; nothing was submitted.
             MappingError, TransferQueueFullError, InvalidArgumentError, CaptureError: as for `submit`.
         """
         self.transfers.check()
@@ -254,7 +256,7 @@ class CacheEngine:
         prefetch: bool = False,
         on_full: OnFull = "wait",
     ) -> Transfer:
-        """Start to copy rows on the CPU into blocks; the rows must stay as they are until the transfer has ended.
+        """Start copying rows on the CPU into blocks; the rows must not change until the transfer has ended.
 
         Args:
             tier: `"device"` or `"host"`; see `submit` for this and the other arguments.
@@ -262,7 +264,7 @@ class CacheEngine:
             rows: uint8 `[n, bytes_per_block]`.
             after: transfers that must have ended before.
             after_compute: a place in compute that must have been reached before.
-            prefetch: nobody waits for it yet; has no effect for the host.
+            prefetch: the blocks are not needed yet; has no effect for the host.
             on_full: whether to `"wait"` or to `"refuse"`.
 
         Raises:
@@ -277,7 +279,7 @@ class CacheEngine:
     # ---- synchronous ----
 
     def run(self, kind: Kind, pairs: Ids, *, tier: EngineTier = "device") -> None:
-        """Move blocks on the stream of compute, after all open transfers; see `submit` for the arguments.
+        """Move blocks on the compute stream, after all open transfers; see `submit` for the arguments.
 
         On a CPU the blocks have moved when this returns. On CUDA the work is queued on the current stream, in the order
         of the calls; compute that reads or writes the same blocks belongs on that stream.
@@ -292,7 +294,7 @@ class CacheEngine:
             self._run(plan)
 
     def read(self, tier: EngineTier, blocks: Ids) -> Rows:
-        """Copy blocks into fresh rows on the CPU; waits until they are there.
+        """Copy blocks into fresh rows on the CPU, and wait for them.
 
         Args:
             tier: `"device"` or `"host"`.
@@ -312,7 +314,7 @@ class CacheEngine:
         return rows
 
     def write(self, tier: EngineTier, blocks: Ids, rows: Rows) -> None:
-        """Copy rows on the CPU into blocks; the rows are free for other use when it returns.
+        """Copy rows on the CPU into blocks; the rows can be reused when it returns.
 
         Args:
             tier: `"device"` or `"host"`.
@@ -330,7 +332,7 @@ class CacheEngine:
             self._run(plan)
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
-        """Carry a decision out with `run`, transfer by transfer.
+        """Carry out a decision with `run`, transfer by transfer.
 
         Args:
             decision: transfers within the device or the host, and between the two.
@@ -340,7 +342,7 @@ class CacheEngine:
 
         Raises:
             MappingError: an id is out of range, or a transfer is of the external tier.
-            OutOfMemoryError, PageLockError: memory of the host cannot be made ready.
+            OutOfMemoryError, PageLockError: host memory is not available.
         """
         for kind, pairs in decision.transfers():
             if "external" in (pairs.src, pairs.dst):
@@ -352,12 +354,12 @@ class CacheEngine:
     # ---- both ----
 
     def fence(self) -> Event:
-        """Mark the present end of compute, for `after_compute`; raises CaptureError inside a graph capture."""
+        """Mark the current end of compute, for `after_compute`; raises CaptureError inside a graph capture."""
         self.transfers.check()
         return self.streams.fence()
 
     def poll(self) -> None:
-        """End transfers that have ended, and start prefetches that may start by now; never waits.
+        """Complete finished transfers, and start prefetches that are due; never waits.
 
         Raises:
             CaptureError: a graph is being captured.
@@ -365,11 +367,11 @@ class CacheEngine:
         self.transfers.poll()
 
     def close(self) -> None:
-        """Wait for queued work and release all memory, also if the device has failed. Idempotent.
+        """Wait for queued work and release all memory, even if the device has failed. Idempotent.
 
         Raises:
             CaptureError: a graph is being captured; nothing was closed.
-            torch.AcceleratorError: the device has failed; the memory is released all the same.
+            torch.AcceleratorError: the device has failed; the memory is released anyway.
         """
         if self.transfers.process.is_current:
             self.transfers.check()
@@ -377,7 +379,7 @@ class CacheEngine:
                 self.transfers.synchronize()
                 self.streams.close()
             except torch.AcceleratorError:
-                # A lost device copies nothing and unlocks nothing. Where only a call failed, this waits for its work.
+                # A lost device neither copies nor unlocks. If only a call failed, this waits for its work.
                 with suppress(torch.AcceleratorError):
                     self.streams.close()
                 with suppress(PageLockError):
@@ -394,7 +396,7 @@ class CacheEngine:
         self.close()
 
     def _chunk(self, *, prefetch: bool = False) -> int | None:
-        """Blocks of one piece, where longer ones would hold others up."""
+        """Return the maximum number of blocks per piece, if longer pieces would delay others."""
         chunk = self.streams.chunk_bytes or (PIECE_BYTES if prefetch else None)
         return chunk and max(1, chunk // self.memory.bytes_per_block)
 
@@ -428,7 +430,7 @@ class CacheEngine:
         stream: StreamName = "compute" if on_device else "caller"
         if not (self._on_cuda and on_device):
             return self._run_here(plan, stream)
-        self.transfers.poll()  # what has ended is forgotten, however long only synchronous calls are made
+        self.transfers.poll()  # drop ended transfers, even if only synchronous calls are made
         after = self.transfers.open()
         transfer = self.transfers.submit(stream, plan, after=after, on_end=partial(self._ended, plan, time.monotonic()))
         if self.transfers.failed_to_launch(transfer):
@@ -436,7 +438,7 @@ class CacheEngine:
         return transfer
 
     def _run_here(self, plan: TransferPlan, stream: StreamName) -> Transfer:
-        """Run a plan in this thread, when all that is open has ended."""
+        """Run a plan in this thread, once all open transfers have ended."""
         self.transfers.synchronize()
         transfer, began = Transfer(self.transfers), time.monotonic()
         events = [self.streams.launch(stream, plan.in_range(piece)) for piece in plan.pieces]
@@ -451,18 +453,18 @@ class CacheEngine:
     def _ended(self, plan: TransferPlan, began: float, transfer: Transfer) -> None:
         if transfer.error is None and "rows" not in {plan.src, plan.dst}:
             before = self.counters.get((plan.src, plan.dst), Traffic(0, 0))
-            blocks = plan.num_bytes // self.memory.bytes_per_block  # an exchange moves two of a pair
+            blocks = plan.num_bytes // self.memory.bytes_per_block  # an exchange moves both blocks of a pair
             self.counters[plan.src, plan.dst] = Traffic(before.blocks + blocks, before.num_bytes + plan.num_bytes)
             if {plan.src, plan.dst} == {"device", "host"}:
                 self.seconds["read" if plan.src == "host" else "write"].observe(time.monotonic() - began)
 
 
 def wait_for_engines(memory: Tensor, first: int) -> None:
-    """Wait for the transfers of all engines that touch blocks of a device cache; a fork has none under way.
+    """Wait for all engines' transfers that touch blocks of a device cache; a fork has none.
 
     Args:
-        memory: that the cache's tensors lie in, uint8 `[bytes]`.
-        first: the lowest of the blocks.
+        memory: memory of the cache's tensors, uint8 `[bytes]`.
+        first: the lowest block to wait for.
     """
     start, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
     for engine in tuple(_alive):

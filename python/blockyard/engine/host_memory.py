@@ -1,4 +1,4 @@
-"""Memory of the host straight from the system: huge pages advised, near one NUMA node, touched part by part."""
+"""Host memory directly from the system: with huge pages advised, near a NUMA node, touched in parts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from blockyard.errors import InvalidArgumentError, OutOfMemoryError
 
-# Of transparent huge pages; the mapping starts at a multiple of it.
+# Size of transparent huge pages; the mapping starts at a multiple of it.
 _HUGE_PAGE: Final = 2 << 20
-# Linux 5.14; this Python has no name for it.
+# From Linux 5.14; Python has no constant for it.
 _POPULATE_WRITE: Final = 23
 # Linux, on every architecture that CUDA has.
 _MAP_FIXED: Final = 0x10
@@ -28,16 +28,16 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 class HostMapping:
-    """Memory, all zeros; it lives as long as a tensor over it does.
+    """Zeroed memory; it lives as long as any tensor over it.
 
     Args:
-        num_bytes: its size.
+        num_bytes: size in bytes.
         file: descriptor of a file to share with other processes; anonymous memory if None.
-        offset: where in the file, a multiple of the page size.
+        offset: offset in the file, a multiple of the page size.
 
     Attributes:
-        tensor: all of it, uint8 `[num_bytes]`.
-        address: of its first byte, a multiple of 2 MiB; of a file's, a multiple of the page size.
+        tensor: the whole memory, uint8 `[num_bytes]`.
+        address: address of the first byte, a multiple of 2 MiB; for a file, a multiple of the page size.
 
     Raises:
         OutOfMemoryError: the system has too little memory.
@@ -49,7 +49,7 @@ class HostMapping:
         self.num_bytes = num_bytes
         try:
             if file is None:
-                # A mapping of nothing is refused, and private memory is what huge pages are for.
+                # Empty mappings are refused, and huge pages need private memory.
                 self._memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             else:
                 self._memory = mmap.mmap(file, num_bytes, mmap.MAP_SHARED, offset=offset)
@@ -60,17 +60,17 @@ class HostMapping:
         start = -whole.data_ptr() % _HUGE_PAGE if file is None else 0
         self.tensor: Tensor = whole[start : start + num_bytes]
         self.address = whole.data_ptr() + start
-        # Kernels without them say no, which changes nothing but speed.
+        # Kernels without them refuse, which only affects speed.
         self._advise(mmap.MADV_HUGEPAGE, 0, num_bytes)
 
     def prefer(self, node: int) -> str:
-        """Have memory that is touched from now on come from one NUMA node while it has some.
+        """Prefer one NUMA node for memory touched from now on.
 
         Args:
             node: the node's number.
 
         Returns:
-            Why that cannot be; empty if it can.
+            Why that is impossible; empty if it is not.
         """
         call = _MBIND.get(platform.machine())
         if call is None:
@@ -85,14 +85,14 @@ class HostMapping:
         return f"memory near NUMA node {node}: {os.strerror(ctypes.get_errno())}"
 
     def populate(self, first: int, end: int) -> bool:
-        """Touch a range without changing it, so that no later access has to; other threads run meanwhile.
+        """Touch a range without changing it, so that later accesses are fast. Releases the GIL.
 
         Args:
-            first: its first byte, a multiple of the page size.
-            end: the byte behind its last.
+            first: first byte, a multiple of the page size.
+            end: one past the last byte.
 
         Returns:
-            Whether the system can do so (Linux from 5.14); elsewhere memory is touched when it is used.
+            Whether the system supports this (Linux 5.14 or newer); if not, memory is touched when it is used.
 
         Raises:
             OutOfMemoryError: there is no memory left.
@@ -106,42 +106,42 @@ class HostMapping:
         return not problem
 
     def inherit(self, *, forks: bool) -> None:
-        """Say whether forks of this process get a copy of the memory, as they do at first.
+        """Set whether forks of this process get a copy of the memory, which is the default.
 
-        Fork copies page-locked memory at once, all of it, while the device may be writing to it.
+        A fork copies all page-locked memory at once, while the device may be writing to it.
         """
         self._advise(mmap.MADV_DOFORK if forks else mmap.MADV_DONTFORK, 0, self.num_bytes)
 
     def hold_addresses(self) -> None:
-        """Keep the addresses in a fork that has not inherited the memory: else others would get them.
+        """Keep the addresses reserved in a fork that has not inherited the memory.
 
-        The mapping ends with this object, whoever has its addresses by then.
+        Otherwise they could be reused, and this object would unmap them at its end.
         """
         address, size = ctypes.c_void_p(self.address), ctypes.c_size_t(self._whole_pages(self.num_bytes))
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-        # No access: a read must not find zeros where the blocks were.
+        # No access: a read must not see zeros instead of the blocks.
         _LIBC.mmap(address, size, 0, flags, -1, ctypes.c_long(0))
 
     def _advise(self, advice: int, first: int, end: int) -> int:
-        """Give the error's number; 0 if there is none."""
+        """Return the error number; 0 for success."""
         address, size = ctypes.c_void_p(self.address + first), ctypes.c_size_t(self._whole_pages(end - first))
         return ctypes.get_errno() if _LIBC.madvise(address, size, advice) else 0
 
     @staticmethod
     def _whole_pages(num_bytes: int) -> int:
-        """Round up; behind the last byte there is room for it."""
+        """Round up to whole pages; there is room after the last byte."""
         return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def node_of_device(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """Give the NUMA node that a CUDA device is attached to.
+    """Return the NUMA node that a CUDA device is attached to.
 
     Args:
         device: the device.
-        devices: the folder in which the system describes them.
+        devices: the system's folder of device descriptions.
 
     Returns:
-        The node; None if the machine has but one, or does not say.
+        The node; None if the machine has only one, or it is unknown.
     """
     found = torch.cuda.get_device_properties(device)
     domain, bus, number = (getattr(found, f"pci_{part}_id") for part in ("domain", "bus", "device"))

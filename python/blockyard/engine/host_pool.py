@@ -1,4 +1,4 @@
-"""Memory for the host's blocks, made ready chunk by chunk behind the engine's back."""
+"""Memory for host blocks, prepared chunk by chunk in the background."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 OnFailure = Literal["raise", "unpinned"]
 POOL_CHUNK_BYTES: Final = 256 << 20
-# For all contexts, and reached by kernels.
+# Portable to all contexts, and accessible to kernels.
 _REGISTER_FLAGS: Final = 3
 _FORBIDDEN_BY_CAPTURE: Final = 900
-# A capture that forbids registration ends some time.
+# A capture that forbids registration ends eventually.
 _CAPTURE_PATIENCE: Final = 60.0
 _CAPTURE_PAUSE: Final = 0.1
 
@@ -41,21 +41,21 @@ class Locker(Protocol):
     """Page-locks memory for a device."""
 
     def lock(self, address: int, num_bytes: int) -> str:
-        """Page-lock a range; gives the reason why it could not be, empty if it was.
+        """Page-lock a range. Returns why it could not be; empty on success.
 
         Raises:
             CaptureError: not now.
         """
 
     def unlock(self, address: int) -> str:
-        """Undo what `lock` did for the range that starts there; as `lock`."""
+        """Undo `lock` for the range that starts there; returns and raises as `lock`."""
 
 
 class CudaLocker:
-    """Registers memory with CUDA, also while other threads capture graphs.
+    """Registers memory with CUDA, even while other threads capture graphs.
 
     Args:
-        device: the device that reads and writes the memory; all others may, too.
+        device: a device that uses the memory; all others may use it too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,37 +68,37 @@ class CudaLocker:
         return _reason("cudaHostRegister", error)
 
     def unlock(self, address: int) -> str:
-        """Take a range out again."""
+        """Unregister a range."""
         with relaxed_capture(), torch.cuda.device(self.device):
             error = torch.cuda.cudart().cudaHostUnregister(address)
         return _reason("cudaHostUnregister", error)
 
 
 class HostPool:
-    """Rows for the blocks of the host tier, all zeros at first.
+    """Rows for the blocks of the host tier, initially zeros.
 
-    The first chunk is ready when the constructor returns; a thread makes the others ready, in order. A chunk is ready
-    when its memory is there and, with a locker, page-locked; a device must not be sent to blocks that are not. Chunks
-    hold whole blocks. Forks do not inherit memory that is page-locked.
+    The first chunk is ready when the constructor returns; a thread prepares the others, in order. A chunk is ready when
+    its memory is allocated and, with a locker, page-locked; a device must not access blocks that are not ready. Chunks
+    hold whole blocks. Forks do not inherit page-locked memory.
 
     Args:
-        num_blocks: may be 0.
+        num_blocks: number of blocks, may be 0.
         bytes_per_block: at least 1.
-        locker: page-locks the memory; without one it is ordinary memory.
-        node: the NUMA node to take memory from while it has some.
-        touch: take memory from the system ahead of use, chunk by chunk; otherwise, without a locker, all blocks are
-            ready at once and memory is taken as they are written.
-        chunk_bytes: bytes that are made ready at a time, about.
-        on_failure: what follows where memory cannot be page-locked: an error, from here or from `wait`, or ordinary
+        locker: page-locks the memory; without one it is pageable.
+        node: the preferred NUMA node.
+        touch: allocate memory ahead of use, chunk by chunk; otherwise, without a locker, all blocks are ready at once
+            and memory is allocated as they are written.
+        chunk_bytes: approximate number of bytes prepared at a time.
+        on_failure: what to do if memory cannot be page-locked: raise an error, here or from `wait`, or use pageable
             memory from that chunk on, which copies slowly (`problem` says why).
-        mapping: the memory, at least as much as the blocks need; fresh memory if None.
+        mapping: memory for at least all blocks; None means fresh memory.
 
     Attributes:
-        node: where the memory comes from; None if there is no preference, or none that the system accepts.
+        node: NUMA node of the memory; None without a preference, or if the system does not accept it.
 
     Raises:
-        OutOfMemoryError: the system gives no such memory.
-        PageLockError: its first chunk could not be page-locked.
+        OutOfMemoryError: the memory is not available.
+        PageLockError: the first chunk could not be page-locked.
         InvalidArgumentError: a number is too small, or `on_failure` is neither `"raise"` nor `"unpinned"`.
 
     Example:
@@ -147,7 +147,7 @@ class HostPool:
             problem=problem,
         )
         self._finish = weakref.finalize(self, self._work.end)
-        # At exit the process gives everything back, and CUDA may be gone.
+        # At exit the process frees everything, and CUDA may be gone.
         self._finish.atexit = False
         if num_blocks > chunk_blocks or locker is not None:
             self._work.start()
@@ -170,10 +170,10 @@ class HostPool:
         on_failure: OnFailure = "raise",
         mapping: HostMapping | None = None,
     ) -> Self:
-        """Make a pool for copies to and from a device: page-locked and near it if it is a CUDA device.
+        """Make a pool for copies to and from a device: page-locked and near the device if it is a CUDA device.
 
-        For the CPU it is ordinary memory, which is taken as it is written. With `pin_memory=False` the memory is near
-        the CUDA device and pageable.
+        For the CPU it is pageable memory, allocated as it is written. With `pin_memory=False` the memory is near the
+        CUDA device and pageable.
         """
         if device.type != "cuda" or not num_blocks:
             return cls(num_blocks, bytes_per_block, touch=False, on_failure=on_failure, mapping=mapping)
@@ -193,33 +193,33 @@ class HostPool:
 
     @property
     def problem(self) -> str:
-        """What did not go as asked; empty if all did."""
+        """What failed; empty if nothing did."""
         return self._work.problem
 
     @property
     def ready_blocks(self) -> int:
-        """Blocks below this one are ready."""
+        """Number of blocks that are ready."""
         return self._work.ready_blocks
 
     @property
     def pinned_blocks(self) -> int:
-        """Blocks below this one are page-locked."""
+        """Number of blocks that are page-locked."""
         return self._work.pinned_blocks
 
     @property
     def num_blocks(self) -> int:
-        """All blocks, ready or not; 0 when closed."""
+        """Number of blocks, ready or not; 0 when closed."""
         return int(self._rows.shape[0])
 
     def wait(self, num_blocks: int) -> None:
         """Wait until the first `num_blocks` blocks are ready.
 
         Args:
-            num_blocks: at most as many as there are.
+            num_blocks: at most the number of blocks.
 
         Raises:
-            OutOfMemoryError, PageLockError: they will never be.
-            InvalidArgumentError: there are fewer.
+            OutOfMemoryError, PageLockError: they cannot be made ready.
+            InvalidArgumentError: there are fewer blocks.
             ForkedError: this is a fork of the process that made the pool, and they are not ready or page-locked.
             BlockyardError: the pool is closed.
         """
@@ -229,13 +229,13 @@ class HostPool:
             self._work.wait(num_blocks)
 
     def close(self) -> None:
-        """Unlock the memory and let go of it; twice does nothing. The system has it back with the last tensor over it.
+        """Unlock and release the memory. Idempotent. The memory is freed with the last tensor over it.
 
-        No copy from or to it may be under way. A fork lets go of its view alone: the memory stays locked for the
-        process that made the pool.
+        No copy may be in flight. A fork only releases its view: the memory stays locked for the process that made the
+        pool.
 
         Raises:
-            PageLockError: the device does not let go of a chunk.
+            PageLockError: a chunk could not be unlocked.
         """
         self._rows = self._rows.new_empty((0, self._rows.shape[1]))
         if not self._finish.detach():
@@ -255,7 +255,7 @@ class HostPool:
 
 
 class _Work:
-    """What the thread does; it does not know the pool, so that a pool that is forgotten ends."""
+    """The thread's work. It has no reference to the pool, so that a dropped pool is collected."""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ class _Work:
         self.locked: list[int] = []
         self.changed, self.ended = threading.Condition(), False
         self.thread: threading.Thread | None = None
-        self.lost = False  # in a fork, what is page-locked
+        self.lost = False  # in a fork: page-locked memory was not inherited
         if self.locking:
             self.mapping.inherit(forks=False)
             _page_locked.add(self)
@@ -314,7 +314,7 @@ class _Work:
                 return
             if self.failure is None:
                 raise BlockyardError("the host pool is closed")
-            # A fresh one each time: a traceback grows with every raise.
+            # A fresh exception each time, as a traceback grows with every raise.
             raise type(self.failure)(*self.failure.args)
 
     def stop(self) -> None:
@@ -323,7 +323,7 @@ class _Work:
             self.changed.notify_all()
 
     def end(self) -> str:
-        """Stop and unlock everything; gives the reasons why something could not be."""
+        """Stop and unlock everything. Returns the reasons for failures."""
         if not self.process.is_current:
             return ""
         self.stop()
@@ -333,7 +333,7 @@ class _Work:
             self._inherit()
             return ""
         declare_region(self.mapping.address, 0, 1)
-        # In a thread as locking is: what CUDA remembers of a failure stays there.
+        # In a thread, like locking: CUDA's sticky error state stays there.
         failed: list[str] = []
         unlocking = threading.Thread(target=self._unlock, args=(failed,), name="blockyard-host-pool")
         unlocking.start()
@@ -343,12 +343,12 @@ class _Work:
         return "; ".join(failed)
 
     def lose(self) -> None:
-        """Note in a fork that it has not inherited the memory."""
+        """Record in a fork that it has not inherited the memory."""
         self.lost, self.ready_blocks = True, 0
         self.mapping.hold_addresses()
 
     def _inherit(self) -> None:
-        """Let forks have the memory, none of which is page-locked any more."""
+        """Let forks inherit the memory, once none of it is page-locked."""
         if self in _page_locked:
             _page_locked.discard(self)
             self.mapping.inherit(forks=True)
@@ -360,7 +360,7 @@ class _Work:
                 failed.append(reason)
 
     def _outlast_captures(self, work: Callable[[], str], *, even_ended: bool) -> str:
-        """Do what a capture may forbid, after a while again if it does; gives the reason why it could not be."""
+        """Do work that a capture may forbid, retrying until it ends. Returns why it failed, if it did."""
         until, seconds = time.monotonic() + _CAPTURE_PATIENCE, _CAPTURE_PAUSE
         while True:
             try:
@@ -395,7 +395,7 @@ class _Work:
             self._inherit()
 
 
-# Those whose memory forks do not inherit.
+# Pools whose memory forks do not inherit.
 _page_locked: weakref.WeakSet[_Work] = weakref.WeakSet()
 
 
@@ -408,7 +408,7 @@ os.register_at_fork(after_in_child=_lose_page_locked)
 
 
 def blocks_per_chunk(bytes_per_block: int, chunk_bytes: int) -> int:
-    """Give how many whole blocks make a chunk that ends with a page, of at least `chunk_bytes`.
+    """Return how many whole blocks make a chunk of at least `chunk_bytes` that ends on a page boundary.
 
     Args:
         bytes_per_block: at least 1.
@@ -424,7 +424,7 @@ def _memlock_limit() -> str:
 
 
 def _reason(call: str, error: object) -> str:
-    """Say what a call of CUDA's returned; empty for success.
+    """Describe the result of a CUDA call; empty for success.
 
     Raises:
         CaptureError: a graph is being captured.

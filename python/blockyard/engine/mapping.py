@@ -1,4 +1,4 @@
-"""Mappings of blocks and rows, and of chunks of the host that hold several blocks."""
+"""Mappings between blocks and rows, and for host chunks that hold several blocks."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ def unequal_pairs(
     last: int,
     to: Literal["small", "large"],
 ) -> Ids:
-    """Pair device blocks with the parts of larger host blocks, or chunks, for a swap out or a swap in.
+    """Pair device blocks with parts of larger host blocks (chunks), for a swap-out or a swap-in.
 
-    A chunk has `per_block` parts, each as large as a device block. A copy engine has `host_blocks=per_block * m` for
-    `m` chunks. The transfer may begin within the first chunk and end within the last one. What a part holds is not
-    checked: load only parts that were stored under the chunk's key.
+    A chunk has `per_block` parts, each as large as a device block. For `m` chunks a copy engine needs
+    `host_blocks=per_block * m`. The transfer may begin within the first chunk and end within the last one. The content
+    of parts is not checked: load only parts that were stored under the chunk's key.
 
     Args:
-        small: device block ids in the order of the sequence, int32 or int64 `[n]`.
+        small: device block ids in sequence order, int32 or int64 `[n]`.
         large: ids of the chunks that hold them, in the same order, int32 or int64 `[m]`.
         per_block: device blocks in a chunk, at least 1.
-        first: part of the first chunk where the transfer begins, 0 to `per_block - 1`.
-        last: part of the last chunk before which it ends, 1 to `per_block`.
+        first: index of the first part in the first chunk, 0 to `per_block - 1`.
+        last: end index (exclusive) of the parts in the last chunk, 1 to `per_block`.
         to: which side is written: `"large"` stores, `"small"` loads.
 
     Returns:
-        `(from, to)`, int64 `[n, 2]`, as `CacheEngine.submit` takes them. Part `p` of chunk `c` is the host block
+        `(from, to)`, int64 `[n, 2]`, for `CacheEngine.submit`. Part `p` of chunk `c` is the host block
         `c * per_block + p`.
 
     Raises:
-        MappingError: the chunks hold another number of parts between `first` and `last` than there are device
-            blocks, an offset or id is out of range, or an array has the wrong shape or dtype.
+        MappingError: the number of parts between `first` and `last` differs from the number of device blocks, an offset
+            or id is out of range, or an array has the wrong shape or dtype.
 
-    Source: vLLM 0.33 `vllm/v1/kv_offload` pads the first chunk alone and takes the tail of the last for granted.
+    Source: vLLM 0.33 `vllm/v1/kv_offload`, which pads only the first chunk and infers the tail of the last.
 
     Example:
         Load the second half of chunk 7 and the first quarter of chunk 9:
@@ -74,12 +74,12 @@ def _wide(ids: NDArray[np.integer[Any]], name: str) -> Ids:
 
 
 def with_rows(blocks: Ids, num_blocks: int, *, written: bool) -> Mapping:
-    """Pair blocks with rows, one after the other.
+    """Pair blocks with consecutive rows.
 
     Args:
         blocks: int64 `[n]`; no repeats if they are `written`.
         num_blocks: blocks in the tier; ids are 0-based.
-        written: the rows are read, and the blocks written. False: the other way round.
+        written: whether blocks are written and rows read, or the other way round.
 
     Raises:
         MappingError: dtype or shape is wrong, an id is out of range, or one repeats.

@@ -1,4 +1,4 @@
-"""The memory of the copy engine: the device's tensors, the host's rows, staging rows, and the views that pair them."""
+"""The copy engine's memory: device tensors, host rows, staging rows, and the views that pair them."""
 
 from __future__ import annotations
 
@@ -28,44 +28,44 @@ Rows: TypeAlias = NDArray[np.uint8]
 Run: TypeAlias = Callable[[Mapping], None]
 
 MOST_BLOCKS: Final = 2**31 - 1
-"""Ids are int32 in block tables."""
+"""Maximum number of blocks: ids are int32 in block tables."""
 
 KEPT_BYTES: Final = 1 << 30
-"""Staging rows that are kept to be used again."""
+"""Bytes of staging rows kept for reuse."""
 
 GROUP_BYTES: Final = 128 << 10
-"""On CUDA, layers are loaded in groups of at least this many bytes a block: shorter rows are not worth staging."""
+"""On CUDA, layers are loaded in groups of at least this many bytes per block: shorter rows are not worth staging."""
 
 
 class Memory:
-    """The blocks of the device (the engine's own tensors) and of the host (rows), all zeros at first.
+    """The blocks of device (the engine's tensors) and host (rows), initially zeros.
 
     Args:
-        layout: of the device's tensors.
-        device_blocks: at least 1; what the tensors hold if None.
-        host_blocks: 0 means no host tier; page-locked memory with a CUDA device, made ready in the background:
+        layout: layout of the device's tensors.
+        device_blocks: at least 1; None means as many as the tensors hold.
+        host_blocks: 0 means no host tier. With a CUDA device the memory is page-locked and prepared in the background:
             transfers wait for the blocks they name.
-        device: where the device's tensors live.
-        tensors: tensors that exist already, as `layout.views` takes them; made here if None.
-        pin_memory: whether host and staging memory is page-locked, which needs a CUDA device; by default if there is
+        device: device of the tensors.
+        tensors: existing tensors, as accepted by `layout.views`; None means to allocate them.
+        pin_memory: whether to page-lock host and staging memory, which requires a CUDA device; by default if there is
             one.
-        on_host_failure: what follows where the host's memory cannot be page-locked: an error (`"raise"`), or ordinary
+        on_host_failure: what to do if host memory cannot be page-locked: raise an error (`"raise"`), or use pageable
             memory from there on (`"unpinned"`), which copies slowly; `host_pool.problem` says why.
 
     Attributes:
         tensors: the device's.
-        pin_memory: whether host and staging memory is to be page-locked.
+        pin_memory: whether host and staging memory is page-locked.
         host_pool: owns the host's memory.
         host_rows: uint8 `[host_blocks, bytes_per_block]`.
-        views: of both tiers; view i of one goes with view i of the other.
-        buffers: staging rows to be used again: fresh ones cost ten times a copy.
+        views: views of both tiers; view i of one corresponds to view i of the other.
+        buffers: reusable staging rows, as fresh ones cost ten times as much as a copy.
 
     Raises:
-        InvalidArgumentError: a number of blocks is out of range, `on_host_failure` is another word, or `pin_memory` is
-            true and the device is not a CUDA device.
+        InvalidArgumentError: a number of blocks is out of range, `on_host_failure` is invalid, or `pin_memory` is true
+            and the device is not a CUDA device.
         LayoutError: the tensors given do not have the layout, or another number of blocks.
-        OutOfMemoryError: the memory of device or host cannot be had; the host's also later, from transfers.
-        PageLockError: it cannot be page-locked; later, from transfers.
+        OutOfMemoryError: device or host memory is not available; for the host, transfers may raise it later.
+        PageLockError: it cannot be page-locked; transfers may raise it later.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Memory:
         self._take_back.atexit = False
 
     def num_blocks(self, tier: EngineTier) -> int:
-        """Give the number of blocks of a tier.
+        """Return the number of blocks in a tier.
 
         Raises:
             BlockyardError: the memory was released.
@@ -138,29 +138,29 @@ class Memory:
         return found
 
     def run(self, src: EngineTier, dst: EngineTier) -> Run:
-        """Give what carries mappings out from one tier to another, or within one; it checks the views once."""
+        """Return a call that carries out mappings between two tiers or within one; it checks the views once."""
         if (src, dst) not in self._bound:
             within = self.views["device"] if src == "device" else [self.host_rows]
             self._bound[src, dst] = bind(within) if src == dst else bind(self.views[src], self.views[dst])
         return self._bound[src, dst]
 
     def run_by_layer(self, src: EngineTier, dst: EngineTier) -> tuple[list[Run], list[int]]:
-        """Give what carries mappings out in groups of layers, and for each layer the group that it comes with.
+        """Return calls that carry out mappings for groups of layers, and the group of each layer.
 
-        Both are empty where views do not follow the layers.
+        Both are empty if views are not in layer order.
         """
         groups = self.layer_groups(GROUP_BYTES if self.device.type == "cuda" else 0)
         for number, layers in enumerate(groups):
             if (src, dst, number) not in self._bound:
                 chosen = [at for layer in layers for at in self.by_layer()[layer]]
                 views = [[self.views[tier][at] for at in chosen] for tier in (src, dst)]
-                # A layer whose bytes come with those of another one has nothing left to do.
+                # A layer whose bytes come with another's has nothing left to do.
                 self._bound[src, dst, number] = bind(*views) if chosen else _nothing
         runs = [self._bound[src, dst, number] for number in range(len(groups))]
         return runs, [number for number, layers in enumerate(groups) for _ in layers]
 
     def layer_groups(self, least_bytes: int) -> list[list[int]]:
-        """Group neighbouring layers, as few as together have `least_bytes` of a block; the last group may have more."""
+        """Group adjacent layers, as few as together have `least_bytes` per block; the last group may have more."""
         groups: list[list[int]] = []
         held = least_bytes
         for layer, places in enumerate(self.by_layer()):
@@ -169,29 +169,29 @@ class Memory:
                 held = 0
             groups[-1].append(layer)
             held += sum(self.views["device"][at].shape[1] for at in places)
-        # Layers that are left over would be too few for the copy engines.
+        # The remaining layers would be too few for the copy engines.
         if held < least_bytes and len(groups) > 1:
             rest = groups.pop()
             groups[-1] += rest
         return groups
 
     def between(self, tier: EngineTier, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Give the views of a tier and of rows, uint8 `[n, bytes_per_block]`, that go together."""
+        """Return the corresponding views of a tier and of rows, uint8 `[n, bytes_per_block]`."""
         if tier == "host":
             return [self.host_rows], [rows]
         return self.views["device"], self.layout.row_views(rows)
 
     def by_layer(self) -> list[list[int]]:
-        """Give the places of each layer's views; none where views do not follow the layers."""
+        """Return the indices of each layer's views; empty if views are not in layer order."""
         layers = self.layout.view_layers
         if not any(layers):
             return []
         return [[at for at, owner in enumerate(layers) if owner == layer] for layer in range(self.layout.num_layers)]
 
     def staging(self, num_rows: int) -> Tensor:
-        """Make rows, uint8 `[n, bytes_per_block]`, for copies to and from the device; asynchronous where `pin_memory`.
+        """Make rows, uint8 `[n, bytes_per_block]`, for copies to and from the device; asynchronous if `pin_memory`.
 
-        They begin on a page, so that the file store reads and writes them in place.
+        They are page-aligned, so that the file store reads and writes them in place.
         """
         num_bytes = num_rows * self.bytes_per_block
         whole = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=self.pin_memory)
@@ -199,13 +199,13 @@ class Memory:
         return whole[start : start + num_bytes].view(num_rows, self.bytes_per_block)
 
     def _staging_of(self, num_bytes: int) -> Rows:
-        """Make staging rows of few sizes, so that most fit again."""
+        """Make staging rows in few sizes, so that most can be reused."""
         num_rows = 1 << (num_bytes // self.bytes_per_block - 1).bit_length()
         rows: Rows = self.staging(num_rows).numpy()
         return rows.reshape(-1)
 
     def release(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._closed = True
         self._take_back()
         self.views.clear()
@@ -226,7 +226,7 @@ def _nothing(mapping: Mapping) -> None:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Give torch's dtype of a layout's name for it. Raises LayoutError."""
+    """Return torch's dtype for a layout's dtype name. Raises LayoutError."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise LayoutError(f"this torch has no dtype {name!r}")
@@ -244,5 +244,5 @@ def _zeros(layout: BlockLayout, blocks: int, device: torch.device) -> list[Tenso
 
 
 def as_tensor(array: NDArray[np.generic]) -> Tensor:
-    """See an array as a tensor; torch takes only writable ones without a warning."""
+    """View an array as a tensor; torch accepts only writable ones without a warning."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())

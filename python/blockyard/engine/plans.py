@@ -1,4 +1,4 @@
-"""Plans of transfers: mappings of block ids, joined with the engine's memory and cut into pieces."""
+"""Plans of transfers: mappings of block ids, combined with the engine's memory and split into pieces."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ _NVTX: Final = "NVTX_INJECTION64_PATH" in os.environ
 
 
 class TransferPlan(NamedTuple):
-    """What a transfer does.
+    """The work of a transfer.
 
     Attributes:
         kind: one of `KINDS`, or `"read"` or `"write"`.
-        src: `"device"`, `"host"` or `"rows"` (of the caller).
+        src: `"device"`, `"host"` or `"rows"` (the caller's).
         dst: the same.
-        mapping: of block ids; of a read or a write one side counts rows.
-        num_bytes: that it moves.
-        pieces: the work, at least one.
-        layers: for each layer the piece that it comes with, if pieces follow the layers; else empty.
-        kept: memory that must stay until it has ended.
-        rows: what it fills for the caller.
+        mapping: mapping of block ids; for a read or write one side is row numbers.
+        num_bytes: bytes moved.
+        pieces: pieces of work, at least one.
+        layers: for each layer its piece, if pieces are in layer order; else empty.
+        kept: memory to keep alive until it has ended.
+        rows: rows that it fills for the caller.
     """
 
     kind: str
@@ -69,12 +69,12 @@ class TransferPlan(NamedTuple):
 
     @property
     def stream(self) -> StreamName:
-        """Where it runs, if not on the caller's own stream."""
+        """Stream to run on, if not the caller's."""
         return _STREAMS.get((self.src, self.dst), "host")
 
     @property
     def device_columns(self) -> list[int]:
-        """The columns of the pairs that name blocks of the device."""
+        """Columns of the pairs that contain device blocks."""
         return [column for column, side in enumerate((self.src, self.dst)) if side == "device"]
 
     def in_range(self, piece: Work) -> Work:
@@ -93,14 +93,14 @@ class TransferPlan(NamedTuple):
 def moving(
     memory: Memory, kind: Kind, ids: Ids, tier: EngineTier, *, chunk: int | None, by_layer: bool = False
 ) -> TransferPlan:
-    """Check a mapping of block ids, and join it with the memory.
+    """Check a mapping of block ids, and combine it with the memory.
 
     Args:
-        memory: of the engine.
+        memory: the engine's memory.
         kind: see `CacheEngine.submit`.
         ids: see there.
         tier: see there.
-        chunk: blocks of one piece; all if None.
+        chunk: number of blocks per piece; None for all.
         by_layer: see there.
 
     Raises:
@@ -124,7 +124,7 @@ def moving(
     if runs:
         pieces = [partial(run, mapping) for run in runs]
         return TransferPlan(kind, src, dst, mapping, num_bytes, pieces, layers=layers)
-    # Within a tier in one piece: nothing comes between the steps of moves.
+    # Within a tier use one piece, so that nothing comes between the steps of moves.
     return TransferPlan(
         kind, src, dst, mapping, num_bytes, _pieces(memory.run(src, dst), mapping, None if src == dst else chunk)
     )
@@ -133,7 +133,7 @@ def moving(
 def reading(
     memory: Memory, tier: EngineTier, blocks: Ids, *, chunk: int | None, into: Rows | None = None
 ) -> TransferPlan:
-    """Check ids of blocks, int64 `[n]`, to be copied into rows, fresh ones if None.
+    """Check block ids, int64 `[n]`, to copy into rows; None means fresh rows.
 
     Raises:
         MappingError: an id is out of range.
@@ -151,9 +151,9 @@ def reading(
 def writing(
     memory: Memory, tier: EngineTier, blocks: Ids, rows: Rows, *, chunk: int | None, copies: bool = False
 ) -> TransferPlan:
-    """Check ids of blocks, int64 `[n]` without repeats, to be written from rows; raises MappingError, LayoutError.
+    """Check block ids, int64 `[n]` without repeats, to write from rows; raises MappingError, LayoutError.
 
-    Rows for a CUDA device are copied, if they are not page-locked and staging memory is; with `copies` in any case.
+    Rows for a CUDA device are copied if they are not page-locked but staging memory is; with `copies` always.
     """
     try:
         mapping = with_rows(blocks, memory.num_blocks(tier), written=True)
@@ -163,7 +163,7 @@ def writing(
     if rows.dtype != np.uint8 or rows.shape != wanted:
         raise LayoutError(f"rows are {rows.dtype} {list(rows.shape)}, wanted uint8 {list(wanted)}")
     source = as_tensor(rows)
-    # An asynchronous copy needs page-locked rows; and an array of no rows has no strides to go by.
+    # An asynchronous copy needs page-locked rows; and an empty array has no usable strides.
     staged = copies or (memory.pin_memory and not source.is_pinned())
     if (staged and tier == "device" and memory.device.type == "cuda") or not len(mapping):
         source = memory.staging(len(mapping)).copy_(source)
@@ -178,7 +178,7 @@ def _in_range(named: AbstractContextManager[object], work: Work) -> None:
 
 
 def _read_rows(memory: Memory, rows: Rows, count: int) -> Tensor:
-    """See rows as what a read fills; raises LayoutError."""
+    """View rows as the destination of a read; raises LayoutError."""
     wanted = (count, memory.bytes_per_block)
     if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != wanted or not rows.flags.carray:
         found = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, np.ndarray) else f"a {type(rows).__name__}"
@@ -190,7 +190,7 @@ def _read_rows(memory: Memory, rows: Rows, count: int) -> Tensor:
 
 
 def _naming_tier(error: MappingError, memory: Memory, tiers: Sequence[EngineTier], ids: Ids) -> MappingError:
-    """Name the tier of an id that is too large: its manager was made with another number of blocks."""
+    """Add the tier of an id that is too large: its manager was created with another number of blocks."""
     columns = np.asarray(ids).T if np.ndim(ids) == 2 else [np.asarray(ids)]
     for column, tier in zip(columns, tiers, strict=False):
         num_blocks = memory.num_blocks(tier)
@@ -200,5 +200,5 @@ def _naming_tier(error: MappingError, memory: Memory, tiers: Sequence[EngineTier
 
 
 def _pieces(run: Run, mapping: Mapping, chunk: int | None) -> list[Work]:
-    """Cut a transfer into pieces of whole blocks."""
+    """Split a transfer into pieces of whole blocks."""
     return [partial(run, part) for part in (mapping.split(chunk) if chunk else [mapping])]

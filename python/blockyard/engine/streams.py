@@ -1,8 +1,8 @@
-"""Streams and events, as the copy engine sees them: the one interface, and a worker thread that serves it on a CPU.
+"""Streams and events of the copy engine: the interface, and its implementation by a worker thread on a CPU.
 
-Work on one stream runs in the order in which it was launched; only events order streams among each other. Two streams
-are the caller's own. `"compute"` is where compute runs: on a CPU the calling thread, on CUDA the current stream.
-`"caller"` is the calling thread on any device, for work between memory of the host.
+Work on one stream runs in launch order; only events order streams relative to each other. Two streams belong to the
+caller. `"compute"` is where compute runs: on a CPU the calling thread, on CUDA the current stream. `"caller"` is the
+calling thread on any device, for work between memory of the host.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ __all__ = ["PIECE_BYTES", "STREAMS", "Event", "StreamName", "Streams", "WorkerSt
 StreamName: TypeAlias = Literal["copy", "in", "host", "out", "compute", "caller"]
 
 STREAMS: Final[tuple[StreamName, ...]] = ("copy", "in", "host", "out")
-"""The streams that are not the caller's. Where they share a worker, the first is served first."""
+"""The streams that are not the caller's. If they share a worker, earlier ones are served first."""
 
 PIECE_BYTES: Final = 8 << 20
-"""Where streams share a worker, no single piece of work moves more: a load waits for one piece of a store at most."""
+"""Maximum bytes per piece of work if streams share a worker, so that a load waits for at most one piece of a store."""
 
 _IDLE_SECONDS = 1.0
 
 
 class Event(Protocol):
-    """A place in a stream; it fires when all that was launched before it has run."""
+    """A point in a stream; it fires when all earlier work has run."""
 
     @property
     def error(self) -> Exception | None:
-        """What the work before it raised; None while it runs, and if nothing was raised."""
+        """The exception raised by the work before it; None while it runs, and if none was raised."""
 
     def query(self) -> bool:
         """Whether it has fired; never waits."""
@@ -47,41 +47,41 @@ class Streams(Protocol):
     """Streams of one device.
 
     Attributes:
-        chunk_bytes: longer transfers are launched in pieces of this size; None where streams do not delay one another.
+        chunk_bytes: longer transfers are launched in pieces of this size; None if streams do not delay one another.
     """
 
     chunk_bytes: int | None
 
     def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
-        """Put work at the end of a stream; never waits, except on the calling thread's.
+        """Append work to a stream; never waits, except on the calling thread's stream.
 
         Args:
-            stream: where. On the calling thread the work has run when this returns.
+            stream: the stream. On the calling thread's, the work has run when this returns.
             work: runs once, in the stream's order; an exception becomes the event's error.
-            waits: must all have fired before it runs, and before anything behind it on the stream.
+            waits: events that must fire before it, and before anything after it on the stream, runs.
 
         Returns:
-            Fires when the work is done.
+            An event that fires when the work is done.
 
         Raises:
             BlockyardError: the streams are closed.
         """
 
     def fence(self) -> Event:
-        """Mark the present end of the compute stream."""
+        """Mark the current end of the compute stream."""
 
     def capturing(self) -> bool:
         """Whether work on the compute stream goes into a graph instead of running."""
 
     def order_compute(self, event: Event) -> None:
-        """Let the compute stream wait for an event; where that is the calling thread, wait."""
+        """Make the compute stream wait for an event; if that is the calling thread, wait."""
 
     def close(self) -> None:
-        """Wait for all that was launched; twice does nothing."""
+        """Wait for all launched work. Idempotent."""
 
 
 def refuse_capture(streams: Streams) -> None:
-    """Refuse a call that waits, asks or records events: a graph capture does not survive it.
+    """Refuse a call that waits for, queries or records events, which would break a graph capture.
 
     Raises:
         CaptureError: a graph is being captured on the compute stream.
@@ -91,7 +91,7 @@ def refuse_capture(streams: Streams) -> None:
 
 
 class _Fired:
-    """The end of a stream that is the calling thread: all before it has run."""
+    """The end of a stream that is the calling thread: all earlier work has run."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -129,14 +129,14 @@ class _Item:
 
 
 class WorkerStreams:
-    """All streams but the caller's, served by one thread that starts with the first work and ends after an idle second.
+    """All streams but the caller's, served by one thread that starts with the first work and ends after a second idle.
 
-    Of the streams whose next work may run, the first in `STREAMS` is served. Work that waits for an event of another
-    device holds all streams up until it fires. When the interpreter ends, what has begun runs to its end and the rest
-    is given up. A fork has no such thread: `launch` and events that have not fired raise `ForkedError` there.
+    Among streams whose next work may run, the first in `STREAMS` is served. Work that waits for another device's event
+    blocks all streams until it fires. At interpreter shutdown, running work finishes and the rest is dropped. A fork
+    has no such thread: `launch` and unfired events raise `ForkedError` there.
 
     Args:
-        prepare: called by the thread before its first work.
+        prepare: called in the thread before its first work.
     """
 
     chunk_bytes: int | None = PIECE_BYTES
@@ -150,7 +150,7 @@ class WorkerStreams:
         self._closed = False
 
     def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
-        """Put work at the end of a stream; see `Streams.launch`."""
+        """Append work to a stream; see `Streams.launch`."""
         self._process.check()
         if stream not in self._queues:
             return self._run_here(stream, work, waits)
@@ -167,11 +167,11 @@ class WorkerStreams:
         return event
 
     def fence(self) -> Event:
-        """Give an event that has fired: compute runs in the calling thread."""
+        """Return a fired event: compute runs in the calling thread."""
         return _Fired()
 
     def capturing(self) -> bool:
-        """No: a CPU has no graphs."""
+        """Return False: a CPU has no graphs."""
         return False
 
     def order_compute(self, event: Event) -> None:
@@ -179,7 +179,7 @@ class WorkerStreams:
         event.synchronize()
 
     def close(self) -> None:
-        """Wait for all that was launched; twice, or in a fork, does nothing."""
+        """Wait for all launched work. Idempotent; does nothing in a fork."""
         if not self._process.is_current:
             return
         with self._changed:
@@ -189,7 +189,7 @@ class WorkerStreams:
             self.wait_for(lambda: self._thread is None)
 
     def wait_for(self, reached: Callable[[], bool]) -> None:
-        """Wait until the worker has come so far. Raises ForkedError."""
+        """Wait until the worker has reached a point. Raises ForkedError."""
         self._process.check()
         with self._changed:
             self._changed.wait_for(reached)
@@ -206,7 +206,7 @@ class WorkerStreams:
         return _Fired()
 
     def _give_up(self) -> None:
-        """Let what has begun run to its end, and nothing else begin."""
+        """Let running work finish, and start nothing else."""
         with self._changed:
             self._closed = True
             for item in [item for queue in self._queues.values() for item in queue]:
@@ -230,11 +230,11 @@ class WorkerStreams:
                 with self._changed:
                     item.event.fired = True
                     self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 (nobody is to wait for a thread that has ended)
+        except BaseException as error:  # noqa: BLE001 (nothing may wait for an ended thread)
             self._abandon(error)
 
     def _abandon(self, error: BaseException) -> None:
-        """End all that is queued with an error: the thread ends, and work in order behind it cannot run."""
+        """End all queued work with an error: the thread is ending, so it cannot run."""
         with self._changed:
             for queue in self._queues.values():
                 for item in queue:
@@ -247,7 +247,7 @@ class WorkerStreams:
         """Take the next work that may run; None ends the thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or any(self._queues.values()), _IDLE_SECONDS)
-            # Events fire in this thread alone, and of all that is queued the oldest work waits for none that has not.
+            # Events fire only in this thread, so the oldest queued work never waits for an unfired one.
             for queue in self._queues.values():
                 if queue and queue[0].ready():
                     return queue.popleft()
@@ -257,7 +257,7 @@ class WorkerStreams:
 
 
 def _reported(error: BaseException) -> Exception:
-    """What a transfer says of an error; one that would end a program is wrapped, for it is not the caller's."""
+    """Convert an error for a transfer's report; exceptions that would end the program are wrapped."""
     if isinstance(error, Exception):
         return error
     wrapped = BlockyardError(f"the work was ended by {type(error).__name__}: {error}")

@@ -1,8 +1,8 @@
-"""The transfers of the copy engine: what waits, what is under way, what has ended, and what must be kept until then.
+"""The transfers of the copy engine: queued, in flight and ended, and the memory to keep until then.
 
-A transfer starts when it is submitted, except for loads that nobody waits for yet (prefetches). Those stay in a queue
-while loads that are waited for are under way, and no more than a window of them is handed to the device ahead. So no
-prefetch delays a load that a request waits for.
+A transfer starts when it is submitted, except for loads that are not needed yet (prefetches). Those are queued while
+other loads are in flight, and at most a window of them is handed to the device ahead. So no prefetch delays a load that
+a request waits for.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ OnFull: TypeAlias = Literal["wait", "refuse"]
 
 
 class Transfer:
-    """A transfer of the copy engine: under way, or ended. Every call raises `CaptureError` inside a graph capture.
+    """A transfer of the copy engine, in flight or ended. Every call raises `CaptureError` inside a graph capture.
 
     Attributes:
-        error: what failed; then no byte of its destinations can be relied on. None if all landed, and while it is
-            under way.
-        rows: what a read has read, uint8 `[n, bytes_per_block]`; None before it has ended, and for other transfers.
+        error: the failure, after which no byte of its destinations is valid. None if all landed, and while in flight.
+        rows: the result of a read, uint8 `[n, bytes_per_block]`; None before it has ended, and for other transfers.
     """
 
     __slots__ = ("_transfers", "error", "rows")
@@ -54,7 +53,7 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended; asks the device, never waits."""
+        """Whether it has ended; queries the device, never waits."""
         return self._transfers.has_ended(self)
 
     def wait(self) -> Self:
@@ -69,11 +68,11 @@ class Transfer:
         return self
 
     def order_compute(self, layer: int | None = None) -> None:
-        """Let compute that is queued from now on wait for it; on a CPU, wait here.
+        """Make compute queued from now on wait for it; on a CPU, wait here.
 
         Args:
-            layer: 0-based; wait for this layer and those before it alone. A transfer that was not submitted `by_layer`
-                is waited for as a whole.
+            layer: 0-based; wait only for this layer and earlier ones. A transfer not submitted `by_layer` is waited for
+                as a whole.
 
         Raises:
             InvalidArgumentError: there is no such layer.
@@ -83,13 +82,13 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A transfer that is open. Its pieces run on one stream, so the last of their events fires last."""
+    """An open transfer. Its pieces run on one stream, so the event of the last one fires last."""
 
     transfer: Transfer
     number: int
     plan: TransferPlan
     stream: StreamName
-    pieces: deque[Work]  # those that no stream has yet
+    pieces: deque[Work]  # not launched yet
     after: tuple[_Job, ...]
     after_compute: Event | None
     prefetch: bool
@@ -110,7 +109,7 @@ class _Job:
 
     @property
     def ready(self) -> bool:
-        """Whether its next piece would run at once, and hold up nothing that is put behind it."""
+        """Whether its next piece would run at once, without blocking work launched after it."""
         return all(job.ended for job in self.after) and (self.after_compute is None or self.after_compute.query())
 
     def waits(self) -> Iterator[Event]:
@@ -119,21 +118,21 @@ class _Job:
             yield self.after_compute
 
     def touches_device(self, first: int) -> bool:
-        """Whether it reads or writes a block of the device from this one on."""
+        """Whether it uses a device block with at least this id."""
         return any(self.plan.mapping.reach[column] > first for column in self.plan.device_columns)
 
     def writes_what(self, other: _Job) -> bool:
-        """Whether both write a block; for two loads, which read nothing that a load writes."""
+        """Whether both write a common block. For two loads, which read nothing that a load writes."""
         return bool(np.isin(self.plan.mapping.pairs[:, 1], other.plan.mapping.pairs[:, 1]).any())
 
 
 class Transfers:
-    """Submits transfers, and ends them when their events have fired. For one calling thread of one process.
+    """Submits transfers, and ends them when their events have fired. Use from one thread of one process.
 
     Args:
-        streams: of the device.
-        max_outstanding: bytes that may be under way on one stream; a longer transfer goes alone.
-        max_ahead: bytes of prefetches that a stream may have; one piece may always go.
+        streams: the device's streams.
+        max_outstanding: maximum bytes in flight on one stream; a longer transfer runs alone.
+        max_ahead: maximum bytes of prefetches on a stream; one piece is always allowed.
     """
 
     def __init__(self, streams: Streams, *, max_outstanding: int, max_ahead: int = 8 * PIECE_BYTES) -> None:
@@ -145,38 +144,38 @@ class Transfers:
         self.streams = streams
         self._max_outstanding = max_outstanding
         self._max_ahead = max_ahead
-        self._open: dict[Transfer, _Job] = {}  # in the order of submission
-        self._queue: deque[_Job] = deque()  # prefetches with pieces that no stream has, the oldest first
-        self._ahead: deque[tuple[Event, int]] = deque()  # their pieces that a stream has, with their bytes
+        self._open: dict[Transfer, _Job] = {}  # in submission order
+        self._queue: deque[_Job] = deque()  # prefetches with unlaunched pieces, oldest first
+        self._ahead: deque[tuple[Event, int]] = deque()  # their launched pieces, with their bytes
         self._outstanding: dict[StreamName, int] = {}
         self._submitted = 0
         self._in_critical_section = (
-            False  # a call changes the fields above; if it is set when one begins, the last was interrupted
+            False  # set while a call changes the fields above; if set when one begins, the last was interrupted
         )
 
     def __contains__(self, transfer: Transfer) -> bool:
         return transfer in self._open
 
     def check(self) -> None:
-        """Refuse a call before it touches a stream.
+        """Check that a call is allowed, before it touches a stream.
 
         Raises:
-            ForkedError: this is a fork of the process that made the engine.
+            ForkedError: this is a fork of the process that created the engine.
             CaptureError: a graph is being captured.
         """
         self.process.check()
         refuse_capture(self.streams)
 
     def open(self) -> tuple[Transfer, ...]:
-        """Give the transfers that have not been seen to end, in the order of submission."""
+        """Return the transfers not yet known to have ended, in submission order."""
         return tuple(self._open)
 
     def outstanding(self, stream: StreamName) -> int:
-        """Bytes of transfers of a stream that have not been seen to end."""
+        """Return the bytes of a stream's transfers not yet known to have ended."""
         return self._outstanding.get(stream, 0)
 
     def make_room(self, stream: StreamName, num_bytes: int, on_full: OnFull) -> None:
-        """Wait until `num_bytes` more can be under way on a stream.
+        """Wait until `num_bytes` more can be in flight on a stream.
 
         Raises:
             TransferQueueFullError: they cannot yet, and `on_full` is `"refuse"`.
@@ -208,15 +207,15 @@ class Transfers:
         prefetch: bool = False,
         on_end: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
-        """Take a transfer in; `make_room` comes first.
+        """Submit a transfer; call `make_room` first.
 
         Args:
-            stream: where it runs.
-            plan: what it does.
-            after: transfers that must have ended before it runs. Those that synchronous calls have queued count too.
-            after_compute: an event that must have fired before it runs.
-            prefetch: a load that nobody waits for yet: it starts when no other load is under way, or when somebody
-                waits for it, or when another transfer names it in `after`.
+            stream: stream to run on.
+            plan: the work.
+            after: transfers that must end before it runs, including those queued by synchronous calls.
+            after_compute: an event that must fire before it runs.
+            prefetch: whether the load is not needed yet: it starts when no other load is in flight, when it is waited
+                for, or when another transfer names it in `after`.
             on_end: called once, when it has ended.
 
         Raises:
@@ -243,7 +242,7 @@ class Transfers:
         return transfer
 
     def capture(self, plan: TransferPlan) -> Transfer:
-        """Put a transfer into the graph that the compute stream is recorded into; it counts as ended.
+        """Capture a transfer into the graph of the compute stream; it counts as ended.
 
         Raises:
             CaptureError: transfers are open, which a graph cannot wait for.
@@ -255,7 +254,7 @@ class Transfers:
         return Transfer(self)
 
     def poll(self) -> None:
-        """End what has ended, and start prefetches that may start by now; never waits."""
+        """Complete finished transfers, and start prefetches that are due; never waits."""
         self.check()
         self._recover_from_interrupt()
         self._progress()
@@ -270,7 +269,7 @@ class Transfers:
         return transfer not in self._open
 
     def failed_to_launch(self, transfer: Transfer) -> bool:
-        """Whether a transfer's work raised when it was put on its stream; never waits."""
+        """Whether launching a transfer's work raised; never waits."""
         job = self._job(transfer)
         return job is not None and any(event.error is not None for event in job.events)
 
@@ -285,7 +284,7 @@ class Transfers:
             self._progress()
 
     def order_compute(self, transfer: Transfer, layer: int | None = None) -> None:
-        """Let the compute stream wait for a transfer, or for its layers up to and with this one."""
+        """Make the compute stream wait for a transfer, or for its layers up to this one."""
         self.check()
         self._recover_from_interrupt()
         job = self._job(transfer)
@@ -298,7 +297,7 @@ class Transfers:
         self.streams.order_compute(job.end if layer is None or not layers else job.events[layers[layer]])
 
     def synchronize(self, first_device_block: int | None = None) -> None:
-        """Wait for all that is under way, or for what touches blocks of the device from one on."""
+        """Wait for all transfers in flight, or those that touch device blocks with at least this id."""
         self.check()
         self._recover_from_interrupt()
         for job in tuple(self._open.values()):
@@ -308,13 +307,13 @@ class Transfers:
         self._progress()
 
     def _job(self, transfer: Transfer) -> _Job | None:
-        """Give the job of a transfer; None if it has ended."""
+        """Return the job of a transfer; None if it has ended."""
         if transfer._transfers is not self:  # noqa: SLF001 (its own module)
             raise InvalidArgumentError("a transfer of another engine was given")
         return self._open.get(transfer)
 
     def _recover_from_interrupt(self) -> None:
-        """After an interrupt, fail what the interrupted call had begun to launch: how far it came is not known."""
+        """After an interrupt, fail what the interrupted call had started to launch, as its progress is unknown."""
         if not self._in_critical_section:
             return
         for stream in {job.stream for job in self._open.values()}:
@@ -330,14 +329,14 @@ class Transfers:
     # ---- starting ----
 
     def _start(self, job: _Job) -> None:
-        """Hand all that is left of a transfer to its stream, after what it must not overtake."""
+        """Launch the rest of a transfer on its stream, after work that it must not overtake."""
         if not job.pieces:
             return
         before, self._in_critical_section = self._in_critical_section, True
         for other in job.after:
             self._start(other)
         if job.stream == "in":
-            # Loads of one block keep their order, whoever waits for them.
+            # Loads of one block keep their order, whether or not they are waited for.
             for other in [other for other in self._queue if other.number < job.number and other.writes_what(job)]:
                 self._start(other)
         while job.pieces:
@@ -351,11 +350,11 @@ class Transfers:
         event = self.streams.launch(job.stream, job.plan.in_range(job.pieces[0]), tuple(job.waits()))
         job.events.append(event)
         job.pieces.popleft()
-        # What is behind it on the stream comes after the same; and a chain of transfers is not kept for ever.
+        # Later work on the stream comes after the same events; and chains of transfers must not grow forever.
         job.after, job.after_compute = (), None
 
     def _prefetch(self) -> None:
-        """Hand pieces of queued loads to the stream, in order, as far as they hold nobody up."""
+        """Launch pieces of queued loads, in order, as long as they delay nothing."""
         while self._ahead and self._ahead[0][0].query():
             self._ahead.popleft()
         while self._queue:
@@ -370,13 +369,13 @@ class Transfers:
                 self._queue.popleft()
 
     def _is_awaited(self) -> bool:
-        """Whether a load is under way that somebody waits for."""
+        """Whether a load that is waited for is in flight."""
         return any(job.stream == "in" and not job.prefetch and not job.ended for job in self._open.values())
 
     # ---- ending ----
 
     def _progress(self) -> None:
-        """End the transfers whose events have fired, and start what may start then."""
+        """End the transfers whose events have fired, and start what may start now."""
         ended = [job for job in self._open.values() if job.ended]
         self._in_critical_section = True
         for job in ended:
@@ -388,7 +387,7 @@ class Transfers:
 
     @staticmethod
     def _end(job: _Job, error: Exception | None) -> None:
-        """Say how a transfer has ended; a second call does nothing more."""
+        """Record how a transfer ended. Idempotent."""
         transfer, on_end = job.transfer, job.on_end
         if error is None:
             error = next((event.error for event in job.events if event.error is not None), None)

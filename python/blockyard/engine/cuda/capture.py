@@ -1,4 +1,4 @@
-"""Calls that a graph capture of another thread would forbid."""
+"""Makes CUDA calls possible that another thread's graph capture would forbid."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _RELAXED: Final = 2
 
 
 def relax_thread() -> None:
-    """Let this thread register memory, and query and wait for events, while other threads capture graphs.
+    """Allow this thread to register memory, and to query and wait for events, while other threads capture graphs.
 
-    A capture in the mode `global`, torch's default, forbids such calls to all threads: they return error 900, and the
-    capture is lost. A thread in the mode `relaxed` is exempt. It must not touch what is being captured.
+    A capture in mode `global`, torch's default, forbids such calls in all threads: they return error 900, and the
+    capture is lost. A thread in mode `relaxed` is exempt, but must not touch what is being captured.
     """
     _exchange(ctypes.c_int(_RELAXED))
 
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """As `relax_thread`, for a while."""
+    """A context with the effect of `relax_thread`."""
     mode = ctypes.c_int(_RELAXED)
     exchanged = _exchange(mode)
     try:
@@ -35,15 +35,15 @@ def relaxed_capture() -> Iterator[None]:
 
 
 def _exchange(mode: ctypes.c_int) -> bool:
-    """Set this thread's mode, and leave the former one in `mode`; gives whether that was possible."""
+    """Set this thread's mode, and store the former one in `mode`. Returns whether that was possible."""
     driver = load_driver()
-    # The runtime's own call would make a context on the first device.
+    # The runtime's own call would create a context on the first device.
     return driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
 
 
 @cache
 def load_driver() -> ctypes.CDLL | None:
-    """Load the driver's library; None where there is none, so nobody captures either."""
+    """Load the driver's library; None if there is none, and so no captures either."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Measurements that outlive the process: a crash of the driver costs the case under way, not those before it."""
+"""Measurements that survive the process: a driver crash loses only the current case."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Name = TypeVar("Name", bound=str)
 class Journal:
     """Measured cases in a file of JSON lines: the key, then a line when a case begins and one when it ends.
 
-    A case that began and never ended is not measured again: it would end the next process, too.
+    A case that started but never ended is not measured again, as it would crash the next process, too.
 
     Args:
-        path: the file; its folder is made.
-        key: what the measurements hold for. A file of another key is begun afresh.
+        path: the file; its folder is created.
+        key: what the measurements apply to. A file with another key is overwritten.
     """
 
     def __init__(self, path: Path, key: Mapping[str, str]) -> None:
@@ -32,14 +32,14 @@ class Journal:
         path.write_text(json.dumps(key), encoding="utf-8")
 
     def measure(self, case: str, work: Callable[[], dict[Name, float]]) -> dict[Name, float]:
-        """Give what a case measured, in this process or an earlier one.
+        """Return the figures of a case, measured in this process or an earlier one.
 
         Args:
-            case: its name.
-            work: measures it.
+            case: name of the case.
+            work: measures the case.
 
         Returns:
-            The figures; none if an earlier process ended while it measured the case.
+            The figures; empty if an earlier process died while measuring the case.
         """
         if case in self._cases:
             return cast("dict[Name, float]", self._cases[case])
@@ -48,23 +48,23 @@ class Journal:
         try:
             figures = work()
         except BaseException:
-            # An error is no crash: the next process tries again.
+            # An error is not a crash: the next process tries again.
             self._write(case, None)
             raise
         self._write(case, figures)
         return figures
 
     def close(self) -> None:
-        """Remove the file: everything was measured."""
+        """Remove the file, as everything was measured."""
         self._path.unlink(missing_ok=True)
 
     def _write(self, case: str, figures: object) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            # A line that a crash cut off stays a line of its own.
+            # Keep a line that a crash truncated separate.
             file.write("\n" + json.dumps([case, figures]))
 
     def _read(self, key: Mapping[str, str]) -> bool:
-        """Take over what an earlier process wrote; gives whether there is anything of this key."""
+        """Read what an earlier process wrote. Returns whether there is anything with this key."""
         try:
             first, *lines = self._path.read_text(encoding="utf-8").splitlines()
             if json.loads(first) != key:

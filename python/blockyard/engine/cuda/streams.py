@@ -14,14 +14,14 @@ from blockyard.workers import Process
 
 __all__ = ["CudaEvent", "CudaStreams", "with_index"]
 
-# Lower goes first; torch clamps to what the device has.
+# Lower goes first; torch clamps to the device's range.
 _PRIORITIES: dict[StreamName, int] = {"copy": -1, "in": -1, "out": 0}
 
 
 def with_index(device: str | torch.device) -> torch.device:
-    """Give a device with its index: `cuda` is the device that is current now.
+    """Return a device with its index: `cuda` is the current device.
 
-    Later another may be current, and in every new thread device 0 is.
+    Another one may be current later, and in every new thread it is device 0.
     """
     found = torch.device(device)
     if found.type != "cuda" or cast("int | None", found.index) is not None:
@@ -33,8 +33,8 @@ class CudaEvent:
     """An event on a CUDA stream.
 
     Args:
-        stream: where it is recorded.
-        error: what the launch of the work before it raised.
+        stream: the stream to record it on.
+        error: exception from launching the preceding work.
     """
 
     def __init__(self, stream: torch.cuda.Stream, error: Exception | None = None) -> None:
@@ -54,11 +54,11 @@ class CudaEvent:
 class CudaStreams:
     """One stream each for loads, stores and copies within the device; a thread for copies within host memory.
 
-    Loads and stores use copy engines of their own, so neither delays the other. Compute is the stream of this device
-    that is current when a call is made, whichever device is.
+    Loads and stores use separate copy engines, so neither delays the other. Compute is the current stream of this
+    device at the time of a call, whichever device is current.
 
     Args:
-        device: a CUDA device; `cuda` is the one that is current now.
+        device: a CUDA device; `cuda` is the current one.
     """
 
     chunk_bytes: int | None = None
@@ -68,9 +68,9 @@ class CudaStreams:
         self._streams = {
             name: torch.cuda.Stream(device=self._device, priority=priority) for name, priority in _PRIORITIES.items()
         }
-        # Its thread waits for events of the device, which a capture would forbid.
+        # Its thread waits for device events, which a capture would forbid.
         self._host = WorkerStreams(prepare=relax_thread)
-        self._computed: dict[torch.cuda.Stream, CudaEvent] = {}  # the last work on each stream of compute
+        self._computed: dict[torch.cuda.Stream, CudaEvent] = {}  # the last work on each compute stream
         self._process = Process("CUDA streams")
         self._closed = False
 
@@ -97,7 +97,7 @@ class CudaStreams:
             except Exception as error:  # noqa: BLE001 (the transfer reports it)
                 failed = error
         try:
-            # A call that fails half-way has queued its first half.
+            # A call that fails halfway has queued its first half.
             event = CudaEvent(target, failed)
         except torch.AcceleratorError as error:
             raise error from failed
@@ -106,28 +106,28 @@ class CudaStreams:
         return event
 
     def fence(self) -> Event:
-        """Mark the present end of the current stream."""
+        """Mark the current end of the current stream."""
         return CudaEvent(torch.cuda.current_stream(self._device))
 
     def capturing(self) -> bool:
-        """Whether the current stream is recorded into a graph."""
-        with torch.cuda.device(self._device):  # torch asks the current device alone
+        """Whether the current stream is being captured into a graph."""
+        with torch.cuda.device(self._device):  # torch checks only the current device
             return bool(torch.cuda.is_current_stream_capturing())
 
     def order_compute(self, event: Event) -> None:
-        """Let the current stream wait for an event; the call itself waits for one of the `"host"` stream."""
+        """Make the current stream wait for an event; for an event of the `"host"` stream, the call itself waits."""
         if isinstance(event, CudaEvent):
             torch.cuda.current_stream(self._device).wait_event(event.event)
         else:
             event.synchronize()
 
     def close(self) -> None:
-        """Wait for all that was launched. Idempotent; in a forked child it does nothing."""
+        """Wait for all launched work. Idempotent; does nothing in a forked child."""
         if self._closed or not self._process.is_current:
             return
         self._closed = True
         self._host.close()
-        # An engine may be collected during a capture.
+        # An engine may be garbage-collected during a capture.
         with relaxed_capture():
             for stream in self._streams.values():
                 stream.synchronize()

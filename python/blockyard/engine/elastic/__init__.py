@@ -1,1 +1,1 @@
-"""KV tensors that give memory back to the system when they shrink."""
+"""KV tensors that return memory to the system when they shrink."""

@@ -1,9 +1,8 @@
-"""KV caches whose memory grows and shrinks while they are in use: a tensor keeps its address and its blocks their ids.
+"""KV caches whose memory grows and shrinks while in use: tensors keep their addresses, and blocks their ids.
 
-Addresses are reserved once, for as many blocks as there may ever be; memory comes and goes behind them by chunks: pages
-of the system on a CPU (`elastic/host.py`), allocations of the driver on a GPU (`elastic/cuda.py`). Where K and V, or
-layers, lie in planes of one tensor, each plane has a tail of its own, and each gives its chunks back. So do cache
-groups whose tensors differ.
+Addresses are reserved once, for the maximum number of blocks; memory behind them is added and removed in chunks: system
+pages on a CPU (`elastic/host.py`), driver allocations on a GPU (`elastic/cuda.py`). If K and V, or layers, are planes
+of one tensor, each plane has its own tail and returns its own chunks. So do cache groups whose tensors differ.
 """
 
 from __future__ import annotations
@@ -33,34 +32,34 @@ Span: TypeAlias = tuple[int, int]
 
 
 class Memory(Protocol):
-    """A range of addresses whose memory comes and goes by chunks; bytes that come are zeros.
+    """A range of addresses whose memory is added and removed in chunks; new memory is zeroed.
 
     Attributes:
-        chunk: bytes of a chunk; everything is counted in these.
-        tensor: uint8 `[bytes]` over the whole range, of which only what is committed may be touched.
+        chunk: bytes per chunk, the unit of all arguments.
+        tensor: uint8 `[bytes]` over the whole range; only committed parts may be touched.
     """
 
     chunk: int
     tensor: Tensor
 
     def commit(self, first: int, last: int) -> None:
-        """Bring memory behind chunks `first` to `last` (exclusive), all of it or none; raises OutOfMemoryError."""
+        """Add memory behind chunks `first` to `last` (exclusive), all or none; raises OutOfMemoryError."""
 
     def release(self, first: int, last: int) -> None:
-        """Give back the memory behind chunks `first` to `last` (exclusive), all of which is committed."""
+        """Free the memory behind chunks `first` to `last` (exclusive), which must all be committed."""
 
     def synchronize(self) -> None:
-        """Wait until nothing that was queued before touches the range."""
+        """Wait until no earlier queued work touches the range."""
 
 
 class Resized(NamedTuple):
-    """What a change of size came to, in bytes.
+    """The effect of a resize, in bytes.
 
     Attributes:
-        blocks: blocks that there are now.
-        committed: memory that came.
-        returned: memory that went back.
-        kept: memory of blocks that are not there, and that stays because it shares chunks with blocks that are.
+        blocks: current number of blocks.
+        committed: memory added.
+        returned: memory returned to the system.
+        kept: memory of removed blocks that stays because it shares chunks with remaining blocks.
     """
 
     blocks: int
@@ -70,30 +69,30 @@ class Resized(NamedTuple):
 
 
 class ElasticCache:
-    """The tensors of one cache group, or of several that share block ids, over memory that is really given back.
+    """The tensors of one cache group, or of several that share block ids, over memory that can be returned.
 
-    The tensors always have room for `max_blocks` and never move; only the first `num_blocks` blocks of each may be
-    touched. On a GPU whatever else is touched ends the program's use of the device; on a CPU it reads as zeros.
+    The tensors always span `max_blocks` and never move; only the first `num_blocks` blocks of each may be touched. On a
+    GPU, touching others is a fatal device error; on a CPU they read as zeros.
 
     Args:
-        layout: of the tensors, which then stand group after group, as `CacheEngine` takes them.
-        num_blocks: blocks that there are at first, all zeros.
-        max_blocks: blocks that there may ever be; costs addresses, not memory.
-        device: where the memory is.
-        chunk_bytes: memory comes and goes in multiples of this, itself a multiple of the device's own unit. None: a
-            page on a CPU; on CUDA as much as keeps `Resized.kept` at most a 32nd of the memory of `max_blocks`, or the
-            driver's unit if that keeps more.
-        memory: what to lay the tensors over; `reserve` makes it if None.
+        layout: layout of the tensors, which are ordered group by group, as in `CacheEngine`.
+        num_blocks: initial number of blocks, all zeros.
+        max_blocks: maximum number of blocks; costs address space, not memory.
+        device: device of the memory.
+        chunk_bytes: unit in which memory is added and removed, a multiple of the device's own unit. None: a page on a
+            CPU; on CUDA chosen so that `Resized.kept` is at most 1/32 of the memory of `max_blocks`, or the driver's
+            unit if that keeps more.
+        memory: memory for the tensors; None means to `reserve` it.
 
     Attributes:
         layout: as given.
         max_blocks: as given.
-        tensors: with room for `max_blocks`, group after group.
+        tensors: tensors spanning `max_blocks`, group by group.
 
     Raises:
-        InvalidArgumentError: a number is out of range, or the system cannot give memory back.
+        InvalidArgumentError: a number is out of range, or the system cannot take memory back.
         LayoutError: torch has no such dtype.
-        OutOfMemoryError: there is not enough of it.
+        OutOfMemoryError: there is not enough memory.
 
     Example:
         >>> from blockyard import KVLayout
@@ -140,30 +139,30 @@ class ElasticCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that there are now."""
+        """Current number of blocks."""
         return self._num_blocks
 
     @property
     def committed_bytes(self) -> int:
-        """Memory behind the tensors now; on a CPU the system hands it out as it is touched first."""
+        """Bytes of memory currently behind the tensors; on a CPU the system allocates them on first touch."""
         return _length(self._chunks(self._num_blocks)) * self._memory.chunk
 
     def resize(self, num_blocks: int) -> Resized:
-        """Have `num_blocks` blocks from now on; those that stay keep their bytes, those that come are zeros.
+        """Resize to `num_blocks` blocks. Existing blocks keep their bytes; new ones are zeroed.
 
-        A smaller number waits for transfers of copy engines that touch blocks which go, and on a GPU for the device. A
-        larger one waits for the device only where blocks share a chunk with blocks that are there. Like an engine's
-        calls it belongs to the engine's thread.
+        Shrinking waits for copy engine transfers that touch removed blocks, and on a GPU for the device. Growing waits
+        for the device only if new blocks share a chunk with existing ones. Like an engine's calls, call it from the
+        engine's thread.
 
         Args:
             num_blocks: from 1 to `max_blocks`.
 
         Returns:
-            What came, what went and what could not go.
+            The bytes added, returned and kept.
 
         Raises:
-            InvalidArgumentError: the number is out of range; nothing has changed.
-            OutOfMemoryError: there is not enough memory; nothing has changed.
+            InvalidArgumentError: the number is out of range; nothing was changed.
+            OutOfMemoryError: there is not enough memory; nothing was changed.
             BlockyardError: the cache is closed.
         """
         if self._closed:
@@ -187,11 +186,11 @@ class ElasticCache:
         return Resized(num_blocks, _length(come) * chunk, _length(gone) * chunk, kept)
 
     def close(self) -> None:
-        """Give all memory back, once transfers of copy engines over it have ended; twice does nothing.
+        """Free all memory, once copy engine transfers over it have ended. Idempotent.
 
-        The tensors must not be touched any more.
+        The tensors must no longer be touched.
 
-        The addresses are free again once the last tensor over them is gone.
+        The addresses are released with the last tensor over them.
         """
         if not self._closed:
             self._closed = True
@@ -210,7 +209,7 @@ class ElasticCache:
         self.close()
 
     def _chunks(self, num_blocks: int) -> list[Span]:
-        """Give the chunks that `num_blocks` blocks lie in, as spans that rise and do not touch."""
+        """Return the chunks that contain `num_blocks` blocks, as ascending, disjoint, non-adjacent spans."""
         chunk = self._memory.chunk
         spans: list[Span] = []
         for start, width in self._planes if num_blocks else ():
@@ -233,12 +232,12 @@ class ElasticCache:
             raise
 
     def _clear(self, first: int, last: int, committed: Sequence[Span]) -> None:
-        """Zero what blocks `first` to `last` have of chunks that were there before them."""
+        """Zero the parts of blocks `first` to `last` that lie in chunks committed earlier."""
         there = [(a * self._memory.chunk, b * self._memory.chunk) for a, b in committed]
         new = ((start + first * width, start + last * width) for start, width in self._planes)
         spans = [span for plane in new for span in _common([plane], there)]
         if spans:
-            # What was queued before the blocks went may still touch them, on any stream.
+            # Work queued before the blocks were removed may still touch them, on any stream.
             self._memory.synchronize()
             for begin, end in spans:
                 self._memory.tensor[begin:end].zero_()
@@ -246,15 +245,15 @@ class ElasticCache:
 
 
 def plane_spans(layout: KVLayout, num_blocks: int, index: int = 0) -> Iterator[tuple[int, int]]:
-    """Say where the planes of one tensor begin, and how many bytes a block has in each.
+    """Yield where the planes of one tensor begin, and how many bytes a block has in each.
 
-    A plane is what one place of the dimensions before that of the blocks has: in `[2, blocks, ...]` K is one, V
-    another. Within a plane the blocks follow each other.
+    A plane belongs to one index of the dimensions before the block dimension: in `[2, blocks, ...]` K is one plane, V
+    another. Within a plane the blocks are consecutive.
 
     Args:
-        layout: of the tensors, which have no padding.
+        layout: layout of the tensors, which have no padding.
         num_blocks: blocks of a tensor.
-        index: the tensor's place among those of the layout.
+        index: index of the tensor in the layout.
 
     Yields:
         First byte of a plane within its tensor, and bytes of one block.
@@ -273,24 +272,24 @@ def reserve(
     chunk_bytes: int | None = None,
     planes: int | None = None,
 ) -> Memory:
-    """Reserve addresses for tensors, each of which begins with a chunk.
+    """Reserve addresses for tensors, each starting at a chunk boundary.
 
     Args:
         sizes: bytes of each tensor.
-        device: where the memory will be.
-        chunk_bytes: bytes of a chunk, as `ElasticCache` has it.
-        planes: of all tensors: parts whose blocks follow one another. By default each tensor is one.
+        device: device of the memory.
+        chunk_bytes: see `ElasticCache`.
+        planes: number of planes over all tensors: parts with consecutive blocks. By default one per tensor.
 
     Returns:
         The range, without memory.
 
     Raises:
-        InvalidArgumentError: the chunk is not a multiple of the device's unit, or the device is of no kind known here.
-        OutOfMemoryError: the process has too few addresses.
+        InvalidArgumentError: the chunk is not a multiple of the device's unit, or the device type is not supported.
+        OutOfMemoryError: the process has too little address space.
     """
     kind = torch.device(device)
     if kind.type == "cpu":
-        from blockyard.engine.elastic.host import HostMemory  # noqa: PLC0415 - each needs what the other has not
+        from blockyard.engine.elastic.host import HostMemory  # noqa: PLC0415 - each needs modules that may be missing
 
         return HostMemory(sizes, chunk_bytes=chunk_bytes)
     if kind.type == "cuda":
@@ -305,7 +304,7 @@ def _length(spans: Iterable[Span]) -> int:
 
 
 def _common(one: Sequence[Span], other: Sequence[Span]) -> Iterator[Span]:
-    """Give what lies in spans of both."""
+    """Yield the intersection of two lists of spans."""
     for first, last in one:
         for begin, end in other:
             if max(first, begin) < min(last, end):
@@ -313,7 +312,7 @@ def _common(one: Sequence[Span], other: Sequence[Span]) -> Iterator[Span]:
 
 
 def _without(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
-    """Give what of `spans` is not in `others`; both rise and do not touch themselves."""
+    """Yield the parts of `spans` that are not in `others`; both are ascending and disjoint."""
     for first, last in spans:
         at = first
         for begin, end in _common([(first, last)], others):

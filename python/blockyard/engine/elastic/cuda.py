@@ -1,4 +1,4 @@
-"""Elastic caches of a CUDA device: addresses reserved once, and the driver's allocations mapped behind them.
+"""Elastic caches on a CUDA device: addresses are reserved once, and driver allocations mapped behind them.
 
 Needs CUDA's Python bindings (`pip install "blockyard[elastic]"`); the driver has had these calls since CUDA 10.2.
 """
@@ -22,26 +22,26 @@ from blockyard.workers import missing
 
 __all__ = ["DeviceMemory", "choose_chunk", "load_driver"]
 
-# Chunks that are chosen here keep at most one part in 32.
+# Chunks chosen here keep at most 1/32.
 _KEPT: Final = 32
 
 
 class DeviceMemory:
     """Addresses of one reservation on a CUDA device; see `Memory` in `elastic`.
 
-    Each chunk is an allocation of its own, so that each can go alone. Its handle is released as soon as it is mapped:
-    from then on the mapping alone keeps the memory. The addresses are given back with the last tensor over them.
+    Each chunk is a separate allocation, so that each can be freed alone. Its handle is released as soon as it is
+    mapped: from then on only the mapping keeps the memory. The addresses are released with the last tensor over them.
 
     Args:
         sizes: bytes of each tensor, which begins with a chunk.
         device: the CUDA device.
         chunk_bytes: bytes of a chunk, a multiple of the driver's granularity, mostly 2 MiB; see `choose_chunk` if None.
-        planes: of all tensors: parts whose blocks follow one another. By default each tensor is one.
-        driver: the module `cuda.bindings.driver`, or what stands in for it; loaded if None.
+        planes: number of planes over all tensors: parts with consecutive blocks. By default one per tensor.
+        driver: the module `cuda.bindings.driver`, or a stand-in; loaded if None.
 
     Raises:
         InvalidArgumentError: the bindings are missing, or the chunk is not a multiple of the granularity.
-        OutOfMemoryError: the process has too few addresses.
+        OutOfMemoryError: the process has too little address space.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DeviceMemory:
         planes: int | None = None,
         driver: ModuleType | None = None,
     ) -> None:
-        device = torch.empty(0, device=device).device  # `cuda` is the present one, by its number
+        device = torch.empty(0, device=device).device  # resolves `cuda` to the current device
         calls = _Calls(driver or load_driver(), device)
         unit = calls.granularity()
         self.chunk = choose_chunk(sizes, planes or len(sizes), unit) if chunk_bytes is None else chunk_bytes
@@ -73,23 +73,23 @@ class DeviceMemory:
         self._range.map(first, last, self.chunk)
 
     def release(self, first: int, last: int) -> None:
-        """Unmap chunks `first` to `last` (exclusive): the device has their memory back."""
+        """Unmap chunks `first` to `last` (exclusive), which frees their device memory."""
         self._range.unmap(first, last, self.chunk)
 
     def synchronize(self) -> None:
-        """Wait for everything that the device was given."""
+        """Wait for all work on the device."""
         self._range.calls.synchronize()
 
 
 def choose_chunk(sizes: Sequence[int], planes: int, unit: int) -> int:
-    """Choose bytes of a chunk: each costs three calls of the driver when it comes and one when it goes.
+    """Choose the chunk size: each chunk costs three driver calls to add and one to remove.
 
-    A plane keeps less than a chunk at each of its ends that blocks alone would not need. The chunk is the largest power
-    of two of the unit with which that is at most a 32nd of all tensors, or the unit.
+    At each end, a plane keeps less than one chunk more than its blocks need. The chunk is the largest power-of-two
+    multiple of the unit for which that is at most 1/32 of all tensors, or the unit itself.
 
     Args:
         sizes: bytes of each tensor.
-        planes: of all tensors, at least 1.
+        planes: number of planes over all tensors, at least 1.
         unit: the driver's granularity.
     """
     chunk, most = unit, sum(sizes) // (_KEPT * 2 * planes)
@@ -111,7 +111,7 @@ def load_driver() -> ModuleType:
 
 
 class _Range:
-    """Reserved addresses, and which chunks of them are mapped; all goes back when nobody refers to it any more."""
+    """Reserved addresses and the chunks mapped in them; all are released with the last reference."""
 
     def __init__(self, calls: _Calls, address: int, size: int) -> None:
         self.calls, self.address = calls, address
@@ -142,7 +142,7 @@ class _Range:
 
 def _end(calls: _Calls, address: int, size: int, mapped: dict[int, int]) -> None:
     declare_region(address, 0, 1)
-    # At the end of the process the driver may be gone before us, and has then taken everything back.
+    # At process exit the driver may already be gone, and has then freed everything.
     with contextlib.suppress(BlockyardError), calls.context():
         calls.synchronize()
         for start, length in mapped.items():
@@ -152,14 +152,14 @@ def _end(calls: _Calls, address: int, size: int, mapped: dict[int, int]) -> None
 
 
 class _Calls:
-    """The driver's calls for one device; what they return as a code is raised here."""
+    """Driver calls for one device; error codes are raised as exceptions."""
 
     def __init__(self, driver: ModuleType, device: torch.device) -> None:
         # The bindings are compiled and come without types.
         self._driver = cast("Any", driver)
         self._device = device
         self._on_cuda = device.type == "cuda"
-        self.synchronize()  # makes the context that all calls need
+        self.synchronize()  # creates the context that all calls need
         location = driver.CUmemLocation()
         location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         location.id = device.index or 0
@@ -173,7 +173,7 @@ class _Calls:
             self.stream = self.call("cuStreamCreate", int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
     def context(self) -> AbstractContextManager[object]:
-        """Make the device's context the current one for a while."""
+        """Make the device's context current inside a `with` block."""
         return torch.cuda.device(self._device) if self._on_cuda else contextlib.nullcontext()
 
     def synchronize(self) -> None:
@@ -195,28 +195,28 @@ class _Calls:
         try:
             handle = self.call("cuMemCreate", size, self._kind, 0)
         except OutOfMemoryError:
-            torch.cuda.empty_cache()  # torch keeps what was freed to it
+            torch.cuda.empty_cache()  # torch caches freed memory
             handle = self.call("cuMemCreate", size, self._kind, 0)
         try:
             self.call("cuMemMap", address, size, 0, handle, 0)
         finally:
-            # The mapping keeps the memory; without one it goes now.
+            # The mapping keeps the memory; without one it is freed now.
             self.call("cuMemRelease", handle)
 
     def zero(self, address: int, size: int) -> None:
-        """Zero memory that nobody uses yet, beside the device's other work, and wait for that alone."""
+        """Zero unused memory concurrently with the device's other work, and wait only for that."""
         self.call("cuMemsetD8Async", address, 0, size, self.stream)
         try:
             self.call("cuStreamSynchronize", self.stream)
         except BaseException:
-            self.synchronize()  # the caller unmaps it
+            self.synchronize()  # before the caller unmaps it
             raise
 
     def call(self, name: str, *arguments: object) -> Any:
         """Call the driver.
 
         Returns:
-            What it gives beside its code, if anything.
+            Its result without the error code, if any.
 
         Raises:
             OutOfMemoryError: there is not enough memory, or address space.

@@ -1,4 +1,4 @@
-"""Tensors over memory that torch has not allocated, by DLPack: no look at the address, so it may have no memory yet."""
+"""Tensors over foreign memory, through DLPack: the address is not accessed, so it may have no memory behind it yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockyard.errors import InvalidArgumentError
 
 __all__ = ["tensor_at"]
 
-# Numbers of DLPack's header, version 0.8.
+# Constants of DLPack's header, version 0.8.
 _DEVICES: Final = {"cpu": 1, "cuda": 2}
 _UNSIGNED: Final = 1
 _NAME: Final = b"dltensor"
@@ -45,7 +45,7 @@ class _Managed(ctypes.Structure):
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
 _Managed._fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
 
-# What torch still refers to, by address: the struct, its shape, and the owner of the memory.
+# Objects that torch still refers to, by address: the struct, its shape, and the owner of the memory.
 _alive: dict[int, tuple[_Managed, object, object]] = {}
 
 
@@ -58,20 +58,20 @@ _gone = _Deleter(_forget)
 
 @atexit.register
 def _outlive() -> None:
-    """Tensors that outlast the interpreter must not call it any more."""
+    """Prevent tensors that outlive the interpreter from calling into it."""
     for managed, _, _ in _alive.values():
         managed.deleter = _Deleter()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))
 
 
 def tensor_at(address: int, size: int, *, device: torch.device, owner: object) -> Tensor:
-    """Make a tensor over memory of somebody else's.
+    """Make a tensor over foreign memory.
 
     Args:
-        address: of the first byte; nothing is read there.
-        size: bytes.
+        address: address of the first byte; not accessed.
+        size: size in bytes.
         device: where the address is valid.
-        owner: lives at least as long as the tensor and all its views.
+        owner: kept alive as long as the tensor and all its views.
 
     Returns:
         uint8 `[size]` on `device`.

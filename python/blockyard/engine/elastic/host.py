@@ -1,4 +1,4 @@
-"""Elastic caches of a CPU: anonymous memory that is returned to the system page by page, as the resident size shows."""
+"""Elastic caches on a CPU: anonymous memory that is returned to the system page by page."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from blockyard.errors import InvalidArgumentError, OutOfMemoryError
 
 __all__ = ["HostMemory", "resident_bytes"]
 
-# Linux's number: the mmap module has it from Python 3.13 on.
+# Linux's constant; the mmap module has it from Python 3.13 on.
 _MAP_NORESERVE: Final = 0x4000
 
 
 class HostMemory:
     """Addresses of one anonymous mapping; see `Memory` in `elastic`.
 
-    A page costs memory once it is touched, and none after it was released; it then reads as zeros again. The mapping
-    lasts as long as any tensor over it. Huge pages are declined: one that is touched at its edge would bring back up to
-    2 MiB of what was released.
+    A page uses memory once it is touched, and none after it is released; it then reads as zeros again. The mapping
+    lives as long as any tensor over it. Huge pages are disabled: touching the edge of one would bring back up to 2 MiB
+    of released memory.
 
     Args:
         sizes: bytes of each tensor, which begins with a chunk.
@@ -32,7 +32,7 @@ class HostMemory:
 
     Raises:
         InvalidArgumentError: the chunk is not a multiple of a page, or the system cannot release pages.
-        OutOfMemoryError: the process has too few addresses.
+        OutOfMemoryError: the process has too little address space.
     """
 
     def __init__(self, sizes: Sequence[int], *, chunk_bytes: int | None = None) -> None:
@@ -49,22 +49,22 @@ class HostMemory:
             raise OutOfMemoryError(f"{total} bytes of addresses cannot be had: {error.strerror}", total) from error
         with contextlib.suppress(OSError):  # a system without huge pages
             self._map.madvise(mmap.MADV_NOHUGEPAGE)
-        # The array holds the mapping, and the tensor the array.
+        # The array keeps the mapping alive, and the tensor the array.
         self.tensor = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
 
     def commit(self, first: int, last: int) -> None:
-        """Do nothing: pages come, as zeros, when they are touched first."""
+        """Do nothing: pages are allocated, as zeros, on first touch."""
 
     def release(self, first: int, last: int) -> None:
         """Return the pages of chunks `first` to `last` (exclusive) to the system."""
         self._map.madvise(mmap.MADV_DONTNEED, first * self.chunk, (last - first) * self.chunk)
 
     def synchronize(self) -> None:
-        """Do nothing: torch works on a CPU before it returns, and engines' tickets have been waited for."""
+        """Do nothing: torch's CPU work is synchronous, and the engines' transfers have already ended."""
 
 
 def resident_bytes() -> int:
-    """Give the bytes of main memory that this process holds: its resident set, as the system counts it."""
+    """Return the resident set size of this process, in bytes."""
     status = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
     found = next(line for line in status.splitlines() if line.startswith("Rss:"))
     return int(found.split()[1]) * 1024

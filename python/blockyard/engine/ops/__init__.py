@@ -1,4 +1,4 @@
-"""The torch ops that move blocks: what they take, and which implementation is behind which device.
+"""The torch ops that move blocks: their arguments, and their implementation for each device.
 
     blockyard::swap_blocks(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()
     blockyard::copy_blocks(Tensor(a!)[] caches, Tensor pairs) -> ()
@@ -7,11 +7,11 @@
     blockyard::gather_blocks(Tensor[] caches, Tensor(a!) rows, Tensor blocks) -> ()
     blockyard::scatter_blocks(Tensor rows, Tensor(a!)[] caches, Tensor blocks) -> ()
 
-A list holds canonical views, as `KVLayout.views` cuts them: uint8 `[blocks, bytes]`, rows contiguous. Tensor i of one
-list goes with tensor i of the other. All are checked before the first byte moves. Each op raises the version of what it
-writes, so that a backward pass which saved it fails. CPU tensors go through `blockyard.engine.ops.cpu`, CUDA tensors
-through `blockyard.engine.ops.compiled` and `cuda/`, or where that library cannot be loaded through
-`blockyard.engine.ops.fallback` (`blockyard.engine.ops.library` says why).
+A list holds canonical views, as returned by `KVLayout.views`: uint8 `[blocks, bytes]`, rows contiguous. Tensor i of one
+list corresponds to tensor i of the other. All arguments are checked before the first byte moves. Each op increments the
+autograd version of what it writes, so that a backward pass that saved it fails. CPU tensors use
+`blockyard.engine.ops.cpu`, CUDA tensors `blockyard.engine.ops.compiled` and `cuda/`, or `blockyard.engine.ops.fallback`
+if that library cannot be loaded (`blockyard.engine.ops.library` says why).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["copy_blocks", "exchange_blocks", "gather_blocks", "move_blocks", "sc
 def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
     """Copy blocks from one set of cache views to another: device to host, host to device, or within one device.
 
-    On CUDA the work is queued on the current stream of the device; the caller keeps all tensors but `pairs` alive
-    and unchanged until it is done.
+    On CUDA the work is queued on the device's current stream; keep all tensors except `pairs` alive and unchanged until
+    it is done.
 
     Args:
         src: views to read, uint8 `[blocks, bytes]`, CPU (pinned, to be fast) or CUDA, all on one device.
-        dst: as many views to write, of the same widths, on one device; none shares memory with those of `src`.
+        dst: the same number of views to write, of the same widths, on one device; they share no memory with `src`.
         pairs: block ids `(from, to)`, int64 `[n, 2]`, CPU, or other ints, as for `Pairs`; `to` has no repeats.
 
     Raises:
@@ -54,7 +54,7 @@ def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor | Id
 
 
 def copy_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
-    """Copy blocks within each of the cache views, as copy-on-write wants it.
+    """Copy blocks within each of the cache views, as for copy-on-write.
 
     Args:
         caches: views, uint8 `[blocks, bytes]`, all on one device.
@@ -72,10 +72,10 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
 
 
 def move_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
-    """Move blocks within each of the cache views, as if all were read before the first is written.
+    """Move blocks within each of the cache views, as if all were read before any is written.
 
-    Chains (a->b, b->c) and rings (a->b, b->a) are legal; a block may go to several places, and one that nothing moves
-    into keeps its bytes.
+    Chains (a->b, b->c) and rings (a->b, b->a) are allowed; a block may move to several places, and a block that nothing
+    moves into keeps its bytes.
 
     Args:
         caches: views, uint8 `[blocks, bytes]`, all on one device.
@@ -89,11 +89,11 @@ def move_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
 
 
 def exchange_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
-    """Let two blocks of each pair change places, within each of the cache views.
+    """Swap the two blocks of each pair, within each of the cache views.
 
     Args:
         caches: views, uint8 `[blocks, bytes]`, all on one device.
-        pairs: block ids, int64 `[n, 2]`, CPU; no block is named twice, in either column. `(-1, -1)` is padding.
+        pairs: block ids, int64 `[n, 2]`, CPU; no block may repeat, in either column. `(-1, -1)` is padding.
 
     Raises:
         MappingError: the mapping is malformed, an id is out of range or repeats; nothing was exchanged.
@@ -105,12 +105,12 @@ def exchange_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
 
 
 def gather_blocks(caches: Sequence[Tensor], rows: Tensor, blocks: Tensor) -> None:
-    """Copy blocks out of paged caches into rows, all pieces of a block side by side.
+    """Copy blocks out of paged caches into rows, with all pieces of a block side by side.
 
     Args:
         caches: views to read, uint8 `[blocks, bytes]`, all on one device.
         rows: written, uint8 `[n, bytes_per_block]`, any device; `bytes_per_block` is the sum of the views' widths.
-        blocks: the block that goes to each row, int64 `[n]`, CPU; they may repeat.
+        blocks: the block for each row, int64 `[n]`, CPU; may repeat.
 
     Raises:
         MappingError: `blocks` is malformed, an id is out of range, or there is not one for each row; nothing was
@@ -121,12 +121,12 @@ def gather_blocks(caches: Sequence[Tensor], rows: Tensor, blocks: Tensor) -> Non
 
 
 def scatter_blocks(rows: Tensor, caches: Sequence[Tensor], blocks: Tensor) -> None:
-    """Copy rows into blocks of paged caches: the way back of `gather_blocks`.
+    """Copy rows into blocks of paged caches: the inverse of `gather_blocks`.
 
     Args:
         rows: read, uint8 `[n, bytes_per_block]`, any device; `bytes_per_block` is the sum of the views' widths.
         caches: views to write, uint8 `[blocks, bytes]`, all on one device.
-        blocks: the block that each row goes to, int64 `[n]`, CPU, no repeats.
+        blocks: the block for each row, int64 `[n]`, CPU, no repeats.
 
     Raises:
         MappingError: `blocks` is malformed, an id is out of range or repeats, or there is not one for each row;
@@ -137,19 +137,19 @@ def scatter_blocks(rows: Tensor, caches: Sequence[Tensor], blocks: Tensor) -> No
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether the ops of this module run on a device's tensors."""
+    """Return whether the ops of this module support a device's tensors."""
     return device.type in {"cpu", "cuda", "meta"}
 
 
 def bind(src: Sequence[Tensor], dst: Sequence[Tensor] | None = None) -> Callable[[Mapping], None]:
-    """Give what carries mappings out in views; those on the CPU are checked once, here.
+    """Return a call that carries out mappings in views; CPU views are checked once, here.
 
     Args:
         src: views to read, as for `swap_blocks`.
         dst: views to write. None: `src` is changed in place, as by `copy_blocks`, `move_blocks` or `exchange_blocks`.
 
     Returns:
-        What carries a mapping out in these views, by the mapping's rule.
+        A call that carries out a mapping in these views, by the mapping's rule.
 
     Raises:
         InvalidArgumentError: the views do not fit one another.
@@ -178,7 +178,7 @@ def _swap_fake(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
 
 
 def _in_place_fake(caches: list[Tensor], pairs: Tensor) -> None:
-    """Nothing comes out: the caches are changed in place."""
+    """Return nothing: the caches are changed in place."""
     _refuse_mixed("pairs", pairs, caches=caches)
 
 
@@ -193,7 +193,7 @@ def _scatter_fake(rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
 
 
 def _refuse_mixed(name: str, ids: Tensor, **lists: list[Tensor]) -> None:
-    """Refuse a call with some tensors on the meta device: one alone brings the call here, where nothing is copied."""
+    """Refuse a call with only some tensors on the meta device: even one dispatches here, where nothing is copied."""
     views = {f"{kind}[{index}]": view for kind, tensors in lists.items() for index, view in enumerate(tensors)}
     on_meta = [kind for kind, view in views.items() if view.device.type == "meta"]
     if on_meta and len(on_meta) < len(views):
@@ -213,7 +213,7 @@ def _check_width(rows: Tensor, caches: list[Tensor]) -> None:
 
 Implementation = Callable[..., None]
 
-# Arguments, and what is known without any bytes.
+# Arguments, and the implementation without data.
 OPS: Final[dict[str, tuple[str, Implementation]]] = {
     "swap_blocks": ("Tensor[] src, Tensor(a!)[] dst, Tensor pairs", _swap_fake),
     "copy_blocks": ("Tensor(a!)[] caches, Tensor pairs", _in_place_fake),
@@ -231,7 +231,7 @@ def _register() -> torch.library.Library:
         library.impl(name, getattr(cpu.ON_CPU, name.removesuffix("_blocks")), "CPU")
         library.impl(name, getattr(_on_cuda(), name.removesuffix("_blocks")), "CUDA")
         torch.library.register_fake(f"blockyard::{name}", fake, lib=library)
-    # What the compiled library does with checked mappings.
+    # Ops of the compiled library for checked mappings.
     library.define("run_swap(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()")
     library.define("run_steps(Tensor(a!)[] caches, Tensor steps, Tensor starts) -> ()")
     library.define("run_gather(Tensor[] caches, Tensor(a!) rows, Tensor pairs) -> ()")
@@ -240,10 +240,10 @@ def _register() -> torch.library.Library:
     library.define("prepare(int device) -> ()")
     library.define("set_batch_pieces(int device, int most) -> ()")
     library.define("set_region(int address, int num_bytes, int chunk_bytes) -> ()")
-    # What benchmarks compare with: one cudaMemcpyAsync for each piece. The compiled library alone has it.
+    # The baseline of benchmarks: one cudaMemcpyAsync per piece. Only in the compiled library.
     library.define("bench_copy_loop(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()")
     return library
 
 
-# Kept for the life of the process: the ops go when it does.
+# Kept for the life of the process, as the ops are removed with it.
 _LIBRARY = _register()

@@ -1,4 +1,4 @@
-"""What every copy op checks before the first byte moves: the views, and the mapping against them."""
+"""The checks of every copy op before the first byte moves: of the views, and of the mapping against them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from blockyard.layout.extents import Extent, check_apart, overlap
 
 Rule: TypeAlias = Literal["swap", "copy", "move", "exchange"]
 
-# A pair of these is padding: graphs want mappings of a fixed length.
+# A pair of these is padding: graphs need mappings of a fixed length.
 PADDING = -1
 
 
 @dataclass(frozen=True)
 class CopyOps:
-    """The copy ops over some way of moving rows: they check, hand on what is right, and tell autograd what has changed.
+    """The copy ops over a way to move rows: they check arguments, pass them on, and tell autograd what changed.
 
     Attributes:
         copy_between: takes views to read, views to write and a mapping.
@@ -35,13 +35,13 @@ class CopyOps:
     copy_within: Callable[[Sequence[Tensor], Mapping], None]
 
     def between(self, src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping) -> None:
-        """Carry a mapping out from some views to others."""
+        """Carry out a mapping from some views to others."""
         check_swap(src, dst)
         self.copy_between(src, dst, mapping)
         increment_version(dst)
 
     def within(self, caches: Sequence[Tensor], mapping: Mapping) -> None:
-        """Carry a mapping out within views."""
+        """Carry out a mapping within views."""
         check_caches(caches)
         self.copy_within(caches, mapping)
         increment_version(caches)
@@ -82,14 +82,14 @@ class CopyOps:
 
 
 def check_list(name: str, views: Sequence[Tensor]) -> list[Extent]:
-    """Check that tensors are canonical views of one number of blocks on one device.
+    """Check that tensors are canonical views with equal numbers of blocks on one device.
 
     Args:
         name: the argument's, for the message.
         views: uint8 `[blocks, bytes]`, rows contiguous.
 
     Returns:
-        Where they lie.
+        Their extents in memory.
 
     Raises:
         LayoutError: one is not.
@@ -117,21 +117,21 @@ def check_caches(caches: Sequence[Tensor]) -> None:
     """Check views that are changed in place.
 
     Raises:
-        LayoutError: they are no canonical views, or share memory.
+        LayoutError: they are not canonical views, or share memory.
     """
     check_apart("caches", check_list("caches", caches))
 
 
 def check_swap(src: Sequence[Tensor], dst: Sequence[Tensor], names: tuple[str, str] = ("src", "dst")) -> None:
-    """Check that views of one index fit one another and that no byte is both read and written.
+    """Check that corresponding views match and that no byte is both read and written.
 
     Args:
         src: views to read.
         dst: views to write.
-        names: of the two arguments, for the message.
+        names: names of the two arguments, for the message.
 
     Raises:
-        LayoutError: they do not fit.
+        LayoutError: they do not match.
     """
     if len(src) != len(dst):
         raise LayoutError(f"{names[0]} holds {len(src)} tensors, {names[1]} {len(dst)}")
@@ -140,13 +140,13 @@ def check_swap(src: Sequence[Tensor], dst: Sequence[Tensor], names: tuple[str, s
         if source[2] != target[2]:
             raise LayoutError(f"{names[0]}[{index}] has rows of {source[2]} bytes, {names[1]}[{index}] of {target[2]}")
     check_apart(names[1], written)
-    # Addresses of one device say nothing of another's.
+    # Addresses of different devices cannot be compared.
     if src[0].device == dst[0].device and overlap(read, written):
         raise LayoutError(f"{names[0]} and {names[1]} share memory: use copy_blocks within one cache")
 
 
 def split_rows(rows: Tensor, caches: Sequence[Tensor]) -> list[Tensor]:
-    """Cut rows into one view for each cache view.
+    """Split rows into one view per cache view.
 
     Args:
         rows: uint8 `[n, bytes_per_block]`, rows contiguous; `bytes_per_block` is the sum of the caches' widths.
@@ -156,7 +156,7 @@ def split_rows(rows: Tensor, caches: Sequence[Tensor]) -> list[Tensor]:
         uint8 views `[n, bytes]` of the same widths, in the same order.
 
     Raises:
-        LayoutError: the rows are no canonical view, or of another width.
+        LayoutError: the rows are not a canonical view, or have another width.
     """
     check_list("rows", [rows])
     widths = [width for _, _, width, _ in check_list("caches", caches)]
@@ -166,7 +166,7 @@ def split_rows(rows: Tensor, caches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def count_blocks(name: str, views: Sequence[Tensor]) -> int:
-    """Give the number of blocks that the first view seems to have, before any is looked at; raises LayoutError."""
+    """Return the number of blocks of the first view, before the views are checked; raises LayoutError."""
     if not views:
         raise LayoutError(f"{name} holds no tensors")
     return views[0].shape[0] if views[0].dim() else 0
@@ -178,7 +178,7 @@ def mapping_of(rule: Rule, pairs: Tensor, src_blocks: int, dst_blocks: int) -> M
     Raises:
         MappingError: they are on a device, of another dtype or shape, or break the rule.
     """
-    # An op takes the tensor that its other implementations read as it is.
+    # An op receives the tensor unconverted, as its other implementations do.
     ids = _on_cpu("pairs", pairs)
     if ids.dtype != np.int64 or ids.ndim != 2 or ids.shape[1] != 2:
         raise MappingError(f"pairs are {ids.dtype} {list(ids.shape)}, wanted int64 [n, 2]")

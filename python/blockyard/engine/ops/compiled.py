@@ -1,4 +1,4 @@
-"""The copy ops on CUDA tensors: the compiled library checks the views and runs what a checked mapping says."""
+"""The copy ops on CUDA tensors: the compiled library checks the views and executes checked mappings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ERRORS: dict[str, type[BlockyardError]] = {"mapping": MappingError, "layout": L
 
 
 class _Compiled(CopyOps):
-    """Checks of views are the library's."""
+    """Views are checked by the library."""
 
     def between(self, src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping) -> None:
         self.copy_between(src, dst, mapping)
@@ -53,7 +53,7 @@ def _within(caches: Sequence[Tensor], mapping: Mapping) -> None:
 
 
 def _use_cached(*sides: Sequence[Tensor]) -> None:
-    """Look for the calibrated table of a device that is met for the first time."""
+    """Load the calibrated table of a device on its first use."""
     for views in sides:
         if views and views[0].is_cuda:
             use_cached(views[0].device.index)
@@ -67,7 +67,7 @@ def _run(op: Callable[..., object], *arguments: object) -> None:
 
 
 def named(error: RuntimeError) -> Exception:
-    """Turn an error of the compiled library into the class that its message names."""
+    """Convert an error of the compiled library to the class that its message names."""
     kind, _, message = str(error).partition("blockyard ")[2].partition(": ")
     return _ERRORS[kind](message) if kind in _ERRORS else error
 

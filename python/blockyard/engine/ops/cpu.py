@@ -19,15 +19,15 @@ class Bound:
 
     Args:
         src: views to read, uint8 `[blocks, bytes]`.
-        dst: as many to write; `src` is changed in place if None.
+        dst: the same number of views to write; None changes `src` in place.
     """
 
     def __init__(self, src: Sequence[Tensor], dst: Sequence[Tensor] | None) -> None:
         self._src, self._dst = list(src), None if dst is None else list(dst)
-        # One view of each memory: torch may move it, for instance to share it with another process.
+        # One view of each storage: torch may move it, for example to share it with another process.
         views = [*self._src, *(self._dst or ())]
         self._memories = list({view.untyped_storage().data_ptr(): view for view in views}.values())
-        # Views of one tensor have one version.
+        # Views of one tensor share one version.
         written = self._src if self._dst is None else self._dst
         bases = [view if view._base is None else view._base for view in written]  # noqa: SLF001 (torch documents it)
         self._versions = list({id(base): base for base in bases}.values())
@@ -38,7 +38,7 @@ class Bound:
         self._views = BoundViews(_kept(self._src), None if self._dst is None else _kept(self._dst))
 
     def __call__(self, mapping: Mapping) -> None:
-        """Carry a mapping out in each view."""
+        """Carry out a mapping in each view."""
         if list(map(Tensor.data_ptr, self._memories)) != self._addresses:
             self._bind()
         self._views.run(mapping, num_threads=torch.get_num_threads())
@@ -54,7 +54,7 @@ def _within(caches: Sequence[Tensor], mapping: Mapping) -> None:
 
 
 def _kept(views: Sequence[Tensor]) -> list[NDArray[np.uint8]]:
-    # Tensors that nobody else has keep the memory, whatever becomes of the caller's.
+    # Private tensors keep the memory alive, even if the caller drops its own.
     return _arrays([view.detach() for view in views])
 
 

@@ -1,4 +1,4 @@
-"""The copy ops on CUDA tensors in plain torch calls, for where the op library cannot be loaded."""
+"""The copy ops on CUDA tensors in plain torch calls, used if the op library cannot be loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockyard._core import Mapping
 from blockyard.engine.ops import checks
 from blockyard.errors import CaptureError
 
-# How much device memory is taken at a time where the order of copies does not matter.
+# Device memory used at a time if the order of copies does not matter.
 _PART_BYTES = 32 << 20
 
 
@@ -32,7 +32,7 @@ def _change(caches: Sequence[Tensor], mapping: Mapping) -> None:
     _refuse_capture(*caches[:1])
     pairs = torch.from_numpy(mapping.pairs).to(caches[0].device)
     for view in caches:
-        # Moves depend on one another: all rows are read before the first is written. Exchanges do not.
+        # Moves depend on one another: read all rows before writing any. Exchanges do not.
         step = max(1, _PART_BYTES // max(1, 2 * view.shape[1])) if mapping.rule == "exchange" else max(1, len(pairs))
         for part in pairs.split(step):
             both = torch.cat((part, part.flip(1))) if mapping.rule == "exchange" else part
@@ -42,7 +42,7 @@ def _change(caches: Sequence[Tensor], mapping: Mapping) -> None:
 def _refuse_capture(*tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.is_cuda:
-            with torch.cuda.device(tensor.device):  # torch asks the current device alone
+            with torch.cuda.device(tensor.device):  # torch checks only the current device
                 capturing = torch.cuda.is_current_stream_capturing()
             if capturing:
                 raise CaptureError("without the op library a mapping is copied to the device: no graph can hold that")

@@ -1,7 +1,7 @@
-"""Finds and loads the compiled op library, and says why where it cannot.
+"""Finds and loads the compiled op library, and explains failures.
 
-The library implements the ops of `blockyard.engine.ops` for CUDA. Without it they run on CUDA tensors through plain
-torch calls, which is slower but moves the same bytes.
+The library implements the ops of `blockyard.engine.ops` for CUDA. Without it, CUDA tensors use plain torch calls, which
+are slower but move the same bytes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ _log = logging.getLogger("blockyard.engine")
 
 @dataclass(frozen=True)
 class OpLibrary:
-    """What is known about the op library in this process.
+    """Status of the op library in this process.
 
     Attributes:
-        loaded: whether CUDA tensors are handled by it.
-        path: where it is, or was looked for.
+        loaded: whether CUDA tensors use it.
+        path: where it is, or was searched for.
         built_for: what it was built for, such as `torch >= 2.11, CUDA 13.0, sm_80 sm_90 compute_80`; empty if unknown.
-        found: the torch that runs now, with the CUDA release it was built with, and the driver as far as the library
-            loads.
+        found: the current torch and its CUDA release, and the driver if the library loads.
         reason: why it is not loaded; empty if it is.
     """
 
@@ -42,7 +41,7 @@ class OpLibrary:
     reason: str
 
     def explain(self) -> str:
-        """Say in one line what is there, or why something is not."""
+        """Describe the status in one line, with the reason for a failure."""
         if self.loaded:
             return f"op library loaded: built for {self.built_for or 'unknown'}, found {self.found}"
         return f"op library not loaded: {self.reason} (CUDA tensors go through plain torch calls)"
@@ -50,10 +49,10 @@ class OpLibrary:
 
 @cache
 def op_library() -> OpLibrary:
-    """Load the op library that belongs to this package, once per process.
+    """Load the op library of this package, once per process.
 
     Returns:
-        What happened; a library that cannot be loaded is reported there and not raised.
+        The status; failure to load is reported there, not raised.
     """
     return load_library(LIBRARY, MANIFEST)
 
@@ -63,7 +62,7 @@ def load_library(library: Path, manifest: Path) -> OpLibrary:
 
     Args:
         library: the shared object.
-        manifest: the JSON file that the build wrote beside it.
+        manifest: the JSON file that the build wrote next to it.
 
     Returns:
         What happened.
@@ -81,7 +80,7 @@ def load_library(library: Path, manifest: Path) -> OpLibrary:
         torch.ops.load_library(str(library))
     except OSError as error:
         wanted = f"built for {built_for}" if built_for else "built for unknown versions"
-        # torch's own message only says that it did not work.
+        # torch's own message only says that loading failed.
         return report(f"{wanted}, found {found}: {error.__cause__ or error}")
     driver, runtime = _versions(library)
     found += f", a driver for CUDA {_release(driver)}" if driver else ", no CUDA driver"
@@ -89,14 +88,14 @@ def load_library(library: Path, manifest: Path) -> OpLibrary:
 
 
 def explain_driver(driver: int, runtime: int) -> str:
-    """Say why a driver does not serve the CUDA runtime inside the op library; empty if it does.
+    """Return why a driver does not support the CUDA runtime inside the op library; empty if it does.
 
     Args:
-        driver: newest CUDA release that the driver serves, 1000 * major + 10 * minor; 0 without a driver: then nothing
-            can be on a CUDA device, and the library does no harm.
+        driver: newest CUDA release supported by the driver, 1000 * major + 10 * minor; 0 without a driver, when there
+            can be no CUDA tensors and the library is harmless.
         runtime: release of the runtime, in the same form.
     """
-    # A driver serves all minor releases of its major one.
+    # A driver supports all minor releases of its major release.
     if not driver or driver // 1000 >= runtime // 1000:
         return ""
     return (
@@ -106,11 +105,11 @@ def explain_driver(driver: int, runtime: int) -> str:
 
 
 def check_device(device: torch.device, library: OpLibrary) -> None:
-    """Check that the loaded library has code that a CUDA device can run.
+    """Check that the loaded library has code for a CUDA device.
 
     Args:
         device: a CUDA device.
-        library: as `op_library` describes it.
+        library: result of `op_library`.
 
     Raises:
         OpLibraryError: the device is older than all that the library was built for.
@@ -125,9 +124,9 @@ def check_device(device: torch.device, library: OpLibrary) -> None:
 
 
 def prepare_device(device: torch.device) -> None:
-    """Make what copies of a CUDA device need, before others take its memory: 48 MiB each way to stage them.
+    """Allocate the staging memory for copies of a CUDA device, 48 MiB per direction, before others take its memory.
 
-    Where there is no memory for it a warning says so, and other copies take their place.
+    If there is not enough memory, logs a warning, and other copy strategies are used.
 
     Args:
         device: a CUDA device, with its index.
@@ -157,7 +156,7 @@ def _read_manifest(manifest: Path) -> dict[str, object]:
 
 
 def _versions(library: Path) -> tuple[int, int]:
-    """Give the releases of the driver and of the runtime inside a loaded library; 0 where it does not say."""
+    """Return the driver release and the runtime release inside a loaded library; 0 if unknown."""
     calls = ctypes.CDLL(str(library))
     names = ("blockyard_driver_version", "blockyard_runtime_version")
     driver, runtime = (int(call()) if (call := getattr(calls, name, None)) else 0 for name in names)

@@ -1,7 +1,7 @@
-"""Copy strategies to and from a device, by size and number of pieces: a table for each kind of device.
+"""Copy strategies to and from a device, by size and number of pieces: one table per kind of device.
 
-`blockyard calibrate` measures the table once and writes it to the user's cache folder. The ops read that file when they
-meet a device for the first time. Without a file, `default_strategy` chooses.
+`blockyard calibrate` measures the table once and writes it to the user's cache folder. The ops read that file on the
+first use of a device. Without a file, `default_strategy` chooses.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ StrategyName = Literal["batch", "loop", "kernel", "staged"]
 DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
 STRATEGIES: Final[dict[StrategyName, int]] = {"batch": 1, "loop": 2, "kernel": 3, "staged": 4}
 MOST: Final = 2**62
-# Blocks of threads of the two kernels where nothing was calibrated; as kSlotBlocks and kHostBlocks in cuda/strategy.h.
+# Thread blocks of the two kernels without calibration; same as kSlotBlocks and kHostBlocks in cuda/strategy.h.
 _USUAL_BLOCKS: Final[dict[StrategyName, int]] = {"staged": 12, "kernel": 3}
 _MOST_BLOCKS: Final = 2**16 - 1
-# Without a table, at least this many pieces between host and device are staged if they have fewer bytes than the first
-# each, or take a kernel if they have fewer than the second; as in cuda/strategy.h.
+# Without a table, at least this many pieces between host and device are staged if each is smaller than the first size,
+# or copied by a kernel if smaller than the second; same as in cuda/strategy.h.
 _LEAST_PIECES: Final = 32
 _LARGE_STAGED_PIECE: Final = 512 << 10
 _LARGE_PIECE: Final = 28 << 10
-# Of one batched call, where nothing was calibrated; as kBatchPieces in cuda/strategy.h, which has none from compute
-# capability 10.0 on. Longer batches than the most crashed drivers.
+# Pieces per batched call without calibration; same as kBatchPieces in cuda/strategy.h, which does not batch from
+# compute capability 10.0 on. Batches longer than the maximum crashed drivers.
 BATCH_PIECES: Final = 1024
 MOST_BATCH_PIECES: Final = 2048
-# Goes into every file: tables of another version must be measured again.
+# Written to every file: tables of another version must be measured again.
 _VERSION = 5
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a table: it holds for at most `max_count` pieces of at most `max_bytes` on average.
+    """One line of a table: it applies to at most `max_count` pieces of at most `max_bytes` on average.
 
-    A rule for `"staged"` holds only where the host's pieces of a block are contiguous. `blocks` is the number of blocks
-    of threads of a kernel; the others have none.
+    A rule for `"staged"` applies only if the host's pieces of a block are contiguous. `blocks` is the number of thread
+    blocks of a kernel; other strategies have none.
     """
 
     direction: Direction
@@ -58,7 +58,7 @@ class Rule:
 
     @property
     def is_known(self) -> bool:
-        """Whether there are such a direction and strategy, and its numbers are in range."""
+        """Whether direction and strategy exist, and the numbers are in range."""
         numbers = (self.max_bytes, self.max_count, self.blocks)
         return (
             self.direction in DIRECTIONS
@@ -70,15 +70,15 @@ class Rule:
 
 
 def usual_blocks(strategy: StrategyName) -> int:
-    """Give the blocks of threads of a strategy's kernel where nothing was calibrated; 1 where it has none."""
+    """Return the thread blocks of a strategy's kernel without calibration; 1 if it has no kernel."""
     return _USUAL_BLOCKS.get(strategy, 1)
 
 
 def default_strategy(num_bytes: int, count: int, *, host_rows: bool = False) -> StrategyName:
-    """Give the strategy where no rule holds, for `count` pieces of `num_bytes` each.
+    """Return the strategy if no rule applies, for `count` pieces of `num_bytes` each.
 
-    Many pieces are staged where the host's pieces of a block are contiguous, and more than one (`host_rows`); elsewhere
-    small ones take the kernel. Others take the batched call.
+    Many pieces are staged if the host has several contiguous pieces per block (`host_rows`); otherwise small ones use
+    the kernel. All others use the batched call.
     """
     if num_bytes >= (_LARGE_STAGED_PIECE if host_rows else _LARGE_PIECE) or count < _LEAST_PIECES:
         return "batch"
@@ -87,13 +87,13 @@ def default_strategy(num_bytes: int, count: int, *, host_rows: bool = False) -> 
 
 @dataclass(frozen=True)
 class StrategyTable:
-    """What was measured on one kind of device.
+    """The measurements of one kind of device.
 
     Attributes:
         device: the device's name.
-        torch_cuda: CUDA release of the torch it was measured with.
-        rules: the first that holds decides; where none does, `default_strategy`.
-        batch_pieces: pieces of one batched call; 0: pieces are copied one by one.
+        torch_cuda: CUDA release of torch at the time of measurement.
+        rules: the first that applies decides; if none does, `default_strategy`.
+        batch_pieces: pieces per batched call; 0: pieces are copied one by one.
     """
 
     device: str
@@ -102,7 +102,7 @@ class StrategyTable:
     batch_pieces: int = BATCH_PIECES
 
     def rule(self, direction: Direction, num_bytes: int, count: int, *, host_rows: bool = False) -> Rule:
-        """Give the rule that decides for `count` pieces of `num_bytes` each."""
+        """Return the rule that decides for `count` pieces of `num_bytes` each."""
         for rule in self.rules:
             holds = rule.direction == direction and num_bytes <= rule.max_bytes and count <= rule.max_count
             if holds and (host_rows or rule.strategy != "staged"):
@@ -111,11 +111,11 @@ class StrategyTable:
         return Rule(direction, num_bytes, count, strategy, usual_blocks(strategy))
 
     def strategy(self, direction: Direction, num_bytes: int, count: int, *, host_rows: bool = False) -> StrategyName:
-        """Give the strategy for `count` pieces of `num_bytes` each."""
+        """Return the strategy for `count` pieces of `num_bytes` each."""
         return self.rule(direction, num_bytes, count, host_rows=host_rows).strategy
 
     def save(self, path: Path) -> None:
-        """Write the table to a file, in one step; its folder is made."""
+        """Write the table to a file atomically; creates its folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
         scratch.write_text(json.dumps({"version": _VERSION, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
@@ -123,7 +123,7 @@ class StrategyTable:
 
 
 def read_table(path: Path) -> StrategyTable | None:
-    """Read a table; None if there is no file or it is not one of ours."""
+    """Read a table; None if there is no valid file."""
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
         if written["version"] != _VERSION:
@@ -138,7 +138,7 @@ def read_table(path: Path) -> StrategyTable | None:
 
 
 def table_path(device_name: str) -> Path:
-    """Give the file of a kind of device: in BLOCKYARD_CACHE, or in `blockyard/` of the user's cache folder."""
+    """Return the file for a kind of device: in BLOCKYARD_CACHE, or in `blockyard/` of the user's cache folder."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", device_name).strip("-").lower()
     folder = os.environ.get("BLOCKYARD_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -146,14 +146,14 @@ def table_path(device_name: str) -> Path:
 
 
 def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
-    """Set the rules for copies of one device; without the op library there is nothing to choose.
+    """Set the rules for copies of one device; no effect without the op library.
 
     Args:
-        index: the CUDA device's.
-        rules: the first that holds decides.
+        index: index of the CUDA device.
+        rules: the first that applies decides.
 
     Raises:
-        InvalidArgumentError: a rule names an unknown direction or strategy, or a number that is out of range.
+        InvalidArgumentError: a rule has an unknown direction or strategy, or a number out of range.
     """
     for rule in rules:
         if not rule.is_known:
@@ -167,14 +167,14 @@ def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
 
 
 def use_batch_pieces(index: int, most: int) -> None:
-    """Set the most pieces of one batched call of a device, 0 (no batches) to `MOST_BATCH_PIECES`."""
+    """Set the maximum pieces per batched call of a device, 0 (no batches) to `MOST_BATCH_PIECES`."""
     if op_library().loaded:
         torch.ops.blockyard.set_batch_pieces(index, most)
 
 
 @cache
 def use_cached(index: int) -> StrategyTable | None:
-    """Set what was calibrated for a device's kind, once per process.
+    """Apply the calibrated table for a device's kind, once per process.
 
     Returns:
         The table; None if there is none, or it was measured with another CUDA release.
@@ -189,9 +189,9 @@ def use_cached(index: int) -> StrategyTable | None:
 
 @contextmanager
 def force_strategy(index: int, strategy: StrategyName, blocks: int | None = None) -> Iterator[None]:
-    """Use one strategy for all copies of a device; afterwards the table holds again.
+    """Use one strategy for all copies of a device; afterwards the table applies again.
 
-    Copies that it cannot take (see `Rule`) use what `default_strategy` gives. `blocks` is `usual_blocks` if None.
+    Copies that it cannot handle (see `Rule`) use `default_strategy`. If None, `blocks` is `usual_blocks`.
     """
     table = use_cached(index)
     blocks = usual_blocks(strategy) if blocks is None else blocks
