@@ -41,7 +41,7 @@ class Wrapper(Executor):
         self._inner.wait_for_layer(ticket, layer)
 
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
-        """Give the pairs that are known not to land, so far."""
+        """Return the pairs that are known not to land, so far."""
         return self._inner.lost(ticket)
 
     def is_awaited(self, ticket: int) -> bool:
@@ -49,7 +49,7 @@ class Wrapper(Executor):
         return self._inner.is_awaited(ticket)
 
     def poll(self) -> list[StepDone]:
-        """Give the decisions that ended since the last call."""
+        """Return the decisions that ended since the last call."""
         return self._inner.poll()
 
     def wait(self, ticket: int) -> StepDone:
@@ -150,7 +150,7 @@ class SabotagedExecutor(Wrapper):
             self._put_one_back(pairs, old, (old != new).any(axis=1), gone)
 
     def poll(self) -> list[StepDone]:
-        """Give the decisions that ended since the last call, synchronous ones included."""
+        """Return the decisions that ended since the last call, synchronous ones included."""
         ended, self._ended = list(self._ended.values()), {}
         return ended + self._inner.poll()
 
@@ -215,7 +215,7 @@ class CorruptingExecutor(Wrapper):
         self._inner.submit(decision, by_layer=by_layer)
 
     def poll(self) -> list[StepDone]:
-        """Give the decisions that ended, and damage some blocks that they stored."""
+        """Return the decisions that ended, and damage some blocks that they stored."""
         return [self._passed(done) for done in self._inner.poll()]
 
     def wait(self, ticket: int) -> StepDone:

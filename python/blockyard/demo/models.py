@@ -123,7 +123,7 @@ def load_encode(folder: Path | None) -> Encode | None:
 
 
 def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
-    """Give the bytes of one block of a model's cache, all layers."""
+    """Return the bytes of one block of a model's cache, all layers."""
     return PagedModel(model, block_size=block_size).layout.bytes_per_block
 
 

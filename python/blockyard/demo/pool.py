@@ -60,7 +60,7 @@ class PoolReport:
 
 
 def pool_rows(report: PoolReport) -> list[tuple[str, str]]:
-    """Give the report as `(what, figure)` rows of the table."""
+    """Return the report as `(what, figure)` rows of the table."""
     figures = f"mean {report.mean_gap:.1f}, most {report.most_gap} blocks; goal {report.goal or 'none'}"
     table = [("device pool, gap below the highest block in use", figures)]
     return table + (_shrink_rows(report.shrink) if report.shrink is not None else [])

@@ -219,7 +219,7 @@ class Report:
 
 
 def rows(report: Report) -> list[tuple[str, str]]:
-    """Give the report as `(what, figure)` rows of the table.
+    """Return the report as `(what, figure)` rows of the table.
 
     Args:
         report: the run.

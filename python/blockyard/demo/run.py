@@ -59,18 +59,18 @@ class DemoOptions:
         tensor_parallel_size: processes that share the model. The pools, the stores and the transfers of the report are
             those of one rank.
         block_size: tokens in a block.
-        num_device_blocks: blocks of the device; too few for the workload if None.
-        num_host_blocks: blocks of the host; few if None, 0 for no host tier.
+        num_device_blocks: number of device blocks; None means too few for the workload.
+        num_host_blocks: number of host blocks; None means few, 0 no host tier.
         swap_space: instead of `num_host_blocks`, bytes of host memory as text, such as `4GiB`.
-        prefix_store: URL of a store for cached blocks that outlives the run; none if None.
+        prefix_store: URL of a persistent store for cached blocks; None for none.
         prefix_store_space: its size as text, such as `2GiB`, if the URL has none.
         swap_store: URL of the external tier, `{rank}` stands for a rank's number; a temporary folder if None.
         swap_store_space: its size as text, such as `2GiB`, if the URL has none.
         preemption_mode: `auto`, `swap` or `recompute`.
-        num_lookahead_tokens: most draft tokens that a step verifies for each sequence.
-        prefix_caching: let prompts share the blocks of earlier prompts with the same beginning.
-        max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: tokens of a step beyond which prompts are computed in chunks.
+        num_lookahead_tokens: maximum number of draft tokens verified per sequence and step.
+        prefix_caching: whether prompts share the blocks of earlier prompts with the same prefix.
+        max_num_seqs: maximum number of sequences in one step.
+        max_num_batched_tokens: maximum number of tokens in one step; longer prompts are computed in chunks.
         defrag: defragmentation goal of the device pool, `max_id` or `dense`; none if None.
         shrink_to: blocks of the device from the middle of the run on; the memory of the others is released. No change
             if None.
@@ -217,7 +217,7 @@ def _check(options: DemoOptions) -> None:
 
 
 def _check_sizes(options: DemoOptions) -> None:
-    """Refuse sizes that are none, or are given twice."""
+    """Check that sizes are valid, and not given twice."""
     for name in ("swap_space", "prefix_store_space", "swap_store_space"):
         if (space := getattr(options, name)) is not None:
             read_bytes(name, space, holds=1)
@@ -240,7 +240,7 @@ def _check_ranks(options: DemoOptions) -> None:
 
 
 def _prefix_url(options: DemoOptions) -> str:
-    """Give the URL of the prefix store; a file without a size gets one."""
+    """Return the URL of the prefix store; a file without a size gets one."""
     url = options.prefix_store or ""
     if options.prefix_store_space is None and (not url.startswith("file:") or "size=" in url):
         return url
@@ -250,7 +250,7 @@ def _prefix_url(options: DemoOptions) -> str:
 
 @contextmanager
 def _swap_store(options: DemoOptions) -> Iterator[str]:
-    """Give the URL of the external store, with a size; remove a temporary folder at the end."""
+    """Return the URL of the external store, with a size; remove a temporary folder at the end."""
     url, space = options.swap_store, options.swap_store_space
     default = SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS
     if url is not None:
@@ -320,7 +320,7 @@ def _require_room(options: DemoOptions, items: Sequence[WorkItem]) -> None:
 def _settle(
     model: PreTrainedModel, items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs
 ) -> tuple[Outputs, list[Difference]]:
-    """Give the unpaged run's tokens with ties in rounding decided as the paged run did, and these ties."""
+    """Return the unpaged run's tokens with ties in rounding decided as the paged run did, and these ties."""
     from blockyard.demo.ties import settle_ties  # noqa: PLC0415 - loads torch
 
     settled, ties = dict(wanted), []

@@ -92,7 +92,7 @@ class Faults:
             inner = self.sabotaged = SabotagedExecutor(executor, own, self.sabotage)
         if self.corrupt:
             if own.store is None:
-                raise InvalidArgumentError(f"{self.corrupt} blocks are to be damaged, and there is no external tier")
+                raise InvalidArgumentError(f"{self.corrupt} blocks should be damaged, but there is no external tier")
             inner = self.corrupting = CorruptingExecutor(inner, own.store, self.corrupt, seed=self._seed)
         self.counting = CountingExecutor(SteadyExecutor(inner))
         return self.counting

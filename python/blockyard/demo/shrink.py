@@ -16,7 +16,7 @@ MOVES_A_STEP: Final = 64
 
 
 def defragmentation(goal: str | None) -> DefragPolicy | None:
-    """Give the scheduler's policy for a goal.
+    """Return the scheduler's policy for a goal.
 
     Args:
         goal: one of `GOALS`; None for no moves.
@@ -76,7 +76,7 @@ class PoolWatch:
         self._gaps.append(self._generator.manager.defrag.fragmentation().gap)
 
     def report(self) -> PoolReport:
-        """Give the gaps and the shrink."""
+        """Return the gaps and the shrink."""
         shrink = None
         if self._began is not None and self._wanted is not None:
             shrink = Shrink(

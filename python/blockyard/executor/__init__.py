@@ -1,4 +1,4 @@
-"""The step executor: carries a decision out with a copy engine and an external store, on one rank or on all."""
+"""The step executor: carries out decisions with a copy engine and an external store, on one rank or on all."""
 
 from blockyard.executor.executor import Executor, StepDone, StepExecutor
 from blockyard.executor.parallel import ParallelExecutor

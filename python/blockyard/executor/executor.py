@@ -1,16 +1,16 @@
-"""Carries out steps' decisions: joins the copy engine and the external store.
+"""Carries out the decisions of steps with the copy engine and the external store.
 
-Transfers run beside compute, and storage beside both. A step of an engine whose scheduler leaves out of a step what is
-still on its way (`overlap_io`):
+Transfers overlap compute, and storage I/O overlaps both. A step of an engine whose scheduler leaves sequences that are
+still loading out of steps (`overlap_io`):
 
     step = scheduler.schedule()
-    executor.submit(step.decision)                      # compute waits for what it needs, and only that
+    executor.submit(step.decision)                      # compute waits only for what it needs
     sampled = model(step)
     for done in executor.collect(step.decision.ticket):
         scheduler.finish(done.ticket, done.lost)
     finished = scheduler.update(step, sampled)
 
-An engine that would rather wait calls `execute`, which returns when all bytes have landed or are known not to.
+To wait instead, call `execute`, which returns when all bytes have landed or are known to be lost.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from blockyard.types import Histogram
 __all__ = ["PART_BYTES", "Executor", "StepDone", "StepExecutor"]
 
 PART_BYTES: Final = 64 << 20
-"""Longer transfers with the external tier are cut into pieces of this size."""
+"""Longer transfers with the external tier are split into pieces of this size."""
 
 
 class StepDone(NamedTuple):
-    """A step's decision that has been carried out.
+    """A decision that has been carried out.
 
     Attributes:
-        ticket: of the decision; `manager.complete(ticket, lost)` is next.
+        ticket: the decision's ticket; call `manager.complete(ticket, lost)` next.
         lost: pairs that did not land.
-        errors: why, where more is known than that a block did not come back.
+        errors: the causes, if more is known than that a block did not come back.
     """
 
     ticket: int
@@ -59,7 +59,7 @@ class StepDone(NamedTuple):
 
 
 class Executor(Protocol):
-    """What carries out decisions; wrap one to watch or to disturb it. See `StepExecutor` for the calls."""
+    """The interface of executors; wrap one to observe or disturb it. See `StepExecutor` for the calls."""
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
         """Start to carry out a decision, before the step's compute is queued."""
@@ -68,19 +68,19 @@ class Executor(Protocol):
         """Let compute that is queued from now on wait for one layer of a step's loads."""
 
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
-        """Give the pairs of a decision under way that are known not to land, so far."""
+        """Return the pairs of a running decision known so far to be lost."""
 
     def is_awaited(self, ticket: int) -> bool:
-        """Whether a decision is under way, and compute has read what it loads or has lost."""
+        """Whether a decision is running, and compute has read blocks that it loads or has lost."""
 
     def poll(self) -> list[StepDone]:
-        """Give the decisions that ended since the last call and were not waited for; never waits."""
+        """Return the decisions that ended since the last call and were not waited for; never waits."""
 
     def wait(self, ticket: int) -> StepDone:
         """Wait for a decision to end; `poll` will not report it."""
 
     def collect(self, ticket: int) -> list[StepDone]:
-        """Give the decisions that ended since the last call, and this one too if it is awaited: then it waits."""
+        """Return the decisions that ended since the last call. If this one is awaited, wait for it and include it."""
         ended = self.poll()
         if self.is_awaited(ticket):
             ended.append(self.wait(ticket))
@@ -89,13 +89,13 @@ class Executor(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _OpenDecision:
-    """A decision under way.
+    """A running decision.
 
     Attributes:
         decision: what is carried out.
-        parts: its transfers, cut into pieces; device reads come first.
-        read: whether compute reads what it loads before it ends.
-        failed: the error with which all of it counts as lost.
+        parts: its transfers, split into pieces; device reads come first.
+        read: whether compute reads blocks that it loads before it ends.
+        failed: the error that makes all of it count as lost.
     """
 
     decision: StepDecision
@@ -104,7 +104,7 @@ class _OpenDecision:
     failed: Exception | None = None
 
     def lost(self) -> tuple[Pairs, ...]:
-        """The pairs that are known not to land, so far, in the order in which that was found out."""
+        """The pairs known so far to be lost, in order of discovery."""
         if self.failed is not None:
             return tuple(written(kind, pairs) for kind, pairs in self.decision.transfers())
         known = sorted((part for part in self.parts if part.lost), key=lambda part: part.number)
@@ -112,7 +112,7 @@ class _OpenDecision:
         return (*chain.from_iterable(part.lost or () for part in known), *missed)
 
     def done(self) -> StepDone:
-        """What is reported of it."""
+        """The report of this decision."""
         if self.failed is not None:
             return StepDone(self.decision.ticket, self.lost(), (self.failed,))
         ended = sorted(self.parts, key=lambda part: part.number)
@@ -120,40 +120,38 @@ class _OpenDecision:
 
 
 class StepExecutor(Executor):
-    """Executes decisions beside compute.
+    """Executes decisions concurrently with compute.
 
-    `wait`, `collect` and `execute` wait for storage, and `submit` for blocks that a step swaps in from the external
-    tier and computes with. No other call does.
+    `wait`, `collect` and `execute` wait for storage, and `submit` waits for blocks that a step swaps in from the
+    external tier and computes with. No other call does.
 
-    Device reads of a step run after all compute that was queued before `submit`, and its device writes after the
-    device reads of the tickets that the decision names in `after`. Within a step the kinds keep their order where they
-    touch the same blocks. Compute that is queued after `submit` waits for those reads, for the step's loads from the
-    host, its copies and its exchanges. It does not wait for moves: until the ticket ends, what they write is in no
-    table, and a block that is written meanwhile stays where it was. Nor does it wait for the loads of a decision that
-    is a `prefetch`: the manager refuses to compute with these before the ticket has ended.
+    Device reads of a step run after all compute queued before `submit`, and its device writes after the device reads of
+    the tickets in the decision's `after`. Within a step, kinds that touch the same blocks keep their order. Compute
+    queued after `submit` waits for those reads, and for the step's loads from the host, copies and exchanges. It does
+    not wait for moves: until the ticket ends, their targets are in no table, and a source block that is written in the
+    meantime stays in place. Nor does it wait for the loads of a `prefetch` decision: the manager refuses to compute
+    with these before the ticket has ended.
 
-    The executor polls engine and store; the store's tickets must not be shared with others.
+    The executor polls engine and store; nothing else may use the store's tickets.
 
-    Whatever the store does, a step ends: if the store breaks its contract, the pair counts as lost, with its
-    error in `StepDone.errors` and a line in the log `blockyard.executor`. An exception from outside, such as
-    `KeyboardInterrupt`, may end any call. If it ends `submit`, the decision stays under way, and all of it is reported
-    as lost. If it ends another call, that call can be made again, and what was about to be handed to the engine or the
-    store just then is lost.
+    Whatever the store does, a step ends: if the store breaks its contract, the pair counts as lost, with its error in
+    `StepDone.errors` and a line in the log `blockyard.executor`. An exception from outside, such as
+    `KeyboardInterrupt`, may end any call. If it ends `submit`, the decision stays open and is reported as completely
+    lost. Any other call can be retried, and the transfer being handed to the engine or store at that moment is lost.
 
     Args:
         engine: owner of the device and host blocks.
         store: the external store, where there is one.
-        max_staging: bytes of blocks on their way to or from the external tier that are staged. Beyond it, a swap-in
-            waits for room; a swap-out is lost, which costs a recompute and holds nobody up.
-        chunk_bytes: longer transfers with the external tier are cut into pieces of this size.
+        max_staging: maximum bytes of staging rows for blocks moving to or from the external tier. Beyond it, a swap-in
+            waits for room; a swap-out is lost, which costs a recompute but blocks nothing.
+        chunk_bytes: longer transfers with the external tier are split into pieces of this size.
 
     Attributes:
         engine: as given.
         store: as given, or None.
 
     Raises:
-        InvalidArgumentError: a number of bytes is not positive, or the store's blocks have another size than the
-            engine's.
+        InvalidArgumentError: a number of bytes is not positive, or the block sizes of store and engine differ.
 
     Example:
         >>> from blockyard import BlockManager, CacheEngine, KVLayout, StepExecutor
@@ -188,7 +186,7 @@ class StepExecutor(Executor):
         self._chunk_blocks = max(1, min(chunk_bytes, max_staging) // engine.layout.bytes_per_block)
         self._steps: dict[int, _OpenDecision] = {}
         self._done: dict[int, StepDone] = {}
-        # If it is set when a call begins, that submission was interrupted.
+        # If set when a call begins, that submission was interrupted.
         self._submitting: _OpenDecision | None = None
         self._executing: StepDecision | None = None
         self._unfinished = 0  # submissions that did not reach their end, since the last that did
@@ -198,7 +196,7 @@ class StepExecutor(Executor):
 
     @property
     def num_in_flight(self) -> int:
-        """Decisions that were submitted and have not been reported."""
+        """Number of decisions submitted but not reported yet."""
         return len(self._steps) + len(self._done)
 
     @property
@@ -208,7 +206,7 @@ class StepExecutor(Executor):
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of blocks on their way to or from the external tier that are staged."""
+        """Bytes of staging rows in use for transfers with the external tier."""
         return self._legs.num_bytes(self._parts())
 
     @property
@@ -217,14 +215,14 @@ class StepExecutor(Executor):
         return None if self._checked is None else self._checked.seconds
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
-        """Carry out a decision and wait until all its bytes have landed, or are known not to.
+        """Carry out a decision and wait until all its bytes have landed or are known to be lost.
 
         Args:
-            decision: transfers, in the order in which they are safe to run. One that an interrupted call has begun is
-                waited for.
+            decision: transfers, in the order in which they are safe to run. A decision that an interrupted call has
+                started is waited for.
 
         Returns:
-            The pairs that did not land: a slot that could not be written, or read back as it was written.
+            The pairs that did not land: a slot could not be written, or not read back intact.
 
         Raises:
             MappingError, UnknownTicketError: as for `submit`.
@@ -239,19 +237,19 @@ class StepExecutor(Executor):
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
         """Start to carry out a decision, before the step's compute is queued.
 
-        Unless the decision is a `prefetch`, this waits until the store has answered for each block that it swaps in to
-        the device, for as long as the store's deadline allows. `lost` then names the blocks that did not come. The
-        loads of a prefetch go when no other load is under way.
+        Unless the decision is a `prefetch`, this waits, at most until the store's deadline, for the store to answer for
+        each block that it swaps in to the device. `lost` then names the blocks that did not arrive. The loads of a
+        prefetch run when no other load is in flight.
 
         Args:
             decision: transfers, in the order in which they are safe to run.
-            by_layer: loads from the host arrive layer by layer; compute waits for each with `wait_for_layer`.
+            by_layer: loads from the host arrive layer by layer; compute waits for each layer with `wait_for_layer`.
 
         Raises:
-            MappingError: the decision names a transfer that this executor has no tier for, a slot that the store has
-                not, or blocks that there are not. In the last case what was submitted before is under way, and all of
-                it will be reported as lost.
-            UnknownTicketError: its ticket is under way already.
+            MappingError: the decision names a tier that this executor does not have, a slot beyond the store's, or
+                blocks that do not exist. In the last case, earlier transfers may be running, and all of the decision
+                will be reported as lost.
+            UnknownTicketError: its ticket is already in use.
         """
         self._unfinished += 1
         self._recover_from_interrupt()
@@ -305,7 +303,7 @@ class StepExecutor(Executor):
         )
 
     def _order_layers(self) -> None:
-        """Let compute wait for loads whose layers nobody waits for any more, as the body of their step raised."""
+        """Make compute wait for loads whose layers are no longer waited for, because the body of their step raised."""
         for part in self._parts():
             if part.by_layer and part.transfer is not None:
                 part.transfer.order_compute()
@@ -314,7 +312,7 @@ class StepExecutor(Executor):
         """Let compute that is queued from now on wait for one layer of a step's loads.
 
         Args:
-            ticket: of a decision that was submitted `by_layer`.
+            ticket: the ticket of a decision submitted `by_layer`.
             layer: 0-based.
         """
         step = self._steps.get(ticket)
@@ -323,25 +321,25 @@ class StepExecutor(Executor):
                 part.transfer.order_compute(layer)
 
     def is_open(self, ticket: int) -> bool:
-        """Whether a decision was submitted and has not been reported."""
+        """Whether a decision was submitted but not reported yet."""
         return ticket in self._steps or ticket in self._done
 
     def is_awaited(self, ticket: int) -> bool:
-        """Whether a decision has not ended, and compute has read what it loads, or a loss is known.
+        """Whether a decision has not ended, and compute has read blocks that it loads or a loss is known.
 
-        What was computed is known to be right only when such a decision has ended.
+        Results computed from it are only known to be correct when such a decision has ended.
         """
         step = self._steps.get(ticket)
         return step is not None and (step.read or bool(step.lost()))
 
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
-        """Give the pairs of a decision that are known not to land, so far; until it is reported."""
+        """Return the pairs of a decision known so far to be lost; valid until it is reported."""
         self._recover_from_interrupt()
         step, done = self._steps.get(ticket), self._done.get(ticket)
         return step.lost() if step else done.lost if done else ()
 
     def poll(self) -> list[StepDone]:
-        """Make progress without waiting, and give the decisions that ended since the last call."""
+        """Make progress without waiting, and return the decisions that ended since the last call."""
         self._recover_from_interrupt()
         self._progress()
         ended = list(self._done.values())
@@ -349,13 +347,13 @@ class StepExecutor(Executor):
         return ended
 
     def wait(self, ticket: int) -> StepDone:
-        """Wait for a decision to end, for its storage too; `poll` will not report it.
+        """Wait for a decision to end, including its storage I/O; `poll` will not report it.
 
         Args:
-            ticket: of a decision that was submitted.
+            ticket: the ticket of a submitted decision.
 
         Raises:
-            UnknownTicketError: no such decision is under way, or it has been reported.
+            UnknownTicketError: no such decision is open, or it was already reported.
         """
         self._recover_from_interrupt()
         while ticket in self._steps:
@@ -365,11 +363,11 @@ class StepExecutor(Executor):
         done = self._done.get(ticket)
         if done is None:
             raise UnknownTicketError(f"decision {ticket} is not under way")
-        # No call comes after this, and so no interrupt between here and the caller.
+        # No call follows, so no interrupt can come before the caller has the result.
         del self._done[ticket]
         return done
 
-    # ---- going on ----
+    # ---- progress ----
 
     def _progress(self) -> None:
         if self._checked is not None:
@@ -379,14 +377,14 @@ class StepExecutor(Executor):
         self._end_steps()
 
     def _take_in(self) -> None:
-        """Take note of the legs that have ended, and begin those that follow them."""
+        """Process ended legs, and start those that follow them."""
         self.engine.poll()
         for part in tuple(self._parts()):
             if not (part.ended or part.waiting):
                 self._legs.advance(part)
 
     def _begin_waiting(self) -> None:
-        """Begin parts that need not wait and whose rows have room; store reads in the order of submission."""
+        """Start parts that need not wait and whose rows have room; store reads in submission order."""
         room = True
         for part in tuple(self._parts()):
             if not part.waiting or any(other.pending for other in part.must_have_started):
@@ -418,7 +416,7 @@ class StepExecutor(Executor):
                 del self._steps[ticket]
 
     def _await_store_reads(self, step: _OpenDecision) -> None:
-        """Wait for the storage that the step's compute depends on; let compute wait for what follows."""
+        """Wait for the storage reads that the step's compute depends on, and make compute wait for the engine legs."""
         waited = [part for part in step.parts if part.reads_store or part.kind in {"copy", "exchange"}]
         parts = [part for part in waited if part.writes_device]
         while awaited := [part for part in parts if part.pending]:
@@ -430,10 +428,10 @@ class StepExecutor(Executor):
         for part in parts:
             if part.transfer is not None:
                 part.transfer.order_compute()
-        self._take_in()  # on a CPU these have ended, and what failed is known
+        self._take_in()  # on a CPU these have ended, and failures are known
 
     def _wait_for_leg(self, parts: Iterable[Part]) -> None:
-        """Wait for one leg that is under way, of these parts if there is one; `_progress` takes note of it."""
+        """Wait for one running leg, preferably of these parts; `_progress` processes it."""
         for part in chain(parts, self._parts()):
             if part.ended or part.waiting:
                 continue
@@ -442,16 +440,16 @@ class StepExecutor(Executor):
         raise InvariantError("parts of a decision wait, and nothing is under way")
 
     def _parts(self) -> Iterator[Part]:
-        """Give the parts of all decisions under way, in the order of submission."""
+        """Yield the parts of all running decisions, in submission order."""
         for step in self._steps.values():
             yield from step.parts
 
     def _recover_from_interrupt(self) -> None:
-        """After an interrupt, end as lost what was being handed to engine or store; of a submission, all of it."""
+        """After an interrupt, end the part being handed to engine or store as lost; for a submission, all parts."""
         part, step = self._legs.launching, self._submitting
         if part is None and step is None:
             return
-        # No copy may be under way when the leases end. The store orders what it does by slot.
+        # No copy may be in flight when the leases end. The store orders its operations by slot.
         self.engine.transfers.synchronize()
         error = BlockyardError("a call of the executor was interrupted, and whether the blocks landed is not known")
         if part is not None:
@@ -462,7 +460,7 @@ class StepExecutor(Executor):
         self._legs.launching = self._submitting = None
 
     def _fail(self, step: _OpenDecision, error: Exception) -> None:
-        """Have all of a step count as lost; it ends when what has begun of it has ended."""
+        """Count all of a step as lost; it ends when its started parts have ended."""
         step.failed = error
         for part in step.parts:
             if part.waiting:
@@ -473,7 +471,7 @@ class StepExecutor(Executor):
     def _refuse(self, transfers: Sequence[tuple[str, Pairs]]) -> None:
         for kind, pairs in transfers:
             if "external" not in {pairs.src, pairs.dst}:
-                continue  # the engine checks them at once
+                continue  # the engine checks them on submission
             if self._checked is None:
                 raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, and there is none")
             for tier, ids in ((pairs.src, pairs.ids[:, 0]), (pairs.dst, pairs.ids[:, 1])):
@@ -486,6 +484,6 @@ class StepExecutor(Executor):
                     )
 
     def _cut(self, decision: StepDecision, fence: Event, *, by_layer: bool) -> tuple[tuple[Part, ...], list[Part]]:
-        """Cut a decision into parts; see `cut`."""
+        """Split a decision into parts; see `cut`."""
         named = [part for ticket in decision.after if ticket in self._steps for part in self._steps[ticket].parts]
         return cut(decision, named, fence, self._chunk_blocks, by_layer=by_layer)

@@ -1,8 +1,8 @@
-"""The legs that the bytes of a part go: with the copy engine, and with the external store.
+"""The legs of a part's transfer: one with the copy engine, one with the external store.
 
-Blocks that are swapped out to the external tier are read by the engine, then written by the store. Those that are
-swapped in from there are read by the store, then written by the engine. All others have one leg, with the engine. Rows
-between the two legs are staged, and their bytes are limited.
+A swap-out to the external tier is read by the engine, then written by the store. A swap-in from there is read by the
+store, then written by the engine. All other transfers have a single leg, with the engine. Between two legs the bytes
+are in staging rows, whose size is limited.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Legs", "engine_tier"]
 
 
 class Legs:
-    """Begins parts, and takes them from leg to leg.
+    """Starts parts, and advances them from leg to leg.
 
     Args:
         engine: owner of the device and host blocks.
@@ -39,8 +39,8 @@ class Legs:
         log: of what the store reports.
 
     Attributes:
-        launching: the part whose leg is being submitted. If it is set when a call begins, the last was interrupted, and
-            whether the engine or the store has that leg is not known.
+        launching: the part whose leg is being submitted. If set when a call begins, the last call was interrupted, and
+            it is unknown whether the engine or store has that leg.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Legs:
         self.launching: Part | None = None
 
     def num_bytes(self, parts: Iterable[Part]) -> int:
-        """Give the bytes that parts have staged."""
+        """Return the bytes of staging rows that parts hold."""
         return sum(len(part.pairs) for part in parts if part.staged) * self._engine.memory.bytes_per_block
 
     def full(self, part: Part, staged: int) -> str:
-        """Return why a part must wait for staging room, or ''; `staged` bytes are taken."""
+        """Return why a part must wait for staging room, or ''; `staged` bytes are in use."""
         num_bytes = len(part.pairs) * self._engine.memory.bytes_per_block
         full = staged and staged + num_bytes > self._max_bytes
         return f"{staged} bytes are staged, at most {self._max_bytes} may be" if full else ""
@@ -87,14 +87,14 @@ class Legs:
         self.launching = None
 
     def wait(self, part: Part) -> None:
-        """Wait for the leg that is under way; `advance` takes note of it."""
+        """Wait for the running leg; `advance` processes it."""
         if part.batch is not None and (part.writes_store or part.transfer is None):
             self._store().wait(part.batch)
         elif part.transfer is not None:
             self._engine.transfers.wait(part.transfer)
 
     def advance(self, part: Part) -> None:
-        """Take note of a leg that has ended, and submit the next one; never waits."""
+        """Process an ended leg, and submit the next one; never waits."""
         transfer, batch = part.transfer, part.batch
         if part.reads_store and transfer is None:
             if batch is not None and batch.answer is not None:
@@ -115,11 +115,11 @@ class Legs:
                 self._buffers.give(rows)
 
     def lose(self, part: Part, error: Exception) -> None:
-        """End a part of which nothing has landed."""
+        """End a part as completely lost."""
         self.end(part, [written(part.kind, part.pairs)], error)
 
     def end(self, part: Part, lost: Iterable[Pairs], error: Exception | None) -> None:
-        """End a part; ending it again does nothing."""
+        """End a part. Idempotent."""
         gone, number = tuple(pairs for pairs in lost if len(pairs)), next(self._numbers)
         if part.lost is None:
             self.end_spans(part, error, lost_blocks=sum(map(len, gone)))
@@ -148,9 +148,9 @@ class Legs:
         )
 
     def _store_write(self, part: Part, transfer: Transfer) -> None:
-        """Hand the rows that the engine has read over to the store."""
+        """Hand the rows read by the engine over to the store."""
         rows = transfer.rows
-        if rows is None:  # it was handed over by a call that was interrupted
+        if rows is None:  # already handed over by an interrupted call
             return
         try:
             self.launching = part
@@ -163,7 +163,7 @@ class Legs:
         self.launching = None
 
     def _engine_write(self, part: Part, answer: Answer) -> None:
-        """Write what the store has read; what it has not is lost from now on."""
+        """Write the blocks that the store has read; the others are lost."""
         rows, came = answer.rows, part.pairs
         part.leg.end(answer.error)
         if self._log is not None and not answer.ok.all():
@@ -192,7 +192,7 @@ class Legs:
 
     @staticmethod
     def _take_after(part: Part) -> list[Transfer]:
-        """Give the transfers that a part comes after; a chain of parts is not kept for ever."""
+        """Return the transfers that a part comes after, and drop the references, so that chains do not grow forever."""
         after = [
             other.transfer for other in (*part.must_have_started, *part.ordered_after) if other.transfer is not None
         ]
@@ -206,7 +206,7 @@ class Legs:
 
 
 def engine_tier(tier: str) -> Literal["device", "host"]:
-    """The tier, if the copy engine holds it. Raises MappingError."""
+    """Return the tier, if the copy engine holds it. Raises MappingError."""
     if tier == "device":
         return "device"
     if tier == "host":

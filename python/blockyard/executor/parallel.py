@@ -1,4 +1,4 @@
-"""One decision, carried out by the executors of all tensor-parallel ranks."""
+"""Carries out each decision on the executors of all tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["ParallelExecutor"]
 
 
 class ParallelExecutor(Executor):
-    """Hands each decision to every rank, and reports it when all ranks have carried it out.
+    """Submits each decision to every rank, and reports it when all ranks have carried it out.
 
-    Block ids are the same on every rank, because each holds its share of every block's heads. A block that one rank
-    loses is lost: the report names the union of what the ranks lost, so the manager voids the sequence for all.
+    Block ids are the same on every rank, because each holds its share of every block's heads. A block lost by one rank
+    is lost for all: the report contains the union of the ranks' losses, so that the manager drops the sequence.
 
     Args:
         executors: one for each rank, rank 0 first. Each has an engine with the same numbers of blocks and, if there is
@@ -63,41 +63,41 @@ class ParallelExecutor(Executor):
         """Start to carry out a decision on every rank; see `StepExecutor.submit`.
 
         Raises:
-            BlockyardError: what the first rank to refuse it raises; the others have begun it. `wait` ends it.
+            BlockyardError: raised by the first rank that refuses it; the others have started it. Call `wait` to end it.
         """
         refused: BlockyardError | None = None
-        # Workers begin first, so that they work while this process does.
+        # Workers start first, so that they run concurrently with this process.
         for executor in sorted(self.executors, key=lambda each: not isinstance(each, RemoteExecutor)):
             try:
                 executor.submit(decision, by_layer=by_layer)
-            except BlockyardError as error:  # noqa: PERF203 (the others must still begin)
+            except BlockyardError as error:  # noqa: PERF203 (the others must still start)
                 refused = refused or error
         if refused is not None:
             raise refused
 
     def wait_for_layer(self, ticket: int, layer: int) -> None:
-        """Let compute of this process wait for one layer of a step's loads; workers wait for theirs."""
+        """Make compute of this process wait for one layer of a step's loads; workers wait for theirs."""
         for executor in self.executors:
             executor.wait_for_layer(ticket, layer)
 
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
-        """Give the pairs that any rank is known to have lost, so far."""
+        """Return the pairs known so far to be lost on any rank."""
         found = [pairs for lost in self._ask_all("lost", ticket) for pairs in lost]
         found += [pairs for done in self._reports.get(ticket, {}).values() for pairs in done.lost]
         return _union(found)
 
     def is_awaited(self, ticket: int) -> bool:
-        """Whether compute of any rank has read what the decision loads, or any rank is known to have lost some."""
+        """Whether any rank's compute has read blocks that the decision loads, or any rank has lost some."""
         known = any(done.lost for done in self._reports.get(ticket, {}).values())
         return any(self._ask_all("is_awaited", ticket)) or known
 
     def poll(self) -> list[StepDone]:
-        """Give the decisions that the last rank has ended since the last call; never waits for a transfer."""
+        """Return the decisions that ended on all ranks since the last call; never waits for a transfer."""
         self._note(self._ask_all("poll"))
         return self._complete()
 
     def collect(self, ticket: int) -> list[StepDone]:
-        """Give the decisions that ended, and this one too if a rank awaits it; see `Executor`."""
+        """Return the decisions that ended, including this one if a rank awaits it; see `Executor`."""
         self._note(self._ask_all("collect", ticket))
         ended = self._complete()
         if any(done.lost for done in self._reports.get(ticket, {}).values()):
@@ -108,7 +108,7 @@ class ParallelExecutor(Executor):
         """Wait until every rank has ended a decision; `poll` will not report it.
 
         Raises:
-            UnknownTicketError: a rank does not have it under way. The others have ended it.
+            UnknownTicketError: it is not open on some rank. The others have ended it.
         """
         reports = self._reports.setdefault(ticket, {})
         answers = {
@@ -128,7 +128,7 @@ class ParallelExecutor(Executor):
         return _merged(ticket, reports)
 
     def _ask_all(self, name: str, *arguments: object) -> list[Any]:
-        """Call a method of every rank, all workers at once."""
+        """Call a method on every rank, on all workers concurrently."""
         return [answer() for answer in [_begin(executor, name, *arguments) for executor in self.executors]]
 
     def _note(self, ended: Iterable[list[StepDone]]) -> None:
@@ -137,13 +137,13 @@ class ParallelExecutor(Executor):
                 self._reports.setdefault(done.ticket, {})[rank] = done
 
     def _complete(self) -> list[StepDone]:
-        """Take out what all ranks have reported."""
+        """Remove and return the decisions reported by all ranks."""
         whole = [ticket for ticket, reports in self._reports.items() if len(reports) == len(self.executors)]
         return [_merged(ticket, self._reports.pop(ticket)) for ticket in whole]
 
 
 def _begin(executor: Executor, name: str, *arguments: object) -> Callable[[], Any]:
-    """Ask a worker, or get ready to call an executor of this process; the result gives the answer."""
+    """Send a call to a worker, or prepare it for a local executor. Returns a function that returns the answer."""
     if isinstance(executor, RemoteExecutor):
         return executor.begin(name, *arguments)
     return partial(getattr(executor, name), *arguments)
@@ -156,7 +156,7 @@ def _merged(ticket: int, reports: dict[int, StepDone]) -> StepDone:
 
 
 def _union(lost: Iterable[Pairs]) -> tuple[Pairs, ...]:
-    """Join pairs between the same tiers, each pair once."""
+    """Merge pairs between the same tiers, without duplicates."""
     by_tiers: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
     for pairs in lost:
         by_tiers.setdefault((pairs.src, pairs.dst), []).append(pairs.ids)

@@ -1,4 +1,4 @@
-"""The parts of a decision: its transfers, cut into pieces, and what each comes after."""
+"""The parts of a decision: its transfers, split into pieces, and their order."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _WITHIN: Final = ("copy", "move", "exchange")
 class Part:
     """A transfer of a decision, or a piece of one.
 
-    It is waiting, then under way, then it has ended: landed but for the pairs that are lost.
+    It is waiting, then running, then ended: landed except for lost pairs.
 
     Attributes:
-        kind: of the transfer.
+        kind: kind of the transfer.
         pairs: its block ids.
         after_compute: the place in compute before which it does not begin.
-        must_have_started: parts of its step that must have an engine transfer, or have ended, before this one begins.
-            It runs after them.
-        ordered_after: parts, of other steps too, that it runs after if they are under way when it begins.
-        by_layer: a load that arrives layer by layer.
-        prefetch: a load that nobody waits for.
-        transfer: its leg with the engine, once under way.
-        batch: its leg with the store, once under way.
+        must_have_started: parts of its step that must have an engine transfer or have ended before this one starts. It
+            runs after them.
+        ordered_after: parts, also of other steps, that it runs after if they are running when it starts.
+        by_layer: whether it is a load that arrives layer by layer.
+        prefetch: whether it is a load that is not waited for.
+        transfer: its leg with the engine, once started.
+        batch: its leg with the store, once started.
         rows: the buffer between a leg with the engine and one with the store.
         missed: pairs that are known to be lost while others are still under way.
         lost: the pairs that did not land; None until it has ended.
@@ -70,12 +70,12 @@ class Part:
 
     @property
     def waiting(self) -> bool:
-        """Whether it has not begun."""
+        """Whether it has not started."""
         return self.lost is None and self.transfer is None and self.batch is None
 
     @property
     def pending(self) -> bool:
-        """Whether it has no transfer yet that others could come after."""
+        """Whether it has no transfer yet that others could be ordered after."""
         return self.lost is None and self.transfer is None
 
     @property
@@ -90,7 +90,7 @@ class Part:
 
     @property
     def loads_device(self) -> bool:
-        """Whether it brings blocks from another tier to the device."""
+        """Whether it loads blocks from another tier to the device."""
         return self.writes_device and not self.reads_device
 
     @property
@@ -108,7 +108,7 @@ class Part:
         """Whether it holds staged rows."""
         if self.lost is not None:
             return False
-        if self.writes_store:  # the store counts what it was given
+        if self.writes_store:  # the store accounts for rows it was given
             return self.transfer is not None and self.batch is None
         return self.batch is not None
 
@@ -121,17 +121,17 @@ def cut(
     *,
     by_layer: bool = False,
 ) -> tuple[tuple[Part, ...], list[Part]]:
-    """Cut a decision into parts, device reads first.
+    """Split a decision into parts, device reads first.
 
     Args:
         decision: what is carried out.
-        named: parts of the other decisions under way that it names in `after`.
-        after_compute: the place in compute before which nothing of it begins.
-        chunk_blocks: most blocks of one part with the external tier.
-        by_layer: its loads arrive layer by layer.
+        named: parts of the other running decisions that it names in `after`.
+        after_compute: the point in compute before which none of it starts.
+        chunk_blocks: maximum number of blocks in a part with the external tier.
+        by_layer: whether its loads arrive layer by layer.
 
     Returns:
-        The device reads that its device writes come after; and its parts.
+        The device reads that its device writes must follow, and its parts.
     """
     transfers = decision.transfers()
     reads = [
@@ -143,7 +143,7 @@ def cut(
     own = reads if decision.ticket in decision.after else ()
     earlier_reads = tuple(part for part in (*named, *own) if part.reads_device)
     loads: list[Part] = []
-    store_reads: list[Part] = []  # and what waits for them
+    store_reads: list[Part] = []  # and parts that wait for them
     within: list[Part] = []
     awaited: set[tuple[str, int]] = set()  # blocks that these will write
     for kind, pairs in transfers:
@@ -188,7 +188,7 @@ def _pieces(pairs: Pairs, size: int | None) -> Iterator[Pairs]:
 
 
 def written(kind: str, pairs: Pairs) -> Pairs:
-    """The pairs with every block that a transfer writes as a destination: of an exchange, both blocks of a pair."""
+    """Return pairs with every written block as a destination: for an exchange, both blocks of each pair."""
     if kind != "exchange":
         return pairs
     return Pairs(pairs.src, pairs.dst, np.concatenate((pairs.ids, pairs.ids[:, ::-1])))

@@ -1,7 +1,7 @@
-"""An executor in a worker process: `RemoteExecutor` asks, `serve_executor` answers.
+"""An executor in a worker process: `RemoteExecutor` is the client, `serve_executor` the server.
 
-Both speak over a `multiprocessing.connection.Connection`, which unpickles what it reads: connect only processes that
-trust each other, such as a process and those that it started.
+They communicate over a `multiprocessing.connection.Connection`, which unpickles what it reads: connect only processes
+that trust each other, such as a process and its children.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from blockyard.executor.parts import written
 __all__ = ["ANSWER_SECONDS", "RemoteExecutor", "serve_executor"]
 
 ANSWER_SECONDS: Final = 120.0
-"""How long a worker may take to answer. Deadlines of its store are shorter."""
+"""How long a worker may take to answer; longer than its store's deadlines."""
 
 _CALLS: Final = frozenset({"lost", "is_awaited", "poll", "collect", "wait"})
 
 
 class RemoteExecutor(Executor):
-    """Has a worker process carry out decisions.
+    """Carries out decisions in a worker process.
 
-    Nothing recovers a worker: once it has ended, has failed or did not answer in time, every call raises. So does a
-    call after one that an exception from outside, such as `KeyboardInterrupt`, has ended before the worker's answer.
+    A worker cannot recover: once it has exited, failed or missed a deadline, every call raises. The same holds after an
+    exception from outside, such as `KeyboardInterrupt`, ended a call before the worker's answer.
 
     Args:
         connection: to a process that runs `serve_executor` over the other end.
-        name: of the worker, for messages.
-        timeout: seconds that it may take to answer.
+        name: name of the worker, for messages.
+        timeout: maximum seconds to wait for an answer.
     """
 
     def __init__(self, connection: Connection, *, name: str = "the worker", timeout: float = ANSWER_SECONDS) -> None:
@@ -44,14 +44,14 @@ class RemoteExecutor(Executor):
         self._failure = ""
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
-        """Start to carry out a decision, and return at once. If the worker refuses it, all of it is reported lost."""
+        """Start carrying out a decision; returns at once. If the worker refuses it, all of it is reported as lost."""
         self._send("submit", decision.to_bytes(), by_layer)
 
     def wait_for_layer(self, ticket: int, layer: int) -> None:
         """Do nothing: the worker's own compute waits for its loads."""
 
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
-        """Give the pairs that are known not to land, so far."""
+        """Return the pairs known so far to be lost."""
         lost: tuple[Pairs, ...] = self.begin("lost", ticket)()
         return lost
 
@@ -60,12 +60,12 @@ class RemoteExecutor(Executor):
         return bool(self.begin("is_awaited", ticket)())
 
     def poll(self) -> list[StepDone]:
-        """Give the decisions that ended since the last call."""
+        """Return the decisions that ended since the last call."""
         ended: list[StepDone] = self.begin("poll")()
         return ended
 
     def collect(self, ticket: int) -> list[StepDone]:
-        """Give the decisions that ended since the last call, and this one too if it is awaited."""
+        """Return the decisions that ended since the last call, including this one if it is awaited."""
         ended: list[StepDone] = self.begin("collect", ticket)()
         return ended
 
@@ -73,24 +73,24 @@ class RemoteExecutor(Executor):
         """Wait for a decision to end.
 
         Raises:
-            UnknownTicketError: no such decision is under way.
+            UnknownTicketError: no such decision is open.
         """
         done: StepDone = self.begin("wait", ticket)()
         return done
 
     def tell(self, message: object) -> None:
-        """Have the worker call its `run` with a message, after what was asked before; its result is dropped."""
+        """Make the worker call its `run` with a message, after earlier requests; the result is dropped."""
         self._send("tell", message)
 
     def ask(self, message: object) -> Any:
-        """Have the worker call its `run` with a message; returns its result."""
+        """Make the worker call its `run` with a message, and return the result."""
         return self.begin("ask", message)()
 
     def begin(self, name: str, *arguments: object) -> Callable[[], Any]:
-        """Ask now, and read the answer later, so that several workers work at the same time.
+        """Send a request now and read the answer later, so that several workers run concurrently.
 
         Args:
-            name: a method of this class that has a result.
+            name: a method of this class that returns a result.
             arguments: its arguments.
 
         Returns:
@@ -108,7 +108,7 @@ class RemoteExecutor(Executor):
         try:
             self._connection.send(message)
         except OSError:
-            self._receive()  # what it said before it ended
+            self._receive()  # its last message before it exited
 
     def _answer(self) -> Any:
         kind, value = self._receive()
@@ -121,7 +121,7 @@ class RemoteExecutor(Executor):
         """Read one answer.
 
         Raises:
-            WorkerError: there is none, or it says that the worker has failed.
+            WorkerError: there is none, or it reports that the worker failed.
         """
         failure = f"{self.name} has ended"
         with suppress(EOFError, OSError):
@@ -137,17 +137,17 @@ class RemoteExecutor(Executor):
 
 
 def serve_executor(connection: Connection, executor: Executor, run: Callable[[Any, int], object] | None = None) -> None:
-    """Carry out what a `RemoteExecutor` asks for, until it closes its end.
+    """Serve the requests of a `RemoteExecutor` until it closes its end.
 
     Args:
         connection: to the `RemoteExecutor`.
-        executor: carries the decisions out.
-        run: called with each message of `RemoteExecutor.tell` and `ask`, and the ticket of the decision that was
-            submitted last: for instance to compute its step.
+        executor: carries out the decisions.
+        run: called with each message of `RemoteExecutor.tell` and `ask`, and the ticket of the last submitted decision,
+            for example to compute its step.
 
     Raises:
-        Exception: what `executor` or `run` raise, other than for a decision that cannot be carried out. The
-            `RemoteExecutor` gets the error first.
+        Exception: raised by `executor` or `run`, other than for an invalid decision. The `RemoteExecutor` gets the
+            error first.
     """
     worker = _Worker(executor, run)
     try:
@@ -170,7 +170,7 @@ def serve_executor(connection: Connection, executor: Executor, run: Callable[[An
 
 
 class _Worker:
-    """Answers for an executor; a decision that it refuses has ended, with everything lost."""
+    """Answers requests with an executor; a decision that the executor refuses counts as ended and completely lost."""
 
     def __init__(self, executor: Executor, run: Callable[[Any, int], object] | None) -> None:
         self._executor = executor
@@ -179,7 +179,7 @@ class _Worker:
         self._refused: dict[int, StepDone] = {}
 
     def answer(self, name: str, arguments: list[Any]) -> tuple[str, object] | None:
-        """Carry out one message; None if nobody waits for an answer."""
+        """Process one message; None if it needs no answer."""
         if name == "submit":
             self._submit(StepDecision.from_bytes(arguments[0]), by_layer=arguments[1])
             return None
@@ -219,7 +219,7 @@ class _Worker:
 
 
 def _with_errors(value: Any, change: Callable[[Exception], str]) -> Any:
-    """Replace the errors of what an executor reports; a plug-in's own might not pickle."""
+    """Replace the errors in an executor's reports, as those of a plug-in might not pickle."""
     if isinstance(value, list):
         return [_with_errors(done, change) for done in value]
     if isinstance(value, StepDone):

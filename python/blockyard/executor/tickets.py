@@ -1,7 +1,7 @@
-"""The tickets of decisions, from the manager to their ends; an exception at any place loses none.
+"""Tracks tickets from the manager to their ends; an exception at any line loses none.
 
-Each call changes its lists before, or together with, what the lists stand for. So a call that was interrupted can be
-made again, and what it could not report is reported then.
+Each call changes its lists before, or in the same operation as, the state they track. So an interrupted call can be
+retried, and then reports what it could not report before.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ class Tickets:
     """Takes decisions from a manager, and ends their tickets when an executor has carried them out.
 
     Args:
-        manager: whose decisions nobody else takes.
-        executor: what they are submitted to.
+        manager: the manager; nothing else may take its decisions.
+        executor: carries out the decisions.
     """
 
     def __init__(self, manager: BlockManager, executor: StepExecutor) -> None:
         self._manager = manager
         self._executor = executor
         self._prefetch = partial(manager.take_decision, prefetch=True)
-        self._open: list[StepDecision] = []  # the manager holds their tickets
-        self._done: dict[int, StepDone] = {}  # their transfers have ended; their tickets are next
-        self._ended: list[tuple[int, NDArray[np.uint64], tuple[Exception, ...]]] = []  # not reported
+        self._open: list[StepDecision] = []  # tickets open in the manager
+        self._done: dict[int, StepDone] = {}  # transfers have ended, tickets not yet
+        self._ended: list[tuple[int, NDArray[np.uint64], tuple[Exception, ...]]] = []  # not reported yet
 
     def __len__(self) -> int:
         return len(self._open)
 
     def refuse_others(self, call: str) -> None:
-        """Refuse a call of the cache while somebody else ends the manager's tickets: it would take their reports.
+        """Refuse a call of the cache while something else ends the manager's tickets: it would steal their reports.
 
         Raises:
-            StepOrderError: a ticket is open that was not taken here.
+            StepOrderError: a ticket is open that was taken elsewhere.
         """
         others = set(self._manager.stats().open_tickets).difference(decision.ticket for decision in self._open)
         if others:
@@ -77,13 +77,13 @@ class Tickets:
         return keep(self._open, self._prefetch if prefetch else self._manager.take_decision)
 
     def fail(self, decision: StepDecision, error: BaseException) -> None:
-        """End a decision that the executor has refused: what landed is not known, so nothing counts as landed."""
+        """End a decision that the executor refused. It is unknown what landed, so all of it counts as lost."""
         with suppress(UnknownTicketError):
             self._executor.wait(decision.ticket)
         self._end(_lost(decision, error))
 
     def end(self, reported: list[StepDone]) -> None:
-        """End what the executor has reported."""
+        """End the tickets that the executor reported."""
         for done in reported:
             self._done[done.ticket] = done
         if len(self._open) > len(self._done):
@@ -92,14 +92,14 @@ class Tickets:
             self._end(done)
 
     def wait(self) -> None:
-        """Wait for all, and end them."""
+        """Wait for all tickets, and end them."""
         for decision in self._open:
             with suppress(UnknownTicketError):
                 self._done[decision.ticket] = self._executor.wait(decision.ticket)
         self.end([])
 
     def known_lost(self) -> NDArray[np.uint64]:
-        """Return the sequences that are known to have lost bytes and have not been reported, uint64 `[n]`."""
+        """Return the sequences known to have lost bytes but not reported yet, uint64 `[n]`."""
         found = [lost for _, lost, _ in self._ended]
         for ticket in [decision.ticket for decision in self._open]:
             pairs = self._executor.lost(ticket)
@@ -107,7 +107,7 @@ class Tickets:
         return np.unique(np.concatenate(found)) if found else _NONE
 
     def report(self) -> list[StepEnd]:
-        """Give what has ended since the last call."""
+        """Return the tickets that ended since the last call."""
         if not self._ended:
             return []
         ended = [StepEnd(*end) for end in self._ended]
@@ -115,7 +115,7 @@ class Tickets:
         return ended
 
     def _end_abandoned(self) -> None:
-        """End decisions that an interrupted call has not given to the executor, before a step computes on them."""
+        """End decisions that an interrupted call did not submit, before a step computes with them."""
         for decision in list(self._open):
             ticket = decision.ticket
             if ticket not in self._done and not self._executor.is_open(ticket):
@@ -123,20 +123,20 @@ class Tickets:
                 self._end(_lost(decision, BlockyardError(why)))
 
     def _end(self, done: StepDone) -> None:
-        """End a ticket; ending it again does nothing."""
+        """End a ticket. Idempotent."""
         ticket = done.ticket
         if not self._ended or ticket not in [end[0] for end in self._ended]:
-            # C code runs this as a whole: no interrupt comes between the manager's answer and the list.
+            # Runs entirely in C: no interrupt can come between the manager's answer and the list.
             ends = zip((ticket,), map(self._manager.complete, (ticket,), (done.lost,)), (done.errors,))  # noqa: B905
-            try:  # noqa: SIM105 (a `with` costs a step more)
+            try:  # noqa: SIM105 (a `with` would slow down every step)
                 self._ended.extend(ends)
             except UnknownTicketError:
-                pass  # the caller has ended it
+                pass  # already ended by the caller
         self._open = [decision for decision in self._open if decision.ticket != ticket]
         self._done.pop(ticket, None)
 
 
 def _lost(decision: StepDecision, error: BaseException) -> StepDone:
-    """What is reported of a decision of which nothing landed."""
+    """Return the report of a decision that is completely lost."""
     lost = tuple(written(kind, pairs) for kind, pairs in decision.transfers())
     return StepDone(decision.ticket, lost, (error,) if isinstance(error, Exception) else ())

@@ -1,14 +1,14 @@
-"""Cached blocks go to an external store, and prompts get them back from it, in this process or another.
+"""Saves cached blocks to an external store, and loads them for prompts of this or another process.
 
-A prompt that may have its beginning in the store is *prefetched* before it is admitted:
+A prompt whose beginning may be in the store is *prefetched* before it is admitted:
 
-    fetch = prefixes.prefetch(prompt)       # starts; never waits
+    fetch = prefixes.prefetch(prompt)       # starts loading; never waits
     ...                                     # steps go on
-    if fetch.done:                          # loaded, or given up: `lookup` and `allocate` tell the truth
+    if fetch.done:                          # loaded, or given up: `lookup` and `allocate` are now exact
         sequence = manager.allocate(prompt)
 
-The bytes are read into staging rows and checked there. Only then do they get host blocks (device blocks where the host
-keeps no copies) and can be found. A prefix ends at the first block that does not come before its prefetch's deadline.
+The bytes are read into staging rows and verified there. Only then do they get host blocks (device blocks if the host
+keeps no copies) and become findable. A prefix ends at the first block that does not arrive by the prefetch's deadline.
 """
 
 from blockyard.prefix_store.loads import Prefetch

@@ -1,8 +1,7 @@
-"""Prompts whose beginnings are loaded from a prefix store.
+"""Loads the beginnings of prompts from a prefix store.
 
-A load waits for room, then the store reads its blocks into rows of ours, then the engine copies these to blocks of the
-manager. It starts again with the blocks that are still missing, until there are none, one does not come, or its
-deadline has passed.
+A load waits for room, then the store reads its blocks into our rows, then the engine copies these into the manager's
+blocks. It repeats with the blocks still missing until none are, one does not arrive, or its deadline has passed.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from blockyard.workers import keep
 __all__ = ["Load", "Loads", "Prefetch"]
 
 PROBED: Final = 4
-"""Blocks that are read on trial where the store does not know yet whether it has them."""
+"""Number of blocks to read speculatively if the store does not know yet whether it has them."""
 
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Blocks that the store reads: these keys, uint8 `[n, 32]`, into rows of ours.
+    """A store read: the blocks of these keys, uint8 `[n, 32]`, into our rows.
 
-    The rows are the store's until the batch has an answer.
+    The rows belong to the store until the batch has an answer.
     """
 
     keys: NDArray[np.uint8]
@@ -47,9 +46,9 @@ class Read:
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """Blocks on their way from rows to the blocks of a job. `landed` says which of the job's these are, bool `[n]`.
+    """A copy from rows to the blocks of a job. `landed` tells which of the job's blocks these are, bool `[n]`.
 
-    The block that follows did not come if this `is_last`.
+    If `is_last`, the next block did not arrive.
     """
 
     job: StoreJob
@@ -65,10 +64,10 @@ class Load:
 
     Attributes:
         prompt: with its keys.
-        keys: of the blocks that no tier has, uint8 `[n, 32]`.
-        began: when, by the monotonic clock.
-        until: when it is given up.
-        tokens: that were loaded.
+        keys: keys of the blocks that no tier has, uint8 `[n, 32]`.
+        began: start time, on the monotonic clock.
+        until: deadline.
+        tokens: number of tokens loaded.
         brought: keys of the blocks that were loaded.
         is_behind: another load reads the same blocks.
         read: what the store reads; None before.
@@ -95,11 +94,11 @@ class Load:
 
 
 class Prefetch:
-    """A prompt whose beginning is looked for in the store; `PrefixStore.prefetch` makes it.
+    """A prompt whose beginning is loaded from the store; created by `PrefixStore.prefetch`.
 
     Attributes:
-        prompt: with its keys; `allocate` takes it in place of the token ids.
-        tokens: tokens that were loaded for it.
+        prompt: the prompt with its keys; pass it to `allocate` instead of the token ids.
+        tokens: number of tokens loaded for it.
     """
 
     def __init__(self, load: Load, poll: Callable[[], None]) -> None:
@@ -113,12 +112,12 @@ class Prefetch:
 
     @property
     def tokens(self) -> int:
-        """Tokens that were loaded."""
+        """Number of tokens loaded."""
         return self._load.tokens
 
     @property
     def done(self) -> bool:
-        """Whether the prompt can be admitted: what the store had is loaded, or its time is over. Never waits."""
+        """Whether the prompt can be admitted: its blocks are loaded, or the deadline has passed. Never waits."""
         if not self._load.done:
             self._poll()
         return self._load.done
@@ -132,7 +131,7 @@ class Loads:
     """Carries out loads.
 
     Args:
-        manager: that the blocks are for.
+        manager: the manager of the blocks.
         engine: copies them.
         store: the store.
         stats: takes the counts.
@@ -140,7 +139,7 @@ class Loads:
         max_bytes: of blocks on their way.
 
     Attributes:
-        open: the loads that are not done.
+        open: unfinished loads.
     """
 
     def __init__(
@@ -156,23 +155,23 @@ class Loads:
         self._size = engine.layout.bytes_per_block
         self._max_blocks = max_bytes // self._size
         self._buffers = engine.memory.buffers
-        self._jobs: list[StoreJob] = []  # the manager's jobs that have not ended
-        self._abandoned: list[Read] = []  # reads past their deadline: their rows are the store's until they end
-        self._late_at: int | None = None  # answers the store had given as a read passed its prompt's deadline
+        self._jobs: list[StoreJob] = []  # the manager's open jobs
+        self._abandoned: list[Read] = []  # reads past their deadline; the store owns their rows until they end
+        self._late_at: int | None = None  # number of the store's answers when a read passed its deadline
         self._is_closed = False
         self.open: list[Load] = []
 
     @property
     def has_jobs(self) -> bool:
-        """Whether blocks of the manager are held."""
+        """Whether any of the manager's blocks are held."""
         return bool(self._jobs)
 
     def begin(self, prompt: HashedPrompt, timeout_base: float) -> Load:
-        """Begin to load what the store has of a prompt and no tier has; never waits.
+        """Start loading the blocks of a prompt that no tier has; never waits.
 
         Args:
-            prompt: with its keys.
-            timeout_base: seconds until it is given up, and a second more for every 200 MB.
+            prompt: the prompt with its keys.
+            timeout_base: timeout in seconds, plus one second for every 200 MB.
         """
         load = Load(prompt, self._missing(prompt), time.monotonic())
         if not len(load.keys):
@@ -186,7 +185,7 @@ class Loads:
         return load
 
     def advance(self) -> None:
-        """Take all loads as far as they go; never waits."""
+        """Advance all loads as far as possible; never waits."""
         for read in self._abandoned:
             self._give_back(read)
         self._abandoned = [read for read in self._abandoned if read.batch.answer is None]
@@ -194,14 +193,14 @@ class Loads:
             self._advance(load)
 
     def close(self) -> None:
-        """Load nothing more."""
+        """Stop loading."""
         self._is_closed = True
 
     def give_up_all(self, why: str) -> None:
-        """Let prompts go on without the store; can be called again. No copy may be under way."""
+        """Let prompts continue without the store; can be called again. No copy may be in flight."""
         jobs = self._manager.prefix.store_jobs
         while self._jobs:
-            with suppress(UnknownTicketError):  # it has ended
+            with suppress(UnknownTicketError):  # already ended
                 jobs.end_load(self._jobs[-1].job, [False] * len(self._jobs[-1]))
             del self._jobs[-1]
         while self.open:
@@ -217,11 +216,11 @@ class Loads:
     # ---- one load ----
 
     def _missing(self, prompt: HashedPrompt) -> NDArray[np.uint8]:
-        """Keys that no tier has."""
+        """Return the keys that no tier has."""
         return self._manager.prefix.store_jobs.missing(prompt, self._max_blocks)
 
     def _advance(self, load: Load) -> None:
-        """Take a load as far as it goes."""
+        """Advance a load as far as possible."""
         while not load.done:
             if load.copy is not None:
                 goes_on = self._take_copies(load, load.copy)
@@ -230,7 +229,7 @@ class Loads:
             else:
                 goes_on = self._begin_read(load)
             if not goes_on:
-                # Copies end by themselves: nothing gives their blocks back before.
+                # Copies end by themselves; nothing frees their blocks earlier.
                 if load.copy is None and time.monotonic() >= load.until:
                     self._give_up(load)
                 return
@@ -244,7 +243,7 @@ class Loads:
         if any(other.read is not None and other.keys[0].tobytes() == first for other in self.open):
             load.is_behind = True
             return False
-        if load.is_behind:  # another one has brought these blocks, or learned that the store lacks them
+        if load.is_behind:  # another load has brought these blocks, or found that the store lacks them
             load.keys, load.is_behind = self._missing(load.prompt), False
             if not len(load.keys):
                 return self._finish(load)
@@ -262,7 +261,7 @@ class Loads:
         return load.read is not None or self._finish(load, "error")
 
     def _take_rows(self, load: Load, read: Read) -> bool:
-        """Give the blocks that came a place, up to the first that did not."""
+        """Get manager blocks for the blocks that arrived, up to the first that did not."""
         answer = read.batch.answer
         if answer is None:
             return False
@@ -280,7 +279,7 @@ class Loads:
         if not len(job):
             self._jobs.remove(job)
             return self._finish(load, "no_room" if len(self._missing(load.prompt)) else "")
-        # The job has later blocks of the prompt if another load has brought those that came.
+        # The job has later blocks of the prompt if another load already brought these.
         blocks, rows, landed = _rows_of(job, read.keys[:count], answer.rows[:count])
         try:
             transfer = self._engine.submit_write(
@@ -311,14 +310,15 @@ class Loads:
         load.keys = self._missing(load.prompt)
         if copy.is_last or not len(load.keys):
             return self._finish(load)
-        if load.keys[0].tobytes() in load.brought:  # it has been evicted since, for this prompt or another
+        if load.keys[0].tobytes() in load.brought:  # evicted in the meantime, for this prompt or another
             return self._finish(load, "no_room")
         return True
 
     def _give_up(self, load: Load) -> None:
-        """The deadline has passed: go on without the store.
+        """The deadline has passed: continue without the store.
 
-        Other prompts do, too, until it has answered something. Then one at a time tries it, until one is in time.
+        Other prompts do the same until the store answers something. Then one prompt at a time tries it, until one
+        succeeds in time.
         """
         if load.read is not None:
             self._abandoned.append(load.read)
@@ -326,7 +326,7 @@ class Loads:
         self._finish(load, "timeout")
 
     def _finish(self, load: Load, miss: str = "") -> bool:
-        """End a load that has no copy under way. Returns True: it has gone on."""
+        """End a load that has no copy in flight. Returns True: it has made progress."""
         if miss:
             self._stats.misses[miss] += 1
         self._end_spans(load, miss)
@@ -357,20 +357,20 @@ class Loads:
         return found
 
     def _give_back(self, read: Read | None) -> None:
-        """Let the rows of a read be used again, once neither store nor engine has them."""
+        """Return the rows of a read to the buffers, once neither store nor engine uses them."""
         if read is not None and read.batch.answer is not None and read.rows is not None:
-            rows, read.rows = read.rows, None  # first: nobody gives them back twice
+            rows, read.rows = read.rows, None  # first, so that they are not returned twice
             if read.batch.answer.are_rows_free:
                 self._buffers.give(rows)
 
 
 def _leading(found: NDArray[np.bool_]) -> int:
-    """Return how many are true before the first that is not."""
+    """Return the number of leading true values."""
     return len(found) if found.all() else int(found.argmin())
 
 
 def _reason(answer: Answer, index: int) -> str:
-    """Return why a block did not come."""
+    """Return why a block did not arrive."""
     return (answer.reasons[index] if index < len(answer.reasons) else "") or "error"
 
 
@@ -379,12 +379,12 @@ def _rows_of(
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_]]:
     """Find the blocks of a job that were read: their ids, their rows, and which of the job's they are, bool `[n]`.
 
-    `rows` are the blocks of `keys`; all of them came.
+    `rows` are the blocks of `keys`, which all arrived.
     """
     count = len(job)
     if np.array_equal(job.keys, keys[:count]):
         return job.blocks, rows[:count], np.ones(count, np.bool_)
-    # Blocks have come or gone since the keys were asked for.
+    # Blocks may have come or gone since the keys were requested.
     index = {key.tobytes(): at for at, key in enumerate(keys)}
     at = np.array([index.get(key.tobytes(), -1) for key in job.keys])
     return job.blocks[at >= 0], np.ascontiguousarray(rows[at[at >= 0]]), at >= 0

@@ -15,13 +15,13 @@ class PrefixStoreStats:
     """Counters since the store was connected.
 
     Attributes:
-        prefetches: prompts that lacked blocks when they were prefetched.
-        hit_blocks: blocks that were loaded, and then could be found.
+        prefetches: prefetched prompts with missing blocks.
+        hit_blocks: blocks loaded and then findable.
         hit_bytes: their bytes.
-        misses: blocks or prompts that did not get a block from the store, by reason: `"absent"`, `"timeout"`,
-            `"no_room"`, `"unavailable"`, `"copy_failed"` and the store's own reasons. Prompts whose first block the
-            store is known to lack count as `"absent"`, see `ExternalStore.lacks`.
-        written_blocks: blocks that the store has taken, or had.
+        misses: blocks or prompts that got no block from the store, by reason: `"absent"`, `"timeout"`, `"no_room"`,
+            `"unavailable"`, `"copy_failed"` and the store's own reasons. Prompts whose first block is known to be
+            missing in the store count as `"absent"`, see `ExternalStore.lacks`.
+        written_blocks: blocks that the store accepted or already had.
         written_bytes: their bytes.
         unwritten_blocks: blocks that it has not. Those that a call of the manager took first, and those that the store
             refused, for instance beyond a quota, count here too.

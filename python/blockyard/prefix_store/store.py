@@ -1,4 +1,4 @@
-"""`PrefixStore`: the front of a prefix store: both directions, quotas, and what happens after an exception."""
+"""`PrefixStore`: the facade of a prefix store: loads, writes, quotas, and recovery from exceptions."""
 
 from __future__ import annotations
 
@@ -29,29 +29,28 @@ __all__ = ["PrefixStore"]
 
 _log = logging.getLogger("blockyard.prefix_store")
 
-CLOSING_PART: Final = 0.7  # of the time of `close` in which blocks are still written
-_PAUSE: Final = 0.001  # seconds between looks at what is under way
+CLOSING_PART: Final = 0.7  # fraction of the time of `close` in which blocks are still written
+_PAUSE: Final = 0.001  # seconds between polls
 
 
 class PrefixStore:
     """Loads blocks from a prefix store before their prompts are admitted, and writes blocks to it.
 
-    Only `wait`, `close`, `forget`, `set_quota` and `quota` wait. All calls come from one thread at a time, that of the
-    engine. The manager must not have cached anything yet.
+    Only `wait`, `close`, `forget`, `set_quota` and `quota` block. Make all calls from the engine's thread. The manager
+    must not have cached anything yet.
 
     Args:
-        manager: of the blocks, with prefix caching, one cache group and no window.
+        manager: the manager of the blocks, with prefix caching, one cache group and no window.
         engine: owner of the device and host blocks.
-        store: opened with `use="prefix"`. Only this object may use it.
-        writes: which blocks go to the store. `"through"`: each once it is computed; `"back"`: those about to be
-            evicted that no other tier has; `"second_use"`: those that are computed or hit a second time; `"never"`.
-        prefetch_timeout_base: seconds after which a prompt goes on without the store, plus one for every 200 MB that it
-            lacks.
-        max_staging: bytes of blocks on their way from the store, and as many on their way to it; an int or text.
+        store: a store opened with `use="prefix"`. Only this object may use it.
+        writes: which blocks are written to the store. `"through"`: each once it is computed; `"back"`: blocks about to
+            be evicted that no other tier has; `"second_use"`: blocks computed or hit a second time; `"never"`.
+        prefetch_timeout_base: minimum timeout in seconds for loading a prompt, plus one for every 200 MB to load.
+        max_staging: maximum bytes in flight from the store, and the same to it; an int or text.
 
     Raises:
-        InvalidArgumentError: an argument is out of range, the store's blocks have another size, or the manager has
-            several cache groups, a window, cached blocks or no prefix caching.
+        InvalidArgumentError: an argument is out of range, the store's block size differs, or the manager has several
+            cache groups, a window, cached blocks or no prefix caching.
 
     Attributes:
         store: as given.
@@ -103,7 +102,7 @@ class PrefixStore:
         if writes == "never":
             self._writes.close()
         self._in_critical_section = (
-            False  # a call is amid changes; if it is set when one begins, the last was interrupted
+            False  # set while a call makes changes; if set when a call begins, the last was interrupted
         )
 
     def __repr__(self) -> str:
@@ -111,12 +110,12 @@ class PrefixStore:
 
     @property
     def num_open(self) -> int:
-        """Prefetches that are not done."""
+        """Number of unfinished prefetches."""
         return len(self._loads.open)
 
     @property
     def waiting_blocks(self) -> int:
-        """Blocks that are to be written and are not in the store yet."""
+        """Number of blocks not yet written to the store."""
         return self._manager.prefix.store_jobs.num_waiting + self._writes.num_blocks
 
     @property
@@ -127,15 +126,15 @@ class PrefixStore:
     def prefetch(
         self, prompt: HashedPrompt | NDArray[np.uint32] | list[int], *, salt: bytes | None = None, lora_id: int = 0
     ) -> Prefetch:
-        """Start to load what the store has of a prompt and no tier has; never waits.
+        """Start loading the blocks of a prompt that no tier has; never waits.
 
         Args:
-            prompt: token ids, uint32 `[tokens]` or a list of ints; or what `manager.prefix.hash` has made of them.
-            salt: of its tenant, bytes.
-            lora_id: its adapter; 0 for none.
+            prompt: token ids, uint32 `[tokens]` or a list of ints; or the result of `manager.prefix.hash`.
+            salt: the tenant's salt, bytes.
+            lora_id: the prompt's adapter; 0 for none.
 
         Returns:
-            The `Prefetch`. Admit the prompt when it is `done`; earlier only costs hits.
+            The `Prefetch`. Admit the prompt when it is `done`; admitting it earlier only loses hits.
 
         Raises:
             InvalidArgumentError: a token id is out of range.
@@ -160,11 +159,11 @@ class PrefixStore:
         self._in_critical_section = False
 
     def wait(self, timeout: float | None = None, *, until: Callable[[], bool] | None = None) -> bool:
-        """Wait until all blocks that are to be written are in the store, or have been refused.
+        """Wait until all blocks queued for writing are in the store or were refused.
 
         Args:
-            timeout: seconds; for ever if None.
-            until: waits for this to be true instead.
+            timeout: seconds to wait; None waits forever.
+            until: wait for this to return true instead.
 
         Returns:
             Whether that happened in time.
@@ -185,15 +184,15 @@ class PrefixStore:
         return deepcopy(self._stats)
 
     def forget(self, revision: str | None = None) -> bool:
-        """Forget all that is cached, in the manager and in the store, for instance because the weights change.
+        """Clear the caches of the manager and the store, for example because the weights change.
 
         Waits for the store.
 
         Args:
-            revision: names the new weights, see `ExternalStore.forget`.
+            revision: identifies the new weights, see `ExternalStore.forget`.
 
         Returns:
-            False, and nothing is forgotten, while a block is in use or on its way.
+            False, without clearing anything, while a block is in use or in flight.
 
         Raises:
             StoreError: the store could not forget its keys.
@@ -206,18 +205,18 @@ class PrefixStore:
         return True
 
     def set_quota(self, salt: bytes | None, num_bytes: int | str | None) -> None:
-        """Limit what one tenant keeps in the store, as `manager.prefix.set_quota` limits what it keeps on the device.
+        """Limit one tenant's blocks in the store, as `manager.prefix.set_quota` does on the device.
 
-        Waits for the store, which counts what all processes put there: see `ExternalStore.set_quota`. The quota
-        outlives this process. Blocks that are refused beyond it are unwritten, see `stats`.
+        Waits for the store, which counts the blocks of all processes: see `ExternalStore.set_quota`. The quota outlives
+        this process. Blocks refused beyond it count as unwritten, see `stats`.
 
         Args:
             salt: the tenant; None for prompts without a salt.
-            num_bytes: most bytes of its blocks, an int or text such as `"40GiB"`; 0 for none, None for no limit.
+            num_bytes: maximum bytes of its blocks, an int or text such as `"40GiB"`; 0 for none, None for no limit.
 
         Raises:
-            InvalidArgumentError: the number is negative, or above 0 but less than a block.
-            StoreError: the store keeps no quotas, or did not confirm this one.
+            InvalidArgumentError: the number is negative, or positive but less than a block.
+            StoreError: the store does not support quotas, or did not confirm this one.
         """
         num_blocks = None if num_bytes is None else 0
         if num_bytes:
@@ -234,15 +233,15 @@ class PrefixStore:
             `(bytes, quota)`; None for a tenant without a quota.
 
         Raises:
-            StoreError: the store keeps no quotas, or does not answer.
+            StoreError: the store does not support quotas, or does not respond.
         """
         found = self.store.quota(_tenant(salt))
         return None if found is None else (found[0] * self._size, found[1] * self._size)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Write what is left, and let go of the store; waits at most `timeout` seconds for it. False if it hung.
+        """Write the remaining blocks and close the store, within `timeout` seconds. Returns False if the store hung.
 
-        The log `blockyard.prefix_store` says how many blocks the store has not got.
+        Logs the number of blocks that were not written to `blockyard.prefix_store`.
         """
         until = time.monotonic() + timeout
         if not self.wait(timeout * CLOSING_PART) and self.waiting_blocks:
@@ -254,20 +253,20 @@ class PrefixStore:
         return self.store.close(max(0.0, until - time.monotonic()))
 
     def _recover_from_interrupt(self) -> None:
-        """After an interrupt, give up what is under way: how far it came is not known."""
+        """After an interrupt, give up everything in flight, as its progress is unknown."""
         if self._in_critical_section:
             self._give_up_all("interrupted")
             self._in_critical_section = False
 
     def _give_up_all(self, why: str) -> None:
-        """Let prompts go on without the store, and forget writes that the store has not got; can be called again."""
+        """Let prompts continue without the store, and drop writes that it has not received; can be called again."""
         if self._loads.has_jobs or self._writes.has_jobs:
-            self._engine.transfers.synchronize()  # nothing reads or writes their blocks from now on
+            self._engine.transfers.synchronize()  # afterwards nothing reads or writes their blocks
         self._loads.give_up_all(why)
         self._writes.give_up_all(why)
 
     def _wait_for_news(self) -> None:
-        """Wait until the store may have answers, at most a moment: the engine has answers, too."""
+        """Wait briefly until the store may have answers; briefly, because the engine has answers too."""
         if self._checked.is_busy:
             with suppress(StoreError):  # a plug-in may have no descriptor
                 events = select.poll()
@@ -278,5 +277,5 @@ class PrefixStore:
 
 
 def _tenant(salt: bytes | None) -> bytes:
-    """The name of a tenant in stores, as `StoreJob.tenants` has it."""
+    """Return a tenant's name in stores, as in `StoreJob.tenants`."""
     return bytes(32) if salt is None else hashlib.sha256(salt).digest()

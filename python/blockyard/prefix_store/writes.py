@@ -1,4 +1,4 @@
-"""Cached blocks that are written to a prefix store: read by the engine, then handed to the store."""
+"""Writes cached blocks to a prefix store: the engine reads them, then the store puts them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WRITTEN_AT_ONCE: Final = 16 << 20  # bytes of one batch
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """Blocks of a job: read by the engine, then put by the store as `batch`, but for those that it has."""
+    """The blocks of a job: read by the engine, then put by the store as `batch`, except those it already has."""
 
     job: StoreJob
     rows: NDArray[np.uint8] | None
@@ -36,10 +36,10 @@ class Write:
 
 
 class Writes:
-    """Writes the blocks that a manager says are to be written.
+    """Writes the blocks that a manager has queued for writing.
 
     Args:
-        manager: of the blocks.
+        manager: the manager of the blocks.
         engine: reads them.
         store: the store.
         stats: takes the counts.
@@ -62,31 +62,31 @@ class Writes:
         self._buffers = engine.memory.buffers
         self._max_blocks = max_bytes // self._size
         self._blocks_at_once = max(1, min(self._max_blocks, WRITTEN_AT_ONCE // self._size))
-        self._jobs: list[StoreJob] = []  # the manager's jobs that have not ended
+        self._jobs: list[StoreJob] = []  # the manager's open jobs
         self._is_closed = False
-        self._reading: list[Write] = []  # the engine reads their blocks
-        self._putting: list[Write] = []  # the store has their blocks
-        self._num_putting = 0  # blocks of these
-        self._num_answers = 0  # of the store, as far as these have been looked through for them
+        self._reading: list[Write] = []  # being read by the engine
+        self._putting: list[Write] = []  # being put by the store
+        self._num_putting = 0  # number of their blocks
+        self._num_answers = 0  # the store's answers processed so far
 
     def __len__(self) -> int:
-        """Writes under way."""
+        """Return the number of writes in flight."""
         return len(self._reading) + len(self._putting)
 
     @property
     def has_jobs(self) -> bool:
-        """Whether blocks of the manager are held."""
+        """Whether any of the manager's blocks are held."""
         return bool(self._jobs)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks on their way."""
+        """Number of blocks in flight."""
         return sum(len(write.job) for write in self._reading) + self._num_putting
 
     def advance(self) -> None:
-        """Take all writes as far as they go, and begin others; never waits."""
+        """Advance all writes as far as possible, and start others; never waits."""
         self._reading = [write for write in self._reading if not self._hand_over(write)]
-        # A store that hangs has thousands of batches, and no answer.
+        # A hanging store has thousands of batches and no answers.
         answers = self._store.num_answers
         if self._num_answers != answers:
             self._putting = [write for write in self._putting if not self._take_answer(write)]
@@ -113,7 +113,7 @@ class Writes:
                 del self._reading[-1]
 
     def wait_for_engine(self) -> None:
-        """Wait until the engine has read the blocks of the writes under way."""
+        """Wait until the engine has read the blocks of all started writes."""
         for write in self._reading:
             self._engine.transfers.wait(write.transfer)
 
@@ -126,7 +126,7 @@ class Writes:
     def give_up_all(self, why: str) -> None:
         """Give up what the store has not got; can be called again. No copy may be under way."""
         while self._jobs:
-            with suppress(UnknownTicketError):  # it has ended
+            with suppress(UnknownTicketError):  # already ended
                 self._store_jobs.end_write(self._jobs[-1].job)
             del self._jobs[-1]
         for write in self._reading:
@@ -134,7 +134,7 @@ class Writes:
                 self._stats.unwritten_blocks += len(write.job)
                 write.span.end(written_blocks=0, miss_reason=why)
         handed_over = [write for write in self._reading if write.batch is not None and write not in self._putting]
-        self._putting += handed_over  # by a call that was interrupted
+        self._putting += handed_over  # by an interrupted call
         self._reading = []
         self._num_putting = sum(len(write.job) for write in self._putting)
 
@@ -144,7 +144,7 @@ class Writes:
         return is_whole
 
     def _hand_over(self, write: Write) -> bool:
-        """Hand blocks that the engine has read over to the store. Returns whether the engine is done with them."""
+        """Hand blocks read by the engine over to the store. Returns whether the engine is done with them."""
         if not write.transfer.done:
             return False
         is_whole = self._end_job(write.job)
@@ -156,14 +156,14 @@ class Writes:
         elif write.batch is not None:
             self._putting.append(write)
             self._num_putting += len(write.job)
-        else:  # the store has all of them
+        else:  # the store already has all of them
             self._count(len(write.job))
             write.span.end(written_blocks=len(write.job))
             self._give_back(write)
         return True
 
     def _take_answer(self, write: Write) -> bool:
-        """Count what the store has put. Returns whether it has answered."""
+        """Count the blocks that the store put. Returns whether it has answered."""
         answer = None if write.batch is None else write.batch.answer
         if answer is None:
             return False
@@ -182,8 +182,8 @@ class Writes:
         return begin("store", tier=job.tier, blocks=len(job), bytes=len(job) * self._size)
 
     def _give_back(self, write: Write) -> None:
-        """Let the rows of a write be used again: neither engine nor store has them."""
-        rows, write.rows = write.rows, None  # first: nobody gives them back twice
+        """Return the rows of a write to the buffers: neither engine nor store uses them."""
+        rows, write.rows = write.rows, None  # first, so that they are not returned twice
         self._buffers.give(rows)
 
     def _put(self, write: Write, rows: NDArray[np.uint8]) -> bool:

@@ -34,8 +34,8 @@ class StoreSuite(ABC):
     """Tests of an `ExternalStore`; each opens its own and closes it.
 
     Attributes:
-        bytes_per_block: block size of the opened stores; deliberately not a multiple of a page. num_slots: number of
-            slots in the opened stores, at least 8.
+        bytes_per_block: block size of the opened stores; deliberately not a multiple of a page.
+        num_slots: number of slots in the opened stores, at least 8.
     """
 
     bytes_per_block = 5000
@@ -194,8 +194,8 @@ class PrefixStoreSuite(ABC):
     """Tests of an `ExternalStore` whose blocks have keys.
 
     Attributes:
-        bytes_per_block: block size of the opened stores; deliberately not a multiple of a page. num_slots: number of
-            blocks that they hold, at least 8.
+        bytes_per_block: block size of the opened stores; deliberately not a multiple of a page.
+        num_slots: number of blocks that they hold, at least 8.
         evicts: whether they hold no more than that; False for storage without a size, such as a bucket.
     """
 
