@@ -1,7 +1,7 @@
-"""Writes what is made from docstrings: those of the stub `_core.pyi`, which are the Rust core's, and the API page.
+"""Writes the files generated from docstrings: those of the stub `_core.pyi`, which are the Rust core's, and the API page.
 
 python buildsystem/write_api.py            write both
-python buildsystem/write_api.py --check    say which of them is out of date, and exit with 1 if one is
+python buildsystem/write_api.py --check    report which is out of date; exit with 1 if one is
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STUB = ROOT / "python" / "blockyard" / "_core.pyi"
 PAGE = ROOT / "docs" / "reference" / "api.md"
 WIDTH = 120
 
-# What a user imports: modules, in the order of the page, with what they are for.
+# The modules that users import, in page order, with their purpose.
 MODULES = {
     "blockyard": "What most programs need.",
     "blockyard.cache": "Manager, engine, store and executor in one; needs torch.",
@@ -48,8 +48,8 @@ MODULES = {
     "blockyard.testing.store_suite": "Test suites of external stores; need pytest.",
     "blockyard.testing.faults": "Damage to a store, and stores that fail.",
 }
-# What engines call through their own interfaces, which the engine's documentation explains. It is read from the
-# source, since most of these engines are not installed here.
+# Modules that engines call through their own interfaces, as explained in the engine's documentation. They are read from
+# the source, since most of these engines are not installed here.
 ADAPTERS = {
     "blockyard.integrations.prompt_lookup": "Draft tokens for `Generator(num_lookahead_tokens=)`.",
     "blockyard.integrations.transformers.continuous": "[Below transformers' own batching](../engines/transformers.md).",
@@ -71,7 +71,7 @@ FIELD = re.compile(r"^    (\w+): (.*(?:\n     .*)*)", re.MULTILINE)
 
 
 def documented_stub() -> str:
-    """Give the stub with the docstrings that the core has at run time."""
+    """Return the stub with the core's run-time docstrings."""
     core = import_module("blockyard._core")
     text = STUB.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
@@ -89,12 +89,12 @@ def documented_stub() -> str:
 
 
 def is_documented(member: ast.FunctionDef, members: list[ast.FunctionDef]) -> bool:
-    """Whether a member shows its docstring: public, and the first of its overloads."""
+    """Return whether a member shows its docstring: it is public, and the first of its overloads."""
     return not member.name.startswith("_") and member is next(m for m in members if m.name == member.name)
 
 
 def replace_docstring(lines: list[str], node: ast.ClassDef | ast.FunctionDef, target: object) -> None:
-    """Put the docstring of an object of the core into its place in the stub."""
+    """Insert the docstring of a core object into the stub."""
     first = node.body[0]
     is_old = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and first.value.value is not ...
     doc = docstring(target)
@@ -118,7 +118,7 @@ def replace_docstring(lines: list[str], node: ast.ClassDef | ast.FunctionDef, ta
 
 
 def api_page() -> str:
-    """Give the page of all public names."""
+    """Return the page of all public names."""
     parts = [HEAD]
     seen: dict[str, object] = {}
     for module, purpose in MODULES.items():
@@ -139,12 +139,12 @@ def api_page() -> str:
 
 
 def is_defined(target: object) -> bool:
-    """Whether it has a docstring of its own: a class or function, not a constant or an alias of a type."""
+    """Return whether it has its own docstring: a class or function, not a constant or a type alias."""
     return inspect.isclass(target) or inspect.isroutine(target)
 
 
 def public_names(module: str) -> list[str]:
-    """Give a module's `__all__` without importing it."""
+    """Return a module's `__all__` without importing it."""
     for node in parsed(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             names: list[str] = ast.literal_eval(node.value)
@@ -153,7 +153,7 @@ def public_names(module: str) -> list[str]:
 
 
 def source_entry(module: str, name: str, prefix: str = "") -> str:
-    """Give what the page says of one name of a module that is not imported; `prefix` tells equal names apart."""
+    """Return the page's entry for a name of a module that is not imported; `prefix` distinguishes equal names."""
     node = defined(module, name)
     if not isinstance(node, ast.ClassDef | ast.FunctionDef):
         return constant_entry(module, name, prefix)
@@ -175,7 +175,7 @@ def source_entry(module: str, name: str, prefix: str = "") -> str:
 
 
 def constant_entry(module: str, name: str, prefix: str = "") -> str:
-    """Give what the page says of a constant or an alias of a type: its value, and the string below it."""
+    """Return the page's entry for a constant or a type alias: its value, and the string below it."""
     value, text = assigned(module, name)
     shown = f" = {value}" if len(value) <= WIDTH - 20 and "\n" not in value else ""
     return "\n".join([*titled(f"{prefix}{name}", f"{prefix}{name}{shown}"), text]).rstrip() + "\n"
@@ -196,12 +196,12 @@ def assigned(module: str, name: str) -> tuple[str, str]:
 
 
 def source_arguments(function: ast.FunctionDef) -> str:
-    """Give the arguments of a function with their brackets."""
+    """Return the arguments of a function with their brackets."""
     return f"({plain_arguments(function.args)})"
 
 
 def plain_arguments(arguments: ast.arguments) -> str:
-    """Give the arguments of a function without annotations and `self`."""
+    """Return the arguments of a function without annotations and `self`."""
     for argument in ast.walk(arguments):
         if isinstance(argument, ast.arg):
             argument.annotation = None
@@ -232,7 +232,7 @@ def parsed(module: str) -> ast.Module:
 
 
 def entry(name: str, target: object) -> str:
-    """Give what the page says of one name."""
+    """Return the page's entry for one name."""
     lines = [*titled(name, heading(name, target)), summary(target)]
     members: dict[str, str] = {}
     if inspect.isclass(target) and not issubclass(target, BaseException):
@@ -257,7 +257,7 @@ def folded(call: str) -> list[str]:
 
 
 def assembled(lines: list[str], members: dict[str, str], doc: str) -> str:
-    """Give an entry: its head, its members, and the example of its docstring."""
+    """Return an entry: its head, its members, and the example of its docstring."""
     # The members of an interface are those of the class that it names.
     plain = [f"`{member}`" for member, text in members.items() if not text]
     lines += ["", f"Members: {', '.join(plain)}."] if plain else []
@@ -268,7 +268,7 @@ def assembled(lines: list[str], members: dict[str, str], doc: str) -> str:
 
 
 def example(doc: str) -> list[str]:
-    """Give the example of a docstring as code, with what it prints as comments."""
+    """Return the example of a docstring as code, with what it prints as comments."""
     lines: list[str] = []
     for step in doctest.DocTestParser().get_examples(doc):
         lines += step.source.splitlines()
@@ -277,14 +277,14 @@ def example(doc: str) -> list[str]:
 
 
 def described_fields(target: type) -> dict[str, str]:
-    """Give the attributes that a class's docstring describes."""
+    """Return the attributes that a class's docstring describes."""
     is_record = hasattr(target, "__dataclass_fields__") or hasattr(target, "_fields")
     found = dict(fields_of(docstring(target), ("Attributes", "Args") if is_record else ("Attributes",)))
     return {name: text for name, text in found.items() if not name.startswith("_")}
 
 
 def fields_of(doc: str, sections: tuple[str, ...] = ("Attributes",)) -> Iterator[tuple[str, str]]:
-    """Give the names that sections of a docstring describe, and what they say."""
+    """Yield the names described by sections of a docstring, with their descriptions."""
     for section in sections:
         for part in re.findall(rf"^{section}:\n((?:(?: .*)?\n?)*)", doc, re.MULTILINE):
             for name, text in FIELD.findall(part):
@@ -294,18 +294,18 @@ def fields_of(doc: str, sections: tuple[str, ...] = ("Attributes",)) -> Iterator
 
 @cache
 def listed_classes() -> frozenset[type]:
-    """Give the classes that the page lists."""
+    """Return the classes that the page lists."""
     found = (getattr(import_module(module), name) for module in MODULES for name in import_module(module).__all__)
     return frozenset(value for value in found if inspect.isclass(value))
 
 
 def members_of(target: type) -> Iterator[tuple[str, object]]:
-    """Give the public members that a class defines, or inherits from a class of ours that the page does not list."""
+    """Yield the public members that a class defines, or inherits from our classes that the page does not list."""
     seen: set[str] = set()
     for owner in target.__mro__:
         if owner.__module__.partition(".")[0] != "blockyard" or (owner is not target and owner in listed_classes()):
             continue
-        # A class of the core keeps its members in any order; the stub's is the one to read them in.
+        # A core class has its members in arbitrary order; use the stub's order.
         order = stub_members().get(owner.__name__, []) if owner.__module__ == "blockyard._core" else []
         members = sorted(vars(owner).items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
         for name, value in members:
@@ -320,17 +320,17 @@ def members_of(target: type) -> Iterator[tuple[str, object]]:
 
 @cache
 def stub_members() -> dict[str, list[str]]:
-    """Give the names that each class of the stub defines, in their order."""
+    """Return the names that each class of the stub defines, in their order."""
     classes = [node for node in ast.parse(STUB.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
     return {node.name: [member.name for member in node.body if isinstance(member, ast.FunctionDef)] for node in classes}
 
 
 def heading(name: str, target: object) -> str:
-    """Give a name with its signature, if it is called."""
+    """Return a name with its signature, if it is called."""
     called = target.__func__ if isinstance(target, staticmethod | classmethod) else target
     if isinstance(target, property) or inspect.isdatadescriptor(target) or not callable(called):
         return name
-    # Made by calls of others: an exported class without a constructor, and an interface.
+    # Not constructed by users: an exported class without a constructor, and an interface.
     if inspect.isclass(target) and (getattr(target, "_is_protocol", False) or has_no_constructor(target)):
         return name
     try:
@@ -348,22 +348,22 @@ def heading(name: str, target: object) -> str:
 
 
 def has_no_constructor(target: type) -> bool:
-    """Whether a class of the core is only made by the core."""
+    """Return whether only the core creates objects of a core class."""
     return target.__module__ == "blockyard._core" and target.__text_signature__ is None
 
 
 def summary(target: object) -> str:
-    """Give the first paragraph of a docstring."""
+    """Return the first paragraph of a docstring."""
     return opening(docstring(target))
 
 
 def opening(text: str) -> str:
-    """Give the first paragraph of a text as one line."""
+    """Return the first paragraph of a text as one line."""
     return text.partition("\n\n")[0].replace("\n", " ").strip()
 
 
 def docstring(target: object) -> str:
-    """Give the docstring of a class, function or descriptor, without indentation."""
+    """Return the docstring of a class, function or descriptor, without indentation."""
     described = target.__func__ if isinstance(target, staticmethod | classmethod) else target
     return inspect.cleandoc(getattr(described, "__doc__", None) or "")
 

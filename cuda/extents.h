@@ -16,7 +16,7 @@ struct Extent {
     uintptr_t end = 0;
     bool pinned = false;  // page-locked, or the device's
     bool known = true;    // false: the driver does not say where it starts and ends
-    int64_t shift = 0;    // the address that the device uses, less the host's
+    int64_t shift = 0;    // the device's address minus the host's
 };
 
 // Declares that [first, first + bytes) consists of extents of `chunk` bytes, all page-locked or mapped; replaces what
@@ -39,7 +39,7 @@ class Extents {
     // Whether every byte of [first, end) is page-locked or the device's.
     bool pinned(uintptr_t first, uintptr_t end);
 
-    // The device's address for a byte of the host, less the host's.
+    // The device's address of a host byte minus the host's address.
     int64_t shift(uintptr_t address);
 
     // What rows of `width` bytes fit into that start `stride` bytes apart, the first at `first` and the last one's end

@@ -185,7 +185,7 @@ struct HostMemory {
     bool pinned = true;           // all copied memory is page-locked
     bool same = true;             // the device uses the host's addresses
     bool reached = true;          // kernels reach every view by its first address, shifted
-    std::vector<int64_t> shifts;  // for each view, the device's address less the host's
+    std::vector<int64_t> shifts;  // for each view, the device's address minus the host's
 };
 
 // Asks for the copied range of each storage.

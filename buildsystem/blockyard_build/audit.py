@@ -55,7 +55,7 @@ def check_sdist(sdist: Path, needed: Iterable[Path]) -> None:
 
 
 def newest_glibc(library: Path) -> tuple[int, int]:
-    """Give the newest glibc whose symbols a shared library needs, as (major, minor)."""
+    """Return the newest glibc whose symbols a shared library needs, as (major, minor)."""
     command = ["objdump", "--dynamic-syms", str(library)]
     symbols = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     versions = re.findall(r"GLIBC_(\d+)\.(\d+)", symbols)

@@ -67,7 +67,7 @@ def build_op_library(root: Path, environ: Mapping[str, str]) -> Manifest:
 
 
 def compile_commands(root: Path, settings: Settings, tools: Toolchain, scratch: Path) -> list[list[str]]:
-    """Give the commands that compile each source and link the library.
+    """Return the commands that compile each source and link the library.
 
     Args:
         root: the source tree.

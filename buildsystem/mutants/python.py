@@ -3,7 +3,7 @@
 PYTHONPATH=buildsystem python -m mutants.python [N SEED]
 
 `python_faults.py` lists the faults. N of them are sampled by SEED, all by default. Each is planted in a copy of
-`python/`; the tests that are to catch it run over the copy until one fails.
+`python/`; the tests that should catch it run over the copy until one fails.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mutants.python_faults import Fault, all_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 900
-"""A fault may hang a test: that is caught, too."""
+"""Timeout of a test: a fault that hangs it is caught, too."""
 TESTS_FAILED = 1
 
 
 def run_tests(sources: Path, tests: tuple[str, ...]) -> int:
-    """Run test files over a copy of the sources; give pytest's exit status."""
+    """Run test files over a copy of the sources. Returns pytest's exit status."""
     environment = os.environ | {
         "PYTHONPATH": f"{sources}{os.pathsep}{ROOT / 'buildsystem'}",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -48,7 +48,7 @@ def run_tests(sources: Path, tests: tuple[str, ...]) -> int:
 
 
 def is_caught(sources: Path, fault: Fault) -> bool:
-    """Plant a fault, run its tests and take it out again."""
+    """Plant a fault, run its tests and remove it again."""
     path = sources / "blockyard" / fault.file
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(fault.original, fault.faulty), encoding="utf-8")
@@ -68,7 +68,7 @@ def main() -> int:
         sources = Path(folder) / "python"
         shutil.copytree(ROOT / "python", sources, ignore=shutil.ignore_patterns("__pycache__"))
         for test in sorted({test for fault in chosen for test in fault.tests}):
-            # On a busy machine a test that is given little time may fail once.
+            # On a busy machine, a test with a short timeout may fail once.
             if run_tests(sources, (test,)) and (status := run_tests(sources, (test,))):
                 print(f"{test} ends with {status} without a fault")
                 return 1

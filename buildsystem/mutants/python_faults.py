@@ -1,6 +1,6 @@
-"""Faults for `python.py`: mistakes that people make, one at a time, and the tests that are to catch each.
+"""Faults for `python.py`: mistakes that people make, and the tests that should catch each.
 
-A fault is the original text, which stands exactly once in its file, and what it is changed to.
+A fault is an original text, which occurs exactly once in its file, and its replacement.
 """
 
 from __future__ import annotations
@@ -596,7 +596,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
 
 
 def all_faults() -> Iterator[Fault]:
-    """Give every fault."""
+    """Yield every fault."""
     for file, tests, pairs in _FAULTS:
         for original, faulty in pairs:
             yield Fault(file, original, faulty, tests)

@@ -2,8 +2,9 @@
 
 python buildsystem/mutants/run.py CARGO_MUTANTS N SEED
 
-cargo-mutants makes the changes: it swaps an operator, or has a function return at once. N of them are sampled by SEED,
-from each file in proportion to how many it has. All run in one copy of the sources, so each rebuilds one crate.
+cargo-mutants makes the changes: it swaps an operator, or makes a function return at once. N of them are sampled by
+SEED, from each file in proportion to its number of mutants. All run in one copy of the sources, so each rebuilds only
+one crate.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ ENVIRONMENT = {
     "PROPTEST_MAX_SHRINK_ITERS": "0",
     "PROPTEST_DISABLE_FAILURE_PERSISTENCE": "true",
 }
-# Most mutants end with the unit tests, which build and run fastest; all tests run over the others. With random cases.
+# Most mutants are caught by the unit tests, which build and run fastest; all tests run over the others.
 STAGES = (("--lib", 32), ("--tests", 64))
 MISSED = "MissedMutant"
-# A mutant may allocate or write without end.
+# A mutant may allocate or write endlessly.
 LIMITS = {resource.RLIMIT_AS: 8 << 30, resource.RLIMIT_FSIZE: 2 << 30}
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change, and what it is called however the lines of its file move."""
+    """A change, with a name that does not depend on line numbers."""
 
     name: str
     file: str
@@ -97,7 +98,7 @@ def explained(mutants: Iterable[Mutant]) -> set[str]:
 
 
 def digest(text: str) -> str:
-    """Give a fixed hash of a text."""
+    """Return a fixed hash of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -154,7 +155,7 @@ def test_mutants(tool: str, stage: tuple[str, int], mutants: Iterable[Mutant], o
 
 
 def kept() -> dict[str, str]:
-    """Give the outcomes of mutants whose file has not changed since. Those that were missed run again."""
+    """Return the outcomes of mutants whose file has not changed since. Those that were missed run again."""
     if not KEPT.exists():
         return {}
     entries: dict[str, list[str]] = json.loads(KEPT.read_text(encoding="utf-8"))
@@ -168,7 +169,7 @@ def keep(found: Mapping[str, str]) -> None:
 
 
 def version_of(title: str) -> str:
-    """Give the hash of the file that a mutant changes."""
+    """Return the hash of the file that a mutant changes."""
     path = COPY / title.split(":", 1)[0]
     return digest(path.read_text(encoding="utf-8")) if path.exists() else ""
 
