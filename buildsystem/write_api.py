@@ -1,7 +1,6 @@
-"""Writes the files generated from docstrings: those of the stub `_core.pyi`, which are the Rust core's, and the API page.
+"""Writes the files generated from docstrings: the stub `_core.pyi`, with the Rust core's docstrings, and the API page.
 
-python buildsystem/write_api.py            write both
-python buildsystem/write_api.py --check    report which is out of date; exit with 1 if one is
+Without arguments it writes both. With `--check` it reports which is out of date, and exits with 1 if one is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""For engines that keep their own block tables: the blocks of one tier, given out and taken back by reference.
+"""Allocators for engines that keep their own block tables: reference-counted blocks of one tier.
 
-`BlockObserver` is for engines that keep their own allocator too: it plans moves, and knows where each block went.
+`BlockObserver` is for engines that also keep their own allocator: it plans moves, and tracks where each block went.
 """
 
 from blockyard._core import (

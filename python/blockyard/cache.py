@@ -1,4 +1,4 @@
-"""`KVCache`: manager, copy engine, external store and executor, made from one set of sizes."""
+"""`KVCache`: manager, copy engine, external store and executor, created from one set of sizes."""
 
 from __future__ import annotations
 
@@ -51,40 +51,41 @@ class Health:
 
 
 class KVCache:
-    """The paged KV cache of one device: `manager` decides, `executor` carries its decisions out.
+    """The paged KV cache of one device: `manager` decides, `executor` carries out its decisions.
 
-    The cache takes each decision and ends its ticket: call `step`, not `manager.take_decision`. A `Scheduler(cache)`
-    does that in its own `step`, `poll` and `drain`: call these instead.
+    The cache takes each decision and ends its ticket: call `step`, not `manager.take_decision`. With a
+    `Scheduler(cache)`, call the scheduler's `step`, `poll` and `drain` instead, which do the same.
 
     Args:
-        layout: of the device's tensors.
-        tensors: tensors that exist already, as `layout.views` takes them; made here if None.
-        device: where the tensors are made, for instance `"cuda:0"`.
-        device_blocks: blocks of the device; what the tensors hold if None.
-        max_device_blocks: most blocks that `resize` can give the device. The memory of the tensors then goes back to
-            the system when the device shrinks. None: `device_blocks`, over ordinary memory.
-        host_blocks: blocks in host memory.
+        layout: layout of the device's tensors.
+        tensors: existing tensors, as accepted by `layout.views`; None means to allocate them.
+        device: device to allocate the tensors on, such as `"cuda:0"`.
+        device_blocks: number of device blocks; None means as many as the tensors hold.
+        max_device_blocks: maximum number of device blocks for `resize`. The tensors then return memory to the system
+            when the device shrinks. None: `device_blocks`, with ordinary memory.
+        host_blocks: number of blocks in host memory.
         host_bytes: instead of `host_blocks`, bytes of host memory: an int or text such as `"64GiB"`.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
         swap_store: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store; `close` closes it.
-        external_blocks: slots of that store to use; all if None or if there are fewer. Ranks of a tensor-parallel model
-            use as many as the smallest of their stores has.
-        swap_store_bytes: instead of `size` in that URL, bytes of the store: an int or text such as `"1TiB"`.
+        external_blocks: number of that store's slots to use; None, or more than it has, means all. Ranks of a
+            tensor-parallel model use as many as the smallest of their stores has.
+        swap_store_bytes: instead of `size` in that URL, the store's size in bytes: an int or text such as `"1TiB"`.
         prefix_caching: a bool or `PrefixCaching`, see `BlockManager`.
-        prefix_store: URL of a store for cached blocks, such as `"file:///var/prefixes?size=1TiB"`, or one that was
-            opened with `use="prefix"`; `close` closes it. Prompts find there what they or other processes computed
-            before, see `PrefixStore`. It needs prefix caching and a `namespace`.
-        prefix_store_bytes: instead of `size` in that URL, bytes of the store.
-        prefix_writes: which blocks go there: `"through"`, `"back"`, `"second_use"` or `"never"`, see `PrefixStore`.
-        prefetch_timeout_base: seconds after which a prompt goes on without the store, plus one for every 200 MB that it
-            lacks.
+        prefix_store: URL of a store for cached blocks, such as `"file:///var/prefixes?size=1TiB"`, or a store opened
+            with `use="prefix"`; `close` closes it. Prompts find blocks there that this or another process computed
+            earlier, see `PrefixStore`. Requires prefix caching and a `namespace`.
+        prefix_store_bytes: instead of `size` in that URL, the store's size in bytes.
+        prefix_writes: which blocks are written to it: `"through"`, `"back"`, `"second_use"` or `"never"`, see
+            `PrefixStore`.
+        prefetch_timeout_base: minimum timeout in seconds for loading a prompt from the store, plus one for every 200 MB
+            to load.
         groups: cache groups, see `BlockManager`.
         watermark: see `BlockManager`.
         reuse_order: see `BlockManager`.
-        namespace: names what decides the bytes of a block besides the layout: any bytes; `store_namespace` makes them
-            of the model, its weights' revision and what else counts. A store treats blocks of another namespace or
-            layout as misses.
-        max_staging: bytes on their way to or from a store that are staged, an int or text.
+        namespace: identifies everything besides the layout that determines a block's bytes: any bytes;
+            `store_namespace` derives them from the model, its weight revision and other inputs. A store treats blocks
+            of another namespace or layout as misses.
+        max_staging: maximum bytes of staging memory for transfers to or from a store, an int or text.
 
     Attributes:
         layout: as given.
@@ -152,7 +153,7 @@ class KVCache:
         if prefix_store is not None:
             prefix_caching = _prefix_caching(given=prefix_caching, host=host)
         self.layout = layout
-        self._closers: list[Callable[[], object]] = []  # each does nothing the second time
+        self._closers: list[Callable[[], object]] = []  # each is idempotent
         try:
             self.elastic = _elastic(layout, device_blocks, max_device_blocks, device)
             if self.elastic is not None:
@@ -194,25 +195,25 @@ class KVCache:
     def step(self, *, by_layer: bool = False, prefetch: bool = False) -> CacheStep:
         """End the manager's step and start its transfers.
 
-        The step waits for what it loads, so that its body can compute with it. Loads from the host are waited for on
-        the device. For blocks from the external store the calling thread waits here until the store has answered,
-        which takes as long as the store's deadline at most; sequences whose blocks did not come are in
-        `CacheStep.lost`. With `prefetch=True` the body computes other sequences meanwhile.
+        The step waits for its loads, so that its body can compute with them. The device waits for loads from the host.
+        For blocks from the external store the calling thread waits here for the store's answer, at most until the
+        store's deadline; sequences whose blocks did not arrive are in `CacheStep.lost`. With `prefetch=True` the body
+        computes other sequences in the meantime.
 
         Args:
-            by_layer: loads from the host arrive layer by layer; the model waits for each with
+            by_layer: loads from the host arrive layer by layer; the model waits for each layer with
                 `CacheStep.wait_for_layer`.
             prefetch: do not wait for loads that the step does not compute with. Until the step's ticket has ended, the
-                manager refuses to append to those sequences, and shows no block tables of them. The step waits if it
-                has appended to one of them already, see `BlockManager.take_decision`.
+                manager refuses to append to those sequences or to return their block tables. The step does wait if it
+                has already appended to one of them, see `BlockManager.take_decision`.
 
         Returns:
-            The step, a context manager: its body computes, its exit takes in what has landed.
+            The step, a context manager: its body computes, its exit completes landed transfers.
 
         Raises:
-            StepOrderError: a ticket is open that other code has taken from the manager, such as a `Scheduler`.
-            MappingError: an executor's error. The ticket has failed as a whole: the next `poll`, `drain` or step end
-                names the sequences that lost bytes. So it is after any other exception.
+            StepOrderError: a ticket is open that other code, such as a `Scheduler`, has taken from the manager.
+            MappingError: raised by the executor. The whole ticket has failed: the next `poll`, `drain` or step end
+                names the sequences that lost bytes. The same holds after any other exception.
         """
         self._tickets.refuse_others("step")
         self.give_back()
@@ -229,10 +230,10 @@ class KVCache:
     def poll(self) -> list[StepEnd]:
         """End the tickets whose transfers have ended since the last call; never waits.
 
-        Blocks for the prefix store, and those from it, move on too. Call it about every 10 ms while there is nothing
-        to compute: an idle engine's blocks reach the store that way.
+        Also advances loads and writes of the prefix store. Call it about every 10 ms while there is nothing to compute,
+        so that an idle engine's blocks reach the store.
 
-        An exception, `KeyboardInterrupt` included, loses no `StepEnd`: what a call could not report, the next does.
+        An exception, even `KeyboardInterrupt`, loses no `StepEnd`: the next call reports what this one could not.
 
         Raises:
             StepOrderError: as for `step`.
@@ -244,7 +245,7 @@ class KVCache:
         return self._tickets.report()
 
     def drain(self) -> list[StepEnd]:
-        """Wait for all transfers that were started, and end their tickets.
+        """Wait for all started transfers, and end their tickets.
 
         Raises:
             StepOrderError: as for `step`.
@@ -254,19 +255,19 @@ class KVCache:
         return self._tickets.report()
 
     def resize(self, blocks: int) -> ResizeProgress:
-        """Give the device another number of blocks while sequences run.
+        """Change the number of device blocks while sequences run.
 
-        Memory comes before the blocks when the device grows. When it shrinks, memory goes as blocks become unused: see
+        When the device grows, memory is allocated first. When it shrinks, memory is freed as blocks become unused: see
         `give_back`.
 
         Args:
-            blocks: at most `max_device_blocks`, or what the tensors hold.
+            blocks: at most `max_device_blocks`, or as many as the tensors hold.
 
         Returns:
             What is still in use beyond the end.
 
         Raises:
-            InvalidArgumentError: there are no tensors for `blocks` blocks, or the manager needs more.
+            InvalidArgumentError: the tensors are too small for `blocks` blocks, or the manager needs more.
             OutOfMemoryError: there is not enough memory to grow.
         """
         most = self.engine.num_blocks("device")
@@ -280,10 +281,10 @@ class KVCache:
         return progress
 
     def give_back(self) -> Resized | None:
-        """Return the memory of device blocks that a smaller pool no longer uses; `step` does it too.
+        """Return the memory of device blocks that a smaller pool no longer uses to the system; `step` does this too.
 
         Returns:
-            What went; None if nothing could, or without `max_device_blocks`.
+            The bytes returned; None if there were none, or without `max_device_blocks`.
         """
         if self.elastic is None:
             return None
@@ -318,7 +319,7 @@ class KVCache:
         return Health(not failing, tuple(reasons))
 
     def close(self) -> None:
-        """Wait for transfers, close engine and store, and give all memory back. Twice does nothing.
+        """Wait for transfers, close engine and store, and free all memory. Idempotent.
 
         After an exception it can be called again.
         """
@@ -367,14 +368,14 @@ class KVCache:
 class CacheStep:
     """One step of a `KVCache`: its transfers run while the body of the `with` statement computes.
 
-    If the body raises, the transfers run on and a later `KVCache.poll` ends their ticket. The manager takes the tokens
-    that the body was to write for written, as it does if `KVCache.step` raises: free those sequences and start again.
+    If the body raises, the transfers continue and a later `KVCache.poll` ends their ticket. The manager assumes that
+    the body has written its tokens, as it does if `KVCache.step` raises: free those sequences and start again.
 
     Attributes:
         decision: the step's transfers.
-        lost: sequences whose bytes are known not to come, uint64 `[n]`: do not compute them. They can only be freed and
-            started again. The `StepEnd` of the step's ticket names them too.
-        ended: after the step, what ended by then: this step's ticket or older ones.
+        lost: sequences known to have lost bytes, uint64 `[n]`: do not compute them. They can only be freed and started
+            again. The `StepEnd` of the step's ticket names them too.
+        ended: after the step, the tickets that ended by then, this step's or older ones.
     """
 
     def __init__(self, cache: KVCache, decision: StepDecision, lost: NDArray[np.uint64]) -> None:
@@ -384,14 +385,14 @@ class CacheStep:
         self._cache = cache
 
     def wait_for_layer(self, layer: int) -> None:
-        """Let compute that is queued from now on wait until a layer's loads have arrived; on a CPU, wait for them."""
+        """Make compute queued from now on wait for a layer's loads; on a CPU, wait for them now."""
         self._cache.executor.wait_for_layer(self.decision.ticket, layer)
 
     def finish(self) -> list[StepEnd]:
-        """Take in what has landed, as the end of the `with` statement does.
+        """Complete landed transfers, as the end of the `with` statement does.
 
         Returns:
-            The tickets that have ended. It waits for this step's only if the step waited for loads, or is known to have
+            The tickets that have ended. Waits for this step's only if the step waited for loads, or is known to have
             lost some.
         """
         tickets = self._cache._tickets  # noqa: SLF001 (one file, one concept)
@@ -415,7 +416,7 @@ def _namespace(name: bytes, layout: KVLayout | GroupedLayout) -> bytes:
 
 
 def _prefix_caching(*, given: bool | PrefixCaching, host: int) -> bool | PrefixCaching:
-    """Give the prefix cache above a prefix store."""
+    """Return the prefix cache options for use with a prefix store."""
     if given is False:
         raise InvalidArgumentError("prefix_store is given and prefix_caching is False, must be True")
     return PrefixCaching(host=host > 0) if given is True else given
@@ -454,7 +455,7 @@ def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> 
 def _sized(
     name: str, store: str | ExternalStore | None, num_bytes: int | str | None, size: int
 ) -> str | ExternalStore | None:
-    """Put the size of a store that stands beside its URL into the URL."""
+    """Add a store's separately given size to its URL."""
     if num_bytes is None:
         return store
     if not isinstance(store, str):

@@ -1,4 +1,4 @@
-"""Events of the prefix cache, and the keys that name blocks in other processes."""
+"""Events of the prefix cache, and the keys that identify blocks across processes."""
 
 from blockyard._core import EventBatch, export_keys
 

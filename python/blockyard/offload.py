@@ -1,4 +1,4 @@
-"""A host cache below an engine's own block manager: which chunks hold which keys, for its offload connector."""
+"""A host cache below an engine's own block manager: tracks which chunks hold which keys, for its offload connector."""
 
 from blockyard._core import OffloadManager, PreparedStore
 
