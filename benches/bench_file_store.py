@@ -5,17 +5,21 @@
 With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. Both ways the bytes are copied once
 between numpy and the store's buffers, checksummed and checked. `file_swap_in_gb_s` is the rate from the file to a cache
 engine's tensors on the CPU, by `StepExecutor`. A prefix store puts and gets the same blocks by key, and is opened from
-the headers of its slots and from its checkpoint.
+the headers of its slots and from its checkpoint. `file_single_get_*`: eight threads get one block of 64 KiB after the
+other; MiB/s, CPU seconds a GB, and how often a get makes a thread of the process wait.
 `bench_file_fio.py` compares the store with fio.
 """
 
 import argparse
 import hashlib
+import resource
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from bench_file_fio import aligned
 from figures import keep
 
 from blockyard import Pairs, StepDecision
@@ -29,6 +33,7 @@ BATCH = 32
 AHEAD = 4
 THREADS = 4
 OPEN_SLOTS = 4096
+SINGLE_BYTES, CALLERS = 64 << 10, 8
 
 
 def main() -> None:
@@ -45,6 +50,7 @@ def main() -> None:
             figures |= swap_in(store, arguments.blocks, arguments.repeat)
             print(store)
         figures |= by_key(folder, arguments.blocks, arguments.repeat)
+        figures |= single_gets(folder, arguments.blocks, arguments.repeat)
         figures |= opening(folder, arguments.open_slots)
     for name, value in figures.items():
         print(f"{name:32} {value:8.3f}")
@@ -116,6 +122,34 @@ def by_key(folder: str, blocks: int, repeat: int) -> dict[str, float]:
             best["file_contains_us"] = (time.perf_counter() - wall) / blocks * 1e6
             assert number + 1 < repeat or store.stats().cached_blocks == blocks
     return best
+
+
+def single_gets(folder: str, blocks: int, repeat: int) -> dict[str, float]:
+    """Get blocks one by one from several threads, into rows that are lent; medians of the passes."""
+    random, passes = np.random.default_rng(0), []
+    keys = random.integers(0, 256, (blocks * CALLERS, 32), dtype=np.uint8)
+    rows = aligned(BATCH, SINGLE_BYTES)
+    url = f"file://{folder}/single?threads={THREADS}"
+
+    def get(number: int) -> None:
+        for key in random.permutation(keys[number::CALLERS]):
+            collect(store, store.submit_get(key[None], rows[number : number + 1]))
+
+    with (
+        open_store(url, bytes_per_block=SINGLE_BYTES, num_slots=len(keys), use="prefix") as store,
+        ThreadPoolExecutor(CALLERS) as pool,
+    ):
+        for part in np.array_split(keys, len(keys) // BATCH):
+            collect(store, store.submit_put(part, rows[: len(part)]))
+        for _ in range(repeat):
+            wall, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+            list(pool.map(get, range(CALLERS)))
+            wall, after = time.perf_counter() - wall, resource.getrusage(resource.RUSAGE_SELF)
+            cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            size, switches = len(keys) * SINGLE_BYTES, after.ru_nvcsw - before.ru_nvcsw
+            passes.append((size / (1 << 20) / wall, cpu / (size / 1e9), switches / len(keys)))
+    names = ("mib_s", "cpu_s_per_gb", "waits")
+    return {f"file_single_get_{name}": float(value) for name, value in zip(names, np.median(passes, 0), strict=True)}
 
 
 def opening(folder: str, slots: int) -> dict[str, float]:
