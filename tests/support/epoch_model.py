@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from blockyard.errors import StoreError
-from blockyard.runtime import Runtime, use_runtime
 from blockyard.stores.threaded.epochs import Epoch, ForgottenError, Record, SharedEpoch
+from blockyard.stores.threaded.runtime import Runtime, use_runtime
 
 REVISION = "new"  # the revision that `forget` names; its number as weights is 1, that of the namespace's weights 0
 

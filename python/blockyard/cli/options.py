@@ -106,16 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
         "calibrate",
         "calibrate --format json --output calibration.json",
     )
-    _add_simulate_options(
-        _add_command(
-            commands,
-            "simulate",
-            "run fleets of engines over one shared store in virtual time, with faults, and check each answer",
-            "simulate",
-            "simulate --engines 5 --seeds 10000 --faults crash,partition",
-            "simulate --seed 7 --format json --output seed-7.json",
-        )
-    )
+    _add_simulate(commands)
     look = _add_command(
         commands,
         "inspect",
@@ -249,7 +240,15 @@ def _add_fault_options(demo: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_simulate_options(command: argparse.ArgumentParser) -> None:
+def _add_simulate(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "simulate",
+        "run fleets of engines over one shared store in virtual time, with faults, and check each answer",
+        "simulate",
+        "simulate --engines 5 --seeds 10000 --faults crash,partition",
+        "simulate --seed 7 --format json --output seed-7.json",
+    )
     command.add_argument("--engines", type=_count(1), default=3, metavar="N", help="engines that share the store")
     command.add_argument("--seed", type=_count(0), default=0, metavar="N", help="first seed")
     command.add_argument("--seeds", type=_count(1), default=100, metavar="N", help="how many seeds to run")

@@ -17,7 +17,7 @@ from math import inf
 from typing import Any
 
 from blockyard.errors import BlockyardError
-from blockyard.runtime import Runtime
+from blockyard.stores.threaded.runtime import Runtime
 from blockyard.workers import missing
 
 try:

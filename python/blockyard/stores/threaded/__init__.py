@@ -8,6 +8,7 @@
 | `breaker` | whether the storage answers |
 | `known_keys` | which keys are there, which are not |
 | `epochs` | under which weights blocks count |
+| `runtime` | clock, locks, threads and chance: the machine's, or a simulation's |
 | `call_pool` | calls at once, for storage that serves one block a call |
 | `value_format` | the bytes that are stored for a block |
 """

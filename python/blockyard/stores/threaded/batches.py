@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import StoreError, UnknownTicketError
-from blockyard.runtime import runtime
 from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.stores.threaded.breaker import Breaker
 from blockyard.stores.threaded.order import Batch, BatchKind, BatchOrder, Name
+from blockyard.stores.threaded.runtime import runtime
 from blockyard.workers import Buffers, Process
 
 __all__ = ["BatchStore"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from blockyard.errors import StoreError
-from blockyard.runtime import runtime
+from blockyard.stores.threaded.runtime import runtime
 
 __all__ = ["CallPool"]
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
-from blockyard.runtime import runtime
+from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.threaded.value_format import ValueFormat
 from blockyard.stores.value import HEADER, check_values, seal_values
 
