@@ -132,7 +132,7 @@ def check_op_library(library: OpLibrary) -> Check:
             "op_library",
             "fail" if gone else "warn",
             library.reason,
-            "install Blockyard again" if gone else "install the CUDA wheel, or build with BLOCKYARD_CUDA=require",
+            "install Blockyard again" if gone else "install a wheel, or build beside torch with BLOCKYARD_CUDA=require",
         )
     oldest = ".".join(map(str, _OLDEST_TORCH))
     archs = ", ".join(f"{arch} (PTX)" if arch.startswith("compute_") else arch for arch in library.archs)

@@ -77,7 +77,7 @@ def test_a_library_that_was_not_built_is_explained(tmp_path: Path):
         "op_library",
         "warn",
         "built without the op library: no torch headers at build time",
-        "install the CUDA wheel, or build with BLOCKYARD_CUDA=require",
+        "install a wheel, or build beside torch with BLOCKYARD_CUDA=require",
     )
     assert "there is none" in found["op_library_loads"].found
     assert doctor.worst(list(found.values())) == "warn"

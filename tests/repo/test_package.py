@@ -33,6 +33,7 @@ MISSING = [
     ("zmq", "import blockyard.integrations.router_events", "blockyard.integrations.router_events", "events"),
     ("msgspec", "import blockyard.integrations.router_events", "blockyard.integrations.router_events", "events"),
     ("obstore", OPEN.format(url="s3://bucket/kv?size=1MiB"), "'s3://bucket/kv?size=1MiB'", "s3"),
+    ("opentelemetry", "from blockyard.tracing import instrument; instrument()", "blockyard.tracing", "otel"),
     ("greenlet", "import blockyard.sim", "blockyard.sim", "sim"),
     ("shtab", COMPLETION, "--print-completion", "cli"),
     ("cuda", DRIVER, "an elastic cache on a GPU", "elastic"),
