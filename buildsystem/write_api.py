@@ -245,7 +245,7 @@ def entry(name: str, target: object) -> str:
 
 
 def titled(name: str, call: str) -> list[str]:
-    """Give the title of an entry, and below it how the name is called."""
+    """Return the title of an entry, and below it how the name is called."""
     signature = [] if call == name else ["```text", *folded(call), "```", ""]
     return [f"### `{name}`", "", *signature]
 
