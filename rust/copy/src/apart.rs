@@ -3,8 +3,8 @@
 use crate::error::CopyError;
 use crate::rows::Rows;
 
-/// Checks that no two caches that are written share memory: they follow one another, or their rows alternate within one
-/// stride, as those of layers in one tensor do.
+/// Checks that no two written caches share memory: they follow one another, or their rows interleave within one stride,
+/// like layers in one tensor.
 pub(crate) fn check_apart(caches: &[Rows]) -> Result<(), CopyError> {
     let mut all = reserved(caches.len())?;
     all.extend(caches.iter().enumerate().filter_map(|(index, rows)| Some((rows.extent()?, index))));
@@ -22,7 +22,7 @@ pub(crate) fn check_apart(caches: &[Rows]) -> Result<(), CopyError> {
     Ok(())
 }
 
-/// Checks that no cache that is read shares memory with one that is written.
+/// Checks that no cache to read shares memory with one to write.
 pub(crate) fn check_lists(sources: &[Rows], targets: &[Rows]) -> Result<(), CopyError> {
     let mut all = reserved(sources.len() + targets.len())?;
     for (is_written, caches) in [(false, sources), (true, targets)] {
@@ -30,7 +30,7 @@ pub(crate) fn check_lists(sources: &[Rows], targets: &[Rows]) -> Result<(), Copy
         all.extend(extents);
     }
     all.sort_unstable();
-    // How far those go that begin before, of either list.
+    // The end of the earlier caches in each list.
     let mut reach = [(0, 0); 2];
     for ([start, end], is_written, index) in all {
         let (far, other) = reach[usize::from(!is_written)];
@@ -59,7 +59,7 @@ mod tests {
 
     const BASE: usize = 1 << 20;
 
-    /// Rows at an address that nobody uses: `(start, count, width, gap)`.
+    /// Rows at an unused address: `(start, count, width, gap)`.
     fn rows((start, count, width, gap): (usize, usize, usize, usize)) -> Rows {
         // SAFETY: nothing here touches their memory.
         unsafe { Rows::new(std::ptr::without_provenance_mut(BASE + start), count, width, width + gap) }

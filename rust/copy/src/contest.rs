@@ -1,16 +1,17 @@
-//! Whether streaming writes go faster several pieces at a time, or one after the other. Processors differ by up to four
-//! times, even of one family, so the first parts of large copies go either way in turn and are timed.
+//! Determines whether streaming writes are faster with several pieces at a time or with one after the other. Processors
+//! differ by up to four times, even within a family, so the first parts of large copies alternate between both ways and
+//! are timed.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Parts that are timed, half of them each way.
+/// Number of timed parts, half of them each way.
 const TIMED: u32 = 32;
 
-/// Bytes of a part that is timed.
+/// Bytes of a timed part.
 const PART_BYTES: usize = 1 << 20;
 
-/// Parts of fewer bytes say too little.
+/// Smaller parts are not representative.
 const LEAST_BYTES: usize = 256 << 10;
 
 /// How the pieces of a part are streamed.
@@ -22,10 +23,10 @@ pub(crate) enum Way {
     OneByOne,
 }
 
-/// The two ways, until one has won.
+/// A race between the two ways.
 pub(crate) struct Contest {
     timed: AtomicU32,
-    /// Least time of a MiB each way, in nanoseconds.
+    /// Minimum time for a MiB each way, in nanoseconds.
     best: [AtomicU64; 2],
 }
 
@@ -34,13 +35,13 @@ impl Contest {
         Self { timed: AtomicU32::new(0), best: [const { AtomicU64::new(u64::MAX) }; 2] }
     }
 
-    /// Entries of `width` bytes that make a part: all of them once one way has won.
+    /// Number of entries of `width` bytes in a part: all of them once one way has won.
     pub(crate) fn entries(&self, count: usize, width: usize) -> usize {
         let is_open = self.timed.load(Ordering::Relaxed) < TIMED;
         (if is_open { PART_BYTES / width.max(1) } else { count }).clamp(1, count.max(1))
     }
 
-    /// Copies a part by the way that it goes.
+    /// Copies a part in the way chosen for it.
     pub(crate) fn run(&self, bytes: usize, copy: impl FnOnce(Way)) {
         let (way, is_timed) = self.enter(bytes);
         let begun = is_timed.then(Instant::now);
@@ -50,7 +51,7 @@ impl Contest {
         }
     }
 
-    /// The way that the next part goes, and whether it is to be timed.
+    /// The way for the next part, and whether to time it.
     fn enter(&self, bytes: usize) -> (Way, bool) {
         if bytes >= LEAST_BYTES && self.timed.load(Ordering::Relaxed) < TIMED {
             let turn = self.timed.fetch_add(1, Ordering::Relaxed);
@@ -60,7 +61,7 @@ impl Contest {
         (if one_by_one < in_lanes { Way::OneByOne } else { Way::InLanes }, false)
     }
 
-    /// Takes note of how long a part took.
+    /// Records how long a part took.
     fn note(&self, way: Way, bytes: usize, time: Duration) {
         let nanos = time.as_nanos().saturating_mul(1 << 20) / bytes.max(1) as u128;
         self.best[way as usize].fetch_min(u64::try_from(nanos).unwrap_or(u64::MAX), Ordering::Relaxed);

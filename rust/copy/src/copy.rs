@@ -11,17 +11,17 @@ use crate::rows::Rows;
 use crate::share::share;
 use std::sync::{Mutex, PoisonError};
 
-/// From this many bytes on, what is written goes past the processor's caches: there it would push out what is in use.
+/// From this many bytes on, writes bypass the processor's caches, where they would evict data in use.
 const STREAM_BYTES: usize = 2 << 20;
 
 /// How this process streams.
 static STREAMING: Contest = Contest::new();
 
-/// Caches that fit one another: what is checked once, for any number of mappings.
+/// Caches that match one another, checked once for any number of mappings.
 #[derive(Debug, Clone)]
 pub struct Caches {
     sources: Vec<Rows>,
-    /// None where the sources are changed in place.
+    /// `None` if the sources are changed in place.
     targets: Option<Vec<Rows>>,
     /// Blocks of each source and of each target.
     blocks: [usize; 2],
@@ -31,7 +31,7 @@ impl Caches {
     /// Caches to read, each with one to write.
     ///
     /// # Errors
-    /// There are not as many of them, their rows have other widths, or one that is written shares memory with another.
+    /// Their numbers or row widths differ, or a written cache shares memory with another.
     pub fn between(sources: Vec<Rows>, targets: Vec<Rows>) -> Result<Self, CopyError> {
         if sources.len() != targets.len() {
             return Err(CopyError::Caches { read: sources.len(), written: targets.len() });
@@ -56,11 +56,11 @@ impl Caches {
         Ok(Self { sources: caches, targets: None, blocks })
     }
 
-    /// Carries a mapping out in each cache, with up to `threads` threads.
+    /// Carries out a mapping in each cache, with up to `threads` threads.
     ///
     /// # Errors
-    /// The mapping names blocks that the caches do not have, or is made for another place; or there is no memory for the
-    /// rows that close rings. Nothing has been copied.
+    /// The mapping names blocks that the caches do not have, or its rule does not fit; or there is no memory to set
+    /// aside rows for rings. Nothing has been copied.
     pub fn run(&self, mapping: &Mapping, threads: usize) -> Result<(), CopyError> {
         for (reach, rows) in mapping.reach().into_iter().zip(self.blocks) {
             if reach > rows {
@@ -88,7 +88,7 @@ impl Caches {
         Ok(())
     }
 
-    /// Lets rows that are named once change places.
+    /// Swaps rows that are each named once.
     fn exchange(&self, pairs: &[[u32; 2]], threads: usize) {
         let caches = &self.sources;
         share(caches.len(), pairs, widest(caches), threads, |cache, part| {
@@ -100,7 +100,7 @@ impl Caches {
         });
     }
 
-    /// Runs steps of rows that are there within each cache.
+    /// Runs steps on existing rows within each cache.
     fn run_steps(&self, Steps { steps, .. }: &Steps, threads: usize) -> Result<(), CopyError> {
         let caches = &self.sources;
         let has_rings = steps.iter().any(|step| step[1] == ASIDE);
@@ -108,7 +108,7 @@ impl Caches {
         for rows in caches {
             room.push(Mutex::new(reserved::<u8>(if has_rings { rows.width() } else { 0 })?));
         }
-        // No step may overtake another, so a cache is not divided.
+        // Steps must stay in order, so a cache is not divided among threads.
         share(caches.len(), &[()], widest(caches).saturating_mul(steps.len()), threads, |cache, _| {
             let (rows, bytes) = (caches[cache], caches[cache].width());
             let mut aside = std::mem::take(&mut *room[cache].lock().unwrap_or_else(PoisonError::into_inner));
@@ -166,7 +166,7 @@ unsafe fn copy_apart(sources: &[Rows], targets: &[Rows], pairs: &[[u32; 2]], thr
     });
 }
 
-/// Blocks of the cache that has the fewest.
+/// The minimum number of blocks of any cache.
 fn fewest(caches: &[Rows]) -> usize {
     caches.iter().map(|rows| rows.count()).min().unwrap_or_default()
 }

@@ -1,18 +1,18 @@
-//! What can be wrong with a call. Nothing has been copied then.
+//! Errors of a call; nothing has been copied.
 
-/// What is wrong with the caches, or with the rows that are named; nothing has been copied.
+/// A fault in the caches or in the named rows; nothing has been copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum CopyError {
-    /// An entry of a mapping names a block that there is not.
+    /// An entry of a mapping names a block that does not exist.
     #[error("entry {entry}: block {block} is to be {verb}, there are {blocks} blocks")]
     OutOfRange {
         /// Its place in the list.
         entry: usize,
         /// The id that it names.
         block: i64,
-        /// What is to be done to the block.
+        /// What the entry does to the block.
         verb: &'static str,
-        /// Blocks that there are.
+        /// Number of blocks.
         blocks: usize,
     },
     /// A block is written, or exchanged, twice.
@@ -43,7 +43,7 @@ pub enum CopyError {
         /// Blocks of the caches.
         rows: usize,
     },
-    /// A mapping between caches is to be run within some, or the other way round.
+    /// A mapping between caches was run within caches, or the other way round.
     #[error("a mapping by the rule {rule:?} cannot be run {place}")]
     Place {
         /// Its rule.
@@ -51,7 +51,7 @@ pub enum CopyError {
         /// Where it cannot be run.
         place: &'static str,
     },
-    /// There are not as many caches to write as to read.
+    /// The numbers of caches to read and to write differ.
     #[error("{read} caches are to be copied to {written}")]
     Caches {
         /// Caches that are read.
@@ -85,7 +85,7 @@ pub enum CopyError {
         /// Place among those that are written.
         written: usize,
     },
-    /// There is no memory for what has to be set aside.
+    /// There is not enough memory to set rows aside.
     #[error("asked for {bytes} bytes, which the system does not have")]
     OutOfMemory {
         /// Bytes that were asked for.

@@ -1,10 +1,10 @@
-//! Copies several pieces of memory at once, a line of each in turn.
+//! Copies several pieces of memory at once, one line of each in turn.
 //!
-//! One piece after another would wait at each page, since a processor prefetches within a page only.
+//! Copying one piece after another would stall at each page, since processors prefetch only within a page.
 
 use crate::pieces::Piece;
 
-/// Long runs are cut into pieces of this size, so that there are several at a time.
+/// Long runs are split into pieces of this size, so that there are several at a time.
 pub(crate) const PIECE_BYTES: usize = 64 << 10;
 
 /// Bytes of a line of the processor's caches.
@@ -13,7 +13,7 @@ pub(crate) const LINE: usize = 64;
 /// Pieces at a time.
 pub(crate) const LANES: usize = 4;
 
-/// Whole lines of a piece that are still to be done; those of `to` begin where lines of memory do.
+/// Remaining whole lines of a piece; those of `to` are aligned.
 #[derive(Clone, Copy)]
 struct Lane {
     from: *mut u8,
@@ -58,7 +58,7 @@ pub(crate) fn in_lanes<const LANES: usize>(
     }
 }
 
-/// Does what lies before the first whole line and behind the last.
+/// Handles the bytes before the first whole line and after the last.
 fn begin(piece: Piece, odd: &impl Fn(Piece)) -> Lane {
     let head = piece.to.align_offset(LINE).min(piece.bytes);
     let lines = (piece.bytes - head) / LINE;

@@ -1,7 +1,8 @@
 //! Copies and exchanges rows of paged caches in host memory, at the memory's speed.
 //!
-//! A cache is [`Rows`]: one row a block, of one width, a stride apart. One call covers all [`Caches`] of a model; threads
-//! share large calls. Copies larger than the processor's caches read several rows at once and write past the caches.
+//! A cache is [`Rows`]: one row per block, of equal width, a stride apart. One call covers all [`Caches`] of a model;
+//! threads share large calls. Copies larger than the processor's caches read several rows at once and bypass the caches
+//! when writing.
 //!
 //! The maker of [`Rows`] promises that the memory exists. Everything else is checked once, before the first byte moves: a
 //! [`Mapping`] when it is made (ids are in range, no block is written twice or both read and written), [`Caches`] when they

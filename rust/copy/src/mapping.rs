@@ -1,17 +1,17 @@
-//! Mappings of blocks: checked once, where they enter, and put into the order in which they can be carried out.
+//! Mappings of blocks: checked once, on entry, and put into a safe execution order.
 
 use crate::error::CopyError;
 
-/// What a mapping does to the blocks that it names.
+/// What a mapping does to its blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MappingRule {
     /// Copies from one cache to another: no block is written twice.
     Swap,
-    /// Copies within a cache: besides, no block is both read and written.
+    /// Copies within a cache: in addition, no block is both read and written.
     Copy,
-    /// Moves within a cache, as if all blocks were read before the first is written: chains and rings are legal.
+    /// Moves within a cache, as if all blocks were read before any is written: chains and rings are allowed.
     Move,
-    /// Lets the two blocks of each pair change places: no block is named twice.
+    /// Swaps the two blocks of each pair: no block is named twice.
     Exchange,
 }
 
@@ -31,17 +31,17 @@ impl MappingRule {
     }
 }
 
-/// As the target of a step: its source is set aside. As the source: what was set aside is written.
+/// As the target of a step: set the source aside. As the source: write the row that was set aside.
 pub const ASIDE: u32 = u32::MAX;
 
-/// A ring of more blocks is cut into shorter ones: a launch on a device holds a limited number of steps.
+/// A longer ring is split into shorter ones: a launch on a device holds a limited number of steps.
 pub const MAX_RING: usize = 512;
 
 /// A pair whose two ids are this is padding in an exchange.
 const PADDING: i64 = -1;
 
-/// Steps in groups. Those of a group run one after the other, as each may overwrite what the one before has read; groups
-/// have no block in common.
+/// Steps in groups. Steps of a group run one after the other, as each may overwrite what the previous one has read;
+/// groups have no block in common.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Steps {
     /// `[from, to]`, of which one may be [`ASIDE`].
@@ -61,8 +61,8 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Checks pairs against the numbers of blocks that can be read and written. Padding of an exchange and moves of a block
-    /// onto itself are left out.
+    /// Checks pairs against the numbers of blocks that can be read and written. Drops the padding of an exchange and
+    /// moves of a block onto itself.
     ///
     /// # Errors
     /// An id is out of range, or the pairs break the rule.
@@ -111,19 +111,19 @@ impl Mapping {
         self.rule
     }
 
-    /// The pairs, in the order of their targets: no other merges into fewer runs. Those of an exchange keep their order.
+    /// The pairs, sorted by target, which merges into the fewest runs. Those of an exchange keep their order.
     #[must_use]
     pub fn pairs(&self) -> &[[u32; 2]] {
         &self.pairs
     }
 
-    /// Blocks that there must be to read and to write: one more than the highest that is named.
+    /// Required numbers of blocks to read and to write: one more than the highest id.
     #[must_use]
     pub const fn reach(&self) -> [usize; 2] {
         self.reach
     }
 
-    /// The order of moves that depend on one another; none where the pairs can be made in any order.
+    /// The order of moves that depend on one another; `None` if any order will do.
     #[must_use]
     pub const fn order(&self) -> Option<&Steps> {
         self.order.as_ref()
@@ -146,8 +146,8 @@ impl Mapping {
         }
     }
 
-    /// Mappings of at most `most` pairs, to be carried out one after the other; moves that depend on one another stay
-    /// together.
+    /// Splits into mappings of at most `most` pairs, to carry out one after the other; moves that depend on one another
+    /// stay together.
     #[must_use]
     pub fn split(&self, most: usize) -> Vec<Self> {
         if self.order.is_some() || self.pairs.len() <= most.max(1) {
@@ -193,7 +193,7 @@ fn check_unread(entries: &[[i64; 2]], pairs: &[[u32; 2]]) -> Result<(), CopyErro
 /// The place of the pair that writes a block, among pairs ordered by target.
 fn writer(pairs: &[[u32; 2]], block: u32) -> Option<usize> {
     let [first, last] = [pairs.first()?[1], pairs.last()?[1]];
-    // Most mappings read blocks that lie apart from those they write, or write blocks that lie side by side.
+    // Most mappings read and write separate ranges, or write adjacent blocks.
     if !(first..=last).contains(&block) {
         return None;
     }
@@ -212,14 +212,14 @@ fn order(pairs: &[[u32; 2]]) -> Option<Steps> {
     let mut moves = Moves::new(pairs, overwrites);
     let mut made = Vec::with_capacity(pairs.len());
     for first in 0..pairs.len() {
-        // A move that has become possible may make possible the one that overwrites what it has read.
+        // A move that becomes possible may unblock the move that overwrites its source.
         let mut next = Some(first);
         while let Some(at) = next.filter(|&at| !moves.made[at] && moves.unread[at] == 0) {
             made.push((at, false));
             next = moves.make(at);
         }
     }
-    // What is left lies on rings, each of which is made at one go: a move of it stands for all.
+    // The remaining moves form rings, each of which is handled at once, represented by any of its moves.
     for first in 0..pairs.len() {
         if moves.made[first] {
             continue;
@@ -244,12 +244,12 @@ fn order(pairs: &[[u32; 2]]) -> Option<Steps> {
     Some(order)
 }
 
-/// What moves are to one another, each by its place in the list.
+/// Dependencies between moves, by their index in the list.
 struct Moves<'a> {
     pairs: &'a [[u32; 2]],
     /// The move that writes what one reads.
     overwrites: Vec<Option<usize>>,
-    /// Moves that have yet to read what one writes.
+    /// Number of moves that have yet to read the target of each.
     unread: Vec<u32>,
     made: Vec<bool>,
     /// A move of the same group; the root of a group is its own.
@@ -270,7 +270,7 @@ impl<'a> Moves<'a> {
         moves
     }
 
-    /// The move that stands for the group of one.
+    /// The root move of a move's group.
     fn root(&mut self, mut at: usize) -> usize {
         while self.parent[at] != at {
             self.parent[at] = self.parent[self.parent[at]];
@@ -279,7 +279,7 @@ impl<'a> Moves<'a> {
         at
     }
 
-    /// Makes a move; returns the one that writes what it has read, if nobody else has yet to read that.
+    /// Performs a move; returns the move that overwrites its source, if no other move has yet to read that.
     fn make(&mut self, at: usize) -> Option<usize> {
         self.made[at] = true;
         let writer = self.overwrites[at]?;

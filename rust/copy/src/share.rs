@@ -6,7 +6,7 @@ use std::thread;
 /// Fewer bytes are not worth a thread.
 const BYTES_PER_THREAD: usize = 2 << 20;
 
-/// About as many bytes are taken at a time: some threads run late.
+/// Approximate bytes taken at a time, as some threads start late.
 const BYTES_PER_PART: usize = 1 << 20;
 
 /// Calls `work` with each cache and each part of the list, on up to `threads` threads; `bytes` are those of one entry in one
@@ -34,7 +34,7 @@ pub(crate) fn share<T: Sync>(
     };
     thread::scope(|scope| {
         for _ in 1..threads {
-            // Without one more thread those there are do its part.
+            // If no thread can be started, the existing ones do its part.
             let _ = thread::Builder::new().name("blockyard-copy".to_owned()).spawn_scoped(scope, take);
         }
         take();
