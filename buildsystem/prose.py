@@ -30,7 +30,6 @@ PENDING: Final = (
     "rust/core/Cargo.toml",
     "rust/core/fuzz/",
     "rust/core/tests/",
-    "rust/redis/",
     "rust/store/",
 )
 # Generated, or the list itself.

@@ -1,7 +1,7 @@
-//! `Client`: as many connections as calls run at once.
+//! `Client`: a pool with one connection per concurrent call.
 //!
-//! A connection whose call failed is not used again: a late answer would be taken for that of the next call. One lock, of
-//! the idle connections; nobody waits for a server under it.
+//! A connection whose call failed is not reused, as a late answer would be mistaken for that of the next call. One lock
+//! guards the idle connections; it is never held while waiting for a server.
 
 use crate::connection::{Command, Connection, Got, Group, Put, Ran, Server, Split};
 use crate::error::Result;
@@ -16,21 +16,22 @@ pub struct Client {
 }
 
 impl Client {
-    /// Makes a client; it connects when it is first used.
+    /// Creates a client, which connects on first use.
     ///
     /// # Errors
-    /// A file of certificates cannot be read, or has none.
+    /// A certificate file cannot be read, or is empty.
     pub fn new(options: Options) -> Result<Self> {
         Ok(Self { server: options.server()?, options, idle: Mutex::default() })
     }
 
-    /// Stores values under names, for good or for `ttl_ms`.
+    /// Stores values under names, permanently or for `ttl_ms`.
     ///
-    /// With groups, which follow each other and cover all values, the values of each group and the group's command are one
-    /// transaction: the command runs last, and nobody sees a part. In a cluster, all keys of a group must be in one slot.
+    /// With groups, which are consecutive and cover all values, the values of each group and the group's command are
+    /// one transaction: the command runs last, and no client sees a part of it. In a cluster, all keys of a group must
+    /// be in one slot.
     ///
-    /// Returns the answers to the groups' commands, and whether the server took each value. Values of a node of a cluster
-    /// that does not answer are not taken, while other nodes live; the reason is returned too.
+    /// Returns the answers to the groups' commands, and whether the server took each value. If a cluster node does not
+    /// answer while others do, its values are not stored; the reason is returned too.
     ///
     /// # Errors
     /// The server cannot be reached, or is silent for too long.
@@ -41,12 +42,12 @@ impl Client {
         self.with(|connection| connection.put(groups, names, values, ttl_ms))
     }
 
-    /// Reads values, each into a head and a row, as many as names. A value of another length leaves both as they are,
-    /// unless it is shorter and `varies` is set: then zeros follow it in its row. `first` are
-    /// commands that run before, in the same round trip.
+    /// Reads one value per name, each into a head and a row. A value of another length leaves both unchanged, unless it
+    /// is shorter and `varies` is set: then its row is padded with zeros. `first` are commands that run before, in the
+    /// same round trip.
     ///
-    /// Returns the answers to these, and whether there was each value. Those of a node of a cluster that does not answer are
-    /// as if absent, while other nodes live; the reason is returned too.
+    /// Returns the answers to these, and whether each value exists. If a cluster node does not answer while others do,
+    /// its values count as absent; the reason is returned too.
     ///
     /// # Errors
     /// The server cannot be reached, is silent for too long, or refuses to read a value.
@@ -57,8 +58,8 @@ impl Client {
         self.with(|connection| connection.get(first, names, rows, varies))
     }
 
-    /// Runs commands. Returns what the server answers, and why some nodes of a cluster do not. In a cluster, the second word of each is its key,
-    /// or the fourth of an `EVAL`, or the third of a `CLUSTER` command its slot.
+    /// Runs commands. Returns the answers, and why some nodes of a cluster did not answer. In a cluster, the second
+    /// word of each is its key, or the fourth of an `EVAL`, or the third of a `CLUSTER` command its slot.
     ///
     /// # Errors
     /// The server cannot be reached, or is silent for too long. The answer to a refused command is
@@ -70,13 +71,13 @@ impl Client {
         self.with(|connection| connection.run(commands))
     }
 
-    /// Closes the connections that no call uses; the client may be used again.
+    /// Closes idle connections; the client stays usable.
     pub fn close(&self) {
         let idle = std::mem::take(&mut *self.idle());
         drop(idle);
     }
 
-    /// Lets a call use a connection. It is called once more if the server had closed an idle one.
+    /// Runs a call with a connection, and retries it once if the server had closed an idle one.
     fn with<R>(&self, mut call: impl FnMut(&mut Connection) -> Result<R>) -> Result<R> {
         let idle = self.idle().pop();
         if let Some(connection) = idle {

@@ -1,8 +1,8 @@
 //! `Cluster`: which node has which slots, and which nodes are lost. `Nodes`: a connection to each, for one call at a time.
 //!
-//! A lost node loses its own commands alone; the pipeline of the crate's cluster connection would fail with one. What is
-//! sent and received, and the slot of a name, are the crate's. One lock, of what is known; nobody waits for a server under
-//! it.
+//! A lost node fails only its own commands; the pipeline of the crate's cluster connection would fail as a whole.
+//! Encoding, decoding and the slot of a name come from the crate. One lock guards the shared knowledge; it is never
+//! held while waiting for a server.
 
 use crate::error::{Error, Result};
 use crate::transaction::last_answer;
@@ -15,13 +15,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Slots may move while a command is under way: how often it is sent.
+/// Maximum number of times to send a command, as slots may move while it is in flight.
 const SENDS: usize = 4;
 
-/// How long a lost node is left alone.
+/// How long to wait before probing a lost node.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// What all connections know of the cluster.
+/// Knowledge of the cluster shared by all connections.
 pub(crate) struct Cluster {
     info: ConnectionInfo,
     tls: Option<TlsCertificates>,
@@ -49,7 +49,7 @@ pub(crate) struct Nodes {
     open: HashMap<NodeAddress, redis::Connection>,
 }
 
-/// What a call has brought so far.
+/// The results of a call so far.
 struct Call {
     until: Instant,
     answers: Vec<Option<Value>>,
@@ -58,7 +58,7 @@ struct Call {
     why: Option<String>,
 }
 
-/// Commands that go to the node of one slot together: one alone, or a transaction, whose last answer counts.
+/// Commands sent together to the node of one slot: a single one, or a transaction, whose last answer counts.
 pub(crate) struct Unit {
     pub(crate) slot: Slot,
     pub(crate) commands: Vec<Cmd>,
@@ -71,7 +71,7 @@ impl Unit {
     }
 }
 
-/// A unit to send, by its number; where to, if its slot has moved, and whether the slot is still moving.
+/// A unit to send, by number; the destination if its slot has moved, and whether the slot is still moving.
 #[derive(Clone)]
 struct Todo {
     index: usize,
@@ -81,7 +81,7 @@ struct Todo {
     is_asking: bool,
 }
 
-/// The units that one node gets.
+/// The units for one node.
 struct Part {
     node: NodeAddress,
     packed: Vec<u8>,
@@ -130,7 +130,7 @@ impl Cluster {
         why
     }
 
-    /// Asks lost nodes whether they are back, in threads of their own: no call waits for them.
+    /// Probes lost nodes in background threads, so that no call waits for them.
     fn probe(self: &Arc<Self>) {
         let now = Instant::now();
         let mut known = self.known();
@@ -154,7 +154,7 @@ impl Cluster {
 }
 
 impl Nodes {
-    /// Runs `count` units. Returns the answer to each, None where the node does not answer, and the reason.
+    /// Runs `count` units. Returns the answer to each, `None` if its node does not answer, and the reason.
     ///
     /// # Errors
     /// No node answers.
@@ -194,7 +194,7 @@ impl Nodes {
         }
     }
 
-    /// Asks a node that lives which of them has which slots, if that may have changed.
+    /// Asks a live node for the slot assignment, if it may have changed.
     fn learn(&mut self, call: &mut Call) -> Result<()> {
         let mut nodes: Vec<NodeAddress> = {
             let mut known = self.cluster.known();
@@ -230,7 +230,7 @@ impl Nodes {
         Ok(())
     }
 
-    /// Packs what is to do for each node, the first unit's first; what is a lost node's is done.
+    /// Groups the pending units by node, the first unit's node first; units of lost nodes are finished.
     fn sort(&self, call: &mut Call, make: &impl Fn(usize) -> Unit) -> Vec<Part> {
         let known = self.cluster.known();
         let nodes = known.nodes.clone();
@@ -297,7 +297,8 @@ impl Nodes {
         self.connection(node)?.recv_response()
     }
 
-    /// Takes an answer, or sends the unit where its slot has moved. A transaction cannot run while its slot is moving.
+    /// Takes an answer, or resends the unit to where its slot has moved. A transaction cannot run while its slot is
+    /// moving.
     fn take(&self, todo: &Todo, value: Value, call: &mut Call) {
         let Value::ServerError(error) = &value else {
             call.answers[todo.index] = Some(value);
@@ -335,7 +336,7 @@ impl Nodes {
         }
     }
 
-    /// How long a node may be silent: once one has taken all of the call's time, the others have had it too.
+    /// How long a node may be silent: once one has used up the call's time, it is used up for all.
     fn left(&self, call: &Call) -> Duration {
         call.until.saturating_duration_since(Instant::now()).max(self.cluster.timeout / 4)
     }
@@ -345,8 +346,8 @@ impl Nodes {
     }
 }
 
-/// Reads the answer to CLUSTER SLOTS: first slot, last slot, and the primary's host and port. A node that does not know
-/// its own name is the one that was asked.
+/// Reads the answer to CLUSTER SLOTS: first slot, last slot, and the primary's host and port. A node without a name is
+/// the one that was asked.
 fn slots_of(answer: Value, asked: &str) -> HashMap<Slot, NodeAddress> {
     let mut nodes = HashMap::new();
     let Value::Array(ranges) = answer else { return nodes };

@@ -1,4 +1,4 @@
-//! One connection, to a server or to all nodes of a cluster.
+//! A connection to a server or to all nodes of a cluster.
 
 use crate::cluster::{Cluster, Nodes, Unit};
 use crate::error::Result;
@@ -8,28 +8,28 @@ use redis::{Client, Cmd, RedisResult, Value, cmd};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Bytes of a command around its value, about.
+/// Approximate bytes of a command besides its value.
 const AROUND: usize = 256;
 
-/// Where the first bytes of a value go, and where the others.
+/// Destinations of a value's first bytes and of the rest.
 pub type Split<'a> = (&'a mut [u8], &'a mut [u8]);
 
 /// The words of a command, at least one.
 pub type Command = Vec<Vec<u8>>;
 
-/// Answers to the commands of groups, whether each value was taken, and why some nodes of a cluster did not answer.
+/// Answers to the groups' commands, whether each value was stored, and why some nodes of a cluster did not answer.
 pub type Put = (Vec<Answer>, Vec<bool>, Option<String>);
 
 /// Answers to commands, and why some nodes of a cluster did not answer.
 pub type Ran = (Vec<Answer>, Option<String>);
 
-/// How many values are stored in one transaction, and the command that runs there after them.
+/// Number of values stored in one transaction, and the command that runs after them.
 pub type Group = (usize, Command);
 
-/// Answers to commands, whether there was each value, and why some nodes of a cluster did not answer.
+/// Answers to commands, whether each value exists, and why some nodes of a cluster did not answer.
 pub type Got = (Vec<Answer>, Vec<bool>, Option<String>);
 
-/// Where connections are made to.
+/// The server or cluster to connect to.
 pub(crate) enum Server {
     Single(Box<Client>),
     Cluster(Arc<Cluster>),
@@ -41,10 +41,10 @@ pub(crate) enum Connection {
     Cluster(Nodes),
 }
 
-/// What a server answered to a command.
+/// A server's answer to a command.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Answer {
-    /// Nothing is there; or the node of a cluster that would know does not answer, while others do.
+    /// There is no value; or its cluster node does not answer, while others do.
     Nil,
     /// A number.
     Int(i64),
@@ -71,7 +71,7 @@ impl Server {
 }
 
 impl Connection {
-    /// Stores values under names, as `Client::put` says.
+    /// Stores values under names; see `Client::put`.
     pub(crate) fn put(
         &mut self,
         groups: &[Group],
@@ -124,7 +124,7 @@ impl Connection {
         }
     }
 
-    /// Runs commands, then reads values into heads and rows, as `Client::get` says.
+    /// Runs commands, then reads values into heads and rows; see `Client::get`.
     pub(crate) fn get(
         &mut self,
         first: &[Command],

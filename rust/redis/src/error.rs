@@ -1,4 +1,4 @@
-//! What may go wrong. Messages have no user name and no password but what a server quotes.
+//! Errors. Messages contain no user name or password, unless the server quotes it.
 
 use redis::{ErrorKind, RedisError};
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ pub enum Error {
     File {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         error: std::io::Error,
     },
     /// The server cannot be reached, has gone, or does not answer in time.

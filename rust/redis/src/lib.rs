@@ -1,11 +1,11 @@
-//! Connections to Redis and Valkey servers and clusters: what the Redis store asks of them.
+//! Connections to Redis and Valkey servers and clusters, for the Redis store.
 //!
 //! ```text
 //! options -> client (a pool) -> connection of the crate `redis`, or cluster: one to each node
 //! ```
 //!
-//! Values come from the caller's rows, and answers go into the caller's rows. Nothing here knows what the values
-//! mean: whoever reads them checks them. A call blocks for as long as the options allow between two bytes of an answer.
+//! Values come from the caller's rows, and answers go into the caller's rows. Values are opaque here: the caller
+//! verifies them. The options limit how long a call blocks between two bytes of an answer.
 #![forbid(unsafe_code)]
 
 mod client;

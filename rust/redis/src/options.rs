@@ -1,4 +1,4 @@
-//! Where a server is, who we are there, and how long we wait for it.
+//! Address of a server, credentials and timeouts.
 
 use crate::cluster::Cluster;
 use crate::connection::Server;
@@ -27,7 +27,7 @@ pub enum Address {
 /// PEM files for an encrypted connection.
 #[derive(Clone, Debug, Default)]
 pub struct Tls {
-    /// Authorities that the server's certificate may be from; those of the system if none.
+    /// Certificate authorities for the server's certificate; the system's if `None`.
     pub ca: Option<PathBuf>,
     /// Our certificate.
     pub cert: Option<PathBuf>,
@@ -35,7 +35,7 @@ pub struct Tls {
     pub key: Option<PathBuf>,
 }
 
-/// How to connect. It has no `Debug`: it holds a password.
+/// Connection options. No `Debug`, since it holds a password.
 #[derive(Clone)]
 pub struct Options {
     /// Where to.
@@ -50,7 +50,8 @@ pub struct Options {
     pub db: i64,
     /// How long connecting may take.
     pub connect_timeout: Duration,
-    /// How long the server may stay silent. All silent nodes of a cluster share it, each has a quarter at least.
+    /// How long the server may stay silent. Shared by all silent nodes of a cluster, each of which gets at least a
+    /// quarter.
     pub timeout: Duration,
 }
 
@@ -72,7 +73,7 @@ impl Options {
                 (address, Some(tls.read()?))
             }
         };
-        // Without it the end of a value would wait for the server to acknowledge its beginning.
+        // Otherwise the end of a value would wait for the server to acknowledge its beginning.
         let tcp = TcpSettings::default().set_nodelay(true);
         let info = address.into_connection_info()?.set_redis_settings(user).set_tcp_settings(tcp);
         match tls {
@@ -87,7 +88,7 @@ impl Tls {
     fn read(&self) -> Result<TlsCertificates> {
         let read = |path: &Path| std::fs::read(path).map_err(|error| Error::File { path: path.to_owned(), error });
         let cert = self.cert.as_deref().map(read).transpose()?;
-        // A file of a certificate may have its key too.
+        // A certificate file may include the key.
         let key = self.key.as_deref().or(self.cert.as_deref()).map(read).transpose()?;
         let client_tls = cert.zip(key).map(|(client_cert, client_key)| ClientTlsConfig { client_cert, client_key });
         Ok(TlsCertificates { client_tls, root_cert: self.ca.as_deref().map(read).transpose()? })

@@ -1,14 +1,14 @@
 //! `Transaction`: values, and a command that runs after them, in one step at the server.
 //!
-//! The values are queued before the server runs anything, and are not copied for that. A client that is killed in between
-//! leaves nothing behind.
+//! The values are queued, without a copy, before the server runs anything. A client killed in between leaves nothing
+//! behind.
 
 use crate::cluster::Unit;
 use crate::connection::{Answer, Command, Group, answer, command, set};
 use redis::cluster_routing::Slot;
 use redis::{Cmd, Value, cmd};
 
-/// A group of values on its way.
+/// A group of values being stored.
 pub(crate) struct Transaction<'a> {
     names: &'a [Vec<u8>],
     values: &'a [&'a [u8]],
@@ -17,7 +17,7 @@ pub(crate) struct Transaction<'a> {
 }
 
 impl<'a> Transaction<'a> {
-    /// The transactions of groups, whose values follow each other. All keys of one are in the slot of its first name.
+    /// The transactions of consecutive groups. All keys of a transaction are in the slot of its first name.
     pub(crate) fn of_groups(
         groups: &'a [Group],
         names: &'a [Vec<u8>],
@@ -39,12 +39,12 @@ impl<'a> Transaction<'a> {
         std::iter::once(cmd("MULTI")).chain(sets).chain([command(self.last), cmd("EXEC")])
     }
 
-    /// How many commands it has; each gets an answer.
+    /// Number of commands; each gets an answer.
     pub(crate) fn num_commands(&self) -> usize {
         self.names.len() + 3
     }
 
-    /// Itself, for a cluster.
+    /// The transaction as a unit for a cluster.
     pub(crate) fn unit(&self) -> Unit {
         let slot = self.names.first().map_or_else(|| Slot::for_key([]), Slot::for_key);
         Unit { slot, commands: self.commands().collect() }
