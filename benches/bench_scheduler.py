@@ -57,15 +57,18 @@ class Load:
         waiting: requests that wait behind them.
         turnover: whether 1 % of the sequences end in each step, and as many start.
         prefix_caching: of manager and scheduler.
+
+    Attributes:
+        manager: of its blocks.
     """
 
     def __init__(self, running: int, *, waiting: int = 0, turnover: bool = False, prefix_caching: bool = True) -> None:
         self._rng = np.random.default_rng(0)
         self._life = LIFE if turnover else LONGEST
         blocks = running * ((PROMPT + LONGEST) // BLOCK_SIZE + 2) + 200
-        self._manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, prefix_caching=prefix_caching)
+        self.manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, prefix_caching=prefix_caching)
         budget = 8192 if running < 2000 else 16384
-        self._scheduler = Scheduler(self._manager, max_num_seqs=running, max_num_batched_tokens=budget)
+        self._scheduler = Scheduler(self.manager, max_num_seqs=running, max_num_batched_tokens=budget)
         self._added = 0
         for i in range(running):
             self._add(max(2, LIFE * (i + 1) // running) if turnover else LONGEST)

@@ -44,6 +44,7 @@ __all__ = [
     "PrefixHit",
     "PreparedStore",
     "RedisClient",
+    "Residency",
     "ResizeProgress",
     "Sequence",
     "SlabReport",
@@ -877,6 +878,20 @@ class Prefix:
             salt: the tenant; None for prompts without a salt.
         Returns:
             `(blocks, quota)`; None for a tenant that never had a quota.
+        """
+    def sample_residency(self, sample_rate: float) -> None:
+        """Measure from now on how long blocks stay cached, on a sample of them; see `residency`.
+
+        Args:
+            sample_rate: part of the blocks that is measured, above 0 to 1.
+        Raises:
+            InvalidArgumentError: the rate is out of range.
+        """
+    def residency(self) -> dict[str, Residency]:
+        """Return how long sampled blocks stayed cached, since `sample_residency`.
+
+        Returns:
+            `Residency` of the tiers that cache: `"device"` and `"host"`.
         """
     def take_events(self) -> EventBatch:
         """Take all events that wait: blocks stored, removed, the cache cleared. A router follows the cache with them.
@@ -2456,6 +2471,27 @@ class DefragReport:
     def dropped(self) -> int:
         """Cached blocks that were dropped."""
     def __len__(self) -> int: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+
+@final
+class Residency:
+    """How long the sampled blocks of a tier stayed cached. Each is how many fell into each range, and their sum in
+    seconds.
+    """
+
+    @property
+    def bounds(self) -> list[float]:
+        """Upper ends of the ranges in seconds; the last range has no end."""
+    @property
+    def lifetime(self) -> tuple[list[int], float]:
+        """From when a block could be found to its eviction."""
+    @property
+    def idle_before_evict(self) -> tuple[list[int], float]:
+        """From when a block was last used to its eviction."""
+    @property
+    def reuse_gap(self) -> tuple[list[int], float]:
+        """From when nothing used a block any more to when a prompt did again."""
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
 

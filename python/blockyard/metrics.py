@@ -6,8 +6,8 @@
     REGISTRY.register(Collector(cache, scheduler, labels={"engine": "0"}))
     start_http_server(9400)
 
-Nothing is counted for it: a scrape reads the counters that the objects keep anyway.
-`docs/operate/metrics.md` lists them.
+A scrape reads the counters that the objects keep anyway. Only how long blocks stay cached is measured for it, on a
+sample of the blocks. `docs/operate/metrics.md` lists the metrics.
 """
 
 from __future__ import annotations
@@ -165,18 +165,21 @@ class Collector:
         sources: objects of this process that belong together: a `KVCache`, which brings its manager and its stores, a
             `Scheduler`, which brings its manager, a `BlockManager`, an `OffloadManager`, or stores.
         labels: of every metric, to tell several collectors of a registry apart.
+        sample_rate: part of the blocks of which is measured how long they stay cached, above 0 to 1.
         tenants: tenants whose quotas are exported: salts by what stands in the label `tenant`; None as a salt is for
             prompts without one. A scrape waits for the prefix store to know what they keep there.
 
     Raises:
         ImportError: prometheus-client is not installed; raised on import.
-        InvalidArgumentError: a source is none of these, or two of them have the same part each.
+        InvalidArgumentError: a source is none of these, two of them have the same part each, or the rate is out of
+            range.
     """
 
     def __init__(
         self,
         *sources: _Source,
         labels: Mapping[str, str] | None = None,
+        sample_rate: float = 0.01,
         tenants: Mapping[str, bytes | None] | None = None,
     ) -> None:
         self._labels = dict(labels or {})
@@ -186,6 +189,8 @@ class Collector:
         self._seconds: dict[str, dict[str, Histogram]] = {}
         for source in sources:
             self._add(source)
+        if "manager" in self._objects:
+            self._objects["manager"].prefix.sample_residency(sample_rate)
 
     def collect(self) -> Iterator[Metric]:
         """Give all metrics, as of now."""
@@ -193,6 +198,7 @@ class Collector:
             stats = manager.stats()
             yield from self._gauges(_MANAGER_GAUGES, {"": stats})
             yield from self._counters(_MANAGER_COUNTERS, {"": stats})
+            yield from self._of_residency(manager)
         if (scheduler := self._objects.get("scheduler")) is not None:
             yield from self._gauges(_SCHEDULER_GAUGES, {"": scheduler})
             yield from self._counters(_SCHEDULER_COUNTERS, {"": scheduler.stats()})
@@ -245,6 +251,16 @@ class Collector:
     def _keep_store(self, name: str, store: ExternalStore) -> None:
         if self._stores.setdefault(name, store) is not store:
             raise InvalidArgumentError(f"two stores would have the label {name!r}: give each a Collector, and labels")
+
+    def _of_residency(self, manager: BlockManager) -> Iterator[Metric]:
+        found = manager.prefix.residency()
+        for name, text in (
+            ("lifetime", "How long sampled blocks were cached before they were evicted."),
+            ("idle_before_evict", "How long sampled blocks lay unused before they were evicted."),
+            ("reuse_gap", "How long sampled blocks lay unused before a prompt used them again."),
+        ):
+            rows = {(tier,): (stays.bounds, *getattr(stays, name)) for tier, stays in found.items()}
+            yield self._histogram(f"kv_block_{name}_seconds", text, ("tier",), rows)
 
     def _of_transfers(self) -> Metric:
         rows = {

@@ -16,6 +16,7 @@ from blockyard._core import (
     Pool,
     Prefix,
     PrefixHit,
+    Residency,
     ResizeProgress,
     Sequence,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "Pool",
     "Prefix",
     "PrefixHit",
+    "Residency",
     "ResizeProgress",
     "Sequence",
 ]

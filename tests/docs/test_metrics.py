@@ -29,7 +29,7 @@ def scrape(
 ) -> dict[tuple[str, str], dict[str, float]]:
     """What Prometheus reads: a value by (metric, the labels but ours); a histogram's samples each by its own name."""
     registry = CollectorRegistry()
-    registry.register(Collector(*sources, labels=labels, tenants=tenants))
+    registry.register(Collector(*sources, labels=labels, sample_rate=1.0, tenants=tenants))
     found = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
@@ -146,10 +146,29 @@ def test_a_manager_or_a_store_alone_has_its_own(tmp_path: Path):
         with other, pytest.raises(InvalidArgumentError, match="two stores would have the label 'SlabStore'"):
             Collector(store, other)
     assert ("offload_chunks", key()) in scrape(OffloadManager(2))
+    with pytest.raises(InvalidArgumentError, match=r"sample_rate is 1\.5, must be above 0 and at most 1"):
+        Collector(manager, sample_rate=1.5)
     with pytest.raises(InvalidArgumentError, match="two sources have a manager each"):
         Collector(manager, BlockManager(block_size=4, device_blocks=6))
     with pytest.raises(InvalidArgumentError, match="a source is 7, must be a KVCache"):
         Collector(7)  # type: ignore[arg-type]
+
+
+def test_blocks_that_are_hit_and_evicted_leave_how_long_they_stayed():
+    manager = BlockManager(block_size=4, device_blocks=4, prefix_caching=True)
+    registry = CollectorRegistry()
+    registry.register(Collector(manager, sample_rate=1.0))
+    for prompt in ([1] * 9, [1] * 9, [2] * 13):
+        sequence = manager.allocate(prompt)
+        decision = manager.take_decision()
+        manager.mark_computed([sequence])
+        manager.complete(decision.ticket)
+        manager.free([sequence])
+    counts = [
+        registry.get_sample_value(f"blockyard_kv_block_{name}_seconds_count", {"tier": "device"})
+        for name in ("reuse_gap", "lifetime", "idle_before_evict")
+    ]
+    assert counts == [2, 2, 2]
 
 
 def test_a_store_that_returns_damage_or_does_not_answer_shows(cache: KVCache, monkeypatch: pytest.MonkeyPatch):

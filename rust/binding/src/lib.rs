@@ -56,7 +56,7 @@ mod _core {
     #[pymodule_export]
     use crate::manager::sequence::PySequence;
     #[pymodule_export]
-    use crate::manager::stats::{PyFragmentation, PyManagerStats};
+    use crate::manager::stats::{PyFragmentation, PyManagerStats, PyResidency};
     #[pymodule_export]
     use crate::observer::{PyBlockObserver, PyMovePlan};
     #[pymodule_export]

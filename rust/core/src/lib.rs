@@ -38,6 +38,7 @@ pub use id::{BlockId, JobId, PinId, SequenceId, TicketId, Tier};
 pub use manager::{Config, Manager, Resize, Stats, TierUse};
 pub use pool::Policies;
 pub use prefix::evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
+pub use prefix::{Histogram, RESIDENCY_SECONDS, Residency};
 pub use reuse::ReuseOrder;
 pub use sequence::{BlockExtra, Counts, Demand, HashedPrompt, PrefixHit, PrefixStats, Prompt, TableRows};
 pub use tiers::StoreWrites;

@@ -102,6 +102,7 @@ impl World {
         }
         if prefix_caching {
             manager.record_events(1 << 16).unwrap();
+            manager.sample_residency(0.5);
         }
         let memory = blocks.map(|n| vec![GARBAGE; n]);
         let resized = manager.resize_progress();

@@ -37,7 +37,7 @@ named! {
     limit lookahead lora_id lost max_block_sliding_window max_blocks max_bytes max_events max_moves max_open_tickets max_pinned memory misses most moves names namespace
     now num_blocks num_bytes num_chunks num_computed_slots num_cpu_blocks num_empty_slots num_external_blocks num_gpu_blocks
     num_lookahead_slots num_slots num_threads num_tokens number pending_bytes per_block pin plain port
-    prefix_caching priority read_blocks read_bytes rows rule sequence sequences shared_tokens size sizes slack slot src_blocks
+    prefix_caching priority read_blocks read_bytes rows rule sample_rate sequence sequences shared_tokens size sizes slack slot src_blocks
     tenant threads ticket timeout timeout_base token_ids transfers ttl_ms watermark window written_blocks written_bytes
 }
 

@@ -9,7 +9,8 @@ use blockyard_core::{Manager, SequenceId, memory as core_memory};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 /// One manager behind one lock.
 #[derive(Clone)]
@@ -21,7 +22,12 @@ impl Shared {
     }
 
     pub(crate) fn lock(&self) -> Guard<'_, Manager> {
-        lock(&self.0)
+        let mut manager = lock(&self.0);
+        if manager.samples_residency() {
+            static EPOCH: OnceLock<Instant> = OnceLock::new();
+            manager.set_time(EPOCH.get_or_init(Instant::now).elapsed());
+        }
+        manager
     }
 
     /// Calls with the lock held. For what lends memory of the caller's: none is lent while this thread waits.

@@ -1,6 +1,6 @@
 //! `ManagerStats`: all counters in one object.
 
-use blockyard_core::{Kind, Stats, TicketId, Tier, TierUse};
+use blockyard_core::{Histogram, Kind, RESIDENCY_SECONDS, Residency, Stats, TicketId, Tier, TierUse};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::BTreeMap;
@@ -153,6 +153,41 @@ impl PyManagerStats {
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         Ok(format!("ManagerStats({})", self.as_dict(py)?.repr()?))
+    }
+}
+
+/// How long the sampled blocks of a tier stayed cached. Each is how many fell into each range, and their sum in
+/// seconds.
+#[pyclass(frozen, eq, get_all, name = "Residency", module = "blockyard._core")]
+#[derive(Clone, PartialEq)]
+pub(crate) struct PyResidency {
+    /// Upper ends of the ranges in seconds; the last range has no end.
+    bounds: Vec<f64>,
+    /// From when a block could be found to its eviction.
+    lifetime: (Vec<u64>, f64),
+    /// From when a block was last used to its eviction.
+    idle_before_evict: (Vec<u64>, f64),
+    /// From when nothing used a block any more to when a prompt did again.
+    reuse_gap: (Vec<u64>, f64),
+}
+
+impl PyResidency {
+    pub(crate) fn new(found: &Residency) -> Self {
+        let of = |histogram: &Histogram| (histogram.counts.to_vec(), histogram.sum.as_secs_f64());
+        Self {
+            bounds: RESIDENCY_SECONDS.to_vec(),
+            lifetime: of(&found.lifetime),
+            idle_before_evict: of(&found.idle_before_evict),
+            reuse_gap: of(&found.reuse_gap),
+        }
+    }
+}
+
+#[pymethods]
+impl PyResidency {
+    fn __repr__(&self) -> String {
+        let count = |of: &(Vec<u64>, f64)| of.0.iter().sum::<u64>();
+        format!("Residency({} evicted, {} reused)", count(&self.lifetime), count(&self.reuse_gap))
     }
 }
 

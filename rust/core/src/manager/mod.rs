@@ -21,9 +21,11 @@ use crate::group::{Group, Groups};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::pins::Pins;
 use crate::pool::{Policies, Pool};
+use crate::prefix::Residency;
 use crate::sequence::Sequences;
 use crate::tiers::Tiers;
 use crate::transfer::{OpenStep, StoreJobs, Transfers, View};
+use std::time::Duration;
 
 pub use stats::{Stats, TierUse};
 pub use verbs::Resize;
@@ -53,6 +55,7 @@ pub struct Manager {
     pins: Pins,
     jobs: StoreJobs,
     defrag: Defrag,
+    samples_residency: bool,
 }
 
 impl Manager {
@@ -101,6 +104,7 @@ impl Manager {
             pins: Pins::new(Share::new("max_pinned", 0.5, blocks[0])?),
             jobs: StoreJobs::default(),
             defrag: Defrag::default(),
+            samples_residency: false,
         })
     }
 
@@ -133,6 +137,31 @@ impl Manager {
     /// Takes all queued events; none if recording is off.
     pub fn take_events(&mut self) -> EventBatch {
         self.tiers.take_events()
+    }
+
+    /// Measures from now on how long a sample of the cached blocks stays: `rate` is its part of all, 0 to 1. Each call that
+    /// follows needs [`Manager::set_time`] first.
+    pub fn sample_residency(&mut self, rate: f64) {
+        self.tiers.sample_residency(rate);
+        self.samples_residency = true;
+    }
+
+    /// Whether calls need the time.
+    #[inline]
+    #[must_use]
+    pub fn samples_residency(&self) -> bool {
+        self.samples_residency
+    }
+
+    /// Says what time it is, by a clock that never goes back: the time of all that happens up to the next call of this.
+    pub fn set_time(&mut self, now: Duration) {
+        self.tiers.set_time(now);
+    }
+
+    /// How long the sampled blocks of a tier stayed cached; nothing of a tier that caches nothing, or is not sampled.
+    #[must_use]
+    pub fn residency(&self, tier: Tier) -> Option<&Residency> {
+        self.pool(tier).residency()
     }
 
     /// Token slots in a block.

@@ -7,7 +7,8 @@ use crate::hash::Key;
 use crate::id::BlockId;
 use crate::memory;
 use crate::prefix::evict::Eviction;
-use crate::prefix::{CachedIdentity, PrefixCache, Published, Reason, Removals};
+use crate::prefix::{CachedIdentity, PrefixCache, Published, Reason, Removals, Residency};
+use std::time::Duration;
 
 /// Blocks evicted at a time: their memory is read before the first of them changes, so that cache misses overlap.
 const LOOK_AHEAD: usize = 128;
@@ -293,6 +294,30 @@ impl Pool {
         self.cache.as_ref().and_then(PrefixCache::check_quotas)
     }
 
+    /// Measures from now on how long a sample of the cached blocks stays, if the pool caches.
+    pub(crate) fn sample_residency(&mut self, rate: f64) {
+        if let Some(cache) = &mut self.cache {
+            cache.sample_residency(rate);
+        }
+    }
+
+    /// Tells what measures that the time.
+    pub(crate) fn set_time(&mut self, now: Duration) {
+        if let Some(sample) = self.cache.as_mut().and_then(PrefixCache::residency_mut) {
+            sample.set_time(now);
+        }
+    }
+
+    /// How long those blocks stayed; nothing before they are sampled.
+    pub(crate) fn residency(&self) -> Option<&Residency> {
+        self.cache.as_ref()?.residency().map(|sample| &sample.found)
+    }
+
+    /// A block that is measured and not cached.
+    pub(super) fn stray_in_sample(&self) -> Option<BlockId> {
+        self.cache.as_ref()?.residency()?.stray(|block| self.block(block).is_published())
+    }
+
     /// Starts recording removals, the last `capacity` of them.
     pub(crate) fn note_removals(&mut self, capacity: usize) {
         if let Some(cache) = &mut self.cache {
@@ -365,6 +390,34 @@ mod tests {
         pool.unpublish(blocks[1]);
         let noted: Vec<_> = pool.removals().unwrap().take_all().1.map(|r| (r.block, r.reason)).collect();
         assert_eq!(noted, [(blocks[0], Reason::Replaced), (blocks[0], Reason::Lost)]);
+    }
+
+    #[test]
+    fn a_sampled_block_leaves_how_long_it_stayed_and_lay_unused() {
+        let mut pool = Pool::new(Tier::Device, 3, true).unwrap();
+        pool.sample_residency(1.0);
+        let mut blocks = Vec::new();
+        let at = |pool: &mut Pool, seconds| pool.set_time(Duration::from_secs(seconds));
+        at(&mut pool, 1);
+        pool.take(3, false, &mut blocks);
+        for &block in &blocks {
+            pool.publish(block, key(block.0), 0);
+        }
+        at(&mut pool, 3);
+        pool.release_all(&blocks);
+        at(&mut pool, 7);
+        pool.claim(blocks[0]);
+        pool.claim(blocks[0]); // in use already: no gap
+        pool.release(blocks[0]);
+        at(&mut pool, 8);
+        pool.release(blocks[0]);
+        pool.unpublish(blocks[1]);
+        at(&mut pool, 20);
+        pool.take(3, false, &mut Vec::new());
+        let found = *pool.residency().unwrap();
+        let sums = [found.lifetime, found.idle_before_evict, found.reuse_gap].map(|of| of.sum.as_secs());
+        assert_eq!(sums, [19 + 19, 12 + 17, 4]);
+        assert_eq!(found.lifetime.counts.iter().sum::<u64>(), 2, "what was lost does not count");
     }
 
     /// Ten cached blocks, released in id order; the even ones belong to tenant 1, the others to no tenant.

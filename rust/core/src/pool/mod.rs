@@ -220,6 +220,9 @@ impl Pool {
     #[inline]
     pub(crate) fn claim(&mut self, block: BlockId) {
         debug_assert!(!self.block(block).is_empty(), "claiming a block that holds nothing");
+        if let (Some(cache), false) = (&mut self.cache, self.blocks[block.index()].is_used()) {
+            cache.note_use(block, true);
+        }
         self.change(block, |block| block.add_refs(1));
     }
 
@@ -237,6 +240,8 @@ impl Pool {
         self.free.used(id);
         if !before.is_published() {
             self.orphans.extend(self.blocks[id.index()].set_tier_copy(None));
+        } else if let Some(cache) = &mut self.cache {
+            cache.note_use(id, false);
         }
         self.moved(id, before);
     }

@@ -220,6 +220,9 @@ impl Pool {
         if counted != self.tail {
             return Some(format!("{tier}: {:?} beyond the end, counted {counted:?}", self.tail));
         }
+        if let Some(block) = self.stray_in_sample() {
+            return Some(format!("{tier}: the stay of block {block} is measured, and it is not cached"));
+        }
         let what = "free, evictable, overlappable and cached blocks";
         (sets != found).then(|| format!("{tier}: {found:?} {what}, counted {sets:?}"))
     }

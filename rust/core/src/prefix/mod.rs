@@ -5,10 +5,13 @@
 pub mod evict;
 mod index;
 mod removal;
+mod residency;
 
 pub(crate) use index::grown;
 pub use removal::Reason;
 pub(crate) use removal::{Removal, Removals, Ring};
+pub(crate) use residency::ResidencySample;
+pub use residency::{Histogram, RESIDENCY_SECONDS, Residency};
 
 use crate::hash::Key;
 use crate::id::BlockId;
@@ -45,6 +48,8 @@ pub(crate) struct PrefixCache {
     order: Policy,
     /// With events on: removals that no event reports yet.
     removals: Option<Box<Removals>>,
+    /// Once somebody asks how long blocks stay.
+    residency: Option<Box<ResidencySample>>,
 }
 
 impl PrefixCache {
@@ -52,7 +57,7 @@ impl PrefixCache {
     pub(crate) const BYTES: usize = 24 + size_of::<Key>() + 16;
 
     pub(crate) fn new(blocks: usize, eviction: Eviction) -> Self {
-        Self { index: PrefixIndex::new(blocks), order: Policy::new(eviction, blocks), removals: None }
+        Self { index: PrefixIndex::new(blocks), order: Policy::new(eviction, blocks), removals: None, residency: None }
     }
 
     /// Blocks that can be evicted.
@@ -122,12 +127,18 @@ impl PrefixCache {
     pub(crate) fn add(&mut self, block: BlockId, key: Key, depth: u32) {
         self.index.add(block, key);
         self.order.publish(block, depth, key.tag());
+        if let Some(residency) = &mut self.residency {
+            residency.published(block);
+        }
     }
 
     /// Forgets the key of a block and removes it from the eviction order; `tag` is its key's tag.
     pub(crate) fn remove(&mut self, block: BlockId, tag: u32) {
         self.index.remove(block, tag);
         self.order.remove(block, Departure::Gone);
+        if let Some(residency) = &mut self.residency {
+            residency.removed(block);
+        }
     }
 
     /// Prefetches the memory needed to reallocate popped blocks with these tags, and informs the policy.
@@ -142,6 +153,9 @@ impl PrefixCache {
     pub(crate) fn remove_evicted(&mut self, block: BlockId, tag: u32, has_copy: bool) {
         self.index.remove(block, tag);
         self.note_removal(block, Reason::Evicted, has_copy);
+        if let Some(residency) = &mut self.residency {
+            residency.evicted(block);
+        }
     }
 
     /// Replaces a block by another without a key.
@@ -149,6 +163,9 @@ impl PrefixCache {
         self.index.rename(from, to, tag);
         self.order.relocate(from, to);
         self.note_removal(from, Reason::Moved, has_copy);
+        if let Some(residency) = &mut self.residency {
+            residency.removed(from);
+        }
     }
 
     /// Makes a block evictable.
@@ -232,6 +249,33 @@ impl PrefixCache {
     /// Checks the quotas.
     pub(crate) fn check_quotas(&self) -> Option<String> {
         self.order.quotas().and_then(Quotas::check)
+    }
+
+    /// Nothing uses a published block any more, or something does `again`.
+    #[inline]
+    pub(crate) fn note_use(&mut self, block: BlockId, again: bool) {
+        if let Some(residency) = &mut self.residency {
+            if again {
+                residency.reused(block);
+            } else {
+                residency.released(block);
+            }
+        }
+    }
+
+    /// Measures from now on how long a sample of the blocks stays.
+    pub(crate) fn sample_residency(&mut self, rate: f64) {
+        self.residency.get_or_insert_default().set_rate(rate);
+    }
+
+    /// What measures that, to be told the time.
+    pub(crate) fn residency_mut(&mut self) -> Option<&mut ResidencySample> {
+        self.residency.as_deref_mut()
+    }
+
+    /// How long those blocks stayed.
+    pub(crate) fn residency(&self) -> Option<&ResidencySample> {
+        self.residency.as_deref()
     }
 
     /// Starts recording removals, the last `capacity` of them.

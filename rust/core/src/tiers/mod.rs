@@ -21,6 +21,7 @@ use crate::pool::{Policies, Pool};
 use crate::prefix::{CachedIdentity, Published};
 use quota::Tenants;
 use std::ops::Range;
+use std::time::Duration;
 
 /// The pools of the three tiers.
 #[derive(Debug, Clone)]
@@ -395,6 +396,16 @@ impl Tiers {
         }
         self.events = Some(Box::new(Events::new(capacity, &mut self.pools)?));
         Ok(())
+    }
+
+    /// Measures from now on how long a sample of the cached blocks stays.
+    pub(crate) fn sample_residency(&mut self, rate: f64) {
+        self.pools.iter_mut().for_each(|pool| pool.sample_residency(rate));
+    }
+
+    /// Says what time it is.
+    pub(crate) fn set_time(&mut self, now: Duration) {
+        self.pools.iter_mut().for_each(|pool| pool.set_time(now));
     }
 
     /// Takes all queued events.

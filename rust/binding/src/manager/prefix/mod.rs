@@ -10,11 +10,13 @@ use crate::convert::memory;
 use crate::event::PyEventBatch;
 use crate::manager::prompts::{self, KeySpecs, PyExtra, PyHashedPrompt, TokenIds};
 use crate::manager::shared::Shared;
+use crate::manager::stats::PyResidency;
 use blockyard_core::hash::Chain;
-use blockyard_core::{HashedPrompt, KeySpec, MAX_PRIORITY, PrefixHit};
+use blockyard_core::{HashedPrompt, KeySpec, MAX_PRIORITY, PrefixHit, Tier};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use std::collections::BTreeMap;
 use store_jobs::PyStoreJobs;
 
 /// What the prefix cache holds of the start of a prompt.
@@ -243,6 +245,30 @@ impl PyPrefix {
         self.0.lock().quota(KeySpec::new(salt, 0).salt)
     }
 
+    /// Measure from now on how long blocks stay cached, on a sample of them; see `residency`.
+    ///
+    /// Args:
+    ///     sample_rate: part of the blocks that is measured, above 0 to 1.
+    /// Raises:
+    ///     InvalidArgumentError: the rate is out of range.
+    fn sample_residency(&self, #[pyo3(from_py_with = args::sample_rate)] sample_rate: f64) -> PyResult<()> {
+        if !(sample_rate > 0.0 && sample_rate <= 1.0) {
+            return Err(invalid(format!("sample_rate is {sample_rate}, must be above 0 and at most 1")));
+        }
+        self.0.lock().sample_residency(sample_rate);
+        Ok(())
+    }
+
+    /// Return how long sampled blocks stayed cached, since `sample_residency`.
+    ///
+    /// Returns:
+    ///     `Residency` of the tiers that cache: `"device"` and `"host"`.
+    fn residency(&self) -> BTreeMap<&'static str, PyResidency> {
+        let manager = self.0.lock();
+        let found = |tier| PyResidency::new(&manager.residency(tier).copied().unwrap_or_default());
+        [Tier::Device, Tier::Host].map(|tier| (tier.name(), found(tier))).into()
+    }
+
     /// Take all events that wait: blocks stored, removed, the cache cleared. A router follows the cache with them.
     ///
     /// Returns:
@@ -255,7 +281,7 @@ impl PyPrefix {
     fn __repr__(&self) -> String {
         let manager = self.0.lock();
         let stats = manager.prefix_stats();
-        let cached = manager.pool(blockyard_core::Tier::Device).published();
+        let cached = manager.pool(Tier::Device).published();
         format!("Prefix({cached} blocks cached, {} of {} full blocks hit)", stats.hit_blocks, stats.blocks)
     }
 }
