@@ -114,7 +114,7 @@ class RateLimit:
         self._passed: dict[str, float] = {}  # kinds of the last minute
 
     def passes(self, kind: str) -> bool:
-        """Whether a line of this kind is to be written now."""
+        """Return whether to write a line of this kind now."""
         now = self._clock()
         self._passed = {known: at for known, at in self._passed.items() if now < at + _LOGGED_SECONDS}
         if kind in self._passed:

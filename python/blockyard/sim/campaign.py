@@ -107,6 +107,6 @@ def shrink(report: FleetReport, options: FleetOptions) -> FleetReport:
     while place < len(report.faults):
         fewer = report.faults[:place] + report.faults[place + 1 :]
         again = simulate_fleet(report.seed, options, fewer)
-        # What was needed before may not be any more.
+        # A fault that was needed before may be unneeded now.
         report, place = (again, 0) if again.broken else (report, place + 1)
     return report

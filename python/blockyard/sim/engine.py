@@ -83,7 +83,7 @@ class SimulatedEngine:
         self._pending: list[_Pending] = []
         self._counted: Counter[str] = Counter()
         self._ok_at = inf  # when a block first came or went since it opened the store, or forgot: it has an epoch
-        self._forgotten_at: float | None = None  # when it was told that its weights do not count any more
+        self._forgotten_at: float | None = None  # when it learned that its weights no longer count
         self._asked_at = 0.0  # when it submitted the read that told it
         self._forgot_at = 0.0  # when its last call of `forget` ended
         self._last_put: dict[int, Put] = {}

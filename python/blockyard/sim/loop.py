@@ -235,7 +235,7 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._depth -= 1
         if not self._depth:
             self._holder = None
@@ -243,7 +243,7 @@ class Lock:
                 self._loop.wake(self._waiting.pop(self._loop.random.randrange(len(self._waiting))))
 
     def give_up(self) -> int:
-        """Give the lock back, however often it was taken. Returns how often."""
+        """Release the lock, however often it was taken. Returns how often."""
         depth, self._depth = self._depth, 1
         self.release()
         return depth
@@ -268,7 +268,7 @@ class Condition:
         self._waiting: list[Task] = []
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Give the lock back, wait to be notified, and take it again. Returns False if the time was up first."""
+        """Release the lock, wait to be notified, and take it again. Returns False if the time is up first."""
         task = self._loop.current
         if task is None:
             raise StuckError("only a task can wait")

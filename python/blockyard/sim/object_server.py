@@ -1,7 +1,7 @@
 """A model of an object store and of the network before it, with faults.
 
 It has the functions of obstore that `ObjectStore` calls. An operation happens at the server in one instant, after the
-request's delay; the answer has a delay of its own. Both can be lost: the caller then waits for its time limit, and the
+request's delay; the answer has its own delay. Both can be lost: the caller then waits for its time limit, and the
 operation may have happened all the same, also after the caller has given up.
 """
 
@@ -125,7 +125,7 @@ class Link:
 
     Attributes:
         is_cut: nothing arrives, either way.
-        is_dead: the engine was killed: it sends nothing any more. What it has sent still arrives.
+        is_dead: the engine was killed: it sends no more, but what it has sent still arrives.
         slowness: factor of this link's delays.
         loss: share of requests and answers that are lost.
         repeats: share of requests that are sent twice.

@@ -15,7 +15,7 @@ from blockyard.stores.threaded.epochs import Epoch
 __all__ = ["BLOCK_BYTES", "BrokenPromiseError", "Oracle", "Put"]
 
 BLOCK_BYTES: Final = 80
-_LATE: Final = 1.5  # seconds for which an engine may go on with an epoch that does not count any more, and some
+_LATE: Final = 1.5  # seconds for which an engine may go on with an epoch that no longer counts, and some
 
 
 class BrokenPromiseError(BlockyardError):
@@ -130,7 +130,7 @@ class Oracle:
             changed_at: `weights_changed_at` at that time.
 
         Raises:
-            BrokenPromiseError: it is not the block, or must not be found any more.
+            BrokenPromiseError: it is not the block, or must no longer be found.
         """
         number = bytes(row[:8])
         put = self.puts[int(number)] if number.isdigit() and int(number) < len(self.puts) else None

@@ -113,7 +113,7 @@ def _measure_direction(
 
 
 def choose_batch_pieces(measure: Callable[[int], dict[StrategyName, float]]) -> int:
-    """Give the pieces of one batched call: more than the fewest only where that is faster.
+    """Return the pieces of one batched call: more than the fewest only where that is faster.
 
     Args:
         measure: gives the seconds of a copy in batches of that many pieces, nothing if the process ended meanwhile.
@@ -183,7 +183,7 @@ def choose_rules(
 
 
 def choose_blocks(taken: dict[int, float]) -> int:
-    """Give the least number of blocks of threads that takes hardly longer than the best, by the seconds of each."""
+    """Return the least number of blocks of threads that takes hardly longer than the best, by the seconds of each."""
     best = min(taken.values())
     return min(blocks for blocks, seconds in taken.items() if seconds <= best * _NEARLY)
 
@@ -255,7 +255,7 @@ class _Pieces:
             rows_of[self.pairs[:, 1].to(rows_of.device)] = chosen.to(rows_of.device)
 
     def measure(self, strategy: StrategyName, blocks: int) -> float:
-        """Give the seconds of a copy by one strategy, the best of some; raises BlockyardError."""
+        """Return the seconds of a copy by one strategy, the best of some; raises BlockyardError."""
         self._written().zero_()
         with force_strategy(self.device.index, strategy, blocks):
             seconds = _best(lambda: swap_blocks(self.src, self.dst, self.pairs))

@@ -251,7 +251,7 @@ impl PrefixCache {
         self.order.quotas().and_then(Quotas::check)
     }
 
-    /// Nothing uses a published block any more, or something does `again`.
+    /// Notes that a published block is no longer used, or that it is used `again`.
     #[inline]
     pub(crate) fn note_use(&mut self, block: BlockId, again: bool) {
         if let Some(residency) = &mut self.residency {

@@ -1,6 +1,6 @@
 //! How long blocks stay cached: for a sample of them, when they could first be found, and when they were used last.
 //!
-//! The core has no clock. Each call of a manager is told when it began, and that is the time of all that it does. Which
+//! The core has no clock. Each call of a manager is given the time at which it began. Which
 //! blocks are measured follows from their ids, so the others cost a multiplication.
 
 use crate::id::BlockId;
@@ -83,7 +83,7 @@ impl ResidencySample {
         }
     }
 
-    /// Nothing uses a block that can be found any more.
+    /// Notes that a published block is no longer used.
     #[inline]
     pub(crate) fn released(&mut self, block: BlockId) {
         if self.has(block) {

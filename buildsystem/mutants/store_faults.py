@@ -1,0 +1,103 @@
+"""Faults for `python.py` in external stores; see `python_faults`."""
+
+from __future__ import annotations
+
+THREADED = (
+    "stores/test_breaker.py",
+    "stores/test_known_keys.py",
+    "stores/test_threaded.py",
+    "stores/test_batches.py",
+    "stores/test_healing.py",
+    "stores/test_epochs.py",
+    "stores/test_failing_stores.py",
+    "executor/test_late_stores.py",
+    "services/test_many_processes.py",
+)
+
+# File, tests, and pairs of original and faulty text.
+STORE_FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
+    (
+        "stores/objects.py",
+        ("stores/test_objects.py",),
+        [
+            (
+                "return _length(rows) == size and bool((rows[1:, :_HEADER]",
+                "return _length(rows) == size or bool((rows[1:, :_HEADER]",
+            ),
+            ("                    row += count\n", ""),
+            (
+                "            if parts and (parts + count) * self._width > _BATCH_BYTES:",
+                "            if (parts + count) * self._width > _BATCH_BYTES:",
+            ),
+            (
+                "                    if ok.all() and _is_one(data, sizes[index]):",
+                "                    if ok.all() or _is_one(data, sizes[index]):",
+            ),
+        ],
+    ),
+    (
+        "stores/threaded/batches.py",
+        THREADED,
+        [
+            (
+                '            self._give_up(batch, "timeout")\n            rows = batch.read\n',
+                "            rows = batch.read\n",
+            ),
+            ('        if batch.running and batch.kind == "put":\n            self._late.add(batch)\n', ""),
+            (
+                "            if error is not None and self._runtime.monotonic() - began >= _DEAR:",
+                "            if error is not None and not began:",
+            ),
+            ("room = max(0, self.memory - self._pending)", "room = max(0, self.memory)"),
+        ],
+    ),
+    (
+        "stores/threaded/order.py",
+        THREADED,
+        [
+            ("            earlier.followers.append(batch)\n            batch.before += 1\n", "            pass\n"),
+            (
+                "                if self._last.get(name) is batch:\n                    del",
+                "                if name in self._last:\n                    del",
+            ),
+            ("            if batch.before:\n                continue\n", ""),
+        ],
+    ),
+    (
+        "stores/threaded/breaker.py",
+        THREADED,
+        [
+            ("        self._pause = min(2 * self._pause, _PAUSES[1])\n", ""),
+            ("        if answered:\n", "        if True:\n"),
+        ],
+    ),
+    (
+        "stores/threaded/known_keys.py",
+        THREADED,
+        [
+            ('        elif reason != "absent" and not is_damage(reason):', "        elif is_damage(reason):"),
+            ("        elif not self.is_hidden(key):  # what is damaged has been deleted\n", "        else:\n"),
+            ("        self._until.pop(key, None)\n", ""),
+        ],
+    ),
+    (
+        "stores/threaded/store.py",
+        THREADED,
+        [
+            (
+                "        if batch.age < self._epochs.age:  # it has the epoch of its submission\n",
+                "        if False:\n",
+            ),
+            ("        if batch.ended:  # the rows may have changed since\n            return reasons\n", ""),
+            (
+                "            if not batch.ended:\n                batch.digests",
+                "            if True:\n                batch.digests",
+            ),
+            (
+                "        if not self._epochs.counts(epoch, stored):",
+                "        if False:",
+            ),
+            ('["lost" if key in late else "" for key in keys]', '["" for key in keys]'),
+        ],
+    ),
+]
