@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from absolute_links import absolute_links
+
 ROOT = Path(__file__).resolve().parents[2]
+LINK = re.compile(r"\]\(([^)]+)\)")
 FOLDERS = ("python", "buildsystem", "rust", "cuda", "tests", "benches", "examples", "docs", ".ci")
 CODE = {".py", ".pyi", ".rs", ".cu", ".cpp", ".h", ".sh"}
 TEXT = CODE | {".md", ".toml"}
@@ -345,11 +348,18 @@ def test_decision_records_are_short_and_in_the_usual_form():
         assert all(f"**{part}" in text for part in ("Context", "Decision", "Consequences")), name(record)
 
 
-def test_the_readme_links_to_files_that_exist_and_works_outside_the_repository():
-    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    base = "https://github.com/blockyard/blockyard/blob/main/"
+def test_the_readme_links_to_files_by_relative_paths():
+    links = LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     assert links
-    assert not [link for link in links if not link.startswith(base) or not (ROOT / link.removeprefix(base)).exists()]
+    assert not [link for link in links if not (ROOT / link.partition("#")[0]).exists()]
+
+
+def test_the_readme_of_a_release_links_to_its_files_on_github():
+    text = absolute_links((ROOT / "README.md").read_text(encoding="utf-8"), "someone/fork", "v0.1.0")
+    links = LINK.findall(text)
+    assert "https://github.com/someone/fork/blob/v0.1.0/docs/tutorials/quickstart.md" in links
+    assert "https://raw.githubusercontent.com/someone/fork/v0.1.0/docs/images/tiers.svg" in links
+    assert not [link for link in links if not link.startswith("https://")]
 
 
 def test_make_targets_named_in_documents_exist():
