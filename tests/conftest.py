@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,4 +147,4 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     if node.gateway.id == "gw0" and hasattr(node, "workeroutput"):  # it has none if it crashed
-        node.config.hook.pytest_deselected(items=[None] * node.workeroutput.get("deselected", 0))
+        node.config.hook.pytest_deselected(items=[SimpleNamespace()] * node.workeroutput.get("deselected", 0))

@@ -106,11 +106,11 @@ class RateLimit:
     """Lets one log line of a kind through a minute.
 
     Args:
-        clock: returns the time in seconds.
+        clock: returns the time in seconds; the machine's if None.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or (lambda: time.monotonic())  # noqa: PLW0108 (tests replace the clock)
         self._passed: dict[str, float] = {}  # kinds of the last minute
 
     def passes(self, kind: str) -> bool:

@@ -215,15 +215,25 @@ def behind_tls(port: int, name: Path, authority: Path) -> Iterator[int]:
     context.verify_mode = ssl.CERT_REQUIRED
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
+        try:
             while data := await reader.read(1 << 16):
                 writer.write(data)
                 await writer.drain()
-        writer.close()
+        except OSError:
+            pass
+        finally:
+            writer.close()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.gather(carry(reader, to_server), carry(from_server, writer))
+
+    async def end() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.1)  # until connections are closed
 
     loop = asyncio.new_event_loop()
     server = loop.run_until_complete(asyncio.start_server(connect, "127.0.0.1", 0, ssl=context))
@@ -235,9 +245,7 @@ def behind_tls(port: int, name: Path, authority: Path) -> Iterator[int]:
         server.close()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0.1))
+        loop.run_until_complete(end())
         loop.close()
 
 

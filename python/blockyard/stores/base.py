@@ -11,7 +11,6 @@ It takes its URL scheme by `register`, or by an entry point of the group `blocky
 
 import logging
 import re
-import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -365,10 +364,10 @@ class FailureLog:
     Calls only take note, so that one can hold a lock; `flush` writes the lines.
 
     Args:
-        clock: returns the time in seconds.
+        clock: returns the time in seconds; the machine's if None.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._limit = RateLimit(clock)
         self._failures = 0  # since the store worked
         self._is_known = False  # whether one of them was logged
