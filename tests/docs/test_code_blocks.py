@@ -1,4 +1,7 @@
-"""Every Python code block of README.md and docs/, and every example in a docstring, runs."""
+"""Every Python code block of README.md and docs/, and every example in a docstring, runs.
+
+The blocks of a tutorial are one program.
+"""
 
 import doctest
 import importlib
@@ -15,11 +18,14 @@ SOURCE = ROOT / "python"
 
 
 def code_blocks() -> list[object]:
-    return [
-        pytest.param(document, match, id=f"{document.relative_to(ROOT)}:{line_of(match)}")
-        for document in DOCUMENTS
-        for match in BLOCK.finditer(document.read_text(encoding="utf-8"))
-    ]
+    programs = []
+    for document in DOCUMENTS:
+        blocks = list(BLOCK.finditer(document.read_text(encoding="utf-8")))
+        in_one = document.parent.name == "tutorials" and bool(blocks)
+        for program in [blocks] if in_one else [[block] for block in blocks]:
+            name = f"{document.relative_to(ROOT)}:{line_of(program[0])}"
+            programs.append(pytest.param(document, program, id=name))
+    return programs
 
 
 def line_of(match: re.Match[str]) -> int:
@@ -32,12 +38,14 @@ def modules_with_examples() -> list[str]:
     return ["blockyard._core", *(".".join(parts).removesuffix(".__init__") for parts in names)]
 
 
-@pytest.mark.parametrize(("document", "match"), code_blocks())
-def test_code_block_runs(document: Path, match: re.Match[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("document", "blocks"), code_blocks())
+def test_code_block_runs(document: Path, blocks: list[re.Match[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(REGISTERED, {})  # an example of a docstring is on the API page too
     # Blank lines in front make tracebacks name the document's own lines.
-    source = "\n" * (line_of(match) - 1) + match[1]
+    source = ""
+    for block in blocks:
+        source += "\n" * (line_of(block) - 1 - source.count("\n")) + block[1]
     exec(compile(source, str(document), "exec"), {"__name__": "__main__"})
 
 
