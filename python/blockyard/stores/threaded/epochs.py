@@ -132,6 +132,7 @@ class EpochRecord:
         self.key = key
         self._storage, self._values = storage, values
         self._row_key = np.frombuffer(key, np.uint8)
+        self._last = Record(None, None)  # that was checked
 
     def read(self) -> Record:
         """Read the record."""
@@ -141,8 +142,12 @@ class EpochRecord:
         """Check a row that should be the record."""
         if row is None:
             return Record(None, None)
+        raw, last = row.tobytes(), self._last
+        if raw == last.raw:  # as in nearly every batch
+            return last
         is_whole = row.shape == (HEADER + EPOCH_BYTES,) and not self._check(row)
-        return Record(row.tobytes(), Epoch.read(row[HEADER:].tobytes()) if is_whole else None)
+        self._last = found = Record(raw, Epoch.read(raw[HEADER:]) if is_whole else None)
+        return found
 
     def replace(self, stored: Record, epoch: Epoch) -> Record:
         """Store the record in place of `stored`, if that is still there. Returns what is there then."""
