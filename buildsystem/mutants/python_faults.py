@@ -111,6 +111,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ("            common -= common % self._manager.block_size\n", ""),
             ("        manager.block_tables(handles, out=rows.block_tables[first : rows.count])\n", ""),
             ("prefix.hash(idle.tokens[0], salt=request.salt,", "prefix.hash(idle.tokens[0], salt=None,"),
+            ("        return fit.blocks + max(0, room - fit.free)", "        return fit.blocks"),
+            ("        tokens = owed * self._manager.block_size + len(head.tokens[0])", "        tokens = 1"),
         ],
     ),
     (

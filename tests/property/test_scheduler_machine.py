@@ -12,6 +12,8 @@ import noticing
 import numpy as np
 import pytest
 from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 from interrupts import CountedInterrupt
 from numpy.typing import NDArray
 
@@ -21,11 +23,12 @@ from blockyard._core import HashedPrompt
 from blockyard.errors import BlockyardError, OutOfBlocksError
 from blockyard.scheduler import PREEMPTION_MODES, DefragPolicy, Finished, PreemptionMode, Request, Scheduler, Step
 from blockyard.scheduler.acceptance import Acceptance
+from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.options import capacity
 from blockyard.scheduler.request import Fetch, IdleSequences, RequestState
 from blockyard.scheduler.rows import DONE
 from blockyard.testing import Config, LateMemory
-from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine
+from blockyard.testing.machines import SchedulerMachine, run_state_machine_as_test, scheduler_machine
 
 STEP_COUNT = 40
 CALM_CALLS = 12
@@ -125,6 +128,45 @@ def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode, kind: str,
     examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // len(MANAGERS))
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
     machine = scheduler_machine(factory, manager=MANAGERS[kind], resize=kind != "window")
+    run_state_machine_as_test(machine, settings=budget)
+
+
+def writing(factory: Callable[[BlockManager, Config], Scheduler]) -> type[SchedulerMachine]:
+    """The machine beside a prefix store: writes begin and end at any time, and hold blocks for many steps."""
+
+    def manager(config: Config) -> BlockManager:
+        made = caching(config)
+        made.prefix.store_jobs.start("through")
+        return made
+
+    class Writing(scheduler_machine(factory, manager=manager)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.writes: list[int] = []
+
+        @rule(blocks=st.integers(1, 4))
+        def begin_write(self, blocks: int) -> None:
+            job = self.manager.prefix.store_jobs.begin_write(blocks)
+            self.writes += [job.job] if len(job) else []
+
+        @rule(pick=st.integers(0, 7))
+        def end_write(self, pick: int) -> None:
+            if self.writes:
+                self.manager.prefix.store_jobs.end_write(self.writes.pop(pick % len(self.writes)))
+
+        def explain_end(self) -> str:
+            while self.writes:
+                self.end_write(0)
+            return super().explain_end()
+
+    return Writing
+
+
+@pytest.mark.parametrize("tokens", [40, 7], ids=["whole", "chunks"])
+def test_every_token_is_right_beside_writes_to_a_prefix_store(tokens: int, steps: int):
+    machine = writing(lambda manager, _: Scheduler(manager, max_num_seqs=6, max_num_batched_tokens=tokens))
+    examples = max(1, steps // STEP_COUNT // 10)
+    budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
     run_state_machine_as_test(machine, settings=budget)
 
 
@@ -388,6 +430,25 @@ def test_a_scheduler_that_fills_the_prefix_cache_wrongly_is_noticed():
         return TellsWrongTokens(manager, preemption_mode="recompute", max_num_batched_tokens=16)
 
     assert_noticed(scheduler_machine(factory, manager=caching))
+
+
+# ---- schedulers with a bug that shows beside writes to a prefix store alone ----
+
+
+class TakesWhatItFinds(Admission):
+    """Counts blocks that a prompt shares as room for its other blocks if only writes hold them."""
+
+    def _blocks_with_hits(self, idle: IdleSequences, room: int) -> int:
+        return super()._blocks_with_hits(idle, 0)
+
+
+def test_a_scheduler_that_counts_what_writes_hold_wrongly_is_noticed():
+    def factory(manager: BlockManager, _: Config) -> Scheduler:
+        scheduler = Scheduler(manager, preemption_mode="recompute")
+        scheduler._admission.__class__ = TakesWhatItFinds
+        return scheduler
+
+    assert_noticed(writing(factory))
 
 
 # ---- schedulers with a bug that shows with draft tokens alone ----

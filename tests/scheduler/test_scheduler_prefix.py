@@ -95,6 +95,37 @@ def test_a_prompt_whose_blocks_are_cached_and_in_use_is_admitted_where_a_new_one
     engine.run(first, fits)
 
 
+def cached_and_being_written(name: str) -> tuple[Engine, int]:
+    """Eight blocks: two of a finished request are cached, and a write to a prefix store reads them. Returns its job."""
+    engine = Engine(8, prefix_caching=True)
+    store_jobs = engine.manager.prefix.store_jobs
+    store_jobs.start("through")
+    engine.run(engine.add(name, 9, 1))
+    job = store_jobs.begin_write(2)
+    assert len(job) == 2
+    return engine, job.job
+
+
+def test_a_prompt_does_not_count_the_blocks_that_it_finds_as_room_for_its_others():
+    engine, job = cached_and_being_written("a")
+    other = engine.add("b", 23, 2)
+    assert engine.step() == ["b"]
+    found = engine.add("a2", 14, 1)
+    assert engine.step() == ["b:0"], "two blocks are missing, and all but those that it finds are in use"
+    assert engine.step() == ["a2"]
+    assert engine.manager.prefix.store_jobs.end_write(job)
+    engine.done.pop("a")
+    engine.run(other, found)
+    assert engine.scheduler.stats().cached_tokens == 2 * BLOCK
+
+
+def test_a_prompt_takes_the_blocks_that_only_a_write_holds_if_free_ones_are_too_few():
+    engine, job = cached_and_being_written("a")
+    engine.add("b", 29, 1)
+    assert engine.step() == ["b"]
+    assert not engine.manager.prefix.store_jobs.end_write(job), "its blocks were taken"
+
+
 def test_a_manager_of_several_cache_groups_is_refused():
     from blockyard import CacheGroup
 

@@ -98,10 +98,10 @@ class Admission:
             The sequences; and, if one shares blocks with a running sequence of its request, that sequence's handle and
             the number of tokens to share.
         """
-        manager, left, size = self._manager, self._builder.left, self._manager.block_size
+        left, size = self._builder.left, self._manager.block_size
         batch: list[IdleSequences] = []
         tokens, blocks = 0, self._blocks_owed()
-        room = manager.can_allocate(size).free
+        room = self._room(blocks)
         while (head := self._head()) is not None:
             state, length = head.state, len(head.tokens[0])
             if 1 + head.forks > self._rows.seats_left:
@@ -119,7 +119,7 @@ class Admission:
             if blocks + need > room:
                 if not self._prefix_caching:
                     break
-                need = self._blocks_with_hits(head)
+                need = self._blocks_with_hits(head, room)
                 if blocks + need > room:
                     break
             self._waiting.pop()
@@ -145,8 +145,18 @@ class Admission:
         lengths = rows.fields[LENGTH, rows.decodes : rows.count].tolist()
         return sum(-(-length // size) + -end // size for length, end in zip(lengths, builder.ends, strict=True))
 
-    def _blocks_with_hits(self, idle: IdleSequences) -> int:
-        return self._manager.can_allocate(self._hashed(idle)).blocks
+    def _room(self, owed: int) -> int:
+        """Blocks for new prompts. If the head needs more than are free, those held only by writes to a store count."""
+        head = self._head()
+        if head is None:
+            return 0
+        tokens = owed * self._manager.block_size + len(head.tokens[0])
+        return self._manager.can_allocate(tokens).free
+
+    def _blocks_with_hits(self, idle: IdleSequences, room: int) -> int:
+        """Blocks of `room` that a prompt takes. Hits held only by writes count: new blocks cannot take their place."""
+        fit = self._manager.can_allocate(self._hashed(idle))
+        return fit.blocks + max(0, room - fit.free)
 
     def _hashed(self, idle: IdleSequences) -> HashedPrompt:
         if idle.hashed is None:  # kept: it may be looked up in every step until it fits
