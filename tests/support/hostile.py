@@ -314,6 +314,7 @@ VALID: dict[str, Any] = {
     "Defrag.run.sequences": None,
     "Fit.blocks": 2,
     "Prefix.set_quota.blocks": 4,
+    "Prefix.sample_residency.sample_rate": 0.5,
     "Completion.rows": lambda: np.zeros((1, 8), np.uint8),
     "OffloadManager.complete_store.success": True,
     "OffloadManager.complete_load.keys": [b"a"],

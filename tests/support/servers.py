@@ -1,6 +1,7 @@
 """Servers for tests, of Redis, Valkey and S3: started on free loopback ports, and stopped."""
 
 import asyncio
+import gc
 import importlib.util
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -245,8 +247,11 @@ def behind_tls(port: int, name: Path, authority: Path) -> Iterator[int]:
         server.close()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        loop.run_until_complete(end())
-        loop.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # of connections that were refused amid their handshake
+            loop.run_until_complete(end())
+            loop.close()
+            gc.collect()
 
 
 @contextmanager

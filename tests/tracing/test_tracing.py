@@ -186,7 +186,9 @@ def test_the_sampler_decides(store: str):
         assert not spans.begun
         with tracer.start_as_current_span("sampled"):
             prefetch(cache, [5] * 9)
-        assert [span.name for span in spans.ended] == ["blockyard.store_read", "blockyard.prefetch"]
+        names = [span.name for span in spans.ended]
+        assert names[-1] == "blockyard.prefetch"
+        assert {"blockyard.store_read"} >= set(names[:-1]), "a store that knows better is not read"
 
 
 def test_without_a_provider_nothing_is_begun(store: str):
