@@ -1,7 +1,7 @@
 //! How long blocks stay cached: for a sample of them, when they could first be found, and when they were used last.
 //!
-//! The core has no clock. Each call of a manager is given the time at which it began. Which
-//! blocks are measured follows from their ids, so the others cost a multiplication.
+//! The core has no clock: each call of a manager is given the time at which it began. Which blocks are measured follows
+//! from their ids, so the others cost a multiplication.
 
 use crate::id::BlockId;
 use std::collections::HashMap;
