@@ -47,7 +47,9 @@ def test_a_prompt_longer_than_its_quota_hits_its_beginning_each_time_and_after_a
                 hits.append(use(cache, system))
                 assert cache.prefixes.quota(MINE) == (9 * WIDTH, 9 * WIDTH)
                 use(cache, unlike(chance, 128), None)  # others take the device
-        assert hits[1:] == [9] * (4 * life + 3)
+        # Batches of a prompt land in any order: at first a later block may have the place of the beginning's last one.
+        assert hits[1] in {8, 9}
+        assert hits[2:] == [9] * (4 * life + 2)
 
 
 def test_conversations_keep_within_their_quota_and_newer_ones_replace_older_ones(url: str):
