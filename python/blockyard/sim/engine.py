@@ -177,7 +177,7 @@ class SimulatedEngine:
 
     def put(self, keys: list[int]) -> None:
         """Submit blocks of keys."""
-        puts = [self.oracle.put(key, self.weights, self.number, self.loop.now) for key in keys]
+        puts = [self.oracle.put(key, self.weights, self.loop.now) for key in keys]
         self._last_put.update(zip(keys, puts, strict=True))
         rows = np.stack([put.row() for put in puts])
         self._submit("put", keys, puts, rows, lambda: self.store.submit_put([key_of(key) for key in keys], rows))

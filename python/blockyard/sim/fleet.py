@@ -29,11 +29,11 @@ __all__ = ["FleetOptions", "FleetReport", "digest_of", "simulate_fleet"]
 
 _QUIET_SECONDS: Final = 12.0
 _RECOVERY_SECONDS: Final = 60.0
-_OF_LINK: Final[dict[str, tuple[str, Any]]] = {
-    "lossy": ("loss", 1 / 3),
-    "repeat": ("repeats", 1.0),
-    "slow": ("slowness", 100.0),
-    "partition": ("is_cut", True),
+_OF_LINK: Final[dict[str, tuple[str, Any, Any]]] = {
+    "lossy": ("loss", 1 / 3, 0.0),
+    "repeat": ("repeats", 1.0, 0.0),
+    "slow": ("slowness", 100.0, 1.0),
+    "partition": ("is_cut", True, False),
 }
 
 
@@ -155,9 +155,7 @@ class _Fleet:
         report = self.report
         try:
             self.loop.start("fleet", self._work)
-            self.loop.run()
-            if self.loop.tasks:
-                raise BrokenPromiseError(f"{len(self.loop.tasks)} threads are left: {self.loop.tasks[0].name}")
+            self.loop.run()  # until no thread of a store is left
         except (BrokenPromiseError, StuckError) as error:
             report.broken = str(error)
             report.log.append(report.broken)
@@ -212,20 +210,20 @@ class _Fleet:
             self.oracle.unsettle(-1, loop.now)
             server.lose(0.5) if fault.kind == "node_loss" else server.damage()
             return
-        target, name, value = self._target(fault, engine)
+        target, name, value, usual = self._target(fault, engine)
         if target is None:
             return
-        before = getattr(target, name)
         setattr(target, name, value)
         loop.sleep(fault.seconds)
-        setattr(target, name, before)
+        setattr(target, name, usual)  # also if another fault of this kind has begun meanwhile
         self._say(f"{fault.kind} ends", fault.engine)
 
-    def _target(self, fault: Fault, engine: SimulatedEngine | None) -> tuple[Any, str, Any]:
+    def _target(self, fault: Fault, engine: SimulatedEngine | None) -> tuple[Any, str, Any, Any]:
+        """Return what a fault changes, which attribute, and its values with and without the fault."""
         if fault.kind == "gray":
-            return self.server, "slowness", 300.0
+            return self.server, "slowness", 300.0, 1.0
         if fault.kind == "full":
-            return self.server, "is_full", True
+            return self.server, "is_full", True, False
         return None if engine is None else engine.link, *_OF_LINK[fault.kind]
 
     def _end_faults(self) -> None:

@@ -106,10 +106,10 @@ class ObjectServer:
         for path in [path for path in self.objects if self.loop.random.random() < share]:
             del self.objects[path]
 
-    def damage(self) -> str | None:
-        """Change a byte of an object. Returns its path."""
+    def damage(self) -> None:
+        """Change a byte of an object."""
         if not self.objects:
-            return None
+            return
         paths = list(self.objects)
         path = (
             paths[0] if self.loop.random.random() < 0.25 else self.loop.random.choice(paths)
@@ -117,7 +117,6 @@ class ObjectServer:
         value = bytearray(self.objects[path].value)
         value[self.loop.random.randrange(len(value))] ^= 1 << self.loop.random.randrange(8)
         self.objects[path] = _Object(bytes(value), self.objects[path].tag)
-        return path
 
 
 class Link:

@@ -29,7 +29,6 @@ class Put:
     number: int
     key: int
     weights: str
-    engine: int
     submitted_at: float
     confirmed_at: float | None = None
 
@@ -82,9 +81,9 @@ class Oracle:
         if replaces is None:
             self.lost_at = now
 
-    def put(self, key: int, weights: str, engine: int, now: float) -> Put:
+    def put(self, key: int, weights: str, now: float) -> Put:
         """Take note of a block that is being submitted."""
-        self.puts.append(Put(len(self.puts), key, weights, engine, now))
+        self.puts.append(Put(len(self.puts), key, weights, now))
         return self.puts[-1]
 
     def check_forgot(self, name: bytes, began_at: float, *, begins: bool) -> None:
@@ -119,7 +118,7 @@ class Oracle:
                 f"key {key}: absent, though put {put.number} of {put.submitted_at:.3f} s was confirmed"
             )
 
-    def check_hit(self, row: NDArray[np.uint8], key: int, weights: str, asked_at: float, changed_at: float) -> Put:
+    def check_hit(self, row: NDArray[np.uint8], key: int, weights: str, asked_at: float, changed_at: float) -> None:
         """Check a block that an engine has found.
 
         Args:
@@ -150,4 +149,3 @@ class Oracle:
                 raise BrokenPromiseError(
                     f"key {key}: found a block whose deletion was confirmed at {confirmed_at:.3f} s"
                 )
-        return put

@@ -8,8 +8,8 @@ A store has one *record* for all its processes: the epoch that counts now. It ch
 - The names of blocks are derived from the token, so what was put under another epoch is never found.
 - Each batch of reads checks the record. Once it has other weights, the process finds and stores nothing until it calls
   `forget`.
-- A record that was lost is replaced by a new token for the same weights, but not by a process that was told that its
-  weights do not count. Processes of these weights go on with it.
+- A record that was lost is replaced by a new token for the same weights, but not by a process that has learned
+  that its weights no longer count. Processes of these weights go on with it.
 
 The steps `opened`, `begun` and `continued` are those of the model in `rust/store/tests/epochs.rs`.
 """

@@ -268,7 +268,7 @@ impl PrefixCache {
         self.residency.get_or_insert_default().set_rate(rate);
     }
 
-    /// What measures that, to be told the time.
+    /// The sample that measures that; each call gives it the time.
     pub(crate) fn residency_mut(&mut self) -> Option<&mut ResidencySample> {
         self.residency.as_deref_mut()
     }
