@@ -38,7 +38,7 @@ from policies.fixed import POLICIES, SETTINGS
 from policies.traffic import WORKLOADS, traffic
 
 from blockyard import BlockManager, PrefixCaching
-from blockyard.demo.trace import TraceRequest, read_trace
+from blockyard.traces import TraceRequest, read_trace
 from blockyard.errors import InvalidArgumentError
 from blockyard.types import HashedPrompt
 

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blockyard.demo.trace import TraceRequest
+from blockyard.traces import TraceRequest
 from blockyard.errors import InvalidArgumentError
 
 

@@ -1,6 +1,6 @@
 """Generated requests that share prefixes as real ones do: chats, agents, retrieval, batch jobs, loops, and shifts.
 
-A request is a list of hash ids, as in Mooncake's traces: `blockyard.demo.trace.TraceRequest`. The same name and seed
+A request is a list of hash ids, as in Mooncake's traces: `blockyard.traces.TraceRequest`. The same name and seed
 give the same requests. Eviction policies are compared over them (`benches/bench_policies.py`).
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, count, islice
 
-from blockyard.demo.trace import TraceRequest
+from blockyard.traces import TraceRequest
 from blockyard.errors import InvalidArgumentError
 
 HASH_TOKENS = 16

@@ -19,7 +19,7 @@ from blockyard.cli.options import EXIT_CODES, make_parser
 from blockyard.demo import run as demo
 from blockyard.doctor import run_doctor
 from blockyard.progress import show_progress
-from blockyard.sim.campaign import Campaign
+from blockyard.sim.fleet.campaign import Campaign
 from blockyard.stores import open_store
 
 CHOICES = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)).choices

@@ -9,7 +9,7 @@ from policies.traffic import traffic
 from prompts import allocate_prompts
 
 from blockyard import BlockManager
-from blockyard.demo.trace import TraceRequest
+from blockyard.traces import TraceRequest
 from blockyard.errors import InvalidArgumentError, UnknownSequenceError
 
 SIZE = 4

@@ -17,7 +17,7 @@ LEAN_MODULES = [
     "blockyard.stores",
     "blockyard.scheduler",
     "blockyard.tracing",
-    "blockyard.demo.trace",
+    "blockyard.traces",
     "blockyard.cli",
     "blockyard.integrations.vllm_v0",
     "blockyard.doctor",

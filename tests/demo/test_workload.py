@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from blockyard.demo.trace import TraceRequest
+from blockyard.traces import TraceRequest
 from blockyard.demo.workload import StandardText, WorkItem, text_workload, trace_workload
 from blockyard.errors import InvalidArgumentError
 

@@ -10,7 +10,7 @@ from policies.fixed import POLICIES
 from policies.traffic import traffic
 
 from blockyard import BlockManager, PrefixCaching
-from blockyard.demo.trace import TraceRequest
+from blockyard.traces import TraceRequest
 from blockyard.errors import InvalidArgumentError
 
 SIZE = 4

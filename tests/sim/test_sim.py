@@ -13,8 +13,8 @@ from planted_fleet_faults import PLANTED, planted
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.sim import FAULTS, Fault, FleetOptions, read_faults, run_campaign, simulate_fleet
-from blockyard.sim.campaign import shrink
-from blockyard.sim.faults import draw_faults
+from blockyard.sim.fleet.campaign import shrink
+from blockyard.sim.fleet.faults import draw_faults
 
 SEEDS = 60
 

@@ -25,7 +25,7 @@ from blockyard.demo.report import (
     SwapStoreCounters,
     Transfer,
 )
-from blockyard.demo.trace import read_trace, scale_lengths
+from blockyard.traces import read_trace, scale_lengths
 from blockyard.demo.workload import StandardText, WorkItem, text_workload, trace_workload
 from blockyard.errors import InvalidArgumentError
 from blockyard.progress import show_progress

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.demo.trace import TraceRequest
+from blockyard.traces import TraceRequest
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.sampling import SamplingParams
 

@@ -3,9 +3,9 @@
 One seed is one run: the same calls in the same order, the same faults, the same log. See docs/simulation.md.
 """
 
-from blockyard.sim.campaign import Campaign, run_campaign
-from blockyard.sim.faults import FAULTS, Fault, read_faults
-from blockyard.sim.fleet import FleetOptions, FleetReport, simulate_fleet
+from blockyard.sim.fleet.campaign import Campaign, run_campaign
+from blockyard.sim.fleet.faults import FAULTS, Fault, read_faults
+from blockyard.sim.fleet.fleet import FleetOptions, FleetReport, simulate_fleet
 
 __all__ = [
     "FAULTS",

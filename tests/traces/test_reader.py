@@ -1,17 +1,18 @@
-"""Reading traces: both formats, their limits, and what is said of a file that is neither."""
+"""Reading traces: the formats, their limits, and what is said of a file that is neither."""
 
 from __future__ import annotations
 
 import json
+from array import array
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.demo import trace as trace_module
-from blockyard.demo.trace import AZURE_HEADER, TraceRequest, read_trace, scale_lengths
 from blockyard.errors import InvalidArgumentError, TraceError
+from blockyard.traces import TraceRequest, read_trace, reader, scale_lengths
+from blockyard.traces.formats import AZURE_HEADER
 
 
 def write(folder: Path, text: str | bytes, name: str = "trace") -> Path:
@@ -28,8 +29,8 @@ def mooncake(**fields: object) -> str:
 def test_mooncake_rows_are_read_with_arrivals_in_seconds(tmp_path: Path) -> None:
     path = write(tmp_path, mooncake(timestamp=1500) + "\n" + mooncake(timestamp=4250, hash_ids=[0, 7]))
     first, second = read_trace(path)
-    assert first == TraceRequest(0.0, 700, 5, (0, 1), 512.0)
-    assert second == TraceRequest(2.75, 700, 5, (0, 7), 512.0)
+    assert first == TraceRequest(0.0, 700, 5, array("q", [0, 1]), 512.0)
+    assert second == TraceRequest(2.75, 700, 5, array("q", [0, 7]), 512.0)
 
 
 def test_hash_block_is_found_for_traces_that_leave_out_the_last_partial_block(tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ def test_azure_times_may_leave_out_the_fraction_and_name_utc(tmp_path: Path, suf
 
 def test_format_is_told_by_content_not_by_name(tmp_path: Path) -> None:
     path = write(tmp_path, mooncake(), name="trace.csv")
-    assert read_trace(path)[0].hash_ids == (0, 1)
+    assert list(read_trace(path)[0].hash_ids) == [0, 1]
 
 
 def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_module, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(reader, "MAX_LINE_BYTES", 100)
     with pytest.raises(TraceError, match="line 1: longer than 100 bytes"):
         read_trace(write(tmp_path, mooncake(padding="x" * 200)))
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from blockyard.sim.faults import FAULTS, Fault
-from blockyard.sim.fleet import FleetOptions, FleetReport, digest_of, simulate_fleet
+from blockyard.sim.fleet.faults import FAULTS, Fault
+from blockyard.sim.fleet.fleet import FleetOptions, FleetReport, digest_of, simulate_fleet
 
 __all__ = ["Campaign", "run_campaign", "shrink"]
 

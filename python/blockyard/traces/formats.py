@@ -1,0 +1,241 @@
+"""The formats of traces: each turns a line into requests, with times in nanoseconds of the trace's own clock."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from typing import Any
+
+from blockyard.traces.request import MAX_TOKENS, TraceRequest
+
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+AZURE_HEADER = ",".join(AZURE_COLUMNS)
+BAILIAN_BLOCK_TOKENS = 16
+MAX_SESSION_DEPTH = 8
+_AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|\+00:00)?")
+
+# A request and its time on the trace's clock, in nanoseconds: seven digits of a second do not fit a float.
+Row = tuple[int, TraceRequest]
+Parser = Callable[[str], Iterable[Row]]
+
+
+def parser_for(text: str) -> tuple[Parser, bool]:
+    """Choose the parser by the first line that has text; also tells if that line is a header.
+
+    Raises:
+        ValueError: no format begins so.
+    """
+    if text == AZURE_HEADER:
+        return _azure, True
+    if not text.startswith("{"):
+        raise ValueError(f"neither a JSON object nor Azure's header {AZURE_HEADER!r}, but {_shorten(text)}")
+    fields = _json_object(text)
+    if "requests" in fields:
+        return Sessions(), False
+    if "chat_id" in fields:
+        return Chats(), False
+    if "input_toks" in fields:
+        return _serving_run, False
+    return _mooncake, False
+
+
+def _mooncake(text: str) -> Iterable[Row]:
+    """Read one JSON object with `timestamp` in milliseconds, two lengths and, optionally, hash ids."""
+    fields = _json_object(text, "timestamp", "input_length", "output_length")
+    return [(round(_number(fields, "timestamp", "milliseconds") * 10**6), _request(fields))]
+
+
+def _request(fields: dict[str, Any], hash_tokens: float = 0.0, session: int | None = None) -> TraceRequest:
+    """Read what the formats that are like Mooncake's share."""
+    block_size = fields.get("block_size")
+    return TraceRequest(
+        arrival=0.0,
+        input_tokens=_length("input_length", fields["input_length"]),
+        output_tokens=_length("output_length", fields["output_length"]),
+        hash_ids=_hash_ids(fields.get("hash_ids", [])),
+        hash_tokens=hash_tokens if block_size is None else float(_length("block_size", block_size)),
+        session=session,
+    )
+
+
+class Chats:
+    """Qwen-Bailian's lines: Mooncake's with `timestamp` in seconds, and the chat that each turn continues."""
+
+    def __init__(self) -> None:
+        self._session_of: dict[int, int] = {}
+
+    def __call__(self, text: str) -> Iterable[Row]:
+        fields = _json_object(text, "chat_id", "timestamp", "input_length", "output_length")
+        chat, parent = fields["chat_id"], fields.get("parent_chat_id", -1)
+        for name, value in (("chat_id", chat), ("parent_chat_id", parent)):
+            if type(value) is not int or not -1 <= value < 2**63:
+                raise ValueError(f"{name} is {_shorten(value)}, not the number of a chat")
+        session = self._session_of.get(parent, chat)
+        self._session_of[chat] = session
+        clock = round(_number(fields, "timestamp", "seconds") * 10**9)
+        return [(clock, _request(fields, BAILIAN_BLOCK_TOKENS, session))]
+
+
+def _serving_run(text: str) -> Iterable[Row]:
+    """Read one request of a measured run of LLMServingSim: lengths and arrival, in seconds."""
+    fields = _json_object(text, "input_toks", "output_toks", "arrival_time")
+    lengths = (_length(name, fields[name]) for name in ("input_toks", "output_toks"))
+    return [(round(_number(fields, "arrival_time", "seconds") * 10**9), TraceRequest(0.0, *lengths))]
+
+
+def _azure(text: str) -> Iterable[Row]:
+    """Read one row `TIMESTAMP,ContextTokens,GeneratedTokens`."""
+    cells = text.split(",")
+    if len(cells) != len(AZURE_COLUMNS):
+        raise ValueError(f"has {len(cells)} columns, not {len(AZURE_COLUMNS)}")
+    lengths = []
+    for name, cell in zip(AZURE_COLUMNS[1:], cells[1:], strict=True):
+        if not re.fullmatch(r"[0-9]{1,12}", cell):
+            raise ValueError(f"{name} is {_shorten(cell)}, not a number of tokens")
+        lengths.append(_length(name, int(cell)))
+    return [(_azure_clock(cells[0]), TraceRequest(0.0, lengths[0], lengths[1]))]
+
+
+class Sessions:
+    """The agent sessions of kv-cache-tester: one a line, with think times and sub-agents, whose ids are the session's.
+
+    A request waits for the answer before it in its agent; a sub-agent's first one for the answer that started it. The
+    request that follows a sub-agent waits for it, too, if it came after the sub-agent's recorded end.
+    """
+
+    def __init__(self) -> None:
+        self._sessions = self._rows = 0
+        self._next_id = 0
+
+    def __call__(self, text: str) -> Iterator[Row]:
+        fields = _json_object(text, "block_size", "requests")
+        block_size = _length("block_size", fields["block_size"])
+        session = _Session(self._sessions, self._rows, self._next_id, float(block_size))
+        session.read_agent(fields["requests"], start=0.0, after=(), depth=0)
+        self._sessions += 1
+        self._rows += len(session.rows)
+        self._next_id = session.end_id
+        return iter(session.rows)
+
+
+class _Session:
+    """One session: its rows, and the ids that they use.
+
+    Args:
+        number: of the session.
+        first_row: index of its first row in the trace.
+        first_id: ids below it belong to other sessions.
+        hash_tokens: tokens of a block.
+    """
+
+    def __init__(self, number: int, first_row: int, first_id: int, hash_tokens: float) -> None:
+        self._number, self._first_row, self._first_id, self._hash_tokens = number, first_row, first_id, hash_tokens
+        self.rows: list[Row] = []
+        self.end_id = first_id
+
+    def read_agent(self, requests: object, *, start: float, after: tuple[int, ...], depth: int) -> tuple[int, ...]:
+        """Read the requests of one agent, whose clock starts at `start`; return what its end consists of."""
+        if not isinstance(requests, list) or depth > MAX_SESSION_DEPTH:
+            raise ValueError(f"requests is {_shorten(requests)}, not a list of at most {MAX_SESSION_DEPTH} levels")
+        last, ended = start, start  # the last request's time, and the time of the last answer
+        sub_agents: list[tuple[float, tuple[int, ...]]] = []
+        for fields in requests:
+            if not isinstance(fields, dict) or "t" not in fields:
+                raise ValueError(f"a request is {_shorten(fields)}, not an object with t")
+            now = start + _number(fields, "t", "seconds")
+            if "requests" in fields:
+                parts = self.read_agent(fields["requests"], start=now, after=after, depth=depth + 1)
+                sub_agents.append((now + fields.get("duration_ms", 0) / 1e3, parts))
+                continue
+            now = max(now, last)
+            done = [agent for agent in sub_agents if agent[0] <= now]
+            sub_agents = [agent for agent in sub_agents if agent[0] > now]
+            waits = (*after, *(part for _, parts in done for part in parts))
+            ended = max([ended, *(end for end, _ in done)])
+            index = self._first_row + len(self.rows)
+            self.rows.append((round(now * 1e9), self._request(fields, waits, max(now - ended, 0.0) if waits else 0.0)))
+            after, last = (index,), now
+            ended = now + _number(fields, "api_time", "seconds") if "api_time" in fields else now
+        return (*after, *(part for _, parts in sub_agents for part in parts))
+
+    def _request(self, fields: dict[str, Any], after: tuple[int, ...], delay: float) -> TraceRequest:
+        ids = array("q")
+        for block in fields.get("blocks", []):
+            if not (isinstance(block, list) and len(block) == 2 and all(type(part) is int for part in block)):
+                raise ValueError(f"blocks has {_shorten(block)}, not [first id, count]")
+            first, count = block
+            if not (0 <= first < 2**40 and 0 <= count and len(ids) + count <= MAX_TOKENS // self._hash_tokens):
+                raise ValueError(f"blocks has {_shorten(block)}, not an id from 0 and a count")
+            ids.extend(range(self._first_id + first, self._first_id + first + count))
+            self.end_id = max(self.end_id, self._first_id + first + count)
+        return TraceRequest(
+            arrival=0.0,
+            input_tokens=_length("in", max(fields.get("in", 0), 1)),
+            output_tokens=_length("out", max(fields.get("out", 0), 1)),
+            hash_ids=ids,
+            hash_tokens=self._hash_tokens,
+            session=self._number,
+            after=after,
+            delay=delay,
+        )
+
+
+def _json_object(text: str, *needed: str) -> dict[str, Any]:
+    """Parse one JSON object that has the fields `needed`."""
+    try:
+        fields = json.loads(text)
+    except RecursionError:
+        raise ValueError("not a JSON object: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"not a JSON object: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"not a JSON object but {_shorten(text)}")
+    missing = [name for name in needed if name not in fields]
+    if missing:
+        raise ValueError(f"without {', '.join(missing)}")
+    return fields
+
+
+def _number(fields: dict[str, Any], name: str, unit: str) -> float:
+    """Check one time."""
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
+        raise ValueError(f"{name} is {_shorten(value)}, not {unit}")
+    return value
+
+
+def _hash_ids(ids: object) -> array[int]:
+    if not isinstance(ids, list) or not all(type(entry) is int and 0 <= entry < 2**63 for entry in ids):
+        raise ValueError(f"hash_ids is {_shorten(ids)}, not a list of ids from 0")
+    return array("q", ids)
+
+
+def _azure_clock(cell: str) -> int:
+    """Nanoseconds since 1970 of a UTC time whose fraction may have seven digits, which `datetime` cannot hold."""
+    match = _AZURE_TIME.fullmatch(cell)
+    if match is None:
+        raise ValueError(f"TIMESTAMP is {_shorten(cell)}, not YYYY-MM-DD hh:mm:ss.fffffff")
+    day, time, fraction = match.groups()
+    try:
+        whole = datetime.fromisoformat(f"{day} {time}") - datetime(1970, 1, 1)
+    except ValueError as error:
+        raise ValueError(f"TIMESTAMP is {_shorten(cell)}: {error}") from None
+    return (whole.days * 86_400 + whole.seconds) * 10**9 + int((fraction or "0").ljust(9, "0"))
+
+
+def _length(name: str, value: object) -> int:
+    """Check one count of tokens."""
+    if type(value) is not int or not 1 <= value <= MAX_TOKENS:
+        raise ValueError(f"{name} is {_shorten(value)}, not a number of tokens from 1 to {MAX_TOKENS}")
+    return value
+
+
+def _shorten(value: object) -> str:
+    """Show a value in a message, shortened."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 2**64:
+        return "a number beyond 64 bits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,66 @@
+"""One request of a trace: arrival, lengths, and how its prompt begins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from blockyard.errors import InvalidArgumentError
+
+MAX_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        arrival: seconds since the trace's first request.
+        input_tokens: prompt length in tokens, at least 1.
+        output_tokens: tokens generated, at least 1.
+        hash_ids: ids of the prompt's blocks; two prompts with equal leading ids begin alike. Empty if unknown.
+        hash_tokens: tokens that one hash id stands for; a fraction after scaling, 0 if there are no ids.
+        session: number of the conversation that the request belongs to; None if the trace does not tell.
+        after: indices, in the trace, of the requests whose answers this one waits for. Then `arrival` is when it came
+            as it was recorded.
+        delay: seconds from the last of these answers to this request.
+    """
+
+    arrival: float
+    input_tokens: int
+    output_tokens: int
+    hash_ids: Sequence[int] = ()
+    hash_tokens: float = 0.0
+    session: int | None = None
+    after: tuple[int, ...] = ()
+    delay: float = 0.0
+
+
+def scale_lengths(requests: list[TraceRequest], scale: float) -> list[TraceRequest]:
+    """Multiply all lengths by one factor, rounding up, so that no request vanishes.
+
+    Args:
+        requests: what `read_trace` returned.
+        scale: factor for prompts, outputs and the tokens of one hash id, above 0.
+
+    Returns:
+        New requests; arrivals and hash ids are as before.
+
+    Raises:
+        InvalidArgumentError: `scale` is not a positive number, or makes a length larger than a trace may hold.
+    """
+    if not (math.isfinite(scale) and scale > 0):
+        raise InvalidArgumentError(f"lengths cannot be scaled by {scale}, a positive number is needed")
+    longest = max((max(request.input_tokens, request.output_tokens) for request in requests), default=0)
+    if longest * scale > MAX_TOKENS:
+        raise InvalidArgumentError(f"a length of {longest} tokens times {scale} is more than {MAX_TOKENS}")
+    return [
+        replace(
+            request,
+            input_tokens=math.ceil(request.input_tokens * scale),
+            output_tokens=math.ceil(request.output_tokens * scale),
+            hash_tokens=request.hash_tokens * scale,
+        )
+        for request in requests
+    ]
