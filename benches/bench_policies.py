@@ -38,8 +38,8 @@ from policies.fixed import POLICIES, SETTINGS
 from policies.traffic import WORKLOADS, traffic
 
 from blockyard import BlockManager, PrefixCaching
-from blockyard.traces import TraceRequest, read_trace
 from blockyard.errors import InvalidArgumentError
+from blockyard.traces import TraceRequest, read_trace
 from blockyard.types import HashedPrompt
 
 FIXED = ("lru", "priority", *POLICIES)

@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blockyard.traces import TraceRequest
 from blockyard.errors import InvalidArgumentError
+from blockyard.traces import TraceRequest
 
 
 @dataclass(frozen=True)

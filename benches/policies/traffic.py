@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, count, islice
 
-from blockyard.traces import TraceRequest
 from blockyard.errors import InvalidArgumentError
+from blockyard.traces import TraceRequest
 
 HASH_TOKENS = 16
 

@@ -9,8 +9,8 @@ from policies.traffic import traffic
 from prompts import allocate_prompts
 
 from blockyard import BlockManager
-from blockyard.traces import TraceRequest
 from blockyard.errors import InvalidArgumentError, UnknownSequenceError
+from blockyard.traces import TraceRequest
 
 SIZE = 4
 POLICIES = ("lru", "adaptive", "priority")

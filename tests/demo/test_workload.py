@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from blockyard.traces import TraceRequest
 from blockyard.demo.workload import StandardText, WorkItem, text_workload, trace_workload
 from blockyard.errors import InvalidArgumentError
+from blockyard.traces import TraceRequest
 
 
 @pytest.fixture(scope="module")

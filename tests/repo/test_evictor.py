@@ -10,8 +10,8 @@ from policies.fixed import POLICIES
 from policies.traffic import traffic
 
 from blockyard import BlockManager, PrefixCaching
-from blockyard.traces import TraceRequest
 from blockyard.errors import InvalidArgumentError
+from blockyard.traces import TraceRequest
 
 SIZE = 4
 

@@ -25,13 +25,13 @@ from blockyard.demo.report import (
     SwapStoreCounters,
     Transfer,
 )
-from blockyard.traces import read_trace, scale_lengths
 from blockyard.demo.workload import StandardText, WorkItem, text_workload, trace_workload
 from blockyard.errors import InvalidArgumentError
 from blockyard.progress import show_progress
 from blockyard.scheduler import PreemptionMode
 from blockyard.stores.base import StoreStats, check_url
 from blockyard.stores.url import public_url, read_bytes, sized_url
+from blockyard.traces import read_trace, scale_lengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.traces import TraceRequest
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.sampling import SamplingParams
+from blockyard.traces import TraceRequest
 
 SMALLEST_FILE_BYTES = 4096
 

@@ -1,6 +1,6 @@
 """Deterministic simulation: the real code of stores in virtual time, over modelled servers that fail.
 
-One seed is one run: the same calls in the same order, the same faults, the same log. See docs/simulation.md.
+One seed is one run: the same calls in the same order, the same faults, the same log. See docs/operate/simulation.md.
 """
 
 from blockyard.sim.fleet.campaign import Campaign, run_campaign

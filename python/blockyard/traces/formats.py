@@ -34,9 +34,9 @@ def parser_for(text: str) -> tuple[Parser, bool]:
         raise ValueError(f"neither a JSON object nor Azure's header {AZURE_HEADER!r}, but {_shorten(text)}")
     fields = _json_object(text)
     if "requests" in fields:
-        return Sessions(), False
+        return _Sessions().read, False
     if "chat_id" in fields:
-        return Chats(), False
+        return _Chats().read, False
     if "input_toks" in fields:
         return _serving_run, False
     return _mooncake, False
@@ -61,13 +61,13 @@ def _request(fields: dict[str, Any], hash_tokens: float = 0.0, session: int | No
     )
 
 
-class Chats:
+class _Chats:
     """Qwen-Bailian's lines: Mooncake's with `timestamp` in seconds, and the chat that each turn continues."""
 
     def __init__(self) -> None:
         self._session_of: dict[int, int] = {}
 
-    def __call__(self, text: str) -> Iterable[Row]:
+    def read(self, text: str) -> Iterable[Row]:
         fields = _json_object(text, "chat_id", "timestamp", "input_length", "output_length")
         chat, parent = fields["chat_id"], fields.get("parent_chat_id", -1)
         for name, value in (("chat_id", chat), ("parent_chat_id", parent)):
@@ -82,8 +82,12 @@ class Chats:
 def _serving_run(text: str) -> Iterable[Row]:
     """Read one request of a measured run of LLMServingSim: lengths and arrival, in seconds."""
     fields = _json_object(text, "input_toks", "output_toks", "arrival_time")
-    lengths = (_length(name, fields[name]) for name in ("input_toks", "output_toks"))
-    return [(round(_number(fields, "arrival_time", "seconds") * 10**9), TraceRequest(0.0, *lengths))]
+    request = TraceRequest(
+        arrival=0.0,
+        input_tokens=_length("input_toks", fields["input_toks"]),
+        output_tokens=_length("output_toks", fields["output_toks"]),
+    )
+    return [(round(_number(fields, "arrival_time", "seconds") * 10**9), request)]
 
 
 def _azure(text: str) -> Iterable[Row]:
@@ -99,7 +103,7 @@ def _azure(text: str) -> Iterable[Row]:
     return [(_azure_clock(cells[0]), TraceRequest(0.0, lengths[0], lengths[1]))]
 
 
-class Sessions:
+class _Sessions:
     """The agent sessions of kv-cache-tester: one a line, with think times and sub-agents, whose ids are the session's.
 
     A request waits for the answer before it in its agent; a sub-agent's first one for the answer that started it. The
@@ -110,7 +114,7 @@ class Sessions:
         self._sessions = self._rows = 0
         self._next_id = 0
 
-    def __call__(self, text: str) -> Iterator[Row]:
+    def read(self, text: str) -> Iterator[Row]:
         fields = _json_object(text, "block_size", "requests")
         block_size = _length("block_size", fields["block_size"])
         session = _Session(self._sessions, self._rows, self._next_id, float(block_size))
@@ -167,7 +171,7 @@ class _Session:
             if not (isinstance(block, list) and len(block) == 2 and all(type(part) is int for part in block)):
                 raise ValueError(f"blocks has {_shorten(block)}, not [first id, count]")
             first, count = block
-            if not (0 <= first < 2**40 and 0 <= count and len(ids) + count <= MAX_TOKENS // self._hash_tokens):
+            if not (0 <= first < 2**40 and count >= 0 and len(ids) + count <= MAX_TOKENS // self._hash_tokens):
                 raise ValueError(f"blocks has {_shorten(block)}, not an id from 0 and a count")
             ids.extend(range(self._first_id + first, self._first_id + first + count))
             self.end_id = max(self.end_id, self._first_id + first + count)

@@ -6,9 +6,9 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from io import BufferedIOBase
 from itertools import islice
 from pathlib import Path
-from typing import IO
 
 from blockyard.errors import InvalidArgumentError, TraceError
 from blockyard.traces.formats import Row, parser_for
@@ -42,7 +42,7 @@ def read_trace(path: str | Path, *, first: int | None = None) -> list[TraceReque
     try:
         with path.open("rb") as file:
             compressed = file.peek(2)[:2] == b"\x1f\x8b"
-            rows = list(islice(_parse(path, gzip.open(file) if compressed else file), first))
+            rows = list(islice(_parse(path, gzip.GzipFile(fileobj=file) if compressed else file), first))
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise TraceError(f"cannot read trace {path}: {reason}") from error
@@ -51,7 +51,7 @@ def read_trace(path: str | Path, *, first: int | None = None) -> list[TraceReque
     return _in_order(rows)
 
 
-def _parse(path: Path, file: IO[bytes]) -> Iterator[Row]:
+def _parse(path: Path, file: BufferedIOBase) -> Iterator[Row]:
     """Yield the requests of an open file; the first line with text decides the format."""
     parse = None
     for number, text in _lines(path, file):
@@ -65,7 +65,7 @@ def _parse(path: Path, file: IO[bytes]) -> Iterator[Row]:
             raise TraceError(f"{path}, line {number}: {error}") from None
 
 
-def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, str]]:
+def _lines(path: Path, file: BufferedIOBase) -> Iterator[tuple[int, str]]:
     """Yield `(line number, text)` of every line that is not blank."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):

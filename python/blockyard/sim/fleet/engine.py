@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
-from blockyard.sim.loop import Loop
 from blockyard.sim.fleet.object_server import Link, ObjectServer
 from blockyard.sim.fleet.oracle import BLOCK_BYTES, BrokenPromiseError, Oracle, Put
+from blockyard.sim.loop import Loop
 from blockyard.stores import Completion
 from blockyard.stores.object_store import ObjectStore, read_url
 from blockyard.stores.threaded.epochs import name_of

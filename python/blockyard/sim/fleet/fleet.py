@@ -18,9 +18,9 @@ from typing import Any, Final
 from blockyard.errors import InvalidArgumentError
 from blockyard.sim.fleet.engine import NUM_KEYS, SimulatedEngine
 from blockyard.sim.fleet.faults import FAULTS, Fault, draw_faults
-from blockyard.sim.loop import Loop, StuckError
 from blockyard.sim.fleet.object_server import ObjectServer
 from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
+from blockyard.sim.loop import Loop, StuckError
 from blockyard.stores.threaded.epochs import EPOCH_BYTES
 from blockyard.stores.threaded.runtime import use_runtime
 from blockyard.stores.value import HEADER
