@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard.errors import InvalidArgumentError, TraceError
-from blockyard.traces import TraceRequest, read_trace, reader, scale_lengths
+from blockyard.traces import TraceRequest, read_trace, reader
 from blockyard.traces.formats import AZURE_HEADER
 
 
@@ -165,29 +165,6 @@ def test_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
 def test_folder_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"cannot read trace .*: Is a directory"):
         read_trace(tmp_path)
-
-
-def test_scaling_rounds_up_and_keeps_arrivals() -> None:
-    rows = [TraceRequest(2.5, 700, 5, (0, 1), 512.0)]
-    assert scale_lengths(rows, 1 / 16) == [TraceRequest(2.5, 44, 1, (0, 1), 32.0)]
-
-
-@given(st.integers(1, 2**20), st.integers(1, 2**20), st.floats(1e-9, 64))
-def test_scaling_never_makes_a_request_vanish(prompt: int, output: int, scale: float) -> None:
-    (row,) = scale_lengths([TraceRequest(0.0, prompt, output)], scale)
-    assert 1 <= row.input_tokens <= prompt * scale + 1
-    assert 1 <= row.output_tokens <= output * scale + 1
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_scaling_by_nonsense_raises(scale: float) -> None:
-    with pytest.raises(InvalidArgumentError, match="a positive number is needed"):
-        scale_lengths([], scale)
-
-
-def test_scaling_beyond_what_a_trace_may_hold_raises() -> None:
-    with pytest.raises(InvalidArgumentError, match="is more than"):
-        scale_lengths([TraceRequest(0.0, 10, 3)], 1e300)
 
 
 @given(st.binary(max_size=300))

@@ -118,7 +118,7 @@ class _Sessions:
         fields = _json_object(text, "block_size", "requests")
         block_size = _length("block_size", fields["block_size"])
         session = _Session(self._sessions, self._rows, self._next_id, float(block_size))
-        session.read_agent(fields["requests"], start=0.0, after=(), depth=0)
+        session.read_agent(fields["requests"], start=0.0, ended=0.0, after=(), depth=0)
         self._sessions += 1
         self._rows += len(session.rows)
         self._next_id = session.end_id
@@ -140,19 +140,25 @@ class _Session:
         self.rows: list[Row] = []
         self.end_id = first_id
 
-    def read_agent(self, requests: object, *, start: float, after: tuple[int, ...], depth: int) -> tuple[int, ...]:
-        """Read the requests of one agent, whose clock starts at `start`; return what its end consists of."""
+    def read_agent(
+        self, requests: object, *, start: float, ended: float, after: tuple[int, ...], depth: int
+    ) -> tuple[int, ...]:
+        """Read the requests of one agent, whose clock starts at `start`; return what its end consists of.
+
+        The answers `after`, which its first request waits for, came at `ended`.
+        """
         if not isinstance(requests, list) or depth > MAX_SESSION_DEPTH:
             raise ValueError(f"requests is {_shorten(requests)}, not a list of at most {MAX_SESSION_DEPTH} levels")
-        last, ended = start, start  # the last request's time, and the time of the last answer
+        last = start
         sub_agents: list[tuple[float, tuple[int, ...]]] = []
         for fields in requests:
             if not isinstance(fields, dict) or "t" not in fields:
                 raise ValueError(f"a request is {_shorten(fields)}, not an object with t")
             now = start + _number(fields, "t", "seconds")
             if "requests" in fields:
-                parts = self.read_agent(fields["requests"], start=now, after=after, depth=depth + 1)
-                sub_agents.append((now + fields.get("duration_ms", 0) / 1e3, parts))
+                parts = self.read_agent(fields["requests"], start=now, ended=ended, after=after, depth=depth + 1)
+                duration = _number(fields, "duration_ms", "milliseconds") if "duration_ms" in fields else 0
+                sub_agents.append((now + duration / 1e3, parts))
                 continue
             now = max(now, last)
             done = [agent for agent in sub_agents if agent[0] <= now]
