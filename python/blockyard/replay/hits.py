@@ -1,0 +1,121 @@
+"""Hits of a cache of one size and policy: each prompt goes through a real `BlockManager`, one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard import BlockManager, PrefixCaching
+from blockyard.errors import InvalidArgumentError
+from blockyard.replay.optimal import optimal_hits
+from blockyard.replay.packed import PackedTrace
+
+__all__ = ["OPTIMAL", "POLICIES", "Hits", "replay_hits"]
+
+POLICIES: Final = ("lru", "adaptive")
+OPTIMAL: Final = "optimal"
+_TOKENS: Final = 2
+"""Tokens of a block in the manager: its number and a zero, so that a tail of one token fills no block."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hits:
+    """What a cache of one size and policy found.
+
+    Attributes:
+        policy: the eviction policy.
+        device_blocks: size of the pool.
+        host_blocks: size of the host tier.
+        device: blocks that each request found on the device, int64 `[r]`.
+        host: blocks that it found on the host, int64 `[r]`.
+        too_long: requests that need more blocks than the pool has; they are left out.
+    """
+
+    policy: str
+    device_blocks: int
+    host_blocks: int
+    device: NDArray[np.int64]
+    host: NDArray[np.int64]
+    too_long: int
+
+
+def replay_hits(trace: PackedTrace, policy: str, device_blocks: int, *, host_blocks: int = 0) -> Hits:
+    """Send every prompt through a pool: found, computed, freed, before the next one comes.
+
+    Blocks that the device evicts move to the host, if there is one. Output tokens are not cached, as traces do not
+    tell which they are; the next turn of a conversation brings them in its prompt.
+
+    Args:
+        trace: the requests.
+        policy: `"lru"`, `"adaptive"`, or `"optimal"`, which knows the future and has no host tier.
+        device_blocks: size of the pool, at least 1.
+        host_blocks: size of the host tier.
+
+    Raises:
+        InvalidArgumentError: the policy is unknown, a size is out of range, or `"optimal"` has a host tier.
+    """
+    if policy not in (*POLICIES, OPTIMAL):
+        raise InvalidArgumentError(f"policy is {policy!r}, must be one of {', '.join((*POLICIES, OPTIMAL))}")
+    if device_blocks < 1 or host_blocks < 0:
+        raise InvalidArgumentError(f"the pool has {device_blocks} device and {host_blocks} host blocks, needs 1 and 0")
+    if policy == OPTIMAL and host_blocks:
+        raise InvalidArgumentError(f"host_blocks is {host_blocks}, must be 0 with policy 'optimal'")
+    too_long = int((trace.needed > device_blocks).sum())
+    none = np.zeros(len(trace), np.int64)
+    if policy == OPTIMAL:
+        return Hits(policy, device_blocks, 0, optimal_hits(trace, device_blocks), none, too_long)
+    caching = PrefixCaching(eviction=policy, host=host_blocks > 0)
+    manager = BlockManager(
+        block_size=_TOKENS,
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        watermark=0.0,
+        prefix_caching=caching,
+    )
+    device, host = _replay(trace, manager, device_blocks)
+    return Hits(policy, device_blocks, host_blocks, device, host, too_long)
+
+
+def _replay(
+    trace: PackedTrace, manager: BlockManager, device_blocks: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    tokens = np.zeros(_TOKENS * len(trace.blocks), np.uint32)
+    tokens[::_TOKENS] = trace.blocks
+    needed, starts = trace.needed.tolist(), (trace.starts * _TOKENS).tolist()
+    tails = (trace.needed - trace.num_blocks) * _TOKENS - trace.has_tail
+    device, host = np.zeros(len(trace), np.int64), np.zeros(len(trace), np.int64)
+    with_host = bool(manager.pool("host").num_blocks)
+    allocate, take, complete, computed, free = (
+        manager.allocate,
+        manager.take_decision,
+        manager.complete,
+        manager.mark_computed,
+        manager.free,
+    )
+    for number, tail in enumerate(tails.tolist()):
+        if needed[number] > device_blocks:
+            continue
+        prompt = tokens[starts[number] : starts[number + 1]]
+        if tail:
+            prompt = np.append(prompt, np.zeros(tail, np.uint32))
+        if with_host:
+            host[number] = manager.prefix.lookup(prompt).host_blocks
+        sequence = allocate(prompt)
+        complete(take().ticket)
+        computed(sequence)
+        free(sequence)
+        device[number] = sequence.cached_tokens // _TOKENS
+    return device - host, host
+
+
+def hit_tokens(trace: PackedTrace, blocks: NDArray[np.int64], *, first: int = 0) -> int:
+    """Tokens of the blocks that the requests from `first` on found."""
+    return int(blocks[first:].sum()) * trace.block_tokens
+
+
+def total_tokens(trace: PackedTrace, *, first: int = 0) -> int:
+    """Prompt tokens of the requests from `first` on."""
+    return int(trace.input_tokens[first:].sum())

@@ -1,0 +1,135 @@
+"""`PackedTrace`: the blocks of a trace's prompts as flat arrays, which replay fast and travel to other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.traces import TraceRequest
+
+__all__ = ["NEVER", "PackedTrace"]
+
+NEVER: Final = np.iinfo(np.int64).max
+"""Request number of a use that never comes."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTrace:
+    """The full blocks of every prompt. Two blocks have one number if they and all before them are the same text.
+
+    Attributes:
+        block_tokens: tokens of a block.
+        blocks: numbers of all requests' full blocks, request by request, int64 `[n]`, from 0 to `num_distinct - 1`.
+        starts: where each request's blocks begin in `blocks`, and the end of the last, int64 `[r + 1]`.
+        input_tokens: prompt lengths, int64 `[r]`.
+        num_distinct: distinct blocks.
+    """
+
+    block_tokens: int
+    blocks: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    input_tokens: NDArray[np.int64]
+    num_distinct: int
+
+    @classmethod
+    def of(cls, requests: Sequence[TraceRequest]) -> PackedTrace:
+        """Pack the requests of a trace, one block for each hash id that covers a whole block.
+
+        Raises:
+            InvalidArgumentError: no request has hash ids, or they stand for different numbers of tokens, or for a
+                fraction of a token.
+        """
+        sizes = {request.hash_tokens for request in requests if len(request.hash_ids)}
+        if len(sizes) != 1 or (size := sizes.pop()) != int(size):
+            raise InvalidArgumentError(
+                f"requests have hash ids of {sorted(sizes) or 'no'} tokens, must all have ids of one whole number"
+            )
+        block_tokens = int(size)
+        input_tokens = np.array([request.input_tokens for request in requests], np.int64)
+        counts = np.minimum([len(request.hash_ids) for request in requests], input_tokens // block_tokens)
+        starts = np.zeros(len(requests) + 1, np.int64)
+        np.cumsum(counts, out=starts[1:])
+        ids = np.zeros(int(starts[-1]), np.int64)
+        for number, request in enumerate(requests):
+            ids[starts[number] : starts[number + 1]] = np.asarray(request.hash_ids, np.int64)[: counts[number]]
+        blocks, num_distinct = _number(ids, starts)
+        return cls(block_tokens, blocks, starts, input_tokens, num_distinct)
+
+    def __len__(self) -> int:
+        """Number of requests."""
+        return len(self.input_tokens)
+
+    @property
+    def num_blocks(self) -> NDArray[np.int64]:
+        """Full blocks of each request, int64 `[r]`."""
+        return np.diff(self.starts)
+
+    @property
+    def has_tail(self) -> NDArray[np.bool_]:
+        """Whether each prompt goes on after its full blocks, bool `[r]`."""
+        return self.input_tokens > self.num_blocks * self.block_tokens
+
+    @property
+    def needed(self) -> NDArray[np.int64]:
+        """Blocks that each prompt takes in all, int64 `[r]`."""
+        rest = self.input_tokens - self.num_blocks * self.block_tokens
+        return self.num_blocks + -(-rest // self.block_tokens)
+
+    @property
+    def hittable(self) -> NDArray[np.int64]:
+        """Blocks of each prompt that can be found cached: its last token is always computed, int64 `[r]`."""
+        return np.maximum(self.num_blocks - ~self.has_tail, 0)
+
+    def next_uses(self, served: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """For each of `blocks`, the next request that can find it cached; `NEVER` if none does. int64 `[n]`.
+
+        Args:
+            served: which requests are served at all, bool `[r]`.
+        """
+        owners = np.repeat(np.arange(len(self)), self.num_blocks)
+        depths = np.arange(len(self.blocks)) - np.repeat(self.starts[:-1], self.num_blocks)
+        order = np.argsort(self.blocks, kind="stable")
+        findable = (depths < np.repeat(self.hittable * served, self.num_blocks))[order]
+        last_of_block = np.append(np.diff(self.blocks[order]) != 0, True) if len(order) else np.zeros(0, bool)
+        # From the back: the place of the next findable use after each place, within the uses of one block.
+        places = np.where(findable, np.arange(len(order)), len(order))
+        after = np.append(np.minimum.accumulate(places[::-1])[::-1][1:], len(order)) if len(order) else places
+        ends = np.nonzero(last_of_block)[0]
+        end_of = ends[np.searchsorted(ends, np.arange(len(order)))]
+        uses = np.full(len(order), NEVER)
+        comes = after <= end_of
+        uses[comes] = owners[order][after[comes]]
+        result = np.empty_like(uses)
+        result[order] = uses
+        return result
+
+
+def _number(ids: NDArray[np.int64], starts: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """Give one number to each pair of an id and all the ids before it; return the numbers, and how many there are."""
+    distinct, dense = np.unique(ids, return_inverse=True)
+    parents = np.append(np.int64(-1), dense[:-1]) if len(dense) else dense
+    begins = starts[:-1][starts[:-1] < starts[1:]]
+    parents[begins] = -1
+    known = np.empty(len(distinct), np.int64)
+    known[dense] = parents
+    if np.array_equal(known[dense], parents):  # each id has one parent, as in Mooncake's traces
+        return dense.astype(np.int64), len(distinct)
+    numbers = np.empty(len(dense), np.int64)
+    count = depth = 0
+    running = np.nonzero(starts[:-1] < starts[1:])[0]
+    before = np.zeros(len(running), np.int64)
+    while len(running):
+        places = starts[running] + depth
+        pairs, found = np.unique(before * len(distinct) + dense[places], return_inverse=True)
+        numbers[places] = count + found
+        before = found.astype(np.int64)
+        count += len(pairs)
+        depth += 1
+        left = starts[running] + depth < starts[running + 1]
+        running, before = running[left], before[left]
+    return numbers, count

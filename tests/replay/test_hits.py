@@ -1,0 +1,126 @@
+"""Hits without time: the real manager beside plain models, the best policy beside Belady's, and a peer live."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policies.evictor import Optimal, chains, replay
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.replay.hits import replay_hits
+from blockyard.replay.optimal import optimal_hits
+from blockyard.replay.packed import NEVER, PackedTrace
+from blockyard.traces import TraceRequest, read_trace
+
+SIZE = 4
+
+prompts = st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=5), st.integers(0, SIZE)), min_size=1, max_size=24)
+
+
+def requests_of(rows: list[tuple[list[int], int]]) -> list[TraceRequest]:
+    """One request a row: its hash ids, and the tokens after them. One request in front has ids."""
+    rows = [([9], 1), *rows]
+    return [TraceRequest(0.0, max(len(ids) * SIZE + tail, 1), 1, tuple(ids), float(SIZE)) for ids, tail in rows]
+
+
+@given(prompts)
+def test_blocks_have_one_number_if_they_and_all_before_them_are_equal(rows: list[tuple[list[int], int]]):
+    requests = requests_of(rows)
+    packed, plain = PackedTrace.of(requests), chains(requests)
+    numbers: dict[int, int] = {}
+    for number, chain in enumerate(plain):
+        blocks = packed.blocks[packed.starts[number] : packed.starts[number + 1]].tolist()
+        assert [numbers.setdefault(key, block) for key, block in zip(chain.keys, blocks, strict=True)] == blocks
+        assert (packed.needed[number], packed.hittable[number]) == (chain.needed, chain.hittable)
+    assert sorted(numbers.values()) == list(range(packed.num_distinct))
+
+
+@given(prompts, st.integers(1, 7))
+def test_next_uses_are_those_of_a_search_forward(rows: list[tuple[list[int], int]], longest: int):
+    packed = PackedTrace.of(requests_of(rows))
+    prompts = [packed.blocks[start:end].tolist() for start, end in zip(packed.starts, packed.starts[1:], strict=False)]
+    served = packed.needed <= longest
+    found = [prompt[:count] for prompt, count in zip(prompts, (packed.hittable * served).tolist(), strict=True)]
+    expected = [
+        next((later for later in range(number + 1, len(prompts)) if block in found[later]), NEVER)
+        for number, prompt in enumerate(prompts)
+        for block in prompt
+    ]
+    assert packed.next_uses(served).tolist() == expected
+
+
+@given(prompts, st.integers(1, 14))
+def test_the_optimum_evicts_the_furthest_next_use(rows: list[tuple[list[int], int]], blocks: int):
+    requests = requests_of(rows)
+    packed = PackedTrace.of(requests)
+    fitting = packed.needed <= blocks
+    served = [request for request, fits in zip(requests, fitting, strict=True) if fits]
+    assert optimal_hits(packed, blocks)[fitting].tolist() == replay(served, blocks, Optimal(served, blocks))
+
+
+@given(prompts, st.integers(1, 14), st.sampled_from(["lru", "adaptive"]))
+def test_no_policy_is_better_than_the_optimum(rows: list[tuple[list[int], int]], blocks: int, policy: str):
+    packed = PackedTrace.of(requests_of(rows))
+    hits = replay_hits(packed, policy, blocks)
+    assert (hits.device <= packed.hittable).all()
+    assert not hits.device[packed.needed > blocks].any()
+    assert hits.too_long == (packed.needed > blocks).sum()
+    if not hits.too_long:
+        assert hits.device.sum() <= optimal_hits(packed, blocks).sum()
+
+
+def test_a_host_tier_finds_what_the_device_evicted(traces: Path):
+    packed = PackedTrace.of(read_trace(traces / "synthetic_trace.jsonl", first=400))
+    alone = replay_hits(packed, "lru", 2000)
+    both = replay_hits(packed, "lru", 2000, host_blocks=4000)
+    larger = replay_hits(packed, "lru", 6000)
+    assert both.host.sum() > 0
+    assert alone.device.sum() < (both.device + both.host).sum() <= larger.device.sum()
+
+
+@pytest.mark.parametrize(
+    ("policy", "device", "host", "message"),
+    [
+        ("clock", 5, 0, "policy is 'clock', must be one of lru, adaptive, optimal"),
+        ("lru", 0, 0, "the pool has 0 device and 0 host blocks"),
+        ("lru", 5, -1, "the pool has 5 device and -1 host blocks"),
+        ("optimal", 5, 1, "host_blocks is 1, must be 0 with policy 'optimal'"),
+    ],
+)
+def test_bad_arguments_are_named(policy: str, device: int, host: int, message: str):
+    with pytest.raises(InvalidArgumentError, match=message):
+        replay_hits(PackedTrace.of(requests_of([])), policy, device, host_blocks=host)
+
+
+def test_a_trace_without_blocks_of_one_size_is_refused():
+    with pytest.raises(InvalidArgumentError, match="hash ids of no tokens"):
+        PackedTrace.of([TraceRequest(0.0, 5, 1)])
+    with pytest.raises(InvalidArgumentError, match=r"hash ids of \[4.0, 8.0\] tokens"):
+        PackedTrace.of([TraceRequest(0.0, 9, 1, (1,), 4.0), TraceRequest(0.0, 9, 1, (1,), 8.0)])
+
+
+@pytest.mark.parametrize("gib", [100, 200, 400])
+def test_hit_tokens_are_those_of_a_peer(traces: Path, gib: int):
+    """kvcache-simulator counts a last partial block as one more block, and finds whole prompts; so does this trace.
+
+    Its `optimal` keeps only a part of a prompt where that is better, which a pool that computes it cannot.
+    """
+    pytest.importorskip("kvcache_sim", reason="kvcache-simulator is not installed")
+    path = traces / "synthetic_trace.jsonl"
+    options = f"--trace {path} --model llama-3.1-8b --budgets-gib {gib} --policies lru --block-size 512"
+    command = [sys.executable, "-m", "kvcache_sim", "run", *options.split(), "--format", "json", "--backend", "python"]
+    answer = json.loads(subprocess.check_output([*command, "--no-progress"], text=True))
+    (point,) = answer["points"]
+    requests = read_trace(path)
+    whole = [TraceRequest(row.arrival, len(row.hash_ids) * 512 + 1, 1, row.hash_ids, 512.0) for row in requests]
+    # One block more: the tail of one token that lets a whole prompt be found, and is never kept.
+    hits = replay_hits(PackedTrace.of(whole), "lru", point["cacheBlocks"] + 1)
+    tokens = np.minimum(hits.device * 512, [row.input_tokens for row in requests])
+    assert int(tokens[len(requests) // 2 :].sum()) == point["results"]["lru"]["hitTokens"]
