@@ -59,8 +59,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ("        self._opened.free(self._rows.handles[gone])\n", ""),
             ("        self._stop_tokens.add(state.stops)\n            # Else", "        # Else"),
             (
-                "                self._preempt(self._rows.worst())\n                preempted = True",
-                "                self._preempt(self._rows.worst())\n                preempted = False",
+                "                    self._preempt(self._rows.worst())\n                    preempted = True",
+                "                    self._preempt(self._rows.worst())\n                    preempted = False",
             ),
             ("forks=rows.fork_count(row)))", "forks=0))"),
             (

@@ -26,6 +26,7 @@ __all__ = ["Buffers", "Process", "RateLimit", "keep", "missing", "start_worker"]
 
 _EXTRAS: Final = {
     "cuda": "elastic",
+    "distributed": "dask",
     "greenlet": "sim",
     "hypothesis": "testing",
     "msgspec": "events",

@@ -21,7 +21,7 @@ from demo_report import REPORT
 
 from blockyard import __version__, cli
 from blockyard.cli import commands, options
-from blockyard.cli.commands import Result
+from blockyard.cli.result import Result
 from blockyard.demo import run as demo
 from blockyard.demo.report import Damage, Sabotage
 from blockyard.errors import BlockyardError, InvariantError
@@ -255,8 +255,8 @@ def test_any_other_error_has_an_exit_code_of_its_own(
 PRINTS = """
 import sys
 from blockyard import cli
-from blockyard.cli import commands
-commands.doctor = lambda _options: commands.Result({}, lambda stream: print("all is well", file=stream))
+from blockyard.cli import commands, result
+commands.doctor = lambda _options: result.Result({}, lambda stream: print("all is well", file=stream))
 sys.exit(cli.main(["doctor"]))
 """
 

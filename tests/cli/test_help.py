@@ -45,7 +45,7 @@ def test_help_fits_80_columns_and_has_examples(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_the_same_options_for_its_output(command: str) -> None:
-    given = ["kv"] if command in {"inspect", "fsck"} else []
+    given = ["kv"] if command in {"inspect", "fsck", "replay"} else []
     options = make_parser().parse_args([command, *given])
     assert (options.format, options.output, options.quiet) == ("text", None, False)
     options = make_parser().parse_args([command, *given, "--format", "json", "--output", "found.json", "-q"])
@@ -74,6 +74,8 @@ def test_example_runs(
     monkeypatch.setattr("blockyard.sim.run_campaign", lambda _seeds, fleet, **_: Campaign(fleet))
     if "calibrate" in example:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name in ("trace.jsonl", "sessions.jsonl.gz"):
+        (tmp_path / name).write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [5, 6]}')
     options = {"bytes_per_block": 5000, "num_slots": 8, "use": "prefix"}
     with open_store(f"file://{tmp_path}/kv", **options) as store:  # type: ignore[arg-type]
         store.wait(store.submit_put([bytes(32)], np.ones((1, 5000), np.uint8)))

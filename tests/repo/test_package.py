@@ -18,6 +18,7 @@ else:
 OPEN = "from blockyard import open_store; open_store({url!r}, bytes_per_block=4096)"
 DRIVER = "from blockyard.engine.elastic.cuda import load_driver; load_driver()"
 COMPLETION = "import blockyard.cli; sys.exit(blockyard.cli.main(['--print-completion', 'bash']))"
+DASK = "from blockyard.replay.sweep import open_executor; open_executor(None, 'dask://localhost:1').__enter__()"
 DEMO = "import blockyard.cli; sys.exit(blockyard.cli.main(['demo']))"
 
 # (module that is missing, what a user runs, what needs the module, the extra)
@@ -34,6 +35,7 @@ MISSING = [
     ("msgspec", "import blockyard.integrations.router_events", "blockyard.integrations.router_events", "events"),
     ("obstore", OPEN.format(url="s3://bucket/kv?size=1MiB"), "'s3://bucket/kv?size=1MiB'", "s3"),
     ("opentelemetry", "from blockyard.tracing import instrument; instrument()", "blockyard.tracing", "otel"),
+    ("distributed", DASK, "--executor dask", "dask"),
     ("greenlet", "import blockyard.sim", "blockyard.sim", "sim"),
     ("shtab", COMPLETION, "--print-completion", "cli"),
     ("cuda", DRIVER, "an elastic cache on a GPU", "elastic"),

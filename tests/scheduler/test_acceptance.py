@@ -187,3 +187,35 @@ def test_a_plain_step_says_where_the_logits_are():
     step.set_draft_token_ids([])
     engine.finish(step)
     assert engine.scheduler.schedule().logits_indices.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_each_step_may_have_another_number_of_draft_tokens(prefix_caching: bool) -> None:
+    """Tokens and blocks are those of a scheduler without draft tokens, which takes more steps."""
+    outputs = []
+    for lookahead in (0, 7):
+        rng = np.random.default_rng(5)
+        manager = BlockManager(block_size=4, device_blocks=24, watermark=0.0, prefix_caching=prefix_caching)
+        scheduler = Scheduler(manager, num_lookahead_tokens=lookahead)
+        for name in "abcd":
+            prompt = rng.integers(0, 3, int(rng.integers(1, 20)))
+            scheduler.add(Request(name, prompt, max_tokens=int(rng.integers(1, 16))))
+        done = {}
+        while scheduler.num_unfinished:
+            step = scheduler.schedule(num_lookahead_tokens=int(rng.integers(0, lookahead + 1)))
+            scheduler.complete(step.decision.ticket)
+            assert lookahead or not step.num_draft_tokens
+            for finished in scheduler.update(step, np.ones(step.num_draws, np.uint32)):
+                done[finished.request.request_id] = finished.outputs
+            manager.check()
+        outputs.append(done)
+        assert manager.stats().used_blocks["device"] == 0
+        assert bool(lookahead) == (scheduler.stats().spec_decode_num_draft_tokens > 0)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("wanted", [-1, 4])
+def test_draft_tokens_of_a_step_beyond_those_of_the_scheduler_are_refused(wanted: int) -> None:
+    scheduler = Scheduler(BlockManager(block_size=4, device_blocks=8), num_lookahead_tokens=3)
+    with pytest.raises(InvalidArgumentError, match=f"num_lookahead_tokens is {wanted}, must be from 0"):
+        scheduler.schedule(num_lookahead_tokens=wanted)

@@ -20,8 +20,8 @@ from typing import TextIO
 
 from blockyard import __version__
 from blockyard.cli import commands
-from blockyard.cli.commands import EXIT_BAD_USAGE, Result
 from blockyard.cli.options import make_parser
+from blockyard.cli.result import EXIT_BAD_USAGE, Result
 from blockyard.errors import BlockyardError, InvalidArgumentError, InvariantError
 from blockyard.workers import missing
 

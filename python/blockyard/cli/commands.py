@@ -10,30 +10,24 @@ import contextlib
 import importlib
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
 from blockyard._core import SlabReport, check_slab, inspect_slab
+from blockyard.cli.result import EXIT_BAD_USAGE, EXIT_OK, EXIT_WRONG, Result
 from blockyard.progress import Progress, show_progress
 
 __all__ = [
-    "EXIT_BAD_USAGE",
-    "EXIT_OK",
-    "EXIT_WRONG",
-    "Result",
     "calibrate",
     "demo",
     "doctor",
     "fsck",
     "inspect",
+    "replay",
     "simulate",
 ]
-
-EXIT_OK = 0
-EXIT_WRONG = 1
-EXIT_BAD_USAGE = 2
 
 _MOST_LOGGED: Final = 20
 """Lines of a failed simulation that are shown as text; JSON has all."""
@@ -41,23 +35,6 @@ _MOST_SHOWN: Final = 20
 """Damaged slots that are listed as text."""
 _LOOK_SECONDS: Final = 0.2
 """Between looks at how much `fsck` has read."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a command found.
-
-    Attributes:
-        data: for JSON.
-        show: writes it as text.
-        exit_code: of the command.
-        problem: a line for standard error, if the command could not do what was asked.
-    """
-
-    data: dict[str, Any]
-    show: Callable[[TextIO], None]
-    exit_code: int = EXIT_OK
-    problem: str = ""
 
 
 def demo(options: argparse.Namespace) -> Result:
@@ -140,6 +117,13 @@ def simulate(options: argparse.Namespace) -> Result:
         print(f"replay: {found.replay_command()}", file=stream)
 
     return Result(found.as_dict(), show, EXIT_OK if found.failure is None else EXIT_WRONG)
+
+
+def replay(options: argparse.Namespace) -> Result:
+    """Send the prompts of traces through caches."""
+    from blockyard.cli import replays  # noqa: PLC0415 (only this command needs the scheduler)
+
+    return replays.replay(options)
 
 
 def inspect(options: argparse.Namespace) -> Result:

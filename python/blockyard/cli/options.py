@@ -107,6 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
         "calibrate --format json --output calibration.json",
     )
     _add_simulate(commands)
+    _add_replay(commands)
     look = _add_command(
         commands,
         "inspect",
@@ -270,6 +271,47 @@ def _add_simulate(commands: Any) -> None:
     )
 
 
+def _add_replay(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "replay",
+        "send the prompts of traces through caches of many sizes and policies, and say how many tokens each finds",
+        "replay trace.jsonl",
+        "replay trace.jsonl --device-blocks 2%,10% --host-blocks 0,20%",
+        "replay sessions.jsonl.gz --policies lru --format json --output a.json",
+    )
+    command.add_argument(
+        "traces",
+        type=Path,
+        nargs="+",
+        metavar="TRACE",
+        help="traces: JSONL of Mooncake, Qwen-Bailian, kv-cache-tester or `blockyard record`, also compressed",
+    )
+    command.add_argument("--first", type=_count(1), metavar="N", help="requests of each trace to read (default: all)")
+    command.add_argument(
+        "--device-blocks",
+        default="1%,2%,5%,10%,20%,50%,100%",
+        metavar="SIZES",
+        help="sizes of the device pool: numbers of blocks, or percentages of the trace's distinct blocks",
+    )
+    command.add_argument("--host-blocks", default="0", metavar="SIZES", help="sizes of the host tier, given likewise")
+    command.add_argument(
+        "--policies",
+        default="lru,adaptive,optimal",
+        metavar="NAMES",
+        help="eviction policies: lru, adaptive; optimal knows the future and is the ceiling for a device pool",
+    )
+    command.add_argument(
+        "--window",
+        type=_share,
+        default=0.0,
+        metavar="X",
+        help="share of the requests, at the head of the trace, that only fill the cache and are not counted",
+    )
+    command.add_argument("--jobs", type=_count(1), metavar="N", help="processes (default: one for each core)")
+    command.add_argument("--executor", metavar="URL", help="run on a Dask cluster instead: dask://HOST:PORT")
+
+
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in parser._actions:  # noqa: SLF001 (argparse has no other way to list them)
         yield action
@@ -291,6 +333,17 @@ def _count(least: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _share(text: str) -> float:
+    """An argparse type: a number from 0 to below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return value
 
 
 def _space(text: str) -> str:

@@ -102,7 +102,7 @@ def _replay(
         if tail:
             prompt = np.append(prompt, np.zeros(tail, np.uint32))
         if with_host:
-            host[number] = manager.prefix.lookup(prompt).host_blocks
+            host[number] = _make_room(manager, prompt, needed[number], device_blocks)
         sequence = allocate(prompt)
         complete(take().ticket)
         computed(sequence)
@@ -111,11 +111,13 @@ def _replay(
     return device - host, host
 
 
-def hit_tokens(trace: PackedTrace, blocks: NDArray[np.int64], *, first: int = 0) -> int:
-    """Tokens of the blocks that the requests from `first` on found."""
-    return int(blocks[first:].sum()) * trace.block_tokens
-
-
-def total_tokens(trace: PackedTrace, *, first: int = 0) -> int:
-    """Prompt tokens of the requests from `first` on."""
-    return int(trace.input_tokens[first:].sum())
+def _make_room(manager: BlockManager, prompt: NDArray[np.uint32], needed: int, device_blocks: int) -> int:
+    """Copy to the host what the prompt will evict, as the steps between two prompts do; return its hits there."""
+    hit = manager.prefix.lookup(prompt)
+    empty = device_blocks - manager.stats().cached_blocks["device"]
+    ahead = needed - (hit.tokens // _TOKENS - hit.host_blocks) - empty
+    if ahead > 0:
+        manager.prefix.offload(ahead)
+        manager.complete(manager.take_decision().ticket)
+        hit = manager.prefix.lookup(prompt)
+    return hit.host_blocks

@@ -108,6 +108,19 @@ def check_options(
         raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be 0 for a {kind} group")
 
 
+def lookahead_of_step(wanted: int | None, most: int) -> int:
+    """Return the draft tokens per sequence of one step, of a scheduler that has at most `most`.
+
+    Raises:
+        InvalidArgumentError: `wanted` is out of range.
+    """
+    if wanted is None:
+        return most
+    if not 0 <= wanted <= most:
+        raise InvalidArgumentError(f"num_lookahead_tokens is {wanted}, must be from 0 to the scheduler's {most}")
+    return wanted
+
+
 def capacity(device: Pool) -> int:
     """Number of device blocks that sequences may use."""
     return device.num_blocks - device.reserved

@@ -6,11 +6,9 @@ prompt, and the next chunk to every prompt in prefill. If blocks run short, the 
 the host, to the external tier if the host is full, or back to waiting (recompute) if both are. Swapped requests come
 back before new prompts are admitted, and never in a step that preempted.
 
-When the device shrinks, the next `schedule` refuses requests that can no longer finish, as `add` would, and `update`
-returns them with their `error`. The others continue.
-
-The cost of a plain step does not grow with the number of waiting requests, and no Python code runs per sequence: state
-is in arrays (`rows.py`), and objects are touched only when a sequence starts, ends, forks, moves or loses bytes.
+When the device shrinks, the next `schedule` refuses requests that can no longer finish, and `update` returns them with
+their `error`. The cost of a plain step does not grow with the number of waiting requests, and no Python code runs per
+sequence: state is in arrays (`rows.py`), and objects are touched only when a sequence starts, ends, forks or moves.
 """
 
 from __future__ import annotations
@@ -26,11 +24,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from blockyard._core import BlockManager, HashedPrompt, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StepOrderError, UnknownTicketError
+from blockyard.scheduler import options
 from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.loop import Cache, CacheLoop
 from blockyard.scheduler.opened import Opened
-from blockyard.scheduler.options import DefragPolicy, PreemptionMode, capacity, check_options, lack_of_room
+from blockyard.scheduler.options import DefragPolicy, PreemptionMode
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Finished, IdleSequences, Request, RequestState
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, SequenceRows
@@ -112,7 +111,7 @@ class Scheduler:
         executor: Executor | None = None,
     ) -> None:
         manager = cache.manager if isinstance(cache, Cache) else cache
-        check_options(manager, max_num_seqs, max_num_batched_tokens, preemption_mode, num_lookahead_tokens)
+        options.check_options(manager, max_num_seqs, max_num_batched_tokens, preemption_mode, num_lookahead_tokens)
         self.manager = manager
         self._stats = SchedulerStats()
         self._prefix_caching = manager.prefix.enabled
@@ -152,7 +151,7 @@ class Scheduler:
         self._leaving: list[RequestState] = []  # their rows are freed once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
-        self._capacity = capacity(self._device)
+        self._capacity = options.capacity(self._device)
 
     @property
     def num_unfinished(self) -> int:
@@ -197,13 +196,12 @@ class Scheduler:
             raise InvalidArgumentError(
                 f"request {request.request_id!r} wants {request.n} sequences, max_num_seqs is {self._max_num_seqs}"
             )
-        lack = self._lack_of_room(state)
-        if lack is not None:
+        if (lack := self._lack_of_room(state)) is not None:
             raise lack
         try:
             self._stop_tokens.add(state.stops)
             # Else it would go unchecked if the device shrinks back to its size at the last step.
-            self._capacity = max(self._capacity, capacity(self._device))
+            self._capacity = max(self._capacity, options.capacity(self._device))
             self._number += 1
             self._requests[request.request_id] = state
             self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))
@@ -213,15 +211,12 @@ class Scheduler:
             raise
 
     def abort(self, request_id: str) -> None:
-        """Drop a request; its id can be reused at once.
-
-        Its blocks are freed at once, or by the `update` of the step in flight.
+        """Drop a request; its id can be reused at once, its blocks now or after the `update` of the step in flight.
 
         Raises:
             InvalidArgumentError: there is no such request.
         """
-        state = self._requests.get(request_id)
-        if state is None:
+        if (state := self._requests.get(request_id)) is None:
             raise InvalidArgumentError(f"request {request_id!r} is not in the scheduler")
         try:
             if not self._interrupted:
@@ -236,29 +231,31 @@ class Scheduler:
 
     # ---- a step ----
 
-    def step(self, *, by_layer: bool = False) -> Step:
+    def step(self, *, by_layer: bool = False, num_lookahead_tokens: int | None = None) -> Step:
         """Decide one step over a `KVCache` and start its transfers: `with scheduler.step() as step: ...`.
 
         The `with` block computes and samples; then `update` takes the tokens. Transfers overlap compute: the device
         waits for loads from the host, stores continue in the background, and sequences from the external tier join a
         later step. The end of the block completes landed transfers. If the step computes nothing, it waits until one
-        lands. Requests that lost bytes start again from their tokens; the log `blockyard.scheduler`
-        says why. An exception here or in the block gives up the step: its requests start again from their tokens.
+        lands. Requests that lost bytes start again from their tokens; the log `blockyard.scheduler` says why. An
+        exception here or in the block gives up the step: its requests start again from their tokens.
 
         Args:
             by_layer: loads from the host arrive layer by layer; the model waits for each layer with
                 `step.wait_for_layer`.
+            num_lookahead_tokens: draft tokens per sequence in this step, at most the scheduler's; None means those.
 
         Raises:
+            InvalidArgumentError: `num_lookahead_tokens` is out of range; nothing was changed.
             StepOrderError: the previous step has not ended, or was not given to `update`.
             InvariantError: nothing can run although requests wait.
         """
         loop = self._cache_loop("step")
         loop.check_order(self._in_flight)
+        lookahead = options.lookahead_of_step(num_lookahead_tokens, self._num_lookahead_tokens)
         try:
             loop.prepare()
-            step = self._schedule()
-            loop.begin(step, by_layer=by_layer)
+            loop.begin(step := self._schedule(lookahead), by_layer=by_layer)
             return step
         except BaseException:
             self.give_up()
@@ -287,37 +284,42 @@ class Scheduler:
             raise StepOrderError(f"{call} needs a Scheduler of a KVCache; of a manager: schedule, complete, update")
         return self._loop
 
-    def schedule(self) -> Step:
+    def schedule(self, *, num_lookahead_tokens: int | None = None) -> Step:
         """Decide one step. Carry out its decision before computing its rows.
 
         A previous step that was never given to `update` is given up: its sequences start again from their tokens.
 
+        Args:
+            num_lookahead_tokens: draft tokens per sequence in this step, at most the scheduler's; None means those.
+
         Raises:
+            InvalidArgumentError: `num_lookahead_tokens` is out of range; nothing was changed.
             StepOrderError: this is a scheduler over a `KVCache`.
         """
         if self._loop is not None:
             raise StepOrderError("schedule is for a Scheduler of a BlockManager; of a KVCache: step")
+        lookahead = options.lookahead_of_step(num_lookahead_tokens, self._num_lookahead_tokens)
         self._opened.hand_over()
         try:
-            return self._schedule()
+            return self._schedule(lookahead)
         except BaseException:  # also on an interrupt after the call
             self._interrupted |= self._opened.fail_decision()
             raise
 
-    def _schedule(self) -> Step:
+    def _schedule(self, lookahead: int) -> Step:
         self.give_up()
         if self._waiting:
             self._admission.load_ahead()
         self._opened.hand_over()
         try:
-            return self._decide()
+            return self._decide(lookahead)
         except BaseException:
             self._interrupted = True
             self._opened.fail_decision()
             raise
 
-    def _decide(self) -> Step:
-        if not self._append_to_running():
+    def _decide(self, lookahead: int) -> Step:
+        if not self._append_to_running(lookahead):
             if self._swapping.swapped:
                 self._swapping.resume()
             if self._waiting and not self._swapping.swapped:
@@ -411,25 +413,24 @@ class Scheduler:
 
     # ---- putting a step together ----
 
-    def _append_to_running(self) -> bool:
+    def _append_to_running(self, lookahead: int) -> bool:
         """Append the next token or chunk to all running sequences at once; preempt from the tail until they fit."""
-        preempted, lookahead = False, self._num_lookahead_tokens
+        preempted = False
         while True:
             self._builder.begin()
             try:
                 self._append(lookahead)
             except OutOfBlocksError:
-                if lookahead:
-                    lookahead = 0
-                    continue
-                self._preempt(self._rows.worst())
-                preempted = True
+                if not lookahead:
+                    self._preempt(self._rows.worst())
+                    preempted = True
+                lookahead = 0
             else:
                 return preempted
 
     def _append(self, lookahead: int) -> None:
         builder, rows = self._builder, self._rows
-        decodes, is_plain = rows.decodes, not self._num_lookahead_tokens
+        decodes, is_plain = rows.decodes, lookahead == 0
         if is_plain:
             builder.tokens = decodes
             builder.token_ids[:decodes] = rows.last[:decodes]
@@ -582,11 +583,11 @@ class Scheduler:
     # ---- a device that shrinks ----
 
     def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
-        return lack_of_room(self.manager, state)
+        return options.lack_of_room(self.manager, state)
 
     def _refuse_what_no_longer_fits(self) -> None:
         """After the device shrank, end the requests that `add` would now refuse. No step is in flight."""
-        before, self._capacity = self._capacity, capacity(self._device)
+        before, self._capacity = self._capacity, options.capacity(self._device)
         if self._capacity >= before:
             return
         for state in self._requests.values():

@@ -288,7 +288,7 @@ class StepBuilder:
 
     def begin(self) -> None:
         """Empty it."""
-        self.tokens = 0
+        self.tokens, self.drafts = 0, None
         self.counts, self.starts, self.ends = [], [], []
 
     def add_drafted(self, last: NDArray[np.uint32], drafts: NDArray[np.int64]) -> None:

@@ -1,0 +1,30 @@
+"""What a command of the command line comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TextIO
+
+__all__ = ["EXIT_BAD_USAGE", "EXIT_OK", "EXIT_WRONG", "Result"]
+
+EXIT_OK: Final = 0
+EXIT_WRONG: Final = 1
+EXIT_BAD_USAGE: Final = 2
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command found.
+
+    Attributes:
+        data: for JSON.
+        show: writes it as text.
+        exit_code: of the command.
+        problem: a line for standard error, if the command could not do what was asked.
+    """
+
+    data: dict[str, Any]
+    show: Callable[[TextIO], None]
+    exit_code: int = EXIT_OK
+    problem: str = ""

@@ -1,0 +1,397 @@
+"""`replay_times`: one engine in virtual time. The real scheduler and block manager; compute and copies are models."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard import BlockManager, PrefixCaching, Request, Scheduler
+from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError
+from blockyard.scheduler import PreemptionMode, SchedulerStats
+from blockyard.scheduler.step import Step
+from blockyard.traces import TraceRequest
+from blockyard.types import ManagerStats
+
+__all__ = ["EngineOptions", "StepTime", "Times", "replay_times"]
+
+_MOST_STEPS: Final = 64
+"""Steps of plain decoding that the scheduler decides at once, as it does for a model that computes several tokens."""
+_OWN_TOKENS: Final = 2**31
+"""Tokens from here on are a request's own: no other prompt has them."""
+
+
+class StepTime(Protocol):
+    """How long the model computes a step."""
+
+    def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
+        """Seconds of one step.
+
+        Args:
+            prefill: for each prompt chunk, the tokens before it in the cache, and its tokens.
+            decode_context: tokens in the cache of each decoding sequence, int64 `[decodes]`.
+        """
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """One engine: its pool, its scheduler, and what its copies take.
+
+    Attributes:
+        device_blocks: blocks on the device.
+        host_blocks: blocks on the host, for swaps and for cached blocks that the device evicts.
+        block_size: tokens of a block; the trace's hash ids must stand for a multiple of it.
+        max_num_seqs: sequences in a step.
+        max_num_batched_tokens: tokens in a step.
+        preemption_mode: as of `Scheduler`.
+        eviction: as of `PrefixCaching`.
+        prefix_caching: whether prompts share blocks.
+        bytes_per_block: bytes of a block, all layers.
+        host_bandwidth: bytes a second between device and host, each way.
+        host_latency: seconds that each batch of copies takes beside its bytes.
+        max_concurrent_sessions: conversations at a time; the next begins when one ends. None: all as they come.
+    """
+
+    device_blocks: int
+    host_blocks: int = 0
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    preemption_mode: PreemptionMode = "auto"
+    eviction: str = "adaptive"
+    prefix_caching: bool = True
+    bytes_per_block: int = 2 << 20
+    host_bandwidth: float = 25e9
+    host_latency: float = 20e-6
+    max_concurrent_sessions: int | None = None
+
+
+@dataclass(eq=False)
+class Times:
+    """When things happened, in seconds from the start; NaN for requests that were refused.
+
+    Attributes:
+        arrival: of each request, float64 `[r]`.
+        first_token: float64 `[r]`.
+        last_token: float64 `[r]`.
+        output_tokens: int64 `[r]`.
+        cached_tokens: prompt tokens that each request found cached, int64 `[r]`.
+        refused: requests that can never fit.
+        seconds: end of the last step.
+        steps: steps with compute.
+        busy_seconds: of compute.
+        scheduler: counters of the scheduler.
+        manager: counters of the manager.
+    """
+
+    arrival: NDArray[np.float64]
+    first_token: NDArray[np.float64]
+    last_token: NDArray[np.float64]
+    output_tokens: NDArray[np.int64]
+    refused: int
+    seconds: float
+    steps: int
+    busy_seconds: float
+    scheduler: SchedulerStats
+    manager: ManagerStats
+
+    @property
+    def ttft(self) -> NDArray[np.float64]:
+        """Time to first token of each finished request, seconds."""
+        return _known(self.first_token - self.arrival)
+
+    @property
+    def tpot(self) -> NDArray[np.float64]:
+        """Time per output token after the first of each finished request with more than one, seconds."""
+        more = self.output_tokens > 1
+        return _known((self.last_token - self.first_token)[more] / (self.output_tokens[more] - 1))
+
+    @property
+    def latency(self) -> NDArray[np.float64]:
+        """From arrival to last token of each finished request, seconds."""
+        return _known(self.last_token - self.arrival)
+
+
+def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return values[~np.isnan(values)]
+
+
+class _Link:
+    """One way between two memories: batches go one after the other."""
+
+    def __init__(self, bandwidth: float, latency: float) -> None:
+        self._bandwidth, self._latency = bandwidth, latency
+        self.free_at = 0.0
+        self.bytes = 0
+
+    def send(self, now: float, size: int) -> float:
+        """Return when a batch that is queued now has arrived."""
+        self.bytes += size
+        self.free_at = max(now, self.free_at) + self._latency + size / self._bandwidth
+        return self.free_at
+
+
+@dataclass
+class _Clients:
+    """Who asks what, and when: arrivals in order, and requests that wait for answers."""
+
+    requests: Sequence[TraceRequest]
+    limit: int | None
+    due: list[tuple[float, int]] = field(default_factory=list)
+    arrival: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+
+    def __post_init__(self) -> None:
+        self.arrival = np.full(len(self.requests), np.nan)
+        self._waits = [len(request.after) for request in self.requests]
+        self._followers: list[list[int]] = [[] for _ in self.requests]
+        self._left: dict[int, int] = {}
+        self._held: deque[int] = deque()
+        running: set[int] = set()
+        for number, request in enumerate(self.requests):
+            for other in request.after:
+                self._followers[other].append(number)
+            session = number if request.session is None else request.session
+            self._left[session] = self._left.get(session, 0) + 1
+            if self._waits[number]:
+                continue
+            if self.limit is None or len(running) < self.limit or session in running:
+                running.add(session)
+                self.due.append((request.arrival, number))
+            else:
+                self._held.append(number)
+        heapq.heapify(self.due)
+
+    def take(self, now: float) -> list[int]:
+        """Take out the requests that have come by now."""
+        taken = []
+        while self.due and self.due[0][0] <= now:
+            when, number = heapq.heappop(self.due)
+            self.arrival[number] = when
+            taken.append(number)
+        return taken
+
+    def answer(self, number: int, now: float) -> None:
+        """Note the answer to a request: what waited for it may follow."""
+        for follower in self._followers[number]:
+            self._waits[follower] -= 1
+            if not self._waits[follower]:
+                heapq.heappush(self.due, (now + self.requests[follower].delay, follower))
+        request = self.requests[number]
+        session = number if request.session is None else request.session
+        self._left[session] -= 1
+        if not self._left[session] and self._held:
+            held = self._held.popleft()
+            heapq.heappush(self.due, (now, held))
+
+
+def replay_times(
+    requests: Sequence[TraceRequest],
+    options: EngineOptions,
+    step_time: StepTime,
+    *,
+    watch: Callable[[float, float, Step], object] | None = None,
+) -> Times:
+    """Serve a trace in virtual time.
+
+    The scheduler decides every step as it does in an engine. A step begins when the loads that it needs have arrived;
+    stores go on in the background, and hold their blocks until they have landed. A request that waits for answers
+    comes its `delay` after the last of them.
+
+    Args:
+        requests: the trace.
+        options: the engine.
+        step_time: how long a step computes.
+        watch: called with the start and the end of every step, and the step.
+
+    Raises:
+        InvalidArgumentError: an option is out of range, or a block is no part of a hash id.
+        InvariantError: nothing can run although requests wait.
+    """
+    return _Replay(requests, options, step_time, watch).run()
+
+
+class _Replay:
+    def __init__(
+        self,
+        requests: Sequence[TraceRequest],
+        options: EngineOptions,
+        step_time: StepTime,
+        watch: Callable[[float, float, Step], object] | None,
+    ) -> None:
+        sizes = {request.hash_tokens for request in requests if request.hash_tokens}
+        if options.prefix_caching and any(size % options.block_size for size in sizes):
+            raise InvalidArgumentError(
+                f"block_size is {options.block_size}, must divide the tokens of a hash id, {sorted(sizes)}"
+            )
+        self._requests, self._options, self._step_time, self._watch = requests, options, step_time, watch
+        caching = PrefixCaching(eviction=options.eviction, host=options.host_blocks > 0)
+        self._manager = BlockManager(
+            block_size=options.block_size,
+            device_blocks=options.device_blocks,
+            host_blocks=options.host_blocks,
+            prefix_caching=caching if options.prefix_caching else False,
+        )
+        self._scheduler = Scheduler(
+            self._manager,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            preemption_mode=options.preemption_mode,
+            num_lookahead_tokens=_MOST_STEPS - 1,
+            overlap_io=True,
+        )
+        self._to_device = _Link(options.host_bandwidth, options.host_latency)
+        self._to_host = _Link(options.host_bandwidth, options.host_latency)
+        self._open: list[tuple[float, int]] = []  # when each ticket's copies have landed
+        self._clients = _Clients(requests, options.max_concurrent_sessions)
+        self._first = np.full(len(requests), np.nan)
+        self._last = np.full(len(requests), np.nan)
+        self._now = 0.0
+        self._steps = self._refused = 0
+        self._busy = self._last_took = 0.0
+        self._is_plain = False  # the last step computed only decodes, and nothing has happened since
+        self._decoded = 0  # steps with decodes
+        self._ends: list[int] = []  # values of `_decoded` at which requests end, if none is preempted
+
+    def run(self) -> Times:
+        scheduler = self._scheduler
+        while True:
+            for number in self._clients.take(self._now):
+                self._add(number)
+            self._land()
+            if not scheduler.num_unfinished:
+                if not self._clients.due:
+                    break
+                self._now = max(self._now, self._clients.due[0][0])
+                continue
+            step = scheduler.schedule(num_lookahead_tokens=self._plain_steps() - 1)
+            loaded = self._copy(step)
+            if step.rows:
+                self._compute(step, loaded)
+            else:
+                scheduler.update(step, ())
+                self._skip()
+        for _, ticket in sorted(self._open):
+            scheduler.complete(ticket)
+        return Times(
+            arrival=self._clients.arrival,
+            first_token=self._first,
+            last_token=self._last,
+            output_tokens=np.array([request.output_tokens for request in self._requests], np.int64),
+            refused=self._refused,
+            seconds=self._now,
+            steps=self._steps,
+            busy_seconds=self._busy,
+            scheduler=scheduler.stats(),
+            manager=self._manager.stats(),
+        )
+
+    def _add(self, number: int) -> None:
+        self._is_plain = False
+        row = self._requests[number]
+        try:
+            self._scheduler.add(
+                Request(str(number), _prompt(row, number), max_tokens=row.output_tokens, arrival=self._now)
+            )
+        except OutOfBlocksError:
+            self._refused += 1
+            self._clients.answer(number, self._now)
+
+    def _land(self) -> None:
+        while self._open and self._open[0][0] <= self._now:
+            self._is_plain = False
+            self._scheduler.complete(heapq.heappop(self._open)[1])
+
+    def _copy(self, step: Step) -> float:
+        """Queue a step's copies; return when what it computes with has arrived."""
+        loads = stores = 0
+        for kind, pairs in step.decision.transfers():
+            if pairs.dst == "device":
+                loads += len(pairs) if kind == "swap_in" else 0
+            else:
+                stores += len(pairs)
+        landed = loaded = self._now
+        size = self._options.bytes_per_block
+        if stores:
+            landed = self._to_host.send(self._now, stores * size)
+        if loads:
+            loaded = self._to_device.send(self._now, loads * size)
+        if loads or stores:
+            heapq.heappush(self._open, (max(landed, loaded), step.decision.ticket))
+        else:
+            self._scheduler.complete(step.decision.ticket)
+        return loaded
+
+    def _plain_steps(self) -> int:
+        """How many steps to decide at once: as long as nothing can happen but one more token for each sequence."""
+        if not self._is_plain:
+            return 1
+        until = min(self._open[0][0] if self._open else inf, self._clients.due[0][0] if self._clients.due else inf)
+        while self._ends and self._ends[0] <= self._decoded:
+            heapq.heappop(self._ends)
+        fit = (until - self._now) / self._last_took + 1 if self._last_took else 1
+        return int(max(1, min(_MOST_STEPS, fit, self._ends[0] - self._decoded if self._ends else 1)))
+
+    def _compute(self, step: Step, loaded: float) -> None:
+        decodes = step.decodes
+        begin = max(self._now, loaded)
+        count, self._now = self._model_steps(step, begin)
+        if self._watch is not None:
+            self._watch(begin, self._now, step)
+        if step.num_draft_tokens != decodes * (count - 1):
+            step.set_draft_token_ids([np.zeros(count - 1, np.uint32)] * decodes)
+        self._steps += count
+        self._busy += self._now - begin
+        self._last_took = (self._now - begin) / count
+        self._decoded += count
+        for row in range(decodes, step.samples):
+            number = int(step.owner(row)[0])
+            heapq.heappush(self._ends, self._decoded + self._requests[number].output_tokens - 1)
+            if np.isnan(self._first[number]):
+                self._first[number] = self._now
+        self._land()
+        ended = self._scheduler.update(step, np.zeros(step.num_draws, np.uint32))
+        for finished in ended:
+            number = int(finished.request.request_id)
+            self._last[number] = self._now
+            self._clients.answer(number, self._now)
+        self._is_plain = decodes == step.rows and not ended
+
+    def _model_steps(self, step: Step, begin: float) -> tuple[int, float]:
+        """How many steps of the model a decided step stands for, and when the last one ends."""
+        decodes, start, lengths = step.decodes, step.start, step.lengths
+        prefill = list(zip(start[decodes:].tolist(), lengths[decodes:].tolist(), strict=True))
+        most = int(lengths[:decodes].min()) if decodes and not prefill else 1
+        until = min(self._open[0][0] if self._open else inf, self._clients.due[0][0] if self._clients.due else inf)
+        now, context = begin, start[:decodes]
+        count = 0
+        while count < 1 or (count < most and now < until):
+            now += self._step_time.seconds(prefill, context + count)
+            count += 1
+        return count, now
+
+    def _skip(self) -> None:
+        """Nothing to compute: go on when something happens."""
+        times: list[float] = [self._open[0][0]] if self._open else []
+        if self._clients.due:
+            times.append(self._clients.due[0][0])
+        later = [time for time in times if time > self._now]
+        if not later and not times:
+            raise InvariantError(f"{self._scheduler.num_unfinished} requests wait, and nothing is under way")
+        self._now = min(later, default=self._now)
+
+
+def _prompt(row: TraceRequest, number: int) -> NDArray[np.uint32]:
+    """Token ids that are equal where the hash ids are."""
+    prompt = np.full(row.input_tokens, _OWN_TOKENS + number, np.uint32)
+    size = int(row.hash_tokens)
+    if size:
+        count = min(len(row.hash_ids), row.input_tokens // size)
+        ids: Any = np.asarray(row.hash_ids[:count], np.int64)
+        prompt[: count * size] = np.repeat(ids, size)
+    return prompt

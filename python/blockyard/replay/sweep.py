@@ -1,0 +1,151 @@
+"""Sweeps: one trace through caches of many sizes and policies, on all cores or on a cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any, Final
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.replay.hits import replay_hits
+from blockyard.replay.packed import PackedTrace
+from blockyard.workers import missing
+
+__all__ = ["Point", "open_executor", "read_blocks", "sweep"]
+
+_DASK: Final = "dask://"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One cache, and what it found.
+
+    Attributes:
+        policy: eviction policy.
+        device_blocks: blocks on the device.
+        host_blocks: blocks on the host.
+        hit_tokens: prompt tokens found, in the window.
+        host_hit_tokens: those of them that were found on the host.
+        total_tokens: prompt tokens of the window.
+        too_long: requests that do not fit the device, of the whole trace.
+    """
+
+    policy: str
+    device_blocks: int
+    host_blocks: int
+    hit_tokens: int
+    host_hit_tokens: int
+    total_tokens: int
+    too_long: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Found tokens for each prompt token."""
+        return self.hit_tokens / self.total_tokens if self.total_tokens else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON takes it."""
+        return asdict(self) | {"hit_rate": self.hit_rate}
+
+
+def sweep(
+    trace: PackedTrace,
+    caches: Sequence[tuple[str, int, int]],
+    *,
+    first: int = 0,
+    executor: Executor | None = None,
+    show: Callable[[int], object] = bool,
+) -> list[Point]:
+    """Replay a trace through many caches.
+
+    Args:
+        trace: the requests.
+        caches: policy, device blocks and host blocks of each.
+        first: the window begins with this request; those before it only fill the cache.
+        executor: runs the replays; this thread if None.
+        show: called with the number of caches that are done.
+
+    Returns:
+        One point for each cache, in their order.
+
+    Raises:
+        InvalidArgumentError: a policy is unknown, or a size out of range.
+    """
+    points: list[Point | None] = [None] * len(caches)
+    if executor is None:
+        for place, cache in enumerate(caches):
+            points[place] = _measure(trace, cache, first)
+            show(place + 1)
+    else:
+        futures = {executor.submit(_measure, trace, cache, first): place for place, cache in enumerate(caches)}
+        for done, future in enumerate(as_completed(futures), 1):
+            points[futures[future]] = future.result()
+            show(done)
+    return [point for point in points if point is not None]
+
+
+def _measure(trace: PackedTrace, cache: tuple[str, int, int], first: int) -> Point:
+    policy, device_blocks, host_blocks = cache
+    found = replay_hits(trace, policy, device_blocks, host_blocks=host_blocks)
+    host = int(found.host[first:].sum()) * trace.block_tokens
+    return Point(
+        policy=policy,
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        hit_tokens=int(found.device[first:].sum()) * trace.block_tokens + host,
+        host_hit_tokens=host,
+        total_tokens=int(trace.input_tokens[first:].sum()),
+        too_long=found.too_long,
+    )
+
+
+def read_blocks(text: str, distinct: int) -> list[int]:
+    """Read sizes: numbers of blocks, or percentages of the trace's distinct blocks, separated by commas.
+
+        >>> read_blocks("1%,50", 1000)
+        [10, 50]
+
+    Raises:
+        InvalidArgumentError: a size is neither, or out of range.
+    """
+    sizes = []
+    for part in text.split(","):
+        number, is_share = part.strip().removesuffix("%"), part.strip().endswith("%")
+        try:
+            value = float(number) * distinct / 100 if is_share else int(number)
+        except ValueError:
+            raise InvalidArgumentError(f"size {part.strip()!r} is neither a number nor a percentage") from None
+        if not 0 <= value < 2**31:
+            raise InvalidArgumentError(f"size {part.strip()!r} is not from 0 to {2**31 - 1} blocks")
+        sizes.append(round(value))
+    return sizes
+
+
+@contextmanager
+def open_executor(jobs: int | None, url: str | None) -> Iterator[Executor | None]:
+    """Give what runs the replays: processes of this machine, or a cluster by its URL, `dask://HOST:PORT`.
+
+    Raises:
+        InvalidArgumentError: the URL is of no known kind.
+        MissingExtraError: the library of the cluster is not installed.
+    """
+    if url is None:
+        jobs = jobs or len(os.sched_getaffinity(0))
+        if jobs == 1:
+            yield None
+        else:
+            with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+                yield pool
+        return
+    if not url.startswith(_DASK):
+        raise InvalidArgumentError(f"executor is {url!r}, must be {_DASK}HOST:PORT")
+    try:
+        from distributed import Client  # noqa: PLC0415 (optional)
+    except ModuleNotFoundError as error:
+        raise missing("--executor dask", error) from None
+    with Client("tcp://" + url.removeprefix(_DASK)) as client:
+        yield client.get_executor()

@@ -1,0 +1,118 @@
+"""`blockyard replay`: sweeps in processes and on a cluster, and what the command prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from blockyard.cli import main
+from blockyard.errors import InvalidArgumentError
+from blockyard.replay.packed import PackedTrace
+from blockyard.replay.sweep import open_executor, read_blocks, sweep
+from blockyard.traces import TraceRequest
+
+# A loop over 12 blocks in prompts of 4: LRU finds nothing in a pool of 8, and the best policy finds some.
+LOOP = [TraceRequest(0.0, 17, 1, tuple(range(4 * part, 4 * part + 4)), 4.0) for _ in range(6) for part in range(3)]
+CACHES = [("lru", 8, 0), ("optimal", 8, 0), ("lru", 8, 8), ("lru", 16, 0), ("adaptive", 3, 0)]
+
+
+def write(folder: Path) -> Path:
+    path = folder / "loop.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 17, "output_length": 1, "hash_ids": list(row.hash_ids), "block_size": 4}
+        for row in LOOP
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_a_sweep_counts_tokens_of_the_window_by_tier():
+    shown: list[int] = []
+    lru, best, tiered, large, small = sweep(PackedTrace.of(LOOP), CACHES, first=9, show=shown.append)
+    assert (lru.hit_tokens, lru.total_tokens, lru.too_long) == (0, 9 * 17, 0)
+    assert 0 < best.hit_tokens < large.hit_tokens == 9 * 16
+    assert tiered.hit_tokens >= tiered.host_hit_tokens > 0
+    assert (small.too_long, small.hit_tokens, small.hit_rate) == (18, 0, 0.0)
+    assert shown == [1, 2, 3, 4, 5]
+
+
+def test_processes_and_a_cluster_find_what_this_one_finds():
+    trace = PackedTrace.of(LOOP)
+    expected = sweep(trace, CACHES)
+    with open_executor(2, None) as executor:
+        assert executor is not None
+        assert sweep(trace, CACHES, executor=executor) == expected
+    with open_executor(1, None) as executor:
+        assert executor is None
+    distributed = pytest.importorskip("distributed", reason="distributed is not installed")
+    with distributed.LocalCluster(
+        n_workers=1, processes=False, dashboard_address=None, protocol="tcp", host="127.0.0.1"
+    ) as cluster:
+        address = cluster.scheduler_address.removeprefix("tcp://")
+        with open_executor(None, f"dask://{address}") as executor:
+            assert sweep(trace, CACHES, executor=executor) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("5,many", "size 'many' is neither a number nor a percentage"),
+        ("1.5", "size '1.5' is neither"),
+        ("-1", "size '-1' is not from 0"),
+        ("nan%", "size 'nan%' is not from 0"),
+    ],
+)
+def test_sizes_that_are_none_are_named(text: str, message: str):
+    with pytest.raises(InvalidArgumentError, match=message):
+        read_blocks(text, 100)
+
+
+def test_an_executor_of_another_kind_is_refused():
+    with (
+        pytest.raises(InvalidArgumentError, match=r"executor is 'ray://x', must be dask://HOST:PORT"),
+        open_executor(None, "ray://x"),
+    ):
+        pass
+
+
+def test_the_command_prints_a_table_and_the_same_bytes_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    trace = str(write(tmp_path))
+    command = ["replay", trace, "--device-blocks", "8,100%", "--host-blocks", "0,8", "--jobs", "1", "--window", "0.5"]
+    outputs = []
+    for form in ("text", "text", "json", "json"):
+        assert main([*command, "--format", form]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert outputs[2] == outputs[3]
+    assert outputs[0].startswith("loop.jsonl: 18 requests, 72 blocks of 4 tokens, 12 distinct\n")
+    (found,) = json.loads(outputs[2])["traces"]
+    assert len(found["caches"]) == 10  # `optimal` has no host tier
+    assert {cache["total_tokens"] for cache in found["caches"]} == {9 * 17}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--window", "1"], "argument --window: '1' is not a number from 0 to below 1"),
+        (["--policies", "clock"], "policy is 'clock', must be one of lru, adaptive, optimal"),
+        (["--device-blocks", "x"], "size 'x' is neither a number nor a percentage"),
+    ],
+)
+def test_bad_usage_is_refused_with_its_reason(
+    tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    try:
+        code = main(["replay", str(write(tmp_path)), "--jobs", "1", *options])
+    except SystemExit as error:  # argparse
+        code = error.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_trace_without_hash_ids_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 17, "output_length": 1}')
+    assert main(["replay", str(path), "--jobs", "1"]) == 2
+    assert "hash ids of no tokens" in capsys.readouterr().err
