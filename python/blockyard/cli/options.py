@@ -278,7 +278,7 @@ def _add_replay(commands: Any) -> None:
         "send the prompts of traces through caches of many sizes and policies, and say how many tokens each finds",
         "replay trace.jsonl",
         "replay trace.jsonl --device-blocks 2%,10% --host-blocks 0,20%",
-        "replay sessions.jsonl.gz --policies lru --format json --output a.json",
+        "replay sessions.jsonl.gz --policies lru --format json",
     )
     command.add_argument(
         "traces",

@@ -147,5 +147,6 @@ def open_executor(jobs: int | None, url: str | None) -> Iterator[Executor | None
         from distributed import Client  # noqa: PLC0415 (optional)
     except ModuleNotFoundError as error:
         raise missing("--executor dask", error) from None
-    with Client("tcp://" + url.removeprefix(_DASK)) as client:
+    client: Any = Client("tcp://" + url.removeprefix(_DASK))  # type: ignore[no-untyped-call]
+    with client:
         yield client.get_executor()

@@ -1,0 +1,147 @@
+"""An engine in virtual time: what it decides, what its copies take, who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.replay import engine
+from blockyard.replay.engine import EngineOptions, Times, replay_times
+from blockyard.traces import TraceRequest
+
+
+class Steps:
+    """Each step takes a second, and a hundredth for each token of a prompt."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[tuple[int, int]], list[int]]] = []
+
+    def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
+        self.calls.append((list(prefill), decode_context.tolist()))
+        return 1.0 + sum(count for _, count in prefill) / 100
+
+
+OPTIONS = EngineOptions(device_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
+
+
+def run(requests: list[TraceRequest], **options: Any) -> tuple[Times, Steps]:
+    steps = Steps()
+    return replay_times(requests, replace(OPTIONS, **options), steps), steps
+
+
+def test_a_request_alone_takes_its_prompt_and_a_step_a_token():
+    times, steps = run([TraceRequest(2.0, 50, 3)])
+    assert steps.calls == [([(0, 32)], []), ([(32, 18)], []), ([], [50]), ([], [51])]
+    assert times.first_token[0] == pytest.approx(2.0 + 1.32 + 1.18)
+    assert times.last_token[0] == pytest.approx(2.0 + 1.32 + 1.18 + 2)
+    assert (times.ttft, times.tpot, times.latency) == (
+        pytest.approx([2.5]),
+        pytest.approx([1.0]),
+        pytest.approx([4.5]),
+    )
+    assert (times.steps, times.busy_seconds, times.refused) == (4, pytest.approx(4.5), 0)
+
+
+def test_a_request_comes_its_delay_after_the_answers_that_it_waits_for():
+    rows = [
+        TraceRequest(0.0, 4, 2, session=0),
+        TraceRequest(0.0, 4, 5, session=0),
+        TraceRequest(9.0, 4, 1, session=0, after=(0, 1), delay=3.0),
+    ]
+    times, _ = run(rows)
+    assert times.arrival[2] == pytest.approx(max(times.last_token[:2]) + 3.0)
+
+
+def test_a_conversation_begins_when_another_ends_if_so_many_run():
+    rows = [TraceRequest(0.0, 4, 3, session=number) for number in range(5)]
+    times, _ = run(rows, max_concurrent_sessions=2)
+    begins = sorted(times.arrival.tolist())
+    ends = sorted(times.last_token.tolist())
+    assert begins == pytest.approx([0.0, 0.0, *ends[:3]])
+
+
+def test_equal_hash_ids_are_found_cached_and_other_prompts_are_not():
+    rows = [
+        TraceRequest(0.0, 17, 1, (1, 2), 8.0),
+        TraceRequest(50.0, 17, 1, (1, 2), 8.0),
+        TraceRequest(100.0, 17, 1, (1, 3), 8.0),
+        TraceRequest(150.0, 17, 1),
+    ]
+    _, steps = run(rows)
+    assert [prefill for prefill, _ in steps.calls] == [[(0, 17)], [(16, 1)], [(8, 9)], [(0, 17)]]
+    assert run(rows, prefix_caching=False)[1].calls[1][0] == [(0, 17)]
+
+
+def test_loads_from_the_host_hold_up_the_step_that_needs_them_and_stores_do_not():
+    # Ten blocks on the device: the second prompt evicts the first, whose blocks are then loaded from the host.
+    one, other = TraceRequest(0.0, 33, 1, (1, 2, 3, 4), 8.0), TraceRequest(10.0, 33, 1, (5, 6, 7, 8), 8.0)
+    rows = [one, other, replace(one, arrival=200.0)]
+    slow = {"device_blocks": 10, "host_blocks": 40, "bytes_per_block": 1000, "host_latency": 0.0}
+    quick, _ = run(rows, **slow, host_bandwidth=1e12)
+    waited, steps = run(rows, **slow, host_bandwidth=1000.0)
+    loaded = waited.manager.loaded_blocks
+    assert loaded > 0
+    assert steps.calls[-1][0] == [(loaded * 4 if loaded < 8 else 32, 33 - loaded * 4)]
+    assert waited.ttft[2] - quick.ttft[2] == pytest.approx(loaded * 1.0, abs=1e-6)
+    assert waited.ttft[1] == pytest.approx(quick.ttft[1])
+
+
+def test_a_request_that_never_fits_is_refused_and_its_conversation_goes_on():
+    rows = [TraceRequest(0.0, 4000, 1, session=0), TraceRequest(0.0, 4, 1, session=0, after=(0,), delay=2.0)]
+    times, _ = run(rows)
+    assert (times.refused, np.isnan(times.first_token[0]), times.arrival[1]) == (1, True, 2.0)
+    assert times.ttft == pytest.approx([1.04])
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
+def test_a_preempted_request_still_ends_with_all_of_its_tokens(mode: str):
+    rows = [TraceRequest(0.0, 20, 40) for _ in range(4)]
+    times, _ = run(rows, device_blocks=34, host_blocks=40, preemption_mode=mode, prefix_caching=False)
+    stats = times.scheduler
+    assert (stats.preempted_swap_host > 0) == (mode == "swap")
+    assert stats.preempted_swap_host + stats.preempted_recompute > 0
+    assert len(times.latency) == 4
+    assert times.manager.used_blocks["device"] == times.manager.used_blocks["host"] == 0
+
+
+rows = st.lists(
+    st.builds(
+        TraceRequest,
+        st.floats(0, 30),
+        st.integers(1, 60),
+        st.integers(1, 80),
+        st.lists(st.integers(0, 3), max_size=6).map(tuple),
+        st.just(8.0),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=60)
+@given(rows, st.integers(24, 60), st.sampled_from([0, 30]), st.sampled_from(["swap", "recompute"]))
+def test_many_steps_decided_at_once_are_those_decided_one_by_one(
+    requests: list[TraceRequest], device_blocks: int, host_blocks: int, mode: str
+):
+    options: Any = {"device_blocks": device_blocks, "host_blocks": host_blocks, "preemption_mode": mode}
+    options |= {"prefix_caching": not host_blocks}  # else copies to the host are decided with every step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_MOST_STEPS", 1)
+        plain, plain_steps = run(requests, **options)
+    at_once, steps = run(requests, **options)
+    for name in ("arrival", "first_token", "last_token"):
+        np.testing.assert_allclose(getattr(at_once, name), getattr(plain, name), rtol=1e-9, err_msg=name)
+    assert (at_once.steps, steps.calls) == (plain.steps, plain_steps.calls)
+
+
+def test_a_block_that_is_no_part_of_a_hash_id_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"block_size is 5, must divide the tokens of a hash id, \[8.0\]"):
+        run([TraceRequest(0.0, 17, 1, (1, 2), 8.0)], block_size=5)
