@@ -22,7 +22,10 @@ from blockyard.types import ManagerStats
 __all__ = ["EngineOptions", "StepTime", "Times", "replay_times"]
 
 _MOST_STEPS: Final = 64
-"""Steps of plain decoding that the scheduler decides at once, as it does for a model that computes several tokens."""
+"""Steps of plain decoding that the scheduler decides at once, as for a model that computes several tokens a step.
+
+What comes out is the same, but cached blocks may be evicted in another order, as their stamps are those of steps.
+"""
 _OWN_TOKENS: Final = 2**31
 """Tokens from here on are a request's own: no other prompt has them."""
 
@@ -255,6 +258,7 @@ class _Replay:
         self._steps = self._refused = 0
         self._busy = self._last_took = 0.0
         self._is_plain = False  # the last step computed only decodes, and nothing has happened since
+        self._last_rows = 0
         self._decoded = 0  # steps with decodes
         self._ends: list[int] = []  # values of `_decoded` at which requests end, if none is preempted
 
@@ -360,7 +364,9 @@ class _Replay:
             number = int(finished.request.request_id)
             self._last[number] = self._now
             self._clients.answer(number, self._now)
-        self._is_plain = decodes == step.rows and not ended
+        # A step that preempts admits nothing, so that the one after it may.
+        self._is_plain = decodes == step.rows == self._last_rows and not ended
+        self._last_rows = step.rows
 
     def _model_steps(self, step: Step, begin: float) -> tuple[int, float]:
         """How many steps of the model a decided step stands for, and when the last one ends."""
