@@ -32,6 +32,7 @@ _EXTRAS: Final = {
     "msgspec": "events",
     "obstore": "s3",
     "opentelemetry": "otel",
+    "plotly": "html",
     "prometheus_client": "metrics",
     "rich": "cli",
     "shtab": "cli",

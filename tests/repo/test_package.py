@@ -37,6 +37,7 @@ MISSING = [
     ("opentelemetry", "from blockyard.tracing import instrument; instrument()", "blockyard.tracing", "otel"),
     ("distributed", DASK, "--executor dask", "dask"),
     ("greenlet", "import blockyard.sim", "blockyard.sim", "sim"),
+    ("plotly", "import blockyard.pictures", "blockyard.pictures", "html"),
     ("shtab", COMPLETION, "--print-completion", "cli"),
     ("cuda", DRIVER, "an elastic cache on a GPU", "elastic"),
 ]

@@ -1,0 +1,151 @@
+"""Figures from plain data: hit rate over capacity, distributions, Pareto front."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.pictures.style import COLORS, DASHES, Axis, Figure, axis_of, title_of
+
+__all__ = ["cdf_figure", "hit_rate_figure", "pareto_figure"]
+
+_MOST_POINTS: Final = 1000
+"""Of a distribution; more are its quantiles."""
+
+
+def hit_rate_figure(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    optimum: Sequence[tuple[float, float]] = (),
+    capacity: Axis = ("cache capacity", "blocks"),
+) -> Figure:
+    """Draw the hit rate over the capacity.
+
+    Args:
+        curves: for each policy, points of capacity and hit rate, 0 to 1.
+        optimum: the same for what no policy can exceed; empty if it is not known.
+        capacity: what the first numbers are.
+    """
+    data = [
+        _line(name, sorted(points), number, dash=DASHES[number % len(DASHES)])
+        for number, (name, points) in enumerate(curves.items())
+    ]
+    if optimum:
+        data.append(_line("optimum", sorted(optimum), len(COLORS) - 1, dash="dot", fill="tozeroy"))
+    for trace in data:
+        trace["y"] = [100 * rate for rate in trace["y"]]
+        trace["hovertemplate"] = f"%{{x:,}} {capacity[1]}: %{{y:.2f}} %<extra>%{{fullData.name}}</extra>"
+    capacities = [size for points in (*curves.values(), optimum) for size, _ in points]
+    layout = {
+        "xaxis": axis_of(capacity, capacities),
+        "yaxis": {"title": title_of(("hit rate", "% of prompt tokens")), "rangemode": "tozero"},
+    }
+    return {"data": data, "layout": layout}
+
+
+def cdf_figure(samples: Mapping[str, ArrayLike], quantity: Axis) -> Figure:
+    """Draw the distribution of a latency, or of anything else, for each of several runs.
+
+    Args:
+        samples: one number for each request, by the name of the run; a run without samples is left out.
+        quantity: what the numbers are, such as `("TTFT", "s")`.
+    """
+    data, values = [], list[float]()
+    for number, (name, sample) in enumerate(samples.items()):
+        ordered = np.sort(np.asarray(sample, dtype=np.float64))
+        if not len(ordered):
+            continue
+        # Of n samples the k-th smallest is the k/n quantile: with fewer points than samples, no value is made up.
+        ranks = np.unique(np.linspace(1, len(ordered), min(len(ordered), _MOST_POINTS)).round().astype(np.int64))
+        points = list(zip(ordered[ranks - 1].tolist(), (100 * ranks / len(ordered)).tolist(), strict=True))
+        p50, p99 = (ordered[max(0, int(np.ceil(part * len(ordered))) - 1)] for part in (0.5, 0.99))
+        label = f"{name}: p50 {p50:.3g}, p99 {p99:.3g} {quantity[1]}".rstrip()
+        trace = _line(label, points, number, dash=DASHES[number % len(DASHES)], mode="lines")
+        trace["line"]["shape"] = "hv"
+        trace["hovertemplate"] = f"%{{y:.1f}} %: at most %{{x:.4g}} {quantity[1]}<extra>{name}</extra>"
+        data.append(trace)
+        values += (points[0][0], points[-1][0])
+    layout = {
+        "xaxis": axis_of(quantity, values),
+        "yaxis": {"title": title_of(("requests", "%")), "range": [0, 100]},
+        "legend": {"orientation": "h", "y": -0.25},
+    }
+    return {"data": data, "layout": layout}
+
+
+def pareto_figure(
+    choices: Mapping[str, tuple[float, float]],
+    x: Axis,
+    y: Axis,
+    *,
+    better: Literal["lower", "higher"] = "lower",
+    recommended: str | None = None,
+) -> Figure:
+    """Draw choices, and the front: those that no other choice beats on one axis without losing on the other.
+
+    Args:
+        choices: position of each, by name.
+        x: what is on the horizontal axis, such as `("cost", "$/h")`; lower is better.
+        y: what is on the vertical axis.
+        better: which values of `y` are better.
+        recommended: name of a choice to point at.
+
+    Raises:
+        InvalidArgumentError: there is no such choice.
+    """
+    if recommended is not None and recommended not in choices:
+        raise InvalidArgumentError(f"recommended is {recommended!r}, must be one of {', '.join(choices)}")
+    sign, front, best = (1 if better == "lower" else -1), list[str](), float("inf")
+    for name in sorted(choices, key=lambda name: (choices[name][0], sign * choices[name][1], name)):
+        if sign * choices[name][1] < best:
+            front.append(name)
+            best = sign * choices[name][1]
+    others = [name for name in choices if name not in front]
+    data = [
+        _points("dominated", others, choices, number=6, mode="markers"),
+        _points("Pareto front", front, choices, number=0, mode="lines+markers"),
+    ]
+    data[1]["line"]["shape"] = "hv"
+    if recommended is not None:
+        data.append(_points("recommended", [recommended], choices, number=1, mode="markers"))
+        data[-1]["marker"] |= {"size": 16, "symbol": "star"}
+    for trace in data:
+        trace["hovertemplate"] = f"%{{text}}<br>%{{x:.4g}} {x[1]}, %{{y:.4g}} {y[1]}<extra></extra>"
+    layout = {
+        "xaxis": axis_of(x, [position[0] for position in choices.values()]),
+        "yaxis": axis_of(y, [position[1] for position in choices.values()]),
+    }
+    return {"data": data, "layout": layout}
+
+
+def _line(
+    name: str,
+    points: Sequence[tuple[float, float]],
+    number: int,
+    *,
+    dash: str,
+    mode: str = "lines+markers",
+    **more: object,
+) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": mode,
+        "name": name,
+        "x": [x for x, _ in points],
+        "y": [y for _, y in points],
+        "line": {"color": COLORS[number % len(COLORS)], "dash": dash},
+        "marker": {"symbol": number % 8},
+        **more,
+    }
+
+
+def _points(
+    name: str, names: Sequence[str], choices: Mapping[str, tuple[float, float]], *, number: int, mode: str
+) -> dict[str, Any]:
+    trace = _line(name, [choices[one] for one in names], number, dash="solid", mode=mode)
+    trace["marker"] = {"size": 9, "color": COLORS[number], "symbol": number % 8}
+    return trace | {"text": list(names)}

@@ -1,0 +1,118 @@
+"""`write_html`: figures and facts as one file that needs no network."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+from typing import Any, Final
+
+from blockyard.pictures.style import Figure
+from blockyard.workers import missing
+
+try:
+    from plotly.offline import get_plotlyjs
+except ModuleNotFoundError as error:
+    raise missing("blockyard.pictures", error) from None
+
+__all__ = ["write_html"]
+
+_HEIGHT: Final = 420
+_FONT: Final = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+# The policy lets the browser refuse any request that slipped in.
+_PAGE: Final = Template("""\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
+style-src 'unsafe-inline'; img-src data: blob:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>$title</title>
+<style>
+:root { --ink: #1b1f23; --paper: #ffffff; --line: #d0d7de; }
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --paper: #16191d; --line: #3d444d; } }
+body { margin: 0 auto; padding: 24px; max-width: 1200px; font: 16px/1.5 $font; color: var(--ink); \
+background: var(--paper); }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin: 1.5em 0 0; }
+table { border-collapse: collapse; }
+th, td { text-align: left; vertical-align: top; padding: 2px 24px 2px 0; border-bottom: 1px solid var(--line); }
+th { font-weight: 600; white-space: nowrap; } td { overflow-wrap: anywhere; }
+section { break-inside: avoid; }
+@media print { body { padding: 0; } .modebar { display: none; } }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+<table>
+$facts
+</table>
+<noscript>The figures need JavaScript.</noscript>
+$sections
+<script>
+$plotly
+</script>
+<script>
+const figures = $figures;
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const base = (ink, line) => ({
+  paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: {color: ink, family: $json_font, size: 13},
+  margin: {l: 90, r: 20, t: 20, b: 60}, hoverlabel: {align: "left"},
+  xaxis: {gridcolor: line, linecolor: line, zerolinecolor: line, automargin: true},
+  yaxis: {gridcolor: line, linecolor: line, zerolinecolor: line, automargin: true},
+});
+const draw = (isDark) => {
+  const template = {layout: isDark ? base("#e6e8ea", "#3d444d") : base("#1b1f23", "#d0d7de")};
+  return Promise.all(figures.map((figure, number) => Plotly.react("figure-" + number, figure.data,
+    {...figure.layout, template}, {displaylogo: false, responsive: true, plotlyServerURL: ""})));
+};
+draw(dark.matches).then(() => { document.body.dataset.drawn = figures.length; });
+dark.addEventListener("change", () => draw(dark.matches));
+addEventListener("beforeprint", () => draw(false));
+addEventListener("afterprint", () => draw(dark.matches));
+</script>
+</body>
+</html>
+""")
+
+
+def write_html(path: Path, title: str, figures: Mapping[str, Figure], facts: Mapping[str, object]) -> None:
+    """Write one HTML file with everything in it: it opens without a network, in light or dark, and prints.
+
+    The file has 5 MB, most of it plotly.js.
+
+    Args:
+        path: of the file. The same arguments give the same bytes.
+        title: of the page.
+        figures: by heading.
+        facts: figures and settings of the run for the table at the top, by name.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    rows = [f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(fact))}</td></tr>" for name, fact in facts.items()]
+    sections = [
+        f"<section><h2>{html.escape(heading)}</h2>"
+        f'<div id="figure-{number}" role="img" aria-label="{html.escape(heading)}" '
+        f'style="height: {figure["layout"].get("height", _HEIGHT):g}px"></div></section>'
+        for number, (heading, figure) in enumerate(figures.items())
+    ]
+    page = _PAGE.substitute(
+        title=html.escape(title),
+        font=_FONT,
+        json_font=_script(_FONT),
+        facts="\n".join(rows),
+        sections="\n".join(sections),
+        plotly=get_plotlyjs(),
+        figures=_script(list(figures.values())),
+    )
+    path.write_text(page, encoding="utf-8")
+
+
+def _script(value: Any) -> str:
+    """Return JSON that no text in it can end the script with."""
+    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

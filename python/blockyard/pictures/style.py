@@ -1,0 +1,32 @@
+"""What all figures share: colours, axes and the limit on points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+__all__ = ["COLORS", "DASHES", "Axis", "Figure", "axis_of", "title_of"]
+
+Figure = dict[str, Any]
+"""A plotly figure: `data` and `layout`."""
+Axis = tuple[str, str]
+"""What an axis shows, and its unit: `("TTFT", "s")`; "" if it has none."""
+
+COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
+"""Okabe and Ito's colours, which differ to every eye, without the yellow and black that one background hides."""
+DASHES: Final = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_LOG_FROM: Final = 20
+"""Largest over smallest value from which an axis is logarithmic."""
+
+
+def title_of(axis: Axis) -> dict[str, str]:
+    """Return the title of an axis, with the unit."""
+    name, unit = axis
+    return {"text": f"{name} ({unit})" if unit else name}
+
+
+def axis_of(axis: Axis, values: Sequence[float]) -> dict[str, Any]:
+    """Return an axis with its title: logarithmic if the values are far apart."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    is_log = low > 0 and high >= _LOG_FROM * low
+    return {"title": title_of(axis), "type": "log" if is_log else "linear"} | ({"dtick": 1} if is_log else {})

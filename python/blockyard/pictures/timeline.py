@@ -1,0 +1,215 @@
+"""`timeline_figure`: counters, spans and marks of one run on one time axis."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+from blockyard.pictures.style import COLORS, DASHES, Figure
+from blockyard.timeline import Mark, Span, Timeline
+
+__all__ = ["timeline_figure"]
+
+_TIME_TITLES: Final = {"s": "time (s)", "step": "time (scheduler steps)"}
+_PANEL_PIXELS: Final = 130
+_LANE_PIXELS: Final = 18
+_MOST_LANE_PIXELS: Final = 900
+_GAP_PIXELS: Final = 22
+_AROUND_PIXELS: Final = 110
+_MOST_POINTS: Final = 2000
+"""Of a line; more lie on the same pixels."""
+_MOST_SHADES: Final = 300
+
+
+def timeline_figure(timeline: Timeline, *, shade: Collection[str] = ("faults",)) -> Figure:
+    """Draw a timeline: a panel for each track of counters, and below them all spans and marks.
+
+    Lines keep the lowest and the highest value of each pixel. Spans of one name that lie on the same pixel are one
+    bar, which says how many.
+
+    Args:
+        timeline: what to draw.
+        shade: tracks whose spans are shaded in all panels.
+    """
+    panels = _panels(timeline)
+    lanes = {track: max(1, len(lanes)) for track, lanes in timeline.lanes().items()}
+    heights = [float(_PANEL_PIXELS)] * len(panels)
+    if lanes:
+        heights.append(min(_MOST_LANE_PIXELS, _LANE_PIXELS * sum(lanes.values()) + 10.0))
+    total = sum(heights) + _GAP_PIXELS * max(0, len(heights) - 1)
+    layout: dict[str, Any] = {
+        "height": total + _AROUND_PIXELS,
+        "barmode": "overlay",
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": _TIME_TITLES[timeline.time_unit]}, "anchor": f"y{len(heights)}"},
+    }
+    top, data = total, list[dict[str, Any]]()
+    for number, height in enumerate(heights, 1):
+        suffix = "" if number == 1 else str(number)
+        domain = [max(0.0, (top - height) / total), top / total]
+        layout[f"yaxis{suffix}"] = {"domain": domain, "anchor": "x"}
+        layout[f"legend{suffix}"] = {"y": domain[1], "yanchor": "top"}
+        place = {"xaxis": "x", "yaxis": f"y{suffix}", "legend": f"legend{suffix}"}
+        if number <= len(panels):
+            track = list(panels)[number - 1]
+            layout[f"yaxis{suffix}"] |= {"title": {"text": track}, "rangemode": "tozero"}
+            data += [trace | place for trace in _lines(panels[track])]
+        else:
+            layout[f"yaxis{suffix}"] |= _lane_axis(lanes)
+            data += [trace | place for trace in _bars(timeline)]
+        top -= height + _GAP_PIXELS
+    layout["shapes"] = _shades([span for span in timeline.spans if span.track in shade])
+    return {"data": data, "layout": layout}
+
+
+def _panels(timeline: Timeline) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Return the points of each counter of each track; a line goes on until the last event."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for counter in sorted(timeline.counters, key=lambda counter: counter.time):
+        found.setdefault(counter.track, {}).setdefault(counter.name, []).append((counter.time, counter.value))
+    times = [span.end for span in timeline.spans] + [mark.time for mark in timeline.marks]
+    end = max(times + [counter.time for counter in timeline.counters], default=0.0)
+    for points in (points for lines in found.values() for points in lines.values()):
+        if points[-1][0] < end:
+            points.append((end, points[-1][1]))
+    order = {counter.track: number for number, counter in reversed(list(enumerate(timeline.counters)))}
+    return {track: found[track] for track in sorted(found, key=order.__getitem__)}
+
+
+def _lines(lines: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
+    found = []
+    for number, (name, points) in enumerate(lines.items()):
+        thinned = _thinned(points)
+        trace = {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "x": [time for time, _ in thinned],
+            "y": [value for _, value in thinned],
+            "line": {
+                "color": COLORS[number % len(COLORS)],
+                "dash": DASHES[number % len(DASHES)],
+                "shape": "hv",
+                "width": 1.5,
+            },
+        }
+        found.append(trace | ({"fill": "tozeroy"} if not number else {}))
+    return found
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return a line with the first, lowest, highest and last point of each of equal parts of time."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    start, width = points[0][0], (points[-1][0] - points[0][0]) * 4 / _MOST_POINTS
+    parts: dict[int, list[int]] = defaultdict(list)
+    for number, (time, _) in enumerate(points):
+        parts[int((time - start) / width) if width else 0].append(number)
+    kept = set[int]()
+    for numbers in parts.values():
+        by_value = sorted(numbers, key=lambda number: points[number][1])
+        kept |= {numbers[0], by_value[0], by_value[-1], numbers[-1]}
+    return [points[number] for number in sorted(kept)]
+
+
+def _lane_axis(lanes: dict[str, int]) -> dict[str, Any]:
+    """Return the axis of spans: a tick in the middle of each track's lanes."""
+    ticks, first = [], 0
+    for count in lanes.values():
+        ticks.append(first + (count - 1) / 2)
+        first += count
+    return {
+        "tickvals": ticks,
+        "ticktext": list(lanes),
+        "range": [first - 0.4, -0.6],
+        "zeroline": False,
+        "showgrid": False,
+    }
+
+
+def _bars(timeline: Timeline) -> list[dict[str, Any]]:
+    times = [time for span in timeline.spans for time in (span.start, span.end)]
+    pixel = (max(times, default=0.0) - min(times, default=0.0)) / _MOST_POINTS
+    bars: dict[str, list[tuple[int, Span, int]]] = defaultdict(list)
+    marks: dict[str, list[tuple[int, Mark]]] = defaultdict(list)
+    marks_of: dict[str, list[Mark]] = defaultdict(list)
+    for mark in timeline.marks:
+        marks_of[mark.track].append(mark)
+    first = 0
+    for track, lanes in timeline.lanes().items():
+        for number, spans in enumerate(lanes):
+            for span, count in _merged(spans, pixel):
+                bars[span.name].append((first + number, span, count))
+        for mark in marks_of[track]:
+            marks[mark.name].append((first, mark))
+        first += max(1, len(lanes))
+    names = {name: number for number, name in enumerate([*bars, *(name for name in marks if name not in bars)])}
+    colors = {name: COLORS[number % len(COLORS)] for name, number in names.items()}
+    found = [_bar(name, rows, colors[name], timeline.time_unit) for name, rows in bars.items()]
+    return found + [_mark(name, rows, colors[name], names[name], timeline.time_unit) for name, rows in marks.items()]
+
+
+def _merged(spans: Sequence[Span], pixel: float) -> list[tuple[Span, int]]:
+    """Return the spans of a lane, with how many spans each stands for: those of one name on a pixel are one."""
+    found = list[tuple[Span, int]]()
+    for span in spans:
+        last = found[-1] if found else None
+        is_tiny = span.end - span.start < pixel
+        if last is not None and is_tiny and last[0].name == span.name and span.end - last[0].start < pixel:
+            found[-1] = (last[0]._replace(end=max(last[0].end, span.end), args={}), last[1] + 1)
+        else:
+            found.append((span, 1))
+    return found
+
+
+def _bar(name: str, rows: list[tuple[int, Span, int]], color: str, unit: str) -> dict[str, Any]:
+    def text(span: Span, count: int) -> str:
+        args = "".join(f"<br>{key} {value}" for key, value in span.args.items())
+        many = f"<br>{count} spans" if count > 1 else ""
+        return f"{span.track}: {name}<br>{span.start:.6g} to {span.end:.6g} {unit}{args}{many}"
+
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": [row for row, _, _ in rows],
+        "base": [span.start for _, span, _ in rows],
+        "x": [span.end - span.start for _, span, _ in rows],
+        "width": 0.75,
+        "marker": {"color": color, "line": {"color": color, "width": 1}},
+        "hovertext": [text(span, count) for _, span, count in rows],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "opacity": 0.85,
+    }
+
+
+def _mark(name: str, rows: list[tuple[int, Mark]], color: str, number: int, unit: str) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [mark.time for _, mark in rows],
+        "y": [row for row, _ in rows],
+        "marker": {"color": color, "symbol": number % 8, "size": 9},
+        "hovertext": [f"{mark.track}: {name}<br>{mark.time:.6g} {unit}" for _, mark in rows],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+    }
+
+
+def _shades(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "rect",
+            "xref": "x",
+            "yref": "paper",
+            "x0": span.start,
+            "x1": span.end,
+            "y0": 0,
+            "y1": 1,
+            "layer": "below",
+            "line": {"width": 0},
+            "fillcolor": "rgba(213, 94, 0, 0.12)",
+        }
+        for span in spans[:_MOST_SHADES]
+    ]

@@ -1,0 +1,136 @@
+"""`Timeline`: what happened when, as spans, counters and marks on named tracks.
+
+A run fills it in, and both readers show the same: `write_trace_events` writes it for Perfetto, and
+`blockyard.pictures.timeline_figure` draws it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple
+
+from blockyard.errors import InvalidArgumentError
+
+__all__ = ["Counter", "Mark", "Span", "Timeline"]
+
+_MICROSECONDS: Final = {"s": 1e6, "step": 1e3}
+"""Of a trace event, for one unit of a timeline's time: Perfetto shows a step as a millisecond."""
+
+
+class Span(NamedTuple):
+    """Work from one time to another. `args` are shown where it is looked at."""
+
+    track: str
+    name: str
+    start: float
+    end: float
+    args: Mapping[str, float | str] = MappingProxyType({})
+
+
+class Counter(NamedTuple):
+    """A value from this time on. `track` names the panel that it shares, with the unit, as in `device (blocks)`."""
+
+    track: str
+    name: str
+    time: float
+    value: float
+
+
+class Mark(NamedTuple):
+    """Something that takes no time."""
+
+    track: str
+    name: str
+    time: float
+
+
+@dataclass
+class Timeline:
+    """Events of one run, in any order.
+
+    Attributes:
+        time_unit: of all times: seconds, or scheduler steps.
+        spans: that were added.
+        counters: that were added.
+        marks: that were added.
+    """
+
+    time_unit: Literal["s", "step"] = "s"
+    spans: list[Span] = field(default_factory=list)
+    counters: list[Counter] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+    def add(self, event: Span | Counter | Mark) -> None:
+        """Add an event.
+
+        Raises:
+            InvalidArgumentError: a time or value is not finite, or a span ends before it starts.
+        """
+        if not all(isfinite(part) for part in event if isinstance(part, float)):
+            raise InvalidArgumentError(f"{event} has a number that is not finite")
+        if isinstance(event, Span):
+            if event.end < event.start:
+                raise InvalidArgumentError(f"{event} ends before it starts")
+            self.spans.append(event)
+        elif isinstance(event, Counter):
+            self.counters.append(event)
+        else:
+            self.marks.append(event)
+
+    def lanes(self) -> dict[str, list[list[Span]]]:
+        """Return the spans of each track in as few lanes as keep them apart, each in order of time.
+
+        Tracks come in the order in which they were added, and so do those that have marks only, without lanes.
+        """
+        events: list[Span | Mark] = [*self.spans, *self.marks]
+        found: dict[str, list[list[Span]]] = {event.track: [] for event in events}
+        busy: dict[str, list[tuple[float, int]]] = {track: [] for track in found}
+        for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
+            lanes, ends = found[span.track], busy[span.track]
+            if ends and ends[0][0] <= span.start:
+                _, lane = heapq.heappop(ends)
+            else:
+                lane = len(lanes)
+                lanes.append([])
+            lanes[lane].append(span)
+            heapq.heappush(ends, (span.end, lane))
+        return found
+
+    def write_trace_events(self, path: Path) -> None:
+        """Write the Trace Event Format as JSON, which ui.perfetto.dev and chrome://tracing open.
+
+        Args:
+            path: of the file. The same events give the same bytes.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with path.open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+            for number, event in enumerate(self._trace_events()):
+                file.write((",\n" if number else "\n") + json.dumps({"pid": 1, **event}))
+            file.write("\n]}\n")
+
+    def _trace_events(self) -> Iterator[dict[str, Any]]:
+        scale, thread = _MICROSECONDS[self.time_unit], 0
+        for track, lanes in self.lanes().items():
+            for lane, spans in enumerate(lanes or [[]]):
+                thread += 1
+                name = track if not lane else f"{track} ({lane + 1})"
+                yield {"ph": "M", "tid": thread, "name": "thread_name", "args": {"name": name}}
+                yield {"ph": "M", "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+                for span in spans:
+                    times = {"ts": span.start * scale, "dur": (span.end - span.start) * scale}
+                    yield {"ph": "X", "tid": thread, "name": span.name, **times, "args": dict(span.args)}
+                for mark in self.marks if not lane else ():
+                    if mark.track == track:
+                        yield {"ph": "i", "s": "t", "tid": thread, "name": mark.name, "ts": mark.time * scale}
+        for counter in sorted(self.counters, key=lambda counter: counter.time):
+            name = f"{counter.track} {counter.name}"
+            yield {"ph": "C", "tid": 0, "name": name, "ts": counter.time * scale, "args": {"value": counter.value}}
