@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -63,8 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         options = make_parser().parse_args(arguments)
-        if options.output is not None:
-            _check_file(options.output)
+        for name in ("output", "html", "trace_events"):
+            if (path := getattr(options, name, None)) is not None:
+                _check_file(path)
         with _orderly_end():
             result: Result = getattr(commands, options.command)(options)
         return _write(result, options)
@@ -89,19 +91,32 @@ def _write(result: Result, options: argparse.Namespace) -> int:
     Returns:
         The exit code.
     """
-    code = result.exit_code
+    code, files = result.exit_code, dict(result.files)
     if options.output is not None:
-        try:
-            with options.output.open("w", encoding="utf-8") as file:
-                _format(result, options, file)
-        except OSError as error:
-            _complain(f"cannot write {options.output}: {error.strerror or error}")
-            code = EXIT_OUTPUT
+        files[options.output] = partial(_save_report, result, options)
+    saved = [_save(path, write) for path, write in files.items()]
+    if not all(saved):
+        code = EXIT_OUTPUT
     if (options.output is None or code == EXIT_OUTPUT) and (options.format == "json" or not options.quiet):
         _format(result, options, sys.stdout)
     if result.problem:
         _complain(result.problem)
     return code
+
+
+def _save(path: Path, write: Callable[[Path], None]) -> bool:
+    """Write a file. Returns False, and says why, if that fails."""
+    try:
+        write(path)
+    except OSError as error:
+        _complain(f"cannot write {path}: {error.strerror or error}")
+        return False
+    return True
+
+
+def _save_report(result: Result, options: argparse.Namespace, path: Path) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        _format(result, options, file)
 
 
 def _format(result: Result, options: argparse.Namespace, stream: TextIO) -> None:

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from blockyard._core import SlabReport, check_slab, inspect_slab
+from blockyard.cli import pictures
 from blockyard.cli.result import EXIT_BAD_USAGE, EXIT_OK, EXIT_WRONG, Result
 from blockyard.progress import Progress, show_progress
+from blockyard.timeline import Timeline
 
 __all__ = [
     "calibrate",
@@ -39,15 +41,20 @@ _LOOK_SECONDS: Final = 0.2
 
 def demo(options: argparse.Namespace) -> Result:
     """Serve a workload from three tiers, and compare every token."""
+    pictures.require(options)
     from blockyard.demo import report, run  # noqa: PLC0415 (`inspect` needs none of it)
 
     fields = {name: getattr(options, name) for name in run.DemoOptions.__dataclass_fields__ if name in options}
-    found = run.make_report(run.DemoOptions(**fields), quiet=options.quiet)
+    timeline = Timeline("step") if options.html or options.trace_events else None
+    found = run.make_report(run.DemoOptions(**fields), quiet=options.quiet, timeline=timeline)
     problem = ""
     if found.exit_code == EXIT_BAD_USAGE:
         missed = "damaged block was read" if found.damage else f"{options.sabotage} could be dropped"
         problem = f"no {missed} in this run; give it smaller pools or more requests"
-    return Result(found.as_dict(), partial(report.print_report, found), found.exit_code, problem)
+    files = {}
+    if timeline is not None:
+        files = pictures.files_of(options, "Run of blockyard demo", timeline, dict(report.rows(found)))
+    return Result(found.as_dict(), partial(report.print_report, found), found.exit_code, problem, files)
 
 
 def doctor(options: argparse.Namespace) -> Result:
@@ -91,6 +98,7 @@ def calibrate(options: argparse.Namespace) -> Result:
 
 def simulate(options: argparse.Namespace) -> Result:
     """Run fleets in virtual time."""
+    pictures.require(options)
     sim = importlib.import_module("blockyard.sim")  # it needs greenlet
     faults = None if options.replay is None else sim.read_faults(options.replay)
     kinds = {"all": tuple(sim.FAULTS), "none": ()}.get(options.faults, tuple(options.faults.split(",")))
@@ -116,7 +124,18 @@ def simulate(options: argparse.Namespace) -> Result:
         print(f"seed {found.failure.seed}: {found.failure.broken}", file=stream)
         print(f"replay: {found.replay_command()}", file=stream)
 
-    return Result(found.as_dict(), show, EXIT_OK if found.failure is None else EXIT_WRONG)
+    files = {}
+    if options.html or options.trace_events:
+        report = found.failure or sim.simulate_fleet(options.seed, fleet, faults)
+        facts = {
+            "broken promise": report.broken or "none",
+            "engines": fleet.engines,
+            "operations": report.num_operations,
+            "faults": ", ".join(map(str, report.faults)) or "none",
+            "log digest": report.digest,
+        }
+        files = pictures.files_of(options, f"Fleet of seed {report.seed}", sim.fleet_timeline(report), facts)
+    return Result(found.as_dict(), show, EXIT_OK if found.failure is None else EXIT_WRONG, files=files)
 
 
 def replay(options: argparse.Namespace) -> Result:

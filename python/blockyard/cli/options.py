@@ -85,11 +85,12 @@ def make_parser() -> argparse.ArgumentParser:
         "demo",
         "demo --device cuda --requests 200 --num-lookahead-tokens 4",
         'demo --prefix-store "file:///tmp/kv?size=64MiB"',
-        "demo --corrupt 20 --format json --output report.json",
+        "demo --corrupt 20 --format json --output report.json --html report.html",
     )
     _add_workload_options(demo)
     _add_pool_options(demo)
     _add_fault_options(demo)
+    _add_picture_options(demo)
     _add_command(
         commands,
         "doctor",
@@ -241,6 +242,14 @@ def _add_fault_options(demo: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_picture_options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("pictures")
+    group.add_argument("--html", type=Path, metavar="FILE", help="draw the run there: one file that needs no network")
+    group.add_argument(
+        "--trace-events", type=Path, metavar="FILE", help="write the run there for ui.perfetto.dev: Trace Event JSON"
+    )
+
+
 def _add_simulate(commands: Any) -> None:
     command = _add_command(
         commands,
@@ -248,7 +257,7 @@ def _add_simulate(commands: Any) -> None:
         "run fleets of engines over one shared store in virtual time, with faults, and check each answer",
         "simulate",
         "simulate --engines 5 --seeds 10000 --faults crash,partition",
-        "simulate --seed 7 --format json --output seed-7.json",
+        "simulate --seed 7 --seeds 1 --html seed-7.html --trace-events seed-7.json",
     )
     command.add_argument("--engines", type=_count(1), default=3, metavar="N", help="engines that share the store")
     command.add_argument("--seed", type=_count(0), default=0, metavar="N", help="first seed")
@@ -269,6 +278,7 @@ def _add_simulate(commands: Any) -> None:
         metavar="FAULTS",
         help="run one seed with exactly these faults, as a failure prints them, or with none",
     )
+    _add_picture_options(command)
 
 
 def _add_replay(commands: Any) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import asdict, dataclass, field
-from typing import Any, TextIO
+from typing import Any, Final, Literal, TextIO
 
 from blockyard.demo.pool import PoolReport, pool_rows
 
-TIERS = ("device", "host", "external")
+TIERS: Final[tuple[Literal["device", "host", "external"], ...]] = ("device", "host", "external")
 SABOTAGE_KINDS = ("swap_in", "swap_out", "copy")
 """Kinds of transfers of which one can be dropped on purpose."""
 

@@ -31,6 +31,7 @@ from blockyard.progress import show_progress
 from blockyard.scheduler import PreemptionMode
 from blockyard.stores.base import StoreStats, check_url
 from blockyard.stores.url import public_url, read_bytes, sized_url
+from blockyard.timeline import Timeline
 from blockyard.traces import read_trace, scale_lengths
 
 if TYPE_CHECKING:
@@ -107,12 +108,13 @@ class DemoOptions:
     sabotage: str | None = None
 
 
-def make_report(options: DemoOptions, *, quiet: bool = True) -> Report:
+def make_report(options: DemoOptions, *, quiet: bool = True, timeline: Timeline | None = None) -> Report:
     """Run both and compare them.
 
     Args:
         options: what to do.
         quiet: show no progress.
+        timeline: to fill in with the steps of the paged run, if one is given.
 
     Returns:
         The report.
@@ -144,7 +146,7 @@ def make_report(options: DemoOptions, *, quiet: bool = True) -> Report:
         items = trace_workload(trace, seed=options.seed, max_model_len=limit, text=text)
     faults = Faults(corrupt=options.corrupt, sabotage=options.sabotage, seed=options.seed)
     with fitting_threads(model):
-        served, pool = _serve(options, model, items, faults, quiet=quiet)
+        served, pool = _serve(options, model, items, faults, quiet=quiet, timeline=timeline)
         with show_progress("unpaged run", quiet=quiet) as view:
             wanted, seconds = reference(model, items, view)
         wanted, ties = _settle(model, items, served.outputs, wanted)
@@ -265,10 +267,17 @@ def _swap_store(options: DemoOptions) -> Iterator[str]:
 
 
 def _serve(
-    options: DemoOptions, model: PreTrainedModel, items: Sequence[WorkItem], faults: Faults, *, quiet: bool
+    options: DemoOptions,
+    model: PreTrainedModel,
+    items: Sequence[WorkItem],
+    faults: Faults,
+    *,
+    quiet: bool,
+    timeline: Timeline | None,
 ) -> tuple[Served, PoolReport | None]:
+    from blockyard.demo.history import History  # noqa: PLC0415 - loads torch
     from blockyard.demo.models import bytes_per_block, name_of_weights, require_memory  # noqa: PLC0415 - loads torch
-    from blockyard.demo.serve import serve  # noqa: PLC0415 - loads torch
+    from blockyard.demo.serve import Watch, serve  # noqa: PLC0415 - loads torch
     from blockyard.demo.shrink import PoolWatch, defragmentation  # noqa: PLC0415 - loads torch
     from blockyard.integrations.transformers.generator import Generator  # noqa: PLC0415 - loads torch
 
@@ -301,10 +310,13 @@ def _serve(
         ) as generator,
         show_progress("paged run", quiet=quiet) as view,
     ):
+        watches = list[Watch]()
+        if timeline is not None:
+            watches.append(History(generator, faults, timeline))
         if not watched:
-            return serve(generator, items, faults, view), None
-        watch = PoolWatch(generator, goal=options.defrag, shrink_to=options.shrink_to)
-        return serve(generator, items, faults, view, watch), watch.report()
+            return serve(generator, items, faults, view, watches), None
+        pool = PoolWatch(generator, goal=options.defrag, shrink_to=options.shrink_to)
+        return serve(generator, items, faults, view, [pool, *watches]), pool.report()
 
 
 def _require_room(options: DemoOptions, items: Sequence[WorkItem]) -> None:

@@ -103,7 +103,7 @@ def serve(
     items: Sequence[WorkItem],
     faults: Faults,
     view: Progress,
-    watch: Watch | None = None,
+    watches: Sequence[Watch] = (),
 ) -> Served:
     """Serve a workload to its end.
 
@@ -115,7 +115,7 @@ def serve(
         items: the requests.
         faults: counts and disturbs.
         view: called after every step.
-        watch: called after every step.
+        watches: called after every step.
 
     Returns:
         Tokens and counters.
@@ -138,7 +138,7 @@ def serve(
             if done.error is not None:
                 raise done.error
             outputs[done.request.request_id] = [list(tokens) for tokens in done.outputs]
-        if watch is not None:
+        for watch in watches:
             watch.after_step(len(outputs), len(items))
         ticks += 1
         view.step(len(outputs), len(items), _note(generator))

@@ -15,6 +15,8 @@ __all__ = ["cdf_figure", "hit_rate_figure", "pareto_figure"]
 
 _MOST_POINTS: Final = 1000
 """Of a distribution; more are its quantiles."""
+_MOST_TICKS: Final = 10
+"""Capacities that are each named on the axis."""
 
 
 def hit_rate_figure(
@@ -35,13 +37,14 @@ def hit_rate_figure(
         for number, (name, points) in enumerate(curves.items())
     ]
     if optimum:
-        data.append(_line("optimum", sorted(optimum), len(COLORS) - 1, dash="dot", fill="tozeroy"))
+        data.append(_line("optimum", sorted(optimum), len(COLORS) - 1, dash="dot"))
     for trace in data:
         trace["y"] = [100 * rate for rate in trace["y"]]
         trace["hovertemplate"] = f"%{{x:,}} {capacity[1]}: %{{y:.2f}} %<extra>%{{fullData.name}}</extra>"
-    capacities = [size for points in (*curves.values(), optimum) for size, _ in points]
+    capacities = sorted({size for points in (*curves.values(), optimum) for size, _ in points})
+    ticks = {"tickvals": capacities, "tickformat": ",~r"} if len(capacities) <= _MOST_TICKS else {}
     layout = {
-        "xaxis": axis_of(capacity, capacities),
+        "xaxis": axis_of(capacity, capacities) | ticks,
         "yaxis": {"title": title_of(("hit rate", "% of prompt tokens")), "rangemode": "tozero"},
     }
     return {"data": data, "layout": layout}

@@ -59,11 +59,12 @@ $plotly
 <script>
 const figures = $figures;
 const dark = matchMedia("(prefers-color-scheme: dark)");
+const axis = (line) => (
+  {gridcolor: line, linecolor: line, zerolinecolor: line, minor: {gridcolor: line}, automargin: true});
 const base = (ink, line) => ({
   paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: {color: ink, family: $json_font, size: 13},
-  margin: {l: 90, r: 20, t: 20, b: 60}, hoverlabel: {align: "left"},
-  xaxis: {gridcolor: line, linecolor: line, zerolinecolor: line, automargin: true},
-  yaxis: {gridcolor: line, linecolor: line, zerolinecolor: line, automargin: true},
+  margin: {l: 90, r: 20, t: 36, b: 60}, hoverlabel: {align: "left"},
+  modebar: {bgcolor: "rgba(0,0,0,0)", color: line, activecolor: ink}, xaxis: axis(line), yaxis: axis(line),
 });
 const draw = (isDark) => {
   const template = {layout: isDark ? base("#e6e8ea", "#3d444d") : base("#1b1f23", "#d0d7de")};

@@ -29,4 +29,4 @@ def axis_of(axis: Axis, values: Sequence[float]) -> dict[str, Any]:
     """Return an axis with its title: logarithmic if the values are far apart."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     is_log = low > 0 and high >= _LOG_FROM * low
-    return {"title": title_of(axis), "type": "log" if is_log else "linear"} | ({"dtick": 1} if is_log else {})
+    return {"title": title_of(axis), "type": "log" if is_log else "linear"} | ({"dtick": "D2"} if is_log else {})

@@ -20,6 +20,7 @@ _AROUND_PIXELS: Final = 110
 _MOST_POINTS: Final = 2000
 """Of a line; more lie on the same pixels."""
 _MOST_SHADES: Final = 300
+_FILL: Final = "rgba(0, 114, 178, 0.2)"  # the first of `COLORS`
 
 
 def timeline_figure(timeline: Timeline, *, shade: Collection[str] = ("faults",)) -> Figure:
@@ -32,7 +33,8 @@ def timeline_figure(timeline: Timeline, *, shade: Collection[str] = ("faults",))
         timeline: what to draw.
         shade: tracks whose spans are shaded in all panels.
     """
-    panels = _panels(timeline)
+    start, end = _reach(timeline)
+    panels = _panels(timeline, end)
     lanes = {track: max(1, len(lanes)) for track, lanes in timeline.lanes().items()}
     heights = [float(_PANEL_PIXELS)] * len(panels)
     if lanes:
@@ -41,9 +43,12 @@ def timeline_figure(timeline: Timeline, *, shade: Collection[str] = ("faults",))
     layout: dict[str, Any] = {
         "height": total + _AROUND_PIXELS,
         "barmode": "overlay",
+        "showlegend": True,
         "hovermode": "closest",
         "xaxis": {"title": {"text": _TIME_TITLES[timeline.time_unit]}, "anchor": f"y{len(heights)}"},
     }
+    if start < end:
+        layout["xaxis"]["range"] = [start - (end - start) / 100, end + (end - start) / 100]
     top, data = total, list[dict[str, Any]]()
     for number, height in enumerate(heights, 1):
         suffix = "" if number == 1 else str(number)
@@ -57,19 +62,24 @@ def timeline_figure(timeline: Timeline, *, shade: Collection[str] = ("faults",))
             data += [trace | place for trace in _lines(panels[track])]
         else:
             layout[f"yaxis{suffix}"] |= _lane_axis(lanes)
-            data += [trace | place for trace in _bars(timeline)]
+            data += [trace | place for trace in _bars(timeline, (end - start) / _MOST_POINTS)]
         top -= height + _GAP_PIXELS
     layout["shapes"] = _shades([span for span in timeline.spans if span.track in shade])
     return {"data": data, "layout": layout}
 
 
-def _panels(timeline: Timeline) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Return the points of each counter of each track; a line goes on until the last event."""
+def _reach(timeline: Timeline) -> tuple[float, float]:
+    """Return the first and the last time."""
+    times = [time for span in timeline.spans for time in (span.start, span.end)]
+    times += [mark.time for mark in timeline.marks] + [counter.time for counter in timeline.counters]
+    return min(times, default=0.0), max(times, default=0.0)
+
+
+def _panels(timeline: Timeline, end: float) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Return the points of each counter of each track; a line goes on until the end."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for counter in sorted(timeline.counters, key=lambda counter: counter.time):
         found.setdefault(counter.track, {}).setdefault(counter.name, []).append((counter.time, counter.value))
-    times = [span.end for span in timeline.spans] + [mark.time for mark in timeline.marks]
-    end = max(times + [counter.time for counter in timeline.counters], default=0.0)
     for points in (points for lines in found.values() for points in lines.values()):
         if points[-1][0] < end:
             points.append((end, points[-1][1]))
@@ -94,7 +104,7 @@ def _lines(lines: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
                 "width": 1.5,
             },
         }
-        found.append(trace | ({"fill": "tozeroy"} if not number else {}))
+        found.append(trace | ({"fill": "tozeroy", "fillcolor": _FILL} if not number else {}))
     return found
 
 
@@ -115,22 +125,22 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 def _lane_axis(lanes: dict[str, int]) -> dict[str, Any]:
     """Return the axis of spans: a tick in the middle of each track's lanes."""
-    ticks, first = [], 0
+    ticks, borders, first = [], list[float](), 0
     for count in lanes.values():
         ticks.append(first + (count - 1) / 2)
         first += count
+        borders.append(first - 0.5)
     return {
         "tickvals": ticks,
         "ticktext": list(lanes),
-        "range": [first - 0.4, -0.6],
+        "minor": {"tickvals": borders, "showgrid": True},
+        "range": [first - 0.5, -0.5],
         "zeroline": False,
         "showgrid": False,
     }
 
 
-def _bars(timeline: Timeline) -> list[dict[str, Any]]:
-    times = [time for span in timeline.spans for time in (span.start, span.end)]
-    pixel = (max(times, default=0.0) - min(times, default=0.0)) / _MOST_POINTS
+def _bars(timeline: Timeline, pixel: float) -> list[dict[str, Any]]:
     bars: dict[str, list[tuple[int, Span, int]]] = defaultdict(list)
     marks: dict[str, list[tuple[int, Mark]]] = defaultdict(list)
     marks_of: dict[str, list[Mark]] = defaultdict(list)

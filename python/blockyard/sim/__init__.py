@@ -6,6 +6,7 @@ One seed is one run: the same calls in the same order, the same faults, the same
 from blockyard.sim.fleet.campaign import Campaign, run_campaign
 from blockyard.sim.fleet.faults import FAULTS, Fault, read_faults
 from blockyard.sim.fleet.fleet import FleetOptions, FleetReport, simulate_fleet
+from blockyard.sim.fleet.timeline import fleet_timeline
 
 __all__ = [
     "FAULTS",
@@ -13,6 +14,7 @@ __all__ = [
     "Fault",
     "FleetOptions",
     "FleetReport",
+    "fleet_timeline",
     "read_faults",
     "run_campaign",
     "simulate_fleet",

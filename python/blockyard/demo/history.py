@@ -1,0 +1,80 @@
+"""`History`: what every step of a demo run did, as a timeline: tiers, transfers, preemptions and faults."""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from typing import Final
+
+from blockyard.demo.report import TIERS
+from blockyard.demo.serve import Faults
+from blockyard.integrations.transformers.generator import Generator
+from blockyard.timeline import Counter, Span, Timeline
+
+__all__ = ["History"]
+
+_PREEMPTIONS: Final = {
+    "swap to host": "preempted_swap_host",
+    "swap to external": "preempted_swap_external",
+    "recompute": "preempted_recompute",
+}
+
+
+class History:
+    """Adds each step to a timeline whose unit is the step.
+
+    Args:
+        generator: serves the run.
+        faults: count its transfers, and disturb it.
+        timeline: to fill in.
+    """
+
+    def __init__(self, generator: Generator, faults: Faults, timeline: Timeline) -> None:
+        self._generator, self._faults, self._timeline = generator, faults, timeline
+        self._step = 0
+        self._before: Counts[tuple[str, str]] = Counts()
+        self._add_counters()
+
+    def after_step(self, done: int, total: int) -> None:
+        """Add a step.
+
+        Args:
+            done: requests that are finished.
+            total: all requests.
+        """
+        del done, total
+        self._step += 1
+        counts = self._counts()
+        for (track, name), count in (counts - self._before).items():
+            self._timeline.add(Span(track, name, self._step - 1, self._step, {"count": count}))
+        self._before = counts
+        self._add_counters()
+
+    def _counts(self) -> Counts[tuple[str, str]]:
+        """Return how often each event has happened since the run began, by track and name."""
+        faults, stats, found = self._faults, self._generator.scheduler.stats(), Counts[tuple[str, str]]()
+        if faults.counting is not None:
+            for (kind, src, dst), blocks in faults.counting.blocks.items():
+                found[f"{src} to {dst}", kind] = blocks
+        for name, counter in _PREEMPTIONS.items():
+            found["preemptions", name] = getattr(stats, counter)
+        found["faults", "request lost bytes"] = stats.lost
+        if faults.corrupting is not None:
+            found["faults", "stored block damaged"] = faults.corrupting.stored
+            found["faults", "damaged block read"] = faults.corrupting.read
+        if faults.sabotaged is not None:
+            found["faults", "transfer dropped"] = bool(faults.sabotaged.dropped)
+        return found
+
+    def _add_counters(self) -> None:
+        scheduler = self._generator.scheduler
+        panels: dict[str, dict[str, int]] = {}
+        for tier in TIERS:
+            pool = self._generator.manager.pool(tier)
+            panels[f"{tier} (blocks)"] = {"in use": pool.num_blocks - pool.num_free, "size": pool.num_blocks}
+        running, swapped = scheduler.num_running, scheduler.num_swapped
+        waiting = scheduler.num_unfinished - running - swapped
+        panels["requests"] = {"running": running, "waiting": waiting, "swapped": swapped}
+        panels["prefix cache (tokens)"] = {"hits": scheduler.stats().cached_tokens}
+        for track, values in panels.items():
+            for name, value in values.items():
+                self._timeline.add(Counter(track, name, self._step, value))

@@ -1,0 +1,94 @@
+"""`fleet_timeline`: the faults, calls and answers of a fleet's log as a timeline."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter as Counts
+from typing import Final
+
+from blockyard.sim.fleet.fleet import FleetReport
+from blockyard.timeline import Counter, Mark, Span, Timeline
+
+__all__ = ["fleet_timeline"]
+
+_LINE: Final = re.compile(r" *(?P<time>\d+\.\d+) (?P<who>server|engine \d+) (?P<text>.*)")
+_CALL: Final = re.compile(r"(?P<kind>put|get|delete) \[(?P<keys>.*)\] is (?P<ticket>\d+)")
+_ANSWER: Final = re.compile(r"(?P<ticket>\d+): (?P<reasons>.*)")
+_FAULT: Final = re.compile(r"(?P<kind>\w+) (?P<what>begins|ends)")
+_COUNTED: Final = {"get": ("reads (blocks)", "hits", "misses"), "put": ("writes (blocks)", "stored", "not stored")}
+
+
+def fleet_timeline(report: FleetReport) -> Timeline:
+    """Return what a fleet did: a track for the faults and one for each engine.
+
+    A span of an engine reaches from the submission of a batch until the engine collected it, with its reasons.
+    Batches of a killed engine have no end and are left out.
+    """
+    reader = _Reader(report)
+    for line in report.log:
+        if found := _LINE.fullmatch(line):
+            reader.read(float(found["time"]), found["who"], found["text"])
+    return reader.end()
+
+
+class _Reader:
+    """Reads the lines of a log in order."""
+
+    def __init__(self, report: FleetReport) -> None:
+        self._report = report
+        self._faults = Timeline()  # comes first
+        self._calls = Timeline()
+        self._now = 0.0
+        self._open_faults: list[tuple[float, str, str]] = []
+        self._open_calls: dict[tuple[str, str], tuple[float, str, int]] = {}
+        self._counts: Counts[str] = Counts()
+        for track, *names in _COUNTED.values():
+            for name in names:
+                self._calls.add(Counter(track, name, 0.0, 0))
+
+    def read(self, time: float, who: str, text: str) -> None:
+        """Read a line."""
+        self._now = time
+        if found := _FAULT.fullmatch(text):
+            self._read_fault(time, who, found["kind"], found["what"])
+        elif found := _CALL.fullmatch(text):
+            keys = found["keys"].count(",") + 1
+            self._open_calls[who, found["ticket"]] = (time, found["kind"], keys)
+        elif found := _ANSWER.fullmatch(text):
+            self._read_answer(time, who, found["ticket"], found["reasons"].split(","))
+        elif text.startswith("forget "):
+            self._calls.add(Mark(who, "forget", time))
+
+    def end(self) -> Timeline:
+        """Return the timeline."""
+        for start, kind, who in self._open_faults:
+            # A killed engine says nothing when it comes back; nothing else that has no end lasts.
+            ends = [fault.at + fault.seconds for fault in self._report.faults if (kind, start) == ("crash", fault.at)]
+            self._add_fault(start, max(ends, default=start), kind, who)
+        if self._report.broken:
+            self._faults.add(Mark("faults", "broken promise", self._now))
+        calls = sorted(self._calls.spans, key=lambda span: (len(span.track), span.track))
+        return Timeline("s", self._faults.spans + calls, self._calls.counters, self._faults.marks + self._calls.marks)
+
+    def _read_fault(self, time: float, who: str, kind: str, what: str) -> None:
+        begun = next((fault for fault in self._open_faults if fault[1:] == (kind, who)), None)
+        if what == "begins":
+            self._open_faults.append((time, kind, who))
+        elif begun is not None:
+            self._open_faults.remove(begun)
+            self._add_fault(begun[0], time, kind, who)
+
+    def _add_fault(self, start: float, end: float, kind: str, who: str) -> None:
+        self._faults.add(Span("faults", kind, start, end, {"on": who}) if end > start else Mark("faults", kind, start))
+
+    def _read_answer(self, time: float, who: str, ticket: str, reasons: list[str]) -> None:
+        if (who, ticket) not in self._open_calls:
+            return
+        start, kind, keys = self._open_calls.pop((who, ticket))
+        said = ", ".join(f"{reason} {count}" for reason, count in sorted(Counts(reasons).items()))
+        self._calls.add(Span(who, kind, start, time, {"blocks": keys, "result": said}))
+        if kind in _COUNTED:
+            track, good, bad = _COUNTED[kind]
+            for name, count in ((good, reasons.count("ok")), (bad, len(reasons) - reasons.count("ok"))):
+                self._counts[name] += count
+                self._calls.add(Counter(track, name, time, self._counts[name]))
