@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -56,12 +56,14 @@ class Timeline:
 
     Attributes:
         time_unit: of all times: seconds, or scheduler steps.
+        tracks: of spans and marks that come first, in this order; others follow as they were added.
         spans: that were added.
         counters: that were added.
         marks: that were added.
     """
 
     time_unit: Literal["s", "step"] = "s"
+    tracks: Sequence[str] = ()
     spans: list[Span] = field(default_factory=list)
     counters: list[Counter] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -86,10 +88,12 @@ class Timeline:
     def lanes(self) -> dict[str, list[list[Span]]]:
         """Return the spans of each track in as few lanes as keep them apart, each in order of time.
 
-        Tracks come in the order in which they were added, and so do those that have marks only, without lanes.
+        Those of `tracks` come first, others as they were added. A track of marks only has no lanes.
         """
         events: list[Span | Mark] = [*self.spans, *self.marks]
-        found: dict[str, list[list[Span]]] = {event.track: [] for event in events}
+        names = {event.track: None for event in events}
+        first = [track for track in self.tracks if track in names]
+        found: dict[str, list[list[Span]]] = {track: [] for track in (*first, *names)}
         busy: dict[str, list[tuple[float, int]]] = {track: [] for track in found}
         for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
             lanes, ends = found[span.track], busy[span.track]

@@ -30,8 +30,10 @@ class History:
 
     def __init__(self, generator: Generator, faults: Faults, timeline: Timeline) -> None:
         self._generator, self._faults, self._timeline = generator, faults, timeline
+        timeline.tracks = ("faults", "preemptions")
         self._step = 0
         self._before: Counts[tuple[str, str]] = Counts()
+        self._shown: dict[tuple[str, str], int] = {}
         self._add_counters()
 
     def after_step(self, done: int, total: int) -> None:
@@ -70,11 +72,15 @@ class History:
         panels: dict[str, dict[str, int]] = {}
         for tier in TIERS:
             pool = self._generator.manager.pool(tier)
-            panels[f"{tier} (blocks)"] = {"in use": pool.num_blocks - pool.num_free, "size": pool.num_blocks}
+            panels[f"{tier} (blocks)"] = {"in use": pool.num_blocks - pool.num_free}
+            if tier != "external":  # a store is so large that its use would be a line at the bottom
+                panels[f"{tier} (blocks)"]["size"] = pool.num_blocks
         running, swapped = scheduler.num_running, scheduler.num_swapped
         waiting = scheduler.num_unfinished - running - swapped
         panels["requests"] = {"running": running, "waiting": waiting, "swapped": swapped}
         panels["prefix cache (tokens)"] = {"hits": scheduler.stats().cached_tokens}
         for track, values in panels.items():
             for name, value in values.items():
-                self._timeline.add(Counter(track, name, self._step, value))
+                if self._shown.get((track, name)) != value:
+                    self._shown[track, name] = value
+                    self._timeline.add(Counter(track, name, self._step, value))

@@ -45,13 +45,13 @@ def timeline_figure(timeline: Timeline, *, shade: Collection[str] = ("faults",))
         "barmode": "overlay",
         "showlegend": True,
         "hovermode": "closest",
-        "xaxis": {"title": {"text": _TIME_TITLES[timeline.time_unit]}, "anchor": f"y{len(heights)}"},
+        "xaxis": {"title": {"text": _TIME_TITLES[timeline.time_unit]}, "anchor": f"y{_suffix(len(heights))}"},
     }
     if start < end:
         layout["xaxis"]["range"] = [start - (end - start) / 100, end + (end - start) / 100]
     top, data = total, list[dict[str, Any]]()
     for number, height in enumerate(heights, 1):
-        suffix = "" if number == 1 else str(number)
+        suffix = _suffix(number)
         domain = [max(0.0, (top - height) / total), top / total]
         layout[f"yaxis{suffix}"] = {"domain": domain, "anchor": "x"}
         layout[f"legend{suffix}"] = {"y": domain[1], "yanchor": "top"}
@@ -66,6 +66,11 @@ def timeline_figure(timeline: Timeline, *, shade: Collection[str] = ("faults",))
         top -= height + _GAP_PIXELS
     layout["shapes"] = _shades([span for span in timeline.spans if span.track in shade])
     return {"data": data, "layout": layout}
+
+
+def _suffix(number: int) -> str:
+    """Return what plotly appends to the name of a panel's axis and legend."""
+    return "" if number <= 1 else str(number)
 
 
 def _reach(timeline: Timeline) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from blockyard.timeline import Counter, Mark, Span, Timeline
 __all__ = ["fleet_timeline"]
 
 _LINE: Final = re.compile(r" *(?P<time>\d+\.\d+) (?P<who>server|engine \d+) (?P<text>.*)")
+_ENGINE: Final = re.compile(r"^ *[\d.]+ (engine \d+) ")
 _CALL: Final = re.compile(r"(?P<kind>put|get|delete) \[(?P<keys>.*)\] is (?P<ticket>\d+)")
 _ANSWER: Final = re.compile(r"(?P<ticket>\d+): (?P<reasons>.*)")
 _FAULT: Final = re.compile(r"(?P<kind>\w+) (?P<what>begins|ends)")
@@ -36,15 +37,15 @@ class _Reader:
 
     def __init__(self, report: FleetReport) -> None:
         self._report = report
-        self._faults = Timeline()  # comes first
-        self._calls = Timeline()
+        engines = {engine for line in report.log for engine in _ENGINE.findall(line)}
+        self._timeline = Timeline("s", ["faults", *sorted(engines, key=lambda name: (len(name), name))])
         self._now = 0.0
         self._open_faults: list[tuple[float, str, str]] = []
         self._open_calls: dict[tuple[str, str], tuple[float, str, int]] = {}
         self._counts: Counts[str] = Counts()
         for track, *names in _COUNTED.values():
             for name in names:
-                self._calls.add(Counter(track, name, 0.0, 0))
+                self._timeline.add(Counter(track, name, 0.0, 0))
 
     def read(self, time: float, who: str, text: str) -> None:
         """Read a line."""
@@ -57,7 +58,7 @@ class _Reader:
         elif found := _ANSWER.fullmatch(text):
             self._read_answer(time, who, found["ticket"], found["reasons"].split(","))
         elif text.startswith("forget "):
-            self._calls.add(Mark(who, "forget", time))
+            self._timeline.add(Mark(who, "forget", time))
 
     def end(self) -> Timeline:
         """Return the timeline."""
@@ -66,9 +67,8 @@ class _Reader:
             ends = [fault.at + fault.seconds for fault in self._report.faults if (kind, start) == ("crash", fault.at)]
             self._add_fault(start, max(ends, default=start), kind, who)
         if self._report.broken:
-            self._faults.add(Mark("faults", "broken promise", self._now))
-        calls = sorted(self._calls.spans, key=lambda span: (len(span.track), span.track))
-        return Timeline("s", self._faults.spans + calls, self._calls.counters, self._faults.marks + self._calls.marks)
+            self._timeline.add(Mark("faults", "broken promise", self._now))
+        return self._timeline
 
     def _read_fault(self, time: float, who: str, kind: str, what: str) -> None:
         begun = next((fault for fault in self._open_faults if fault[1:] == (kind, who)), None)
@@ -79,16 +79,18 @@ class _Reader:
             self._add_fault(begun[0], time, kind, who)
 
     def _add_fault(self, start: float, end: float, kind: str, who: str) -> None:
-        self._faults.add(Span("faults", kind, start, end, {"on": who}) if end > start else Mark("faults", kind, start))
+        self._timeline.add(
+            Span("faults", kind, start, end, {"on": who}) if end > start else Mark("faults", kind, start)
+        )
 
     def _read_answer(self, time: float, who: str, ticket: str, reasons: list[str]) -> None:
         if (who, ticket) not in self._open_calls:
             return
         start, kind, keys = self._open_calls.pop((who, ticket))
         said = ", ".join(f"{reason} {count}" for reason, count in sorted(Counts(reasons).items()))
-        self._calls.add(Span(who, kind, start, time, {"blocks": keys, "result": said}))
+        self._timeline.add(Span(who, kind, start, time, {"blocks": keys, "result": said}))
         if kind in _COUNTED:
             track, good, bad = _COUNTED[kind]
             for name, count in ((good, reasons.count("ok")), (bad, len(reasons) - reasons.count("ok"))):
                 self._counts[name] += count
-                self._calls.add(Counter(track, name, time, self._counts[name]))
+                self._timeline.add(Counter(track, name, time, self._counts[name]))
