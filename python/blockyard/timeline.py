@@ -10,6 +10,7 @@ import heapq
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
@@ -122,7 +123,8 @@ class Timeline:
             file.write("\n]}\n")
 
     def _trace_events(self) -> Iterator[dict[str, Any]]:
-        scale, thread = _MICROSECONDS[self.time_unit], 0
+        scale, thread = _MICROSECONDS[self.time_unit], 1  # the thread of the process's number is its main thread
+        yield {"ph": "M", "tid": thread, "name": "process_name", "args": {"name": "blockyard"}}
         for track, lanes in self.lanes().items():
             for lane, spans in enumerate(lanes or [[]]):
                 thread += 1
@@ -135,6 +137,16 @@ class Timeline:
                 for mark in self.marks if not lane else ():
                     if mark.track == track:
                         yield {"ph": "i", "s": "t", "tid": thread, "name": mark.name, "ts": mark.time * scale}
-        for counter in sorted(self.counters, key=lambda counter: counter.time):
-            name = f"{counter.track} {counter.name}"
-            yield {"ph": "C", "tid": 0, "name": name, "ts": counter.time * scale, "args": {"value": counter.value}}
+        # An event has all values of its track: the viewers take them for one point of as many lines.
+        now: dict[str, dict[str, float]] = {}
+        for time, group in groupby(sorted(self.counters, key=_time), key=_time):
+            changed: dict[str, dict[str, float]] = {}
+            for counter in group:
+                changed[counter.track] = now.setdefault(counter.track, {})
+                changed[counter.track][counter.name] = counter.value
+            for track, values in changed.items():
+                yield {"ph": "C", "tid": 0, "name": track, "ts": time * scale, "args": dict(values)}
+
+
+def _time(counter: Counter) -> float:
+    return counter.time

@@ -38,6 +38,7 @@ def sample() -> Timeline:
     timeline.add(Span("engine 0", "put", 1.0, 1.5))
     timeline.add(Counter("device (blocks)", "in use", 1.0, 7))
     timeline.add(Counter("device (blocks)", "in use", 0.0, 4))
+    timeline.add(Counter("device (blocks)", "size", 0.0, 9))
     timeline.add(Mark("faults", "damage", 1.25))
     return timeline
 
@@ -67,7 +68,10 @@ def test_each_event_is_written_once_in_microseconds(tmp_path: Path) -> None:
     ]
     assert [(names[e["tid"]], e["name"], e["ts"]) for e in events if e["ph"] == "i"] == [("faults", "damage", 1.25e6)]
     counters = [(e["name"], e["ts"], e["args"]) for e in events if e["ph"] == "C"]
-    assert counters == [("device (blocks) in use", 0.0, {"value": 4}), ("device (blocks) in use", 1e6, {"value": 7})]
+    assert counters == [
+        ("device (blocks)", 0.0, {"in use": 4, "size": 9}),
+        ("device (blocks)", 1e6, {"in use": 7, "size": 9}),
+    ]
 
 
 def test_a_step_is_written_as_a_millisecond(tmp_path: Path) -> None:
@@ -78,7 +82,7 @@ def test_a_step_is_written_as_a_millisecond(tmp_path: Path) -> None:
 
 
 def test_an_empty_timeline_is_written_as_json(tmp_path: Path) -> None:
-    assert written(Timeline(), tmp_path) == []
+    assert [event["name"] for event in written(Timeline(), tmp_path)] == ["process_name"]
 
 
 def test_tracks_come_in_the_order_that_is_asked_for() -> None:
