@@ -159,7 +159,7 @@ from blockyard import cli
 from blockyard.demo import run
 from blockyard.stores import open_store
 
-def hold(options, *, quiet):
+def hold(options, *, quiet, timeline):
     with run._swap_store(options) as url, open_store(url, bytes_per_block=4096, num_slots=4):
         while True:
             time.sleep(0.01)

@@ -85,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
         "demo",
         "demo --device cuda --requests 200 --num-lookahead-tokens 4",
         'demo --prefix-store "file:///tmp/kv?size=64MiB"',
-        "demo --corrupt 20 --format json --output report.json --html report.html",
+        "demo --corrupt 20 --output report.txt --html report.html",
     )
     _add_workload_options(demo)
     _add_pool_options(demo)
@@ -257,7 +257,7 @@ def _add_simulate(commands: Any) -> None:
         "run fleets of engines over one shared store in virtual time, with faults, and check each answer",
         "simulate",
         "simulate --engines 5 --seeds 10000 --faults crash,partition",
-        "simulate --seed 7 --seeds 1 --html seed-7.html --trace-events seed-7.json",
+        "simulate --seed 7 --seeds 1 --html seed-7.html",
     )
     command.add_argument("--engines", type=_count(1), default=3, metavar="N", help="engines that share the store")
     command.add_argument("--seed", type=_count(0), default=0, metavar="N", help="first seed")
