@@ -4,17 +4,18 @@ A task is a function that runs until it waits: for a lock, an event or a time. W
 passes only when all tasks wait, and then jumps to the first that waits for a time.
 
 Tasks are greenlets, so code that blocks runs as it is: `greenlet` is a small, well-kept library, and switches in a
-fraction of a microsecond, where threads that pass a baton need tens.
+fraction of a microsecond, where threads that pass a baton need tens. A task that waits switches to the next one itself,
+and what never waits, such as the way of a message, is a call of `call_later`, which needs no task.
 """
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Callable
+from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from blockyard.errors import BlockyardError
 from blockyard.stores.threaded.runtime import Runtime
@@ -26,6 +27,9 @@ except ModuleNotFoundError as error:
     raise missing("blockyard.sim", error) from None
 
 __all__ = ["Condition", "Event", "Lock", "Loop", "StuckError", "Task"]
+
+
+_ASIDE: Final = 0.25  # how often another task goes first, if there is one
 
 
 class StuckError(BlockyardError):
@@ -41,6 +45,8 @@ class Task:
         waits: grows with each wait, so that a late timer wakes nobody.
         was_woken: not by a timer.
     """
+
+    __slots__ = ("_ended", "_has_ended", "_run", "greenlet", "name", "waits", "was_woken")
 
     def __init__(self, loop: Loop, name: str, run: Callable[[], Any]) -> None:
         self.name = name
@@ -76,18 +82,23 @@ class Loop(Runtime):
     Attributes:
         now: seconds since the start.
         random: the only source of chance.
+        draw: returns a number from 0 to 1 of `random`.
         tasks: those that have not ended.
+        ready: those that wait for nothing.
+        current: the one that runs; None outside of tasks.
     """
 
     def __init__(self, seed: int) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
+        self.draw = self.random.random
         self.tasks: list[Task] = []
+        self.ready: list[Task] = []
+        self.current: Task | None = None
         self.home = getcurrent()
-        self._ready: list[Task] = []
-        self._timers: list[tuple[float, int, Task, int]] = []
+        # When, which one of these, what to call or whom to wake, and the task's `waits`.
+        self._timers: list[tuple[float, int, Callable[[], object] | Task, int]] = []
         self._numbers = count()
-        self._current: Task | None = None
         self._failure: BaseException | None = None
 
     # ---- the runtime ----
@@ -134,8 +145,12 @@ class Loop(Runtime):
 
         task = Task(self, name, guarded)
         self.tasks.append(task)
-        self._ready.append(task)
+        self.ready.append(task)
         return task
+
+    def call_later(self, seconds: float, call: Callable[[], object]) -> None:
+        """Call a function that never waits and takes no lock, in some seconds. What it raises ends the run."""
+        heappush(self._timers, (self.now + seconds, next(self._numbers), call, -1))
 
     def run(self) -> None:
         """Run tasks until none is left.
@@ -143,15 +158,15 @@ class Loop(Runtime):
         Raises:
             StuckError: all tasks wait for each other.
         """
-        while True:
-            while self._ready:
-                place = self.random.randrange(len(self._ready)) if len(self._ready) > 1 else 0
-                self._ready[place], self._ready[-1] = self._ready[-1], self._ready[place]
-                self._switch(self._ready.pop())
-            if not self.tasks:
-                return
-            if not self._pass_time():
-                raise StuckError(f"all tasks wait for each other: {', '.join(task.name for task in self.tasks)}")
+        while (task := self._next()) is not None:
+            self.current = task
+            task.greenlet.switch()  # until a task has ended, or none can go on
+            self.current = None
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
+        if self.tasks:
+            raise StuckError(f"all tasks wait for each other: {', '.join(task.name for task in self.tasks)}")
 
     def sleep(self, seconds: float) -> None:
         """Let a task wait for a time."""
@@ -159,57 +174,65 @@ class Loop(Runtime):
 
     def step_aside(self) -> None:
         """Let other tasks go first, at times: code between two of these is not interrupted."""
-        if self._ready and self._current is not None and self.random.random() < 0.25:
-            self._ready.append(self._current)
-            self._leave()
+        task = self.current
+        if self.ready and task is not None and self.draw() < _ASIDE:
+            self.ready.append(task)
+            self._leave(task)
 
     def park(self, timeout: float | None = None) -> bool:
         """Let the current task wait until it is woken. Returns False if the time was up first."""
-        task = self._current
+        task = self.current
         if task is None:
             raise StuckError("only a task can wait")
         task.waits += 1
         task.was_woken = False
         if timeout is not None and timeout < inf:
-            heapq.heappush(self._timers, (self.now + max(0.0, timeout), next(self._numbers), task, task.waits))
-        self._leave()
+            heappush(self._timers, (self.now + max(0.0, timeout), next(self._numbers), task, task.waits))
+        self._leave(task)
         return task.was_woken
-
-    @property
-    def current(self) -> Task | None:
-        """The task that runs."""
-        return self._current
 
     def wake(self, task: Task) -> None:
         """Let a parked task go on."""
         task.waits += 1
         task.was_woken = True
-        self._ready.append(task)
+        self.ready.append(task)
 
-    def _leave(self) -> None:
-        self.home.switch()
+    def _leave(self, task: Task) -> None:
+        """Run others until it is this task's turn."""
+        try:
+            following = self._next()
+        except BaseException as error:  # noqa: BLE001 (raised by `run`)
+            self._failure, following = error, None
+        self.current = following
+        if following is None:
+            self.home.switch()
+        elif following is not task:
+            following.greenlet.switch()
 
-    def _switch(self, task: Task) -> None:
-        self._current = task
-        task.greenlet.switch()
-        self._current = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-
-    def _pass_time(self) -> bool:
-        while self._timers:
-            at, _, task, waits = heapq.heappop(self._timers)
-            if task.waits == waits:
-                self.now = max(self.now, at)
-                task.waits += 1
-                self._ready.append(task)
-                return True
-        return False
+    def _next(self) -> Task | None:
+        """Draw the task that goes on, once it is time. Returns None if all wait for each other."""
+        ready, timers = self.ready, self._timers
+        while not ready:
+            if not timers:
+                return None
+            at, _, what, waits = heappop(timers)
+            if not isinstance(what, Task):
+                self.now, self.current = at, None
+                what()
+            elif what.waits == waits:
+                self.now = at
+                what.waits += 1
+                return what
+        if len(ready) > 1:
+            place = int(self.draw() * len(ready))
+            ready[place], ready[-1] = ready[-1], ready[place]
+        return ready.pop()
 
 
 class Lock:
     """A lock that its holder may take again. Others may go before each time it is taken."""
+
+    __slots__ = ("_depth", "_holder", "_loop", "_waiting")
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -217,30 +240,31 @@ class Lock:
         self._depth = 0
         self._waiting: list[Task] = []
 
-    def acquire(self, blocking: bool = True, timeout: float = -1.0) -> bool:  # noqa: FBT001, FBT002 (as `threading.Lock`)
+    def acquire(self, blocking: bool = True, timeout: float = -1.0) -> bool:  # noqa: FBT001, FBT002, ARG002 (as `threading.Lock`)
         """Take the lock, waiting for it."""
-        del timeout
-        task = self._loop.current
+        loop = self._loop
+        task = loop.current
         if task is None or self._holder is task:
             self._depth += 1  # outside of the loop nothing else runs
             self._holder = task
             return True
-        self._loop.step_aside()
+        if loop.ready:
+            loop.step_aside()
         while self._holder is not None:
             if not blocking:
                 return False
             self._waiting.append(task)
-            self._loop.park()
+            loop.park()
         self._holder, self._depth = task, 1
         return True
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """Release the lock."""
         self._depth -= 1
         if not self._depth:
             self._holder = None
             if self._waiting:
-                self._loop.wake(self._waiting.pop(self._loop.random.randrange(len(self._waiting))))
+                self._loop.wake(self._waiting.pop(int(self._loop.draw() * len(self._waiting))))
 
     def give_up(self) -> int:
         """Release the lock, however often it was taken. Returns how often."""
@@ -253,15 +277,13 @@ class Lock:
         self.acquire()
         self._depth = depth
 
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    __enter__, __exit__ = acquire, release
 
 
 class Condition:
     """A condition over a lock."""
+
+    __slots__ = ("_lock", "_loop", "_waiting")
 
     def __init__(self, loop: Loop, lock: Lock) -> None:
         self._loop, self._lock = loop, lock
@@ -291,12 +313,15 @@ class Condition:
 
     def notify(self, n: int = 1) -> None:
         """Wake up to `n` tasks."""
-        for _ in range(min(n, len(self._waiting))):
-            self._loop.wake(self._waiting.pop(0))
+        waiting = self._waiting
+        while n > 0 and waiting:
+            self._loop.wake(waiting.pop(0))
+            n -= 1
 
     def notify_all(self) -> None:
         """Wake all tasks that wait."""
-        self.notify(len(self._waiting))
+        while self._waiting:
+            self._loop.wake(self._waiting.pop(0))
 
     def __enter__(self) -> bool:
         return self._lock.acquire()
@@ -307,6 +332,8 @@ class Condition:
 
 class Event:
     """A flag to wait for."""
+
+    __slots__ = ("_is_set", "_loop", "_waiting")
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -320,9 +347,8 @@ class Event:
     def set(self) -> None:
         """Set it, and wake all tasks that wait."""
         self._is_set = True
-        waiting, self._waiting = self._waiting, []
-        for task in waiting:
-            self._loop.wake(task)
+        while self._waiting:
+            self._loop.wake(self._waiting.pop(0))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set. Returns False if the time was up first."""

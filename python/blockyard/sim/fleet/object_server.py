@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import log
 from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
@@ -161,7 +162,7 @@ class Link:
         ended, outcome = loop.event(), list[tuple[Any, Exception | None]]()
         arrivals = 1 + (loop.random.random() < self.repeats)
         for _ in range(arrivals):
-            loop.start("request", lambda: self._carry(act, ended, outcome))
+            loop.call_later(self._delay(), lambda: self._arrive(act, ended, outcome))
         if not ended.wait(_TIME_LIMIT):
             raise _ServerError("the request timed out")
         result, error = outcome[0]
@@ -170,22 +171,24 @@ class Link:
         found: T = result
         return found
 
-    def _carry(self, act: Callable[[], Any], ended: Event, outcome: list[Any]) -> None:
-        loop = self.server.loop
-        loop.sleep(self._delay())
+    def _arrive(self, act: Callable[[], Any], ended: Event, outcome: list[Any]) -> None:
+        """Carry out a request, and send the answer."""
         if self._is_lost() or ended.is_set():  # nobody repeats a request that was answered
             return
         try:
             answer: tuple[Any, Exception | None] = (act(), None)
         except (FileNotFoundError, _ServerError) as error:
             answer = (None, error)
-        loop.sleep(self._delay())
-        if not self._is_lost():
-            outcome.append(answer)
-            ended.set()
+
+        def land() -> None:
+            if not self._is_lost():
+                outcome.append(answer)
+                ended.set()
+
+        self.server.loop.call_later(self._delay(), land)
 
     def _delay(self) -> float:
-        return self.server.loop.random.expovariate(1 / _USUAL_SECONDS) * self.slowness * self.server.slowness
+        return -log(1.0 - self.server.loop.draw()) * _USUAL_SECONDS * self.slowness * self.server.slowness
 
     def _is_lost(self) -> bool:
         return self.is_cut or (self.loss > 0 and self.server.loop.random.random() < self.loss)
