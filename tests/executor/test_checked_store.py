@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from blockyard.executor import checked_store
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.stores import Completion
+from blockyard.stores.threaded.runtime import Runtime, use_runtime
 from blockyard.testing.faults import UnrulyStore
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
@@ -27,7 +28,7 @@ BLOCKS = 8
 TIERS = ("device", "host", "external")
 
 
-class SecondsByCall:
+class SecondsByCall(Runtime):
     """Time that passes by being asked for, so that a batch that the store forgets is soon overdue."""
 
     def __init__(self) -> None:
@@ -39,8 +40,9 @@ class SecondsByCall:
 
 
 @pytest.fixture(autouse=True)
-def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked_store, "time", SecondsByCall())
+def _clock() -> Iterator[None]:
+    with use_runtime(SecondsByCall()):
+        yield
 
 
 class Odd(SimulatedStore):

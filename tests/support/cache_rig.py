@@ -21,10 +21,9 @@ from blockyard import cache as cache_module
 from blockyard._core import StoreJob
 from blockyard.engine.elastic.cache import ElasticCache
 from blockyard.engine.engine import CacheEngine
-from blockyard.executor import checked_store
 from blockyard.executor.executor import StepExecutor
-from blockyard.prefix_store import Prefetch, loads
-from blockyard.prefix_store import store as prefix_store
+from blockyard.prefix_store import Prefetch
+from blockyard.stores.threaded.runtime import Runtime, use_runtime
 
 LAYERS = 2
 MASK = (1 << 55) - 1
@@ -102,7 +101,7 @@ def random_config(random: Random) -> Config:
     )
 
 
-class Clock:
+class Clock(Runtime):
     """Time that passes when the program says so, and a little at each question."""
 
     def __init__(self) -> None:
@@ -271,10 +270,6 @@ class Rig:
 
 @contextmanager
 def simulated(clock: Clock) -> Iterator[None]:
-    """Let everything that has deadlines have this clock."""
-    with (
-        mock.patch.object(prefix_store, "time", clock),
-        mock.patch.object(loads, "time", clock),
-        mock.patch.object(checked_store, "time", clock),
-    ):
+    """Let everything that is made meanwhile, and has deadlines, have this clock."""
+    with use_runtime(clock):
         yield

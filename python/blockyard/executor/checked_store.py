@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import operator
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import Final, NamedTuple
@@ -24,6 +23,7 @@ from blockyard._core import Completion
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.stores.threaded.batches import BatchStore
+from blockyard.stores.threaded.runtime import runtime
 from blockyard.types import Histogram
 from blockyard.workers import Process
 
@@ -70,7 +70,7 @@ class PendingBatch:
     count: int
     out: NDArray[np.uint8] | None = None
     ticket: int = -1
-    since: float = field(default_factory=lambda: time.monotonic())  # noqa: PLW0108 (tests replace the clock)
+    since: float = 0.0
     answer: Answer | None = None
 
 
@@ -97,6 +97,7 @@ class CheckedStore:
             )
         self.num_slots = store.num_slots
         self._store = store
+        self._runtime = runtime()
         self._process = Process("a connection to a store")
         self._bytes_per_block = bytes_per_block
         self._open: dict[int, PendingBatch] = {}
@@ -183,12 +184,13 @@ class CheckedStore:
         """Wait until a batch has an answer. After an interrupt it can be called again."""
         self._take_in()
         if batch.answer is None:
-            self._collect(batch, max(0.0, batch.since + OVERDUE_SECONDS - time.monotonic()))
+            self._collect(batch, max(0.0, batch.since + OVERDUE_SECONDS - self._runtime.monotonic()))
             self._take_in()
 
     def _submit(self, batch: PendingBatch, call: Callable[[], object]) -> PendingBatch:
         self._process.check()
         self._strays += 1
+        batch.since = self._runtime.monotonic()
         try:
             batch.ticket = operator.index(call())  # type: ignore[arg-type]
         except Exception as error:
@@ -214,7 +216,7 @@ class CheckedStore:
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
             _log.warning("the store cannot be polled, %d batches are given up: %s", len(self._open), _describe(error))
             return list(self._open)
-        until = time.monotonic() - OVERDUE_SECONDS
+        until = self._runtime.monotonic() - OVERDUE_SECONDS
         overdue = takewhile(lambda ticket: self._open[ticket].since < until, self._open)  # the oldest are first
         return [*found, *overdue]
 
@@ -239,7 +241,7 @@ class CheckedStore:
                 checked = self._checked(batch, batch.ticket, answer)
                 self.num_answers += 1  # first: who looks before the answer is there looks again
                 batch.answer = checked
-                self.seconds["write" if batch.out is None else "read"].observe(time.monotonic() - batch.since)
+                self.seconds["write" if batch.out is None else "read"].observe(self._runtime.monotonic() - batch.since)
             self._open.pop(batch.ticket, None)
             del self._answers[0]
 

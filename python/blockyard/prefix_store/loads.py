@@ -6,7 +6,6 @@ blocks. It repeats with the blocks still missing until none are, one does not ar
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
 from blockyard.executor.checked_store import Answer, CheckedStore, PendingBatch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.base import MissLog
+from blockyard.stores.threaded.runtime import runtime
 from blockyard.tracing import NO_SPAN, Span, begin
 from blockyard.workers import keep
 
@@ -152,6 +152,7 @@ class Loads:
         max_bytes: int,
     ) -> None:
         self._manager, self._engine, self._store, self._stats, self._log = manager, engine, store, stats, log
+        self._runtime = runtime()
         self._size = engine.layout.bytes_per_block
         self._max_blocks = max_bytes // self._size
         self._buffers = engine.memory.buffers
@@ -173,7 +174,7 @@ class Loads:
             prompt: the prompt with its keys.
             timeout_base: timeout in seconds, plus one second for every 200 MB.
         """
-        load = Load(prompt, self._missing(prompt), time.monotonic())
+        load = Load(prompt, self._missing(prompt), self._runtime.monotonic())
         if not len(load.keys):
             load.done = True
             return load
@@ -230,7 +231,7 @@ class Loads:
                 goes_on = self._begin_read(load)
             if not goes_on:
                 # Copies end by themselves; nothing frees their blocks earlier.
-                if load.copy is None and time.monotonic() >= load.until:
+                if load.copy is None and self._runtime.monotonic() >= load.until:
                     self._give_up(load)
                 return
 
@@ -334,7 +335,7 @@ class Loads:
         load.read = None
         load.done = True
         self.open.remove(load)
-        self._stats.load_seconds.observe(time.monotonic() - load.began)
+        self._stats.load_seconds.observe(self._runtime.monotonic() - load.began)
         return True
 
     def _end_spans(self, load: Load, miss: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import select
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
@@ -22,6 +20,7 @@ from blockyard.prefix_store.loads import Loads, Prefetch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.writes import Writes
 from blockyard.stores.base import ExternalStore, MissLog
+from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import read_bytes
 from blockyard.types import Histogram
 
@@ -95,6 +94,7 @@ class PrefixStore:
         self.store = store
         self._stats = PrefixStoreStats()
         self._manager, self._engine, self._checked, self._size = manager, engine, checked, size
+        self._runtime = runtime()
         self._timeout_base = prefetch_timeout_base
         log = MissLog(store)
         self._loads = Loads(manager, engine, checked, self._stats, log, max_bytes)
@@ -168,13 +168,13 @@ class PrefixStore:
         Returns:
             Whether that happened in time.
         """
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None if timeout is None else self._runtime.monotonic() + timeout
         met = until or (lambda: not self._writes)
         while True:
             self.poll()
             if met():
                 return True
-            if end is not None and time.monotonic() >= end:
+            if end is not None and self._runtime.monotonic() >= end:
                 return False
             self._writes.wait_for_engine()
             self._wait_for_news()
@@ -243,14 +243,14 @@ class PrefixStore:
 
         Logs the number of blocks that were not written to `blockyard.prefix_store`.
         """
-        until = time.monotonic() + timeout
+        until = self._runtime.monotonic() + timeout
         if not self.wait(timeout * CLOSING_PART) and self.waiting_blocks:
             blocks, fields = self.waiting_blocks, {"store": str(self.store), "blocks": self.waiting_blocks}
             _log.warning("%d blocks were not written to %r before it was closed", blocks, self.store, extra=fields)
         self._give_up_all("closed")
         self._loads.close()
         self._writes.close()
-        return self.store.close(max(0.0, until - time.monotonic()))
+        return self.store.close(max(0.0, until - self._runtime.monotonic()))
 
     def _recover_from_interrupt(self) -> None:
         """After an interrupt, give up everything in flight, as its progress is unknown."""
@@ -269,11 +269,9 @@ class PrefixStore:
         """Wait briefly until the store may have answers; briefly, because the engine has answers too."""
         if self._checked.is_busy:
             with suppress(StoreError):  # a plug-in may have no descriptor
-                events = select.poll()
-                events.register(self.store.event_fd(), select.POLLIN)
-                events.poll(1e3 * _PAUSE)
+                self._runtime.wait_readable(self.store.event_fd(), _PAUSE)
                 return
-        time.sleep(_PAUSE)
+        self._runtime.sleep(_PAUSE)
 
 
 def _tenant(salt: bytes | None) -> bytes:

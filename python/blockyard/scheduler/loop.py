@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from blockyard._core import BlockManager, Pairs
 from blockyard.errors import InvariantError, StepOrderError, UnknownTicketError
+from blockyard.stores.threaded.runtime import runtime
 from blockyard.workers import RateLimit, keep
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class CacheLoop:
         self.open: Step | None = None
         self._scheduler = scheduler
         self._cache = cache
+        self._runtime = runtime()
         self._count_loading = count_loading
         self._executor: Executor = cache.executor if executor is None else executor
         self._tickets: list[int] = []  # in flight, oldest first
@@ -148,7 +149,7 @@ class CacheLoop:
         """End finished tickets. Wait for this step's ticket if its computation depended on it."""
         ended = keep(self._ended, self._executor.collect, step.decision.ticket)
         while not (step.rows or ended) and self._tickets:
-            time.sleep(_IDLE_SECONDS)
+            self._runtime.sleep(_IDLE_SECONDS)
             ended = keep(self._ended, self._executor.poll)
         self._tell()
         prefixes, is_idle = self._cache.prefix_store, not (step.rows or self._tickets)

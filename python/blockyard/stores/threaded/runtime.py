@@ -1,4 +1,4 @@
-"""`Runtime`: the clock, locks, threads and chance that stores use: the machine's, or a simulation's.
+"""`Runtime`: the clock, locks, threads and chance of stores and what waits for them: the machine's, or a simulation's.
 
 An object takes the runtime in use when it is made, and keeps it.
 """
@@ -6,6 +6,7 @@ An object takes the runtime in use when it is made, and keeps it.
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,16 @@ class Runtime:
     def monotonic(self) -> float:
         """Return the time in seconds, from any start."""
         return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let the thread wait."""
+        time.sleep(seconds)
+
+    def wait_readable(self, descriptor: int, seconds: float) -> None:
+        """Wait until a file descriptor can be read, at most for a time."""
+        events = select.poll()
+        events.register(descriptor, select.POLLIN)
+        events.poll(1e3 * seconds)
 
     def random_bytes(self, count: int) -> bytes:
         """Return bytes that nobody else draws."""
