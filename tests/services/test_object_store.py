@@ -99,6 +99,20 @@ def damaged(random: np.random.Generator, value: bytes, foreign: bytes, other: by
     return [flipped, value[:at], foreign, other, value[:24] + b"\2" + value[25:], value + b"\0"][kind]
 
 
+@pytest.mark.parametrize("length", [0, 100, 191])
+def test_a_record_of_the_epoch_that_was_cut_short_is_replaced(length: int):
+    url = f"memory://torn{length}?"
+    with opened(url) as store:
+        put(store, 2)
+        assert isinstance(store, ObjectStore)
+        path = store._path(np.frombuffer(store._record.key, np.uint8))
+        obstore.put(store._client, path, bytes(obstore.get(store._client, path).bytes())[:length])
+        assert not store.wait(store.submit_get(keys_of(2))).ok.any()
+    with opened(url) as store:
+        put(store, 2)
+        assert store.wait(store.submit_get(keys_of(2))).ok.all()
+
+
 def test_no_damaged_value_is_a_hit():
     """Ten thousand values: a flipped bit, a cut, another namespace, another key's value, another version."""
     random, width, count = np.random.default_rng(5), 64, 500

@@ -209,3 +209,16 @@ def test_a_cluster_keeps_its_size_and_finds_blocks_whose_lists_are_lost(nodes: l
         for seed in range(8, 11):
             put(store, chain(seed, 200))
         eventually(lambda: counted(nodes) == (size, size))
+
+
+def test_a_quota_can_be_set_though_the_server_has_lost_which_blocks_may_go(server: Server, client: "redis.Redis"):
+    with opened(server) as store:
+        store.set_quota(TENANT, 8)
+        assert put(store, chain(0, 6)) == [True] * 6
+        for name in client.scan_iter(match="*:leaves:*"):
+            client.delete(name)
+        store.set_quota(TENANT, 2)
+        assert store.quota(TENANT) == (2, 2)
+        assert len(values(client)) == 2
+        store.set_quota(TENANT, 8)
+        assert put(store, chain(1, 6)) == [True] * 6

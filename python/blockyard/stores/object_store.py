@@ -266,6 +266,15 @@ class ObjectStore(RemoteStore):
         self._calls.each(len(keys), look)
         return there
 
+    def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        """Return the row that says which blocks count, of whatever length: a torn one must be replaced, too."""
+        try:
+            return np.frombuffer(bytes(self._ob.get(self._client, self._path(key)).bytes()), np.uint8)
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+            raise self._public(error) from None
+
     def replace_epoch(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
     ) -> NDArray[np.uint8] | None:

@@ -168,6 +168,17 @@ if not quota then
 end
 redis.call('HSET', quotas, ARGV[1], quota)
 drop_of(ARGV[1], quota, AT_ONCE)
+if not has_dropped and (tonumber(redis.call('HGET', held, ARGV[1])) or 0) > quota then
+  -- The server has lost its leaves: all its blocks may go, in any order.
+  local all, count = redis.call('HGETALL', owners), 0
+  for i = 1, #all, 2 do
+    if string.sub(all[i + 1], 1, 16) == ARGV[1] then
+      count = count + 1
+      redis.call('ZADD', leaves(ARGV[1]), 0, all[i])
+    end
+  end
+  redis.call('HSET', held, ARGV[1], count)
+end
 return (tonumber(redis.call('HGET', held, ARGV[1])) or 0) > quota and 1 or 0
 """.replace("AT_ONCE", str(_AT_ONCE))
 
