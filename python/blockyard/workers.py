@@ -29,6 +29,7 @@ _EXTRAS: Final = {
     "distributed": "dask",
     "greenlet": "sim",
     "hypothesis": "testing",
+    "lupa": "sim",
     "msgspec": "events",
     "obstore": "s3",
     "opentelemetry": "otel",

@@ -38,6 +38,7 @@ MISSING = [
     ("distributed", DASK, "--executor dask", "dask"),
     ("greenlet", "import blockyard.sim", "blockyard.sim", "sim"),
     ("plotly", "import blockyard.pictures", "blockyard.pictures", "html"),
+    ("lupa", "import blockyard.sim", "blockyard.sim", "sim"),
     ("shtab", COMPLETION, "--print-completion", "cli"),
     ("cuda", DRIVER, "an elastic cache on a GPU", "elastic"),
 ]

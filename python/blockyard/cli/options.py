@@ -259,6 +259,12 @@ def _add_simulate(commands: Any) -> None:
         "simulate --engines 5 --seeds 10000 --faults crash,partition",
         "simulate --seed 7 --seeds 1 --html seed-7.html",
     )
+    command.add_argument(
+        "--store",
+        choices=("object", "redis", "both"),
+        default="both",
+        help="the shared store; both: an object store for even seeds, Redis for odd ones",
+    )
     command.add_argument("--engines", type=_count(1), default=3, metavar="N", help="engines that share the store")
     command.add_argument("--seed", type=_count(0), default=0, metavar="N", help="first seed")
     command.add_argument("--seeds", type=_count(1), default=100, metavar="N", help="how many seeds to run")
@@ -270,8 +276,8 @@ def _add_simulate(commands: Any) -> None:
         "--faults",
         default="all",
         metavar="KINDS",
-        help="kinds of faults, separated by commas: all, none, or some of lossy, repeat, slow, partition, crash, gray, "
-        "full, node_loss, damage",
+        help="kinds of faults, separated by commas: all, none, or some of lossy, repeat, slow, partition, crash, "
+        "clock, forget, gray, full, node_loss, record_loss, damage, torn, failover, server_clock",
     )
     which.add_argument(
         "--replay",

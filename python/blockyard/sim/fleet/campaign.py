@@ -43,13 +43,15 @@ class Campaign:
         faults = ",".join(map(str, self.failure.faults)) or "none"
         options = self.options
         return (
-            f"blockyard simulate --engines {options.engines} --seconds {options.seconds:g} --seed {self.failure.seed} "
+            f"blockyard simulate --store {options.store_of(self.failure.seed)} --engines {options.engines} "
+            f"--seconds {options.seconds:g} --seed {self.failure.seed} "
             f"--replay {shlex.quote(faults)}"
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
         found: dict[str, Any] = {
+            "store": self.options.store,
             "engines": self.options.engines,
             "seconds": self.options.seconds,
             "num_seeds": self.num_seeds,

@@ -1,4 +1,4 @@
-"""`SimulatedEngine`: one engine of a fleet. A real `ObjectStore`, used at random, over a link that fails."""
+"""`SimulatedEngine`: one engine of a fleet. A real store, used at random, over a link that fails."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
-from blockyard.sim.fleet.object_server import Link, ObjectServer
+from blockyard.sim.fleet.clock import EngineRuntime
+from blockyard.sim.fleet.link import DEADLINE, Server
 from blockyard.sim.fleet.oracle import BLOCK_BYTES, BrokenPromiseError, Oracle, Put
 from blockyard.sim.loop import Loop
-from blockyard.stores import Completion
-from blockyard.stores.object_store import ObjectStore, read_url
+from blockyard.stores import Completion, Owners
+from blockyard.stores.remote import RemoteStore
 from blockyard.stores.threaded.epochs import name_of
+from blockyard.stores.threaded.runtime import use_runtime
 
-__all__ = ["NUM_KEYS", "SimulatedEngine", "key_of"]
+__all__ = ["CLOCK_STEP", "NUM_KEYS", "WEIGHTS", "SimulatedEngine", "key_of"]
 
 NUM_KEYS: Final = 8
 WEIGHTS: Final = ("", "step-1", "step-2")
-_DEADLINE: Final = 3.0
+CLOCK_STEP: Final = 5.0  # seconds by which a clock jumps
+_TENANTS: Final = 2
 _LATE_SECONDS: Final = 5.0  # for which a request that was given up may still arrive
 _NEW_KEYS: Final = 6  # a second
 _HIDDEN: Final = 3.0  # seconds after a failure in which a key may be said to be absent
@@ -59,6 +62,7 @@ class SimulatedEngine:
         number: of the engine.
         log: gets a line for each call and answer.
         shares: of deletions and of `forget` among its calls.
+        has_tenants: blocks have tenants, whose quotas change.
 
     Attributes:
         weights: the name of those that it computes with.
@@ -69,14 +73,17 @@ class SimulatedEngine:
     def __init__(
         self,
         loop: Loop,
-        server: ObjectServer,
+        server: Server,
         oracle: Oracle,
         number: int,
         log: Callable[[str], None],
         shares: tuple[float, float],
+        *,
+        has_tenants: bool = False,
     ) -> None:
         self.loop, self.server, self.oracle, self.number = loop, server, oracle, number
         self.weights = ""
+        self.must_forget = False  # with its next call
         self.num_operations = 0
         self.reasons: Counter[str] = Counter()
         self._log, self._shares = log, shares
@@ -88,20 +95,15 @@ class SimulatedEngine:
         self._forgot_at = 0.0  # when its last call of `forget` ended
         self._last_put: dict[int, Put] = {}
         self._failed_at: dict[int, float] = {}  # when a key's block last failed to come or go
-        self.link = Link(server)
+        self._has_tenants = has_tenants
+        self._sure_at = 0.0  # since when its clock has been right for long enough
+        self.runtime = EngineRuntime(loop)
+        self.link = server.connect()
         self.store = self._open()
 
-    def _open(self) -> ObjectStore:
-        found = read_url(f"s3://bucket?size=1MiB&connections=4&timeout_base={_DEADLINE}")
-        return ObjectStore(
-            found,
-            bytes_per_block=BLOCK_BYTES,
-            num_slots=4 * NUM_KEYS,
-            namespace=bytes(32),
-            use="prefix",
-            revision=self.weights,
-            connect=lambda *_: (self.link, None),
-        )
+    def _open(self) -> RemoteStore:
+        with use_runtime(self.runtime):
+            return self.link.open(self.weights, BLOCK_BYTES)
 
     def run(self, until: float) -> None:
         """Work until a time, then collect what is left."""
@@ -125,10 +127,15 @@ class SimulatedEngine:
 
     def restart(self) -> None:
         """Come back with no memory, and the weights that it had."""
-        self.link, self._counted = Link(self.server), Counter()
+        self.link, self._counted = self.server.connect(), Counter()
         self._ok_at, self._forgotten_at = inf, None
         self._last_put, self._failed_at = {}, {}
         self.store = self._open()
+
+    def turn_clock(self, ahead: float) -> None:
+        """Let the engine's clock jump."""
+        self.runtime.ahead = ahead
+        self._sure_at = self.loop.now + 2 * CLOCK_STEP
 
     def collect_all(self) -> None:
         """Collect every batch."""
@@ -175,12 +182,17 @@ class SimulatedEngine:
         self._say(f"forget {revision!r}: {said}")
         return said == "ok"
 
+    def lift_quotas(self) -> bool:
+        """Let tenants keep as many blocks as they like. Returns whether the store confirmed it."""
+        return not self._has_tenants or all(self._set_quota(tenant, None) for tenant in range(_TENANTS))
+
     def put(self, keys: list[int]) -> None:
         """Submit blocks of keys."""
         puts = [self.oracle.put(key, self.weights, self.loop.now) for key in keys]
         self._last_put.update(zip(keys, puts, strict=True))
         rows = np.stack([put.row() for put in puts])
-        self._submit("put", keys, puts, rows, lambda: self.store.submit_put([key_of(key) for key in keys], rows))
+        names, owners = [key_of(key) for key in keys], self._owners(keys) if self._has_tenants else None
+        self._submit("put", keys, puts, rows, lambda: self.store.submit_put(names, rows, owners))
 
     def get(self, keys: list[int]) -> None:
         """Submit reads of keys."""
@@ -193,14 +205,32 @@ class SimulatedEngine:
             self.oracle.unsettle(key, inf)
         self._submit("delete", keys, [], None, lambda: self.store.submit_delete([key_of(key) for key in keys]))
 
+    def _owners(self, keys: list[int]) -> Owners:
+        """Return whose the blocks are: each follows the key before."""
+        tenants = [(key % _TENANTS).to_bytes(32, "little") for key in keys]
+        parents = [key_of(max(0, key - _TENANTS)) for key in keys]
+        return Owners(*(np.frombuffer(b"".join(of), np.uint8).reshape(-1, 32) for of in (tenants, parents)))
+
+    def _set_quota(self, tenant: int, most: int | None) -> bool:
+        said = "ok"
+        try:
+            self.store.set_quota(tenant.to_bytes(32, "little"), most)
+        except StoreError as error:
+            said = str(error)
+        self._say(f"quota {tenant} {most}: {said}")
+        return said == "ok"
+
     def _act(self) -> None:
         chance = self.loop.random
         first = int(self.loop.now * _NEW_KEYS)  # fresh keys all the time, shared by all engines
         keys = chance.sample(range(first, first + NUM_KEYS), chance.randint(1, 3))
         deletes, forgets = self._shares
         draw = chance.random()
-        if draw < forgets:
+        if draw < forgets or self.must_forget:
+            self.must_forget = False
             self.forget(chance.choice((None, *WEIGHTS)))
+        elif self._has_tenants and chance.random() < 0.05:
+            self._set_quota(chance.randrange(_TENANTS), chance.choice((None, 0, 2, 4)))
         elif draw < forgets + deletes:
             self.delete(keys)
         elif draw < 0.5:
@@ -228,9 +258,9 @@ class SimulatedEngine:
         done = store.wait(batch.ticket)
         if link.is_dead:  # killed while it waited: nobody has this answer
             return
-        if self.loop.now - began > _DEADLINE + 1.0:
+        if self.loop.now - began > DEADLINE + 1.0 + (CLOCK_STEP if batch.at < self._sure_at else 0.0):
             raise BrokenPromiseError(
-                f"engine {self.number}: {batch.kind} took {self.loop.now - began:.3f} s, its deadline is {_DEADLINE} s"
+                f"engine {self.number}: {batch.kind} took {self.loop.now - began:.3f} s, its deadline is {DEADLINE} s"
             )
         self.reasons.update(done.reasons)
         self._counted.update(done.reasons)
@@ -266,8 +296,10 @@ class SimulatedEngine:
         # One that failed, and was not collected, may have hidden the key.
         is_unsure = any(key in other.keys and other.at <= batch.at for other in self._pending)
         is_unsure |= batch.at < self._failed_at.get(key, -inf) + _HIDDEN
+        # A clock that was turned back hides keys for longer, and lets puts land under an old epoch.
+        is_unsure |= (put := self._last_put.get(key)) is not None and put.submitted_at < self._sure_at
         if reason == "absent" and batch.kind == "get" and not is_unsure:
-            self.oracle.check_absent(self._last_put.get(key), key, batch.at)
+            self.oracle.check_absent(put, key, batch.at)
         elif reason:
             self._failed_at[key] = self.loop.now
 

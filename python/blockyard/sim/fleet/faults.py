@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from blockyard.errors import InvalidArgumentError
 
-__all__ = ["FAULTS", "Fault", "draw_faults", "read_faults"]
+__all__ = ["FAULTS", "OF_REDIS", "Fault", "draw_faults", "read_faults"]
 
 FAULTS: Final = {
     "lossy": "an engine loses a third of its requests and answers",
@@ -15,12 +15,21 @@ FAULTS: Final = {
     "slow": "an engine's way to the server is 100 times slower",
     "partition": "nothing reaches the server, or comes back from it",
     "crash": "an engine is killed; it comes back when the fault ends",
+    "clock": "an engine's clock jumps ahead, and back when the fault ends",
+    "forget": "an engine calls forget",
     "gray": "the server answers everybody 300 times slower",
     "full": "the server refuses to store",
-    "node_loss": "the server loses half of its objects",
-    "damage": "a byte of a stored object changes",
+    "node_loss": "the server loses half of what it has stored",
+    "record_loss": "the server loses the epoch's record",
+    "damage": "a byte of a stored value changes",
+    "torn": "a stored value is cut short",
+    "failover": "the server goes on with what it had when the fault began",
+    "server_clock": "the server's clock jumps an hour ahead",
 }
-_ALL_ENGINES: Final = {"gray", "full", "node_loss", "damage"}
+OF_REDIS: Final = frozenset({"failover", "server_clock"})
+"""Kinds that happen to Redis servers alone."""
+_ALL_ENGINES: Final = {"gray", "full", "node_loss", "record_loss", "damage", "torn", *OF_REDIS}
+_TOGETHER: Final = 0.4  # of the faults begin as another begins or ends
 
 
 class Fault(NamedTuple):
@@ -36,11 +45,15 @@ class Fault(NamedTuple):
 
 
 def draw_faults(seed: int, *, kinds: tuple[str, ...], engines: int, count: int, until: float) -> list[Fault]:
-    """Return the faults of a seed, in order of time."""
+    """Return the faults of a seed, in order of time. Some come together: one alone seldom breaks anything."""
     chance, found = random.Random(f"faults {seed}"), list[Fault]()
     for _ in range(count if kinds else 0):
         kind = chance.choice(kinds)
         at, seconds = round(chance.uniform(0, until), 3), round(chance.choice((0.05, 0.5, 3.0)) * chance.random(), 3)
+        if found and chance.random() < _TOGETHER:
+            other = chance.choice(found)
+            near = other.at + chance.choice((0.0, other.seconds)) + chance.uniform(-0.05, 0.05)
+            at = round(min(max(near, 0.0), until), 3)
         engine = chance.randrange(engines)
         found.append(Fault(kind, -1 if kind in _ALL_ENGINES else engine, at, seconds))
     return sorted(found, key=lambda fault: fault.at)

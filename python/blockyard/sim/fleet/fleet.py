@@ -16,17 +16,19 @@ from functools import partial
 from typing import Any, Final
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.sim.fleet.engine import NUM_KEYS, SimulatedEngine
-from blockyard.sim.fleet.faults import FAULTS, Fault, draw_faults
-from blockyard.sim.fleet.object_server import ObjectServer
+from blockyard.sim.fleet.engine import CLOCK_STEP, NUM_KEYS, SimulatedEngine
+from blockyard.sim.fleet.faults import FAULTS, OF_REDIS, Fault, draw_faults
+from blockyard.sim.fleet.link import Server
+from blockyard.sim.fleet.object_server import CAPACITY, RECORD_BYTES, ObjectServer
 from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
+from blockyard.sim.fleet.redis_server import RedisServer
 from blockyard.sim.loop import Loop, StuckError
-from blockyard.stores.threaded.epochs import EPOCH_BYTES
 from blockyard.stores.threaded.runtime import use_runtime
 from blockyard.stores.value import HEADER
 
 __all__ = ["FleetOptions", "FleetReport", "digest_of", "simulate_fleet"]
 
+STORES: Final = ("object", "redis", "both")
 _QUIET_SECONDS: Final = 12.0
 _RECOVERY_SECONDS: Final = 60.0
 _OF_LINK: Final[dict[str, tuple[str, Any, Any]]] = {
@@ -46,12 +48,15 @@ class FleetOptions:
         seconds: of random work, in virtual time.
         num_faults: drawn for each seed.
         kinds: of faults, see `FAULTS`.
+        store: of all fleets, `"object"` or `"redis"`; by default that of an even seed is an object store, that of an
+            odd one Redis.
     """
 
     engines: int = 3
     seconds: float = 4.0
     num_faults: int = 4
     kinds: tuple[str, ...] = tuple(FAULTS)
+    store: str = "both"
 
     def __post_init__(self) -> None:
         if not 1 <= self.engines <= 64:
@@ -61,6 +66,12 @@ class FleetOptions:
         unknown = [kind for kind in self.kinds if kind not in FAULTS]
         if unknown:
             raise InvalidArgumentError(f"kinds has {unknown[0]!r}, must be some of {', '.join(FAULTS)}")
+        if self.store not in STORES:
+            raise InvalidArgumentError(f"store is {self.store!r}, must be one of {', '.join(STORES)}")
+
+    def store_of(self, seed: int) -> str:
+        """Return the store of a seed's fleet."""
+        return STORES[seed % 2] if self.store == "both" else self.store
 
 
 @dataclass
@@ -101,8 +112,9 @@ def simulate_fleet(
     """
     options = options or FleetOptions()
     if faults is None:
+        kinds = tuple(kind for kind in options.kinds if options.store_of(seed) == "redis" or kind not in OF_REDIS)
         faults = draw_faults(
-            seed, kinds=options.kinds, engines=options.engines, count=options.num_faults, until=options.seconds
+            seed, kinds=kinds, engines=options.engines, count=options.num_faults, until=options.seconds
         )
     report = FleetReport(seed, list(faults))
     loop = Loop(seed)
@@ -146,7 +158,14 @@ class _Fleet:
 
     def __init__(self, loop: Loop, options: FleetOptions, report: FleetReport) -> None:
         self.loop, self.options, self.report = loop, options, report
-        self.oracle, self.server = Oracle(), ObjectServer(loop, self._see)
+        self.oracle = Oracle()
+        self.server: Server = ObjectServer(loop, self._see)
+        self._has_tenants = False
+        if options.store_of(report.seed) == "redis":
+            self._has_tenants = loop.random.random() < 0.3
+            capacity, ttl = loop.random.choice(((CAPACITY, 0.0), (CAPACITY, 0.0), (NUM_KEYS, 0.0), (CAPACITY, 1.5)))
+            self.server = RedisServer(loop, self._see, capacity=capacity, ttl=ttl)
+            self.oracle.may_evict = self._has_tenants or capacity < CAPACITY or ttl > 0
         self.engines: list[SimulatedEngine] = []
         self._record = b""  # the last that the server stored
 
@@ -168,7 +187,9 @@ class _Fleet:
         # Where all is forgotten again and again, little of the rest can be checked.
         shares = loop.random.choice(((0.0, 0.0), (0.02, 0.005), (0.06, 0.04)))
         self.engines = [
-            SimulatedEngine(loop, self.server, self.oracle, number, self.report.log.append, shares)
+            SimulatedEngine(
+                loop, self.server, self.oracle, number, self.report.log.append, shares, has_tenants=self._has_tenants
+            )
             for number in range(options.engines)
         ]
         tasks = [loop.start("engine", partial(engine.run, options.seconds)) for engine in self.engines]
@@ -186,9 +207,9 @@ class _Fleet:
 
     def _see(self, value: bytes) -> None:
         """Check a value that the server stores, if it is the epoch's record."""
-        if len(value) != HEADER + EPOCH_BYTES:
+        if len(value) != RECORD_BYTES:
             return
-        there = next((old.value for old in self.server.objects.values() if len(old.value) == len(value)), None)
+        there = self.server.record()
         replaces = there[HEADER:] if there is not None and there == self._record else None
         self._record = value
         self.oracle.see_record(value[HEADER:], self.loop.now, replaces=replaces)
@@ -206,9 +227,25 @@ class _Fleet:
                 engine.restart()
                 loop.start("engine", partial(engine.run, self.options.seconds)).join()
             return
-        if fault.kind in {"node_loss", "damage"}:
-            self.oracle.unsettle(-1, loop.now)
-            server.lose(0.5) if fault.kind == "node_loss" else server.damage()
+        if fault.kind in {"node_loss", "record_loss", "damage", "torn", "server_clock"}:
+            self._spoil(fault.kind)
+            return
+        if fault.kind == "failover" and isinstance(server, RedisServer):
+            server.stop_replica()
+            began = loop.now
+            loop.sleep(fault.seconds)
+            server.fail_over()
+            self._record = server.record() or b""
+            self.oracle.roll_back(self._record[HEADER:] or None, began, loop.now)
+            self._say("failover ends", fault.engine)
+            return
+        if engine is not None and fault.kind == "forget":
+            engine.must_forget = True
+            return
+        if engine is not None and fault.kind == "clock":
+            engine.turn_clock(CLOCK_STEP)
+            loop.sleep(fault.seconds)
+            engine.turn_clock(0.0)
             return
         target, name, value, usual = self._target(fault, engine)
         if target is None:
@@ -218,20 +255,36 @@ class _Fleet:
         setattr(target, name, usual)  # also if another fault of this kind has begun meanwhile
         self._say(f"{fault.kind} ends", fault.engine)
 
+    def _spoil(self, kind: str) -> None:
+        """Let what is stored go or change."""
+        server = self.server
+        self.oracle.unsettle(-1, self.loop.now)
+        if kind == "node_loss":
+            server.lose(0.5)
+        elif kind == "record_loss":
+            server.lose_record()
+        elif kind == "damage":
+            server.damage()
+        elif kind == "torn":
+            server.tear()
+        elif isinstance(server, RedisServer):
+            server.clock_step += 3600.0
+
     def _target(self, fault: Fault, engine: SimulatedEngine | None) -> tuple[Any, str, Any, Any]:
         """Return what a fault changes, which attribute, and its values with and without the fault."""
         if fault.kind == "gray":
             return self.server, "slowness", 300.0, 1.0
         if fault.kind == "full":
             return self.server, "is_full", True, False
-        return None if engine is None else engine.link, *_OF_LINK[fault.kind]
+        if fault.kind not in _OF_LINK or engine is None:
+            return None, "", None, None
+        return engine.link, *_OF_LINK[fault.kind]
 
     def _end_faults(self) -> None:
         """End all faults, and wait until nobody has a reason to be careful."""
         self.server.slowness, self.server.is_full = 1.0, False
         for engine in self.engines:
-            link = engine.link
-            link.is_cut, link.slowness, link.loss, link.repeats = False, 1.0, 0.0, 0.0
+            engine.link.heal()
         self._say("all faults have ended", -1)
         self.loop.sleep(_QUIET_SECONDS)
 
@@ -241,6 +294,8 @@ class _Fleet:
         for engine in self.engines:
             while not engine.forget("last"):
                 self._require(until, f"engine {engine.number} cannot forget")
+            while not engine.lift_quotas():
+                self._require(until, f"engine {engine.number} cannot lift quotas")
         keys = list(range(NUM_KEYS))
         for engine in self.engines:
             for act in (engine.put, engine.get):

@@ -1,24 +1,23 @@
-"""A model of an object store and of the network before it, with faults.
-
-It has the functions of obstore that `ObjectStore` calls. An operation happens at the server in one instant, after the
-request's delay; the answer has its own delay. Both can be lost: the caller then waits for its time limit, and the
-operation may have happened all the same, also after the caller has given up.
-"""
+"""A model of an object store. It has the functions of obstore that `ObjectStore` calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import log
 from types import SimpleNamespace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from blockyard.sim.loop import Event, Loop
+from blockyard.sim.fleet.link import DEADLINE, Link
+from blockyard.sim.loop import Loop
+from blockyard.stores.object_store import ObjectStore, read_url
+from blockyard.stores.threaded.epochs import EPOCH_BYTES
+from blockyard.stores.value import HEADER
 
-__all__ = ["Link", "ObjectServer"]
+__all__ = ["CAPACITY", "RECORD_BYTES", "ObjectLink", "ObjectServer"]
 
-T = TypeVar("T")
-_USUAL_SECONDS: Final = 0.002
+CAPACITY: Final = 32  # blocks
+RECORD_BYTES: Final = HEADER + EPOCH_BYTES  # of the epoch
+
 _TIME_LIMIT: Final = 1.0
 
 
@@ -102,6 +101,19 @@ class ObjectServer:
         for path in paths:
             self.objects.pop(path, None)
 
+    def connect(self) -> ObjectLink:
+        """Return the way there from one engine."""
+        return ObjectLink(self)
+
+    def record(self) -> bytes | None:
+        """Return the epoch's record, damaged or not."""
+        return next((there.value for there in self.objects.values() if len(there.value) == RECORD_BYTES), None)
+
+    def lose_record(self) -> None:
+        """Lose the epoch's record."""
+        for path in [path for path, there in self.objects.items() if len(there.value) == RECORD_BYTES]:
+            del self.objects[path]
+
     def lose(self, share: float) -> None:
         """Lose objects, as with a node."""
         for path in [path for path in self.objects if self.loop.random.random() < share]:
@@ -109,86 +121,60 @@ class ObjectServer:
 
     def damage(self) -> None:
         """Change a byte of an object."""
-        if not self.objects:
-            return
-        paths = list(self.objects)
-        path = (
-            paths[0] if self.loop.random.random() < 0.25 else self.loop.random.choice(paths)
-        )  # the record is the first
-        value = bytearray(self.objects[path].value)
-        value[self.loop.random.randrange(len(value))] ^= 1 << self.loop.random.randrange(8)
-        self.objects[path] = _Object(bytes(value), self.objects[path].tag)
+        if path := self._any():
+            value = bytearray(self.objects[path].value)
+            value[self.loop.random.randrange(len(value))] ^= 1 << self.loop.random.randrange(8)
+            self.objects[path] = _Object(bytes(value), self.objects[path].tag)
+
+    def tear(self) -> None:
+        """Cut an object short."""
+        if path := self._any():
+            value = self.objects[path].value
+            self.objects[path] = _Object(value[: self.loop.random.randrange(HEADER)], self.objects[path].tag)
+
+    def _any(self) -> str:
+        """Draw an object that is whole, often the record; "" if there is none."""
+        paths = [path for path, there in self.objects.items() if len(there.value) > HEADER]
+        records = [path for path in paths if len(self.objects[path].value) == RECORD_BYTES]
+        if not paths:
+            return ""
+        return self.loop.random.choice(records if records and self.loop.random.random() < 0.25 else paths)
 
 
-class Link:
-    """The way from one engine to the server, in place of the module obstore.
-
-    Attributes:
-        is_cut: nothing arrives, either way.
-        is_dead: the engine was killed: it sends no more, but what it has sent still arrives.
-        slowness: factor of this link's delays.
-        loss: share of requests and answers that are lost.
-        repeats: share of requests that are sent twice.
-    """
+class ObjectLink(Link):
+    """The way from one engine to the server, in place of the module obstore."""
 
     exceptions = _exceptions
 
     def __init__(self, server: ObjectServer) -> None:
+        super().__init__(server, _TIME_LIMIT, _ServerError)
         self.server = server
-        self.is_cut = self.is_dead = False
-        self.slowness, self.loss, self.repeats = 1.0, 0.0, 0.0
+
+    def open(self, revision: str, bytes_per_block: int) -> ObjectStore:
+        """Open the store at the other end."""
+        return ObjectStore(
+            read_url(f"s3://bucket?size=1MiB&connections=4&timeout_base={DEADLINE}"),
+            bytes_per_block=bytes_per_block,
+            num_slots=CAPACITY,
+            namespace=bytes(32),
+            use="prefix",
+            revision=revision,
+            connect=lambda *_: (self, None),
+        )
 
     def get(self, _client: object, path: str) -> _Object:
         """Return an object."""
-        return self._call(lambda: self.server.get(path))
+        return self.call(lambda: self.server.get(path))
 
     def head(self, _client: object, path: str) -> dict[str, Any]:
         """Return what is known of an object."""
-        return self._call(lambda: self.server.get(path).meta)
+        return self.call(lambda: self.server.get(path).meta)
 
     def put(self, _client: object, path: str, value: memoryview, *, mode: Any = "overwrite", **_: Any) -> None:
         """Store an object."""
         copied = bytes(value)
-        self._call(lambda: self.server.put(path, copied, mode))
+        self.call(lambda: self.server.put(path, copied, mode))
 
     def delete(self, _client: object, paths: str | list[str]) -> None:
         """Delete objects."""
-        self._call(lambda: self.server.delete([paths] if isinstance(paths, str) else list(paths)))
-
-    def _call(self, act: Callable[[], T]) -> T:
-        loop = self.server.loop
-        if self.is_dead:
-            raise _ServerError("connection refused")
-        ended, outcome = loop.event(), list[tuple[Any, Exception | None]]()
-        arrivals = 1 + (loop.random.random() < self.repeats)
-        for _ in range(arrivals):
-            loop.call_later(self._delay(), lambda: self._arrive(act, ended, outcome))
-        if not ended.wait(_TIME_LIMIT):
-            raise _ServerError("the request timed out")
-        result, error = outcome[0]
-        if error is not None:
-            raise error
-        found: T = result
-        return found
-
-    def _arrive(self, act: Callable[[], Any], ended: Event, outcome: list[Any]) -> None:
-        """Carry out a request, and send the answer."""
-        if self._is_lost() or ended.is_set():  # nobody repeats a request that was answered
-            return
-        try:
-            answer: tuple[Any, Exception | None] = (act(), None)
-        except (FileNotFoundError, _ServerError) as error:
-            answer = (None, error)
-
-        def land() -> None:
-            if not self._is_lost():
-                outcome.append(answer)
-                ended.set()
-
-        self.server.loop.call_later(self._delay(), land)
-
-    def _delay(self) -> float:
-        return -log(1.0 - self.server.loop.draw()) * _USUAL_SECONDS * self.slowness * self.server.slowness
-
-    def _is_lost(self) -> bool:
-        return self.is_cut or (self.loss > 0 and self.server.loop.random.random() < self.loss)
+        self.call(lambda: self.server.delete([paths] if isinstance(paths, str) else list(paths)))

@@ -52,6 +52,7 @@ class Oracle:
         deletions: of each key, those that were confirmed: submitted and confirmed at.
         unsettled_at: of each key, when a deletion last may have removed it; of -1, when a fault or a `forget` last may
             have removed all.
+        may_evict: the server drops blocks to make room, or after a time.
     """
 
     puts: list[Put] = field(default_factory=list)
@@ -61,6 +62,7 @@ class Oracle:
     records: list[tuple[float, Epoch]] = field(default_factory=list)
     forgetting: dict[bytes, float] = field(default_factory=dict)
     unsettled_at: dict[int, float] = field(default_factory=dict)
+    may_evict: bool = False
     _since: dict[tuple[bytes, ...], float] = field(default_factory=dict)
 
     def see_record(self, new: bytes, now: float, *, replaces: bytes | None) -> None:
@@ -80,6 +82,15 @@ class Oracle:
             self.weights_changed_at = 0.0
         if replaces is None:
             self.lost_at = now
+
+    def roll_back(self, record: bytes | None, to: float, now: float) -> None:
+        """Take note that the server has only what it stored before a time, and this record."""
+        self.unsettle(-1, now)
+        for key, found in self.deletions.items():
+            self.deletions[key] = [(began, ended) for began, ended in found if ended < to]
+        epoch = None if record is None else Epoch.read(record)
+        self.weights_changed_at = 0.0 if epoch is None else self._since.get(epoch[1:], 0.0)
+        self.lost_at = now
 
     def put(self, key: int, weights: str, now: float) -> Put:
         """Take note of a block that is being submitted."""
@@ -113,6 +124,8 @@ class Oracle:
         """
         last = max(self.unsettled_at.get(-1, 0.0), self.weights_changed_at) + _LATE
         last = max(last, self.unsettled_at.get(key, 0.0))
+        if self.may_evict:
+            return
         if put is not None and last < put.submitted_at < asked_at and put.confirmed_at is not None:
             raise BrokenPromiseError(
                 f"key {key}: absent, though put {put.number} of {put.submitted_at:.3f} s was confirmed"

@@ -1,6 +1,5 @@
 """`RedisStore`: blocks on a Redis or Valkey server or cluster; `blockyard.stores.redis` describes it."""
 
-import threading
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -17,7 +16,6 @@ from blockyard.stores.redis.url import RedisURL, read_url
 from blockyard.stores.remote import RemoteStore, batched
 from blockyard.stores.threaded.epochs import Epoch, Record
 from blockyard.stores.value import HEADER
-from blockyard.workers import start_worker
 
 __all__ = ["RedisStore", "open_redis"]
 
@@ -82,11 +80,14 @@ def open_redis(
 
 
 class RedisStore(RemoteStore):
-    """Blocks on a Redis or Valkey server or cluster; `open_redis` makes it."""
+    """Blocks on a Redis or Valkey server or cluster; `open_redis` makes it.
+
+    `connect` makes the client, in place of `RedisClient`.
+    """
 
     _reuses_rows = True
 
-    def __init__(self, found: RedisURL, *, use: Use, **options: Any) -> None:
+    def __init__(self, found: RedisURL, *, use: Use, connect: Callable[..., Any] = RedisClient, **options: Any) -> None:
         secrets = [secret for secret in (found.client["password"], found.client["username"]) if secret]
         super().__init__(found.parts, use=use, secrets=secrets, **options)
         self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base
@@ -98,14 +99,14 @@ class RedisStore(RemoteStore):
         self.keeps_quotas = len(self._lists) == 1
         self._tenants: dict[bytes, bytes] = {}  # names of tenants with blocks here
         self._quotas: dict[bytes, int | None] = {}  # by name, as this process has set them
-        self._setting = threading.Lock()  # held while quotas are set: the last one counts
+        self._setting = self._runtime.lock()  # held while quotas are set: the last one counts
         self._are_quotas_lost = False
         self._to_sweep: set[int] = set()  # segments that may have blocks in no list
         self._is_sweeping = False
         timeout = self.timeout_base / _NODES_LOST if found.client["cluster"] else self.timeout_base
         timeouts: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT_SECONDS)}
         try:
-            self._client = RedisClient(**found.client, **timeouts)
+            self._client = connect(**found.client, **timeouts)
         except StoreError as error:
             raise self._public(error) from None
 
@@ -349,7 +350,7 @@ class RedisStore(RemoteStore):
             if self._is_sweeping or self._closed:
                 return
             self._is_sweeping = True
-        start_worker("blockyard-sweep", self._sweep, lambda: None)
+        self._runtime.start_worker("blockyard-sweep", self._sweep, lambda: None)
 
     def _sweep(self) -> None:
         try:

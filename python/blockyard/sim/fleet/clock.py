@@ -1,0 +1,59 @@
+"""`EngineRuntime`: the runtime of one engine in a fleet: the loop's, with a clock of its own that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from blockyard.sim.loop import Loop
+from blockyard.stores.threaded.runtime import Runtime
+
+__all__ = ["EngineRuntime"]
+
+
+class EngineRuntime(Runtime):
+    """A loop whose clock starts anywhere, and jumps.
+
+    Args:
+        loop: gives the rest.
+
+    Attributes:
+        ahead: seconds by which the clock is ahead of where it would be.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.ahead = 0.0
+        self._loop = loop
+        self._start = loop.random.uniform(1e3, 1e6)
+
+    def monotonic(self) -> float:
+        """Return the engine's time."""
+        return self._start + self._loop.now + self.ahead
+
+    def sleep(self, seconds: float) -> None:
+        """Let the task wait."""
+        self._loop.sleep(seconds)
+
+    def random_bytes(self, count: int) -> bytes:
+        """Return drawn bytes."""
+        return self._loop.random_bytes(count)
+
+    def lock(self) -> Any:
+        """Return a lock of the loop."""
+        return self._loop.lock()
+
+    def rlock(self) -> Any:
+        """Return a lock of the loop."""
+        return self._loop.rlock()
+
+    def condition(self, lock: Any) -> Any:
+        """Return a condition of the loop."""
+        return self._loop.condition(lock)
+
+    def event(self) -> Any:
+        """Return a flag of the loop."""
+        return self._loop.event()
+
+    def start_worker(self, name: str, run: Callable[[], None], stop: Callable[[], None]) -> Any:
+        """Start a task of the loop."""
+        return self._loop.start_worker(name, run, stop)

@@ -1,0 +1,242 @@
+"""A model of what a Redis server keeps: the commands that `RedisStore` sends, and its scripts, run by Lua itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from blockyard.errors import StoreError
+from blockyard.workers import missing
+
+try:
+    from lupa.lua51 import LuaError, LuaRuntime
+except ModuleNotFoundError as error:
+    raise missing("blockyard.sim", error) from None
+
+__all__ = ["RedisData"]
+
+_OK: Final = b"OK"
+_FULL: Final = "OOM command not allowed when used memory > 'maxmemory'."
+_GROWING: Final = {b"SET", b"HSET", b"HSETNX", b"HINCRBY", b"ZADD"}
+
+
+class RedisData:
+    """The keys of one database, by name, in the order in which they came.
+
+    Values are bytes, hashes (`dict[bytes, bytes]`) and sorted sets (`dict[bytes, float]`).
+
+    Args:
+        clock: returns the server's time in seconds.
+        watch: is called with each string that is about to be stored.
+
+    Attributes:
+        values: by name; those that have expired go when they are touched.
+        expires: when keys with a time to live go.
+        is_full: commands that need memory are refused.
+    """
+
+    def __init__(self, clock: Callable[[], float], watch: Callable[[bytes], None]) -> None:
+        self.values: dict[bytes, Any] = {}
+        self.expires: dict[bytes, float] = {}
+        self.is_full = False
+        self._clock, self._watch = clock, watch
+
+    def run(self, command: list[bytes]) -> Any:
+        """Run a command. Returns an int, bytes, None or a list.
+
+        Raises:
+            StoreError: the server refuses it.
+        """
+        name, *words = command
+        if self.is_full and name in _GROWING:
+            raise StoreError(_FULL)
+        self._drop_expired()
+        if name == b"EVAL":
+            return self._eval(words[0], words[2 : 2 + int(words[1])], words[2 + int(words[1]) :])
+        act: Callable[..., Any] = getattr(self, f"_{name.decode().lower()}")
+        answer = act(*words)
+        if name != b"GET":
+            for key in words[:1]:
+                if self.values.get(key) == {}:  # an empty hash or set is none
+                    self.drop(key)
+        return answer
+
+    def copy(self) -> tuple[dict[bytes, Any], dict[bytes, float]]:
+        """Return what a replica has now."""
+        values = {name: dict(value) if isinstance(value, dict) else value for name, value in self.values.items()}
+        return values, dict(self.expires)
+
+    def drop(self, key: bytes) -> bool:
+        """Delete a key. Returns whether it was there."""
+        self.expires.pop(key, None)
+        return self.values.pop(key, None) is not None
+
+    # ---- scripts ----
+
+    def _eval(self, script: bytes, keys: list[bytes], words: list[bytes]) -> Any:
+        outer, _scripts.data = _scripts.data, self
+        try:
+            return _scripts.run(script, keys, words)
+        finally:
+            _scripts.data = outer
+
+    # ---- strings and keys ----
+
+    def _get(self, key: bytes) -> Any:
+        return self.values.get(key)
+
+    def _set(self, key: bytes, value: bytes, *options: bytes) -> bytes | None:
+        if b"NX" in options and key in self.values:
+            return None
+        self._watch(value)
+        self.drop(key)
+        self.values[key] = value
+        for unit, seconds in ((b"EX", 1.0), (b"PX", 0.001)):
+            if unit in options:
+                self.expires[key] = self._clock() + seconds * int(options[options.index(unit) + 1])
+        return _OK
+
+    def _unlink(self, *keys: bytes) -> int:
+        return sum(self.drop(key) for key in keys)
+
+    _del = _unlink
+
+    def _exists(self, *keys: bytes) -> int:
+        return sum(key in self.values for key in keys)
+
+    def _expire(self, key: bytes, seconds: bytes) -> int:
+        if key not in self.values:
+            return 0
+        self.expires[key] = self._clock() + int(seconds)
+        return 1
+
+    def _scan(self, _cursor: bytes, _match: bytes, pattern: bytes, *_: bytes) -> list[Any]:
+        return [b"0", [name for name in self.values if name.startswith(pattern[:-1])]]
+
+    # ---- hashes ----
+
+    def _hget(self, key: bytes, field: bytes) -> bytes | None:
+        return self._hash(key).get(field)
+
+    def _hmget(self, key: bytes, *fields: bytes) -> list[bytes | None]:
+        return [self._hash(key).get(field) for field in fields]
+
+    def _hgetall(self, key: bytes) -> list[bytes]:
+        return [word for pair in self._hash(key).items() for word in pair]
+
+    def _hexists(self, key: bytes, field: bytes) -> int:
+        return int(field in self._hash(key))
+
+    def _hset(self, key: bytes, field: bytes, value: bytes) -> int:
+        is_new = field not in self._hash(key)
+        self.values.setdefault(key, {})[field] = value
+        return int(is_new)
+
+    def _hsetnx(self, key: bytes, field: bytes, value: bytes) -> int:
+        return 0 if field in self._hash(key) else self._hset(key, field, value)
+
+    def _hincrby(self, key: bytes, field: bytes, by: bytes) -> int:
+        found = int(self._hash(key).get(field, b"0")) + int(by)
+        self._hset(key, field, b"%d" % found)
+        return found
+
+    def _hdel(self, key: bytes, *fields: bytes) -> int:
+        return sum(self._hash(key).pop(field, None) is not None for field in fields)
+
+    # ---- sorted sets ----
+
+    def _zadd(self, key: bytes, *words: bytes) -> int:
+        only = words[0] if words[0] in {b"NX", b"XX"} else b""
+        rest = words[1:] if only else words
+        there, added = self._hash(key), 0
+        for score, member in zip(rest[::2], rest[1::2], strict=True):
+            if only and (member in there) != (only == b"XX"):
+                continue
+            added += member not in there
+            there[member] = float(score)
+        if there:
+            self.values[key] = there
+        return added
+
+    def _zrem(self, key: bytes, *members: bytes) -> int:
+        return self._hdel(key, *members)
+
+    def _zcard(self, key: bytes) -> int:
+        return len(self._hash(key))
+
+    def _zscore(self, key: bytes, member: bytes) -> bytes | None:
+        score = self._hash(key).get(member)
+        return None if score is None else _number(score)
+
+    def _zpopmin(self, key: bytes, count: bytes = b"1") -> list[bytes]:
+        there = self._hash(key)
+        gone = sorted(there, key=lambda member: (there[member], member))[: int(count)]
+        return [word for member in gone for word in (member, _number(there.pop(member)))]
+
+    def _zrevrange(self, key: bytes, _start: bytes, _stop: bytes, _with: bytes) -> list[bytes]:
+        there = self._hash(key)
+        last = max(there, key=lambda member: (there[member], member), default=None)
+        return [] if last is None else [last, _number(there[last])]
+
+    # ---- helpers ----
+
+    def _hash(self, key: bytes) -> dict[bytes, Any]:
+        found: dict[bytes, Any] = self.values.get(key, {})
+        return found
+
+    def _drop_expired(self) -> None:
+        if self.expires:
+            now = self._clock()
+            for key in [key for key, at in self.expires.items() if at <= now]:
+                self.drop(key)
+
+
+class _Scripts:
+    """Lua, and the scripts that it has compiled. One script runs at a time.
+
+    Attributes:
+        data: what `redis.call` acts on.
+    """
+
+    def __init__(self) -> None:
+        self.data: RedisData | None = None
+        self._lua = LuaRuntime(encoding=None, unpack_returned_tuples=True)
+        self._table = self._lua.eval("function(...) return {...} end")
+        self._lua.globals()[b"redis"] = self._lua.table_from({b"call": self._call})
+        self._compiled: dict[bytes, Any] = {}
+
+    def run(self, script: bytes, keys: list[bytes], words: list[bytes]) -> Any:
+        """Run a script as Redis does. What `redis.call` raises ends it; what it has changed stays."""
+        function = self._compiled.get(script)
+        if function is None:
+            function = self._compiled[script] = self._lua.eval(b"function(KEYS, ARGV) " + script + b" end")
+        try:
+            return self._answer(function(self._table(*keys), self._table(*words)))
+        except LuaError as error:  # else what `redis.call` has raised
+            raise StoreError(str(error)) from None
+
+    def _call(self, *words: Any) -> Any:
+        """`redis.call`: the answer as Lua takes it."""
+        if self.data is None:
+            raise StoreError("redis.call outside of a script")
+        answer = self.data.run([word if isinstance(word, bytes) else _number(word) for word in words])
+        if isinstance(answer, list):
+            return self._table(*(False if word is None else word for word in answer))
+        return False if answer is None else answer
+
+    def _answer(self, found: Any) -> Any:
+        """Return what a script has returned as Redis answers it."""
+        if found is None or found is False:
+            return None
+        if isinstance(found, bytes):
+            return found
+        if isinstance(found, bool | int | float):
+            return int(found)
+        return [self._answer(found[place]) for place in range(1, len(found) + 1)]
+
+
+def _number(value: float) -> bytes:
+    return b"%d" % value if value == int(value) else repr(float(value)).encode()
+
+
+_scripts: Final = _Scripts()

@@ -1,0 +1,246 @@
+"""A model of a Redis server, and of the client that `RedisStore` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import StoreError
+from blockyard.sim.fleet.link import DEADLINE, Link
+from blockyard.sim.fleet.object_server import RECORD_BYTES
+from blockyard.sim.fleet.oracle import BrokenPromiseError
+from blockyard.sim.fleet.redis_data import RedisData
+from blockyard.sim.loop import Loop
+from blockyard.stores.redis import RedisStore, read_url
+from blockyard.stores.value import HEADER
+
+__all__ = ["RedisLink", "RedisServer"]
+
+Unit = list[list[bytes]]  # commands that run in one step
+
+
+class RedisServer:
+    """The keys, and what goes wrong with them.
+
+    Attributes:
+        data: the keys.
+        slowness: factor of all delays.
+        clock_step: seconds by which the server's clock is ahead.
+        may_miscount: keys were lost, so its lists may not have all blocks.
+
+    Args:
+        loop: gives time and chance.
+        watch: is called with each value that is about to be stored.
+        capacity: most blocks that it may have.
+        ttl: seconds after which it drops a block; 0 for never.
+    """
+
+    def __init__(self, loop: Loop, watch: Callable[[bytes], None], *, capacity: int, ttl: float = 0.0) -> None:
+        self.loop = loop
+        self.data = RedisData(lambda: loop.now + self.clock_step, watch)
+        self.slowness = 1.0
+        self.clock_step = 0.0
+        self.may_miscount = False
+        self.capacity, self.ttl = capacity, ttl
+        self._replica = self.data.copy()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it refuses to store."""
+        return self.data.is_full
+
+    @is_full.setter
+    def is_full(self, is_full: bool) -> None:
+        self.data.is_full = is_full
+
+    def connect(self) -> RedisLink:
+        """Return the way there from one engine."""
+        return RedisLink(self)
+
+    def record(self) -> bytes | None:
+        """Return the epoch's record."""
+        return next((value for value in self.data.values.values() if _is_record(value)), None)
+
+    def run(self, unit: Unit) -> list[Any]:
+        """Run commands in one step. Returns the answers; what it refuses is a StoreError.
+
+        Of several, a transaction, it runs none if it has no memory for the first.
+        """
+        first = self._try(unit[0])
+        if len(unit) == 1 or isinstance(first, StoreError):
+            return [first] * len(unit)
+        answers = [first, *map(self._try, unit[1:])]
+        self._check_bounds()
+        return answers
+
+    def _try(self, command: list[bytes]) -> Any:
+        try:
+            return self.data.run(command)
+        except StoreError as error:
+            return error
+
+    def lose(self, share: float) -> None:
+        """Lose keys, those of lists too, as a server does that evicts by itself."""
+        self.may_miscount = True
+        for name in [name for name in self.data.values if self.loop.random.random() < share]:
+            self.data.drop(name)
+
+    def lose_record(self) -> None:
+        """Lose the epoch's record."""
+        for name in [name for name, value in self.data.values.items() if _is_record(value)]:
+            self.data.drop(name)
+
+    def damage(self) -> None:
+        """Change a byte of a value."""
+        if name := self._any():
+            value = bytearray(self.data.values[name])
+            value[self.loop.random.randrange(len(value))] ^= 1 << self.loop.random.randrange(8)
+            self.data.values[name] = bytes(value)
+
+    def tear(self) -> None:
+        """Cut a value short."""
+        if name := self._any():
+            self.data.values[name] = self.data.values[name][: self.loop.random.randrange(HEADER)]
+
+    def _any(self) -> bytes:
+        """Draw a value that is whole, often the record; b"" if there is none."""
+        names = [name for name, value in self.data.values.items() if isinstance(value, bytes) and len(value) > HEADER]
+        records = [name for name in names if _is_record(self.data.values[name])]
+        if not names:
+            return b""
+        return self.loop.random.choice(records if records and self.loop.random.random() < 0.25 else names)
+
+    def stop_replica(self) -> None:
+        """Let the replica fall behind from now on."""
+        self._replica = self.data.copy()
+
+    def fail_over(self) -> None:
+        """Go on with the replica: what was stored since `stop_replica` is lost."""
+        self.data.values, self.data.expires = self._replica
+        self._replica = self.data.copy()
+
+    def num_unlisted(self) -> int:
+        """Return how many blocks no list has."""
+        order: Any = next((value for name, value in self.data.values.items() if name.endswith(b":order")), {})
+        return sum(name[-32:] not in order for name in self._blocks())
+
+    def _blocks(self) -> list[bytes]:
+        return [
+            name
+            for name, value in self.data.values.items()
+            if isinstance(value, bytes) and len(value) > HEADER and not _is_record(value)
+        ]
+
+    def _check_bounds(self) -> None:
+        """Check that no more blocks are stored than the store's size and quotas allow.
+
+        Raises:
+            BrokenPromiseError: there are more.
+        """
+        if self.may_miscount:
+            return
+        blocks = {name[-32:] for name in self._blocks()}
+        if len(blocks) > self.capacity:
+            raise BrokenPromiseError(f"the server has {len(blocks)} blocks, the store's size is {self.capacity}")
+        lists = {name.rpartition(b":")[2]: value for name, value in self.data.values.items() if isinstance(value, dict)}
+        for tenant, most in lists.get(b"quotas", {}).items():
+            held = sum(owner[:16] == tenant and name in blocks for name, owner in lists.get(b"owners", {}).items())
+            if tenant and held > int(most):
+                raise BrokenPromiseError(f"a tenant has {held} blocks, its quota is {int(most)}")
+
+
+class RedisLink(Link):
+    """The way from one engine to the server, in place of `RedisClient`.
+
+    The commands of a request run one after the other; requests of others may come between, and of a killed engine's
+    last request only a part arrives.
+    """
+
+    def __init__(self, server: RedisServer) -> None:
+        super().__init__(server, DEADLINE, StoreError)
+        self.server = server
+
+    def open(self, revision: str, bytes_per_block: int) -> RedisStore:
+        """Open the store at the other end."""
+        return RedisStore(
+            read_url(f"redis://server?size=1MiB&timeout_base={DEADLINE}&ttl={self.server.ttl}"),
+            bytes_per_block=bytes_per_block,
+            num_slots=self.server.capacity,
+            namespace=bytes(32),
+            use="prefix",
+            revision=revision,
+            connect=lambda **_: self,
+        )
+
+    def put(
+        self,
+        names: Sequence[bytes],
+        rows: NDArray[np.uint8],
+        *,
+        ttl_ms: int | None = None,
+        lengths: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+        last: Sequence[list[bytes]] | None = None,
+    ) -> tuple[NDArray[np.bool_], list[Any], str | None]:
+        """Store values; see `RedisClient.put`."""
+        if lengths is not None or sizes is None or last is None:
+            raise NotImplementedError
+        ttl = [] if ttl_ms is None else [b"PX", b"%d" % ttl_ms]
+        sets = [[b"SET", name, row.tobytes(), *ttl] for name, row in zip(names, rows, strict=True)]
+        ends = list(accumulate(sizes))
+        units = [[*sets[end - size : end], command] for size, end, command in zip(sizes, ends, last, strict=True)]
+        done = self._request(units)
+        stored = [answer == b"OK" for answers in done for answer in answers[:-1]]
+        return np.array(stored, np.bool_), [answers[-1] for answers in done], None
+
+    def get(
+        self,
+        names: Sequence[bytes],
+        out: NDArray[np.uint8],
+        *,
+        varies: bool = False,
+        head_bytes: int = 0,
+        first: Sequence[list[bytes]] | None = None,
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8], list[Any], str | None]:
+        """Read values; see `RedisClient.get`."""
+        if varies:
+            raise NotImplementedError
+        asked = list(first or ())
+        answers = [
+            answer for (answer,) in self._request([[command] for command in asked + [[b"GET", n] for n in names]])
+        ]
+        heads, found = np.zeros((len(names), head_bytes), np.uint8), np.zeros(len(names), np.bool_)
+        for index, value in enumerate(answers[len(asked) :]):
+            found[index] = value is not None
+            if value is not None and len(value) == head_bytes + out.shape[1]:
+                heads[index] = np.frombuffer(value[:head_bytes], np.uint8)
+                out[index] = np.frombuffer(value[head_bytes:], np.uint8)
+        return found, heads, answers[: len(asked)], None
+
+    def run(self, commands: Sequence[list[bytes]]) -> tuple[list[Any], str | None]:
+        """Run commands; see `RedisClient.run`."""
+        return [answer for (answer,) in self._request([[command] for command in commands])], None
+
+    def close(self) -> None:
+        """Do nothing: there is no connection that must be closed."""
+
+    def _request(self, units: list[Unit]) -> list[list[Any]]:
+        return self.call(lambda: self._run(units))
+
+    def _run(self, units: list[Unit]) -> list[list[Any]]:
+        loop, answers = self.server.loop, list[list[Any]]()
+        for unit in units:
+            if answers:
+                loop.step_aside()
+                if self.is_dead and loop.random.random() < 0.5:
+                    break  # the rest was not sent
+            answers.append(self.server.run(unit))
+        return answers
+
+
+def _is_record(value: object) -> bool:
+    return isinstance(value, bytes) and len(value) == RECORD_BYTES
