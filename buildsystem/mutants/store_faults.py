@@ -76,7 +76,7 @@ STORE_FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         THREADED,
         [
             ('        elif reason != "absent" and not is_damage(reason):', "        elif is_damage(reason):"),
-            ("        elif not self.is_hidden(key):  # what is damaged has been deleted\n", "        else:\n"),
+            ("        elif not self.is_hidden(key):  # a damaged block has been deleted\n", "        else:\n"),
             ("        self._until.pop(key, None)\n", ""),
         ],
     ),
@@ -85,10 +85,10 @@ STORE_FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         THREADED,
         [
             (
-                "        if batch.age < self._epochs.age:  # it has the epoch of its submission\n",
+                "        if batch.age < self._epochs.age:  # it was submitted under an earlier epoch\n",
                 "        if False:\n",
             ),
-            ("        if batch.ended:  # the rows may have changed since\n            return reasons\n", ""),
+            ("        if batch.ended:  # the caller may have changed the rows since\n            return reasons\n", ""),
             (
                 "            if not batch.ended:\n                batch.digests",
                 "            if True:\n                batch.digests",

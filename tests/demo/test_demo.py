@@ -212,7 +212,7 @@ def test_bad_options_are_refused_before_any_model_is_made(tmp_path: Path) -> Non
         make_report(replace(SMALL, model=tmp_path))
     with pytest.raises(StoreURLError, match="has no scheme"):
         make_report(replace(SMALL, swap_store="/tmp/swap"))
-    with pytest.raises(InvalidArgumentError, match="'2G' is no size"):
+    with pytest.raises(InvalidArgumentError, match="'2G' is not a size"):
         make_report(replace(SMALL, swap_store_space="2G"))
     with pytest.raises(InvalidArgumentError, match="swap_space is 4GiB and num_host_blocks 3, give one of them"):
         make_report(replace(SMALL, swap_space="4GiB", num_host_blocks=3))

@@ -88,7 +88,7 @@ def test_a_grouped_layout_has_one_block_size():
         ({"device_blocks": 4, "host_bytes": "40"}, r'did you mean "40GiB"\?'),
         ({"device_blocks": 4, "host_bytes": 0}, f"0 bytes hold no block of {SIZE} bytes$"),
         ({"device_blocks": 4, "host_bytes": True}, "host_bytes is True, must be 0 to"),
-        ({"device_blocks": 4, "host_bytes": "1 parsec"}, "host_bytes: '1 parsec' is no size"),
+        ({"device_blocks": 4, "host_bytes": "1 parsec"}, "host_bytes: '1 parsec' is not a size"),
         ({"device_blocks": 4, "host_blocks": -1}, "host_blocks is -1"),
         ({"device_blocks": 4, "max_staging": 0}, "max_staging is 0"),
         ({"device_blocks": 4, "external_blocks": -1}, "external_blocks is -1, must be at least 0"),

@@ -105,7 +105,7 @@ def test_the_capacity_is_the_bytes_over_those_of_a_chunk(vllm: SimpleNamespace):
         ({"host_bytes": 63}, "host_bytes is 63: 63 bytes hold no chunk of 64 bytes; did you mean"),
         ({"host_bytes": -1}, "host_bytes is -1"),
         ({"host_bytes": True}, "host_bytes is True"),
-        ({"host_bytes": "64G"}, "host_bytes: '64G' is no size"),
+        ({"host_bytes": "64G"}, "host_bytes: '64G' is not a size"),
         ({"host_bytes": 640, "prefix_store": 7}, "prefix_store is 7, must be a URL"),
         (
             {"host_bytes": 640, "prefix_store": "file:///x", "prefetch_timeout_base": 0},

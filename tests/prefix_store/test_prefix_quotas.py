@@ -192,7 +192,7 @@ def test_a_store_without_quotas_refuses_them(url: str):
             (-1, r"must be 0 to 2\*\*62 bytes"),
             (40, f'40 bytes hold no block of {WIDTH} bytes; did you mean "40GiB"'),
             ("40", "did you mean"),
-            ("40 G", "'40 G' is no size"),
+            ("40 G", "'40 G' is not a size"),
         ):
             with pytest.raises(InvalidArgumentError, match=f"^num_bytes(:| is {num_bytes}).*{why}"):
                 cache.prefixes.set_quota(MINE, num_bytes)

@@ -115,7 +115,7 @@ def test_a_scheme_can_be_registered_by_entry_point(monkeypatch: pytest.MonkeyPat
     found = open_store("mine://x", bytes_per_block=7)
     expected = {"bytes_per_block": 7, "num_slots": None, "namespace": bytes(32)}
     assert found == ("tests_plug_in:open_mine", "mine://x", expected)
-    with pytest.raises(StoreURLError, match=r"there are .*file.*, mine"):
+    with pytest.raises(StoreURLError, match=r"known are .*file.*, mine"):
         open_store("other://x", bytes_per_block=7)
 
 

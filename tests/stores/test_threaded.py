@@ -479,7 +479,7 @@ def test_a_class_that_is_defined_again_takes_its_scheme_and_another_does_not(sch
     register("again")(define())
     newest = register("again")(define())
     assert isinstance(open_store("again:", bytes_per_block=1), newest)
-    with pytest.raises(InvalidArgumentError, match="which another store has"):
+    with pytest.raises(InvalidArgumentError, match="which belongs to another store"):
         register("again")(MemoryStore)
 
 

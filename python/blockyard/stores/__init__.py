@@ -1,6 +1,6 @@
-"""External stores: storage beyond host memory, opened by URL. `base` has the interface, each other file one storage.
+"""External stores: storage beyond host memory, opened by URL. `base` defines the interface; each storage has a module.
 
-`ThreadedStore` makes a store of two functions, `put` and `get`; `register` gives it a URL scheme.
+`ThreadedStore` turns two functions, `put` and `get`, into a store; `register` gives it a URL scheme.
 """
 
 from blockyard.stores.base import (

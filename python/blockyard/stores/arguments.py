@@ -1,4 +1,4 @@
-"""Checks of the arguments that stores share. Each raises before anything is submitted."""
+"""Checks of arguments that stores have in common. Each raises before anything is submitted."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,12 +10,12 @@ __all__ = ["check_read_rows", "check_rows", "check_slots", "checked_keys", "owne
 
 
 def describe_array(value: object) -> str:
-    """Say what an argument is, for a message."""
+    """Describe an argument for a message."""
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
 
 
 def check_read_rows(rows: object, shape: tuple[int, int]) -> None:
-    """Refuse what is no place for the blocks of a read; None asks for new rows."""
+    """Check the rows of a read; None requests new rows."""
     if rows is None or not shape[0]:
         return
     if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape or not rows.flags.carray:
@@ -24,13 +24,13 @@ def check_read_rows(rows: object, shape: tuple[int, int]) -> None:
 
 
 def check_rows(rows: object, shape: tuple[int, int], name: str = "rows") -> None:
-    """Refuse what is no block for each slot or key of a batch."""
+    """Check that there is one row for each slot or key of a batch."""
     if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
         raise InvalidArgumentError(f"{name} is {describe_array(rows)}, must be uint8 {list(shape)}")
 
 
 def check_slots(slots: NDArray[np.int64], num_slots: int, *, is_write: bool = False) -> None:
-    """Refuse what names no slots of a store, and repeats in a write."""
+    """Check that slots are in range, and distinct in a write."""
     if not isinstance(slots, np.ndarray) or slots.dtype != np.int64 or slots.ndim != 1:
         raise InvalidArgumentError(f"slots is {describe_array(slots)}, must be int64 [n]")
     if len(slots) and (slots.min() < 0 or slots.max() >= num_slots):
@@ -40,7 +40,7 @@ def check_slots(slots: NDArray[np.int64], num_slots: int, *, is_write: bool = Fa
 
 
 def checked_keys(keys: Keys) -> NDArray[np.uint8] | list[bytes]:
-    """Return keys as they are, or as a list. Refuse what is none."""
+    """Check keys, and return them unchanged or as a list."""
     if isinstance(keys, np.ndarray):
         if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != 32:
             raise InvalidArgumentError(f"keys is {describe_array(keys)}, must be uint8 [n, 32] or 32 bytes each")
@@ -52,7 +52,7 @@ def checked_keys(keys: Keys) -> NDArray[np.uint8] | list[bytes]:
 
 
 def owners_of_each(owners: Owners, names: list[bytes], single: dict[bytes, int]) -> Owners:
-    """Return the owners of each different name."""
+    """Return the owners of each distinct name."""
     for name, found in zip(("tenants", "parents"), owners, strict=True):
         check_rows(found, (len(names), 32), f"owners.{name}")
     if len(single) == len(names):

@@ -1,12 +1,13 @@
-"""What every external store offers, and how one is opened by URL.
+"""The interface of external stores, and how to open one by URL.
 
-A store is swap space, where blocks live in numbered slots that die with the process; or a prefix store, where they are
-found by key and outlive it. It is written and read in batches that are submitted and collected by ticket, and a block
-that does not come back whole is a miss, never an exception.
+A store is either swap space or a prefix store. In swap space, blocks live in numbered slots that die with the process;
+in a prefix store, blocks are found by key and outlive the process. Reads and writes are batches: you submit one, and
+collect it by its ticket. A block that does not come back intact is a miss, never an exception.
 
 A plug-in subclasses `ThreadedStore`, whose functions may block, and passes `blockyard.testing.store_suite.StoreSuite`.
-It takes its URL scheme by `register`, or by an entry point of the group `blockyard.stores` that names a function like
-`open_store`. `ExternalStore` is what engines see of any store: only `wait`, `forget`, the quotas and `close` wait.
+It claims a URL scheme with `register`, or with an entry point in the group `blockyard.stores` that names a function
+like `open_store`. Engines see every store as an `ExternalStore`. Only `wait`, `forget`, `close` and the quota methods
+block.
 """
 
 import logging
@@ -54,11 +55,11 @@ _log = logging.getLogger("blockyard.stores")
 
 
 class Owners(NamedTuple):
-    """Whose blocks are, for the quotas of a store.
+    """The tenants that blocks belong to, for a store's quotas.
 
     Attributes:
         tenants: the tenant of each block, uint8 `[n, 32]`: SHA-256 of its salt, zeros for prompts without a salt.
-        parents: the key of the block before each in its prompt, uint8 `[n, 32]`; zeros for the first.
+        parents: the key of the preceding block in the prompt, uint8 `[n, 32]`; zeros for the first block.
     """
 
     tenants: NDArray[np.uint8]
@@ -66,17 +67,17 @@ class Owners(NamedTuple):
 
 
 class ExternalStore(ABC):
-    """Storage for blocks: swap space that is addressed by slot, or a prefix store that is addressed by key.
+    """Storage for blocks: swap space addressed by slot, or a prefix store addressed by key.
 
-    The base of plug-ins is `ThreadedStore`. This one is for objects that stand before a store, such as those of
+    Plug-ins subclass `ThreadedStore`. Subclass this one for wrappers around a store, such as those in
     `blockyard.testing.faults`.
 
-    Batches run in the background. Operations on one slot or key keep the order in which they were submitted: a read
-    sees the last write submitted before it. Submitting never waits for the storage; a batch beyond the store's memory
-    for blocks in flight is refused block by block, as misses with the reason `"queue_full"`.
+    Batches run in the background. Operations on one slot or key run in the order of submission: a read sees the last
+    write submitted before it. Submitting never waits for the storage. Blocks that do not fit into the store's memory
+    for blocks in flight are misses, `"queue_full"`.
 
-    A prefix store keeps blocks until it needs their room, evicts what was not used for longest, and finds its blocks
-    again when it is opened under the same namespace. A store that has no keys raises `StoreError` at those methods.
+    A prefix store evicts the least recently used blocks when it needs room. It finds its blocks again when it is opened
+    under the same namespace. Swap space raises `StoreError` from the methods that take keys.
 
     Attributes:
         keeps_quotas: whether `set_quota` works. If not, nothing passes `owners` to the store.
@@ -87,32 +88,32 @@ class ExternalStore(ABC):
     @property
     @abstractmethod
     def num_slots(self) -> int:
-        """Blocks that the store can hold; in swap space its slots, numbered from 0."""
+        """Number of blocks that the store can hold; in swap space the slots, numbered from 0."""
 
     @property
     @abstractmethod
     def bytes_per_block(self) -> int:
-        """Bytes that one slot holds for the caller."""
+        """Bytes of one block, as the caller sees it."""
 
     @abstractmethod
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
         """Start to write blocks.
 
-        The store may take the bytes straight from `rows`: they must not change until the ticket is collected. A block
-        whose row changes is a miss when it is read. The row of a block that ends as `"timeout"` or `"closed"` is the
-        store's for longer, as a thread may hang: take other memory for the next batch. The store keeps the array alive.
+        The store may read the bytes directly from `rows`, so do not change them until you have collected the ticket. A
+        block whose row changes is a miss when it is read. If a block ends as `"timeout"` or `"closed"`, a hanging
+        thread may still use its row: use other memory for the next batch. The store keeps the array alive.
 
         Args:
-            slots: where to, int64 `[n]`, no repeats.
-            rows: the blocks, uint8 `[n, bytes_per_block]`, on the CPU. The file store copies rows that do not begin on
-                a page of 4 KiB, or are not whole pages long.
+            slots: slots to write, int64 `[n]`, no repeats.
+            rows: the blocks, uint8 `[n, bytes_per_block]`, on the CPU. The file store copies rows that are not aligned
+                to 4 KiB, or whose length is not a multiple of it.
 
         Returns:
             A ticket for `wait`.
 
         Raises:
             MappingError: a slot is out of range or repeated; nothing was submitted.
-            InvalidArgumentError: wrong dtype or shape, or a store still uses these rows; nothing was submitted.
+            InvalidArgumentError: wrong dtype or shape, or a store is still using these rows; nothing was submitted.
             StoreError: the store is closed.
         """
 
@@ -121,10 +122,10 @@ class ExternalStore(ABC):
         """Start to read blocks.
 
         Args:
-            slots: where from, int64 `[n]`, repeats allowed.
-            rows: for the blocks, uint8 `[n, bytes_per_block]`, C-contiguous, writable; new ones if None. The store may
-                read straight into them, and nobody else may use them until the ticket is collected; for the rest see
-                `submit_write`. Rows of misses may be left as they are.
+            slots: slots to read, int64 `[n]`, repeats allowed.
+            rows: receive the blocks, uint8 `[n, bytes_per_block]`, C-contiguous, writable; None allocates them. The
+                store may read directly into them, so do not use them until you have collected the ticket; see also
+                `submit_write`. Rows of misses may keep their old content.
 
         Returns:
             A ticket for `wait`.
@@ -143,16 +144,16 @@ class ExternalStore(ABC):
     ) -> int:
         """Start to store blocks under their keys, with rows as for `submit_write`.
 
-        A key that is there already keeps its block, since equal keys stand for equal bytes. Other keys may be evicted.
+        A key that already has a block keeps it, since equal keys mean equal bytes. Other keys may be evicted.
 
         Args:
-            keys: uint8 `[n, 32]` or 32 bytes each, as `blockyard.events.export_keys` gives them.
+            keys: uint8 `[n, 32]` or 32 bytes each, as `blockyard.events.export_keys` returns them.
             rows: the blocks, uint8 `[n, bytes_per_block]`, on the CPU.
-            owners: whose the blocks are, for a store that `keeps_quotas`; None for blocks that count towards no quota.
-                A block beyond its tenant's quota is a miss, `"refused"`.
+            owners: the blocks' tenants, for a store that `keeps_quotas`; None if the blocks count towards no quota. A
+                block beyond its tenant's quota is a miss, `"refused"`.
 
         Returns:
-            A ticket for `wait`. A block whose entry is `ok` outlives the process, however that ends.
+            A ticket for `wait`. A block whose entry is `ok` survives the process, even if that is killed.
 
         Raises:
             InvalidArgumentError: wrong dtype or shape; nothing was submitted.
@@ -167,8 +168,8 @@ class ExternalStore(ABC):
     ) -> int:
         """Start to read blocks by key.
 
-        A key without a block is a miss, `"absent"`. A damaged block is deleted. A key whose block does not come for a
-        reason that passes may be absent in this process for a few seconds, see `lacks`.
+        A key without a block is a miss, `"absent"`. A damaged block is deleted. After a transient failure, this process
+        may treat the key as absent for a few seconds; see `lacks`.
 
         Args:
             keys: as for `submit_put`; repeats are allowed.
@@ -187,10 +188,10 @@ class ExternalStore(ABC):
         """Start to delete keys; calls after this one do not find them.
 
         Args:
-            keys: as for `submit_put`; those that are absent are deleted already.
+            keys: as for `submit_put`; absent keys count as deleted.
 
         Returns:
-            A ticket for `wait`. A key whose entry is `ok` is not found by later processes either, unless power fails.
+            A ticket for `wait`. Later processes do not find a key whose entry is `ok` either, unless power fails.
 
         Raises:
             InvalidArgumentError: wrong dtype or shape; nothing was submitted.
@@ -199,40 +200,40 @@ class ExternalStore(ABC):
         raise no_keys_error()
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:  # noqa: ARG002 (a store with keys has its own)
-        """Return whether each key has a block whose write has landed, bool `[n]`.
+        """Return whether each key has a block whose write has finished, bool `[n]`.
 
-        Never waits, and reads nothing: a block can be damaged. Only a read that comes back proves a hit. A store that
-        must ask a server may say False for a key that it meets for the first time, and know better soon: see `lacks`.
+        Never waits, and reads nothing: the block may be damaged. Only a successful read proves a hit. A store on a
+        server may return False for a key that is new to this process, and look it up in the background: see `lacks`.
         """
         raise no_keys_error()
 
     def lacks(self, keys: Keys) -> NDArray[np.bool_]:
-        """Return whether a read of each key is known to be a miss now, bool `[n]`; then do not read it. Never waits.
+        """Return whether a read of each key would be a miss now, bool `[n]`; if so, do not read it. Never waits.
 
-        A key is lacked while the store knows that it has no block; for a second after the storage has said so; for two
-        after a read that failed for a reason that passes, and until `delete` has ended. While the storage does not
-        answer, all may be lacked. A key that is neither there nor lacked is not known yet: read it.
+        True while the store knows that a key has no block, for one second after the storage reported it absent, for two
+        seconds after a transient read failure, and until a deletion has finished. While the storage does not answer,
+        it may be True for all. If `contains` and `lacks` both return False, the key is not known yet: read it.
         """
         return np.zeros(len(keys), np.bool_)
 
     def forget(self, revision: str | None = None) -> None:  # noqa: ARG002 (a store with keys has its own)
-        """Forget every key at once, in all processes, also those that are being written.
+        """Forget every key at once, in all processes, including keys that are being written.
 
-        Nothing that was put before is found again. Other processes that have the store open find and store nothing from
-        then on, `"forgotten"`, until each has called `forget` too: only it knows which weights it computes with.
-        Processes whose weights change together find each other's blocks again by the name of their revision.
+        No block put before is found again. From then on, other processes that have the store open find and store
+        nothing, `"forgotten"`, until each has called `forget` too: only that process knows which weights it computes
+        with. Processes whose weights change together share blocks again if they pass the same revision.
 
-        It takes the same time however many keys there are, and waits for the storage.
+        The time does not depend on the number of keys. Waits for the storage.
 
         Args:
-            revision: names the weights that this process computes with from now on, such as `"step-1800"`; `""` for
-                those that the namespace names. The first process that names a revision forgets; the next ones join it.
-                None: the weights have the name they had. If they do change, name them, or processes that compute with
-                others may find their blocks.
+            revision: names the weights that this process uses from now on, such as `"step-1800"`; `""` for the weights
+                that the namespace names. The first process to name a revision forgets; later ones join it. None keeps
+                the current name. If the weights change, name them: otherwise processes with other weights may find
+                their blocks.
 
         Raises:
-            StoreError: the storage did not confirm it. This process finds and stores nothing until a call succeeds.
-                Or the store has no keys.
+            StoreError: the storage did not confirm it, and this process finds and stores nothing until a call succeeds;
+                or the store has no keys.
 
         Example:
             >>> import numpy as np
@@ -252,14 +253,13 @@ class ExternalStore(ABC):
     def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:  # noqa: ARG002 (a store with quotas has its own)
         """Limit the blocks of one tenant. Waits for the storage.
 
-        The storage counts, in one step with each put, whoever makes it. Beyond its quota a tenant's own blocks are
-        dropped: first those that no stored block follows in a prompt, and of these the least recently used. So the
-        beginning of a prompt that is longer than its quota stays. Blocks that were put before the tenant had a quota
-        may not count.
+        The storage itself counts, atomically with each put from any process. If a tenant exceeds its quota, the store
+        drops that tenant's blocks: those that no stored block follows in a prompt, the least recently used first. So a
+        prompt longer than the quota keeps its beginning. Blocks put before the tenant had a quota may not count.
 
         Args:
             tenant: 32 bytes, see `Owners`.
-            num_blocks: most blocks; None for no limit.
+            num_blocks: maximum number of blocks; None for no limit.
 
         Raises:
             StoreError: the storage did not confirm it, or the store keeps no quotas.
@@ -267,7 +267,7 @@ class ExternalStore(ABC):
         raise quotaless()
 
     def quota(self, tenant: bytes) -> tuple[int, int] | None:  # noqa: ARG002 (a store with quotas has its own)
-        """Return the blocks that count towards a tenant's quota, and the quota; None without one.
+        """Return how many blocks count towards a tenant's quota, and the quota; None if there is no quota.
 
         Waits for the storage.
 
@@ -280,36 +280,36 @@ class ExternalStore(ABC):
         raise quotaless()
 
     def event_fd(self) -> int:
-        """Return a file descriptor that is readable while tickets have ended since the last `poll`.
+        """Return a file descriptor that becomes readable when a ticket ends, until the next `poll`.
 
-        It belongs to the store. Deadlines do not make it readable: wait on it with a timeout.
+        The store owns it. A passed deadline does not make it readable, so wait on it with a timeout.
         """
         raise StoreError("the store has no event descriptor; call poll")
 
     @abstractmethod
     def poll(self) -> list[int]:
-        """Return tickets that finished or passed their deadline since the last call, and are not collected yet.
+        """Return uncollected tickets that finished or passed their deadline since the last call.
 
         Never waits. Each ticket is reported once.
         """
 
     @abstractmethod
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
-        """Collect a ticket, waiting until it is finished or given up.
+        """Collect a ticket. Waits until its batch has finished or been given up.
 
-        Every ticket must be collected, once: until then it holds memory.
+        Collect every ticket exactly once: it holds memory until then.
 
         Args:
-            ticket: from a call `submit_*`.
-            timeout: seconds; it can only shorten the ticket's own deadline, which grows with the bytes under way.
+            ticket: returned by a `submit_*` method.
+            timeout: seconds; it can only shorten the ticket's own deadline, which grows with the bytes in flight.
 
         Returns:
-            One entry for each slot or key, in the order of the batch. What missed the deadline is `"timeout"`. A read
-            that was given rows returns these.
+            One entry for each slot or key, in the order of the batch. Blocks that missed the deadline are `"timeout"`.
+            A read into given rows returns these rows.
 
         Raises:
             UnknownTicketError: the ticket was never issued or has been collected.
-            OutOfMemoryError: there is no memory for the result; the ticket can still be collected.
+            OutOfMemoryError: not enough memory for the result; the ticket can still be collected.
         """
 
     @abstractmethod
@@ -318,13 +318,13 @@ class ExternalStore(ABC):
 
     @abstractmethod
     def close(self, timeout: float = 5.0) -> bool:
-        """Give up what is under way and release the storage; closing again does nothing.
+        """Give up batches in flight and release the storage. Idempotent.
 
         Args:
-            timeout: seconds to wait for storage that answers late.
+            timeout: seconds to wait for calls in flight.
 
         Returns:
-            False if storage did not answer in time and was left behind.
+            False if calls were still running after the timeout; they are abandoned.
         """
 
     def __enter__(self) -> "Self":
@@ -342,10 +342,10 @@ def no_keys_error() -> StoreError:
 
 
 def check_quota(tenant: object, num_blocks: object = None) -> None:
-    """Refuse what is no tenant or no number of blocks.
+    """Check the arguments of the quota methods.
 
     Raises:
-        InvalidArgumentError: one of them is wrong.
+        InvalidArgumentError: one of them is invalid.
     """
     if not isinstance(tenant, bytes) or len(tenant) != 32:
         raise InvalidArgumentError(f"tenant is {tenant!r:.100}, must be 32 bytes")
@@ -359,25 +359,25 @@ def quotaless() -> StoreError:
 
 
 class FailureLog:
-    """Logs that a store fails, and that it works again: one line a minute and cause, in the logger `blockyard.stores`.
+    """Logs when a store fails and when it works again: one line per minute and cause, to the logger `blockyard.stores`.
 
-    Calls only take note, so that one can hold a lock; `flush` writes the lines.
+    The other methods only queue lines, so they may be called under a lock; `flush` writes the lines.
 
     Args:
-        clock: returns the time in seconds; the machine's if None.
+        clock: returns the time in seconds; None for the system's clock.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._limit = RateLimit(clock)
-        self._failures = 0  # since the store worked
-        self._is_known = False  # whether one of them was logged
-        self._lines: deque[str | int] = deque()  # a failure's cause, or how many there were before it worked again
+        self._failures = 0  # since the store last worked
+        self._is_known = False  # whether one of these failures was logged
+        self._lines: deque[str | int] = deque()  # the cause of a failure, or the number of failures before a recovery
 
     def failed(self, cause: str) -> None:
         """Note a failure.
 
         Args:
-            cause: one line; lines of one cause begin alike up to the first colon.
+            cause: one line; its text up to the first colon identifies the cause.
         """
         self._failures += 1
         if self._limit.passes(cause.partition(":")[0]):
@@ -385,16 +385,16 @@ class FailureLog:
             self._lines.append(cause)
 
     def worked(self) -> None:
-        """Note that a batch was carried out."""
+        """Note that a batch succeeded."""
         if self._failures:
             if self._is_known:
                 self._lines.append(self._failures)
             self._failures, self._is_known = 0, False
 
     def flush(self, store: object) -> None:
-        """Log what was noted. `store` is the name in the log line. Thread-safe."""
+        """Write the queued lines, with `store` as the name. Thread-safe."""
         while self._lines:
-            with suppress(IndexError):  # another thread has taken it
+            with suppress(IndexError):  # another thread took it
                 line = self._lines.popleft()
                 if isinstance(line, str):
                     fields: dict[str, object] = {"store": str(store), "cause": line}
@@ -405,7 +405,7 @@ class FailureLog:
 
 
 class MissLog:
-    """Logs that blocks of a store are damaged or refused: one line a minute and reason, in `blockyard.stores`.
+    """Logs damaged and refused blocks: one line per minute and reason, to the logger `blockyard.stores`.
 
     Args:
         store: the name in the log line.
@@ -416,7 +416,7 @@ class MissLog:
         self._limit = RateLimit()
 
     def note(self, reasons: Iterable[str]) -> None:
-        """Take note of why blocks of a batch are misses."""
+        """Log the reasons of a batch's misses."""
         store = self._store
         for reason, count in Counter(reasons).items():
             if not ((is_damage(reason) or reason == "refused") and self._limit.passes(reason)):
@@ -429,20 +429,20 @@ class MissLog:
 
 
 class Opener(Protocol):
-    """What an entry point of the group `blockyard.stores` names."""
+    """A function that an entry point in the group `blockyard.stores` names."""
 
     def __call__(self, url: str, *, bytes_per_block: int, num_slots: int | None, namespace: bytes) -> ExternalStore:
-        """Open the store that the URL names; see `open_store`. It is given `use` only if that is not `"swap"`."""
+        """Open the store that the URL names; see `open_store`. `use` is passed only if it is not `"swap"`."""
 
 
 def register(scheme: str) -> Callable[[Maker], Maker]:
-    """Give a class of stores a URL scheme in this process: `open_store` then opens it. Decorates the class.
+    """Decorate a store class so that `open_store` opens it for a URL scheme, in this process.
 
-    The class is called with `(url, *, bytes_per_block, namespace)`, as that of a `ThreadedStore`; its `num_slots` says
-    how many blocks it holds.
+    `open_store` calls the class with `(url, *, bytes_per_block, namespace)`, as for a `ThreadedStore`, and reads its
+    capacity from `num_slots`.
 
     Args:
-        scheme: what stands before the colon: lower-case letters, digits and `+-.`, a letter first.
+        scheme: the part of the URL before the colon: lower-case letters, digits and `+-.`, a letter first.
 
     Raises:
         InvalidArgumentError: the scheme is malformed, or belongs to another store.
@@ -452,9 +452,9 @@ def register(scheme: str) -> Callable[[Maker], Maker]:
 
     def decorate(make: Maker) -> Maker:
         other = _registered.get(scheme, make)
-        # A module or a cell of a notebook that runs again defines its class again.
+        # Allow the same class again: a reloaded module or a rerun notebook cell redefines it.
         if scheme in _BUILT_IN or _full_name(other) != _full_name(make):
-            raise InvalidArgumentError(f"scheme is {scheme!r}, which another store has")
+            raise InvalidArgumentError(f"scheme is {scheme!r}, which belongs to another store")
         _registered[scheme] = make
         return make
 
@@ -483,20 +483,20 @@ def open_store(
             written `valkey://`, see `blockyard.stores.redis`; `s3://bucket?size=1TiB`, see
             `blockyard.stores.object_store`; or a plug-in's scheme, see `register`.
         bytes_per_block: bytes of one block, all layers.
-        num_slots: blocks to hold; as many as fit if None.
-        namespace: 32-byte digest of all that decides the bytes, see `store_namespace`; a block of another namespace is
-            a miss.
+        num_slots: number of blocks to hold; None for as many as fit.
+        namespace: 32-byte digest of everything that determines the bytes, see `store_namespace`; a block of another
+            namespace is a miss.
         use: `"swap"` for blocks that are addressed by slot and die with the process, `"prefix"` for blocks that are
             found by key and outlive it.
-        codec: encodes blocks before they are stored: compresses, encrypts or quantises them.
-        mac_key: 32 bytes, or the path of a file with them, for storage that is not trusted: a value that was not
-            written with this key is a miss. Never part of a URL or a message.
-        revision: names the weights that compute the blocks of a prefix store, if they are not those that the namespace
-            names; see `ExternalStore.forget`.
+        codec: encodes blocks before they are stored: compresses, encrypts or quantizes them.
+        mac_key: 32 bytes, or the path of a file that holds them, for untrusted storage: a value written without this
+            key is a miss. Never part of a URL or a message.
+        revision: names the weights that compute the blocks of a prefix store, if they differ from those that the
+            namespace names; see `ExternalStore.forget`.
 
     Raises:
-        StoreURLError: the URL is malformed; the message shows the part that is wrong.
-        StoreFullError: the storage, or the size in the URL, cannot hold what was asked for.
+        StoreURLError: the URL is malformed; the message shows the wrong part.
+        StoreFullError: the storage, or the size in the URL, cannot hold that many blocks.
         StoreError: the storage cannot be opened, or has no keys.
         InvalidArgumentError: another argument is out of range.
 
@@ -538,7 +538,7 @@ def open_store(
 
 
 def _checked(store: ExternalStore, url: str, size: int, wanted: int, use: Use) -> ExternalStore:
-    """Refuse a store that is too small, has other blocks or has no keys."""
+    """Check that a store is large enough, and has the right block size and use."""
     url = public_url(url)
     error: StoreError | None = None
     if store.bytes_per_block != size:
@@ -558,10 +558,10 @@ def _checked(store: ExternalStore, url: str, size: int, wanted: int, use: Use) -
 
 
 def check_url(url: str) -> None:
-    """Refuse a URL that `open_store` would refuse for how it is written, as far as that shows without a plug-in's code.
+    """Check a URL's syntax as `open_store` does, without running a plug-in's code.
 
     Raises:
-        StoreURLError: the URL is malformed; the message shows the part that is wrong.
+        StoreURLError: the URL is malformed; the message shows the wrong part.
     """
     scheme = _scheme(url)
     if scheme in _BUILT_IN:
@@ -578,5 +578,5 @@ def _scheme(url: str) -> str:
     if scheme not in known:
         known.update(entry_points(group=ENTRY_POINTS).names)
     if scheme not in known:
-        raise StoreURLError(f"{shown!r}: no store has the scheme {scheme!r}; there are {', '.join(sorted(known))}")
+        raise StoreURLError(f"{shown!r}: no store has the scheme {scheme!r}; known are {', '.join(sorted(known))}")
     return scheme

@@ -1,4 +1,4 @@
-"""What a store may do to blocks on their way: encode them by a codec, and authenticate them with a key."""
+"""How a store protects and transforms blocks: codecs encode them, MAC keys authenticate them."""
 
 import hashlib
 import stat
@@ -20,17 +20,17 @@ _SLACK: Final = 256
 
 @dataclass(frozen=True)
 class Codec:
-    """How a store encodes blocks: compressed, encrypted, quantised.
+    """How a store encodes blocks: compressed, encrypted or quantized.
 
-    The checksum covers what `encode` returns, so `decode` sees nothing else. An exception, or a wrong length, is a
-    failed put or a miss, `"codec"`. Both functions run in the store's threads, several at once.
+    The checksum covers the output of `encode`, so `decode` never sees other bytes. An exception or a wrong length is a
+    failed put or a miss, `"codec"`. Both functions run concurrently in the store's threads.
 
     Args:
-        name: of format, version and key. It is part of the namespace: a block is found only with the codec that
-            encoded it. Two codecs of one name give wrong bytes.
+        name: identifies format, version and key. It is part of the namespace: a block is found only with the codec that
+            encoded it. Different codecs with the same name return wrong bytes.
         encode: takes a block, a memoryview of `bytes_per_block` bytes; returns at most `max_bytes` bytes.
-        decode: takes what `encode` returned; returns `bytes_per_block` bytes.
-        max_bytes: most bytes of an encoded block; a block, one sixty-fourth of it and 256 bytes if None.
+        decode: takes the output of `encode`; returns `bytes_per_block` bytes.
+        max_bytes: maximum bytes of an encoded block; None for the block's size plus 1/64 of it plus 256 bytes.
 
     Example:
         >>> import tempfile
@@ -58,14 +58,14 @@ class Codec:
             raise InvalidArgumentError(f"max_bytes is {self.max_bytes}, must be at least 1")
 
     def bound(self, bytes_per_block: int) -> int:
-        """Return the most bytes of an encoded block."""
+        """Return the maximum bytes of an encoded block."""
         return self.max_bytes or bytes_per_block + bytes_per_block // 64 + _SLACK
 
     def encode_into(self, block: NDArray[np.uint8], out: NDArray[np.uint8]) -> int:
-        """Encode a block. Returns its length; the rest of `out` becomes zero.
+        """Encode a block into `out`, pad it with zeros, and return its encoded length.
 
         Raises:
-            StoreError: the encoded block has no bytes, or more than `out` has.
+            StoreError: the encoded block is empty, or longer than `out`.
         """
         encoded = np.frombuffer(self.encode(block.data), np.uint8)
         if not 0 < len(encoded) <= len(out):
@@ -75,10 +75,10 @@ class Codec:
         return len(encoded)
 
     def decode_into(self, encoded: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-        """Decode a block into its place.
+        """Decode a block into `out`.
 
         Raises:
-            StoreError: the block has another length.
+            StoreError: the decoded block is not as long as `out`.
         """
         block = np.frombuffer(self.decode(encoded.data), np.uint8)
         if len(block) != len(out):
@@ -87,11 +87,11 @@ class Codec:
 
 
 def read_mac_key(key: MacKey) -> bytes:
-    """Return a MAC key; if it is the path of a file, what that holds: 32 bytes, or 64 hexadecimal digits.
+    """Return a MAC key. If `key` is a path, read it from that file: 32 bytes, or 64 hexadecimal digits.
 
     Raises:
-        InvalidArgumentError: the key has another length.
-        StoreError: the file cannot be read, or others than its owner can.
+        InvalidArgumentError: the key does not have 32 bytes.
+        StoreError: the file cannot be read, or users other than its owner can read or write it.
     """
     if isinstance(key, Path):
         path = key
@@ -117,7 +117,7 @@ def read_mac_key(key: MacKey) -> bytes:
 
 
 def guarded_namespace(namespace: bytes, codec: Codec | None, mac_key: bytes | None) -> bytes:
-    """Return the namespace of blocks that a codec encodes or a key authenticates: others cannot read them."""
+    """Return the namespace of encoded or authenticated blocks: stores without the codec or key do not find them."""
     name = b"" if codec is None else codec.name.encode()
     key = b"" if mac_key is None else hashlib.sha256(b"BLKYMACKEY1" + mac_key).digest()
     return hashlib.sha256(

@@ -4,29 +4,29 @@
 
 | option | meaning | default |
 |---|---|---|
-| `size` | hard cap of the file, headers included | what `num_slots` need |
+| `size` | hard limit on the file's size, headers included | enough for `num_slots` |
 | `threads` | threads that read and write, 2 to 16 | 4 |
-| `direct` | bypass the page cache: `on`, `off`, or `auto`: where the file system allows it | `auto` |
-| `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
-| `timeout_base` | seconds an operation is given, plus one for every 16 MB under way | 10 |
+| `direct` | bypass the page cache: `on`, `off`, or `auto` (if the file system supports it) | `auto` |
+| `memory` | maximum bytes in flight and in uncollected results; blocks beyond it are misses, `queue_full` | 1GiB |
+| `timeout_base` | timeout of an operation in seconds, plus one for every 16 MB in flight | 10 |
 
-`file:///a,/b,/c` keeps blocks on several disks, each with a slab, threads and a share of the size of its own. A disk
-that fails or hangs loses its own blocks only. If one cannot be opened, a prefix store goes on without it and logs that.
-Keys are found again as long as the URL names the same directories in the same order.
+`file:///a,/b,/c` spreads blocks over several disks. Each has its own slab, threads and share of the size. A disk that
+fails or hangs loses only its own blocks. A prefix store works without a disk that cannot be opened, and logs a warning.
+Keys are found again if the URL names the same directories in the same order.
 
-The last component of a directory is made if it is missing, and must not be a symbolic link. The file has mode 0600
-and is locked.
+If the last component of a directory is missing, the store creates it; it must not be a symbolic link. The file has mode
+0600 and is locked.
 
-- Swap space: a file for each store. It goes when the store is closed; what a killed process left is removed by the next
-  one to open the directory.
-- Prefix store: one file in the directory, `blockyard-prefix.slab`, which stays and which one store at a time has open.
-  Opening it reads the header of each slot, or the checkpoint that the last store wrote when it was closed. Blocks of
-  other namespaces stay until their slots are needed; those of another size are dropped at once.
+- Swap space: one file for each store, deleted when the store is closed. If a process is killed, the next one to open
+  the directory deletes its file.
+- Prefix store: one persistent file, `blockyard-prefix.slab`, which only one store can have open. Opening reads the
+  header of each slot, or the checkpoint that the last store wrote on closing. Blocks of other namespaces stay until
+  their slots are needed; blocks of another size are dropped at once.
 
-With a codec or a MAC key a slot holds the value of `blockyard.stores.value` in place of the plain block: threads of
-Python encode and authenticate it. Each slot is as long as the codec's longest block: a compressing codec saves no room.
+With a codec or a MAC key, a slot holds a value (`blockyard.stores.value`) instead of the plain block; Python threads
+encode and authenticate it. Each slot has room for the codec's longest block, so compression saves no space.
 
-The formats are `docs/decisions/0002-slab-header.md` and `0022-prefix-store-in-a-slab.md`.
+`docs/decisions/0002-slab-header.md` and `0022-prefix-store-in-a-slab.md` define the formats.
 """
 
 import logging
@@ -54,7 +54,7 @@ ExternalStore.register(SlabStore)
 
 
 class FileURL(NamedTuple):
-    """What a URL of the file store says."""
+    """A parsed URL of the file store."""
 
     parts: StoreURL
     directories: tuple[str, ...]
@@ -66,10 +66,10 @@ class FileURL(NamedTuple):
 
 
 def read_url(url: str) -> FileURL:
-    """Read a URL with the scheme `file`; nothing is opened.
+    """Parse a URL with the scheme `file`; opens nothing.
 
     Raises:
-        StoreURLError: the URL is malformed; the message shows the part that is wrong.
+        StoreURLError: the URL is malformed; the message shows the wrong part.
     """
     parts = StoreURL.parse(url)
     if parts.host not in {"", "localhost"}:
@@ -104,23 +104,24 @@ def open_file(
     mac_key: MacKey | None = None,
     revision: str = "",
 ) -> ExternalStore:
-    """Open the file store; `blockyard.stores.open_store` does, for URLs with the scheme `file`.
+    """Open the file store. `blockyard.stores.open_store` calls this for URLs with the scheme `file`.
 
     Args:
-        url: `file:///dir?size=2GiB`, options as the module describes them.
+        url: `file:///dir?size=2GiB`; see the module for the options.
         bytes_per_block: bytes of one block.
-        num_slots: blocks to hold; as many as fit into `size` if None.
-        namespace: 32-byte digest of all that decides the bytes.
+        num_slots: number of blocks to hold; None for as many as fit into `size`.
+        namespace: 32-byte digest of everything that determines the bytes.
         use: `"swap"` or `"prefix"`.
         codec: encodes the blocks.
-        mac_key: 32 bytes, or the path of a file with them, that authenticate the blocks.
-        revision: names the weights that compute the blocks, see `open_store`. Under another one than the file's, all is
-            forgotten.
+        mac_key: 32 bytes, or the path of a file that holds them, to authenticate the blocks.
+        revision: names the weights that compute the blocks, see `open_store`. If it differs from the file's, all blocks
+            are forgotten.
 
     Raises:
-        StoreURLError: the URL is malformed; the message shows the part that is wrong.
+        StoreURLError: the URL is malformed; the message shows the wrong part.
         StoreFullError: `size` holds too few slots, or the disk has less room than `size`.
-        StoreError: the directory or the file cannot be opened, another store has it open, or `direct=on` is refused.
+        StoreError: the directory or file cannot be opened, another store has it open, or the file system does not
+            support `direct=on`.
     """
     found = read_url(url)
     parts = found.parts
@@ -169,7 +170,7 @@ def _open_slabs(
                 revision=revision,
             )
         except InvalidArgumentError as error:
-            found.parts.reject(directory, f"cannot be opened so: {error}")
+            found.parts.reject(directory, f"cannot be opened: {error}")
         return cast("ExternalStore", store)
 
     if num_disks == 1:
@@ -178,9 +179,9 @@ def _open_slabs(
 
 
 class GuardedSlab(RemoteStore):
-    """Blocks in a slab, encoded by a codec or authenticated with a MAC key; `open_file` makes it.
+    """Blocks in a slab, encoded by a codec or authenticated with a MAC key; created by `open_file`.
 
-    A slab's checks and its end of a hung disk come first; what it returns is then checked as a server's answer is.
+    The slab checks blocks and handles hung disks; its results are then checked like a server's answers.
     """
 
     keeps_quotas = True
@@ -188,7 +189,7 @@ class GuardedSlab(RemoteStore):
 
     def __init__(self, found: FileURL, *, num_slots: int | None, use: Use, revision: str, **options: Any) -> None:
         super().__init__(found.parts, num_slots=num_slots or 1, use=use, secrets=[], **options)
-        # One that always counts: nobody else has the slabs open, and they know what was forgotten.
+        # Always valid: no other process has the slabs open, and they track what was forgotten.
         self._epochs = SharedEpoch(lambda: Record(b"", Epoch.read(bytes(EPOCH_BYTES))), self._record.replace)
         self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base
         self._slab = _open_slabs(
@@ -209,7 +210,7 @@ class GuardedSlab(RemoteStore):
     def _put_owned(
         self, names: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners, epoch: Epoch
     ) -> NDArray[np.bool_]:
-        """Store values of blocks that have tenants. The slab knows a parent by its name, as it does a block."""
+        """Store values of blocks that have tenants. The slab identifies parents by name, like blocks."""
         parents = np.zeros_like(owners.parents)
         known = owners.parents.any(axis=1)
         if known.any():
@@ -240,12 +241,12 @@ class GuardedSlab(RemoteStore):
         self._slab.set_quota(tenant, num_blocks)
 
     def quota(self, tenant: bytes) -> tuple[int, int] | None:
-        """Return the blocks that count towards a tenant's quota, and the quota; see `ExternalStore.quota`."""
+        """Return how many blocks count towards a tenant's quota, and the quota; see `ExternalStore.quota`."""
         self._keys_of([])
         return self._slab.quota(tenant)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Give up what is under way and close the slabs; see `ExternalStore.close`."""
+        """Give up batches in flight and close the slabs; see `ExternalStore.close`."""
         until = time.monotonic() + timeout
         in_time = super().close(timeout)
         return self._slab.close(max(0.0, until - time.monotonic())) and in_time
@@ -257,7 +258,7 @@ class GuardedSlab(RemoteStore):
             self._known.clear()
             self._epochs.stop("")
             while any(batch.running and batch.age < self._age for batch in (*self._open.values(), *self._late)):
-                self._changed.wait(0.01)  # or an earlier put could still land after the slab has forgotten
+                self._changed.wait(0.01)  # otherwise an earlier put could land after the slab has forgotten
         self._slab.forget(revision)
         self._epochs.begin()
 
@@ -265,14 +266,14 @@ class GuardedSlab(RemoteStore):
         self._slab.stats()
 
     def _disconnect(self) -> None:
-        """Do nothing: `close` closes the slabs, also when a call hangs."""
+        """Do nothing: `close` closes the slabs, even while a call hangs."""
 
     def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
         names = b"".join(slot.to_bytes(8, "little") + self._seed[-24:] for slot in slots)
         return np.frombuffer(names, np.uint8).reshape(-1, 32)
 
     def _slab_names(self, keys: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return what the slabs know rows by: keys, or the slots that `_slot_names` wrote."""
+        """Return the slabs' names for rows: keys, or the slots that `_slot_names` encoded."""
         return keys if self._use == "prefix" else keys[:, :8].copy().view(np.int64)[:, 0]
 
     def _ended(self, done: Completion) -> NDArray[np.bool_]:
@@ -291,14 +292,14 @@ class GuardedSlabs(GuardedSlab):
 def _striped(
     directories: tuple[str, ...], open_one: Callable[[str], ExternalStore], *, is_keyed: bool
 ) -> ExternalStore:
-    """Open a slab in each directory. Raises what the first raises that cannot be left out."""
+    """Open a slab in each directory. Raises the error of the first slab that the store cannot do without."""
     stores: list[ExternalStore | None] = []
     last: StoreError | None = None
     try:
         for directory in directories:
             try:
                 stores.append(open_one(directory))
-            except StoreFullError:  # noqa: PERF203 (opening takes longer by far)
+            except StoreFullError:  # noqa: PERF203 (opening takes far longer)
                 raise
             except StoreError as error:
                 if not is_keyed:

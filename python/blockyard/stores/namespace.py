@@ -1,4 +1,4 @@
-"""The namespace of a store: a digest of all that decides the bytes of a block besides its key."""
+"""The namespace of a store: a digest of everything besides the key that determines the bytes of a block."""
 
 import hashlib
 from collections.abc import Mapping
@@ -23,21 +23,21 @@ def store_namespace(
     epoch: int = 0,
     more: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Digest what decides the bytes of a block. Stores that share a namespace share blocks.
+    """Return a digest of everything that determines the bytes of a block. Stores with the same namespace share blocks.
 
-    A block is found only under the namespace it was stored under. So name everything that changes the bytes that the
+    A block is found only under the namespace it was stored under. So pass everything that changes the bytes that the
     model computes for the same tokens.
 
     Args:
         model: name or path of the model.
-        revision: of its weights, with their quantisation; a commit or a checksum.
-        layout: of the blocks; it covers dtype, block size, heads and layers.
+        revision: revision of the weights, including quantization; a commit or a checksum.
+        layout: layout of the blocks; it covers dtype, block size, heads and layers.
         adapter: name and revision of an adapter that all blocks are computed with.
-        rank: of this process among those that share the model, 0 to `world_size - 1`.
-        world_size: processes that share the model.
-        salt: of a tenant, if the store is to keep tenants apart as a whole.
+        rank: rank of this process among those that share the model, 0 to `world_size - 1`.
+        world_size: number of processes that share the model.
+        salt: salt of a tenant, to separate tenants completely.
         epoch: raise it to forget every block at once.
-        more: whatever else: RoPE overrides, scales of a quantised cache, the range of layers of a pipeline stage.
+        more: anything else: RoPE overrides, scales of a quantized cache, the layer range of a pipeline stage.
 
     Returns:
         32 bytes for `open_store(namespace=)`: the SHA-256 of all fields by name, each with its length.
@@ -74,7 +74,7 @@ def store_namespace(
     digest = hashlib.sha256(_DOMAIN)
     for name, field in sorted(fields.items()):
         for part in (name, field):
-            # A path may have bytes that are no text.
+            # A path may contain bytes that are not UTF-8.
             data = part if isinstance(part, bytes) else str(part).encode(errors="surrogatepass")
             digest.update(len(data).to_bytes(8, "little") + data)
     return digest.digest()

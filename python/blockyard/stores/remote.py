@@ -1,7 +1,7 @@
-"""`RemoteStore`: what stores on servers have in common: one of two uses, slots that are removed, and secrets.
+"""`RemoteStore`: the base of stores on servers. It handles the two uses, removes slots on closing, and hides secrets.
 
-Redis and object stores build on it, and slabs whose blocks are encoded or authenticated. The readers of their URL
-options are here too.
+Redis and object stores build on it, and so do slabs with encoded or authenticated blocks. This module also has the
+parsers of their URL options.
 """
 
 from abc import abstractmethod
@@ -25,15 +25,15 @@ _REMOVED_AT_ONCE: Final = 512
 
 
 class RemoteStore(ThreadedStore):
-    """Blocks on a server, for one use: swap space, whose slots go when it is closed, or a prefix store.
+    """Blocks on a server: either a prefix store, or swap space whose slots are deleted on closing.
 
     Args:
         parts: the URL; messages show it without user name and password.
         bytes_per_block: bytes of one block.
         num_slots: as `ExternalStore.num_slots`.
-        namespace: digest of all that decides the bytes.
+        namespace: digest of everything that determines the bytes.
         use: `"swap"` or `"prefix"`.
-        secrets: texts that no message shows.
+        secrets: strings to hide in messages.
         options: `codec` and `mac_key`, as for `open_store`.
     """
 
@@ -51,26 +51,26 @@ class RemoteStore(ThreadedStore):
         super().__init__(parts.url, bytes_per_block=bytes_per_block, namespace=namespace, **options)
         self.num_slots = num_slots
         self._use = use
-        self._names: set[bytes] = set()  # of slots
+        self._names: set[bytes] = set()  # names of written slots
         self._secrets = secrets
 
     @abstractmethod
     def _ask(self) -> None:
-        """Ask the server for anything; raises what the client raises."""
+        """Make any request to the server; raises the client's exceptions."""
 
     @abstractmethod
     def _disconnect(self) -> None:
-        """Release the client; called once, with no call under way."""
+        """Release the client; called once, when no call is running."""
 
     def ping(self) -> None:
         """Raise StoreError if the server does not answer."""
         try:
             self._ask()
-        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+        except Exception as error:  # noqa: BLE001 (any exception of the client)
             raise StoreError(f"{self.url!r}: {self._public(error)}") from None
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Give up what is under way, and delete the blocks of swap space; see `ExternalStore.close`."""
+        """Give up batches in flight, and delete the blocks of swap space; see `ExternalStore.close`."""
         until = self._runtime.monotonic() + timeout
         in_time = super().close(timeout)
         if self._process.is_current and self._names:
@@ -89,9 +89,9 @@ class RemoteStore(ThreadedStore):
         keys: list[bytes],
         sums: NDArray[np.uint8] | None = None,
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        """Check values whose headers and blocks are apart. Returns what `_fetch` does.
+        """Check values whose headers and blocks are separate. Returns the same as `_fetch`.
 
-        `missed` says why each did not come. `sums` may be known already.
+        `missed` has the reason for each value that was not read, `""` for the others. Pass `sums` if already computed.
         """
         claimed = headers[:, :16].copy()
         if sums is None:
@@ -107,11 +107,11 @@ class RemoteStore(ThreadedStore):
             for start in range(0, len(names), _REMOVED_AT_ONCE):
                 part = names[start : start + _REMOVED_AT_ONCE]
                 self.delete(np.frombuffer(b"".join(part), np.uint8).reshape(-1, 32))
-        except Exception as error:  # noqa: BLE001 (Redis has given them a time to live)
+        except Exception as error:  # noqa: BLE001 (on Redis they expire)
             self._note(self._public(error))
 
     def _remember(self, keys: NDArray[np.uint8]) -> None:
-        """Take note of slots that are being written, to remove them."""
+        """Record the slots that are being written, so that they can be removed."""
         if self._use == "swap":
             self._names.update(key.tobytes() for key in keys)
 
@@ -129,7 +129,7 @@ class RemoteStore(ThreadedStore):
         return self._use == "prefix" and rows.shape[1] == self._format.width
 
     def _public(self, error: Exception) -> StoreError:
-        """Return an error without secrets, which servers quote now and then."""
+        """Return an error without secrets, which servers sometimes quote."""
         text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
         for secret in self._secrets:
             text = text.replace(secret, "***")
@@ -142,11 +142,11 @@ def batched(rows: NDArray[np.uint8], most_rows: int, most_bytes: int) -> Iterato
     return (slice(start, start + size) for start in range(0, len(rows), size))
 
 
-# ---- readers of URL options ----
+# ---- parsers of URL options ----
 
 
 def positive(text: str) -> int:
-    """Read a size of at least a byte."""
+    """Parse a size of at least one byte."""
     size = parse_size(text)
     if not size:
         raise ValueError(text)
@@ -154,7 +154,7 @@ def positive(text: str) -> int:
 
 
 def count(least: int, most: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers in a range."""
+    """Return a parser of integers in a range."""
 
     def read(text: str) -> int:
         if not least <= int(text) <= most:
@@ -165,7 +165,7 @@ def count(least: int, most: int) -> Callable[[str], int]:
 
 
 def seconds(least: float, most: float) -> Callable[[str], float]:
-    """Return a reader of numbers in a range."""
+    """Return a parser of numbers in a range."""
 
     def read(text: str) -> float:
         if not least <= float(text) <= most:

@@ -1,7 +1,7 @@
-"""One store over several, each on a disk of its own with its own threads: what happens to one leaves the others alone.
+"""One store over several disks. Each disk has its own store and threads, so a failing disk does not affect the others.
 
-Slot `s` of `n` disks is slot `s // n` of disk `s % n`, and a key is on the disk that its bytes name. A disk that fails
-or hangs loses its own blocks and nothing else. Rows are copied once, as those of a batch are spread.
+With `n` disks, slot `s` is slot `s // n` of disk `s % n`. A key's own bytes choose its disk. A disk that fails or hangs
+loses only its own blocks. Rows are copied once more, because a batch is split by disk.
 """
 
 import os
@@ -29,7 +29,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(slots=True)
 class _Share:
-    """What one disk has of a batch."""
+    """One disk's share of a batch."""
 
     store: ExternalStore
     ticket: int
@@ -41,7 +41,7 @@ class _Share:
 class _Batch:
     count: int
     is_read: bool
-    rows: Rows | None = None  # of a read: of the caller
+    rows: Rows | None = None  # the caller's rows, for a read
     shares: list[_Share] = field(default_factory=list)
     open: int = 0
 
@@ -50,8 +50,8 @@ class StripedStore(ExternalStore):
     """Blocks on several stores of equal size.
 
     Args:
-        parts: the stores; None for one that could not be opened, whose blocks are misses, `"io"`.
-        is_keyed: whether they have keys.
+        parts: the stores; None for a store that could not be opened: its blocks are misses, `"io"`.
+        is_keyed: whether they are prefix stores.
     """
 
     def __init__(self, parts: Sequence[ExternalStore | None], *, is_keyed: bool) -> None:
@@ -60,22 +60,22 @@ class StripedStore(ExternalStore):
         self._open = [part for part in parts if part is not None]
         self._lock = threading.Lock()
         self._batches: dict[int, _Batch] = {}
-        self._owner: dict[tuple[int, int], int] = {}  # by store and its ticket
+        self._owner: dict[tuple[int, int], int] = {}  # (store, its ticket) -> our ticket
         self._ended: list[int] = []
         self._next = 1
         self._failed = 0  # blocks of disks that could not be opened
         self._events: select.epoll | None = None
-        self._at_once = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable while `_ended` has something
+        self._at_once = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable while `_ended` is not empty
         weakref.finalize(self, os.close, self._at_once)
 
     @property
     def num_slots(self) -> int:
-        """Blocks that all disks can hold."""
+        """Number of blocks that all disks together can hold."""
         return len(self._parts) * min(part.num_slots for part in self._open)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one slot holds for the caller."""
+        """Bytes of one block, as the caller sees it."""
         return self._open[0].bytes_per_block
 
     def submit_write(self, slots: Ids, rows: Rows) -> int:
@@ -136,13 +136,13 @@ class StripedStore(ExternalStore):
         for part in self._open:
             try:
                 part.forget(revision)
-            except StoreError as error:  # noqa: PERF203 (the others forget all the same)
+            except StoreError as error:  # noqa: PERF203 (continue with the others)
                 errors.append(str(error))
         if errors:
             raise StoreError(f"later processes may find keys again: {'; '.join(errors)}")
 
     def event_fd(self) -> int:
-        """Return a descriptor that is readable while one of a disk is. See `ExternalStore`."""
+        """Return a descriptor that is readable while any disk's descriptor is. See `ExternalStore`."""
         with self._lock:
             if self._events is None:
                 events = select.epoll()
@@ -153,7 +153,7 @@ class StripedStore(ExternalStore):
             return self._events.fileno()
 
     def poll(self) -> list[int]:
-        """Return tickets whose blocks have ended on every disk. See `ExternalStore`."""
+        """Return tickets that have ended on every disk. See `ExternalStore`."""
         reported = [(at, ticket) for at, part in enumerate(self._open) for ticket in part.poll()]
         with self._lock:
             ended, self._ended = [ticket for ticket in self._ended if ticket in self._batches], []
@@ -240,7 +240,7 @@ class StripedStore(ExternalStore):
         rows: Rows | None = None,
     ) -> int:
         batch = _Batch(len(disks), is_read, rows)
-        # Held meanwhile, so that a poll knows whose the tickets are.
+        # Hold the lock while submitting, so that `poll` knows the owner of each ticket.
         with self._lock:
             ticket, self._next = self._next, self._next + 1
             for part, places in self._shares(disks):
@@ -260,7 +260,7 @@ class StripedStore(ExternalStore):
     def _ask(
         self, keys: Keys, ask: Callable[[ExternalStore, Rows], NDArray[np.bool_]], *, unopened: bool
     ) -> NDArray[np.bool_]:
-        """Ask each disk for its keys; `unopened` is what holds for those of a disk that could not be opened."""
+        """Ask each disk about its keys; `unopened` is the answer for a disk that could not be opened."""
         found = self._check_keys(keys)
         answer = np.full(len(found), unopened)
         for part, places in self._shares(self._disks(found)):
@@ -269,7 +269,7 @@ class StripedStore(ExternalStore):
         return answer
 
     def _shares(self, disks: Ids) -> list[tuple[ExternalStore | None, Ids]]:
-        """The stores that have something of a batch, and the places of that; of an empty batch the first store."""
+        """Return each store with a share of a batch, and the indexes of that share; the first store if it is empty."""
         shares = [(part, np.flatnonzero(disks == at)) for at, part in enumerate(self._parts)]
         return [share for share in shares if len(share[1])] or [(self._open[0], np.empty(0, np.int64))]
 

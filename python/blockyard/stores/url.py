@@ -1,4 +1,4 @@
-"""`StoreURL`: the parts of a store's URL. Its messages show the part that is wrong, and no password."""
+"""`StoreURL`: the parts of a store's URL. Its messages show the wrong part, but no password."""
 
 import re
 import unicodedata
@@ -35,12 +35,12 @@ def sized_url(url: str, name: str, space: int | str | None) -> str:
     """Add a size to a URL.
 
     Args:
-        url: of a store.
-        name: of the argument that has the size.
+        url: URL of a store.
+        name: name of the argument with the size.
         space: the size; None adds nothing.
 
     Raises:
-        InvalidArgumentError: the URL has a size, too; the message shows both.
+        InvalidArgumentError: the URL already has a size; the message shows both.
     """
     if space is None:
         return url
@@ -51,12 +51,12 @@ def sized_url(url: str, name: str, space: int | str | None) -> str:
 
 
 def rank_url(url: str, rank: int) -> str:
-    """Return the URL of one rank: its number stands for `{rank}`."""
+    """Return the URL of one rank, with its number in place of `{rank}`."""
     return url.replace("{rank}", str(rank))
 
 
 def public_url(url: str) -> str:
-    """Return a URL without its user name and password, for messages."""
+    """Return a URL without user name and password, for messages."""
     return re.sub(r"(?<=://)(?!/).*@", "***@", url, flags=re.DOTALL)
 
 
@@ -65,13 +65,13 @@ def require_text(url: str, part: str, name: str) -> None:
     for character in part:
         if unicodedata.category(character) in {"Cc", "Cs"}:
             raise StoreURLError(
-                f"{public_url(url)!r}: {name} has the character {character!r}, only printed ones are allowed"
+                f"{public_url(url)!r}: {name} has the character {character!r}, only printable ones are allowed"
             )
 
 
 @dataclass
 class StoreURL:
-    """The parts of a store's URL; every complaint shows the whole and the part that is wrong."""
+    """The parts of a store's URL. Every error shows the URL and its wrong part."""
 
     url: str
     host: str
@@ -80,7 +80,7 @@ class StoreURL:
 
     @classmethod
     def parse(cls, url: str) -> "StoreURL":
-        """Split a URL; the options are what stands after the question mark, `name=value` joined by `&`.
+        """Split a URL. Options follow the question mark, as `name=value` joined by `&`.
 
         Raises:
             StoreURLError: an option is malformed or repeated, or there is a fragment.
@@ -103,16 +103,16 @@ class StoreURL:
         return found
 
     def take(self, name: str, read: Callable[[str], Value], default: Value, wanted: str) -> Value:
-        """Read an option and strike it off.
+        """Parse an option and mark it as known.
 
         Args:
-            name: of the option.
-            read: turns the text into a value, or raises ValueError.
-            default: if the option is not given.
-            wanted: what the value must be, for the message.
+            name: name of the option.
+            read: converts the text to a value, or raises ValueError.
+            default: value if the option is missing.
+            wanted: description of valid values, for the message.
 
         Raises:
-            StoreURLError: the option's value cannot be read.
+            StoreURLError: the option's value is invalid.
         """
         text = self.options.pop(name, None)
         if text is None:
@@ -123,39 +123,39 @@ class StoreURL:
             self.reject(f"{name}={text}", f"must be {wanted}")
 
     def finish(self, known: str) -> None:
-        """Refuse options that nobody has struck off.
+        """Reject options that no `take` has used.
 
         Raises:
-            StoreURLError: an option is unknown; `known` names those that exist.
+            StoreURLError: an option is unknown; the message lists `known`.
         """
         for name, text in self.options.items():
-            self.reject(f"{name}={text}", f"is not an option of this store; there are {known}")
+            self.reject(f"{name}={text}", f"is not an option of this store; its options are {known}")
 
     def reject(self, part: str, why: str) -> NoReturn:
-        """Raise the error for a part of the URL."""
+        """Raise an error about a part of the URL."""
         raise StoreURLError(f"{self.url!r}: {part!r} {why}")
 
 
 def _decoded(url: str, part: str) -> str:
-    """Decode percent signs; what comes out must be text, too."""
+    """Decode percent-encoding; the result must be UTF-8."""
     try:
         text = unquote(part, errors="strict")
     except UnicodeDecodeError:
-        raise StoreURLError(f"{public_url(url)!r}: {part!r} is not UTF-8 when its percent signs are decoded") from None
+        raise StoreURLError(f"{public_url(url)!r}: {part!r} is not UTF-8 after percent-decoding") from None
     require_text(url, text, repr(part))
     return text
 
 
 def parse_size(text: str) -> int:
-    """Read a size, such as `2GiB`, `1.5 TiB`, `500MB` or plain bytes; a fraction of a byte is cut off.
+    """Parse a size, such as `2GiB`, `1.5 TiB`, `500MB` or plain bytes; rounds down to whole bytes.
 
     Raises:
-        ValueError: the text is no size, its unit is ambiguous (`2G`), or it is more than 2**62 bytes.
+        ValueError: the text is not a size, its unit is ambiguous (`2G`), or it is more than 2**62 bytes.
     """
     match = re.fullmatch(r"0*([0-9]+)(?:\.([0-9]+))? ?([A-Za-z]*)", text, flags=re.ASCII)
     shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
     if not match or match[3] not in _UNITS:
-        raise ValueError(f"{shown} is no size; write for example 2GiB, 500MB or plain bytes")
+        raise ValueError(f"{shown} is not a size; write for example 2GiB, 500MB or plain bytes")
     whole, fraction, unit = match[1], (match[2] or "")[:40], _UNITS[match[3]]
     size = MOST_BYTES + 1 if len(whole) > 19 else int(whole + fraction) * unit // 10 ** len(fraction)
     if size > MOST_BYTES:
@@ -164,16 +164,16 @@ def parse_size(text: str) -> int:
 
 
 def read_bytes(name: str, value: int | str, *, holds: int, what: str = "block") -> int:
-    """Read an argument that is a number of bytes.
+    """Parse an argument that is a number of bytes.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         value: an int, or text for `parse_size`.
-        holds: bytes of the least thing that must fit.
-        what: that thing.
+        holds: bytes of one item; at least one must fit.
+        what: name of the item.
 
     Raises:
-        InvalidArgumentError: it is no size, or holds nothing. The message asks for the unit of a bare number.
+        InvalidArgumentError: the value is not a size, or too small. For a small bare number, the message suggests GiB.
     """
     try:
         size = parse_size(value) if isinstance(value, str) else value
@@ -187,11 +187,11 @@ def read_bytes(name: str, value: int | str, *, holds: int, what: str = "block") 
 
 
 def require_room(url: str, bytes_per_block: int) -> None:
-    """Refuse a URL whose `size` or `memory` holds no block. What else is wrong with it is for the store to say.
+    """Reject a URL whose `size` or `memory` is less than one block. The store checks everything else.
 
     Raises:
-        StoreFullError: `size` holds none.
-        StoreURLError: `memory` holds none.
+        StoreFullError: `size` is less than one block.
+        StoreURLError: `memory` is less than one block.
     """
     options = StoreURL.parse(url).options
     for name, kind in (("size", StoreFullError), ("memory", StoreURLError)):
@@ -205,5 +205,5 @@ def require_room(url: str, bytes_per_block: int) -> None:
 
 
 def _too_small(size: int, holds: int, what: str) -> str:
-    """Say that a size holds nothing. Any unit is 1 kB or more, so a smaller size was written without one."""
+    """Return a message for a size that is too small. Every unit is at least 1 kB, so a number below has no unit."""
     return f"{size} bytes hold no {what} of {holds} bytes" + (f'; did you mean "{size}GiB"?' if 0 < size < 1000 else "")

@@ -1,4 +1,4 @@
-"""The value that a shared store keeps under a key: a header of 128 bytes, then the block.
+"""The value that a shared store holds under a key: a header of 128 bytes, then the block.
 
 | bytes | field |
 |---|---|
@@ -9,8 +9,8 @@
 | 64..96 | key of the block |
 | 96..104 | length of the block in bytes, as the codec returned it |
 
-Numbers are little-endian; the rest is zero. A value counts only if all of it is as expected. What a codec returned is
-padded with zeros to the codec's most bytes for the checksum; stores need not keep the padding.
+Numbers are little-endian; the rest of the header is zero. A value is a hit only if all of it is as expected. For the
+checksum, a codec's output is padded with zeros to the codec's maximum length; stores need not keep the padding.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ __all__ = [
 
 HEADER: Final = 128
 _START: Final = b"BLKYVALU" + (1).to_bytes(4, "little") + bytes(4)
-# Fields in the order in which a reader looks at them, and the reason of a miss.
+# Fields in the order in which a reader checks them, each with the reason of a miss.
 _FIELDS: Final = (
     (slice(16, 24), "magic"),
     (slice(24, 32), "version"),
@@ -47,9 +47,9 @@ _DAMAGE: Final = {"payload_checksum", "slot", "generation", "truncated"} | {reas
 
 
 def is_damage(reason: str) -> bool:
-    """Return whether a miss says that what is stored is damaged; only then may a block be deleted.
+    """Return whether a miss means that the stored block is damaged; only then may it be deleted.
 
-    All other reasons can pass: the storage did not answer in time, refused or was full. The block may be whole.
+    All other reasons are transient: the storage did not answer in time, refused, or was full. The block may be intact.
     """
     return reason in _DAMAGE
 
@@ -65,10 +65,10 @@ def seal_values(
     """Write the headers of values, uint8 `[n, HEADER + width]`, whose blocks are in place.
 
     Args:
-        values: headers are written; a block that is shorter than its place is followed by zeros.
+        values: receive the headers; a shorter block is padded with zeros.
         namespace: 32 bytes.
         keys: 32 bytes each.
-        lengths: of the blocks, if they differ.
+        lengths: lengths of the blocks, if they differ.
         mac_key: 32 bytes for a keyed checksum.
     """
     values[:, :HEADER] = _headers(
@@ -85,13 +85,13 @@ def check_values(
     varies: bool = False,
     mac_key: bytes | None = None,
 ) -> list[str]:
-    """Return the reason why each value is a miss, `""` for those that are whole. Zeroes the values' checksums.
+    """Return the reason why each value is a miss, `""` for intact ones. Zeroes the values' checksums.
 
     Args:
         values: as for `seal_values`.
         namespace: 32 bytes.
         keys: 32 bytes each.
-        varies: a block may be shorter than its place.
+        varies: whether blocks may be shorter than their place.
         mac_key: 32 bytes for a keyed checksum.
     """
     sums = values[:, :16].copy()
@@ -109,14 +109,14 @@ def check_parts(
     keys: Sequence[bytes],
     length: int,
 ) -> list[str]:
-    """Return what `check_values` does, for values whose headers and blocks are apart. Zeroes the headers' checksums.
+    """Check values like `check_values`, with separate headers and blocks. Zeroes the headers' checksums.
 
     Args:
         headers: uint8 `[n, HEADER]`.
-        sums: checksum of each value with zeros in its place, uint8 `[n, 16]`.
+        sums: checksum of each value, computed with zeros in its field, uint8 `[n, 16]`.
         namespace: 32 bytes.
         keys: 32 bytes each.
-        length: of all blocks.
+        length: length of every block.
     """
     whole = (headers[:, :16] == sums).all(axis=1)
     headers[:, :16] = 0
@@ -124,7 +124,7 @@ def check_parts(
 
 
 def value_length(value: NDArray[np.uint8]) -> int:
-    """Return the length of the block that a value's header names; nothing is checked."""
+    """Return the block length from a value's header, unchecked."""
     return int.from_bytes(value[96:104].tobytes(), "little")
 
 
@@ -144,7 +144,7 @@ def _headers(namespace: bytes, keys: Sequence[bytes], lengths: Sequence[int]) ->
 
 
 def spread_out(rows: NDArray[np.uint8], where: list[int], count: int) -> NDArray[np.uint8]:
-    """Return rows with each at its place among `count`."""
+    """Return `count` rows: row `i` of `rows` at index `where[i]`, zeros elsewhere."""
     if len(where) == count:
         return rows
     out = np.zeros((count, rows.shape[1]), np.uint8)
@@ -154,10 +154,10 @@ def spread_out(rows: NDArray[np.uint8], where: list[int], count: int) -> NDArray
 
 
 def answered(name: str, found: object, count: int) -> list[bool]:
-    """Check what a store's function has returned: for each block whether it was stored, or was there.
+    """Check the result of a store's function: for each block, whether it was stored or found.
 
     Raises:
-        TypeError: it is not bool `[count]`.
+        TypeError: the result is not bool `[count]`.
     """
     array = np.asarray(found)
     if array.dtype != np.bool_ or array.shape != (count,):

@@ -2,14 +2,14 @@
 
 | module | state and rules |
 |---|---|
-| `store` | the functions of a storage, names, and what a batch does with them |
+| `store` | a storage's functions, the names of blocks, and how batches use them |
 | `batches` | tickets, deadlines, memory and threads |
 | `order` | which batch may run |
 | `breaker` | whether the storage answers |
-| `known_keys` | which keys are there, which are not |
-| `epochs` | under which weights blocks count |
-| `runtime` | clock, locks, threads and chance: the machine's, or a simulation's |
-| `call_pool` | calls at once, for storage that serves one block a call |
+| `known_keys` | which keys have a block and which do not |
+| `epochs` | which weights the stored blocks belong to |
+| `runtime` | clock, locks, threads and randomness: the system's, or a simulation's |
+| `call_pool` | concurrent calls, for storage that serves one block per call |
 | `value_format` | the bytes that are stored for a block |
 """
 

@@ -1,7 +1,7 @@
-"""`BatchStore`: the batches of a store whose calls block: tickets, deadlines, memory and threads.
+"""`BatchStore`: runs the batches of a store whose calls block. It owns tickets, deadlines, memory and threads.
 
-It owns all of that, the order of batches and the breaker under one lock. It knows no storage: `_carry_out` does the
-work of a batch.
+One lock guards all of these, the order of batches and the breaker. It knows nothing of the storage: `_carry_out` does
+the work of a batch.
 """
 
 import os
@@ -27,13 +27,13 @@ from blockyard.workers import Buffers, Process
 
 __all__ = ["BatchStore"]
 
-_SLOWEST: Final = 16e6  # bytes a second that a deadline allows for
+_SLOWEST: Final = 16e6  # bytes per second; deadlines assume at least this rate
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
-_IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do: starting one costs as much as a small batch
+_IDLE_SECONDS: Final = 0.5  # how long an idle thread waits for work: starting one costs as much as a small batch
 
 
 class BatchStore(ExternalStore):
-    """Carries out batches in worker threads, those of one slot or key one after the other."""
+    """Runs batches in worker threads; batches of the same slot or key run one after the other."""
 
     num_slots: int = 0
     bytes_per_block: int = 0
@@ -43,19 +43,19 @@ class BatchStore(ExternalStore):
 
     def __init__(self) -> None:
         self._process = Process("a store")
-        # It is entered itself: an interrupt within `Condition.__enter__` would leave it locked.
+        # Enter the lock itself, not a condition: an interrupt within `Condition.__enter__` would leave it locked.
         self._runtime = runtime()
         self._lock = self._runtime.rlock()
         self._changed = self._runtime.condition(self._lock)
-        self._work = self._runtime.condition(self._lock)  # idle threads wait for it
+        self._work = self._runtime.condition(self._lock)  # idle threads wait on it
         self._idle = 0
         self._buffers = Buffers()
-        self._open: dict[int, Batch] = {}  # not collected
-        self._news: dict[int, Batch] = {}  # of these, those that have ended since the last `poll`
-        self._first_deadline = inf  # no batch that has not ended has an earlier one
+        self._open: dict[int, Batch] = {}  # uncollected batches
+        self._news: dict[int, Batch] = {}  # uncollected batches that ended since the last `poll`
+        self._first_deadline = inf  # at most the earliest deadline of the batches that have not ended
         self._order = BatchOrder()
         self._breaker = Breaker(self._runtime.monotonic)
-        self._late: set[Batch] = set()  # puts that were given up and still run
+        self._late: set[Batch] = set()  # puts that were given up but are still running
         self._tickets = self._num_threads = self._pending = 0
         self._misses: Counter[str] = Counter()
         self._blocks = {True: 0, False: 0}  # written, read
@@ -63,31 +63,31 @@ class BatchStore(ExternalStore):
         self._failures = FailureLog(self._runtime.monotonic)
         self._closed = False
         self._event: int | None = None
-        self._looking = False  # a lookup is under way
+        self._looking = False  # whether a lookup is running
 
     @property
     @abstractmethod
     def _age(self) -> int:
-        """Grows when what was submitted before is void; the lock is held."""
+        """Grows when earlier batches become void; called with the lock held."""
 
     @abstractmethod
     def _carry_out(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
-        """Do the work of a batch, in a thread of its own. Returns the rows of a read, and each block's reason."""
+        """Do the work of a batch, in a worker thread. Returns the rows of a read, and a reason for each block."""
 
     @abstractmethod
     def _prepare(self, batch: Batch, names: Sequence[Name]) -> None:
-        """Take note of a batch for these names that is being submitted; the lock is held."""
+        """Record that a batch with these names is being submitted; called with the lock held."""
 
     @abstractmethod
     def _conclude(self, batch: Batch) -> None:
-        """Take note of how a batch ended, before those that wait for it begin; the lock is held."""
+        """Record how a batch ended, before the batches that wait for it start; called with the lock held."""
 
     @abstractmethod
     def _count_stored(self) -> int:
-        """Blocks that are known to be stored under keys; the lock is held."""
+        """Return how many keys are known to have a block; called with the lock held."""
 
     def event_fd(self) -> int:
-        """Return a file descriptor that is readable while tickets have ended; see `ExternalStore.event_fd`."""
+        """Return a file descriptor that is readable after a ticket has ended; see `ExternalStore.event_fd`."""
         self._process.check()
         with self._lock:
             if self._event is None:
@@ -100,7 +100,7 @@ class BatchStore(ExternalStore):
     def poll(self) -> list[int]:
         """Return the tickets that ended since the last call; see `ExternalStore.poll`."""
         self._process.check()
-        self._failures.flush(self)  # the workers may all hang
+        self._failures.flush(self)  # here, since all workers may be hanging
         with self._lock:
             now = self._runtime.monotonic()
             if self._first_deadline < now:
@@ -113,7 +113,7 @@ class BatchStore(ExternalStore):
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._event)
             news, self._news = self._news, {}
-            # `forget` waits for its own.
+            # `forget` collects its own ticket.
             return [ticket for ticket, batch in news.items() if ticket in self._open and batch.kind != "forget"]
 
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
@@ -129,7 +129,7 @@ class BatchStore(ExternalStore):
                 self._changed.wait_for(lambda: batch.ended, max(0.0, left))
             if batch is None or ticket not in self._open:
                 raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
-            # The ticket goes last: a call that is interrupted can be made again, at worst for a miss.
+            # Remove the ticket last, so that an interrupted call can be repeated, at worst for a miss.
             self._give_up(batch, "timeout")
             rows = batch.read
             reasons = batch.reasons if batch.spread is None else [batch.reasons[index] for index in batch.spread]
@@ -168,7 +168,7 @@ class BatchStore(ExternalStore):
             )
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Refuse new batches, give up those that wait, and let running calls end; see `ExternalStore.close`."""
+        """Refuse new batches, give up waiting ones, and let running calls finish; see `ExternalStore.close`."""
         if not self._process.is_current:
             return True
         self._stop()
@@ -232,11 +232,11 @@ class BatchStore(ExternalStore):
         self._call_thread()
 
     def _call_thread(self) -> None:
-        """See that a thread takes what is ready; the lock is held."""
+        """Make sure that a thread takes the ready batches; called with the lock held."""
         if len(self._order.ready) <= self._idle:
             self._work.notify()
             return
-        # A probe must not wait for the calls that hang.
+        # A probe must not wait for hanging calls, so it may have an additional thread.
         if self._num_threads < self.threads + self._looking and not self._closed:
             self._num_threads += 1
             try:
@@ -245,7 +245,7 @@ class BatchStore(ExternalStore):
                 self._num_threads -= 1
                 if not isinstance(error, RuntimeError):
                     raise
-                self._note(error)  # no thread can be started: another one takes it, or its deadline passes
+                self._note(error)  # cannot start a thread: another one takes the batch, or its deadline passes
 
     def _stop(self) -> None:
         with self._lock:
@@ -257,7 +257,7 @@ class BatchStore(ExternalStore):
                     self._give_up(batch, "closed")
 
     def _serve(self) -> None:
-        """Carry out batches until none has come for a while."""
+        """Run batches; return after a while without any."""
         batch = None
         while True:
             try:
@@ -265,13 +265,13 @@ class BatchStore(ExternalStore):
                 if batch is None:
                     return
                 self._serve_one(batch)
-                batch = None  # a thread that waits must not keep its rows
-            except BaseException as error:  # noqa: BLE001, PERF203 (want of memory, say: the batch is a miss)
+                batch = None  # a waiting thread must not keep the rows alive
+            except BaseException as error:  # noqa: BLE001, PERF203 (such as MemoryError: the batch is a miss)
                 with self._lock:
                     self._recover(batch, error)
 
     def _next(self) -> Batch | None:
-        """Wait for a batch; none after a while: then the thread counts no more."""
+        """Wait for a batch. After a while without any, return None and count the thread as ended."""
         with self._lock:
             if not self._order.ready and not self._closed:
                 self._idle += 1
@@ -292,7 +292,7 @@ class BatchStore(ExternalStore):
         began = self._runtime.monotonic()
         try:
             rows, reasons = self._carry_out(batch)
-        except BaseException as caught:  # noqa: BLE001 (whatever a plug-in raises is a miss)
+        except BaseException as caught:  # noqa: BLE001 (any exception of a plug-in is a miss)
             error = caught
         with self._lock:
             batch.running = False
@@ -317,7 +317,7 @@ class BatchStore(ExternalStore):
     # ---- with the lock held ----
 
     def _end(self, batch: Batch, reasons: list[str]) -> None:
-        """Take a batch's answer."""
+        """End a batch with these reasons."""
         batch.reasons[: len(reasons)] = reasons
         batch.ended = True
         self._news[batch.ticket] = batch
@@ -334,7 +334,7 @@ class BatchStore(ExternalStore):
             self._make_ready(follower)
 
     def _count_misses(self, batch: Batch, reasons: list[str]) -> None:
-        if batch.kind != "forget":  # it moves no block
+        if batch.kind != "forget":  # it moves no blocks
             self._misses.update(filter(None, reasons))
 
     def _give_up(self, batch: Batch, reason: str) -> None:
@@ -358,7 +358,7 @@ class BatchStore(ExternalStore):
             batch.rows = None
 
     def _recover(self, batch: Batch | None, error: BaseException) -> None:
-        """After an exception amid the changes for a batch: it is a miss, and the others are put in order again."""
+        """Recover from an exception that interrupted changes for a batch: make it a miss, and reorder the others."""
         if batch is not None:
             batch.running = False
             self._late.discard(batch)
@@ -377,7 +377,7 @@ class BatchStore(ExternalStore):
             os.eventfd_write(self._event, 1)
 
     def _note(self, error: BaseException) -> None:
-        """Count an error; in any thread."""
+        """Count an error. Thread-safe."""
         cause = " ".join("".join(traceback.format_exception_only(error)).split())
         with self._lock:
             self._errors += 1
@@ -385,10 +385,10 @@ class BatchStore(ExternalStore):
             self._last_error = cause
             self._failures.failed(cause)
 
-    # ---- storage that does not answer; with the lock held ----
+    # ---- storage that does not answer; called with the lock held ----
 
     def _go_down(self) -> None:
-        """Refuse batches, and give up those that wait, until a probe is answered."""
+        """Give up waiting batches, and refuse new ones until a probe is answered."""
         if self._breaker.trip():
             self._failures.failed("it does not answer")
         for batch in list(self._open.values()):
@@ -401,7 +401,7 @@ class BatchStore(ExternalStore):
         return self._breaker.is_down
 
     def _look(self) -> None:
-        """Start a lookup, unless one is under way."""
+        """Start a lookup, unless one is running."""
         if not self._looking and not self._closed:
             self._looking = True
             self._make_ready(Batch(0, "has", [], None, [], 0, inf, self._age))
@@ -413,5 +413,5 @@ class BatchStore(ExternalStore):
 
 
 def _is_same(rows: NDArray[np.uint8], others: NDArray[np.uint8]) -> bool:
-    """Return whether two arrays are the same memory."""
+    """Return whether two arrays share the same memory."""
     return rows.shape == others.shape and rows.ctypes.data == others.ctypes.data

@@ -1,4 +1,4 @@
-"""`CallPool`: calls of several batches at once, for storage that serves one block a call."""
+"""`CallPool`: runs the calls of several batches concurrently, for storage that serves one block per call."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from blockyard.stores.threaded.runtime import runtime
 
 __all__ = ["CallPool"]
 
-_IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do
+_IDLE_SECONDS: Final = 0.5  # how long an idle thread waits for work
 
 
 @dataclass(slots=True, eq=False)

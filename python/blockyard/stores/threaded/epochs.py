@@ -1,17 +1,17 @@
-"""`Epoch`: under which weights the blocks of a shared prefix store count. The rules that its processes keep.
+"""`Epoch`: identifies the weights whose blocks are valid in a shared prefix store, and the protocol of its processes.
 
-A store has one *record* for all its processes: the epoch that counts now. It changes by one step at the store alone,
-"replace the record if it is still the one that I read". No clock takes part.
+A store has one *record* for all its processes: the current epoch. It changes only by an atomic operation at the store:
+"replace the record if it is still the one that I read". The protocol uses no clock.
 
-- A process reads and writes under the epoch that it opened with, began, or joined by name. `forget` begins one, or
-  joins the one that counts if that has the revision's name.
-- The names of blocks are derived from the token, so what was put under another epoch is never found.
-- Each batch of reads checks the record. Once it has other weights, the process finds and stores nothing until it calls
-  `forget`.
-- A record that was lost is replaced by a new token for the same weights, but not by a process that has learned
-  that its weights no longer count. Processes of these weights go on with it.
+- A process reads and writes under the epoch that it opened with, began, or joined by name. `forget` begins a new epoch,
+  or joins the current one if that has the revision's name.
+- Block names are derived from the epoch's token, so blocks put under another epoch are never found.
+- Each batch of reads checks the record. Once the record has other weights, the process finds and stores nothing until
+  it calls `forget`.
+- If the record is lost, a process replaces it with a new token for the same weights, and processes with these weights
+  continue under it. A process that has learned that its weights were forgotten does not replace it.
 
-The steps `opened`, `begun` and `continued` are those of the model in `rust/store/tests/epochs.rs`.
+The steps `opened`, `begun` and `continued` match the model in `rust/store/tests/epochs.rs`.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ __all__ = ["EPOCH_BYTES", "Epoch", "EpochRecord", "ForgottenError", "Record", "S
 
 EPOCH_BYTES: Final = 64
 _OF_NAMESPACE: Final = bytes(32)  # the name of the weights that the namespace names
-_FIRST: Final = bytes(16)  # weights that nobody has forgotten yet
-_TRIES: Final = 100  # of a replacement that other processes come before
+_FIRST: Final = bytes(16)  # the weights before the first `forget`
+_TRIES: Final = 100  # attempts to replace the record while other processes replace it first
 
 _log = logging.getLogger("blockyard.stores")
 
@@ -41,9 +41,9 @@ class Epoch(NamedTuple):
     """An epoch of a store.
 
     Attributes:
-        token: 16 random bytes, from which the names of blocks are derived.
-        weights: 16 random bytes that each `forget` draws anew; zeros before the first.
-        name: SHA-256 of the revision that the weights have; zeros for the revision that the namespace names.
+        token: 16 random bytes, from which block names are derived.
+        weights: 16 random bytes, new for each `forget`; zeros before the first.
+        name: SHA-256 of the weights' revision; zeros for the revision that the namespace names.
     """
 
     token: bytes
@@ -52,7 +52,7 @@ class Epoch(NamedTuple):
 
     @classmethod
     def read(cls, record: bytes) -> "Epoch":
-        """Read an epoch from its record, `EPOCH_BYTES` long."""
+        """Parse an epoch from its record of `EPOCH_BYTES` bytes."""
         return cls(record[:16], record[16:32], record[32:])
 
     def record(self) -> bytes:
@@ -61,10 +61,10 @@ class Epoch(NamedTuple):
 
     @classmethod
     def opened(cls, name: bytes, stored: "Epoch | None") -> "Epoch | None":
-        """Return the epoch of a process that opens a store with the weights of this name.
+        """Return the epoch of a process that opens a store with weights of this name.
 
         Returns:
-            The stored one; None if that has weights of another name; a first one if nothing is stored.
+            The stored epoch; None if its weights have another name; a first epoch if nothing is stored.
         """
         if stored is None:
             return cls(runtime().random_bytes(16), _FIRST, name)
@@ -72,22 +72,22 @@ class Epoch(NamedTuple):
 
     @classmethod
     def begun(cls, name: bytes, stored: "Epoch | None", *, joins: bool) -> "Epoch":
-        """Return the epoch of a process that forgets what it knew.
+        """Return the epoch of a process that calls `forget`.
 
         Args:
-            name: of the process's weights from now on.
-            stored: the epoch that counts.
-            joins: other processes may have begun the epoch of this name.
+            name: name of the process's new weights.
+            stored: the current epoch.
+            joins: whether the process may join an epoch of this name that another process began.
         """
         if joins and stored is not None and stored.name == name:
             return stored
         return cls(runtime().random_bytes(16), runtime().random_bytes(16), name)
 
     def continued(self, stored: "Epoch | None") -> "Epoch | None":
-        """Return the epoch under which a process of this epoch goes on.
+        """Return the epoch under which a process with this epoch continues.
 
         Returns:
-            The stored one if it has the same weights; None if it has others; a new token for the same weights if the
+            The stored epoch if its weights are the same; None if they differ; a new token for the same weights if the
             record is lost.
         """
         if stored is None:
@@ -96,11 +96,11 @@ class Epoch(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a storage has where the epoch's record should be.
+    """The record as read from the storage.
 
     Attributes:
-        raw: its bytes, None if there are none.
-        epoch: None if the bytes are none or damaged.
+        raw: its bytes; None if it is absent.
+        epoch: its epoch; None if the record is absent or damaged.
     """
 
     raw: bytes | None
@@ -108,23 +108,23 @@ class Record(NamedTuple):
 
 
 class RecordStorage(Protocol):
-    """What stores the record's row; see `ThreadedStore`."""
+    """Storage for the record's row; see `ThreadedStore`."""
 
     def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """Return the row, uint8 `[192]`; None if there is none."""
+        """Return the row, uint8 `[192]`; None if it is absent."""
 
     def replace_epoch(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
     ) -> NDArray[np.uint8] | None:
-        """Store the row if what is there is `old`; return what is there then."""
+        """Replace the row if it equals `old`; return the row that is stored afterwards."""
 
 
 class EpochRecord:
-    """The row of a store that has its epoch: a value like those of blocks, but never encoded.
+    """Reads and replaces the record of a store's epoch: a value like those of blocks, but never encoded.
 
     Args:
-        storage: of the row.
-        key: of the row, 32 bytes.
+        storage: holds the row.
+        key: key of the row, 32 bytes.
         values: the store's format.
     """
 
@@ -132,25 +132,25 @@ class EpochRecord:
         self.key = key
         self._storage, self._values = storage, values
         self._row_key = np.frombuffer(key, np.uint8)
-        self._last = Record(None, None)  # that was checked
+        self._last = Record(None, None)  # the last record checked
 
     def read(self) -> Record:
         """Read the record."""
         return self.parse(self._storage.read_epoch(self._row_key))
 
     def parse(self, row: NDArray[np.uint8] | None) -> Record:
-        """Check a row that should be the record."""
+        """Check and parse the record's row."""
         if row is None:
             return Record(None, None)
         raw, last = row.tobytes(), self._last
-        if raw == last.raw:  # as in nearly every batch
+        if raw == last.raw:  # true for nearly every batch
             return last
         is_whole = row.shape == (HEADER + EPOCH_BYTES,) and not self._check(row)
         self._last = found = Record(raw, Epoch.read(raw[HEADER:]) if is_whole else None)
         return found
 
     def replace(self, stored: Record, epoch: Epoch) -> Record:
-        """Store the record in place of `stored`, if that is still there. Returns what is there then."""
+        """Replace `stored` with the record of `epoch`, if it is unchanged. Returns the record stored afterwards."""
         row = np.frombuffer(bytes(HEADER) + epoch.record(), np.uint8)[None].copy()
         seal_values(row, self._values.namespace, [self.key], mac_key=self._values.mac_key)
         old = None if stored.raw is None else np.frombuffer(stored.raw, np.uint8)
@@ -161,16 +161,15 @@ class EpochRecord:
 
 
 class ForgottenError(StoreError):
-    """The blocks of this process's epoch do not count any more, or it has none."""
+    """The blocks of this process's epoch were forgotten, or it has no epoch."""
 
 
 class SharedEpoch:
-    """The epoch of this process at one store. Any thread may use it.
+    """The epoch of this process in one store. Thread-safe.
 
     Args:
         read: reads the record.
-        replace: stores a record in place of the one given, if that is still there, in one step at the storage. Returns
-                what is there then.
+        replace: atomically replaces the given record, if it is unchanged, and returns the record stored afterwards.
         revision: names the process's weights, see `open_store`.
 
     Attributes:
@@ -183,12 +182,12 @@ class SharedEpoch:
         self.read, self._replace = read, replace
         machine = runtime()
         self._clock = machine.monotonic
-        self._one_at_a_time = machine.lock()  # calls of the storage
-        self._lock = machine.lock()  # of what follows; held for no call
+        self._one_at_a_time = machine.lock()  # serializes calls to the storage
+        self._lock = machine.lock()  # guards the fields below; never held during a call
         self._name = name_of(revision)
         self._mine: Epoch | None = None
-        self._joins = False  # whether the epoch to begin may be one that others began
-        self._is_due = False  # an epoch is to be begun
+        self._joins = False  # whether to join an epoch that another process began
+        self._is_due = False  # whether `begin` must begin an epoch
         self._is_behind = False
         self._age = 0
         self._stopped_at = 0  # the age after the last `stop`
@@ -196,16 +195,16 @@ class SharedEpoch:
 
     @property
     def age(self) -> int:
-        """Grows whenever a put that was submitted before must not land any more."""
+        """Grows whenever puts submitted before must no longer land."""
         return self._age
 
     @property
     def stopped_at(self) -> int:
-        """The age from which on reads count that were submitted."""
+        """The age from which on reads are valid."""
         return self._stopped_at
 
     def stop(self, revision: str | None) -> None:
-        """Find nothing until `begin` has begun an epoch; see `ExternalStore.forget`."""
+        """Find nothing until `begin` succeeds; see `ExternalStore.forget`."""
         with self._lock:
             self._age += 1
             self._stopped_at = self._age
@@ -215,7 +214,7 @@ class SharedEpoch:
                 self._name = name_of(revision)
 
     def begin(self) -> None:
-        """Begin the epoch that the last `stop` asked for, unless that is done.
+        """Begin the epoch that the last `stop` requested, unless already done.
 
         Raises:
             StoreError: the storage did not confirm it.
@@ -232,12 +231,12 @@ class SharedEpoch:
                     continue
                 with self._lock:
                     if self._age == age:
-                        self._age += 1  # puts that were submitted meanwhile are void
+                        self._age += 1  # puts submitted in the meantime are void
                         self._mine, self._is_due, self._confirmed_at = epoch, False, 0.0
         raise StoreError(f"other processes replaced the epoch's record {_TRIES} times")
 
     def known(self) -> Epoch | None:
-        """Return the epoch if it has been confirmed once and counted then."""
+        """Return the epoch if it was valid at the last check; None without a check so far."""
         with self._lock:
             return None if self._is_behind else self._mine
 
@@ -245,10 +244,10 @@ class SharedEpoch:
         """Return the epoch under which this process reads and writes.
 
         Args:
-            seconds: how old what is known of the record may be.
+            seconds: maximum age of the last check of the record.
 
         Raises:
-            ForgottenError: there is none.
+            ForgottenError: this process has no valid epoch.
             StoreError: the record cannot be read.
         """
         with self._lock:
@@ -262,7 +261,7 @@ class SharedEpoch:
                     age, mine, name, is_behind = self._age, self._mine, self._name, self._is_behind
                 asked_at = self._clock()
                 stored = self.read()
-                if is_behind and stored.epoch is None:  # those of other weights replace what was lost
+                if is_behind and stored.epoch is None:  # only processes with the current weights replace a lost record
                     raise ForgottenError("another process has forgotten these blocks")
                 epoch = Epoch.opened(name, stored.epoch) if mine is None else mine.continued(stored.epoch)
                 if epoch is not None and epoch != stored.epoch and self._replace(stored, epoch).epoch != epoch:
@@ -274,7 +273,7 @@ class SharedEpoch:
         raise StoreError(f"other processes replaced the epoch's record {_TRIES} times")
 
     def counts(self, epoch: Epoch, stored: Record) -> bool:
-        """Return whether blocks count that were read under an epoch, by the record that was read with them."""
+        """Return whether blocks read under an epoch are valid, given the record that was read with them."""
         if stored.epoch is None:
             return False  # the next call of `confirm` replaces it
         if stored.epoch.token == epoch.token:
@@ -295,11 +294,11 @@ class SharedEpoch:
                     )
                 self._is_behind = True
                 return
-            # A put that was submitted before the store was opened may be older than the last `forget`.
+            # A put submitted before the first check of the record may be older than the last `forget`.
             self._age += self._mine is None and epoch.weights != _FIRST
             self._mine, self._is_behind, self._confirmed_at = epoch, False, asked_at
 
 
 def name_of(revision: str) -> bytes:
-    """Return the name of the weights that a revision names; `""` is that of the namespace."""
+    """Return the name of a revision's weights; `""` is the revision that the namespace names."""
     return hashlib.sha256(b"BLKYWEIGHTS1" + revision.encode()).digest() if revision else _OF_NAMESPACE

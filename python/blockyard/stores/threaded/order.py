@@ -1,4 +1,4 @@
-"""`BatchOrder`: which batch may run. Batches of one slot or key run one after the other, in the order of submission."""
+"""`BatchOrder`: decides which batch may run. Batches of the same slot or key run in the order of submission."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -18,65 +18,65 @@ Name: TypeAlias = int | bytes  # a slot or a key
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A batch that was submitted. Its answer is known once it has `ended`, even if its call is still `running`."""
+    """A submitted batch. Once it has `ended`, its answer is final, even if its call is still `running`."""
 
-    ticket: int  # 0 for a lookup, which nobody collects
+    ticket: int  # 0 for a lookup, which is never collected
     kind: BatchKind
-    names: list[Name]  # slots or keys, without those that had no room
-    rows: NDArray[np.uint8] | None  # of the caller: what a write writes, or where the blocks of a read go
+    names: list[Name]  # slots or keys, except those refused for lack of room
+    rows: NDArray[np.uint8] | None  # the caller's rows: the source of a write, the destination of a read
     reasons: list[str]
     num_bytes: int
     deadline: float
-    age: int  # of the store when it was submitted
-    expected: list[dict[Name, bytes]] = field(default_factory=list)  # of a read: what each slot's last write has left
-    spread: list[int] | None = None  # of a put with repeats: entry of each key of the caller
-    read: NDArray[np.uint8] | None = None  # what a read has read; the rows of the caller, or others
-    owners: Owners | None = None  # of a put, an entry for each name
-    digests: dict[Name, bytes] = field(default_factory=dict)  # of a write: blocks that landed
-    before: int = 0  # earlier batches of its slots and keys that have not ended
+    age: int  # the store's age at submission
+    expected: list[dict[Name, bytes]] = field(default_factory=list)  # for a read: digests of each slot's last write
+    spread: list[int] | None = None  # for a put with repeated keys: index of each of the caller's keys in `names`
+    read: NDArray[np.uint8] | None = None  # the blocks of a read: the caller's rows, or others
+    owners: Owners | None = None  # for a put: one entry per name
+    digests: dict[Name, bytes] = field(default_factory=dict)  # for a write: digests of the blocks that landed
+    before: int = 0  # number of earlier batches with the same slots or keys that have not ended
     followers: list["Batch"] = field(default_factory=list)
     running: bool = False
     ended: bool = False
 
     @property
     def is_read(self) -> bool:
-        """Whether it brings rows."""
+        """Whether the batch returns rows."""
         return self.kind in {"read", "get"}
 
 
 class BatchOrder:
-    """Batches that wait, and those that a thread may take. The caller holds a lock.
+    """The waiting batches and the ready ones. The caller holds a lock.
 
     Attributes:
-        ready: batches that a thread may take, in order.
+        ready: batches that a thread may run, in order.
     """
 
     def __init__(self) -> None:
         self.ready: deque[Batch] = deque()
-        self._last: dict[Name, Batch] = {}  # batch of each slot and key, until it has ended
+        self._last: dict[Name, Batch] = {}  # the latest batch of each slot or key, until it has ended
 
     def add(self, batch: Batch) -> None:
-        """Let a batch wait for the earlier ones of its slots and keys; the caller makes it ready if there are none."""
+        """Add a batch behind the earlier ones of its slots and keys. If there are none, the caller makes it ready."""
         for earlier in {id(last): last for name in batch.names if (last := self._last.get(name))}.values():
             earlier.followers.append(batch)
             batch.before += 1
         self._last.update(dict.fromkeys(batch.names, batch))
 
     def is_last(self, name: Name, batch: Batch) -> bool:
-        """Return whether no later batch has this slot or key."""
+        """Return whether this is the latest batch of a slot or key."""
         return self._last.get(name) is batch
 
     def is_busy(self, name: Name) -> bool:
-        """Return whether a batch of this slot or key has not ended."""
+        """Return whether a slot or key has a batch that has not ended."""
         return name in self._last
 
     def withdraw(self, batch: Batch) -> None:
-        """Keep threads from taking a batch."""
+        """Remove a batch from those that threads may run."""
         if batch in self.ready:
             self.ready.remove(batch)
 
     def end(self, batch: Batch) -> list[Batch]:
-        """Let go of a batch that has ended; return those that need not wait any more."""
+        """Remove a batch that has ended; return the batches that no longer have to wait."""
         free, ending = list[Batch](), [batch]
         while ending:
             batch = ending.pop()
@@ -95,13 +95,13 @@ class BatchOrder:
         return free
 
     def drop_lookups(self) -> None:
-        """Keep threads from taking lookups, which nobody waits for."""
+        """Remove lookups from the ready batches; no caller waits for them."""
         self.ready = deque(batch for batch in self.ready if batch.ticket)
 
     def rebuild(self, batches: Iterable[Batch]) -> list[Batch]:
-        """Order these batches anew, after an exception amid a change; return those that need not wait.
+        """Rebuild the order of these batches after an interrupted change; return those that do not have to wait.
 
-        Lookups stay as they are.
+        Lookups stay unchanged.
         """
         self._last = {}
         self.ready = deque(batch for batch in self.ready if not batch.ticket)

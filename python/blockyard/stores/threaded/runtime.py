@@ -1,6 +1,6 @@
-"""`Runtime`: the clock, locks, threads and chance of stores and what waits for them: the machine's, or a simulation's.
+"""`Runtime`: the clock, locks, threads and randomness of stores and their callers: the system's, or a simulation's.
 
-An object takes the runtime in use when it is made, and keeps it.
+An object uses the runtime that was current when the object was created.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ __all__ = ["MACHINE", "Runtime", "runtime", "use_runtime"]
 
 
 class Runtime:
-    """The machine's own. A simulation overrides every method."""
+    """The system's runtime. A simulation overrides every method."""
 
     def monotonic(self) -> float:
-        """Return the time in seconds, from any start."""
+        """Return the time in seconds since an arbitrary point."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Let the thread wait."""
+        """Sleep for `seconds`."""
         time.sleep(seconds)
 
     def wait_readable(self, descriptor: int, seconds: float) -> None:
-        """Wait until a file descriptor can be read, at most for a time."""
+        """Wait until a file descriptor is readable, for at most `seconds`."""
         events = select.poll()
         events.register(descriptor, select.POLLIN)
         events.poll(1e3 * seconds)
 
     def random_bytes(self, count: int) -> bytes:
-        """Return bytes that nobody else draws."""
+        """Return unpredictable random bytes."""
         return os.urandom(count)
 
     def lock(self) -> Any:
-        """Return a lock, as `threading.Lock`."""
+        """Return a lock, like `threading.Lock`."""
         return threading.Lock()
 
     def rlock(self) -> Any:
-        """Return a lock that its holder may take again, as `threading.RLock`."""
+        """Return a reentrant lock, like `threading.RLock`."""
         return threading.RLock()
 
     def condition(self, lock: Any) -> Any:
-        """Return a condition over a lock of this runtime, as `threading.Condition`."""
+        """Return a condition over a lock of this runtime, like `threading.Condition`."""
         return threading.Condition(lock)
 
     def event(self) -> Any:
-        """Return a flag to wait for, as `threading.Event`."""
+        """Return an event, like `threading.Event`."""
         return threading.Event()
 
     def start_worker(self, name: str, run: Callable[[], None], stop: Callable[[], None]) -> Any:
-        """Start a thread, as `blockyard.workers.start_worker`; returns what has `join` and `is_alive`."""
+        """Start a thread, like `blockyard.workers.start_worker`. The result has `join` and `is_alive`."""
         return start_worker(name, run, stop)
 
 
@@ -65,13 +65,13 @@ _in_use: list[Runtime] = [MACHINE]
 
 
 def runtime() -> Runtime:
-    """Return the runtime in use, for an object that is being made."""
+    """Return the current runtime, for an object that is being created."""
     return _in_use[-1]
 
 
 @contextmanager
 def use_runtime(other: Runtime) -> Iterator[None]:
-    """Let objects that are made in the `with` block use another runtime."""
+    """Use another runtime for objects created in the `with` block."""
     _in_use.append(other)
     try:
         yield

@@ -1,4 +1,4 @@
-"""`ThreadedStore`: an external store from functions that may block: `put`, `get` and, for keys, `delete`."""
+"""`ThreadedStore`: an external store from functions that may block: `put`, `get` and, for a prefix store, `delete`."""
 
 import hashlib
 from abc import abstractmethod
@@ -23,41 +23,41 @@ from blockyard.stores.value import HEADER, answered, is_damage, spread_out
 
 __all__ = ["ThreadedStore"]
 
-_EPOCH_SECONDS: Final = 1.0  # how long puts and lookups go on under an epoch that another process may have ended
+_EPOCH_SECONDS: Final = 1.0  # how long puts and lookups may use an epoch without checking the record
 
 
 class ThreadedStore(BatchStore):
-    """A store over functions that may block: `put` and `get`, and `delete` for one with keys. Worker threads call them.
+    """A store over functions that may block: `put`, `get` and, for a prefix store, `delete`. Worker threads call them.
 
-    The class makes tickets, deadlines and misses of them, keeps the order of operations on each slot and key, and
-    checks every block that comes back. An exception, a wrong answer or a passed deadline is a miss. Memory that was
-    lent to a call that hangs is not used again. A hanging call occupies its thread, and the interpreter can still end.
+    The class adds tickets, deadlines and misses, keeps the order of operations on each slot and key, and checks every
+    block that is read. An exception, a wrong answer or a passed deadline is a miss. Memory lent to a hanging call is
+    not used again. A hanging call occupies its thread, but the interpreter can still exit.
 
-    After a call that hung or failed late, batches are misses at once, `"unavailable"`, until a probe is answered. The
-    logger `blockyard.stores` has a line when a store fails, at most one a minute and cause, and when it works again.
+    After a call that hung or failed late, all batches are misses, `"unavailable"`, until a probe is answered. The
+    logger `blockyard.stores` gets a line when a store fails (at most one per minute and cause) and when it works again.
 
-    The functions see names of 32 bytes, never the caller's keys. A slot's name is the SHA-256 of the namespace, 16
-    random bytes of this store and the slot: two stores never share slots, and blocks in slots are of no use after
-    `close`. The name of a key's block is the same in every process. What is stored
-    for it has a header (`blockyard.stores.value`), so rows are wider then; with a codec or a MAC key those of slots are
-    too. A store with keys has one row more, of 192 bytes, which says which blocks count: see `read_epoch`.
+    The functions receive names of 32 bytes, never the caller's keys. A slot's name is the SHA-256 of the namespace, 16
+    random bytes of this store and the slot: two stores never share slots, and nobody can find them after `close`. A
+    key's name is the same in every process. Its stored row starts with a header (`blockyard.stores.value`), so it is
+    wider than the block; with a codec or a MAC key, so are the rows of slots. A prefix store has one more row, of 192
+    bytes, that identifies the valid blocks: see `read_epoch`.
 
-    `contains` answers from what this process knows. A plug-in evicts by itself when it is full.
+    `contains` answers from the memory of this process. A plug-in does its own eviction.
 
     Args:
-        url: as given to `open_store`; `blockyard.stores.StoreURL.parse` reads options from it.
+        url: as given to `open_store`; `blockyard.stores.StoreURL.parse` parses its options.
         bytes_per_block: bytes of one block.
-        namespace: digest of all that decides the bytes.
+        namespace: digest of everything that determines the bytes.
         codec: encodes the blocks.
-        mac_key: 32 bytes; values are then authenticated, not only checksummed.
+        mac_key: 32 bytes, to authenticate values as well as checksum them.
         revision: as for `open_store`.
 
     Attributes:
-        num_slots: slots, numbered from 0; the subclass sets it.
+        num_slots: number of slots; the subclass sets it.
         bytes_per_block: as given.
-        threads: most calls that run at once.
-        memory: most bytes in flight and in results that wait; blocks beyond are misses, `"queue_full"`.
-        timeout_base: seconds that a batch is given, plus one for every 16 MB in flight.
+        threads: maximum number of concurrent calls.
+        memory: maximum bytes in flight and in uncollected results; blocks beyond it are misses, `"queue_full"`.
+        timeout_base: timeout of a batch in seconds, plus one for every 16 MB in flight.
 
     Example:
         >>> import numpy as np
@@ -85,7 +85,7 @@ class ThreadedStore(BatchStore):
         ([True, False], ('', 'empty'))
     """
 
-    _reuses_rows = False  # whether nothing refers to rows any more once `put` has returned
+    _reuses_rows = False  # whether rows are free for reuse once `put` has returned
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class ThreadedStore(BatchStore):
         self._format = ValueFormat(namespace, bytes_per_block, codec, mac_key, self._note)
         self.namespace = self._format.namespace
         self._seed = self.namespace + self._runtime.random_bytes(16)
-        self._digests: dict[Name, dict[Name, bytes]] = {}  # of the last write of each slot
+        self._digests: dict[Name, dict[Name, bytes]] = {}  # digests of each slot's last write
         self._known = KnownKeys(self._runtime.monotonic)
         self._record = EpochRecord(self, self._digest_of(b"BLKYEPOCH2"), self._format)
         self._epochs = SharedEpoch(self._record.read, self._record.replace, revision)
@@ -115,12 +115,12 @@ class ThreadedStore(BatchStore):
 
     @abstractmethod
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Store blocks under their keys, in place of what is there. Runs in a worker thread; may block or raise.
+        """Store blocks under their keys, replacing existing ones. Runs in a worker thread; may block or raise.
 
         Args:
-            keys: uint8 `[n, 32]`, no repeats. A call has its keys to itself unless an earlier one missed its deadline.
-            rows: what to store, uint8 `[n, width]`, this call's own; `width` is `bytes_per_block` or, for a store with
-                keys, a codec or a MAC key, another.
+            keys: uint8 `[n, 32]`, no repeats. No other call uses these keys, unless it missed its deadline.
+            rows: the rows to store, uint8 `[n, width]`; only this call uses them. `width` is `bytes_per_block`, except
+                in a prefix store or with a codec or a MAC key.
 
         Returns:
             Whether each block was stored, bool `[n]`; False is a miss, `"refused"`.
@@ -131,16 +131,16 @@ class ThreadedStore(BatchStore):
         """Read blocks by their keys. Runs in a worker thread; may block or raise.
 
         Args:
-            keys: uint8 `[n, 32]`; they may repeat. Those of slots were put earlier; others may be absent.
-            out: where to, uint8 `[n, width]`, with any content; not to be written after the call has returned. If a
-                stored row has another width, return True and leave the row as it is.
+            keys: uint8 `[n, 32]`, repeats allowed. Names of slots were put before; other names may be absent.
+            out: receives the rows, uint8 `[n, width]`, with arbitrary content; do not write to it after returning. If a
+                stored row has another width, return True and leave the row unchanged.
 
         Returns:
-            Whether each block was there, bool `[n]`; False is a miss, `"absent"`.
+            Whether each block was found, bool `[n]`; False is a miss, `"absent"`.
         """
 
     def delete(self, keys: NDArray[np.uint8]) -> None:  # noqa: ARG002 (a store with keys has its own)
-        """Delete blocks; absent ones are deleted already. A plug-in that has this method has keys.
+        """Delete blocks; ignore absent ones. A plug-in that overrides this method can be a prefix store.
 
         Args:
             keys: uint8 `[n, 32]`, no repeats.
@@ -148,7 +148,7 @@ class ThreadedStore(BatchStore):
         raise no_keys_error()
 
     def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Return whether there is a block under each key, bool `[n]`. The default reads them one by one.
+        """Return whether each key has a block, bool `[n]`. The default reads the blocks one by one.
 
         Args:
             keys: uint8 `[n, 32]`.
@@ -197,7 +197,7 @@ class ThreadedStore(BatchStore):
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """Return whether each key is known to have a block; see `ExternalStore.contains`.
 
-        Never waits: unknown keys are looked up in the background, so ask again some milliseconds later.
+        Never waits: unknown keys are looked up in the background, so retry some milliseconds later.
         """
         names = self._keys_of(keys)
         with self._lock:
@@ -209,7 +209,7 @@ class ThreadedStore(BatchStore):
             return np.array(there, np.bool_)
 
     def lacks(self, keys: Keys) -> NDArray[np.bool_]:
-        """Return whether a read of each key is known to be a miss now; see `ExternalStore.lacks`."""
+        """Return whether a read of each key would be a miss now; see `ExternalStore.lacks`."""
         names = self._keys_of(keys)
         with self._lock:
             is_down = self._closed or self._refuses(self._runtime.monotonic())
@@ -230,7 +230,7 @@ class ThreadedStore(BatchStore):
         done = self.wait(self._submit("forget", [self._record.key]))
         if not done.ok.all():
             why = f"{done.reasons[0]}; {self._last_error}" if done.reasons[0] == "error" else done.reasons[0]
-            raise StoreError(f"forget was not confirmed, nothing is found or stored until it is called again: {why}")
+            raise StoreError(f"forget was not confirmed, so nothing is found or stored until it is called again: {why}")
 
     def _check(self, slots: NDArray[np.int64], *, is_write: bool = False) -> None:
         self._process.check()
@@ -259,21 +259,21 @@ class ThreadedStore(BatchStore):
         keys = [name for name in batch.names if isinstance(name, bytes)]
         if batch.kind == "get":
             return self._get(batch, keys)
-        # What is deleted must not be found under the epoch of another process.
+        # A deleted block must not be found under another process's epoch either.
         epoch = self._epochs.confirm(seconds=0.0 if batch.kind == "delete" else _EPOCH_SECONDS)
-        if batch.age < self._epochs.age:  # it has the epoch of its submission
+        if batch.age < self._epochs.age:  # it was submitted under an earlier epoch
             return None, ["forgotten"] * len(keys)
         names = self._names_of(keys, epoch.token)
         if batch.kind == "put":
             return None, self._put(batch, keys, names, epoch)
         self.delete(names)
-        with self._lock:  # puts that may still bring a key back
+        with self._lock:  # find puts that may still store a key again
             late = {name for other in self._late for name in other.names}
         return None, ["lost" if key in late else "" for key in keys]
 
     def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8], epoch: Epoch) -> list[str]:
         values, reasons = self._sealed(self._rows_of(batch), keys)
-        if batch.ended:  # the rows may have changed since
+        if batch.ended:  # the caller may have changed the rows since
             return reasons
         self._put_good(names, values, reasons, batch.owners, epoch)
         self._give_values(values, reasons)
@@ -322,13 +322,13 @@ class ThreadedStore(BatchStore):
         reasons = ["absent"] * len(keys)
         if not there:
             return np.zeros((0, self.bytes_per_block), np.uint8), reasons
-        # A read brings the record with it, unless it is the first.
+        # Every read but the first fetches the record with it.
         epoch = self._epochs.known() or self._epochs.confirm()
         out = batch.rows if len(there) == len(batch.reasons) else None
         wanted = [keys[index] for index in there]
         stored, rows, found = self._fetch_under(epoch, wanted, out)
         if not self._epochs.counts(epoch, stored):
-            # Lost and replaced for the same weights, or forgotten.
+            # The record was lost and replaced for the same weights, or the blocks were forgotten.
             self._epochs.confirm()
             return None, ["absent"] * len(keys)
         for index, reason in zip(there, found, strict=True):
@@ -337,7 +337,7 @@ class ThreadedStore(BatchStore):
         if bad:
             try:
                 self.delete(np.unique(self._names_of(bad, epoch.token), axis=0))
-            except Exception as error:  # noqa: BLE001 (it is a miss either way)
+            except Exception as error:  # noqa: BLE001 (the block is a miss either way)
                 self._note(error)
         if batch.age < self._epochs.stopped_at:
             return None, ["forgotten"] * len(keys)
@@ -346,13 +346,13 @@ class ThreadedStore(BatchStore):
     # ---- values: blocks with a header ----
 
     def _rows_of(self, batch: Batch) -> NDArray[np.uint8]:
-        """Return the blocks that a batch writes, those of the caller."""
-        if batch.rows is None:  # it was given up
+        """Return the caller's rows that a batch writes."""
+        if batch.rows is None:  # the batch was given up
             raise StoreError("the batch has ended")
         return batch.rows[: len(batch.names)]
 
     def _sealed(self, rows: NDArray[np.uint8], keys: list[bytes]) -> tuple[NDArray[np.uint8], list[str]]:
-        """Make values of blocks, in memory of our own. Returns them, and why some are none."""
+        """Copy blocks into values in our own memory. Returns the values, and each block's reason if it has none."""
         values = self._buffers.take(len(keys), self._format.width)
         return values, self._format.seal(rows, keys, values)
 
@@ -364,7 +364,7 @@ class ThreadedStore(BatchStore):
         owners: Owners | None = None,
         epoch: Epoch | None = None,
     ) -> None:
-        """Put the rows that have no reason yet not to be, and set the reasons of those that are refused."""
+        """Put the rows without a reason, and set the reasons of refused ones."""
         good = [index for index, reason in enumerate(reasons) if not reason]
         if not good:
             return
@@ -377,7 +377,7 @@ class ThreadedStore(BatchStore):
             reasons[index] = "" if stored else "refused"
 
     def _give_values(self, values: NDArray[np.uint8], reasons: list[str]) -> None:
-        """Let values be used again, once nothing refers to them."""
+        """Return the memory of values to the pool, if nothing refers to it."""
         if self._reuses_rows and not any(reasons):
             self._buffers.give(values)
 
@@ -388,7 +388,7 @@ class ThreadedStore(BatchStore):
         owners: Owners,  # noqa: ARG002 (a store with quotas has its own)
         epoch: Epoch,  # noqa: ARG002
     ) -> NDArray[np.bool_]:
-        """Put blocks that have tenants; `put` for a store without quotas."""
+        """Put blocks that have tenants. A store without quotas ignores the tenants."""
         return self.put(names, rows)
 
     def _fetch(
@@ -397,9 +397,9 @@ class ThreadedStore(BatchStore):
         keys: list[bytes],
         out: NDArray[np.uint8] | None = None,  # noqa: ARG002 (for stores that can read straight into it)
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        """Read values. Returns their blocks, each one's reason, and the checksums in their headers.
+        """Read values. Returns their blocks, a reason for each, and the checksums in their headers.
 
-        A store that has read the blocks into rows of the caller, `out`, returns these.
+        A store that reads directly into the caller's rows, `out`, returns these.
         """
         values = self._buffers.take(len(keys), self._format.width)
         values[:, :HEADER] = 0
@@ -414,11 +414,11 @@ class ThreadedStore(BatchStore):
         return rows, reasons, sums
 
     def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
-        """Read values by `get`. Returns why each did not come; a store that knows more than "absent" overrides it."""
+        """Read values with `get`. Returns a reason for each; stores that know more than `"absent"` override this."""
         return ["" if good else "absent" for good in answered("get", self.get(names, values), len(names))]
 
     def _look_up(self) -> list[str]:
-        """Look up the keys that `contains` was asked for; or any name, to see whether the storage answers."""
+        """Look up the keys that `contains` did not know; without such keys, look up any name, as a probe."""
         with self._lock:
             keys = self._known.take_wanted()
         if not keys:
@@ -440,13 +440,13 @@ class ThreadedStore(BatchStore):
     # ---- the epoch ----
 
     def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """Return the row that says which blocks count, uint8 `[192]`; None if there is none.
+        """Return the row that identifies the valid blocks, uint8 `[192]`; None if it is absent.
 
-        The default is a call of `get`; its `LookupError` or `FileNotFoundError` counts as "none". While it raises
-        anything else, nothing is found or stored. Runs in a worker thread; may block or raise.
+        The default calls `get`, and treats `LookupError` and `FileNotFoundError` as absent. While it raises anything
+        else, the store finds and stores nothing. Runs in a worker thread; may block or raise.
 
         Args:
-            key: of the row, uint8 `[32]`.
+            key: key of the row, uint8 `[32]`.
         """
         row = np.zeros((1, HEADER + EPOCH_BYTES), np.uint8)
         try:
@@ -458,21 +458,21 @@ class ThreadedStore(BatchStore):
     def replace_epoch(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
     ) -> NDArray[np.uint8] | None:
-        """Store that row if what is there is `old`, in one step that no other process comes between.
+        """Replace that row if it equals `old`, atomically across processes. `forget` calls this.
 
-        `forget` calls it. The default keeps the threads of this store apart and nothing else: a plug-in whose blocks
-        several processes share at the same time overrides it. Runs in a worker thread; may block or raise.
+        The default is safe only within one store object. Override it in a plug-in that several processes use at the
+        same time. Runs in a worker thread; may block or raise.
 
         Args:
-            key: uint8 `[32]`.
-            old: what must be there, uint8 `[192]`; None if there is none.
-            new: uint8 `[192]`.
+            key: key of the row, uint8 `[32]`.
+            old: the expected row, uint8 `[192]`; None if it must be absent.
+            new: the new row, uint8 `[192]`.
 
         Returns:
-            What is there then.
+            The row that is stored afterwards.
 
         Raises:
-            StoreError: the storage cannot do it in one step.
+            StoreError: the storage has no atomic replacement.
         """
         there = self.read_epoch(key)
         if (None if there is None else there.tobytes()) != (None if old is None else old.tobytes()):
@@ -484,7 +484,7 @@ class ThreadedStore(BatchStore):
     def _fetch_under(
         self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
     ) -> tuple[Record, NDArray[np.uint8], list[str]]:
-        """Read the record, and blocks under an epoch. A store that can do both at once overrides it."""
+        """Read the record, and blocks under an epoch. Stores that can do both in one request override this."""
         stored = self._epochs.read()
         rows, reasons, _ = self._fetch(self._names_of(keys, epoch.token), keys, out)
         return stored, rows, reasons
@@ -500,7 +500,7 @@ class ThreadedStore(BatchStore):
     def _digest_of(self, domain: bytes, rest: bytes = b"") -> bytes:
         return hashlib.sha256(domain + self.namespace + rest).digest()
 
-    # ---- with the lock held ----
+    # ---- called with the lock held ----
 
     def _prepare(self, batch: Batch, names: Sequence[Name]) -> None:
         if batch.kind == "read":
@@ -511,7 +511,7 @@ class ThreadedStore(BatchStore):
             self._known.note_deleted(name for name in names if isinstance(name, bytes))
 
     def _conclude(self, batch: Batch) -> None:
-        """Note which keys are there; a later batch of a key knows better."""
+        """Record which keys have a block, unless a later batch of the key exists."""
         if batch.kind not in {"put", "get", "delete"} or batch.age < self._age:
             return
         for name, reason in zip(batch.names, batch.reasons, strict=False):
