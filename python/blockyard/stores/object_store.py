@@ -1,4 +1,4 @@
-"""The object store: blocks as objects in S3, Google Cloud Storage or Azure, or as files of a shared directory.
+"""The object store: blocks as objects in S3, Google Cloud Storage or Azure, or as files in a shared directory.
 
     s3://bucket/prefix?size=1TiB&region=eu-west-1
     s3://bucket?size=1TiB&endpoint=http://127.0.0.1:9000&region=us-east-1
@@ -7,25 +7,26 @@
 
 | option | meaning | default |
 |---|---|---|
-| `size` | bytes of the blocks that a process keeps track of; of swap space, all its slots | what `num_slots` need |
-| `connections` | requests under way at once, 4 to 256 | 16 |
-| `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
-| `timeout_base` | seconds an operation is given, plus one for every 16 MB under way | 5 |
-| others | go to obstore: `endpoint`, `region`, `virtual_hosted_style_request`, `unsigned_payload`, ... | obstore's |
+| `size` | total size of the blocks that one process tracks; for swap space, of all its slots | enough for `num_slots` |
+| `connections` | maximum number of concurrent requests, 4 to 256 | 16 |
+| `memory` | maximum bytes in flight and in uncollected results; blocks beyond it are misses, `queue_full` | 1GiB |
+| `timeout_base` | timeout of an operation in seconds, plus one for every 16 MB in flight | 5 |
+| others | passed to obstore: `endpoint`, `region`, `virtual_hosted_style_request`, `unsigned_payload` ... | obstore's |
 
-Credentials come from where obstore takes them: environment variables such as `AWS_ACCESS_KEY_ID` and
-`AWS_SECRET_ACCESS_KEY`, or the machine's role; with `skip_signature=true` there are none. A URL that holds one is
-refused, and no message shows it. It needs `pip install "blockyard[s3]"`.
+obstore finds credentials in environment variables such as `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, or in the
+machine's role; with `skip_signature=true` it sends none. URLs with credentials are rejected, and no message shows them.
+The store needs `pip install "blockyard[s3]"`.
 
-- Swap space: objects of this store alone, which are deleted when it is closed. What a killed process leaves stays.
-- Prefix store: shared by every process with this namespace. A block is stored only if it is absent. A value is checked
-  whole before it is a hit; a damaged one is deleted.
-- Nothing is evicted: a bucket has no size. `size` bounds what one process remembers of it. Give the bucket a lifecycle
-  rule that deletes objects under `blockyard/` some days after they were written; a deleted one is a miss.
+- Swap space: objects of this store alone, deleted when it is closed. Objects of a killed process remain.
+- Prefix store: shared by every process with this namespace. A block is stored only if it is absent. A value is fully
+  checked before it is a hit; a damaged one is deleted.
+- The store evicts nothing, since a bucket has no size. `size` limits what one process remembers of it. Give the bucket
+  a lifecycle rule that deletes objects under `blockyard/` some days after they were written; a deleted one is a miss.
 - `forget` takes one request. The forgotten objects stay until the lifecycle rule deletes them.
 
-Objects are named `PREFIX/blockyard/`, 16 digits of the namespace, `/` and 64 digits. Those of 16 MiB and more are sent
-in parts and read in ranges of 8 MiB. `local` writes a file and renames it; `memory` lives in this process, for tests.
+Objects are named `PREFIX/blockyard/`, 16 digits of the namespace, `/` and 64 digits. Objects of at least 16 MiB are
+sent in parts and read in ranges of 8 MiB. `local` writes a file and renames it; `memory` lives in this process, for
+tests.
 """
 
 import fcntl
@@ -54,24 +55,24 @@ from blockyard.workers import Process, missing
 
 __all__ = ["ObjectStore", "open_object_store"]
 
-_LARGE: Final = 16 << 20  # objects from here on are sent in parts and read in ranges
+_LARGE: Final = 16 << 20  # objects of at least this size are sent in parts and read in ranges
 _RANGE: Final = 8 << 20
 _SUMMED_ALONE: Final = 256 << 10  # smaller blocks of a batch are still in the core's cache when it ends
-_SLOWEST: Final = 16e6  # bytes a second that a request's time allows for
-_BATCHES: Final = 4  # that work at once
-_ERRORS: Final = 4  # more calls of a batch than have succeeded may fail before it is given up
+_SLOWEST: Final = 16e6  # bytes per second; request timeouts assume at least this rate
+_BATCHES: Final = 4  # number of batches that run at once
+_ERRORS: Final = 4  # give a batch up once its failed calls exceed the successful ones by more than this
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 _SECRET: Final = re.compile(r"secret|token|password|credential|sas|signature$|access_key|account_key|private|^key$")
-_UNSIGNED: Final = "skip_signature"  # for a bucket that everybody can read
+_UNSIGNED: Final = "skip_signature"  # for a public bucket
 _S3_KEYS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _S3_ROLES: Final = re.compile(r"^AWS_(WEB_IDENTITY_TOKEN_FILE|CONTAINER_CREDENTIALS_\w+|SKIP_SIGNATURE)$")
 _SECRET_NAME: Final = re.compile(r"^(AWS|AZURE|GOOGLE)_.*(SECRET|TOKEN|PASSWORD|KEY)")
 _in_memory: dict[str, Any] = {}  # obstore's stores of `memory` URLs
-_process: Process | None = None  # that has obstore's threads
+_process: Process | None = None  # the process that runs obstore's threads
 
 
 class ObjectURL(NamedTuple):
-    """What a URL of the object store says."""
+    """A parsed URL of the object store."""
 
     parts: StoreURL
     scheme: str
@@ -83,10 +84,10 @@ class ObjectURL(NamedTuple):
 
 
 def read_url(url: str) -> ObjectURL:
-    """Read a URL with the scheme `s3`, `gs`, `az`, `local` or `memory`; nothing is opened.
+    """Parse a URL with the scheme `s3`, `gs`, `az`, `local` or `memory`; opens nothing.
 
     Raises:
-        StoreURLError: the URL is malformed; the message shows the part that is wrong, but no credential.
+        StoreURLError: the URL is malformed; the message shows the wrong part, but no credential.
     """
     parts = StoreURL.parse(url)
     scheme, split = url.partition(":")[0], urlsplit(url)
@@ -125,21 +126,21 @@ def open_object_store(
     use: Use = "swap",
     **options: Any,
 ) -> ExternalStore:
-    """Open the object store; `blockyard.stores.open_store` does, for `s3://`, `gs://`, `az://`, `local://`, `memory://`.
+    """Open the object store. `open_store` calls this for `s3://`, `gs://`, `az://`, `local://` and `memory://`.
 
     Args:
-        url: `s3://bucket/prefix?size=1TiB`, options as the module describes them.
+        url: `s3://bucket/prefix?size=1TiB`; see the module for the options.
         bytes_per_block: bytes of one block.
-        num_slots: blocks to keep track of; as many as fit into `size` if None.
-        namespace: 32-byte digest of all that decides the bytes.
+        num_slots: number of blocks to track; None for as many as fit into `size`.
+        namespace: 32-byte digest of everything that determines the bytes.
         use: `"swap"` or `"prefix"`.
         options: `codec` and `mac_key`, as for `open_store`.
 
     Raises:
-        StoreURLError: the URL is malformed; the message shows the part that is wrong, but no credential.
+        StoreURLError: the URL is malformed; the message shows the wrong part, but no credential.
         StoreFullError: `size` holds too few blocks.
         StoreError: the server does not answer, refuses the credentials or has no such bucket, or obstore is missing.
-        ForkedError: this is a fork of a process that has used an object store.
+        ForkedError: this process is a fork of one that has used an object store.
     """
     found = read_url(url)
     fit = None if found.size is None else found.size // (HEADER + bytes_per_block)
@@ -161,9 +162,9 @@ def open_object_store(
 
 
 class ObjectStore(RemoteStore):
-    """Blocks as objects; `open_object_store` makes it.
+    """Blocks as objects; created by `open_object_store`.
 
-    `connect` returns a client and the module with its functions, in place of obstore's.
+    `connect` returns a module to use instead of obstore, and its client.
     """
 
     def __init__(
@@ -176,13 +177,13 @@ class ObjectStore(RemoteStore):
         self._ob, self._client = (connect or _connect)(found, found.timeout_base + self._format.width / _SLOWEST)
         self._can_create = True
         self._bulk_delete = found.scheme == "s3"
-        self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep them
+        self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep references to rows
         environment = os.environ.items()
         self._secrets = [value for name, value in environment if _SECRET_NAME.search(name) and len(value) > 3]
         self._lock_path = Path(found.parts.path) / "blockyard.lock" if found.scheme == "local" else None
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Store values; blocks under keys only where there is none."""
+        """Store values. In a prefix store, existing blocks are kept."""
         self._remember(keys)
         is_block = self._is_block(rows)
         failed = self._each_of(
@@ -191,7 +192,7 @@ class ObjectStore(RemoteStore):
         return np.array([index not in failed for index in range(len(rows))], np.bool_)
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Read values; one of another length is left to the check of its header."""
+        """Read values. The header check rejects those of another length."""
         return np.array([not why for why in self._get_values(keys, out)], np.bool_)
 
     def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
@@ -239,7 +240,7 @@ class ObjectStore(RemoteStore):
                 self._ob.delete(self._client, paths[index])
             except FileNotFoundError:
                 pass
-            except Exception as error:  # noqa: BLE001 (whatever the client raises)
+            except Exception as error:  # noqa: BLE001 (any exception of the client)
                 raise self._public(error) from None
 
         if self._bulk_delete:
@@ -278,7 +279,7 @@ class ObjectStore(RemoteStore):
     def replace_epoch(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
     ) -> NDArray[np.uint8] | None:
-        """Store a row on the condition that nothing else has been stored; see `ThreadedStore.replace`."""
+        """Replace a row by a conditional write; see `ThreadedStore.replace_epoch`."""
         path = self._path(key)
         with self._alone():
             try:
@@ -286,14 +287,14 @@ class ObjectStore(RemoteStore):
                 there, meta = answer.bytes(), answer.meta
             except FileNotFoundError:
                 there, meta = None, {}
-            except Exception as error:  # noqa: BLE001 (whatever the client raises)
+            except Exception as error:  # noqa: BLE001 (any exception of the client)
                 raise self._public(error) from None
             if (None if there is None else bytes(there)) == (None if old is None else old.tobytes()):
                 self._put_on_condition(path, new.data, meta)
         return self.read_epoch(key)
 
     def _put_on_condition(self, path: str, value: memoryview, meta: Mapping[str, Any]) -> None:
-        """Replace the object that `meta` describes, or create it; nothing is done if it has changed."""
+        """Replace the object that `meta` describes, or create it; do nothing if it has changed."""
         exceptions = self._ob.exceptions
         mode: Any = {name: meta[name] for name in ("e_tag", "version") if meta.get(name)} or "create"
         if self._lock_path is not None:
@@ -306,12 +307,12 @@ class ObjectStore(RemoteStore):
             if meta:
                 raise StoreError("the server has no conditional writes (If-Match), which forget needs") from None
             self._ob.put(self._client, path, value, use_multipart=False)
-        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+        except Exception as error:  # noqa: BLE001 (any exception of the client)
             raise self._public(error) from None
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other processes away from a shared directory, which knows no conditional writes."""
+        """Lock a shared directory against other processes, since it has no conditional writes."""
         if self._lock_path is None:
             yield
             return
@@ -340,7 +341,7 @@ class ObjectStore(RemoteStore):
                 raise StoreError("the bucket does not exist") from None
 
     def _disconnect(self) -> None:
-        self._calls.close()  # the client has no connection that must be closed
+        self._calls.close()  # the client holds no connection to close
 
     def _path(self, key: NDArray[np.uint8]) -> str:
         return self._folder + key.tobytes().hex()
@@ -348,13 +349,13 @@ class ObjectStore(RemoteStore):
     def _put_one(self, path: str, value: memoryview, is_block: bool) -> None:  # noqa: FBT001
         try:
             if is_block and len(value) >= _LARGE:
-                if self._size_of(path) != len(value):  # parts cannot be sent on a condition
+                if self._size_of(path) != len(value):  # multipart uploads cannot be conditional
                     self._ob.put(self._client, path, value, use_multipart=True, chunk_size=_RANGE, max_concurrency=4)
             elif is_block and self._can_create:
                 self._create(path, value)
             else:
                 self._ob.put(self._client, path, value, use_multipart=len(value) >= _LARGE, chunk_size=_RANGE)
-        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+        except Exception as error:  # noqa: BLE001 (any exception of the client)
             raise self._public(error) from None
 
     def _create(self, path: str, value: memoryview) -> None:
@@ -364,11 +365,11 @@ class ObjectStore(RemoteStore):
         except exceptions.AlreadyExistsError:
             return
         except (NotImplementedError, exceptions.NotSupportedError):
-            self._can_create = False  # a server without conditions: equal keys stand for equal bytes anyway
+            self._can_create = False  # a server without conditional writes; equal keys mean equal bytes anyway
             self._ob.put(self._client, path, value, use_multipart=False)
 
     def _read_piece(self, path: str, row: NDArray[np.uint8], start: int, end: int) -> str:
-        """Read bytes of a value into their place. Returns why they did not come."""
+        """Read part of a value into its row. Returns the reason for a miss, or `""`."""
         if end - start == len(row):
             value = self._read_whole(path, len(row))
             if value is not None and self._format.accepts_size(row, len(value)):
@@ -378,7 +379,7 @@ class ObjectStore(RemoteStore):
             data = self._ob.get_range(self._client, path, start=start, end=end)
         except FileNotFoundError:
             return "absent"
-        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+        except Exception as error:  # noqa: BLE001 (any exception of the client)
             return self._why_refused(path, len(row), error)
         if len(data) < end - start:
             return "length"
@@ -386,41 +387,43 @@ class ObjectStore(RemoteStore):
         return ""
 
     def _read_whole(self, path: str, most: int) -> NDArray[np.uint8] | None:
-        """Return a value, no byte of one that is longer than `most`, and None if there is none."""
+        """Return a value, empty if it is longer than `most` bytes; None if it is absent."""
         try:
             answer = self._ob.get(self._client, path)
             return np.frombuffer(answer.bytes() if answer.range[1] <= most else b"", np.uint8)
         except FileNotFoundError:
             return None
-        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+        except Exception as error:  # noqa: BLE001 (any exception of the client)
             raise self._public(error) from None
 
     def _size_of(self, path: str) -> int | None:
-        """Return how long a value is, None if there is none; raises what the client raises."""
+        """Return the size of a value, None if it is absent; raises the client's exceptions."""
         try:
             return int(self._ob.head(self._client, path)["size"])
         except FileNotFoundError:
             return None
 
     def _why_refused(self, path: str, width: int, error: Exception) -> str:
-        """Return why a range was refused: the value was cut short, or is gone.
+        """Return why a range was refused: the value is truncated, or absent.
 
         Raises:
-            StoreError: it is whole.
+            StoreError: the value has its full size.
         """
         try:
             size = self._size_of(path)
-        except Exception:  # noqa: BLE001 (whatever the client raises)
+        except Exception:  # noqa: BLE001 (any exception of the client)
             size = width
         if size == width:
             raise self._public(error) from None
         return "absent" if size is None else "length"
 
     def _each_of(self, total: int, call: Callable[[int], None]) -> set[int]:
-        """Do all calls, and return which failed: a server that fails one object has others.
+        """Make all calls, and return which failed: one failed object does not fail the others.
+
+        Once most calls fail, no further ones are made.
 
         Raises:
-            StoreError: the server failed all that it was asked for. It is asked for no more once errors prevail.
+            StoreError: every call failed.
         """
         failed, errors, done = set(range(total)), list[Exception](), list[int]()
 
@@ -443,11 +446,11 @@ class ObjectStore(RemoteStore):
 
     def _public(self, error: Exception) -> StoreError:
         text = str(super()._public(error)).partition("\n")[0]
-        return StoreError(re.sub(r"\?\S*", "?***", text))  # signed URLs have their signature there
+        return StoreError(re.sub(r"\?\S*", "?***", text))  # a signed URL has its signature there
 
 
 def _missing_credentials(found: ObjectURL) -> str:
-    """Say which credentials of S3 the environment lacks; obstore reads no files of the AWS command line."""
+    """Return a note on missing S3 credentials. obstore reads the environment, but not the AWS CLI's files."""
     names = {name.upper() for name in os.environ}
     if found.scheme != "s3" or _UNSIGNED in found.config or any(map(_S3_ROLES.match, names)):
         return ""
@@ -461,13 +464,13 @@ def _missing_credentials(found: ObjectURL) -> str:
 
 
 def _connect(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
-    """Return the module obstore and a store of its."""
-    global _process  # noqa: PLW0603 (obstore has threads for the whole process)
+    """Return the module obstore and one of its stores."""
+    global _process  # noqa: PLW0603 (obstore's threads belong to the whole process)
     _process = _process or Process("the first object store")
     if not _process.is_current:
         raise ForkedError(
-            f"{found.parts.url!r}: obstore's threads are in the process that this is a fork of, and calls would hang: "
-            "open object stores in processes that are spawned, or for the first time after the fork"
+            f"{found.parts.url!r}: this process is a fork without obstore's threads, and calls would hang: "
+            "open object stores in spawned processes, or only after the fork"
         )
     try:
         obstore, stores = import_module("obstore"), import_module("obstore.store")
@@ -486,6 +489,6 @@ def _connect(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
             return obstore, stores.LocalStore(found.parts.path, mkdir=True)
         more: Sequence[str] = (found.scheme, "://", found.parts.host, found.parts.path)
         return obstore, stores.from_url("".join(more), client_options=client, retry_config=retry, **found.config)
-    except Exception as error:  # noqa: BLE001 (whatever the client raises)
+    except Exception as error:  # noqa: BLE001 (any exception of the client)
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise StoreError(f"{found.parts.url!r}: {text}{_missing_credentials(found)}") from None
