@@ -1,23 +1,23 @@
-"""Which blocks a Redis store has: lists at the server that change in one step with the blocks, and what they cost.
+"""The lists of a Redis store's blocks. They are kept at the server, and change atomically with the blocks.
 
-Everything that bounds the store is decided by the scripts here, which the server runs one at a time. No client counts,
-and no client's clock matters.
+The server runs the scripts in this module one at a time, and they enforce all limits of the store. No client counts
+blocks, and no client's clock matters.
 
-| key, after the prefix of a segment | what |
+| key, after the prefix of a segment | content |
 |---|---|
 | `order` | sorted set: names of blocks by their last use, numbered by the server |
-| `sweep` | there while blocks may be stored that no list has: the list was empty when a block came |
-| `sweeper` | there while a process looks for such blocks |
-| `quotas`, `held` | hashes: blocks that each tenant with a quota may keep, and keeps |
-| `owners` | hash: the tenant of a block and the block before it in its prompt |
+| `sweep` | exists while unlisted blocks may be stored: the list was empty when a block arrived |
+| `sweeper` | exists while a process searches for unlisted blocks |
+| `quotas`, `held` | hashes: the quota of each tenant, and the number of blocks it has |
+| `owners` | hash: the tenant of a block, and the preceding block of its prompt |
 | `kids` | hash: how many blocks with an owner follow a block |
-| `leaves:TENANT` | sorted set: the tenant's blocks that none follows, by their last use |
+| `leaves:TENANT` | sorted set: the tenant's blocks that no block follows, by their last use |
 
-A batch of blocks is stored by one transaction with the script `_SETTLE`, which lists the blocks and drops those that
-are too many. A client that is killed at any point leaves neither a block without an entry nor one beyond the bounds.
+One transaction stores a batch of blocks and runs the script `_SETTLE`, which lists them and drops excess blocks. A
+client killed at any point leaves no unlisted block and no block beyond the limits.
 
-A server has one segment. In a cluster all keys of a segment share a hash slot, and blocks are spread over `SEGMENTS`
-segments by their names, so each has a part of the store's size.
+A server has one segment. In a cluster, blocks are spread by name over `SEGMENTS` segments, each with its share of the
+store's size. All keys of a segment share a hash slot.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 __all__ = ["SEGMENTS", "Lists"]
 
 SEGMENTS: Final = 64
-_SPAN: Final = 4096  # uses that one batch numbers: its first block is the last of it to go
+_SPAN: Final = 4096  # use numbers reserved for one batch; its first block gets the highest, so it is evicted last
 _AT_ONCE: Final = 1000  # blocks that one script drops or adopts
 
 _USE: Final = """
@@ -94,7 +94,7 @@ end
 _OWNING: Final = """
 local function own(name, score, tenant, parent)
   local quota = tonumber(redis.call('HGET', quotas, tenant))
-  -- A block before it in the batch may have taken its place.
+  -- An earlier block of the batch may have evicted it.
   if not quota or not redis.call('ZSCORE', order, name) then return end
   if parent ~= '' and not redis.call('ZSCORE', order, parent) then score = 0 end
   if redis.call('HSETNX', owners, name, tenant .. parent) == 1 then
@@ -110,8 +110,8 @@ local function own(name, score, tenant, parent)
 end
 """
 
-# ARGV: most blocks, how many names, the names, and the owner of each if there are any. Returns whether a sweep is due,
-# whether there are quotas, and the numbers of the blocks that were not kept.
+# ARGV: maximum number of blocks, number of names, the names, and their owners if they have any. Returns whether a sweep
+# is due, whether quotas exist, and the indexes of the blocks that were not kept.
 _SETTLE: Final = """
 if not last then redis.call('SET', prefix .. 'sweep', 1) end
 local count, uses = tonumber(ARGV[2]), {}
@@ -134,7 +134,7 @@ end
 return answer
 """
 
-# ARGV: names of blocks that are read.
+# ARGV: names of the blocks that are read.
 _TOUCH: Final = """
 local uses = {}
 for i = 1, #ARGV do uses[2 * i - 1], uses[2 * i] = use - i, ARGV[i] end
@@ -150,7 +150,7 @@ end
 
 _DROP: Final = "for i = 1, #ARGV do drop(ARGV[i]) end"
 
-# ARGV: most blocks, and names of blocks that were stored when the sweep looked. Those in no list come first to go.
+# ARGV: maximum number of blocks, and names of stored blocks that the sweep found. Unlisted ones will be evicted first.
 _ADOPT: Final = """
 for i = 2, #ARGV do
   if redis.call('EXISTS', prefix .. ARGV[i]) == 1 then redis.call('ZADD', order, 'NX', 0, ARGV[i]) end
@@ -158,7 +158,7 @@ end
 drop_beyond(tonumber(ARGV[1]))
 """
 
-# ARGV: a tenant, and the blocks that it may keep, or nothing. Returns whether the tenant has more still.
+# ARGV: a tenant, and its quota or an empty string. Returns whether the tenant still exceeds its quota.
 _SET_QUOTA: Final = """
 local quota = tonumber(ARGV[2])
 redis.call('HSET', quotas, '', 1)  -- if the hash is gone, the server has lost it
@@ -192,7 +192,7 @@ class _Scripts(NamedTuple):
 
 
 def _scripts(*, has_quotas: bool) -> _Scripts:
-    """Return the scripts of a segment; they are sent with each call, so those without quotas are short."""
+    """Return the scripts of a segment. Each call sends its script, so those without quotas are short."""
     whose = _OWNERS if has_quotas else _NOBODYS
     dropping = _USE + whose + _DROPPING + (_DROPPING_OF if has_quotas else "")
     scripts = (
@@ -206,11 +206,11 @@ def _scripts(*, has_quotas: bool) -> _Scripts:
 
 
 class Lists:
-    """Makes the commands that change the lists of one segment.
+    """Builds the commands that change the lists of one segment.
 
     Args:
-        prefix: what the names of its keys begin with.
-        capacity: most blocks.
+        prefix: prefix of the segment's keys.
+        capacity: maximum number of blocks.
         has_quotas: whether blocks have tenants.
     """
 
@@ -221,11 +221,11 @@ class Lists:
         self._scripts = _scripts(has_quotas=has_quotas)
 
     def settle(self, names: list[bytes], owners: list[bytes] | None = None) -> list[bytes]:
-        """List blocks that the same transaction stores, and drop those that are too many."""
+        """List the blocks that the same transaction stores, and drop excess blocks."""
         return self._run(self._scripts.settle, self._capacity, b"%d" % len(names), *names, *(owners or ()))
 
     def touch(self, names: list[bytes]) -> list[bytes]:
-        """Note that blocks are used."""
+        """Mark blocks as used."""
         return self._run(self._scripts.touch, *names)
 
     def drop(self, names: list[bytes]) -> list[bytes]:
@@ -233,27 +233,27 @@ class Lists:
         return self._run(self._scripts.drop, *names)
 
     def adopt(self, names: Iterable[bytes]) -> list[bytes]:
-        """List blocks that are stored, where no list has them."""
+        """List stored blocks that are not listed yet."""
         return self._run(self._scripts.adopt, self._capacity, *names)
 
     def set_quota(self, tenant: bytes, num_blocks: int | None) -> list[bytes]:
-        """Limit a tenant of 16 bytes."""
+        """Set the quota of a tenant, named by 16 bytes."""
         return self._run(self._scripts.set_quota, tenant, b"" if num_blocks is None else b"%d" % num_blocks)
 
     def quota(self, tenant: bytes) -> list[list[bytes]]:
-        """Ask for what a tenant keeps, and for what it may keep."""
+        """Read how many blocks a tenant has, and its quota."""
         return [[b"HGET", self.prefix + key, tenant] for key in (b"held", b"quotas")]
 
     def begin_sweep(self, seconds: int) -> list[bytes]:
-        """Be the one who sweeps, for that long, unless another process is."""
+        """Become the sweeper for `seconds`, unless another process is."""
         return [b"SET", self.prefix + b"sweeper", b"1", b"NX", b"EX", b"%d" % seconds]
 
     def go_on_sweeping(self, seconds: int) -> list[bytes]:
-        """Be it for longer."""
+        """Stay the sweeper for `seconds` more."""
         return [b"EXPIRE", self.prefix + b"sweeper", b"%d" % seconds]
 
     def end_sweep(self) -> list[bytes]:
-        """Note that every block is in a list."""
+        """Record that every block is listed."""
         return [b"DEL", self.prefix + b"sweep", self.prefix + b"sweeper"]
 
     def _run(self, script: bytes, *words: bytes) -> list[bytes]:

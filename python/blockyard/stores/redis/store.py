@@ -19,13 +19,13 @@ from blockyard.stores.value import HEADER
 
 __all__ = ["RedisStore", "open_redis"]
 
-_KEYS: Final = 512  # of one round trip
+_KEYS: Final = 512  # keys per round trip
 _BYTES: Final = (1 << 20) + 64 * HEADER  # a mebibyte of blocks of 16 KiB or more, with their headers
 _CONNECT_SECONDS: Final = 2.0
 _SWAP_TTL: Final = 86_400.0
-_SLOTS: Final = 16_384  # of a cluster
-_SWEEP_SECONDS: Final = 60  # how long a process that stopped keeps others from sweeping
-_SCANNED: Final = 1000  # names of one step of a sweep
+_SLOTS: Final = 16_384  # hash slots of a cluster
+_SWEEP_SECONDS: Final = 60  # how long a sweeper that died keeps others from sweeping
+_SCANNED: Final = 1000  # names per step of a sweep
 _MOST_IN_SLOT: Final = 1 << 22
 _REPLACE: Final = b"""
 local there = redis.call('GET', KEYS[1])
@@ -33,7 +33,7 @@ if (there or '') ~= ARGV[1] then return there end
 redis.call('SET', KEYS[1], ARGV[2])
 return ARGV[2]
 """
-_NODES_LOST: Final = 3  # of a cluster, that a batch may notice one after the other before its deadline
+_NODES_LOST: Final = 3  # how many lost nodes a batch can detect, one after the other, before its deadline
 
 
 def open_redis(
@@ -45,18 +45,18 @@ def open_redis(
     use: Use = "swap",
     **options: Any,
 ) -> ExternalStore:
-    """Open the Redis store; `blockyard.stores.open_store` does, for the schemes that the module names.
+    """Open the Redis store. `blockyard.stores.open_store` calls this for the schemes in the module's docstring.
 
     Args:
-        url: `redis://host:6379?size=2GiB`, options as the module describes them.
+        url: `redis://host:6379?size=2GiB`; see the module for the options.
         bytes_per_block: bytes of one block.
-        num_slots: blocks to hold; as many as fit into `size` if None.
-        namespace: 32-byte digest of all that decides the bytes.
+        num_slots: number of blocks to hold; None for as many as fit into `size`.
+        namespace: 32-byte digest of everything that determines the bytes.
         use: `"swap"` or `"prefix"`.
         options: `codec` and `mac_key`, as for `open_store`.
 
     Raises:
-        StoreURLError: the URL is malformed; the message shows the part that is wrong, but no password.
+        StoreURLError: the URL is malformed; the message shows the wrong part, but no password.
         StoreFullError: `size` holds too few blocks.
         StoreError: the server does not answer or refuses the password, or a PEM file cannot be read.
     """
@@ -80,9 +80,9 @@ def open_redis(
 
 
 class RedisStore(RemoteStore):
-    """Blocks on a Redis or Valkey server or cluster; `open_redis` makes it.
+    """Blocks on a Redis or Valkey server or cluster; created by `open_redis`.
 
-    `connect` makes the client, in place of `RedisClient`.
+    `connect` creates the client, in place of `RedisClient`.
     """
 
     _reuses_rows = True
@@ -97,11 +97,11 @@ class RedisStore(RemoteStore):
         self._prefix = b"blockyard:%b%b:" % (b"swap:" if use == "swap" else b"", digits)
         self._lists = self._new_lists(digits, is_cluster=found.client["cluster"]) if use == "prefix" else []
         self.keeps_quotas = len(self._lists) == 1
-        self._tenants: dict[bytes, bytes] = {}  # names of tenants with blocks here
-        self._quotas: dict[bytes, int | None] = {}  # by name, as this process has set them
-        self._setting = self._runtime.lock()  # held while quotas are set: the last one counts
+        self._tenants: dict[bytes, bytes] = {}  # names of tenants with blocks in this process
+        self._quotas: dict[bytes, int | None] = {}  # by name, as set by this process
+        self._setting = self._runtime.lock()  # held while quotas are set: the last call wins
         self._are_quotas_lost = False
-        self._to_sweep: set[int] = set()  # segments that may have blocks in no list
+        self._to_sweep: set[int] = set()  # segments that may have unlisted blocks
         self._is_sweeping = False
         timeout = self.timeout_base / _NODES_LOST if found.client["cluster"] else self.timeout_base
         timeouts: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT_SECONDS)}
@@ -118,7 +118,7 @@ class RedisStore(RemoteStore):
         return [Lists(name, each + (number < more), has_quotas=False) for number, name in enumerate(names)]
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Store values. Blocks under keys are listed, and those that are too many dropped, in the same step."""
+        """Store values. In a prefix store, the same transaction lists the blocks and drops excess ones."""
         if self._lists:
             return self._put_listed(keys, rows, None)
         self._remember(keys)
@@ -180,7 +180,7 @@ class RedisStore(RemoteStore):
         return [len(self._format.stored(row)) for row in rows] if self._format.is_encoded(rows) else None
 
     def _full_name(self, name: bytes) -> bytes:
-        """Return the name of a value at the server."""
+        """Return the server's key for a value."""
         return (self._lists[name[0] % len(self._lists)].prefix if self._lists else self._prefix) + name
 
     def _by_segment(self, names: list[bytes], make: Callable[[Lists, list[bytes]], list[bytes]]) -> list[list[bytes]]:
@@ -192,13 +192,13 @@ class RedisStore(RemoteStore):
         return [make(self._lists[number], list(group)) for number, group in groups]
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Read values; one of another length is left to the check of its header."""
+        """Read values. The header check rejects those of another length."""
         return self._get_parts(keys, out)[0]
 
     def replace_epoch(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
     ) -> NDArray[np.uint8] | None:
-        """Store a row if what is there is `old`; see `ThreadedStore.replace`."""
+        """Replace a row if it equals `old`; see `ThreadedStore.replace_epoch`."""
         name, before = self._prefix + key.tobytes(), b"" if old is None else old.tobytes()
         (answer,) = self._accepted([[b"EVAL", _REPLACE, b"1", name, before, new.tobytes()]])
         if answer is None:
@@ -206,19 +206,19 @@ class RedisStore(RemoteStore):
         return np.frombuffer(answer, np.uint8)
 
     def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """Return the row that says which blocks count."""
+        """Return the row that identifies the valid blocks."""
         (answer,), why = self._run([[b"GET", self._prefix + key.tobytes()]])
         return self._row_of(answer, why)
 
     def _row_of(self, answer: object, why: str | None) -> NDArray[np.uint8] | None:
-        """Return the epoch's record as it was read. Its absence counts only if its node has answered."""
+        """Return the epoch's record from an answer. It counts as absent only if its node has answered."""
         if isinstance(answer, bytes):
             return np.frombuffer(answer, np.uint8)
         if isinstance(answer, StoreError):
             raise self._public(answer)
         if why is not None:
             self._note_lost(why)
-            raise self._public(StoreError(f"the record of the epoch cannot be read: {why}"))
+            raise self._public(StoreError(f"cannot read the store's epoch record: {why}"))
         return None
 
     def _get_parts(
@@ -229,17 +229,17 @@ class RedisStore(RemoteStore):
         head_bytes: int = 0,
         more: Sequence[list[bytes]] = (),
     ) -> tuple[NDArray[np.bool_], NDArray[np.uint8], bool, list[tuple[Any, str | None]]]:
-        """Read values, and run more commands in the first trip.
+        """Read values, and run more commands in the first round trip.
 
         Returns:
-            Whether there is each value, the first bytes of each, whether a node did not answer, and the answer to
-            each of the other commands, with the reason if a node gave none.
+            Whether each value was found, the first bytes of each, whether a node did not answer, and for each other
+            command the answer, and the reason if its node did not answer.
         """
         is_lost, answered = False, list[tuple[Any, str | None]]()
         found, heads = np.zeros(len(keys), np.bool_), np.zeros((len(keys), head_bytes), np.uint8)
         for part in batched(out, _KEYS, _BYTES):
             names = [key.tobytes() for key in keys[part]]
-            first = self._by_segment(names, Lists.touch)  # a full server refuses to note the use
+            first = self._by_segment(names, Lists.touch)  # a full server refuses this
             asked = [*more, *first] if part.start == 0 else first
             found[part], heads[part], answers, why = self._call(
                 self._client.get,
@@ -287,7 +287,7 @@ class RedisStore(RemoteStore):
             self._refuse_errors(answers)
             is_lost = is_lost or why is not None
         if is_lost:
-            raise StoreError("a node of the cluster does not answer, its values may stay")
+            raise StoreError("a node of the cluster does not answer, so its values may remain")
 
     def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
@@ -309,7 +309,7 @@ class RedisStore(RemoteStore):
             self._quotas[name] = num_blocks
 
     def quota(self, tenant: bytes) -> tuple[int, int] | None:
-        """Return what a tenant keeps here, by whichever process, and its quota; see `ExternalStore.quota`."""
+        """Return how many blocks a tenant has, of all processes, and its quota; see `ExternalStore.quota`."""
         check_quota(tenant)
         self._require_quotas()
         held, most = self._accepted(self._lists[0].quota(self._tenant(tenant)))
@@ -328,7 +328,7 @@ class RedisStore(RemoteStore):
             pass
 
     def _tenant(self, tenant: bytes) -> bytes:
-        """Return the name by which the server knows a tenant: it does not tell the salt."""
+        """Return the server's name for a tenant, which does not reveal the salt."""
         name = self._tenants.get(tenant)
         if name is None:
             name = self._tenants[tenant] = self._digest_of(b"BLKYTENANT1", tenant)[:16]
@@ -336,10 +336,10 @@ class RedisStore(RemoteStore):
                 del self._tenants[next(iter(self._tenants))]
         return name
 
-    # ---- what the server has lost ----
+    # ---- repairing what the server has lost ----
 
     def _repair(self, number: int, *, is_swept: bool, has_quotas: bool) -> None:
-        """Have a thread look for blocks that no list has, and set quotas again that the server has lost."""
+        """Start a thread that searches for unlisted blocks, and set lost quotas again."""
         is_lost = not has_quotas and bool(self._quotas)
         if is_swept and not is_lost:
             return
@@ -361,13 +361,13 @@ class RedisStore(RemoteStore):
                     self._are_quotas_lost = False
             while self._sweep_one():
                 pass
-        except Exception as error:  # noqa: BLE001 (a later put asks for it again)
+        except Exception as error:  # noqa: BLE001 (a later put requests it again)
             with self._lock:
                 self._note(error)
                 self._is_sweeping = False
 
     def _sweep_one(self) -> bool:
-        """Sweep a segment. Returns False, and the thread counts no more, when none is left."""
+        """Sweep a segment. If none is left, return False and count the thread as ended."""
         with self._lock:
             self._is_sweeping = bool(self._to_sweep) and not self._closed
             if not self._is_sweeping:
@@ -390,7 +390,7 @@ class RedisStore(RemoteStore):
         self._accepted([lists.end_sweep()])
 
     def _scan(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """Go through the names that begin with a prefix."""
+        """Iterate over the names that begin with a prefix."""
         tag = prefix.partition(b"{")[2].partition(b"}")[0]
         if tag:
             slot = crc_hqx(tag, 0) % _SLOTS
@@ -410,17 +410,17 @@ class RedisStore(RemoteStore):
         self._client.close()
 
     def _note_lost(self, why: str | None) -> None:
-        """Note why nodes of a cluster do not answer, or why blocks were refused."""
+        """Record why nodes of a cluster do not answer, or why blocks were refused."""
         if why is not None:
             self._note(self._public(StoreError(why)))
 
     def _run(self, commands: list[list[bytes]]) -> tuple[list[Any], str | None]:
-        """Run commands. Returns the answers, which may be refusals, and why nodes of a cluster do not answer."""
+        """Run commands. Returns the answers, which may be errors, and why nodes of a cluster did not answer."""
         ran: tuple[list[Any], str | None] = self._call(self._client.run, commands)
         return ran
 
     def _accepted(self, commands: list[list[bytes]]) -> list[Any]:
-        """Run commands, none of which may be refused."""
+        """Run commands; raise if the server refuses one."""
         answers, _ = self._run(commands)
         self._refuse_errors(answers)
         return answers
@@ -438,5 +438,5 @@ class RedisStore(RemoteStore):
 
 
 def _missed(found: NDArray[np.bool_], *, is_lost: bool) -> list[str]:
-    """Return why each value did not come; if a node did not answer, nobody knows which are absent."""
+    """Return a reason for each value that was not found; unknown if a node did not answer."""
     return ["" if good else "error" if is_lost else "absent" for good in found]

@@ -1,4 +1,4 @@
-"""`RedisURL`: what the URL of a Redis store says. `blockyard.stores.redis` describes the options."""
+"""`RedisURL`: a parsed URL of the Redis store. `blockyard.stores.redis` describes the options."""
 
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -10,10 +10,10 @@ __all__ = ["RedisURL", "read_url"]
 
 
 class RedisURL(NamedTuple):
-    """What a URL of the Redis store says."""
+    """A parsed URL of the Redis store."""
 
     parts: StoreURL
-    client: dict[str, Any]  # options of `RedisClient`
+    client: dict[str, Any]  # options for `RedisClient`
     size: int | None
     ttl: float | None
     threads: int
@@ -25,10 +25,10 @@ class RedisURL(NamedTuple):
 
 
 def read_url(url: str) -> RedisURL:
-    """Read a URL with the scheme `redis`, `rediss`, `valkey`, `valkeys` or `unix`; nothing is opened.
+    """Parse a URL with the scheme `redis`, `rediss`, `valkey`, `valkeys` or `unix`; opens nothing.
 
     Raises:
-        StoreURLError: the URL is malformed; the message shows the part that is wrong, but no password.
+        StoreURLError: the URL is malformed; the message shows the wrong part, but no password.
     """
     parts = StoreURL.parse(url)
     split = urlsplit(url)
