@@ -89,7 +89,7 @@ class AllocStatus:
 
     Attributes:
         OK: it fits now.
-        LATER: it fits once other sequences have left.
+        LATER: it fits once other sequences have left the tier.
         NEVER: it does not fit even into an empty tier.
 
     Example:
@@ -112,25 +112,25 @@ _Blocks: TypeAlias = NDArray[np.int32] | _Each[int] | int
 
 @disjoint_base
 class BlockAllocator:
-    """The blocks of one tier, given out and taken back by reference; what the two allocators have in common.
+    """The blocks of one tier with their reference counts; the base of both allocators.
 
-    The caller owns one reference for each id that it was given. Block ids are int32 `[n]`; every verb takes a batch and
-    succeeds whole or changes nothing.
+    The caller owns one reference for each id that it received. Block ids are int32 `[n]`. Every method takes a batch,
+    and either succeeds completely or changes nothing.
 
     Raises:
         OutOfBlocksError: the call needs more blocks than are free.
-        InvalidArgumentError: a block is out of range, has fewer references than the call names, or is the null block.
+        InvalidArgumentError: a block is out of range, has too few references, or is the null block.
     """
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the tier."""
+        """Number of blocks in the tier."""
     @property
     def num_free(self) -> int:
-        """Blocks that nothing references, cached ones included."""
+        """Number of unreferenced blocks, including cached ones."""
     @property
     def lookups(self) -> tuple[int, int] | None:
-        """Keys asked for and keys found since the last reset; None without a prefix cache."""
+        """Number of keys looked up, and of keys found, since the last reset; None without a prefix cache."""
     def refs(self, block: int) -> int:
         """Return how many references a block has.
 
@@ -141,7 +141,7 @@ class BlockAllocator:
         """Take free blocks, one reference each. Cached blocks are evicted if needed.
 
         Args:
-            count: how many.
+            count: number of blocks.
         Returns:
             Block ids, int32 `[count]`.
         Raises:
@@ -150,37 +150,37 @@ class BlockAllocator:
     def allocate_keyed(
         self, keys: _Each[bytes], depths: _Each[int], *, plain: int = 0
     ) -> tuple[NDArray[np.int32], int]:
-        """Takes one block for each key, the one that has it where there is one, then `plain` more.
+        """Takes one block for each key, the cached one if it exists, and `plain` blocks without a key.
 
         Args:
             keys: keys of full blocks, 32 bytes each, from `chain_keys`.
-            depths: length of the prefix that each one ends; of blocks used equally long ago the longest goes first.
-            plain: blocks without a key.
+            depths: length of the prefix that ends with each block; of equally old blocks, the deepest is evicted first.
+            plain: number of blocks without a key.
         Returns:
-            The blocks, int32 `[keys + plain]`, and how many keys had one.
+            The blocks, int32 `[keys + plain]`, and how many keys were cached.
         """
     def share(self, blocks: _Blocks) -> None:
         """Add one reference to each block.
 
         Args:
-            blocks: ids, int32 `[n]`, a list, or one.
+            blocks: ids, int32 `[n]`, a list, or one int.
         """
     def require(self, blocks: _Blocks) -> None:
-        """Raises what `free` would raise, and changes nothing."""
+        """Raises the error that `free` would raise, and changes nothing."""
     def free(self, blocks: _Blocks) -> None:
-        """Give one reference to each block back.
+        """Release one reference to each block.
 
         Args:
-            blocks: ids, int32 `[n]`, a list, or one.
+            blocks: ids, int32 `[n]`, a list, or one int.
         """
     def make_writable(self, blocks: _Blocks) -> NDArray[np.int32]:
-        """Exchanges blocks that others use for new ones; where an id differs, the caller copies the bytes."""
+        """Replaces shared blocks by new ones. Where the returned id differs, the caller copies the bytes."""
     def publish(self, block: int, key: bytes, depth: int = 0) -> int:
-        """Gives a full block its key; returns the block to use from now on, which may be another one with that key."""
+        """Gives a full block its key. Returns the block to use from now on: this one, or another one with that key."""
     def find(self, keys: _Each[bytes]) -> NDArray[np.int32]:
-        """Blocks of the longest prefix of the keys that is computed; nothing is taken."""
+        """Returns the blocks of the longest computed prefix of the keys, without taking them."""
     def cost(self, keys: _Each[bytes]) -> int:
-        """Free blocks that taking these keys would use up."""
+        """Returns how many free blocks it would take to allocate these keys."""
     def has_key(self, key: bytes) -> bool:
         """Return whether a cached block has this key.
 
@@ -188,26 +188,26 @@ class BlockAllocator:
             key: 32 bytes.
         """
     def is_computed(self, block: int) -> bool:
-        """Return whether the block's contents are computed: `publish` gave it a key, or it came from a hit.
+        """Return whether the block's content is computed: `publish` gave it a key, or it came from a hit.
 
         Args:
             block: its id.
         """
     def mark_computed(self, blocks: _Blocks | None = None) -> None:
-        """These blocks, or all in use, count as computed where they have a key: the step that writes them is over."""
+        """Marks these blocks, or all in use, as computed if they have a key: the step that writes them is over."""
     def touch(self, blocks: _Blocks, now: float) -> None:
-        """Notes when blocks were last used, in seconds of any clock."""
+        """Records when blocks were last used, in seconds of any clock."""
     def reset(self) -> bool:
-        """Forgets all keys; False and nothing done while a block is in use."""
+        """Forgets all keys. Returns False, and does nothing, while a block is in use."""
     def null_block(self) -> int:
-        """The block that stands for those that fell out of a window; taken at the first call, never freed."""
+        """Returns the null block, which replaces blocks outside a window; taken by the first call, never freed."""
     def upcoming(self, limit: int | None = None) -> NDArray[np.int32]:
-        """Free blocks in the order in which they would be given out, int32 `[n]`; nothing is taken.
+        """Returns free blocks in the order in which they would be allocated, int32 `[n]`, without taking them.
 
-        Those that hold nothing go first, then cached ones in the order of eviction.
+        Empty blocks come first, then cached ones in the order of eviction.
         """
     def iter_upcoming(self) -> FreeBlocks:
-        """As `upcoming`, one by one: only as many are looked up as are asked for. See `FreeBlocks`."""
+        """Iterates over `upcoming` lazily. See `FreeBlocks`."""
     def check(self) -> None:
         """Recount the whole state and compare.
 
@@ -217,12 +217,12 @@ class BlockAllocator:
 
 @final
 class NaiveAllocator(BlockAllocator):
-    """An allocator that counts references and knows nothing of tokens.
+    """An allocator that only counts references, without a prefix cache.
 
     Args:
-        num_blocks: blocks of the tier.
+        num_blocks: number of blocks in the tier.
         tier: name of the tier in errors.
-        reuse: which free block goes next: `"lowest"` id, `"fifo"` (or `"lru"`), or `"lifo"`.
+        reuse: which free block is taken next: `"lowest"` id, `"fifo"` (or `"lru"`), or `"lifo"`.
 
     Example:
         >>> from blockyard.allocators import NaiveAllocator
@@ -237,13 +237,13 @@ class NaiveAllocator(BlockAllocator):
 
 @final
 class PrefixCachingAllocator(BlockAllocator):
-    """An allocator that finds full blocks by their keys, also after their last reference has gone.
+    """An allocator with a prefix cache: it finds full blocks by key, even after their last reference is released.
 
     Args:
-        num_blocks: blocks of the tier.
+        num_blocks: number of blocks in the tier.
         tier: name of the tier in errors.
-        reuse: which free block goes next, as for `NaiveAllocator`.
-        eviction: which cached block goes once none is free: the one `"released"` or `"accessed"` least recently.
+        reuse: which free block is taken next, as for `NaiveAllocator`.
+        eviction: which cached block is evicted if no block is empty: the least recently `"released"` or `"accessed"`.
 
     Example:
         >>> from blockyard.allocators import PrefixCachingAllocator, chain_keys
@@ -268,11 +268,11 @@ class PrefixCachingAllocator(BlockAllocator):
 
 @final
 class FreeBlocks:
-    """An iterator over free blocks in the order in which they would be given out. Nothing is taken.
+    """An iterator over free blocks in the order in which they would be allocated. It takes none of them.
 
-    It reads ids ahead in chunks, first 64, then twice as many each time, so the first few cost little in any pool. If
-    the pool changes meanwhile, ids that were read ahead stay as they were, and the next chunk continues at the same
-    place of the new order: an id may be missed or come twice.
+    It reads ids in chunks: 64 first, then twice as many each time, so that the first few cost little in any pool. If
+    the pool changes during the iteration, ids already read stay as they were, and the next chunk continues at the same
+    position of the new order: an id may be missed or repeated.
     """
 
     def __iter__(self) -> FreeBlocks: ...
@@ -283,12 +283,12 @@ class Pairs:
     """Pairs of block ids between two tiers.
 
     Args:
-        src: tier that is read.
-        dst: tier that is written.
+        src: tier to read.
+        dst: tier to write.
         ids: `(from, to)`: int64 `[n, 2]`, another array of ints, or a sequence of pairs.
     Raises:
         MappingError: an id is negative or too large, or the array has another dtype or shape.
-        InvalidArgumentError: a tier has another name.
+        InvalidArgumentError: a tier's name is unknown.
 
     Example:
         >>> from blockyard import Pairs
@@ -300,10 +300,10 @@ class Pairs:
     def __new__(cls, src: _Tier, dst: _Tier, ids: _IdPairs) -> Pairs: ...
     @property
     def src(self) -> _Tier:
-        """Tier that is read."""
+        """Tier to read."""
     @property
     def dst(self) -> _Tier:
-        """Tier that is written."""
+        """Tier to write."""
     @property
     def ids(self) -> NDArray[np.int64]:
         """Block ids `(from, to)`, int64 `[n, 2]`."""
@@ -313,20 +313,20 @@ class Pairs:
 
 @final
 class StepDecision:
-    """The transfers of one step, and the ticket that holds leases on all their blocks until it is completed or failed.
+    """The transfers of one step. Its ticket holds leases on all their blocks until you complete or fail it.
 
-    Each kind is a tuple with one `Pairs` for each pair of tiers, empty if there is nothing to do. `after` names the
-    tickets, perhaps this one too, whose device reads must have finished before this step writes to the device.
+    Each kind is a tuple with one `Pairs` for each pair of tiers, empty if there is nothing to do. `after` lists the
+    tickets, possibly including this one, whose device reads must finish before this step writes to the device.
 
     Args:
         ticket: number to complete or fail.
-        transfers: kind and pairs; sorted into the order in which they are safe to run.
+        transfers: kinds and pairs, in any order; they are sorted so that they are safe to run in sequence.
         after: tickets to wait for.
-        prefetch: whether nothing that the step computes reads what it loads.
+        prefetch: whether the step computes without reading the blocks that it loads.
     Attributes:
-        MAX_BYTES: most bytes of a decision that `to_bytes` writes and `from_bytes` reads.
+        MAX_BYTES: maximum size of a decision for `to_bytes` and `from_bytes`.
     Raises:
-        InvalidArgumentError: a kind has another name.
+        InvalidArgumentError: a kind's name is unknown.
 
     Example:
         >>> from blockyard import BlockManager
@@ -347,25 +347,25 @@ class StepDecision:
         """Number to complete or fail."""
     @property
     def prefetch(self) -> bool:
-        """Whether nothing that the step computes reads what it loads: compute does not wait for it."""
+        """Whether the step computes without the blocks that it loads, so that compute does not wait for them."""
     @property
     def after(self) -> tuple[int, ...]:
-        """Tickets whose device reads must end before this step writes to the device, a tuple of ints."""
+        """Tickets whose device reads must finish before this step writes to the device, a tuple of ints."""
     @property
     def swap_out(self) -> tuple[Pairs, ...]:
-        """Away from the device, to the host or the external tier: a tuple with one `Pairs` for each pair of tiers."""
+        """Transfers to the host or the external tier: a tuple with one `Pairs` for each pair of tiers."""
     @property
     def swap_in(self) -> tuple[Pairs, ...]:
-        """Towards the device, from the host or the external tier: a tuple with one `Pairs` for each pair of tiers."""
+        """Transfers from the host or the external tier: a tuple with one `Pairs` for each pair of tiers."""
     @property
     def copy(self) -> tuple[Pairs, ...]:
         """Copy-on-write on the device: a tuple of `Pairs`."""
     @property
     def move(self) -> tuple[Pairs, ...]:
-        """Moves of defragmentation on the device: a tuple of `Pairs`."""
+        """Defragmentation moves on the device: a tuple of `Pairs`."""
     @property
     def exchange(self) -> tuple[Pairs, ...]:
-        """Exchanges of defragmentation on the device: a tuple of `Pairs`."""
+        """Defragmentation exchanges on the device: a tuple of `Pairs`."""
     @property
     def blocks_to_swap_in(self) -> NDArray[np.int64]:
         """Host to device, int64 `[n, 2]`; vLLM's name."""
@@ -376,36 +376,37 @@ class StepDecision:
     def blocks_to_copy(self) -> NDArray[np.int64]:
         """Copy-on-write on the device, int64 `[n, 2]`; vLLM's name."""
     def transfers(self) -> list[tuple[str, Pairs]]:
-        """All kinds and pairs, in the order in which they are safe to run one after another."""
+        """Return all kinds and pairs, in an order that is safe to run in sequence."""
     MAX_BYTES: ClassVar[int]
     """Bytes of the longest decision that is written or read."""
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
     def to_bytes(self) -> bytes:
-        """The decision as bytes with version and checksum, the same in every process, less entries without pairs.
+        """Serialize the decision, with version and checksum; empty entries are omitted. All processes write the same
+        bytes.
 
         Raises:
-            MappingError: it cannot be carried out as it is written, as `from_bytes` says, or is too long.
+            MappingError: `from_bytes` would reject the decision, or it is too long.
         """
     @staticmethod
     def from_bytes(data: bytes) -> StepDecision:
-        """The decision that was written as these bytes; runs no code in them, takes memory in proportion to them.
+        """Deserialize a decision. This runs no code from the bytes, and uses memory in proportion to their length.
 
-        The checksum finds damage, not a forger who computes it: bytes of unknown origin need a signature of yours.
-        Whoever wrote them, kinds and tiers fit and nothing is written twice; ids are bounded where they are used.
+        The checksum detects damage, but anyone can compute it: sign bytes that cross a trust boundary. For any input,
+        kinds match their tiers and no block is written twice; ids are checked where they are used.
 
         Args:
-            data: what `to_bytes` gave.
+            data: output of `to_bytes`.
         Raises:
-            MappingError: the bytes are not whole or of another version, a kind is out of order or there twice for its
-                tiers, or joins other tiers, a block is written twice or both copied and written, or the ticket waits
-                for a later one.
+            MappingError: the bytes are damaged or of another version; a kind is out of order, repeated for its tiers,
+                or has the wrong tiers; a block is written twice, or both copied and written; or the ticket waits for a
+                later one.
         """
     def __len__(self) -> int: ...
 
 @final
 class CacheGroup:
-    """What the layers of one cache group need of the tokens before.
+    """Which preceding tokens the layers of one cache group need.
 
     Example:
         >>> from blockyard import BlockManager, CacheGroup
@@ -417,20 +418,20 @@ class CacheGroup:
 
     @staticmethod
     def full_attention() -> CacheGroup:
-        """All of them."""
+        """All preceding tokens."""
     @staticmethod
     def sliding_window(window: int) -> CacheGroup:
-        """The token itself and the `window - 1` before it; blocks before those are given back."""
+        """The token itself and the `window - 1` before it; earlier blocks are freed."""
     @staticmethod
     def recurrent() -> CacheGroup:
-        """One state, which a block holds after its last token.
+        """One state, stored in a block: the state after the block's last token.
 
-        A step reads it from the block of the token before and writes it into the block of its own last token; blocks
-        that a longer step passes over are 0 in the table. A state cannot be taken back: truncation is refused.
+        A step reads the state from the previous token's block and writes it to the block of its own last token. Blocks
+        that a longer step skips are 0 in the table. A state cannot be undone, so truncation is refused.
         """
     @staticmethod
     def cross_attention() -> CacheGroup:
-        """The tokens of an encoder, given once; forks share them. Not together with prefix caching."""
+        """The tokens of an encoder, set once; forks share them. Not supported with prefix caching."""
     @property
     def kind(self) -> Literal["full_attention", "sliding_window", "recurrent", "cross_attention"]:
         """`"full_attention"`, `"sliding_window"`, `"recurrent"` or `"cross_attention"`."""
@@ -440,18 +441,18 @@ class CacheGroup:
     def peak_blocks(
         self, num_tokens: int, *, block_size: int, lookahead: int = 0, chunk_tokens: int | None = None
     ) -> int:
-        """Most blocks that a sequence holds at once in this group if at most `chunk_tokens` are put in at a time."""
+        """Return the maximum number of blocks that a sequence holds in this group, with chunks of `chunk_tokens`."""
     def __eq__(self, value: object, /) -> bool: ...
     def __hash__(self, /) -> int: ...
 
 @final
 class Fit:
-    """Whether a request for blocks fits, and the numbers that decide it. True only where `status` is `OK`.
+    """Whether a request for blocks fits, and the numbers that decide it. True only if `status` is `OK`.
 
     Args:
         status: `AllocStatus`.
-        blocks: blocks that the request takes.
-        free: blocks that can be given out.
+        blocks: number of blocks that the request takes.
+        free: number of blocks that can be allocated.
     """
 
     def __new__(cls, status: AllocStatus, blocks: int, free: int) -> Fit: ...
@@ -461,30 +462,30 @@ class Fit:
         """`AllocStatus.OK`, `LATER` or `NEVER`."""
     @property
     def blocks(self) -> int:
-        """Blocks that the request takes; 0 for sequences that cannot move as they are."""
+        """Number of blocks that the request takes; 0 for sequences that cannot move in their current state."""
     @property
     def free(self) -> int:
-        """Blocks that can be given out now; where the request must keep the watermark, without the watermark's."""
+        """Number of blocks that can be allocated now, without those of the watermark if the request must keep it."""
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
 class Sequence:
-    """The handle of one sequence. Every call that takes a handle takes it; so does numpy.
+    """The handle of one sequence. Every method that takes a handle accepts it, and so does numpy.
 
-    It equals and hashes as its number, and prints as that number.
+    It compares, hashes and prints like its number.
 
     Args:
         handle: the number, uint64.
-        cached_tokens: first tokens of the prompt that need not be computed.
+        cached_tokens: number of tokens at the start of the prompt that need no compute.
     """
 
     def __new__(cls, handle: int, cached_tokens: int = 0) -> Sequence: ...
     @property
     def cached_tokens(self) -> int:
-        """First tokens of the prompt that need not be computed: the prefix cache had them. The last token is always
-        computed.
+        """Number of tokens at the start of the prompt that the prefix cache had, so that they need no compute. The last
+        token is always computed.
         """
     def __index__(self) -> int: ...
     def __int__(self) -> int: ...
@@ -505,16 +506,16 @@ class PrefixCaching:
             now, which it finds out by trying each on a sample of the blocks. It is rarely far from the best fixed
             policy, and takes 10 % more time a request than `"lru"`. `"lru"`: the least recently used. `"priority"`: by
             `prefix.set_priority`. Each takes a prompt's blocks from its end.
-        host: whether the host is a second level of the cache. Blocks that would be evicted from the device are copied
-            there by the step's decision (`swap_out`), and a hit there is loaded by it (`swap_in`). The least recently
-            used copy goes first. Prompts of several cache groups, or of a window, do not look there yet.
-        host_copies_per_step: with `host=True`, the most blocks that one decision copies before they are evicted, at
-            most an eighth of the device or the host. Steps that take more new blocks than this evict the others without
-            a copy. 0 copies only what is swapped out and what `prefix.offload` is told to.
-        max_events: most events that wait for `prefix.take_events`; 0 records none.
+        host: whether the host is a second level of the cache. The step's decision copies blocks there before they would
+            be evicted from the device (`swap_out`), and loads hits from there (`swap_in`). The least recently used copy
+            is evicted first. Prompts with several cache groups or a window do not use host copies yet.
+        host_copies_per_step: with `host=True`, the maximum number of blocks that one decision copies before they are
+            evicted; never more than an eighth of the device or the host. Steps that take more new blocks than this
+            evict the others without a copy. 0 copies only swapped blocks and those of `prefix.offload`.
+        max_events: maximum number of events that wait for `prefix.take_events`; 0 records none.
         max_pinned: fraction of the device blocks that pins may hold, 0 to below 1.
     Raises:
-        InvalidArgumentError: an option is out of range or has another name.
+        InvalidArgumentError: an option is out of range, or its name is unknown.
 
     Example:
         >>> from blockyard import BlockManager, PrefixCaching
@@ -539,10 +540,10 @@ class PrefixCaching:
         """Whether the host is a second level of the cache."""
     @property
     def host_copies_per_step(self) -> int:
-        """Most blocks that a decision copies to the host before they are evicted."""
+        """Maximum number of blocks that a decision copies to the host before they are evicted."""
     @property
     def max_events(self) -> int:
-        """Most events that wait."""
+        """Maximum number of waiting events."""
     @property
     def max_pinned(self) -> float:
         """Fraction of the device blocks that pins may hold."""
@@ -551,7 +552,8 @@ class PrefixCaching:
 
 @final
 class Pool:
-    """The blocks of one tier, as `manager.pool("device")`. Iterate over it for the free blocks, one by one.
+    """The blocks of one tier, as returned by `manager.pool("device")`. Iterate over it to get the free blocks one by
+    one.
 
     Example:
         >>> from blockyard import BlockManager
@@ -567,40 +569,40 @@ class Pool:
         """`"device"`, `"host"` or `"external"`."""
     @property
     def num_blocks(self) -> int:
-        """Blocks of the tier."""
+        """Number of blocks in the tier."""
     @property
     def num_free(self) -> int:
-        """Blocks that nothing references and no transfer leases; cached ones count."""
+        """Number of blocks that are neither referenced nor leased, including cached ones."""
     @property
     def reserved(self) -> int:
-        """Blocks that admission keeps free: the device's watermark, 0 in the other tiers."""
+        """Number of blocks that admission keeps free: the device's watermark, 0 in the other tiers."""
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """Cache groups whose block tables use the pool, a tuple of `CacheGroup` in the order of their numbers."""
+        """Cache groups whose block tables use the pool, a tuple of `CacheGroup` ordered by number."""
     def free_ids(self, limit: int | None = None) -> NDArray[np.int32]:
-        """Return the free blocks that hold nothing cached, in the order in which they are given out. Nothing is taken.
+        """Return the free blocks without cached content, in the order in which they are allocated, without taking them.
 
         Args:
-            limit: how many at most; None for all.
+            limit: maximum number of blocks; None for all.
         Returns:
             Block ids, int32 `[n]`.
         """
     def uses(self) -> NDArray[np.uint8]:
-        """Return what each block is used for.
+        """Return the use of each block.
 
         Returns:
-            uint8 `[num_blocks]`, while a pool shrinks `[defrag.progress().extent]`. 0: free. 1: cached; its key finds
-            it, and it is given out if needed. 2: only transfers or pins hold it. 3: sequences use it; a null block
-            counts as such.
+            uint8 `[num_blocks]`, or `[defrag.progress().extent]` while a pool shrinks. 0: free. 1: cached; its key
+            finds it, and it is evicted if needed. 2: only transfers or pins hold it. 3: in use by sequences, or the
+            null block.
         """
     def __iter__(self) -> FreeBlocks: ...
 
 @final
 class HashedPrompt:
-    """A prompt whose tokens were hashed once: looking it up and admitting it hash nothing.
+    """A prompt whose tokens are already hashed, so that lookup and admission do not hash it again.
 
-    `manager.prefix.hash` makes it. Any manager with the same block size takes it in place of a prompt's token ids; it
-    has its salt, adapter and extras. `len()` is its number of tokens.
+    `manager.prefix.hash` creates it. Any manager with the same block size accepts it instead of token ids. It includes
+    salt, adapter and extras. `len()` is its number of tokens.
 
     Example:
         >>> from blockyard import BlockManager
@@ -615,11 +617,11 @@ class HashedPrompt:
 
 @final
 class StoreJob:
-    """A load from a prefix store, or a write to it: which block is to have, or has, the bytes of which key."""
+    """A load from a prefix store, or a write to it: the keys, and the block for each."""
 
     @property
     def job(self) -> int:
-        """Number of the job. A job without blocks has ended."""
+        """Number of the job. A job without blocks has already ended."""
     @property
     def tier(self) -> Literal["device", "host"]:
         """Tier of the blocks, `"device"` or `"host"`."""
@@ -634,42 +636,42 @@ class StoreJob:
         """Each block's tenant, uint8 `[n, 32]`: SHA-256 of its salt, zeros for prompts without a salt."""
     @property
     def parents(self) -> NDArray[np.uint8]:
-        """Key of the block before each in its prompt, uint8 `[n, 32]`; zeros for the first."""
+        """Key of the preceding block in the prompt, uint8 `[n, 32]`; zeros for the first block."""
     @property
     def awaited(self) -> int:
-        """Of a load: blocks of its prompt that other loads are bringing."""
+        """For a load: number of blocks of its prompt that other loads are bringing."""
     def __len__(self) -> int: ...
 
 @final
 class StoreJobs:
-    """Loads from a prefix store and writes to it, as `manager.prefix.store_jobs`.
+    """Loads from a prefix store and writes to it; available as `manager.prefix.store_jobs`.
 
     `KVCache(prefix_store=...)` carries them out.
 
-    A block that is loaded is found by nobody before `end_load` says that its bytes have landed. Blocks of open jobs
-    are neither given out, evicted nor moved.
+    No lookup finds a block being loaded before `end_load` reports that its bytes have landed. Blocks of open jobs are
+    not allocated, evicted or moved.
     """
 
     def start(self, writes: str) -> None:
-        """Note from now on which blocks the store is to be given.
+        """Start to collect blocks to write to the store.
 
         Args:
-            writes: `"through"`: each block once it is computed. `"back"`: a block that is among the next to be
-                evicted and has no copy on another tier. `"second_use"`: a block that is computed or hit a second
-                time. `"never"`: none.
+            writes: which blocks. `"through"`: each block once it is computed. `"back"`: blocks about to be evicted that
+                have no copy in another tier. `"second_use"`: blocks that are computed or hit a second time. `"never"`:
+                none.
         Raises:
-            InvalidArgumentError: another name, something is cached already, or the manager has no prefix caching,
+            InvalidArgumentError: the name is unknown, blocks are cached already, or the manager has no prefix caching,
                 several cache groups or a window.
         """
     def missing(
         self, prompt: _Prompt, max_blocks: int, *, salt: bytes | None = None, lora_id: int = 0
     ) -> NDArray[np.uint8]:
-        """Return the keys of a prompt's blocks that no tier has and no load is bringing, first to last.
+        """Return the keys of a prompt's blocks that no tier has and no load is bringing, in order.
 
         Args:
             prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
-            max_blocks: most keys.
-            salt: of its tenant, bytes.
+            max_blocks: maximum number of keys.
+            salt: salt of its tenant, bytes.
             lora_id: its adapter; 0 for none.
         Returns:
             uint8 `[n, 32]`.
@@ -677,68 +679,68 @@ class StoreJobs:
             InvalidArgumentError: a token id is out of range.
         """
     def begin_load(self, prompt: _Prompt, max_blocks: int, *, salt: bytes | None = None, lora_id: int = 0) -> StoreJob:
-        """Begin to load the first of those blocks, as far as there is room.
+        """Begin to load the first of those blocks, as many as fit.
 
-        Loads take at most half of the host's blocks, or a quarter of the device's where the host has no room or
-        keeps no copies (`PrefixCaching(host=True)`).
+        Loads take at most half of the host's blocks, or a quarter of the device's if the host has no room or keeps no
+        copies (`PrefixCaching(host=True)`).
 
         Args:
             prompt: as for `missing`.
-            max_blocks: most blocks.
-            salt: of its tenant, bytes.
+            max_blocks: maximum number of blocks.
+            salt: salt of its tenant, bytes.
             lora_id: its adapter; 0 for none.
         Returns:
-            `StoreJob`; it ends with `end_load`, unless it has no blocks.
+            `StoreJob`. End it with `end_load`, unless it has no blocks.
         Raises:
             InvalidArgumentError: a token id is out of range.
         """
     def end_load(self, job: int, landed: NDArray[np.bool_] | _Each[bool]) -> int:
-        """End a load: prompts find the blocks that have landed, the others go free.
+        """End a load. Prompts find the blocks that have landed; the others are freed.
 
         Args:
             job: number of the job.
-            landed: for each block whether its bytes have landed, bool `[n]` or a list.
+            landed: whether the bytes of each block have landed, bool `[n]` or a list.
         Returns:
-            Blocks that can be found for it.
+            Number of blocks that prompts can now find.
         Raises:
             UnknownTicketError: there is no such load, or it has ended.
-            InvalidArgumentError: there is not one entry a block.
+            InvalidArgumentError: `landed` does not have one entry per block.
         """
     @property
     def num_waiting(self) -> int:
-        """Blocks that wait for `begin_write`. A block that is evicted before its turn counts until then."""
+        """Number of blocks waiting for `begin_write`. A block evicted while waiting counts until its turn."""
     def begin_write(self, max_blocks: int) -> StoreJob:
-        """Begin to read blocks for the store, all of one tier.
+        """Begin to read blocks for the store, all from one tier.
 
-        All writes hold at most a quarter of the device's blocks. A call that needs a block in their hands takes it:
-        `end_write` says so.
+        Writes together hold at most a quarter of the device's blocks. A call that needs one of these blocks takes it,
+        and `end_write` then returns False.
 
         Args:
-            max_blocks: most blocks.
+            max_blocks: maximum number of blocks.
         Returns:
-            `StoreJob`; it ends with `end_write` once its blocks have been read, unless it has no blocks.
+            `StoreJob`. End it with `end_write` once its blocks have been read, unless it has no blocks.
         """
     def end_write(self, job: int) -> bool:
-        """End the reading of blocks for the store. With `"back"` they are free then, unless they are in use again.
+        """End a write once its blocks have been read. With `"back"`, they are freed unless they are in use again.
 
         Args:
             job: number of the job.
         Returns:
-            False if a call has taken blocks meanwhile: what was read must not be stored.
+            False if another call took blocks of this job in the meantime: do not store the bytes.
         Raises:
             UnknownTicketError: there is no such write, or it has ended.
         """
 
 @final
 class PrefixHit:
-    """What the prefix cache holds of the start of a prompt."""
+    """How much of the start of a prompt is in the prefix cache."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that need not be computed: whole blocks, and never the prompt's last token."""
+        """Number of tokens that need no compute: whole blocks, and never the prompt's last token."""
     @property
     def host_blocks(self) -> int:
-        """Blocks of them that only the host has; `allocate` loads them."""
+        """Number of these blocks that only the host has; `allocate` loads them."""
     def __bool__(self) -> bool: ...
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
@@ -746,10 +748,10 @@ class PrefixHit:
 
 @final
 class Prefix:
-    """A manager's prefix cache, as `manager.prefix`.
+    """A manager's prefix cache; available as `manager.prefix`.
 
     A block is cached once its tokens are computed (`mark_computed`) and its bytes have landed. It stays cached after
-    its sequences are freed, until its place is needed.
+    its sequences are freed, until it is evicted.
 
     Example:
         >>> from blockyard import BlockManager
@@ -765,16 +767,16 @@ class Prefix:
 
     @property
     def enabled(self) -> bool:
-        """Whether the manager was made with prefix caching."""
+        """Whether the manager has prefix caching."""
     @property
     def store_jobs(self) -> StoreJobs:
         """Loads from a prefix store, and writes to it."""
     def lookup(self, prompt: _Prompt, *, salt: bytes | None = None, lora_id: int = 0) -> PrefixHit:
-        """Look up how much of a prompt is cached. Nothing is taken.
+        """Return how much of a prompt is cached, without taking blocks.
 
         Args:
             prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
-            salt: of its tenant, bytes.
+            salt: salt of its tenant, bytes.
             lora_id: its adapter; 0 for none.
         Returns:
             `PrefixHit`, true if anything is cached.
@@ -789,34 +791,35 @@ class Prefix:
         lora_id: int = 0,
         extras: _Each[tuple[int, int, int, bytes]] = ...,
     ) -> HashedPrompt:
-        """Hash a prompt once, to look it up and admit it as often as a scheduler asks.
+        """Hash a prompt once, so that repeated lookups and admission do not hash it again.
 
         Args:
             token_ids: uint32 `[tokens]` or a list of ints; copied.
-            salt: of its tenant, bytes.
+            salt: salt of its tenant, bytes.
             lora_id: its adapter; 0 for none.
-            extras: other inputs that decide a block's bytes: `(0, block, kind, bytes)`, by rising block.
+            extras: other inputs that determine a block's bytes: `(0, block, kind, bytes)`, sorted by block.
         Returns:
             `HashedPrompt`, for `lookup`, `can_allocate` and `allocate` of managers with the same block size.
         Raises:
             InvalidArgumentError: a token id is out of range, or an extra names a block that is not full.
         """
     def note_tokens(self, sequences: _Handles, token_ids: _TokenIds, num_tokens: _Counts | None = None) -> None:
-        """Tell the cache token ids that were not known when their slots were given, as in a scheduler one step ahead.
+        """Record token ids that were unknown at `append`, for instance in a scheduler that runs one step ahead.
 
-        `append` without `token_ids` gives the slots; this names the tokens once they are sampled. Sequences that were
-        admitted by counts, or that share the blocks of these tokens with a fork, are passed over.
+        `append` without `token_ids` returns the slots; call this once the tokens are sampled. Sequences that were
+        admitted by counts, or that share the blocks of these tokens with a fork, are skipped.
 
         Args:
-            sequences: handles, uint64 `[n]`, none twice; a list, or one.
-            token_ids: ids of the next tokens that are not known yet, uint32 `[tokens]`, sequence by sequence.
-            num_tokens: ids for each sequence, one int or uint32 `[n]`; 1 by default.
+            sequences: handles, uint64 `[n]` without repeats, a list, or one.
+            token_ids: ids of the next unknown tokens, uint32 `[tokens]`, sequence by sequence.
+            num_tokens: number of ids for each sequence, one int or uint32 `[n]`; 1 by default.
         Raises:
-            InvalidArgumentError: more ids than tokens without, an id is out of range, or a handle is given twice.
+            InvalidArgumentError: there are more ids than unknown tokens, an id is out of range, or a handle is
+                repeated.
             UnknownSequenceError: there is no such sequence.
         """
     def common_blocks(self, sequences: _Handles) -> NDArray[np.int32]:
-        """Return the computed blocks that all the sequences share at their start, as cascade attention wants them.
+        """Return the computed blocks that all sequences share at their start, for cascade attention.
 
         Args:
             sequences: handles, uint64 `[n]` or a list.
@@ -826,30 +829,30 @@ class Prefix:
             UnknownSequenceError: there is no such sequence.
         """
     def reset(self) -> bool:
-        """Forget everything that is cached, for instance after the model's weights changed.
+        """Drop the whole cache, for instance after the model's weights changed.
 
         Returns:
-            False, and nothing is forgotten, while a block is in use.
+            False, without dropping anything, while a block is in use.
         """
     def offload(self, max_blocks: int) -> int:
         """Copy the blocks that would be evicted next to the host, by this step's decision (`swap_out`).
 
-        Each step does so by itself for as many blocks as the next one may take, see `PrefixCaching`. Prompts still find
-        the blocks meanwhile, and this step's own work may take them. When the ticket completes, the remaining device
-        blocks are freed and found on the host. Older copies there make room.
+        Each step does this automatically for as many blocks as the next one may take, see `PrefixCaching`. Until the
+        ticket completes, prompts still find the blocks, and this step may take them. Then the remaining device blocks
+        are freed, and are found on the host. Older copies there make room.
 
         Args:
-            max_blocks: cached device blocks to look at, in the order of eviction; those with a copy are freed.
+            max_blocks: number of cached device blocks to consider, in the order of eviction; those that already have a
+                copy are freed.
         Returns:
-            Blocks that are copied.
+            Number of blocks to be copied.
         Raises:
-            InvalidArgumentError: the manager was made without `PrefixCaching(host=True)`.
+            InvalidArgumentError: the manager has no `PrefixCaching(host=True)`.
         """
     def set_priority(self, sequences: _Handles, priority: int) -> None:
-        """Set how long the cached blocks of sequences are kept once they are freed, for `eviction="priority"`.
+        """Set how long the blocks of sequences stay cached after they are freed, for `eviction="priority"`.
 
-        Each level keeps a block for as long as it takes to evict the whole pool once more. A shared block counts by its
-        highest priority.
+        Each level adds the time that it takes to evict the whole pool once. A shared block has its highest priority.
 
         Args:
             sequences: handles, uint64 `[n]`, a list, or one.
@@ -859,20 +862,20 @@ class Prefix:
             UnknownSequenceError: there is no such sequence.
         """
     def set_quota(self, salt: bytes | None, blocks: int | None) -> None:
-        """Limit the cached device blocks that one tenant leaves behind: published, and used by no sequence.
+        """Limit a tenant's cached device blocks: published, and used by no sequence.
 
         The tenant's least recently used blocks beyond the quota are freed whenever sequences are freed, tickets end or
-        decisions are taken. If room is needed earlier, they go before the blocks of other tenants. Blocks that the
-        tenant published before its first quota do not count.
+        decisions are taken. If room is needed earlier, they are evicted before the blocks of other tenants. Blocks that
+        the tenant published before its first quota do not count.
 
         Args:
             salt: the tenant; None for prompts without a salt.
-            blocks: most such blocks; None for no limit.
+            blocks: maximum number of such blocks; None for no limit.
         Raises:
             InvalidArgumentError: the device has fewer blocks, prefix caching is off, or 65535 tenants have quotas.
         """
     def quota(self, salt: bytes | None) -> tuple[int, int | None] | None:
-        """Return the blocks that count towards a tenant's quota, and the quota.
+        """Return how many blocks count towards a tenant's quota, and the quota.
 
         Args:
             salt: the tenant; None for prompts without a salt.
@@ -880,10 +883,10 @@ class Prefix:
             `(blocks, quota)`; None for a tenant that never had a quota.
         """
     def sample_residency(self, sample_rate: float) -> None:
-        """Measure from now on how long blocks stay cached, on a sample of them; see `residency`.
+        """Start to measure how long blocks stay cached, on a sample; see `residency`.
 
         Args:
-            sample_rate: part of the blocks that is measured, above 0 to 1.
+            sample_rate: fraction of the blocks to measure, above 0 to 1.
         Raises:
             InvalidArgumentError: the rate is out of range.
         """
@@ -891,10 +894,11 @@ class Prefix:
         """Return how long sampled blocks stayed cached, since `sample_residency`.
 
         Returns:
-            `Residency` of the tiers that cache: `"device"` and `"host"`.
+            `Residency` for each tier that caches: `"device"` and `"host"`.
         """
     def take_events(self) -> EventBatch:
-        """Take all events that wait: blocks stored, removed, the cache cleared. A router follows the cache with them.
+        """Return and remove all waiting events: blocks stored or removed, cache cleared. A router tracks the cache with
+        them.
 
         Returns:
             `EventBatch`, empty without `PrefixCaching(max_events=...)`.
@@ -902,10 +906,10 @@ class Prefix:
 
 @final
 class Pins:
-    """A manager's pins, as `manager.pins`. A pin keeps cached device blocks for a reader such as a connector.
+    """A manager's pins; available as `manager.pins`. A pin keeps cached device blocks for a reader such as a connector.
 
-    Pinned blocks are neither evicted nor written, whatever becomes of their sequences. Only `unpin` ends a pin, so call
-    it also for a reader that has died. Pins hold at most `max_pinned` of the device blocks.
+    Pinned blocks are neither evicted nor written, even after their sequences are freed. Only `unpin` ends a pin, so
+    call it for a reader that has died, too. Pins hold at most the fraction `max_pinned` of the device blocks.
 
     Example:
         >>> from blockyard import BlockManager
@@ -926,21 +930,21 @@ class Pins:
         Args:
             sequence: handle of a sequence on the device.
         Returns:
-            The pin's number.
+            The number of the pin.
         Raises:
             OutOfBlocksError: pins would hold more device blocks than `max_pinned` allows.
             UnknownSequenceError: there is no such sequence.
             SequenceStateError: the sequence is not on the device, is still loading, or has lost bytes.
         """
     def pin_prompt(self, prompt: _Prompt, *, salt: bytes | None = None, lora_id: int = 0) -> tuple[int, int]:
-        """Pin the blocks at the start of a prompt that are cached on the device.
+        """Pin the cached device blocks at the start of a prompt.
 
         Args:
             prompt: token ids, uint32 `[tokens]` or a list of ints.
-            salt: of its tenant, bytes.
+            salt: salt of its tenant, bytes.
             lora_id: its adapter; 0 for none.
         Returns:
-            The pin's number, and the tokens in its blocks.
+            The number of the pin, and the number of tokens in its blocks.
         Raises:
             OutOfBlocksError: pins would hold more device blocks than `max_pinned` allows.
             InvalidArgumentError: a token id is out of range.
@@ -953,20 +957,20 @@ class Pins:
         Returns:
             Block ids, int32 `[n]`.
         Raises:
-            UnknownTicketError: the pin has ended, or there never was one.
+            UnknownTicketError: the pin has ended, or never existed.
         """
     def unpin(self, pin: int) -> None:
-        """End a pin: its reader is done.
+        """End a pin when its reader is done.
 
         Args:
             pin: its number.
         Raises:
-            UnknownTicketError: the pin has ended, or there never was one.
+            UnknownTicketError: the pin has ended, or never existed.
         """
 
 @final
 class Defrag:
-    """Defragmentation of a manager's device pool, as `manager.defrag`.
+    """Defragments and resizes a manager's device pool; available as `manager.defrag`.
 
     Example:
         >>> from blockyard import BlockManager
@@ -990,56 +994,57 @@ class Defrag:
         block_bytes: int | None = None,
         cached: Literal["move", "drop", "exchange"] = "move",
     ) -> DefragReport:
-        """Decide moves of device blocks into holes: `move` pairs of this step's decision.
+        """Decide moves of device blocks into holes, as `move` pairs of this step's decision.
 
-        Until the ticket completes, block tables, slots and cached blocks name the old blocks, which are read and
-        written as before. Then each target replaces its source everywhere, unless the source was written, freed or
-        leased meanwhile. Targets are not free from this call on. A move that is cancelled or fails gives its target
-        back and loses no byte. Blocks that were written in this step or the step before move last.
+        Until the ticket completes, block tables, slots and cached blocks name the old blocks, which are still read and
+        written. Then each target replaces its source everywhere, unless the source was written, freed or leased in the
+        meantime. Targets are no longer free after this call. A cancelled or failed move frees its target and loses no
+        data. Blocks written in this step or the previous one move last.
 
         Args:
             goal: `"max_id"`: no block above `number`. `"free_tail"`: no block among the last `number`. `"dense"`: as
                 low as possible, within `number` ids. `"contiguous"`: no block table in more than `number` runs of
-                neighbours, as far as holes allow. Or a list of `(goal, number)`, the most important first: none undoes
-                what an earlier one won. With `(goal, number, slack)` nothing moves until the goal is missed by more
-                than `slack` ids or runs.
-            number: see above, in blocks or runs. None with a list of goals; with `"free_tail"` all that are free.
-            sequences: handles that `"contiguous"` is about, the most important first, with their tables in all cache
-                groups; None for all on the device.
-            max_moves: most blocks to move in this step; an exchange counts as two.
-            max_bytes: most bytes to write in this step; None for no limit.
-            block_bytes: bytes of a block in all layers; needed with `max_bytes`.
-            cached: what happens to cached blocks that no sequence uses. `"move"`: they move like others and keep their
+                adjacent blocks, as far as holes allow. Or a list of `(goal, number)`, most important first: a later
+                goal never undoes an earlier one. With `(goal, number, slack)`, nothing moves until the goal is missed
+                by more than `slack` ids or runs.
+            number: see above, in blocks or runs. None with a list of goals; with `"free_tail"`, None means all free
+                blocks.
+            sequences: handles for `"contiguous"`, most important first, with their tables in all cache groups; None for
+                all on the device.
+            max_moves: maximum number of blocks to move in this step; an exchange counts as two.
+            max_bytes: maximum bytes to write in this step; None for no limit.
+            block_bytes: bytes of a block in all layers; required with `max_bytes`.
+            cached: how to treat cached blocks that no sequence uses. `"move"`: they move like others and keep their
                 place in the order of eviction. `"drop"`: they count as holes; those in the way are evicted.
-                `"exchange"`: as `"drop"`, but their contents move on to a free block while there is one out of the way;
-                they are found again once the ticket completes, and count as just used.
+                `"exchange"`: as `"drop"`, but their contents move to a free block if one is out of the way; they are
+                found again once the ticket completes, and count as just used.
         Returns:
             `DefragReport`.
         Raises:
-            InvalidArgumentError: a goal or `cached` has another name, a number is missing or out of range, or
-                `max_bytes` lacks `block_bytes`.
+            InvalidArgumentError: the name of a goal or `cached` is unknown, a number is missing or out of range, or
+                `max_bytes` is given without `block_bytes`.
             UnknownSequenceError: there is no such sequence.
             SequenceStateError: a sequence is not on the device.
         """
     def resize(self, blocks: int) -> ResizeProgress:
         """Resize the device pool while sequences run.
 
-        A larger pool is there at once. A smaller one counts at once for admission, watermark and `max_pinned`; blocks
-        beyond its end are not given out any more. Cached blocks there are dropped. Blocks that sequences use there
-        leave when they are freed or moved, and leases are waited for. A later call replaces an unfinished one.
+        Growing takes effect at once. Shrinking takes effect at once for admission, watermark and `max_pinned`. Blocks
+        beyond the new end are no longer allocated, and cached blocks there are dropped. Blocks in use there remain
+        until they are freed or moved and their leases end. A later call replaces an unfinished one.
 
         Args:
-            blocks: of the device.
+            blocks: the new number of device blocks.
         Returns:
-            `ResizeProgress`, as of now.
+            `ResizeProgress`, the current state.
         Raises:
-            InvalidArgumentError: too many; or too few for the null block, pinned blocks, the watermark and one free
-                block.
+            InvalidArgumentError: too many blocks; or too few for the null block, pinned blocks, the watermark and one
+                free block.
         """
     def progress(self) -> ResizeProgress:
-        """Return what is still in use beyond the end of the device pool: `ResizeProgress`."""
+        """Return how much is still in use beyond the end of the device pool: `ResizeProgress`."""
     def fragmentation(self) -> Fragmentation:
-        """Measure how scattered the device's blocks are. Takes time in proportion to the pool and the block tables.
+        """Measure how fragmented the device pool is. Takes time in proportion to the pool and the block tables.
 
         Returns:
             `Fragmentation`.
@@ -1054,20 +1059,19 @@ class BlockManager:
 
     Args:
         block_size: token slots in a block, 1 to 1048576.
-        device_blocks: blocks that attention kernels read.
-        host_blocks: blocks in host memory.
-        external_blocks: slots of the external store.
+        device_blocks: number of blocks in device memory.
+        host_blocks: number of blocks in host memory.
+        external_blocks: number of slots in the external store.
         watermark: fraction of the device blocks that admission keeps free, 0 to below 1.
         reuse_order: which free block is taken next. `"lowest"`: the lowest id, which keeps the pool dense. `"fifo"`:
-            ids never used, then the block that came free first. `"lru"`: ids never used, then the block whose last use
-            ended first.
+            unused ids, then the block that was freed first. `"lru"`: unused ids, then the least recently used block.
         groups: cache groups of a hybrid model, a list of `CacheGroup`. Each sequence has a block table in each group;
             all groups share the pools. None: one group with full attention.
-        prefix_caching: whether prompts share the blocks of earlier prompts that begin alike; True, False or a
+        prefix_caching: whether prompts share the blocks of earlier prompts with the same beginning; True, False or a
             `PrefixCaching` with options.
-        max_open_tickets: open tickets above which `take_decision` warns: a `complete` is probably missing.
+        max_open_tickets: with more open tickets than this, `take_decision` warns: a `complete` is probably missing.
     Raises:
-        InvalidArgumentError: a size or fraction is out of range, or an option has another name.
+        InvalidArgumentError: a size or fraction is out of range, or an option's name is unknown.
 
     Example:
         >>> from blockyard import BlockManager
@@ -1100,12 +1104,12 @@ class BlockManager:
         """The prefix cache: lookup, priorities, quotas, events."""
     @property
     def pins(self) -> Pins:
-        """Pins: cached blocks that a reader outside keeps, such as a connector."""
+        """Pins: cached blocks kept for an external reader, such as a connector."""
     @property
     def defrag(self) -> Defrag:
-        """Defragmentation of the device pool, and its size."""
+        """Defragments and resizes the device pool."""
     def pool(self, tier: _Tier = "device") -> Pool:
-        """Return the blocks of one tier: how many there are, which are free.
+        """Return the pool of one tier: its size and free blocks.
 
         Args:
             tier: `"device"`, `"host"` or `"external"`.
@@ -1120,18 +1124,18 @@ class BlockManager:
         encoder_tokens: int = 0,
         chunk_tokens: int | None = None,
     ) -> Fit:
-        """Return whether a new sequence can be admitted while the watermark stays free.
+        """Return whether a new sequence can be admitted while keeping the watermark free, without taking blocks.
 
-        The whole prompt is counted, even if `chunk_tokens` puts it in step by step. Nothing is taken.
+        The whole prompt counts, even if `chunk_tokens` adds it step by step.
 
         Args:
-            prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or their number, an int, which
+            prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or a token count, an int, which
                 finds no cached blocks.
-            salt: keeps tenants apart, bytes; see `allocate`.
+            salt: separates tenants, bytes; see `allocate`.
             lora_id: adapter of the prompt; 0 for none.
-            lookahead: slots beyond the prompt.
-            encoder_tokens: tokens of its encoder, where there is a group with cross attention.
-            chunk_tokens: most tokens that go in at a time; a sliding window then needs fewer blocks at once.
+            lookahead: number of slots beyond the prompt.
+            encoder_tokens: tokens of its encoder, if there is a group with cross attention.
+            chunk_tokens: maximum tokens added at a time; a sliding window then needs fewer blocks at once.
         Returns:
             `Fit`, true if the sequence fits now.
         Raises:
@@ -1155,28 +1159,27 @@ class BlockManager:
         `allocate([40, 40])` opens one sequence, whose prompt has two token ids. `allocate(40, 40)` opens two sequences
         of 40 tokens.
 
-        With prefix caching a prompt shares the longest cached prefix; its last token is always computed. A prefix that
-        is only on the host is loaded by this step's decision (`swap_in`): the step that computes the rest runs after
-        it.
+        With prefix caching, a prompt shares the longest cached prefix; its last token is always computed. This step's
+        decision loads a prefix that is only on the host (`swap_in`); the step that computes the rest must run after it.
 
         Args:
-            prompts: for each sequence its token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or their
-                number, an int. Token id 4294967295 is reserved.
+            prompts: token ids of each sequence, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or a token
+                count, an int. Token id 4294967295 is reserved.
             counts: instead of prompts, the number of tokens of each sequence, uint32 `[n]`.
-            salt: keeps tenants apart: prompts share only with prompts of the same salt. Bytes or None for all prompts,
-                or a list with one for each. `b""` is a salt too.
+            salt: separates tenants: a prompt shares blocks only with prompts of the same salt. Bytes or None for all
+                prompts, or a list with one for each. `b""` is a salt, too.
             lora_id: adapter of the prompts, 0 for none; one int, or one for each prompt.
-            extras: other inputs that decide a block's bytes, such as an image's hash: `(prompt, block, kind, bytes)`,
-                by rising block.
-            chunk_tokens: most tokens beyond the cached ones to take blocks for; `next_chunk` and `append` put
-                the rest in. None: all at once.
-            encoder_tokens: tokens of each sequence's encoder, where there is a group with cross attention.
+            extras: other inputs that determine a block's bytes, such as an image's hash: `(prompt, block, kind,
+                bytes)`, sorted by block.
+            chunk_tokens: maximum tokens beyond the cached ones to take blocks for; `next_chunk` and `append` add the
+                rest. None: all at once.
+            encoder_tokens: tokens of each sequence's encoder, if there is a group with cross attention.
         Returns:
             One `Sequence` for one prompt, a tuple of them for several, uint64 `[n]` for `counts`.
         Raises:
             OutOfBlocksError: the device has too few free blocks for all of them.
-            InvalidArgumentError: a token id is out of range, counts and prompts are mixed, or there is not one salt,
-                adapter or encoder length for each.
+            InvalidArgumentError: a token id is out of range, counts and prompts are mixed, or the number of salts,
+                adapters or encoder lengths is wrong.
         """
     @overload
     def allocate(self, *, counts: _Counts, encoder_tokens: _Counts | None = None) -> NDArray[np.uint64]: ...
@@ -1200,23 +1203,24 @@ class BlockManager:
         shared_tokens: int | None = None,
         num_tokens: int | None = None,
     ) -> Sequence:
-        """Open sequences that share the blocks of one. A write to a shared block copies it first.
+        """Open sequences that share the blocks of another. A write to a shared block copies it first.
 
-        What this step is yet to write of shared blocks must be written even if `sequence` is freed before it runs.
+        If this step writes to shared blocks, it must do so even if `sequence` is freed before the step runs.
 
         Args:
             sequence: handle.
-            count: of sequences to open; None opens one.
-            shared_tokens: share only the first tokens, a multiple of the block size; the new sequence gets blocks of
-                its own for the rest. Together with `num_tokens`.
-            num_tokens: tokens of the new sequence.
+            count: number of sequences to open; None opens one.
+            shared_tokens: share only this many tokens, a multiple of the block size; the new sequence gets its own
+                blocks for the rest. Requires `num_tokens`.
+            num_tokens: number of tokens of the new sequence.
         Returns:
             `Sequence`, or uint64 `[count]`.
         Raises:
             UnknownSequenceError: there is no such sequence.
             SequenceStateError: the sequence has lost bytes; or, with `shared_tokens`, it is not on the device, is still
-                loading, or this step is yet to write the recurrent state that the new tokens need.
-            InvalidArgumentError: `shared_tokens` is no multiple of the block size or more than either sequence has.
+                loading, or this step has not yet written the recurrent state that the new tokens need.
+            InvalidArgumentError: `shared_tokens` is not a multiple of the block size, or exceeds either sequence's
+                length.
             OutOfBlocksError: the device has too few free blocks for the rest.
         """
     @overload
@@ -1230,17 +1234,17 @@ class BlockManager:
             sequences: handles, uint64 `[n]`, a list, or one.
         Raises:
             UnknownSequenceError: there is no such sequence.
-            InvalidArgumentError: a handle is given twice.
+            InvalidArgumentError: a handle is repeated.
         """
     def can_append(self, sequences: _Handles, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> Fit:
-        """Return whether `append` has the blocks it takes: new ones, and one for each copy-on-write.
+        """Return whether `append` would find enough blocks: new ones, and one for each copy-on-write.
 
         Args:
             sequences: handles, uint64 `[n]`, a list, or one.
-            num_tokens: tokens for each sequence, one int or uint32 `[n]`.
-            lookahead: slots beyond those tokens for which each sequence gets blocks too.
+            num_tokens: number of tokens for each sequence, one int or uint32 `[n]`.
+            lookahead: number of slots beyond those tokens that each sequence also gets blocks for.
         Returns:
-            `Fit`, true if `append` finds its blocks.
+            `Fit`, true if there are enough blocks.
         Raises:
             UnknownSequenceError, SequenceStateError, InvalidArgumentError: as `append`.
         """
@@ -1257,69 +1261,67 @@ class BlockManager:
         """Append tokens to a batch of sequences and return their slots. A shared block is copied before it is written.
 
         Args:
-            sequences: handles, uint64 `[n]`, none twice; a list, or one.
-            num_tokens: tokens for each sequence, one int or uint32 `[n]`; 1 by default.
-            token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. Where
-                they are not known yet, leave them out and name them later with `prefix.note_tokens`; what is behind
-                tokens without ids is not published.
-            lookahead: slots beyond those tokens for which each sequence gets blocks too, for draft tokens.
-            block_tables: int32 `[n or more, max_blocks]`, C-contiguous, that the caller keeps from call to call: row i
-                is sequence i. Only what changed since the sequence's last such call is written. After you move a
-                sequence to another row or array, copy its row or write it with `block_tables`. With several groups the
-                rows of one group follow those of another, `n` each.
-            out: int64 array to write the slots to, C-contiguous; it shares no memory with `block_tables`.
+            sequences: handles, uint64 `[n]` without repeats, a list, or one.
+            num_tokens: number of tokens for each sequence, one int or uint32 `[n]`; 1 by default.
+            token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. If they are
+                not known yet, omit them and pass them to `prefix.note_tokens` later; blocks after tokens without ids
+                are not published.
+            lookahead: number of slots beyond those tokens that each sequence also gets blocks for, for draft tokens.
+            block_tables: int32 `[n or more, max_blocks]`, C-contiguous, that you keep from call to call: row i is
+                sequence i. Only the entries that changed since the sequence's last such call are written. If you move a
+                sequence to another row or array, copy its row or write it with `block_tables`. With several groups, the
+                rows of each group follow those of the previous one, `n` each.
+            out: int64 array to write the slots to, C-contiguous; must not share memory with `block_tables`.
         Returns:
-            Slots, `block * block_size + offset`, int64 `[tokens]`; with several groups `[groups, tokens]`, groups with
-            cross attention left out.
+            Slots, `block * block_size + offset`, int64 `[tokens]`; with several groups `[groups, tokens]`, without
+            groups with cross attention.
         Raises:
             OutOfBlocksError: the device has too few free blocks for the whole batch.
             UnknownSequenceError: there is no such sequence.
             SequenceStateError: a sequence is not on the device, is still loading, or has lost bytes.
-            InvalidArgumentError: a handle is given twice, or an array has the wrong shape or dtype or cannot be
-                written.
+            InvalidArgumentError: a handle is repeated, or an array has the wrong shape or dtype or is read-only.
         """
     def next_chunk(self, sequence: _Handle, budget: int) -> int:
         """Return how many tokens of a sequence's prompt to append next.
 
-        With a recurrent group and prefix caching a chunk ends at a block's end where it can: only states there are
-        cached.
+        With a recurrent group and prefix caching, chunks end at the end of a block if possible, since only the states
+        there are cached.
 
         Args:
             sequence: handle of a sequence that was allocated with `chunk_tokens`.
-            budget: most tokens.
+            budget: maximum number of tokens.
         Returns:
-            Tokens, at most `budget`; 0 once the whole prompt is in.
+            Number of tokens, at most `budget`; 0 once the whole prompt has been appended.
         Raises:
             UnknownSequenceError: there is no such sequence.
         """
     def mark_computed(self, sequences: _Handles, num_computed: _Counts | None = None) -> None:
         """Publish the full blocks of sequences whose tokens the model has computed.
 
-        A block that another block already duplicates is replaced by it, and blocks outside a window are given back:
-        block tables may change.
+        Block tables may change: a block is replaced by an existing duplicate, and blocks outside a window are freed.
 
         Args:
-            sequences: handles, uint64 `[n]`, none twice; a list, or one.
+            sequences: handles, uint64 `[n]` without repeats, a list, or one.
             num_computed: how many of each sequence's first tokens are computed, uint32 `[n]`; all by default.
         Raises:
             UnknownSequenceError: there is no such sequence.
-            InvalidArgumentError: a sequence has fewer tokens, or there is not one number for each.
-            SequenceStateError: a sequence has tokens that this step is yet to write.
+            InvalidArgumentError: a sequence has fewer tokens, or `num_computed` does not have one entry per sequence.
+            SequenceStateError: a sequence has tokens that this step has not written yet.
         """
     def truncate(self, sequence: _Handle, num_tokens: int) -> None:
-        """Cut a sequence to its first tokens, for instance after draft tokens were rejected. Blocks that hold none of
-        them, and those of an earlier lookahead, are freed.
+        """Truncate a sequence to its first tokens, for instance after draft tokens were rejected. Blocks without any of
+        these tokens are freed, and so are those of an earlier lookahead.
 
         Args:
             sequence: handle.
-            num_tokens: tokens to keep.
+            num_tokens: number of tokens to keep.
         Raises:
             UnknownSequenceError: there is no such sequence.
-            SequenceStateError: the sequence has lost bytes, or tokens that this step is yet to write.
-            InvalidArgumentError: the sequence is shorter, or has a recurrent state, which cannot be taken back.
+            SequenceStateError: the sequence has lost bytes, or tokens that this step has not written yet.
+            InvalidArgumentError: the sequence is shorter, or has a recurrent state, which cannot be undone.
         """
     def can_swap_out(self, sequences: _Handles, to: Literal["host", "external"] = "host") -> Fit:
-        """Return whether `swap_out` can move the sequences: nothing else moves them, and the tier has room.
+        """Return whether `swap_out` can move the sequences: they are not moving already, and the tier has room.
 
         Args:
             sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
@@ -1328,10 +1330,10 @@ class BlockManager:
             `Fit`, true if they can move now.
         Raises:
             UnknownSequenceError: there is no such sequence.
-            InvalidArgumentError: a handle is given twice, or `to` is another tier.
+            InvalidArgumentError: a handle is repeated, or `to` is another tier.
         """
     def swap_out(self, sequences: _Handles, to: Literal["host", "external"] = "host") -> None:
-        """Move sequences away from the device, by this step's decision: from the device to the host, or from either to
+        """Move sequences away from the device in this step's decision: from the device to the host, or from either to
         the external tier. A block that several of them share moves once.
 
         Args:
@@ -1344,13 +1346,13 @@ class BlockManager:
             InvalidArgumentError: a handle is given twice, or `to` is another tier.
         """
     def can_swap_in(self, sequences: _Handles, to: Literal["device", "host"] = "device", *, lookahead: int = 0) -> Fit:
-        """Return whether `swap_in` can move the sequences. On the device one more token each has room then, and the
-        watermark stays free.
+        """Return whether `swap_in` can move the sequences. On the device, there must also be room for one more token
+        each, with the watermark still free.
 
         Args:
             sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
             to: `"device"` or `"host"`.
-            lookahead: slots beyond that token.
+            lookahead: number of slots beyond that token.
         Returns:
             `Fit`, true if they can move now.
         Raises:
@@ -1358,8 +1360,8 @@ class BlockManager:
             InvalidArgumentError: a handle is given twice, or `to` is another tier.
         """
     def swap_in(self, sequences: _Handles, to: Literal["device", "host"] = "device") -> None:
-        """Move sequences back towards the device, by this step's decision: from the external tier to the host, or
-        from either to the device.
+        """Move sequences back towards the device in this step's decision: from the external tier to the host, or from
+        either to the device.
 
         Args:
             sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
@@ -1372,9 +1374,9 @@ class BlockManager:
 
         Args:
             prefetch: let the step compute while its loads arrive. Until the ticket has ended, `append`, `slot_mapping`,
-                `block_table` and `block_tables` refuse what it loads. If a sequence that it loads was appended to, or
-                asked for its block table, before this call, the step computes with it: then `decision.prefetch` is
-                False, and the step waits for all its loads.
+                `block_table` and `block_tables` reject the sequences that it loads. If you have already appended to
+                such a sequence in this step, or requested its block table, the step computes with it:
+                `decision.prefetch` is then False, and the step waits for all its loads.
         Returns:
             `StepDecision`.
         Warns:
@@ -1383,9 +1385,9 @@ class BlockManager:
     def complete(self, ticket: int, lost: Iterable[Pairs] = ()) -> NDArray[np.uint64]:
         """End a ticket whose transfers have ended.
 
-        Until then its blocks stay leased, however long it takes. Where the process or device that ran it has died and
-        can write no more, give all its pairs as `lost`, or call `fail`. Where it only hangs, `lose` marks its sequences
-        and keeps the blocks leased.
+        Until then its blocks stay leased, however long it takes. If the process or device that ran it has died and can
+        no longer write, pass all its pairs as `lost`, or call `fail`. If it only hangs, `lose` marks its sequences and
+        keeps the blocks leased.
 
         Args:
             ticket: `decision.ticket`.
@@ -1397,7 +1399,7 @@ class BlockManager:
             MappingError: the ticket writes no such block.
         """
     def fail(self, ticket: int) -> NDArray[np.uint64]:
-        """End a ticket of which nothing landed, for instance because it was never carried out.
+        """End a ticket whose transfers did not land at all, for instance because they were never run.
 
         Args:
             ticket: `decision.ticket`.
@@ -1410,7 +1412,7 @@ class BlockManager:
         """Mark the sequences that have lost bytes while the ticket's other transfers still run.
 
         Args:
-            ticket: `decision.ticket`. It stays open; give `complete` the same pairs when it ends.
+            ticket: `decision.ticket`. It stays open; pass the same pairs to `complete` when it ends.
             lost: the `Pairs` that are known not to land.
         Returns:
             Sequences that lost bytes, uint64 `[n]`. They can only be freed.
@@ -1419,16 +1421,16 @@ class BlockManager:
             MappingError: the ticket writes no such block.
         """
     def block_table(self, sequence: _Handle, group: int = 0) -> NDArray[np.int32]:
-        """Return the blocks of a sequence in its present tier.
+        """Return the blocks of a sequence in its current tier.
 
         Args:
             sequence: handle.
             group: cache group.
         Returns:
-            Block ids, int32 `[blocks]`; 0 for blocks that fell out of a window.
+            Block ids, int32 `[blocks]`; 0 for blocks outside a window.
         Raises:
             UnknownSequenceError: there is no such sequence.
-            SequenceStateError: its blocks are being prefetched, see `take_decision`.
+            SequenceStateError: the blocks are being prefetched, see `take_decision`.
             InvalidArgumentError: there is no such group.
         """
     def block_tables(
@@ -1445,7 +1447,7 @@ class BlockManager:
         Raises:
             UnknownSequenceError: there is no such sequence.
             SequenceStateError: a sequence is not on the device, is still loading, or has lost bytes.
-            InvalidArgumentError: `out` has another number of rows or too few columns, or there is no such group.
+            InvalidArgumentError: `out` has the wrong number of rows or too few columns, or there is no such group.
         """
     def slot_mapping(
         self,
@@ -1456,26 +1458,26 @@ class BlockManager:
         *,
         group: int = 0,
     ) -> NDArray[np.int64]:
-        """Return the slots of some tokens of sequences on the device, one sequence after the other.
+        """Return the slots of a range of tokens of sequences on the device, one sequence after the other.
 
         Args:
             sequences: handles, uint64 `[n]`, a list, or one.
-            first: first token, for all or one a sequence.
-            last: token after the last, for all or one a sequence.
+            first: first token, for all or one per sequence.
+            last: end of the range, exclusive, for all or one per sequence.
             out: int64 array `[sum of last - first]` to write to, C-contiguous.
             group: cache group.
         Returns:
             Slots, `block * block_size + offset`, int64 `[sum of last - first]`, or `out`.
         Raises:
             UnknownSequenceError, SequenceStateError: as `block_tables`.
-            InvalidArgumentError: a sequence has fewer tokens, `out` another length, or there is no such group.
+            InvalidArgumentError: a sequence has fewer tokens, `out` has the wrong length, or there is no such group.
         """
     def num_tokens(self, sequence: _Handle, group: int = 0) -> int:
         """Return the number of tokens in a sequence.
 
         Args:
             sequence: handle.
-            group: cache group; one with cross attention has the encoder's tokens.
+            group: cache group; for cross attention, the encoder's tokens are counted.
         Raises:
             UnknownSequenceError: there is no such sequence.
             InvalidArgumentError: there is no such group.
@@ -1489,7 +1491,7 @@ class BlockManager:
             UnknownSequenceError: there is no such sequence.
         """
     def stats(self) -> ManagerStats:
-        """Return all counters, as of now: `ManagerStats`."""
+        """Return all counters: `ManagerStats`."""
     def check(self) -> None:
         """Recount the whole state and compare. For tests and debugging; it takes time in proportion to the pools.
 
@@ -1499,25 +1501,25 @@ class BlockManager:
 
 @final
 class EventBatch:
-    """Events of the prefix cache taken in one go, one array entry an event, oldest first.
+    """A batch of prefix cache events, one array entry per event, oldest first.
 
-    Event `i` has the number `first + i`. Numbers rise by one from batch to batch; `dropped` events before `first` had
-    no room. Replaying `stored`, `removed` and `cleared` by tier and key gives exactly what can be found.
+    Event `i` has the number `first + i`. Numbers continue from batch to batch; `dropped` events before `first` were
+    lost for lack of room. Replaying `stored`, `removed` and `cleared` by tier and key yields exactly the cache's
+    content.
 
     - `kinds`: uint8 `[n]`, indexes `KINDS`; `tiers`: uint8 `[n]`, indexes `TIERS`; `blocks`: int32 `[n]`, -1 if
       cleared.
-    - `keys`: uint8 `[n, 32]`, the exported key as `export_keys` gives it; `groups`, uint8 `[n]`, the block's cache
-      group: blocks of several groups have the same key.
-    - Of `stored` alone: `parents`, uint8 `[n, 32]`, key of the block before, zeros for a sequence's first; `tokens`,
+    - `keys`: uint8 `[n, 32]`, the exported key as `export_keys` returns it; `groups`: uint8 `[n]`, the block's cache
+      group, since blocks of several groups have the same key.
+    - Only for `stored`: `parents`, uint8 `[n, 32]`, key of the preceding block, zeros for a sequence's first; `tokens`,
       uint32 `[n]`; `lora_ids`, uint64 `[n]`.
-    - Of `removed` alone: `reasons`, uint8 `[n]`, indexes `REASONS`; `remaining`, uint8 `[n]`, copies of the bytes in
-      other tiers, those on their way included: they cannot be found until a swapped sequence brings them back, by a
-      new `stored`.
+    - Only for `removed`: `reasons`, uint8 `[n]`, indexes `REASONS`; `remaining`, uint8 `[n]`, number of copies in other
+      tiers, including those in transfer. They cannot be found until a swapped sequence returns, with a new `stored`.
 
     Attributes:
         KINDS: names of the numbers in `kinds`.
         TIERS: names of the numbers in `tiers`.
-        REASONS: names of the numbers in `reasons`; the first is of what was not removed.
+        REASONS: names of the numbers in `reasons`; the first, empty, is for events other than `removed`.
 
     Example:
         >>> from blockyard import BlockManager, PrefixCaching
@@ -1539,7 +1541,7 @@ class EventBatch:
         """Number of the first event."""
     @property
     def dropped(self) -> int:
-        """Events before `first` that had no room."""
+        """Number of events before `first` that were lost for lack of room."""
     @property
     def kinds(self) -> NDArray[np.uint8]:
         """uint8 `[n]`, index of `KINDS`."""
@@ -1554,10 +1556,10 @@ class EventBatch:
         """Exported keys, uint8 `[n, 32]`, as `export_keys` returns them."""
     @property
     def parents(self) -> NDArray[np.uint8]:
-        """For `stored`, the key of the block before, uint8 `[n, 32]`; zeros for the first block of a sequence."""
+        """For `stored`, the key of the preceding block, uint8 `[n, 32]`; zeros for the first block of a sequence."""
     @property
     def tokens(self) -> NDArray[np.uint32]:
-        """For `stored`, tokens in the block, uint32 `[n]`."""
+        """For `stored`, number of tokens in the block, uint32 `[n]`."""
     @property
     def lora_ids(self) -> NDArray[np.uint64]:
         """For `stored`, the adapter, uint64 `[n]`."""
@@ -1566,121 +1568,123 @@ class EventBatch:
         """For `removed`, index of `REASONS`, uint8 `[n]`."""
     @property
     def remaining(self) -> NDArray[np.uint8]:
-        """For `removed`, copies of the bytes that are left in other tiers, uint8 `[n]`."""
+        """For `removed`, number of copies left in other tiers, uint8 `[n]`."""
     @property
     def groups(self) -> NDArray[np.uint8]:
-        """Cache group of the block, uint8 `[n]`; blocks of several groups have the same key."""
+        """Cache group of the block, uint8 `[n]`, since blocks of several groups have the same key."""
     def __len__(self) -> int: ...
 
 @final
 class ResizeProgress:
-    """How far a resize of the device pool has come."""
+    """The progress of a resize of the device pool."""
 
     @property
     def blocks(self) -> int:
-        """Blocks of the device."""
+        """Number of device blocks."""
     @property
     def live(self) -> int:
-        """Blocks beyond them that sequences use."""
+        """Number of blocks beyond `blocks` that sequences use."""
     @property
     def held(self) -> int:
-        """Blocks beyond them that only transfers and pins hold."""
+        """Number of blocks beyond `blocks` that only transfers or pins hold."""
     @property
     def extent(self) -> int:
-        """One past the highest block in use, at least `blocks`: memory behind it can be given back."""
+        """One past the highest block in use, at least `blocks`: memory beyond it can be released."""
     @property
     def done(self) -> bool:
-        """Whether nothing is in use beyond `blocks`."""
+        """Whether no block beyond `blocks` is in use."""
 
 @final
 class ManagerStats:
-    """Counters since the manager was made, and the state of each tier now. Transfers count when they are decided."""
+    """Counters since the manager was created, and the current state of each tier. Transfers count when they are
+    decided.
+    """
 
     @property
     def hit_rate(self) -> float:
-        """Hit blocks of all full blocks that were looked up; 0 before the first."""
+        """Fraction of the full blocks looked up that were hits; 0 before the first."""
     @property
     def sequences(self) -> int:
-        """Sequences that are open now."""
+        """Number of open sequences."""
     @property
     def steps(self) -> int:
-        """Decisions taken."""
+        """Number of decisions taken."""
     @property
     def open_tickets(self) -> list[int]:
-        """Tickets that are neither completed nor failed, a list of ints, oldest first."""
+        """Tickets neither completed nor failed, a list of ints, oldest first."""
     @property
     def prompts(self) -> int:
-        """Prompts admitted with their token ids."""
+        """Number of prompts admitted with token ids."""
     @property
     def hit_blocks(self) -> int:
-        """Full blocks of those prompts that were cached."""
+        """Number of full blocks of those prompts that were cached."""
     @property
     def missed_blocks(self) -> int:
-        """Full blocks of those prompts that were not."""
+        """Number of full blocks of those prompts that were not cached."""
     @property
     def hit_tokens(self) -> int:
-        """Tokens that need not be computed."""
+        """Number of prompt tokens that needed no compute."""
     @property
     def missed_tokens(self) -> int:
-        """Tokens that must be computed."""
+        """Number of prompt tokens to compute."""
     @property
     def merged_blocks(self) -> int:
-        """Blocks that were computed twice and merged into one."""
+        """Number of blocks that were computed twice and merged."""
     @property
     def loaded_blocks(self) -> int:
-        """Hit blocks that only the host had."""
+        """Number of hit blocks that only the host had."""
     @property
     def copied_blocks(self) -> int:
-        """Copies on write that were decided."""
+        """Number of copies on write."""
     @property
     def swapped_out_blocks(self) -> dict[_Tier, int]:
-        """For host and external tier, blocks swapped out to it."""
+        """For host and external tier, number of blocks swapped out to it."""
     @property
     def swapped_in_blocks(self) -> dict[_Tier, int]:
-        """For host and external tier, blocks swapped in from it."""
+        """For host and external tier, number of blocks swapped in from it."""
     @property
     def moved_blocks(self) -> int:
-        """Moves by defragmentation that ended."""
+        """Number of finished defragmentation moves."""
     @property
     def cancelled_moves(self) -> int:
-        """Moves given up because the block was written, freed or leased meanwhile."""
+        """Number of moves given up because the block was written, freed or leased in the meantime."""
     @property
     def failed_moves(self) -> int:
-        """Moves whose bytes did not land."""
+        """Number of moves whose bytes did not land."""
     @property
     def num_blocks(self) -> dict[_Tier, int]:
-        """For each tier, the blocks that it has now."""
+        """For each tier, its current number of blocks."""
     @property
     def used_blocks(self) -> dict[_Tier, int]:
-        """For each tier, blocks that are referenced or leased now."""
+        """For each tier, number of blocks that are referenced or leased."""
     @property
     def peak_blocks(self) -> dict[_Tier, int]:
-        """For each tier, the most blocks ever used at once."""
+        """For each tier, the highest number of used blocks so far."""
     @property
     def leased_blocks(self) -> dict[_Tier, int]:
-        """For each tier, blocks that transfers lease now."""
+        """For each tier, number of blocks leased by transfers."""
     @property
     def cached_blocks(self) -> dict[_Tier, int]:
-        """For each tier, blocks whose key finds them now."""
+        """For each tier, number of blocks that their keys find."""
     @property
     def evicted_blocks(self) -> dict[_Tier, int]:
-        """For each tier, cached blocks that were evicted."""
+        """For each tier, number of cached blocks evicted."""
     @property
     def pinned_blocks(self) -> dict[_Tier, int]:
-        """For each tier, blocks that pins keep now."""
+        """For each tier, number of pinned blocks."""
     def as_dict(self) -> dict[str, float]:
         """Return all counters by name, for metrics.
 
         Returns:
-            A dict of numbers; those of a tier as `used_blocks_device` and so on, the number of `open_tickets`, and
-            `device_cache_usage_sys` and so on: the part of a tier that is in use, 0 to 1.
+            A dict of numbers. Those of a tier are named `used_blocks_device` and so on; `open_tickets` is their number;
+            `device_cache_usage_sys` and so on are the fraction of a tier in use, 0 to 1.
         """
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class Completion:
-    """What became of one batch."""
+    """The results of one batch."""
 
     def __new__(
         cls, ticket: int, ok: NDArray[np.bool_], rows: NDArray[np.uint8], reasons: _Each[str]
@@ -1691,15 +1695,15 @@ class Completion:
         """The ticket that was collected."""
     @property
     def ok(self) -> NDArray[np.bool_]:
-        """Whether each block came back or went in, bool `[n]`."""
+        """Whether each block was read or written, bool `[n]`."""
     @property
     def rows(self) -> NDArray[np.uint8]:
-        """The blocks that were read, uint8 `[n, bytes_per_block]`; rows of misses hold nothing of use. `[0,
-        bytes_per_block]` for writes.
+        """The blocks that were read, uint8 `[n, bytes_per_block]`; the content of misses is unspecified. For writes,
+        `[0, bytes_per_block]`.
         """
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why a block is a miss, one string a block; empty where it is not."""
+        """Why each block is a miss, one string per block; empty if it is not."""
 
 @final
 class StoreStats:
@@ -1723,68 +1727,68 @@ class StoreStats:
     ) -> StoreStats: ...
     @property
     def written_blocks(self) -> int:
-        """Blocks whose write completed."""
+        """Number of blocks written."""
     @property
     def written_bytes(self) -> int:
-        """Bytes of those, headers not counted."""
+        """Bytes of those blocks, without headers."""
     @property
     def read_blocks(self) -> int:
-        """Blocks whose read was checked and accepted."""
+        """Number of blocks read and found intact."""
     @property
     def read_bytes(self) -> int:
-        """Bytes of those, headers not counted."""
+        """Bytes of those blocks, without headers."""
     @property
     def misses(self) -> dict[str, int]:
-        """Blocks that did not come back or go in, by reason."""
+        """Number of blocks not read or written, by reason."""
     @property
     def errors(self) -> int:
-        """Operations that the system answered with an error."""
+        """Number of operations that failed with a system error."""
     @property
     def last_error(self) -> str:
-        """The last of those errors, in words."""
+        """Message of the last of those errors."""
     @property
     def errors_in_a_row(self) -> int:
-        """Operations that the system answered with an error since the last that succeeded: 0 means healthy."""
+        """Number of those errors since the last successful operation: 0 means healthy."""
     @property
     def is_down(self) -> bool:
-        """Whether the storage does not answer: batches are refused until a probe is answered."""
+        """Whether the storage has stopped answering; batches are then refused until it answers a probe."""
     @property
     def cached_blocks(self) -> int:
-        """Keys that have a block now."""
+        """Number of keys with a block."""
     @property
     def evicted_blocks(self) -> int:
-        """Keys whose block gave way to another."""
+        """Number of keys whose block was evicted."""
     @property
     def pending_bytes(self) -> int:
-        """Bytes of blocks in flight and of results not yet collected."""
+        """Bytes of blocks in flight and of uncollected results."""
     @property
     def checksum_failures(self) -> int:
-        """Reads whose header or payload checksum did not match."""
+        """Number of reads whose header or payload checksum did not match."""
     @property
     def damaged_blocks(self) -> int:
-        """Reads that came back from storage and were refused, for any reason."""
+        """Number of reads that returned a damaged block, for any reason."""
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]: ...
     def as_dict(self) -> dict[str, int | str | dict[str, int]]:
-        """All counters, for JSON."""
+        """Return all counters, for JSON."""
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class RedisClient:
-    """Connections to a Redis or Valkey server or cluster, one for each call that is under way. Calls block without the
-    interpreter's lock. In a cluster, a node that does not answer loses its own values alone. Calls leave it out until
-    it answers a probe, which a thread of its own sends every second.
+    """Connections to a Redis or Valkey server or cluster, one for each running call. Calls block without the
+    interpreter's lock. In a cluster, a node that does not answer affects only its own values. Calls skip it until it
+    answers a probe, which a separate thread sends every second.
 
     Args:
-        host: name of the server's machine, or with `transport="unix"` the path of its socket.
-        port: of the server.
+        host: host name of the server, or with `transport="unix"` the path of its socket.
+        port: port of the server.
         transport: `"tcp"`, `"tls"` or `"unix"`.
         cluster: whether the server is a node of a cluster.
         username, password: None for none.
-        db: number of the database.
-        ca, cert, key: PEM files for `"tls"`: authorities of the server's certificate; our own.
-        connect_timeout: most seconds that connecting takes.
-        timeout: most seconds that the server may be silent.
+        db: database number.
+        ca, cert, key: PEM files for `"tls"`: the CA of the server's certificate; client certificate and key.
+        connect_timeout: timeout in seconds for connecting.
+        timeout: maximum seconds without an answer from the server.
     Raises:
         StoreError: a PEM file cannot be read.
     """
@@ -1815,23 +1819,23 @@ class RedisClient:
         sizes: _Each[int] | None = None,
         last: _Each[_Each[bytes]] | None = None,
     ) -> tuple[NDArray[np.bool_], list[Any], str | None]:
-        """Store values, all of them or in groups.
+        """Store values, separately or in groups.
 
-        The values of a group and its command are one transaction at the server: the command runs last, and nobody
-        sees a part. In a cluster, all keys of a group must be in the slot of its first name.
+        The values of a group and its command are one transaction at the server, and the command runs last. In a
+        cluster, all keys of a group must be in the hash slot of its first name.
 
         Args:
-            names: bytes each.
+            names: keys of the values, bytes each.
             rows: uint8 `[n, width]`.
-            ttl_ms: milliseconds after which the server drops them.
-            lengths: bytes of each row that count.
-            sizes: values of each group, in their order; they add up to n. None for no groups.
+            ttl_ms: milliseconds after which the server drops the values.
+            lengths: number of bytes of each row to store.
+            sizes: number of values in each group, in order; they add up to n. None for no groups.
             last: the command of each group, words of bytes.
         Returns:
-            Whether the server took each value, bool `[n]`, the answers to `last`, and None or why nodes of a cluster do
-            not answer.
+            Whether the server stored each value, bool `[n]`; the answers to `last`; and None, or why nodes of a cluster
+            do not answer.
         Raises:
-            StoreError: the server does not answer, or no node of the cluster.
+            StoreError: the server, or every node of the cluster, does not answer.
         """
     def get(
         self,
@@ -1842,70 +1846,70 @@ class RedisClient:
         head_bytes: int = 0,
         first: _Each[_Each[bytes]] | None = None,
     ) -> tuple[NDArray[np.bool_], NDArray[np.uint8], list[Any], str | None]:
-        """Read values into rows. A value of another length leaves its row as it is; with `varies` a shorter one is
-        taken, and zeros follow it.
+        """Read values into rows. A value of another length leaves its row unchanged; with `varies`, a shorter one is
+        read and padded with zeros.
 
         Args:
-            names: bytes each.
+            names: keys of the values, bytes each.
             out: uint8 `[n, width]`, C-contiguous.
             varies: whether values may be shorter than rows.
-            head_bytes: first bytes of each value that do not go into `out`, 0 to 4096.
-            first: commands, as for `run`, that run before in the same round trip.
+            head_bytes: number of first bytes of each value to return separately instead of in `out`, 0 to 4096.
+            first: commands, as for `run`, to run before the reads in the same round trip.
         Returns:
-            Whether there was a value, bool `[n]`, the first bytes of each, uint8 `[n, head_bytes]`, zeros for none, the
-            answers to `first`, and None or why nodes of a cluster do not answer.
+            Whether each value was found, bool `[n]`; the first bytes of each, uint8 `[n, head_bytes]`, zeros if absent;
+            the answers to `first`; and None, or why nodes of a cluster do not answer.
         Raises:
-            StoreError: the server does not answer, or no node of the cluster, or one refuses.
+            StoreError: the server, or every node of the cluster, does not answer; or one refuses.
         """
     def run(self, commands: _Each[_Each[bytes]]) -> tuple[list[Any], str | None]:
-        """Run commands in one round trip; in a cluster in one to each node.
+        """Run commands in one round trip; in a cluster, one to each node.
 
         Args:
-            commands: words of bytes each, at least one. In a cluster, the second is the key, or the fourth of
+            commands: words of bytes each, at least one. In a cluster, the second word is the key, or the fourth of
                 `EVAL`; the third of `CLUSTER` is the slot.
         Returns:
-            An answer each: an int, bytes, None or a list; or the StoreError with which the server refused. None also
-            where the node of a cluster does not answer. Then None, or why nodes do not answer.
+            The answer to each command: an int, bytes, None or a list; or a StoreError if the server refused it; or None
+            if the node of a cluster does not answer. And None, or why nodes do not answer.
         Raises:
-            StoreError: the server does not answer, or no node of the cluster.
+            StoreError: the server, or every node of the cluster, does not answer.
         """
     def close(self) -> None:
-        """Close the connections that no call uses."""
+        """Close the idle connections."""
 
 @final
 class SlabReport:
-    """What the slots of a slab hold."""
+    """The contents of a slab's slots."""
 
     @property
     def path(self) -> Path:
         """The slab's file."""
     @property
     def num_slots(self) -> int:
-        """Slots of the slab."""
+        """Number of slots in the slab."""
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one slot holds."""
+        """Bytes of a block in one slot."""
     @property
     def pid(self) -> int:
-        """Process that wrote the superblock."""
+        """Process id that wrote the superblock."""
     @property
     def blocks(self) -> dict[str, int]:
-        """Blocks that a store can find, by namespace in hexadecimal digits."""
+        """Number of blocks that a store can find, by namespace in hexadecimal digits."""
     @property
     def empty(self) -> int:
-        """Slots without a block."""
+        """Number of slots without a block."""
     @property
     def forgotten(self) -> int:
-        """Blocks that were forgotten all at once."""
+        """Number of blocks forgotten by `forget`."""
     @property
     def replaced(self) -> int:
-        """Blocks that a newer write of their key replaces."""
+        """Number of blocks replaced by a newer write of their key."""
     @property
     def damaged(self) -> list[tuple[int, str]]:
-        """Damaged slots and the reason that a read would have."""
+        """The damaged slots, each with the reason that a read would report."""
     @property
     def wiped(self) -> int:
-        """Damaged slots that were wiped."""
+        """Number of damaged slots that were wiped."""
 
 def check_slab(path: str | PathLike[str], *, repair: bool = False) -> SlabReport:
     """Read every block of a slab that no store has open.
@@ -1914,36 +1918,36 @@ def check_slab(path: str | PathLike[str], *, repair: bool = False) -> SlabReport
         path: the file, or the directory of a prefix store.
         repair: wipe damaged slots.
     Raises:
-        StoreError: it cannot be read or written, is no slab, or is in use.
+        StoreError: the file cannot be read or written, is not a slab, or is in use.
     """
 
 def checksum_rows(
     rows: NDArray[np.uint8], key: bytes | None = None, heads: NDArray[np.uint8] | None = None
 ) -> NDArray[np.uint8]:
-    """XXH3-128 of each row of a uint8 array `[n, width]`, little-endian; with a key the first 16 bytes of its keyed
-    BLAKE3. uint8 `[n, 16]`.
+    """Return the XXH3-128 of each row, little-endian, uint8 `[n, 16]`; with a key, the first 16 bytes of the keyed
+    BLAKE3.
 
     Args:
         rows: uint8 `[n, width]`.
-        key: 32 bytes that only who may write knows: nobody else can make these checksums.
-        heads: bytes in front of each row, uint8 `[n, m]`; the checksum is that of both together.
+        key: 32 bytes, known only to trusted writers: nobody else can compute these checksums.
+        heads: bytes in front of each row, uint8 `[n, m]`; the checksum covers both.
     Raises:
-        InvalidArgumentError: wrong dtype or shape, or the key has another length.
+        InvalidArgumentError: wrong dtype or shape, or the key does not have 32 bytes.
     """
 
 def inspect_slab(path: str | PathLike[str]) -> SlabReport:
-    """Read the headers of a slab, which a store may have open.
+    """Read the headers of a slab, even while a store has it open.
 
     Args:
         path: the file, or the directory of a prefix store.
     Raises:
-        StoreError: it cannot be read, or is no slab.
+        StoreError: the file cannot be read, or is not a slab.
     """
 
 @final
 class SlabStore:
-    """Blocks in one preallocated file; `blockyard.stores.open_store` opens it by URL. With `use="swap"` they are
-    addressed by slot and die with the process, with `use="prefix"` they are found by key and outlive it.
+    """Blocks in one preallocated file; `blockyard.stores.open_store` opens it by URL. With `use="swap"`, blocks are
+    addressed by slot and die with the process; with `use="prefix"`, they are found by key and outlive it.
     """
 
     def __new__(
@@ -1965,10 +1969,10 @@ class SlabStore:
     keeps_quotas: ClassVar[bool]
     @property
     def num_slots(self) -> int:
-        """Blocks that the store can hold; in swap space its slots, numbered from 0."""
+        """Number of blocks that the store can hold; in swap space the slots, numbered from 0."""
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one slot holds for the caller."""
+        """Bytes of one block, as the caller sees it."""
     @property
     def path(self) -> Path:
         """The slab's file."""
@@ -1977,12 +1981,12 @@ class SlabStore:
         """Whether the page cache is bypassed."""
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the system did not allow, in words."""
+        """Messages about features that the system refused."""
     def slot_offset(self, slot: int) -> int:
-        """Where a slot's header begins in the file, in bytes."""
+        """Return the offset of a slot's header in the file, in bytes."""
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`. Rows that are no whole pages
-        are copied before this returns a ticket. See `ExternalStore.submit_write`.
+        """Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`. Returns a ticket. Rows that
+        are not whole pages are copied first. See `ExternalStore.submit_write`.
         """
     def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
         """Start to read blocks: `slots` int64 `[n]`, into `rows` uint8 `[n, bytes_per_block]`. Returns a ticket.
@@ -2004,27 +2008,31 @@ class SlabStore:
     def submit_delete(self, keys: NDArray[np.uint8] | _Each[bytes]) -> int:
         """Start to delete keys. Returns a ticket. See `ExternalStore.submit_delete`."""
     def contains(self, keys: NDArray[np.uint8] | _Each[bytes]) -> NDArray[np.bool_]:
-        """Whether each key has a block, bool `[n]`; nothing is read. See `ExternalStore.contains`."""
+        """Return whether each key has a block, bool `[n]`, without reading it. See `ExternalStore.contains`."""
     def lacks(self, keys: NDArray[np.uint8] | _Each[bytes]) -> NDArray[np.bool_]:
-        """Whether a get of each key is sure to be a miss, bool `[n]`. See `ExternalStore.lacks`."""
+        """Return whether a read of each key would be a miss, bool `[n]`. See `ExternalStore.lacks`."""
     def forget(self, revision: str | None = None) -> None:
-        """Forget every key, now and for later processes; waits for the disk. See `ExternalStore.forget`."""
+        """Forget every key, also for later processes; waits for the disk. See `ExternalStore.forget`."""
     def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
-        """Limit the blocks of one tenant and drop those beyond; waits for the disk. The quota ends with this store. Its
-        blocks count in later ones too. See `ExternalStore.set_quota`.
+        """Limit the blocks of one tenant and drop excess ones; waits for the disk. The quota ends when this store is
+        closed; later stores still count these blocks. See `ExternalStore.set_quota`.
         """
     def quota(self, tenant: bytes) -> tuple[int, int] | None:
-        """Blocks that count for a tenant, and its quota; None without a quota. See `ExternalStore.quota`."""
+        """Return how many blocks count towards a tenant's quota, and the quota; None without a quota. See
+        `ExternalStore.quota`.
+        """
     def event_fd(self) -> int:
-        """File descriptor, readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`."""
+        """Return a file descriptor that is readable after a ticket has ended, until the next `poll`. See
+        `ExternalStore.event_fd`.
+        """
     def poll(self) -> list[int]:
-        """Tickets that finished or expired since the last call, not collected yet. Never waits."""
+        """Return uncollected tickets that finished or expired since the last call. Never waits."""
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
         """Collect a ticket; waits until its deadline, or for `timeout` seconds. See `ExternalStore.wait`."""
     def stats(self) -> StoreStats:
-        """Counters since the store was opened."""
+        """Return the counters since the store was opened."""
     def close(self, timeout: float = 5.0) -> bool:
-        """Give up what is under way, and remove the file of swap space. Returns False if the disk did not answer within
+        """Give up batches in flight, and delete the file of swap space. Returns False if the disk did not answer within
         `timeout` seconds.
         """
     def __enter__(self) -> SlabStore: ...
@@ -2037,13 +2045,13 @@ def chain_keys(
     parent: bytes | None = None,
     extra: bytes | None = None,
 ) -> list[bytes]:
-    """In-process keys of the full blocks of `tokens`, 32 bytes each.
+    """Returns the in-process keys of the full blocks of `tokens`, 32 bytes each.
 
     Args:
-        tokens: token ids, uint32 `[n]`; what does not fill a block is left out.
+        tokens: token ids, uint32 `[n]`; tokens that do not fill a block are ignored.
         block_size: tokens in a block.
-        parent: key of the block before them.
-        extra: other inputs that decide the bytes of each of these blocks.
+        parent: key of the preceding block.
+        extra: other inputs that determine the bytes of each of these blocks.
     """
 
 def export_keys(
@@ -2056,14 +2064,14 @@ def export_keys(
 ) -> list[bytes]:
     """Return the keys of a prompt's full blocks for other processes: SHA-256 digests, 32 bytes each.
 
-    The hashed stream is a 64-byte header: `BLKYKEYS`, then format 1, block size, cache group and 0 as little-endian
-    u32, the adapter as u64, and 32 bytes of salt (its SHA-256, or zeros for none). Each block's tokens follow as
-    little-endian u32, padded to 64 bytes with 0xFF. A block's key is the digest of the stream up to its end.
+    The hashed stream starts with a 64-byte header: `BLKYKEYS`, then format 1, block size, cache group and 0 as
+    little-endian u32, the adapter as u64, and 32 bytes of salt (its SHA-256, or zeros for none). Each block's tokens
+    follow as little-endian u32, padded to 64 bytes with 0xFF. A block's key is the digest of the stream up to its end.
 
     Args:
         tokens: token ids, uint32 `[n]` or a list of ints.
         block_size: tokens in a block.
-        salt: of the tenant, bytes.
+        salt: salt of the tenant, bytes.
         lora_id: adapter; 0 for none.
         cache_group: number of the cache group.
     Returns:
@@ -2073,7 +2081,7 @@ def export_keys(
     """
 
 def expand_span(blocks: NDArray[np.int64], out: NDArray[np.int64], *, per_block: int, first: int, last: int) -> None:
-    """Writes the ids of the small blocks of a stretch of large ones."""
+    """Writes the ids of the small blocks in a range of large ones."""
 
 _Rule: TypeAlias = Literal["swap", "copy", "move", "exchange"]
 
@@ -2085,14 +2093,14 @@ class Mapping:
 
     Args:
         pairs: int64 `[n, 2]`, or other ints, as for `Pairs`.
-        src_blocks: blocks that can be read; ids are 0-based.
-        dst_blocks: blocks that can be written.
+        src_blocks: number of blocks that can be read; ids are 0-based.
+        dst_blocks: number of blocks that can be written.
         rule: `"swap"` copies from one cache to another: no destination repeats. `"copy"` copies within a cache:
-            besides, no block is both read and written. `"move"` moves within a cache, as if all were read before the
-            first is written: chains and rings are legal. `"exchange"` lets the blocks of a pair change places: no block
-            is named twice, and `(-1, -1)` is padding.
+            also, no block is both read and written. `"move"` moves within a cache, as if all blocks were read before
+            any is written: chains and rings are allowed. `"exchange"` swaps the blocks of each pair: no block is named
+            twice, and `(-1, -1)` is padding.
     Raises:
-        MappingError: the pairs are no ints `[n, 2]`, an id is out of range, or they break the rule.
+        MappingError: the pairs are not ints `[n, 2]`, an id is out of range, or the pairs break the rule.
         InvalidArgumentError: there is no such rule.
     """
 
@@ -2100,57 +2108,57 @@ class Mapping:
     def __len__(self) -> int: ...
     @property
     def rule(self) -> _Rule:
-        """What it does: `"swap"`, `"copy"`, `"move"` or `"exchange"`."""
+        """Its rule: `"swap"`, `"copy"`, `"move"` or `"exchange"`."""
     @property
     def pairs(self) -> NDArray[np.int64]:
-        """The pairs, int64 `[n, 2]`, in the order of their destinations, those of an exchange as they were given.
+        """The pairs, int64 `[n, 2]`, sorted by destination; those of an exchange in the given order.
 
-        Padding and moves of a block onto itself are left out.
+        Padding and moves of a block onto itself are omitted.
         """
     @property
     def reach(self) -> tuple[int, int]:
-        """Blocks that there must be to read and to write: one more than the highest that is named, 0 if none is."""
+        """The number of blocks needed to read from and to write to: the highest id plus one, 0 without pairs."""
     def steps(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """All as steps, int64 `[n, 2]`, and where each group of them begins, int64 `[groups + 1]`.
+        """The mapping as single steps, int64 `[n, 2]`, and the start of each group of steps, int64 `[groups + 1]`.
 
-        Steps of a group run one after the other. To -1, a block is set aside; from -1, it is put where it belongs.
+        Steps of a group run in sequence. A step to -1 sets a block aside; a step from -1 writes it to its destination.
         """
     def split(self, most: int) -> list[Mapping]:
-        """Cut it into mappings of at most `most` pairs, to be run one after the other.
+        """Split into mappings of at most `most` pairs, to run one after the other.
 
         Moves that depend on one another stay together.
         """
 
 @final
 class BoundViews:
-    """Views of caches in host memory, checked once, over which mappings run.
+    """Views of caches in host memory, checked once, that mappings run over.
 
-    It keeps the memory of all arrays. What is done to an array later (another shape, read-only) changes nothing here.
+    It keeps the memory of all arrays alive. Later changes to an array (its shape, read-only) have no effect here.
 
     Args:
-        src: arrays to read, uint8 `[blocks, bytes]`, rows contiguous and apart.
-        dst: as many to write, of the same widths, apart from those that are read and from one another: side by side, or
-            with rows that alternate within one stride. None: `src` is changed in place, and apart in the same sense.
+        src: arrays to read, uint8 `[blocks, bytes]`, each row contiguous, rows not overlapping.
+        dst: arrays to write, as many and of the same widths. No two arrays may overlap; their rows may alternate within
+            one stride. None: `src` is changed in place, under the same conditions.
     Raises:
-        InvalidArgumentError: an array is of another form, cannot be written or shares memory with another, or the two
-            lists do not fit one another.
+        InvalidArgumentError: an array has another form, is read-only or shares memory with another, or the two lists do
+            not match.
     """
 
     def __new__(cls, src: _Each[NDArray[np.uint8]], dst: _Each[NDArray[np.uint8]] | None = None) -> BoundViews: ...
     def run(self, mapping: Mapping, *, num_threads: int) -> None:
-        """Carry a mapping out in each view.
+        """Run a mapping in each view.
 
         Args:
-            mapping: by the rule `"swap"` or `"copy"` between two lists, by any but `"swap"` within one.
-            num_threads: most threads that share a large call.
+            mapping: with the rule `"swap"` or `"copy"` between two lists; with any rule but `"swap"` within one.
+            num_threads: maximum number of threads for a large call.
         Raises:
-            MappingError: it names blocks that the views do not have, or is by another rule; nothing was copied.
-            OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.
+            MappingError: it names blocks that the views do not have, or has another rule; nothing was copied.
+            OutOfMemoryError: not enough memory for rings of moves; nothing was moved.
         """
 
 @disjoint_base
 class V0NaiveBlock:
-    """A block of token ids without a key, and what a block with one is built on."""
+    """A block of token ids without a key; the base class of blocks with a key."""
 
     def __new__(
         cls,
@@ -2170,23 +2178,23 @@ class V0NaiveBlock:
         """Token slots in the block."""
     @property
     def content_hash(self) -> int | None:
-        """Hash of the contents; None without one."""
+        """Hash of the content; None if there is none."""
 
     @property
     def extra_hash(self) -> int | None:
-        """Hash of inputs beyond the tokens that the contents depend on; None if there are none."""
+        """Hash of other inputs that determine the content; None if there are none."""
     @property
     def is_full(self) -> bool:
         """Whether all slots hold tokens."""
     @property
     def num_empty_slots(self) -> int:
-        """Slots without a token."""
+        """Number of slots without a token."""
     @property
     def num_tokens_total(self) -> int | None:
-        """Tokens up to the end of this block."""
+        """Number of tokens up to the end of this block."""
     @property
     def prev_block(self) -> Any | None:
-        """The block before; None for the first."""
+        """The previous block; None for the first."""
     @property
     def token_ids(self) -> list[int]:
         """Token ids in the block, a list of ints."""
@@ -2194,7 +2202,7 @@ class V0NaiveBlock:
         """Append token ids to the block; a shared block is copied first."""
 
 class V0PrefixCachingBlock(V0NaiveBlock):
-    """A block that others find by its key once it is full."""
+    """A block that can be found by its key once it is full."""
 
     def __new__(
         cls,
@@ -2214,22 +2222,22 @@ class V0PrefixCachingBlock(V0NaiveBlock):
         cur_block_token_ids: list[int],
         extra_hash: int | None = None,
     ) -> int:
-        """Return the hash of a block from the one before and its tokens."""
+        """Return the hash of a block from the previous block's hash and its tokens."""
 
 @final
 class V0NullBlock:
-    """Stands for blocks that fell out of a sliding window; wraps a block that is never written."""
+    """Replaces blocks outside a sliding window; wraps a block that is never written."""
 
     def __new__(cls, proxy: Any) -> V0NullBlock: ...
     block_id: int | None
     def append_token_ids(self, token_ids: list[int]) -> None:
-        """Refuse: nothing is written to the null block."""
+        """Raise: the null block cannot be written."""
 
 _V0Block: TypeAlias = V0NaiveBlock | V0NullBlock
 
 @disjoint_base
 class V0PoolAllocator:
-    """What both allocators share."""
+    """The base of both allocators."""
 
     @property
     def all_block_ids(self) -> frozenset[int]:
@@ -2241,7 +2249,7 @@ class V0PoolAllocator:
         extra_hash: int | None = None,
         device: None = None,
     ) -> V0NaiveBlock:
-        """Take a full block, a cached one if there is one."""
+        """Allocate a full block, the cached one if it exists."""
     def allocate_immutable_blocks(
         self,
         prev_block: Any | None,
@@ -2249,49 +2257,49 @@ class V0PoolAllocator:
         extra_hash: int | None = None,
         device: None = None,
     ) -> list[V0NaiveBlock]:
-        """Take several full blocks."""
+        """Allocate several full blocks."""
     def allocate_mutable_block(
         self, prev_block: Any | None, extra_hash: int | None = None, device: None = None
     ) -> V0NaiveBlock:
-        """Take an empty block."""
+        """Allocate an empty block."""
     def clear_copy_on_writes(self) -> list[tuple[int, int]]:
-        """Return the copies since the last call, `(from, to)`, and forget them."""
+        """Return and clear the copies since the last call, `(from, to)`."""
     def cow_block_if_not_appendable(self, block: V0NaiveBlock) -> int:
-        """Return the id to write to, of a copy if the block is shared."""
+        """Return the block id to write to: a copy's if the block is shared."""
     def find_cached_blocks_prefix(self, block_hashes: list[int]) -> list[int]:
-        """Return how many of the hashes are cached, from the first on."""
+        """Return how many of the hashes, from the first on, are cached."""
     def fork(self, last_block: V0NaiveBlock) -> list[V0NaiveBlock]:
-        """Return the blocks up to this one, shared."""
+        """Return new references to the blocks up to this one."""
     def free(self, block: V0NaiveBlock, keep_block_object: bool = False) -> None:
-        """Give a block back."""
+        """Free a block."""
     def get_common_computed_block_ids(self, computed_seq_block_ids: list[list[int]]) -> list[int]:
-        """Return the computed blocks that all lists share."""
+        """Return the computed blocks that all lists share at their start."""
     def get_num_free_blocks(self, device: None = None) -> int:
-        """Return how many blocks are free."""
+        """Return the number of free blocks."""
     def get_num_full_blocks_touched(self, blocks: list[V0NaiveBlock]) -> int:
-        """Return how many full blocks a swap would take."""
+        """Return how many full blocks a swap would allocate."""
     def get_num_total_blocks(self) -> int:
-        """Return how many blocks there are."""
+        """Return the number of blocks."""
     def get_physical_block_id(self, absolute_id: int) -> int:
-        """Return the id within the device of a block."""
+        """Return a block's id within its device."""
     def get_prefix_cache_hit_rate(self) -> float:
-        """Return the share of lookups that hit; -1 without a prefix cache."""
+        """Return the hit rate of lookups; -1 without a prefix cache."""
     def mark_blocks_as_accessed(self, block_ids: list[int], now: float) -> None:
-        """Note when blocks were used."""
+        """Record when blocks were used."""
     def mark_blocks_as_computed(self, block_ids: list[int]) -> None:
-        """Do nothing: blocks are computed once they are full."""
+        """Do nothing: full blocks count as computed."""
 
     def promote_to_immutable_block(self, block: V0NaiveBlock) -> int:
-        """Return the id of a full block, of the cached block with the same tokens if there is one."""
+        """Return the id of a full block, or of the cached block with the same tokens if it exists."""
     def reset_prefix_cache(self) -> bool:
-        """Forget what is cached; return whether it did."""
+        """Drop the cache; return whether that was possible."""
     def swap_in(self, blocks: list[V0NaiveBlock]) -> None:
-        """Take blocks for a list that comes back."""
+        """Allocate blocks for a list that is swapped in."""
     def swap_out(self, blocks: list[V0NaiveBlock]) -> None:
-        """Give the blocks of a list back."""
+        """Free the blocks of a list."""
 
 class V0NaiveBlockAllocator(V0PoolAllocator):
-    """Blocks without keys; ids that were freed last are reused first."""
+    """An allocator of blocks without keys; it reuses the last freed ids first."""
 
     def __new__(
         cls,
@@ -2303,7 +2311,7 @@ class V0NaiveBlockAllocator(V0PoolAllocator):
     ) -> Self: ...
 
 class V0PrefixCachingBlockAllocator(V0PoolAllocator):
-    """Blocks that are found again by their keys; the least recently accessed go first, then the longest prefixes."""
+    """An allocator that finds blocks by their keys. It evicts the least recently used, then the longest prefixes."""
 
     def __new__(
         cls,
@@ -2313,20 +2321,20 @@ class V0PrefixCachingBlockAllocator(V0PoolAllocator):
         eviction_policy: Any | None = None,
     ) -> Self: ...
     def block_is_computed(self, block_id: int) -> bool:
-        """Return whether a block's contents are computed."""
+        """Return whether a block's content is computed."""
     def is_block_cached(self, block: V0NaiveBlock) -> bool:
-        """Return whether the contents of a block are cached."""
+        """Return whether the content of a block is cached."""
 
 @disjoint_base
 class V0CpuGpuBlockAllocator:
-    """The blocks of all devices under one count of ids: the GPU's first, then the CPU's, then the external ones."""
+    """The blocks of all devices, with common ids: the GPU's first, then the CPU's, then the external ones."""
 
     def __new__(cls, cpu_block_allocator: V0PoolAllocator, gpu_block_allocator: V0PoolAllocator) -> Self: ...
     @staticmethod
     def create(
         allocator_type: str, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int, num_external_blocks: int = 0
     ) -> V0CpuGpuBlockAllocator:
-        """Makes the allocators, `naive` or `prefix_caching`."""
+        """Creates the allocators, `naive` or `prefix_caching`."""
 
     @property
     def all_block_ids(self) -> frozenset[int]:
@@ -2334,60 +2342,60 @@ class V0CpuGpuBlockAllocator:
     def allocate_immutable_block(
         self, prev_block: Any | None, token_ids: list[int], device: Any, extra_hash: int | None = None
     ) -> V0NaiveBlock:
-        """Take a full block, a cached one if there is one."""
+        """Allocate a full block, the cached one if it exists."""
     def allocate_immutable_blocks(
         self, prev_block: Any | None, block_token_ids: list[list[int]], device: Any, extra_hash: int | None = None
     ) -> list[V0NaiveBlock]:
-        """Take several full blocks."""
+        """Allocate several full blocks."""
     def allocate_mutable_block(
         self, prev_block: Any | None, device: Any, extra_hash: int | None = None
     ) -> V0NaiveBlock:
-        """Take an empty block."""
+        """Allocate an empty block."""
     def allocate_or_get_null_block(self) -> V0NullBlock:
         """Return the null block."""
     def clear_copy_on_writes(self) -> list[tuple[int, int]]:
-        """Return the copies since the last call, `(from, to)`, and forget them."""
+        """Return and clear the copies since the last call, `(from, to)`."""
     def find_cached_blocks_prefix(self, block_hashes: list[int], device: Any | None = None) -> list[int]:
-        """Return how many of the hashes are cached, from the first on."""
+        """Return how many of the hashes, from the first on, are cached."""
 
     def fork(self, last_block: _V0Block) -> list[V0NaiveBlock]:
-        """Return the blocks up to this one, shared."""
+        """Return new references to the blocks up to this one."""
     def free(self, block: _V0Block) -> None:
-        """Give a block back."""
+        """Free a block."""
 
     def get_and_reset_swaps(self) -> list[tuple[int, int]]:
-        """Return the swaps since the last call, `(from, to)`, and forget them."""
+        """Return and clear the swaps since the last call, `(from, to)`."""
     def get_common_computed_block_ids(self, computed_seq_block_ids: list[list[int]]) -> list[int]:
-        """Return the computed blocks that all lists share."""
+        """Return the computed blocks that all lists share at their start."""
     def get_num_free_blocks(self, device: Any) -> int:
-        """Return how many blocks are free."""
+        """Return the number of free blocks."""
     def get_num_full_blocks_touched(self, blocks: _Each[_V0Block], device: Any) -> int:
-        """Return how many full blocks a swap would take."""
+        """Return how many full blocks a swap would allocate."""
     def get_num_total_blocks(self, device: Any) -> int:
-        """Return how many blocks there are."""
+        """Return the number of blocks."""
     def get_physical_block_id(self, device: Any, absolute_id: int) -> int:
-        """Return the id within the device of a block."""
+        """Return a block's id within its device."""
     def get_prefix_cache_hit_rate(self, device: Any) -> float:
-        """Return the share of lookups that hit; -1 without a prefix cache."""
+        """Return the hit rate of lookups; -1 without a prefix cache."""
     def mark_blocks_as_accessed(self, block_ids: list[int], now: float) -> None:
-        """Note when blocks were used."""
+        """Record when blocks were used."""
     def mark_blocks_as_computed(self, block_ids: list[int]) -> None:
-        """Do nothing: blocks are computed once they are full."""
+        """Do nothing: full blocks count as computed."""
     def of(self, device: Any) -> V0PoolAllocator:
-        """The allocator of one device."""
+        """Returns the allocator of one device."""
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what is cached; return whether it did."""
+        """Drop the cache; return whether that was possible."""
     def swap(self, blocks: _Each[_V0Block], src_device: Any, dst_device: Any) -> dict[int, int]:
-        """Move blocks to another device, all or none. Blocks that share a physical block go on sharing one.
+        """Move blocks to another device, all or none. Blocks that share a physical block still share one afterwards.
 
         Returns:
-            The physical block there for each one here, in the order of first use.
+            A dict from each physical block to its new one, in the order of first use.
         """
 
 @disjoint_base
 class V0BlockTable:
-    """The blocks of one sequence."""
+    """The block table of one sequence."""
 
     def __new__(
         cls,
@@ -2398,7 +2406,7 @@ class V0BlockTable:
     ) -> Self: ...
     @staticmethod
     def get_num_required_blocks(token_ids: _Each[int], block_size: int, num_lookahead_slots: int = 0) -> int:
-        """Blocks for tokens and lookahead slots, without looking for hits."""
+        """Return how many blocks tokens and lookahead slots need, ignoring hits."""
 
     @property
     def _num_empty_slots(self) -> int: ...
@@ -2407,12 +2415,12 @@ class V0BlockTable:
         """The blocks, a list."""
     @property
     def num_full_slots(self) -> int:
-        """Tokens in the table."""
+        """Number of tokens in the table."""
     @property
     def physical_block_ids(self) -> list[int]:
         """Ids of the blocks, a list of ints."""
     def allocate(self, token_ids: list[int], device: Any | None = None, extra_hash: int | None = None) -> None:
-        """Takes blocks for all tokens, or none."""
+        """Allocate blocks for all tokens, or none."""
 
     def append_token_ids(
         self,
@@ -2421,31 +2429,31 @@ class V0BlockTable:
         num_computed_slots: int | None = None,
         extra_hash: int | None = None,
     ) -> None:
-        """Appends tokens and makes room for more, all or nothing; shared blocks that are written are copied."""
+        """Append tokens and make room for more, all or nothing. Shared blocks are copied before they are written."""
 
     def ensure_num_empty_slots(self, num_empty_slots: int, extra_hash: int | None = None) -> None:
-        """Takes blocks until `num_empty_slots` slots are empty, or none."""
+        """Allocate blocks until `num_empty_slots` slots are empty, or none."""
 
     def fork(self) -> V0BlockTable:
-        """A table over the same physical blocks."""
+        """Return a table over the same physical blocks."""
 
     def free(self) -> None:
-        """Gives all blocks back."""
+        """Free all blocks."""
 
     def get_num_blocks_touched_by_append_slots(self, token_ids: _Each[int], num_lookahead_slots: int) -> int:
-        """Blocks that appending may write or take, at worst."""
+        """Return the maximum number of blocks that appending may write or allocate."""
 
     def get_unseen_token_ids(self, sequence_token_ids: list[int]) -> list[int]:
-        """Tokens that the table does not have yet."""
+        """Return the tokens that the table does not have yet."""
 
     def mark_computed(self, num_tokens: int) -> None:
-        """Lets the blocks be found by their keys whose tokens are among the first `num_tokens`."""
+        """Make the blocks of the first `num_tokens` tokens findable by their keys."""
 
     def update(self, blocks: _Each[_V0Block]) -> None:
-        """Takes over these blocks, or their new ids."""
+        """Replace the blocks by these, or by these ids."""
 
 def v0_hash_blocks(parent: int | None, token_ids: list[int], block_size: int, extra_hash: int | None) -> list[int]:
-    """Keys of the full blocks of `token_ids`, the first after `parent`; a negative id is a token not known yet."""
+    """Returns the keys of the full blocks of `token_ids`, which follow `parent`; a negative id is an unknown token."""
 
 _Goal: TypeAlias = Literal["max_id", "free_tail", "dense"]
 _Wanted: TypeAlias = tuple[_Goal | Literal["contiguous"], int] | tuple[_Goal | Literal["contiguous"], int, int]
@@ -2453,80 +2461,78 @@ _BlockIds: TypeAlias = NDArray[np.int64] | NDArray[np.int32] | _Each[int]
 
 @final
 class DefragReport:
-    """What one call of `defrag.run` decided."""
+    """The result of one call of `defrag.run`."""
 
     @property
     def planned(self) -> int:
-        """Moves planned, the same as `len(report)`."""
+        """Number of moves planned, also `len(report)`."""
     @property
     def left(self) -> int:
-        """Blocks in the way of the goals that the budget leaves for later."""
+        """Number of blocks in the way of the goals that the budget leaves for later."""
     @property
     def stuck(self) -> int:
-        """Blocks in the way of the goals that have nowhere to go."""
+        """Number of blocks in the way of the goals that have nowhere to go."""
     @property
     def held(self) -> int:
-        """Blocks in the way of the goals that transfers or pins hold."""
+        """Number of blocks in the way of the goals that transfers or pins hold."""
     @property
     def dropped(self) -> int:
-        """Cached blocks that were dropped."""
+        """Number of cached blocks dropped."""
     def __len__(self) -> int: ...
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class Residency:
-    """How long the sampled blocks of a tier stayed cached. Each is how many fell into each range, and their sum in
-    seconds.
-    """
+    """How long the sampled blocks of a tier stayed cached. Each field has counts per range and a sum in seconds."""
 
     @property
     def bounds(self) -> list[float]:
-        """Upper ends of the ranges in seconds; the last range has no end."""
+        """Upper bounds of the ranges in seconds; the last range is unbounded."""
     @property
     def lifetime(self) -> tuple[list[int], float]:
-        """From when a block could be found to its eviction."""
+        """Time from when a block was first cached to its eviction."""
     @property
     def idle_before_evict(self) -> tuple[list[int], float]:
-        """From when a block was last used to its eviction."""
+        """Time from a block's last use to its eviction."""
     @property
     def reuse_gap(self) -> tuple[list[int], float]:
-        """From when nothing used a block any more to when a prompt did again."""
+        """Time during which no sequence used a block, until a prompt used it again."""
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class Fragmentation:
-    """How scattered the device's blocks are."""
+    """How fragmented the device pool is."""
 
     @property
     def max_id(self) -> int | None:
         """Highest block that is not free; None if all are."""
     @property
     def gap(self) -> int:
-        """Blocks by which the highest block that can move could be lower."""
+        """By how many blocks the highest movable block could be lower."""
     @property
     def holes(self) -> int:
-        """Free blocks that are not cached."""
+        """Number of free blocks without cached content."""
     @property
     def tables(self) -> int:
-        """Block tables with blocks of their own."""
+        """Number of block tables that are not empty."""
     @property
     def runs(self) -> int:
-        """Runs of neighbouring blocks in those tables."""
+        """Number of runs of adjacent blocks in those tables."""
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class MovePlan:
-    """Moves towards goals; nothing has moved yet. No block is named twice.
+    """Planned moves towards goals. Nothing has moved yet, and no block appears twice.
 
     Attributes:
-        pairs: all, block ids `(from, to)`, int64 `[n, 2]`.
-        move: those whose destination is empty.
-        exchange: those whose destination holds bytes to keep: the two blocks change places.
-        left: moves that the goals need beyond these; `contiguous` adds nothing to it.
-        stuck: live blocks in the way of the goals for which there is no hole.
+        pairs: all pairs of block ids `(from, to)`, int64 `[n, 2]`.
+        move: the pairs whose destination is empty.
+        exchange: the pairs whose destination holds bytes to keep: the two blocks change places.
+        left: number of further moves that the goals need, not counting `contiguous`.
+        stuck: number of live blocks in the way of the goals for which there is no hole.
     """
 
     @property
@@ -2540,21 +2546,21 @@ class MovePlan:
         """Pairs of blocks that change places, int64 `[n, 2]`."""
     @property
     def left(self) -> int:
-        """Blocks in the way that the budget leaves for later."""
+        """Number of blocks in the way that the budget leaves for later."""
     @property
     def stuck(self) -> int:
-        """Blocks in the way that have nowhere to go."""
+        """Number of blocks in the way that have nowhere to go."""
     def __len__(self) -> int: ...
 
 @final
 class BlockObserver:
-    """Where a foreign allocator's blocks lie, and where they should.
+    """Tracks where another allocator's blocks are, and plans moves to defragment them.
 
-    An *id* is what the allocator calls a block, a *block* is where the id's bytes lie: two permutations of each other.
-    Block 0 is the null block. Where a call takes ids, an int64 array `[n]` is quickest.
+    An *id* is the allocator's name for a block; a *block* is where the id's bytes are. Moves permute them. Block 0 is
+    the null block. Methods that take ids are fastest with an int64 array `[n]`.
 
     Args:
-        num_blocks: blocks of the pool, 1 to 2147483647; None means that ids become known as they are named.
+        num_blocks: number of blocks in the pool, 1 to 2147483647; None learns ids as they are used.
 
     Raises:
         InvalidArgumentError: the number of blocks is out of range.
@@ -2578,35 +2584,35 @@ class BlockObserver:
 
     @property
     def limit(self) -> int:
-        """Ids are below this."""
+        """Upper bound of ids, exclusive."""
 
     def set_limit(self, num_blocks: int) -> None:
-        """Say how many blocks there are.
+        """Set the number of blocks.
 
         Raises:
-            InvalidArgumentError: more are known.
+            InvalidArgumentError: higher ids are known already.
         """
 
     def use_ids(self, ids: _BlockIds, *, fresh: bool = False) -> None:
         """Add a reference to the blocks of ids.
 
         Args:
-            ids: any number of times each; where they are fresh, those of a sequence together, long ones first.
-            fresh: the ids have no content; those not in use are bound to the lowest empty blocks.
+            ids: ids, with repeats; if fresh, grouped by sequence, long sequences first.
+            fresh: whether the ids have no content; unused ones are then bound to the lowest empty blocks.
 
         Raises:
             InvalidArgumentError: an id is out of range; nothing was changed.
         """
 
     def release_ids(self, ids: _BlockIds, *, fresh: bool = False) -> None:
-        """Take a reference from the blocks of ids.
+        """Release a reference to the blocks of ids.
 
         Args:
-            ids: any number of times each.
-            fresh: blocks without references become empty.
+            ids: ids, with repeats.
+            fresh: whether blocks without references become empty.
 
         Raises:
-            InvalidArgumentError: a block has fewer references; nothing was changed.
+            InvalidArgumentError: a block has too few references; nothing was changed.
         """
 
     def forget_ids(self, ids: _BlockIds) -> None:
@@ -2617,7 +2623,7 @@ class BlockObserver:
         """
 
     def lease(self, ids: _BlockIds) -> int:
-        """Keep the blocks of ids where they are, bytes included, until `end_lease`.
+        """Keep the blocks of ids and their bytes in place until `end_lease`.
 
         Raises:
             InvalidArgumentError: an id is out of range; nothing was changed.
@@ -2627,7 +2633,7 @@ class BlockObserver:
         """End a lease.
 
         Raises:
-            InvalidArgumentError: it is not held.
+            InvalidArgumentError: there is no such lease.
         """
 
     def resolve(
@@ -2637,12 +2643,12 @@ class BlockObserver:
         out: NDArray[np.int64] | NDArray[np.int32] | None = None,
         pass_negative: bool = False,
     ) -> NDArray[np.int64] | NDArray[np.int32]:
-        """Blocks of ids.
+        """Return the blocks of ids.
 
         Args:
-            ids: of any shape.
-            out: of the same shape and dtype, any layout; may be `ids`.
-            pass_negative: negative ids stay as they are.
+            ids: array of any shape.
+            out: array of the same shape and dtype, any layout; may be `ids`.
+            pass_negative: whether to return negative ids unchanged.
 
         Returns:
             `out`, or a new array of the shape and dtype of `ids`.
@@ -2652,28 +2658,28 @@ class BlockObserver:
         """
 
     def resolve_rows(self, rows: _Each[_Each[int]], *, pass_negative: bool = False) -> list[list[int]]:
-        """Blocks of ids, for rows of ints.
+        """Return the blocks of ids, for lists of ints.
 
         Raises:
             InvalidArgumentError: an id is out of range.
         """
 
     def unresolve(self, block: int) -> int:
-        """The id of a block.
+        """Return the id of a block.
 
         Raises:
-            InvalidArgumentError: it is out of range.
+            InvalidArgumentError: the block is out of range.
         """
 
     def used(self) -> NDArray[np.int64]:
-        """Blocks with references, rising, and how many, int64 `[n, 2]`."""
+        """Return the referenced blocks in ascending order, each with its number of references, int64 `[n, 2]`."""
 
     def holes(self) -> NDArray[np.int64]:
-        """Blocks without references or leases, rising, int64 `[n]`."""
+        """Return the blocks without references or leases in ascending order, int64 `[n]`."""
 
     @property
     def gap(self) -> int:
-        """Ids between the highest block in use and the highest there need be."""
+        """By how many blocks the highest block in use could be lower."""
 
     def plan(self, goal: _Goal, number: int, *, slack: int = 0, moves: int | None = None) -> MovePlan:
         """Plan a step's moves; nothing changes until `commit`.
@@ -2681,9 +2687,9 @@ class BlockObserver:
         Args:
             goal: see `Defrag.run`.
             number: see `Defrag.run`.
-            slack: the plan is empty while the goal is missed by no more ids or runs; once begun, it is carried on
-                until the goal is met.
-            moves: budget of this step.
+            slack: the plan is empty while the goal is missed by at most this many ids or runs; once begun, moves
+                continue until the goal is met.
+            moves: maximum number of moves in this step.
 
         Raises:
             InvalidArgumentError: the goal is unknown.
@@ -2699,31 +2705,31 @@ class BlockObserver:
         num_bytes: int | None = None,
         bytes_per_block: int = 0,
     ) -> MovePlan:
-        """Plan a step for several goals, the most important first; nothing changes until `commit`.
+        """Plan a step for several goals, most important first; nothing changes until `commit`.
 
-        A later goal undoes nothing of an earlier one: it moves no block to where the earlier one does not want any, and
-        none of the sequences of `"contiguous"`. Where two contradict each other, the later is missed.
+        A later goal never undoes an earlier one: it moves no block to where an earlier goal wants none, and no block of
+        the sequences of `"contiguous"`. If two goals contradict each other, the later one is missed.
 
         Args:
-            goals: `(name, number)` or `(name, number, slack)`, as in `plan`; also `"contiguous"`: no sequence lies in
-                more than `number` runs, its slack is in runs. While the goals stay the same, each goes on where the
-                step before left it.
-            sequences: what `"contiguous"` is about: ids of each, in order. Those of less importance come later.
-            hot: ids of sequences that run now: their blocks move when nothing else is left to move, and a sequence
-                whose last id is one is put in order last.
-            moves: budget of this step, in pairs.
-            num_bytes: budget in bytes written: an exchange writes both of its blocks.
-            bytes_per_block: of all layers; to be given with `num_bytes`.
+            goals: `(name, number)` or `(name, number, slack)`, as in `plan`; also `"contiguous"`: no sequence has more
+                than `number` runs, with slack in runs. While the goals stay the same, each continues where the previous
+                step stopped.
+            sequences: the sequences for `"contiguous"`: ids of each, in order, most important first.
+            hot: ids of running sequences: their blocks move last, and a sequence whose last id is hot is made
+                contiguous last.
+            moves: maximum number of pairs in this step.
+            num_bytes: maximum bytes to write; an exchange writes both of its blocks.
+            bytes_per_block: bytes of a block in all layers; required with `num_bytes`.
 
         Raises:
-            InvalidArgumentError: a goal is unknown or without meaning, or an id is out of range.
+            InvalidArgumentError: a goal is unknown or invalid, or an id is out of range.
         """
 
     def fragmentation(self, sequences: _Each[_BlockIds] = ...) -> Fragmentation:
-        """Measure how scattered the blocks in use are, leased ones and the null block too; looks at all blocks.
+        """Measure how fragmented the blocks in use are, including leased ones and the null block. Scans all blocks.
 
         Args:
-            sequences: ids of each sequence, in order; `tables` and `runs` are theirs, shared blocks counted once.
+            sequences: ids of each sequence, in order, for `tables` and `runs`; shared blocks count once.
         Returns:
             `Fragmentation`.
         Raises:
@@ -2731,14 +2737,14 @@ class BlockObserver:
         """
 
     def commit(self, plan: MovePlan) -> None:
-        """Take over a plan whose bytes have moved: the ids of each pair change places.
+        """Apply a plan whose bytes have moved: the ids of each pair change places.
 
         Raises:
-            InvalidArgumentError: the state has changed so that the plan no longer fits; nothing was changed.
+            InvalidArgumentError: the plan no longer fits the current state; nothing was changed.
         """
 
     def check(self) -> None:
-        """Count everything again.
+        """Recount the whole state and compare.
 
         Raises:
             InvariantError: the state contradicts itself, which is a bug in Blockyard.
@@ -2748,32 +2754,32 @@ _ByteKeys: TypeAlias = Iterable[bytes]
 
 @final
 class PreparedStore:
-    """What `OffloadManager.prepare_store` decided."""
+    """The result of `OffloadManager.prepare_store`."""
 
     @property
     def keys(self) -> list[bytes]:
-        """Keys to store, of those that were offered, in their order."""
+        """The keys to store, in the order given."""
     @property
     def chunks(self) -> NDArray[np.int32]:
         """The chunk of each, int32 `[n]`."""
     @property
     def evicted(self) -> list[bytes]:
-        """Keys that lost their chunks to them."""
+        """The keys that were evicted for them."""
 
 @final
 class OffloadManager:
     """The chunks of a host cache, and the keys whose bytes they hold, for an engine's offload manager.
 
-    A key is any bytes. It is pending from `prepare_store` to `complete_store`, a hit from then until it is evicted or
-    forgotten. Loads hold their chunks. A key that is forgotten while transfers of it run is a miss at once; its chunk
-    is given out again only after they have ended.
+    A key is any bytes object. It is pending from `prepare_store` to `complete_store`, then a hit until it is evicted or
+    forgotten. Loads keep their chunks from being evicted. A key forgotten during its transfers is a miss at once; its
+    chunk is reused only after they have ended.
 
     Args:
-        num_chunks: chunks of the host cache.
-        eviction: which stored chunk is given out again first, as for `PrefixCaching`.
+        num_chunks: number of chunks in the host cache.
+        eviction: which chunk to evict first, as for `PrefixCaching`.
     Raises:
-        InvalidArgumentError: `num_chunks` is out of range, or `eviction` has another name.
-        OutOfMemoryError: there is no memory to keep track of them.
+        InvalidArgumentError: `num_chunks` is out of range, or the name of `eviction` is unknown.
+        OutOfMemoryError: not enough memory to track the chunks.
 
     Example:
         >>> from blockyard.offload import OffloadManager
@@ -2789,7 +2795,7 @@ class OffloadManager:
 
     def __new__(cls, num_chunks: int, *, eviction: str = "lru") -> OffloadManager: ...
     def lookup(self, keys: _ByteKeys) -> list[Literal["hit", "pending", "miss"]]:
-        """Return what each key is: `"hit"`, `"pending"` while it is being stored, or `"miss"`.
+        """Return the state of each key: `"hit"`, `"pending"` while it is being stored, or `"miss"`.
 
         Args:
             keys: bytes, in any collection.
@@ -2797,37 +2803,36 @@ class OffloadManager:
             InvalidArgumentError: a key is not bytes.
         """
     def prepare_store(self, keys: _ByteKeys, *, deadline: int | None = None) -> PreparedStore | None:
-        """Give chunks to the keys that have none. Those that have one count as just used, and none of them is evicted.
+        """Assign chunks to the keys without one. The other keys count as just used, and are not evicted by this call.
 
         Args:
-            keys: bytes, in any collection. One that was forgotten while it was being stored is left out until that
-                store has ended.
-            deadline: `expire` at this time or later forgets the keys unless their stores have ended; None for never.
+            keys: bytes, in any collection. A key that was forgotten during its store is skipped until that store ends.
+            deadline: time from which `expire` forgets the keys unless their stores have ended; None for never.
         Returns:
-            `PreparedStore`; or None, and nothing is changed, if there are too few chunks that no transfer holds.
+            `PreparedStore`; or None, without any change, if transfers hold too many chunks.
         Raises:
             InvalidArgumentError: a key is not bytes.
         """
     def complete_store(self, keys: _ByteKeys, success: bool = True) -> list[bytes]:
-        """End the stores of keys. Keys that are not being stored are passed over.
+        """End the stores of keys. Keys that are not being stored are ignored.
 
         Args:
             keys: bytes, in any collection.
-            success: whether their bytes are in their chunks. Otherwise the keys are misses, and the chunks are free.
+            success: whether the bytes are in the chunks. If not, the keys become misses and their chunks are freed.
         Returns:
             The keys that have become hits.
         Raises:
             InvalidArgumentError: a key is not bytes.
         """
     def prepare_load(self, keys: _ByteKeys) -> NDArray[np.int32]:
-        """Hold the chunks of keys for a load.
+        """Start to load keys: their chunks are not evicted until `complete_load`.
 
         Args:
             keys: bytes, each a hit, in any collection.
         Returns:
             The chunk of each key, int32 `[n]`.
         Raises:
-            InvalidArgumentError: a key is no hit, or not bytes; nothing is held.
+            InvalidArgumentError: a key is not a hit, or not bytes; nothing was changed.
         """
     def complete_load(self, keys: _ByteKeys) -> None:
         """End one load of each key.
@@ -2835,29 +2840,30 @@ class OffloadManager:
         Args:
             keys: bytes, in any collection.
         Raises:
-            InvalidArgumentError: a key is not bytes, or is not being loaded; the loads of those before it have ended.
+            InvalidArgumentError: a key is not bytes, or is not being loaded; the loads of the keys before it have
+                ended.
         """
     def touch(self, keys: _ByteKeys) -> None:
-        """Count keys as just used; misses are passed over.
+        """Mark keys as just used; misses are ignored.
 
         Args:
-            keys: bytes, in any collection, the most important first: of those touched together it goes last.
+            keys: bytes, in any collection, most important first: the first key is evicted last.
         Raises:
             InvalidArgumentError: a key is not bytes.
         """
     def evict(self, count: int, protected: _ByteKeys | None = None) -> list[bytes] | None:
-        """Evict keys that nothing loads, those first that the eviction policy says; their chunks are free then.
+        """Evict keys that are not being loaded, in the order of the eviction policy, and free their chunks.
 
         Args:
-            count: keys to evict.
+            count: number of keys to evict.
             protected: keys to keep: bytes, in any collection.
         Returns:
-            The keys that were evicted; or None, and nothing is changed, if there are fewer.
+            The evicted keys; or None, without any change, if fewer than `count` can be evicted.
         Raises:
             InvalidArgumentError: `count` is negative, or a key is not bytes.
         """
     def forget(self, keys: _ByteKeys) -> list[bytes]:
-        """Forget keys whose bytes are bad or not wanted any more: they are misses from now on.
+        """Forget keys whose bytes are bad or no longer needed; they become misses.
 
         Args:
             keys: bytes, in any collection.
@@ -2867,33 +2873,33 @@ class OffloadManager:
             InvalidArgumentError: a key is not bytes.
         """
     def expire(self, now: int) -> list[bytes]:
-        """Forget the keys whose stores have not ended by their deadlines.
+        """Forget the keys whose stores have passed their deadlines.
 
         Args:
-            now: the time, in the unit of the deadlines.
+            now: the current time, in the unit of the deadlines.
         Returns:
-            Those keys.
+            The forgotten keys.
         """
     def reset(self) -> list[bytes]:
         """Forget all keys.
 
         Returns:
-            The keys that had chunks, hits and pending ones.
+            The keys that had chunks, whether hits or pending.
         """
     @property
     def num_chunks(self) -> int:
-        """Chunks in all."""
+        """Total number of chunks."""
     @property
     def num_free(self) -> int:
-        """Chunks that a store can have now: those that hold nothing, and those that can be evicted."""
+        """Number of chunks available to a store: empty ones, and those that can be evicted."""
     @property
     def num_stored(self) -> int:
-        """Keys that are hits."""
+        """Number of keys that are hits."""
     @property
     def num_storing(self) -> int:
-        """Keys that are pending."""
+        """Number of pending keys."""
     @property
     def num_evicted(self) -> int:
-        """Keys that were evicted so far."""
+        """Number of keys evicted so far."""
     def check(self) -> None:
-        """Raise InvariantError if the manager contradicts itself: a bug in Blockyard."""
+        """Raise InvariantError if the state contradicts itself, which is a bug in Blockyard."""

@@ -176,5 +176,5 @@ def test_keys_chain_and_depend_on_extra():
 
 def test_keys_and_depths_go_together():
     keys = chain_keys([1, 2], block_size=1)
-    with pytest.raises(InvalidArgumentError, match="1 depths, must be 2"):
+    with pytest.raises(InvalidArgumentError, match="depths has 1 items, must have 2"):
         PrefixCachingAllocator(4).allocate_keyed(keys, [1])

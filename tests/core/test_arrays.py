@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
     "a count beyond 32 bits": (InvalidArgumentError, "prompt is 4294967296", lambda m, h: m.can_allocate(1 << 32)),
     "a float count": (
         InvalidArgumentError,
-        "prompt is 1.5, must be token ids or their number",
+        "prompt is 1.5, must be token ids or a token count",
         lambda m, h: m.can_allocate(1.5),  # type: ignore[call-overload]
     ),
     "a count that is text": (

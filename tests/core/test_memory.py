@@ -411,7 +411,7 @@ def test_a_prompt_that_another_prompt_changes_is_refused_or_read_within_its_byte
     tokens = Guarded()(8, np.uint32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        with pytest.raises(InvalidArgumentError, match="was changed while"):
+        with pytest.raises(InvalidArgumentError, match="changed while"):
             allocate_prompts(manager, [tokens, [Meddler(1, lambda: MUTATIONS[mutation](tokens))]])
     assert (manager.stats().sequences, manager.pool().num_free) == (0, 64)
 

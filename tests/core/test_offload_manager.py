@@ -67,7 +67,7 @@ class Machine(RuleBasedStateMachine):
     @rule(keys=KEYS)
     def prepare_load(self, keys: list[bytes]) -> None:
         if not all(key in self.stored for key in keys):
-            with pytest.raises(InvalidArgumentError, match="is no hit"):
+            with pytest.raises(InvalidArgumentError, match="is not a hit"):
                 self.manager.prepare_load(keys)
             return
         assert len(set(self.manager.prepare_load(keys).tolist())) == len(set(keys))

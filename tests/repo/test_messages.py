@@ -105,7 +105,7 @@ def test_a_list_of_token_ids_is_one_prompt_and_a_list_of_prompts_says_how_to_giv
     with pytest.raises(InvalidArgumentError) as error:
         manager.allocate([[1, 2], [3]])  # type: ignore[list-item]
     assert str(error.value) == (
-        "prompts[0] is a list of lists, give each prompt as an argument of its own: allocate([1, 2], [3])"
+        "prompts[0] is a list of lists, pass each prompt as a separate argument: allocate([1, 2], [3])"
     )
     with pytest.raises(TypeError, match="cannot unpack non-iterable"):
         _first, _second = manager.allocate([40, 40])  # type: ignore[misc]

@@ -47,7 +47,7 @@ impl<'py> Argument<'py> for Blocks {
     }
 }
 
-/// A new array of block ids.
+/// Returns a new array of block ids.
 #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
 pub(crate) fn ids<'py>(py: Python<'py>, blocks: &[BlockId]) -> PyResult<Ids<'py>> {
     memory::array(py, blocks, |block| block.0 as i32)
@@ -58,30 +58,30 @@ fn key(bytes: &[u8]) -> PyResult<Key> {
     Ok(Key::from_bytes(key))
 }
 
-/// Names an order of reuse or eviction.
+/// Returns an order of reuse or eviction, or an error that lists the valid names.
 pub(crate) fn named<T>(what: &str, name: &str, found: Option<T>, must: &str) -> PyResult<T> {
     found.ok_or_else(|| invalid(format!("{what} is {name:?}, must be one of {must}")))
 }
 
-/// The reuse order of that name; `lru` is `fifo` for blocks that hold nothing.
+/// Returns the reuse order of that name; `lru` equals `fifo` for empty blocks.
 pub(crate) fn reuse(name: &str) -> PyResult<ReuseOrder> {
     let found = ReuseOrder::from_name(if name == "lru" { "fifo" } else { name });
     named("reuse", name, found, "lowest, fifo, lru, lifo")
 }
 
-/// The eviction order of that name.
+/// Returns the eviction order of that name.
 pub(crate) fn eviction(name: &str) -> PyResult<Eviction> {
     named("eviction", name, Eviction::from_name(name), "released, accessed")
 }
 
-/// The blocks of one tier, given out and taken back by reference; what the two allocators have in common.
+/// The blocks of one tier with their reference counts; the base of both allocators.
 ///
-/// The caller owns one reference for each id that it was given. Block ids are int32 `[n]`; every verb takes a batch and
-/// succeeds whole or changes nothing.
+/// The caller owns one reference for each id that it received. Block ids are int32 `[n]`. Every method takes a batch,
+/// and either succeeds completely or changes nothing.
 ///
 /// Raises:
 ///     OutOfBlocksError: the call needs more blocks than are free.
-///     InvalidArgumentError: a block is out of range, has fewer references than the call names, or is the null block.
+///     InvalidArgumentError: a block is out of range, has too few references, or is the null block.
 #[pyclass(frozen, subclass, name = "BlockAllocator", module = "blockyard._core")]
 pub(crate) struct PyBlockAllocator(InnerLock<Box<dyn BlockAllocator>>);
 
@@ -97,19 +97,19 @@ impl PyBlockAllocator {
 
 #[pymethods]
 impl PyBlockAllocator {
-    /// Blocks of the tier.
+    /// Number of blocks in the tier.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.lock().pool().len()
     }
 
-    /// Blocks that nothing references, cached ones included.
+    /// Number of unreferenced blocks, including cached ones.
     #[getter]
     fn num_free(&self) -> usize {
         self.lock().pool().free()
     }
 
-    /// Keys asked for and keys found since the last reset; None without a prefix cache.
+    /// Number of keys looked up, and of keys found, since the last reset; None without a prefix cache.
     #[getter]
     fn lookups(&self) -> Option<(u64, u64)> {
         self.lock().lookups().map(|lookups| (lookups.queries, lookups.hits))
@@ -131,7 +131,7 @@ impl PyBlockAllocator {
     /// Take free blocks, one reference each. Cached blocks are evicted if needed.
     ///
     /// Args:
-    ///     count: how many.
+    ///     count: number of blocks.
     /// Returns:
     ///     Block ids, int32 `[count]`.
     /// Raises:
@@ -142,14 +142,14 @@ impl PyBlockAllocator {
         ids(py, &out)
     }
 
-    /// Takes one block for each key, the one that has it where there is one, then `plain` more.
+    /// Takes one block for each key, the cached one if it exists, and `plain` blocks without a key.
     ///
     /// Args:
     ///     keys: keys of full blocks, 32 bytes each, from `chain_keys`.
-    ///     depths: length of the prefix that each one ends; of blocks used equally long ago the longest goes first.
-    ///     plain: blocks without a key.
+    ///     depths: length of the prefix that ends with each block; of equally old blocks, the deepest is evicted first.
+    ///     plain: number of blocks without a key.
     /// Returns:
-    ///     The blocks, int32 `[keys + plain]`, and how many keys had one.
+    ///     The blocks, int32 `[keys + plain]`, and how many keys were cached.
     #[pyo3(signature = (keys, depths, *, plain = 0))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn allocate_keyed<'py>(
@@ -160,7 +160,7 @@ impl PyBlockAllocator {
         #[pyo3(from_py_with = args::plain)] plain: u32,
     ) -> PyResult<(Ids<'py>, usize)> {
         if keys.len() != depths.len() {
-            return Err(invalid(format!("there are {} depths, must be {}, the keys", depths.len(), keys.len())));
+            return Err(invalid(format!("depths has {} items, must have {}, one per key", depths.len(), keys.len())));
         }
         let keyed = |(bytes, &depth): (&Bound<'_, PyBytes>, &u32)| Ok(Keyed { key: key(bytes.as_bytes())?, depth });
         let keys = keys.iter().zip(&depths).map(keyed).collect::<PyResult<Vec<_>>>()?;
@@ -172,28 +172,28 @@ impl PyBlockAllocator {
     /// Add one reference to each block.
     ///
     /// Args:
-    ///     blocks: ids, int32 `[n]`, a list, or one.
+    ///     blocks: ids, int32 `[n]`, a list, or one int.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn share(&self, #[pyo3(from_py_with = args::blocks)] blocks: Blocks) -> PyResult<()> {
         self.lock().share(&blocks.0).map_err(to_py)
     }
 
-    /// Raises what `free` would raise, and changes nothing.
+    /// Raises the error that `free` would raise, and changes nothing.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn require(&self, #[pyo3(from_py_with = args::blocks)] blocks: Blocks) -> PyResult<()> {
         self.lock().require(&blocks.0).map_err(to_py)
     }
 
-    /// Give one reference to each block back.
+    /// Release one reference to each block.
     ///
     /// Args:
-    ///     blocks: ids, int32 `[n]`, a list, or one.
+    ///     blocks: ids, int32 `[n]`, a list, or one int.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn free(&self, #[pyo3(from_py_with = args::blocks)] blocks: Blocks) -> PyResult<()> {
         self.lock().free(&blocks.0).map_err(to_py)
     }
 
-    /// Exchanges blocks that others use for new ones; where an id differs, the caller copies the bytes.
+    /// Replaces shared blocks by new ones. Where the returned id differs, the caller copies the bytes.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn make_writable<'py>(
         &self,
@@ -205,7 +205,7 @@ impl PyBlockAllocator {
         ids(py, &out)
     }
 
-    /// Gives a full block its key; returns the block to use from now on, which may be another one with that key.
+    /// Gives a full block its key. Returns the block to use from now on: this one, or another one with that key.
     #[pyo3(signature = (block, key, depth = 0))]
     fn publish(
         &self,
@@ -217,7 +217,7 @@ impl PyBlockAllocator {
         Ok(self.lock().publish(BlockId(block), keyed).map_err(to_py)?.0)
     }
 
-    /// Blocks of the longest prefix of the keys that is computed; nothing is taken.
+    /// Returns the blocks of the longest computed prefix of the keys, without taking them.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn find<'py>(
         &self,
@@ -229,7 +229,7 @@ impl PyBlockAllocator {
         ids(py, &found)
     }
 
-    /// Free blocks that taking these keys would use up.
+    /// Returns how many free blocks it would take to allocate these keys.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn cost(&self, #[pyo3(from_py_with = args::keys)] keys: Vec<Bound<'_, PyBytes>>) -> PyResult<usize> {
         let keys = keys.iter().map(|bytes| key(bytes.as_bytes())).collect::<PyResult<Vec<_>>>()?;
@@ -244,7 +244,7 @@ impl PyBlockAllocator {
         Ok(self.lock().holder(&self::key(key)?).is_some())
     }
 
-    /// Return whether the block's contents are computed: `publish` gave it a key, or it came from a hit.
+    /// Return whether the block's content is computed: `publish` gave it a key, or it came from a hit.
     ///
     /// Args:
     ///     block: its id.
@@ -252,14 +252,14 @@ impl PyBlockAllocator {
         self.lock().is_computed(BlockId(block))
     }
 
-    /// These blocks, or all in use, count as computed where they have a key: the step that writes them is over.
+    /// Marks these blocks, or all in use, as computed if they have a key: the step that writes them is over.
     #[pyo3(signature = (blocks = None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn mark_computed(&self, #[pyo3(from_py_with = args::blocks)] blocks: Option<Blocks>) {
         self.lock().mark_computed(blocks.as_ref().map(|blocks| blocks.0.as_slice()));
     }
 
-    /// Notes when blocks were last used, in seconds of any clock.
+    /// Records when blocks were last used, in seconds of any clock.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn touch(
         &self,
@@ -269,19 +269,19 @@ impl PyBlockAllocator {
         self.lock().touch(&blocks.0, now).map_err(to_py)
     }
 
-    /// Forgets all keys; False and nothing done while a block is in use.
+    /// Forgets all keys. Returns False, and does nothing, while a block is in use.
     fn reset(&self) -> bool {
         self.lock().reset()
     }
 
-    /// The block that stands for those that fell out of a window; taken at the first call, never freed.
+    /// Returns the null block, which replaces blocks outside a window; taken by the first call, never freed.
     fn null_block(&self) -> PyResult<u32> {
         Ok(self.lock().null_block().map_err(to_py)?.0)
     }
 
-    /// Free blocks in the order in which they would be given out, int32 `[n]`; nothing is taken.
+    /// Returns free blocks in the order in which they would be allocated, int32 `[n]`, without taking them.
     ///
-    /// Those that hold nothing go first, then cached ones in the order of eviction.
+    /// Empty blocks come first, then cached ones in the order of eviction.
     #[pyo3(signature = (limit = None))]
     fn upcoming<'py>(
         &self,
@@ -292,7 +292,7 @@ impl PyBlockAllocator {
         ids(py, &blocks)
     }
 
-    /// As `upcoming`, one by one: only as many are looked up as are asked for. See `FreeBlocks`.
+    /// Iterates over `upcoming` lazily. See `FreeBlocks`.
     fn iter_upcoming(slf: Py<Self>) -> PyFreeBlocks {
         PyFreeBlocks::new(Box::new(move |first, count| slf.get().lock().upcoming().skip(first).take(count).collect()))
     }
@@ -306,12 +306,12 @@ impl PyBlockAllocator {
     }
 }
 
-/// An allocator that counts references and knows nothing of tokens.
+/// An allocator that only counts references, without a prefix cache.
 ///
 /// Args:
-///     num_blocks: blocks of the tier.
+///     num_blocks: number of blocks in the tier.
 ///     tier: name of the tier in errors.
-///     reuse: which free block goes next: `"lowest"` id, `"fifo"` (or `"lru"`), or `"lifo"`.
+///     reuse: which free block is taken next: `"lowest"` id, `"fifo"` (or `"lru"`), or `"lifo"`.
 ///
 /// Example:
 ///     >>> from blockyard.allocators import NaiveAllocator
@@ -338,13 +338,13 @@ impl PyNaiveAllocator {
     }
 }
 
-/// An allocator that finds full blocks by their keys, also after their last reference has gone.
+/// An allocator with a prefix cache: it finds full blocks by key, even after their last reference is released.
 ///
 /// Args:
-///     num_blocks: blocks of the tier.
+///     num_blocks: number of blocks in the tier.
 ///     tier: name of the tier in errors.
-///     reuse: which free block goes next, as for `NaiveAllocator`.
-///     eviction: which cached block goes once none is free: the one `"released"` or `"accessed"` least recently.
+///     reuse: which free block is taken next, as for `NaiveAllocator`.
+///     eviction: which cached block is evicted if no block is empty: the least recently `"released"` or `"accessed"`.
 ///
 /// Example:
 ///     >>> from blockyard.allocators import PrefixCachingAllocator, chain_keys
@@ -375,13 +375,13 @@ impl PyPrefixCachingAllocator {
     }
 }
 
-/// In-process keys of the full blocks of `tokens`, 32 bytes each.
+/// Returns the in-process keys of the full blocks of `tokens`, 32 bytes each.
 ///
 /// Args:
-///     tokens: token ids, uint32 `[n]`; what does not fill a block is left out.
+///     tokens: token ids, uint32 `[n]`; tokens that do not fill a block are ignored.
 ///     block_size: tokens in a block.
-///     parent: key of the block before them.
-///     extra: other inputs that decide the bytes of each of these blocks.
+///     parent: key of the preceding block.
+///     extra: other inputs that determine the bytes of each of these blocks.
 #[pyfunction]
 #[pyo3(signature = (tokens, *, block_size, parent = None, extra = None))]
 pub(crate) fn chain_keys<'py>(

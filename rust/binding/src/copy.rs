@@ -1,5 +1,4 @@
-//! Mappings of blocks, and views of caches in host memory over which they run. What they may touch is checked by
-//! `blockyard_copy`.
+//! Mappings of blocks, and views of caches in host memory that they run over. `blockyard_copy` checks all accesses.
 
 use crate::convert::args::{self, Argument, shown};
 use crate::convert::arrays;
@@ -37,14 +36,14 @@ impl<'py> Argument<'py> for MappingRule {
 ///
 /// Args:
 ///     pairs: int64 `[n, 2]`, or other ints, as for `Pairs`.
-///     src_blocks: blocks that can be read; ids are 0-based.
-///     dst_blocks: blocks that can be written.
+///     src_blocks: number of blocks that can be read; ids are 0-based.
+///     dst_blocks: number of blocks that can be written.
 ///     rule: `"swap"` copies from one cache to another: no destination repeats. `"copy"` copies within a cache:
-///         besides, no block is both read and written. `"move"` moves within a cache, as if all were read before the
-///         first is written: chains and rings are legal. `"exchange"` lets the blocks of a pair change places: no block
-///         is named twice, and `(-1, -1)` is padding.
+///         also, no block is both read and written. `"move"` moves within a cache, as if all blocks were read before
+///         any is written: chains and rings are allowed. `"exchange"` swaps the blocks of each pair: no block is named
+///         twice, and `(-1, -1)` is padding.
 /// Raises:
-///     MappingError: the pairs are no ints `[n, 2]`, an id is out of range, or they break the rule.
+///     MappingError: the pairs are not ints `[n, 2]`, an id is out of range, or the pairs break the rule.
 ///     InvalidArgumentError: there is no such rule.
 #[pyclass(name = "Mapping", module = "blockyard._core", frozen)]
 pub(crate) struct PyMapping(pub(crate) Mapping);
@@ -63,29 +62,29 @@ impl PyMapping {
         Mapping::new(&entries, [src_blocks, dst_blocks], rule).map(Self).map_err(to_py)
     }
 
-    /// What it does: `"swap"`, `"copy"`, `"move"` or `"exchange"`.
+    /// Its rule: `"swap"`, `"copy"`, `"move"` or `"exchange"`.
     #[getter]
     const fn rule(&self) -> &'static str {
         self.0.rule().name()
     }
 
-    /// The pairs, int64 `[n, 2]`, in the order of their destinations, those of an exchange as they were given.
+    /// The pairs, int64 `[n, 2]`, sorted by destination; those of an exchange in the given order.
     ///
-    /// Padding and moves of a block onto itself are left out.
+    /// Padding and moves of a block onto itself are omitted.
     #[getter]
     fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray<i64, Ix2>>> {
         steps(py, self.0.pairs())
     }
 
-    /// Blocks that there must be to read and to write: one more than the highest that is named, 0 if none is.
+    /// The number of blocks needed to read from and to write to: the highest id plus one, 0 without pairs.
     #[getter]
     fn reach(&self) -> (usize, usize) {
         self.0.reach().into()
     }
 
-    /// All as steps, int64 `[n, 2]`, and where each group of them begins, int64 `[groups + 1]`.
+    /// The mapping as single steps, int64 `[n, 2]`, and the start of each group of steps, int64 `[groups + 1]`.
     ///
-    /// Steps of a group run one after the other. To -1, a block is set aside; from -1, it is put where it belongs.
+    /// Steps of a group run in sequence. A step to -1 sets a block aside; a step from -1 writes it to its destination.
     #[expect(clippy::type_complexity, reason = "two arrays")]
     fn steps<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyArray<i64, Ix2>>, Bound<'py, PyArray<i64, Ix1>>)> {
         let all = self.0.steps();
@@ -93,7 +92,7 @@ impl PyMapping {
         Ok((steps(py, &all.steps)?, starts))
     }
 
-    /// Cut it into mappings of at most `most` pairs, to be run one after the other.
+    /// Split into mappings of at most `most` pairs, to run one after the other.
     ///
     /// Moves that depend on one another stay together.
     fn split(&self, #[pyo3(from_py_with = args::most)] most: usize) -> Vec<Self> {
@@ -109,23 +108,23 @@ impl PyMapping {
     }
 }
 
-/// Pairs as Python sees them.
+/// Returns pairs as a numpy array.
 fn steps<'py>(py: Python<'py>, pairs: &[[u32; 2]]) -> PyResult<Bound<'py, PyArray<i64, Ix2>>> {
     let id = |&id: &u32| if id == ASIDE { -1 } else { i64::from(id) };
     memory::filled(py, [pairs.len(), 2], pairs.as_flattened(), id)
 }
 
-/// Views of caches in host memory, checked once, over which mappings run.
+/// Views of caches in host memory, checked once, that mappings run over.
 ///
-/// It keeps the memory of all arrays. What is done to an array later (another shape, read-only) changes nothing here.
+/// It keeps the memory of all arrays alive. Later changes to an array (its shape, read-only) have no effect here.
 ///
 /// Args:
-///     src: arrays to read, uint8 `[blocks, bytes]`, rows contiguous and apart.
-///     dst: as many to write, of the same widths, apart from those that are read and from one another: side by side, or
-///         with rows that alternate within one stride. None: `src` is changed in place, and apart in the same sense.
+///     src: arrays to read, uint8 `[blocks, bytes]`, each row contiguous, rows not overlapping.
+///     dst: arrays to write, as many and of the same widths. No two arrays may overlap; their rows may alternate within
+///         one stride. None: `src` is changed in place, under the same conditions.
 /// Raises:
-///     InvalidArgumentError: an array is of another form, cannot be written or shares memory with another, or the two
-///         lists do not fit one another.
+///     InvalidArgumentError: an array has another form, is read-only or shares memory with another, or the two lists do
+///         not match.
 #[pyclass(name = "BoundViews", module = "blockyard._core", frozen)]
 pub(crate) struct PyBoundViews(RowViews);
 
@@ -137,14 +136,14 @@ impl PyBoundViews {
         RowViews::new(src, dst)?.map(Self).map_err(to_py)
     }
 
-    /// Carry a mapping out in each view.
+    /// Run a mapping in each view.
     ///
     /// Args:
-    ///     mapping: by the rule `"swap"` or `"copy"` between two lists, by any but `"swap"` within one.
-    ///     num_threads: most threads that share a large call.
+    ///     mapping: with the rule `"swap"` or `"copy"` between two lists; with any rule but `"swap"` within one.
+    ///     num_threads: maximum number of threads for a large call.
     /// Raises:
-    ///     MappingError: it names blocks that the views do not have, or is by another rule; nothing was copied.
-    ///     OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.
+    ///     MappingError: it names blocks that the views do not have, or has another rule; nothing was copied.
+    ///     OutOfMemoryError: not enough memory for rings of moves; nothing was moved.
     #[pyo3(signature = (mapping, *, num_threads))]
     fn run(
         &self,

@@ -1,4 +1,4 @@
-//! `Pairs` and `StepDecision`: what the scheduler gets back once a step.
+//! `Pairs` and `StepDecision`: the transfers that the scheduler receives at the end of each step.
 
 use crate::convert::args::{self, Argument};
 use crate::convert::arrays;
@@ -20,12 +20,12 @@ pub(crate) fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'p
 /// Pairs of block ids between two tiers.
 ///
 /// Args:
-///     src: tier that is read.
-///     dst: tier that is written.
+///     src: tier to read.
+///     dst: tier to write.
 ///     ids: `(from, to)`: int64 `[n, 2]`, another array of ints, or a sequence of pairs.
 /// Raises:
 ///     MappingError: an id is negative or too large, or the array has another dtype or shape.
-///     InvalidArgumentError: a tier has another name.
+///     InvalidArgumentError: a tier's name is unknown.
 ///
 /// Example:
 ///     >>> from blockyard import Pairs
@@ -39,7 +39,7 @@ pub(crate) struct PyPairs {
     ids: Py<PyArray2<i64>>,
 }
 
-/// What `Pairs` is made of, to be made again.
+/// The arguments of `Pairs`, for pickling.
 type PairsState = (&'static str, &'static str, Py<PyArray2<i64>>);
 
 impl PyPairs {
@@ -68,13 +68,13 @@ impl PyPairs {
         Ok(Self { src, dst, ids })
     }
 
-    /// Tier that is read.
+    /// Tier to read.
     #[getter]
     fn src(&self) -> &'static str {
         self.src.name()
     }
 
-    /// Tier that is written.
+    /// Tier to write.
     #[getter]
     fn dst(&self) -> &'static str {
         self.dst.name()
@@ -87,7 +87,7 @@ impl PyPairs {
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {
-        // Somebody may have given the array another shape.
+        // Python code may have changed the array's shape.
         self.ids.bind(py).shape().first().copied().unwrap_or_default()
     }
 
@@ -106,20 +106,20 @@ impl PyPairs {
     }
 }
 
-/// The transfers of one step, and the ticket that holds leases on all their blocks until it is completed or failed.
+/// The transfers of one step. Its ticket holds leases on all their blocks until you complete or fail it.
 ///
-/// Each kind is a tuple with one `Pairs` for each pair of tiers, empty if there is nothing to do. `after` names the
-/// tickets, perhaps this one too, whose device reads must have finished before this step writes to the device.
+/// Each kind is a tuple with one `Pairs` for each pair of tiers, empty if there is nothing to do. `after` lists the
+/// tickets, possibly including this one, whose device reads must finish before this step writes to the device.
 ///
 /// Args:
 ///     ticket: number to complete or fail.
-///     transfers: kind and pairs; sorted into the order in which they are safe to run.
+///     transfers: kinds and pairs, in any order; they are sorted so that they are safe to run in sequence.
 ///     after: tickets to wait for.
-///     prefetch: whether nothing that the step computes reads what it loads.
+///     prefetch: whether the step computes without reading the blocks that it loads.
 /// Attributes:
-///     MAX_BYTES: most bytes of a decision that `to_bytes` writes and `from_bytes` reads.
+///     MAX_BYTES: maximum size of a decision for `to_bytes` and `from_bytes`.
 /// Raises:
-///     InvalidArgumentError: a kind has another name.
+///     InvalidArgumentError: a kind's name is unknown.
 ///
 /// Example:
 ///     >>> from blockyard import BlockManager
@@ -137,7 +137,7 @@ pub(crate) struct PyStepDecision {
     ticket: u64,
     after: Vec<u64>,
     transfers: Vec<(Kind, Py<PyPairs>)>,
-    /// Whether nothing that the step computes reads what it loads: compute does not wait for it.
+    /// Whether the step computes without the blocks that it loads, so that compute does not wait for them.
     #[pyo3(get)]
     prefetch: bool,
 }
@@ -153,7 +153,7 @@ impl PyStepDecision {
         })
     }
 
-    /// The decision, entry by entry.
+    /// Returns the decision, entry by entry.
     pub(crate) fn to_core(&self, py: Python<'_>) -> PyResult<StepDecision> {
         let entries = self.transfers.iter().map(|(kind, pairs)| Ok((*kind, pairs.get().to_core(py)?)));
         let transfers = entries.collect::<PyResult<_>>()?;
@@ -161,7 +161,7 @@ impl PyStepDecision {
         Ok(StepDecision { ticket: TicketId(self.ticket), after, transfers, prefetch: self.prefetch })
     }
 
-    /// The decision as `to_bytes` writes it: without empty entries, in the order of kinds and tiers.
+    /// Returns the decision as `to_bytes` writes it: without empty entries, sorted by kind and tiers.
     fn settled(&self, py: Python<'_>) -> PyResult<StepDecision> {
         let mut decision = self.to_core(py)?;
         decision.transfers.retain(|(_, pairs)| !pairs.ids.is_empty());
@@ -176,7 +176,7 @@ impl PyStepDecision {
         )
     }
 
-    /// The pairs of a kind between two tiers.
+    /// Returns the pairs of a kind between two tiers.
     fn blocks<'py>(&self, py: Python<'py>, kind: Kind, src: Tier, dst: Tier) -> PyResult<Bound<'py, PyArray2<i64>>> {
         let wanted = |(k, pairs): &&(Kind, Py<PyPairs>)| (*k, pairs.get().src, pairs.get().dst) == (kind, src, dst);
         match self.transfers.iter().find(wanted) {
@@ -206,19 +206,19 @@ impl PyStepDecision {
         Ok(Self { ticket, after, transfers, prefetch })
     }
 
-    /// Tickets whose device reads must end before this step writes to the device, a tuple of ints.
+    /// Tickets whose device reads must finish before this step writes to the device, a tuple of ints.
     #[getter]
     fn after<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.after)
     }
 
-    /// Away from the device, to the host or the external tier: a tuple with one `Pairs` for each pair of tiers.
+    /// Transfers to the host or the external tier: a tuple with one `Pairs` for each pair of tiers.
     #[getter]
     fn swap_out<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         self.of(py, Kind::SwapOut)
     }
 
-    /// Towards the device, from the host or the external tier: a tuple with one `Pairs` for each pair of tiers.
+    /// Transfers from the host or the external tier: a tuple with one `Pairs` for each pair of tiers.
     #[getter]
     fn swap_in<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         self.of(py, Kind::SwapIn)
@@ -230,13 +230,13 @@ impl PyStepDecision {
         self.of(py, Kind::Copy)
     }
 
-    /// Moves of defragmentation on the device: a tuple of `Pairs`.
+    /// Defragmentation moves on the device: a tuple of `Pairs`.
     #[getter]
     fn r#move<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         self.of(py, Kind::Move)
     }
 
-    /// Exchanges of defragmentation on the device: a tuple of `Pairs`.
+    /// Defragmentation exchanges on the device: a tuple of `Pairs`.
     #[getter]
     fn exchange<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         self.of(py, Kind::Exchange)
@@ -260,7 +260,7 @@ impl PyStepDecision {
         self.blocks(py, Kind::Copy, Tier::Device, Tier::Device)
     }
 
-    /// All kinds and pairs, in the order in which they are safe to run one after another.
+    /// Return all kinds and pairs, in an order that is safe to run in sequence.
     fn transfers(&self, py: Python<'_>) -> Vec<(&'static str, Py<PyPairs>)> {
         self.transfers.iter().map(|(kind, pairs)| (kind.name(), pairs.clone_ref(py))).collect()
     }
@@ -271,27 +271,28 @@ impl PyStepDecision {
         MAX_DECISION_BYTES
     }
 
-    /// The decision as bytes with version and checksum, the same in every process, less entries without pairs.
+    /// Serialize the decision, with version and checksum; empty entries are omitted. All processes write the same
+    /// bytes.
     ///
     /// Raises:
-    ///     MappingError: it cannot be carried out as it is written, as `from_bytes` says, or is too long.
+    ///     MappingError: `from_bytes` would reject the decision, or it is too long.
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let decision = self.settled(py)?;
         let bytes = py.detach(|| decision.to_bytes()).map_err(to_py)?;
         Ok(PyBytes::new(py, &bytes))
     }
 
-    /// The decision that was written as these bytes; runs no code in them, takes memory in proportion to them.
+    /// Deserialize a decision. This runs no code from the bytes, and uses memory in proportion to their length.
     ///
-    /// The checksum finds damage, not a forger who computes it: bytes of unknown origin need a signature of yours.
-    /// Whoever wrote them, kinds and tiers fit and nothing is written twice; ids are bounded where they are used.
+    /// The checksum detects damage, but anyone can compute it: sign bytes that cross a trust boundary. For any input,
+    /// kinds match their tiers and no block is written twice; ids are checked where they are used.
     ///
     /// Args:
-    ///     data: what `to_bytes` gave.
+    ///     data: output of `to_bytes`.
     /// Raises:
-    ///     MappingError: the bytes are not whole or of another version, a kind is out of order or there twice for its
-    ///         tiers, or joins other tiers, a block is written twice or both copied and written, or the ticket waits
-    ///         for a later one.
+    ///     MappingError: the bytes are damaged or of another version; a kind is out of order, repeated for its tiers,
+    ///         or has the wrong tiers; a block is written twice, or both copied and written; or the ticket waits for a
+    ///         later one.
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
         let decision = py.detach(|| StepDecision::from_bytes(data)).map_err(to_py)?;

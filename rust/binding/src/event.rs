@@ -1,4 +1,4 @@
-//! Events of the prefix cache as columns: one numpy array a field, no Python object an event.
+//! Events of the prefix cache as columns: one numpy array per field, no Python objects per event.
 
 use crate::convert::memory::{self, Zeroed};
 use blockyard_core::Reason;
@@ -9,25 +9,25 @@ use pyo3::prelude::*;
 
 const NO_KEY: ExportedKey = ExportedKey([0; 32]);
 
-/// Events of the prefix cache taken in one go, one array entry an event, oldest first.
+/// A batch of prefix cache events, one array entry per event, oldest first.
 ///
-/// Event `i` has the number `first + i`. Numbers rise by one from batch to batch; `dropped` events before `first` had
-/// no room. Replaying `stored`, `removed` and `cleared` by tier and key gives exactly what can be found.
+/// Event `i` has the number `first + i`. Numbers continue from batch to batch; `dropped` events before `first` were
+/// lost for lack of room. Replaying `stored`, `removed` and `cleared` by tier and key yields exactly the cache's
+/// content.
 ///
 /// - `kinds`: uint8 `[n]`, indexes `KINDS`; `tiers`: uint8 `[n]`, indexes `TIERS`; `blocks`: int32 `[n]`, -1 if
 ///   cleared.
-/// - `keys`: uint8 `[n, 32]`, the exported key as `export_keys` gives it; `groups`, uint8 `[n]`, the block's cache
-///   group: blocks of several groups have the same key.
-/// - Of `stored` alone: `parents`, uint8 `[n, 32]`, key of the block before, zeros for a sequence's first; `tokens`,
+/// - `keys`: uint8 `[n, 32]`, the exported key as `export_keys` returns it; `groups`: uint8 `[n]`, the block's cache
+///   group, since blocks of several groups have the same key.
+/// - Only for `stored`: `parents`, uint8 `[n, 32]`, key of the preceding block, zeros for a sequence's first; `tokens`,
 ///   uint32 `[n]`; `lora_ids`, uint64 `[n]`.
-/// - Of `removed` alone: `reasons`, uint8 `[n]`, indexes `REASONS`; `remaining`, uint8 `[n]`, copies of the bytes in
-///   other tiers, those on their way included: they cannot be found until a swapped sequence brings them back, by a
-///   new `stored`.
+/// - Only for `removed`: `reasons`, uint8 `[n]`, indexes `REASONS`; `remaining`, uint8 `[n]`, number of copies in other
+///   tiers, including those in transfer. They cannot be found until a swapped sequence returns, with a new `stored`.
 ///
 /// Attributes:
 ///     KINDS: names of the numbers in `kinds`.
 ///     TIERS: names of the numbers in `tiers`.
-///     REASONS: names of the numbers in `reasons`; the first is of what was not removed.
+///     REASONS: names of the numbers in `reasons`; the first, empty, is for events other than `removed`.
 ///
 /// Example:
 ///     >>> from blockyard import BlockManager, PrefixCaching
@@ -43,7 +43,7 @@ const NO_KEY: ExportedKey = ExportedKey([0; 32]);
 pub(crate) struct PyEventBatch {
     /// Number of the first event.
     first: u64,
-    /// Events before `first` that had no room.
+    /// Number of events before `first` that were lost for lack of room.
     dropped: u64,
     /// uint8 `[n]`, index of `KINDS`.
     kinds: Py<PyArray1<u8>>,
@@ -53,17 +53,17 @@ pub(crate) struct PyEventBatch {
     blocks: Py<PyArray1<i32>>,
     /// Exported keys, uint8 `[n, 32]`, as `export_keys` returns them.
     keys: Py<PyArray2<u8>>,
-    /// For `stored`, the key of the block before, uint8 `[n, 32]`; zeros for the first block of a sequence.
+    /// For `stored`, the key of the preceding block, uint8 `[n, 32]`; zeros for the first block of a sequence.
     parents: Py<PyArray2<u8>>,
-    /// For `stored`, tokens in the block, uint32 `[n]`.
+    /// For `stored`, number of tokens in the block, uint32 `[n]`.
     tokens: Py<PyArray1<u32>>,
     /// For `stored`, the adapter, uint64 `[n]`.
     lora_ids: Py<PyArray1<u64>>,
     /// For `removed`, index of `REASONS`, uint8 `[n]`.
     reasons: Py<PyArray1<u8>>,
-    /// For `removed`, copies of the bytes that are left in other tiers, uint8 `[n]`.
+    /// For `removed`, number of copies left in other tiers, uint8 `[n]`.
     remaining: Py<PyArray1<u8>>,
-    /// Cache group of the block, uint8 `[n]`; blocks of several groups have the same key.
+    /// Cache group of the block, uint8 `[n]`, since blocks of several groups have the same key.
     groups: Py<PyArray1<u8>>,
 }
 
@@ -140,7 +140,7 @@ impl PyEventBatch {
         (device, host, external)
     }
 
-    /// Names of the numbers in `reasons`; the first is of what was not removed.
+    /// Names of the numbers in `reasons`; the first, empty, is for events other than `removed`.
     #[classattr]
     #[pyo3(name = "REASONS")]
     fn reason_names() -> (&'static str, &'static str, &'static str, &'static str, &'static str) {

@@ -1,31 +1,31 @@
-//! `FreeBlocks`: iterators over free blocks that take none of them.
+//! `FreeBlocks`: iterates over free blocks without taking them.
 //!
-//! Lock order: the iterator, then what it reads; see `crate::locks`.
+//! Lock order: the iterator, then the pool; see `crate::locks`.
 
 use crate::locks::{OuterLock, lock};
 use blockyard_core::BlockId;
 use pyo3::prelude::*;
 use std::collections::VecDeque;
 
-/// Blocks read at first; each chunk is twice the one before, so that finding one's place again costs little.
+/// Size of the first chunk; each chunk is twice the previous one, so that finding the place again costs little.
 const FIRST_CHUNK: usize = 64;
 
-/// Reads up to `count` free blocks from place `first` of their order on.
+/// Reads up to `count` free blocks, from position `first` of their order.
 type ReadFree = Box<dyn Fn(usize, usize) -> VecDeque<BlockId> + Send + Sync>;
 
 struct ReadAhead {
     ahead: VecDeque<BlockId>,
-    /// Blocks read so far.
+    /// Number of blocks read so far.
     place: usize,
     chunk: usize,
     ended: bool,
 }
 
-/// An iterator over free blocks in the order in which they would be given out. Nothing is taken.
+/// An iterator over free blocks in the order in which they would be allocated. It takes none of them.
 ///
-/// It reads ids ahead in chunks, first 64, then twice as many each time, so the first few cost little in any pool. If
-/// the pool changes meanwhile, ids that were read ahead stay as they were, and the next chunk continues at the same
-/// place of the new order: an id may be missed or come twice.
+/// It reads ids in chunks: 64 first, then twice as many each time, so that the first few cost little in any pool. If
+/// the pool changes during the iteration, ids already read stay as they were, and the next chunk continues at the same
+/// position of the new order: an id may be missed or repeated.
 #[pyclass(frozen, name = "FreeBlocks", module = "blockyard._core")]
 pub(crate) struct PyFreeBlocks {
     read: ReadFree,

@@ -4,40 +4,40 @@
 //! OuterLock (an iterator over free blocks) -> InnerLock (a manager, an allocator, a list of copies)
 //! ```
 //!
-//! A thread that holds an inner lock takes no other, so no two threads can wait for each other. The interpreter's lock is
-//! one more: numpy gives it up while it makes an array, and waits for it again. So whoever waits for a lock of ours gives
-//! it up first. Until it has it back, it holds none of ours, which `MutexExt::lock_py_attached` would: a fork meanwhile
-//! would find that lock taken for ever. Python code does not run under a lock. Debug builds assert the order; release
-//! builds pay for the mutex alone.
+//! A thread that holds an inner lock takes no other, so no two threads can wait for each other. The interpreter's lock
+//! also counts: numpy may release it while it creates an array, and then waits for it. So a thread releases the
+//! interpreter's lock before it waits for one of ours, and holds none of ours while it waits to get the interpreter's
+//! lock back. (`MutexExt::lock_py_attached` would hold it; a fork at that moment would leave it locked forever.) Python
+//! code never runs under our locks. Debug builds assert the order; in release builds a lock costs only its mutex.
 
 use pyo3::prelude::*;
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
-/// The lock that is taken first.
+/// The lock to take first.
 pub(crate) type OuterLock<T> = Lock<T, 0>;
 
-/// The lock that is taken last: under it no other is.
+/// The lock to take last: no other lock is taken while holding it.
 pub(crate) type InnerLock<T> = Lock<T, 1>;
 
 thread_local! {
-    /// One bit for the rank of each lock that this thread holds; debug builds.
+    /// One bit for the rank of each lock that this thread holds; only in debug builds.
     static HELD: Cell<u8> = const { Cell::new(0) };
 }
 
-/// A value that one thread at a time can use, and the lock's place in the order: a thread takes locks by rising rank.
+/// A value behind a lock. A thread takes locks by rising rank.
 #[derive(Debug, Default)]
 pub(crate) struct Lock<T, const RANK: u32>(Mutex<T>);
 
 impl<T, const RANK: u32> Lock<T, RANK> {
-    /// A value nobody uses yet.
+    /// Creates an unlocked value.
     pub(crate) const fn new(value: T) -> Self {
         Self(Mutex::new(value))
     }
 }
 
-/// Waits until no other thread uses the value. One that panicked meanwhile does not keep others out.
+/// Waits until no other thread uses the value. A panic while holding the lock does not lock others out.
 pub(crate) fn lock<T: Send, const RANK: u32>(lock: &Lock<T, RANK>) -> Guard<'_, T> {
     loop {
         let held = Held::new(RANK);
@@ -51,15 +51,15 @@ pub(crate) fn lock<T: Send, const RANK: u32>(lock: &Lock<T, RANK>) -> Guard<'_, 
     }
 }
 
-/// Debug builds: fails if this thread holds a lock. For where Python code is about to run.
+/// In debug builds, fails if this thread holds a lock. Call it before Python code runs.
 pub(crate) fn debug_assert_none_held() {
     debug_assert!(HELD.get() == 0, "lock order: Python code is about to run under a lock");
 }
 
-/// The value, until this is dropped.
+/// Access to the value, until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Guard<'a, T> {
-    // Dropped in this order: the mutex is free before the thread says so.
+    // Dropped in this order: the mutex is released before the thread's bit is cleared.
     value: MutexGuard<'a, T>,
     _held: Held,
 }
@@ -78,7 +78,7 @@ impl<T> DerefMut for Guard<'_, T> {
     }
 }
 
-/// Says that this thread holds a lock of a rank; nothing in release builds.
+/// Records that this thread holds a lock of a rank; does nothing in release builds.
 #[derive(Debug)]
 struct Held(u32);
 

@@ -1,4 +1,4 @@
-//! `BlockObserver`: the core's defragmentation behind one lock.
+//! `BlockObserver`: the core's defragmentation for other allocators, behind one lock.
 //!
 //! The lock is held for one call and never while Python code runs.
 
@@ -51,14 +51,14 @@ fn fresh(fresh: bool) -> Fresh {
     if fresh { Fresh::Yes } else { Fresh::No }
 }
 
-/// Moves towards goals; nothing has moved yet. No block is named twice.
+/// Planned moves towards goals. Nothing has moved yet, and no block appears twice.
 ///
 /// Attributes:
-///     pairs: all, block ids `(from, to)`, int64 `[n, 2]`.
-///     move: those whose destination is empty.
-///     exchange: those whose destination holds bytes to keep: the two blocks change places.
-///     left: moves that the goals need beyond these; `contiguous` adds nothing to it.
-///     stuck: live blocks in the way of the goals for which there is no hole.
+///     pairs: all pairs of block ids `(from, to)`, int64 `[n, 2]`.
+///     move: the pairs whose destination is empty.
+///     exchange: the pairs whose destination holds bytes to keep: the two blocks change places.
+///     left: number of further moves that the goals need, not counting `contiguous`.
+///     stuck: number of live blocks in the way of the goals for which there is no hole.
 #[pyclass(frozen, name = "MovePlan", module = "blockyard._core")]
 pub(crate) struct PyMovePlan {
     plan: Plan,
@@ -66,13 +66,13 @@ pub(crate) struct PyMovePlan {
 
 #[pymethods]
 impl PyMovePlan {
-    /// Blocks in the way that the budget leaves for later.
+    /// Number of blocks in the way that the budget leaves for later.
     #[getter]
     fn left(&self) -> usize {
         self.plan.left
     }
 
-    /// Blocks in the way that have nowhere to go.
+    /// Number of blocks in the way that have nowhere to go.
     #[getter]
     fn stuck(&self) -> usize {
         self.plan.stuck
@@ -107,14 +107,14 @@ impl PyMovePlan {
     }
 }
 
-/// Goals by priority: `(name, number)` or `(name, number, slack)` each.
+/// Reads goals by priority, each `(name, number)` or `(name, number, slack)`.
 pub(crate) struct Goals(pub(crate) Vec<Wanted>);
 
 impl<'py> Argument<'py> for Goals {
     fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
         let one = |item: &Bound<'py, PyAny>, _| {
             let is_pair = item.cast::<PyTuple>().is_ok_and(|item| item.len() == 2);
-            // A failed attempt would cost more than all the rest.
+            // Check the length first: a failed extraction costs more than everything else here.
             let found: PyResult<(Bound<'_, PyString>, u32, u32)> =
                 if is_pair { item.extract().map(|(name, number)| (name, number, 0)) } else { item.extract() };
             let (name, number, slack) = found.map_err(|_| {
@@ -136,7 +136,7 @@ struct Defragmenter {
 }
 
 impl Defragmenter {
-    /// The step's plan; hysteresis goes on where the goals are those of the step before.
+    /// Plans a step. Hysteresis continues if the goals are the same as in the previous step.
     fn plan(&mut self, wanted: &[Wanted], sequences: &[Vec<u32>], hot: &[u32], budget: Budget) -> PyResult<PyMovePlan> {
         if !self.planner.wanted().eq(wanted.iter().copied()) {
             self.planner = Planner::new(wanted);
@@ -146,13 +146,13 @@ impl Defragmenter {
     }
 }
 
-/// Where a foreign allocator's blocks lie, and where they should.
+/// Tracks where another allocator's blocks are, and plans moves to defragment them.
 ///
-/// An *id* is what the allocator calls a block, a *block* is where the id's bytes lie: two permutations of each other.
-/// Block 0 is the null block. Where a call takes ids, an int64 array `[n]` is quickest.
+/// An *id* is the allocator's name for a block; a *block* is where the id's bytes are. Moves permute them. Block 0 is
+/// the null block. Methods that take ids are fastest with an int64 array `[n]`.
 ///
 /// Args:
-///     num_blocks: blocks of the pool, 1 to 2147483647; None means that ids become known as they are named.
+///     num_blocks: number of blocks in the pool, 1 to 2147483647; None learns ids as they are used.
 ///
 /// Raises:
 ///     InvalidArgumentError: the number of blocks is out of range.
@@ -178,7 +178,7 @@ impl PyBlockObserver {
         lock(&self.inner)
     }
 
-    /// Blocks of a table of ids of any shape and layout; none if it is of another type.
+    /// Resolves a table of ids of any shape and layout; `None` if it has another type.
     fn resolved<'py, T>(
         &self,
         ids: &Bound<'py, PyAny>,
@@ -227,21 +227,21 @@ impl PyBlockObserver {
         Ok(Self { inner: InnerLock::new(Defragmenter { observer, planner: Planner::default() }) })
     }
 
-    /// Ids known so far.
+    /// Return the number of known ids.
     fn __len__(&self) -> usize {
         self.lock().observer.len() as usize
     }
 
-    /// Ids are below this.
+    /// Upper bound of ids, exclusive.
     #[getter]
     fn limit(&self) -> u32 {
         self.lock().observer.limit()
     }
 
-    /// Say how many blocks there are.
+    /// Set the number of blocks.
     ///
     /// Raises:
-    ///     InvalidArgumentError: more are known.
+    ///     InvalidArgumentError: higher ids are known already.
     fn set_limit(&self, #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32) -> PyResult<()> {
         self.lock().observer.set_limit(num_blocks).map_err(to_py)
     }
@@ -249,8 +249,8 @@ impl PyBlockObserver {
     /// Add a reference to the blocks of ids.
     ///
     /// Args:
-    ///     ids: any number of times each; where they are fresh, those of a sequence together, long ones first.
-    ///     fresh: the ids have no content; those not in use are bound to the lowest empty blocks.
+    ///     ids: ids, with repeats; if fresh, grouped by sequence, long sequences first.
+    ///     fresh: whether the ids have no content; unused ones are then bound to the lowest empty blocks.
     ///
     /// Raises:
     ///     InvalidArgumentError: an id is out of range; nothing was changed.
@@ -261,14 +261,14 @@ impl PyBlockObserver {
         if fresh { observer.use_fresh(&ids) } else { observer.use_ids(&ids) }.map_err(to_py)
     }
 
-    /// Take a reference from the blocks of ids.
+    /// Release a reference to the blocks of ids.
     ///
     /// Args:
-    ///     ids: any number of times each.
-    ///     fresh: blocks without references become empty.
+    ///     ids: ids, with repeats.
+    ///     fresh: whether blocks without references become empty.
     ///
     /// Raises:
-    ///     InvalidArgumentError: a block has fewer references; nothing was changed.
+    ///     InvalidArgumentError: a block has too few references; nothing was changed.
     #[pyo3(signature = (ids, *, fresh = false))]
     fn release_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids, fresh: bool) -> PyResult<()> {
         let Ids(ids) = ids;
@@ -284,7 +284,7 @@ impl PyBlockObserver {
         self.lock().observer.forget_ids(&ids).map_err(to_py)
     }
 
-    /// Keep the blocks of ids where they are, bytes included, until `end_lease`.
+    /// Keep the blocks of ids and their bytes in place until `end_lease`.
     ///
     /// Raises:
     ///     InvalidArgumentError: an id is out of range; nothing was changed.
@@ -296,17 +296,17 @@ impl PyBlockObserver {
     /// End a lease.
     ///
     /// Raises:
-    ///     InvalidArgumentError: it is not held.
+    ///     InvalidArgumentError: there is no such lease.
     fn end_lease(&self, #[pyo3(from_py_with = args::lease)] lease: u64) -> PyResult<()> {
         self.lock().observer.end_lease(LeaseId(lease)).map_err(to_py)
     }
 
-    /// Blocks of ids.
+    /// Return the blocks of ids.
     ///
     /// Args:
-    ///     ids: of any shape.
-    ///     out: of the same shape and dtype, any layout; may be `ids`.
-    ///     pass_negative: negative ids stay as they are.
+    ///     ids: array of any shape.
+    ///     out: array of the same shape and dtype, any layout; may be `ids`.
+    ///     pass_negative: whether to return negative ids unchanged.
     ///
     /// Returns:
     ///     `out`, or a new array of the shape and dtype of `ids`.
@@ -327,7 +327,7 @@ impl PyBlockObserver {
         blocks.ok_or_else(|| invalid(format!("block ids are {}, must be an int64 or int32 array", describe(ids))))
     }
 
-    /// Blocks of ids, for rows of ints.
+    /// Return the blocks of ids, for lists of ints.
     ///
     /// Raises:
     ///     InvalidArgumentError: an id is out of range.
@@ -348,10 +348,10 @@ impl PyBlockObserver {
         rows.iter().map(|row| row.iter().map(one).collect()).collect()
     }
 
-    /// The id of a block.
+    /// Return the id of a block.
     ///
     /// Raises:
-    ///     InvalidArgumentError: it is out of range.
+    ///     InvalidArgumentError: the block is out of range.
     fn unresolve(&self, #[pyo3(from_py_with = args::block)] block: u32) -> PyResult<u32> {
         let state = self.lock();
         if block >= state.observer.limit() {
@@ -360,28 +360,28 @@ impl PyBlockObserver {
         Ok(state.observer.unresolve(block))
     }
 
-    /// Blocks with references, rising, and how many, int64 `[n, 2]`.
+    /// Return the referenced blocks in ascending order, each with its number of references, int64 `[n, 2]`.
     fn used<'py>(&self, py: Python<'py>) -> PyResult<PairArray<'py>> {
         let used: Vec<[u32; 2]> = self.lock().observer.used().map(|(block, refs)| [block.0, refs]).collect();
         array(py, &used)
     }
 
-    /// Blocks without references or leases, rising, int64 `[n]`.
+    /// Return the blocks without references or leases in ascending order, int64 `[n]`.
     fn holes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let holes: Vec<BlockId> = self.lock().observer.places().holes().iter().collect();
         memory::array(py, &holes, |hole| i64::from(hole.0))
     }
 
-    /// Ids between the highest block in use and the highest there need be.
+    /// By how many blocks the highest block in use could be lower.
     #[getter]
     fn gap(&self) -> u32 {
         self.lock().observer.places().gap()
     }
 
-    /// Measure how scattered the blocks in use are, leased ones and the null block too; looks at all blocks.
+    /// Measure how fragmented the blocks in use are, including leased ones and the null block. Scans all blocks.
     ///
     /// Args:
-    ///     sequences: ids of each sequence, in order; `tables` and `runs` are theirs, shared blocks counted once.
+    ///     sequences: ids of each sequence, in order, for `tables` and `runs`; shared blocks count once.
     /// Returns:
     ///     `Fragmentation`.
     /// Raises:
@@ -406,9 +406,9 @@ impl PyBlockObserver {
     /// Args:
     ///     goal: see `Defrag.run`.
     ///     number: see `Defrag.run`.
-    ///     slack: the plan is empty while the goal is missed by no more ids or runs; once begun, it is carried on
-    ///         until the goal is met.
-    ///     moves: budget of this step.
+    ///     slack: the plan is empty while the goal is missed by at most this many ids or runs; once begun, moves
+    ///         continue until the goal is met.
+    ///     moves: maximum number of moves in this step.
     ///
     /// Raises:
     ///     InvalidArgumentError: the goal is unknown.
@@ -424,24 +424,24 @@ impl PyBlockObserver {
         self.lock().plan(&[wanted], &[], &[], Budget::of_moves(moves.unwrap_or(usize::MAX)))
     }
 
-    /// Plan a step for several goals, the most important first; nothing changes until `commit`.
+    /// Plan a step for several goals, most important first; nothing changes until `commit`.
     ///
-    /// A later goal undoes nothing of an earlier one: it moves no block to where the earlier one does not want any, and
-    /// none of the sequences of `"contiguous"`. Where two contradict each other, the later is missed.
+    /// A later goal never undoes an earlier one: it moves no block to where an earlier goal wants none, and no block of
+    /// the sequences of `"contiguous"`. If two goals contradict each other, the later one is missed.
     ///
     /// Args:
-    ///     goals: `(name, number)` or `(name, number, slack)`, as in `plan`; also `"contiguous"`: no sequence lies in
-    ///         more than `number` runs, its slack is in runs. While the goals stay the same, each goes on where the
-    ///         step before left it.
-    ///     sequences: what `"contiguous"` is about: ids of each, in order. Those of less importance come later.
-    ///     hot: ids of sequences that run now: their blocks move when nothing else is left to move, and a sequence
-    ///         whose last id is one is put in order last.
-    ///     moves: budget of this step, in pairs.
-    ///     num_bytes: budget in bytes written: an exchange writes both of its blocks.
-    ///     bytes_per_block: of all layers; to be given with `num_bytes`.
+    ///     goals: `(name, number)` or `(name, number, slack)`, as in `plan`; also `"contiguous"`: no sequence has more
+    ///         than `number` runs, with slack in runs. While the goals stay the same, each continues where the previous
+    ///         step stopped.
+    ///     sequences: the sequences for `"contiguous"`: ids of each, in order, most important first.
+    ///     hot: ids of running sequences: their blocks move last, and a sequence whose last id is hot is made
+    ///         contiguous last.
+    ///     moves: maximum number of pairs in this step.
+    ///     num_bytes: maximum bytes to write; an exchange writes both of its blocks.
+    ///     bytes_per_block: bytes of a block in all layers; required with `num_bytes`.
     ///
     /// Raises:
-    ///     InvalidArgumentError: a goal is unknown or without meaning, or an id is out of range.
+    ///     InvalidArgumentError: a goal is unknown or invalid, or an id is out of range.
     #[pyo3(signature = (goals, *, sequences = None, hot = None, moves = None, num_bytes = None, bytes_per_block = 0))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python tuples")]
     fn plan_all(
@@ -454,7 +454,7 @@ impl PyBlockObserver {
         #[pyo3(from_py_with = args::bytes_per_block)] bytes_per_block: u64,
     ) -> PyResult<PyMovePlan> {
         if num_bytes.is_some() && bytes_per_block == 0 {
-            return Err(invalid("bytes_per_block is 0, must be at least 1 where num_bytes is given".to_owned()));
+            return Err(invalid("bytes_per_block is 0, must be at least 1 with num_bytes".to_owned()));
         }
         let sequences = taken(sequences.unwrap_or_default());
         let hot = hot.map_or_else(Vec::new, |Ids(ids)| ids);
@@ -463,15 +463,15 @@ impl PyBlockObserver {
         self.lock().plan(&goals.0, &sequences, &hot, Budget { moves, bytes, block_bytes })
     }
 
-    /// Take over a plan whose bytes have moved: the ids of each pair change places.
+    /// Apply a plan whose bytes have moved: the ids of each pair change places.
     ///
     /// Raises:
-    ///     InvalidArgumentError: the state has changed so that the plan no longer fits; nothing was changed.
+    ///     InvalidArgumentError: the plan no longer fits the current state; nothing was changed.
     fn commit(&self, plan: &PyMovePlan) -> PyResult<()> {
         self.lock().observer.commit(&plan.plan.pairs).map_err(to_py)
     }
 
-    /// Count everything again.
+    /// Recount the whole state and compare.
     ///
     /// Raises:
     ///     InvariantError: the state contradicts itself, which is a bug in Blockyard.

@@ -1,4 +1,4 @@
-//! `OffloadManager`: which chunks of a host cache hold which keys.
+//! `OffloadManager`: tracks which chunk of a host cache holds which key.
 
 use crate::convert::args;
 use crate::convert::errors::{invalid, to_py};
@@ -12,14 +12,14 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
 
-/// What `OffloadManager.prepare_store` decided.
+/// The result of `OffloadManager.prepare_store`.
 #[pyclass(frozen, get_all, name = "PreparedStore", module = "blockyard._core")]
 pub(crate) struct PyPreparedStore {
-    /// Keys to store, of those that were offered, in their order.
+    /// The keys to store, in the order given.
     keys: Py<PyList>,
     /// The chunk of each, int32 `[n]`.
     chunks: Py<PyArray1<i32>>,
-    /// Keys that lost their chunks to them.
+    /// The keys that were evicted for them.
     evicted: Py<PyList>,
 }
 
@@ -33,16 +33,16 @@ impl PyPreparedStore {
 
 /// The chunks of a host cache, and the keys whose bytes they hold, for an engine's offload manager.
 ///
-/// A key is any bytes. It is pending from `prepare_store` to `complete_store`, a hit from then until it is evicted or
-/// forgotten. Loads hold their chunks. A key that is forgotten while transfers of it run is a miss at once; its chunk
-/// is given out again only after they have ended.
+/// A key is any bytes object. It is pending from `prepare_store` to `complete_store`, then a hit until it is evicted or
+/// forgotten. Loads keep their chunks from being evicted. A key forgotten during its transfers is a miss at once; its
+/// chunk is reused only after they have ended.
 ///
 /// Args:
-///     num_chunks: chunks of the host cache.
-///     eviction: which stored chunk is given out again first, as for `PrefixCaching`.
+///     num_chunks: number of chunks in the host cache.
+///     eviction: which chunk to evict first, as for `PrefixCaching`.
 /// Raises:
-///     InvalidArgumentError: `num_chunks` is out of range, or `eviction` has another name.
-///     OutOfMemoryError: there is no memory to keep track of them.
+///     InvalidArgumentError: `num_chunks` is out of range, or the name of `eviction` is unknown.
+///     OutOfMemoryError: not enough memory to track the chunks.
 ///
 /// Example:
 ///     >>> from blockyard.offload import OffloadManager
@@ -62,18 +62,18 @@ pub(crate) struct PyOffloadManager {
 
 struct NamedCache {
     cache: OffloadCache,
-    /// The name of the key that each chunk has.
+    /// The key of each chunk.
     names: Vec<Option<Py<PyAny>>>,
 }
 
-/// Names of keys, which nobody can change, and the keys.
+/// The keys as immutable Python objects, and as the core's keys.
 struct Keys<'py> {
     names: Bound<'py, PyTuple>,
     keys: Vec<Key>,
 }
 
 impl<'py> Keys<'py> {
-    /// The names at some places, rising.
+    /// Returns the Python keys at the given indexes, in ascending order.
     fn named(self, places: impl ExactSizeIterator<Item = usize>) -> PyResult<Bound<'py, PyList>> {
         if places.len() == self.keys.len() {
             return Ok(self.names.to_list());
@@ -88,7 +88,7 @@ impl PyOffloadManager {
         lock(&self.state)
     }
 
-    /// Keys as the caller gave them, and as the cache knows them.
+    /// Reads the caller's keys.
     fn read<'py>(&self, keys: &Bound<'py, PyAny>) -> PyResult<Keys<'py>> {
         let names = match keys.cast_exact::<PyList>() {
             Ok(list) => list.to_tuple(),
@@ -101,7 +101,7 @@ impl PyOffloadManager {
         Ok(Keys { names, keys })
     }
 
-    /// Keys as the cache knows them.
+    /// Reads the caller's keys as the core's keys.
     fn read_keys(&self, keys: &Bound<'_, PyAny>, argument: &str) -> PyResult<Vec<Key>> {
         let key = |item: &Bound<'_, PyAny>, at| self.key(item, argument, at);
         let Ok(list) = keys.cast_exact::<PyList>() else { return args::items(keys, &argument, key) };
@@ -116,7 +116,7 @@ impl PyOffloadManager {
     fn key(&self, name: &Bound<'_, PyAny>, argument: &str, at: usize) -> PyResult<Key> {
         match name.cast_exact::<PyBytes>() {
             Ok(name) => Ok(self.names.key(name.as_bytes())),
-            // Bytes of another class may run code when they are dropped.
+            // Subclasses of bytes may run Python code when they are dropped.
             Err(_) => Err(invalid(format!("{argument}[{at}] is {}, must be bytes", args::shown(name)))),
         }
     }
@@ -133,7 +133,7 @@ impl PyOffloadManager {
         Ok(Self { state, names: Names::default() })
     }
 
-    /// Return what each key is: `"hit"`, `"pending"` while it is being stored, or `"miss"`.
+    /// Return the state of each key: `"hit"`, `"pending"` while it is being stored, or `"miss"`.
     ///
     /// Args:
     ///     keys: bytes, in any collection.
@@ -155,14 +155,13 @@ impl PyOffloadManager {
         PyList::new(py, found)
     }
 
-    /// Give chunks to the keys that have none. Those that have one count as just used, and none of them is evicted.
+    /// Assign chunks to the keys without one. The other keys count as just used, and are not evicted by this call.
     ///
     /// Args:
-    ///     keys: bytes, in any collection. One that was forgotten while it was being stored is left out until that
-    ///         store has ended.
-    ///     deadline: `expire` at this time or later forgets the keys unless their stores have ended; None for never.
+    ///     keys: bytes, in any collection. A key that was forgotten during its store is skipped until that store ends.
+    ///     deadline: time from which `expire` forgets the keys unless their stores have ended; None for never.
     /// Returns:
-    ///     `PreparedStore`; or None, and nothing is changed, if there are too few chunks that no transfer holds.
+    ///     `PreparedStore`; or None, without any change, if transfers hold too many chunks.
     /// Raises:
     ///     InvalidArgumentError: a key is not bytes.
     #[pyo3(signature = (keys, *, deadline = None))]
@@ -191,11 +190,11 @@ impl PyOffloadManager {
         Ok(Some(PyPreparedStore { keys: keys.unbind(), chunks: chunks.unbind(), evicted: evicted.unbind() }))
     }
 
-    /// End the stores of keys. Keys that are not being stored are passed over.
+    /// End the stores of keys. Keys that are not being stored are ignored.
     ///
     /// Args:
     ///     keys: bytes, in any collection.
-    ///     success: whether their bytes are in their chunks. Otherwise the keys are misses, and the chunks are free.
+    ///     success: whether the bytes are in the chunks. If not, the keys become misses and their chunks are freed.
     /// Returns:
     ///     The keys that have become hits.
     /// Raises:
@@ -217,14 +216,14 @@ impl PyOffloadManager {
         ended.named(stored.into_iter())
     }
 
-    /// Hold the chunks of keys for a load.
+    /// Start to load keys: their chunks are not evicted until `complete_load`.
     ///
     /// Args:
     ///     keys: bytes, each a hit, in any collection.
     /// Returns:
     ///     The chunk of each key, int32 `[n]`.
     /// Raises:
-    ///     InvalidArgumentError: a key is no hit, or not bytes; nothing is held.
+    ///     InvalidArgumentError: a key is not a hit, or not bytes; nothing was changed.
     fn prepare_load<'py>(&self, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let (py, keys) = (keys.py(), self.read_keys(keys, "keys")?);
         let mut chunks = memory::reserved(keys.len())?;
@@ -232,7 +231,7 @@ impl PyOffloadManager {
         state.cache.look_ahead_chunks(&keys);
         let held = state.cache.prepare_load(&keys, &mut chunks);
         drop(state);
-        held.map_err(|place| invalid(format!("keys[{place}] is no hit, so there is nothing to load")))?;
+        held.map_err(|place| invalid(format!("keys[{place}] is not a hit, so it cannot be loaded")))?;
         memory::array(py, &chunks, |chunk| as_i32(*chunk))
     }
 
@@ -241,7 +240,8 @@ impl PyOffloadManager {
     /// Args:
     ///     keys: bytes, in any collection.
     /// Raises:
-    ///     InvalidArgumentError: a key is not bytes, or is not being loaded; the loads of those before it have ended.
+    ///     InvalidArgumentError: a key is not bytes, or is not being loaded; the loads of the keys before it have
+    ///         ended.
     fn complete_load(&self, keys: &Bound<'_, PyAny>) -> PyResult<()> {
         let keys = self.read_keys(keys, "keys")?;
         let mut state = self.lock();
@@ -252,10 +252,10 @@ impl PyOffloadManager {
         }
     }
 
-    /// Count keys as just used; misses are passed over.
+    /// Mark keys as just used; misses are ignored.
     ///
     /// Args:
-    ///     keys: bytes, in any collection, the most important first: of those touched together it goes last.
+    ///     keys: bytes, in any collection, most important first: the first key is evicted last.
     /// Raises:
     ///     InvalidArgumentError: a key is not bytes.
     fn touch(&self, keys: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -266,13 +266,13 @@ impl PyOffloadManager {
         Ok(())
     }
 
-    /// Evict keys that nothing loads, those first that the eviction policy says; their chunks are free then.
+    /// Evict keys that are not being loaded, in the order of the eviction policy, and free their chunks.
     ///
     /// Args:
-    ///     count: keys to evict.
+    ///     count: number of keys to evict.
     ///     protected: keys to keep: bytes, in any collection.
     /// Returns:
-    ///     The keys that were evicted; or None, and nothing is changed, if there are fewer.
+    ///     The evicted keys; or None, without any change, if fewer than `count` can be evicted.
     /// Raises:
     ///     InvalidArgumentError: `count` is negative, or a key is not bytes.
     #[pyo3(signature = (count, protected = None))]
@@ -292,7 +292,7 @@ impl PyOffloadManager {
         PyList::new(py, gone).map(Some)
     }
 
-    /// Forget keys whose bytes are bad or not wanted any more: they are misses from now on.
+    /// Forget keys whose bytes are bad or no longer needed; they become misses.
     ///
     /// Args:
     ///     keys: bytes, in any collection.
@@ -314,12 +314,12 @@ impl PyOffloadManager {
         forgotten.named(gone.into_iter())
     }
 
-    /// Forget the keys whose stores have not ended by their deadlines.
+    /// Forget the keys whose stores have passed their deadlines.
     ///
     /// Args:
-    ///     now: the time, in the unit of the deadlines.
+    ///     now: the current time, in the unit of the deadlines.
     /// Returns:
-    ///     Those keys.
+    ///     The forgotten keys.
     fn expire<'py>(&self, py: Python<'py>, #[pyo3(from_py_with = args::now)] now: u64) -> PyResult<Bound<'py, PyList>> {
         let (mut late, mut state) = (Vec::new(), self.lock());
         state.cache.expire(now, &mut late);
@@ -331,7 +331,7 @@ impl PyOffloadManager {
     /// Forget all keys.
     ///
     /// Returns:
-    ///     The keys that had chunks, hits and pending ones.
+    ///     The keys that had chunks, whether hits or pending.
     fn reset<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let mut state = self.lock();
         state.cache.reset();
@@ -340,37 +340,37 @@ impl PyOffloadManager {
         PyList::new(py, names)
     }
 
-    /// Chunks in all.
+    /// Total number of chunks.
     #[getter]
     fn num_chunks(&self) -> usize {
         self.lock().cache.num_chunks()
     }
 
-    /// Chunks that a store can have now: those that hold nothing, and those that can be evicted.
+    /// Number of chunks available to a store: empty ones, and those that can be evicted.
     #[getter]
     fn num_free(&self) -> usize {
         self.lock().cache.num_free()
     }
 
-    /// Keys that are hits.
+    /// Number of keys that are hits.
     #[getter]
     fn num_stored(&self) -> usize {
         self.lock().cache.num_stored()
     }
 
-    /// Keys that are pending.
+    /// Number of pending keys.
     #[getter]
     fn num_storing(&self) -> usize {
         self.lock().cache.num_storing()
     }
 
-    /// Keys that were evicted so far.
+    /// Number of keys evicted so far.
     #[getter]
     fn num_evicted(&self) -> u64 {
         self.lock().cache.num_evicted()
     }
 
-    /// Raise InvariantError if the manager contradicts itself: a bug in Blockyard.
+    /// Raise InvariantError if the state contradicts itself, which is a bug in Blockyard.
     fn check(&self) -> PyResult<()> {
         self.lock().cache.check().map_err(to_py)
     }

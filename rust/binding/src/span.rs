@@ -1,4 +1,4 @@
-//! `expand_span`: the device blocks that a stretch of host blocks holds.
+//! `expand_span`: the ids of the small blocks in a range of large ones.
 
 use crate::convert::args;
 use crate::convert::arrays::ids;
@@ -8,7 +8,7 @@ use blockyard_core::Span;
 use numpy::{Ix1, PyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
-/// Writes the ids of the small blocks of a stretch of large ones.
+/// Writes the ids of the small blocks in a range of large ones.
 #[pyfunction]
 #[pyo3(signature = (blocks, out, *, per_block, first, last))]
 pub(crate) fn expand_span(

@@ -1,7 +1,7 @@
-//! Arguments that are numbers or sequences: what is out of range is refused with the argument's name, and no `__len__` is
-//! believed.
+//! Arguments that are numbers or sequences. Errors name the argument and its range, and no `__len__` is trusted.
 //!
-//! `#[pyo3(from_py_with = args::num_tokens)] num_tokens: u32` reads a number so; [`named`] has a function a name.
+//! `#[pyo3(from_py_with = args::num_tokens)] num_tokens: u32` reads a number this way; [`named`] defines a function for
+//! each name.
 
 use crate::convert::errors::{invalid, to_py};
 use blockyard_core::memory;
@@ -12,16 +12,15 @@ use pyo3::types::{PyBytes, PyDict, PyFloat, PyInt, PyList, PyString};
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
-/// Most items of a sequence that is neither a list nor an array: such a one may have any length and no memory behind
-/// it.
+/// Maximum length of a sequence that is neither a list nor an array: it can have any length without using memory.
 const MOST_ITEMS: usize = 1 << 24;
 
-/// What can be read from a Python object under the name of an argument.
+/// A type that can be read from a Python object, with the argument's name for errors.
 pub(crate) trait Argument<'py>: Sized {
     fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self>;
 }
 
-/// Defines for each name a function that reads the argument of that name.
+/// Defines, for each name, a function that reads the argument of that name.
 macro_rules! named {
     ($($name:ident)*) => {
         $(pub(crate) fn $name<'py, T: Argument<'py>>(value: &Bound<'py, PyAny>) -> PyResult<T> {
@@ -41,8 +40,7 @@ named! {
     tenant threads ticket timeout timeout_base token_ids transfers ttl_ms watermark window written_blocks written_bytes
 }
 
-/// The error for an argument that is not what it must be; other errors than of a wrong type or value are the caller's
-/// own.
+/// Returns the error for an invalid argument. Only errors about type or value are converted; others pass through.
 pub(crate) fn refused(error: impl Into<PyErr>, value: &Bound<'_, PyAny>, name: &dyn Display, must: &str) -> PyErr {
     let (py, error) = (value.py(), error.into());
     let about_value = error.is_instance_of::<PyTypeError>(py)
@@ -51,7 +49,7 @@ pub(crate) fn refused(error: impl Into<PyErr>, value: &Bound<'_, PyAny>, name: &
     if about_value { invalid(format!("{name} is {}, must be {must}", shown(value))) } else { error }
 }
 
-/// A value as a message shows it: numbers and short strings in full.
+/// Formats a value for a message: numbers and short strings in full.
 pub(crate) fn shown(value: &Bound<'_, PyAny>) -> String {
     const MOST: usize = 60;
     if value.is_instance_of::<PyInt>() || value.is_instance_of::<PyFloat>() || value.is_instance_of::<PyString>() {
@@ -114,7 +112,7 @@ impl<'py> Argument<'py> for BTreeMap<String, u64> {
     }
 }
 
-/// What a sequence says of its length; nothing is read.
+/// Returns the length that a sequence reports, without reading its items.
 pub(crate) fn length(value: &Bound<'_, PyAny>, name: &dyn Display) -> PyResult<usize> {
     value.len().map_err(|error| refused(error, value, name, "a sequence of fewer than 2^63 items"))
 }
@@ -143,7 +141,7 @@ tuples! {
     4: A B C D;
 }
 
-/// The items of a sequence, read one by one with their indexes. A string is none.
+/// Reads the items of a sequence one by one, with their indexes. Strings are rejected.
 pub(crate) fn items<'py, T>(
     value: &Bound<'py, PyAny>,
     name: &dyn Display,
@@ -154,10 +152,10 @@ pub(crate) fn items<'py, T>(
         return Err(invalid(format!("{name} is {}, must be {must}", shown(value))));
     }
     let too_many = |len: &dyn Display| {
-        invalid(format!("{name} has {len} items, must have at most {MOST_ITEMS} where it is no list or array"))
+        invalid(format!("{name} has {len} items, must have at most {MOST_ITEMS} unless it is a list or an array"))
     };
     let is_stored = value.is_instance_of::<PyList>();
-    // A length saves the reading of what is too long; it may be a lie, or none.
+    // Check the reported length first, to reject long sequences early; it may be wrong or missing.
     match value.len() {
         Ok(len) if len > MOST_ITEMS && !is_stored => return Err(too_many(&len)),
         Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => return Err(too_many(&"2^63 or more")),
@@ -181,7 +179,7 @@ impl<'py> Argument<'py> for Bound<'py, PyAny> {
     }
 }
 
-/// Type of a value, and dtype and shape of an array, for messages.
+/// Describes a value's type, and an array's dtype and shape, for messages.
 pub(crate) fn describe(value: &Bound<'_, PyAny>) -> String {
     let kind = value.get_type().name().map_or_else(|_| "unknown".to_owned(), |name| name.to_string());
     match (value.getattr("dtype"), value.getattr("shape")) {

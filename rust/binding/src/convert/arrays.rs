@@ -1,4 +1,4 @@
-//! Arguments in: numpy arrays where the caller has them, short Python sequences as they are.
+//! Array arguments: numpy arrays, or Python sequences.
 
 use crate::convert::args::{Argument, describe, items, refused, shown};
 use crate::convert::errors::{bad_mapping, invalid, to_py, unknown_ticket};
@@ -23,7 +23,7 @@ impl<'py> Argument<'py> for Handle {
     }
 }
 
-/// A ticket; a number that no ticket can have is an unknown one.
+/// A ticket. A number out of range counts as an unknown ticket.
 #[derive(Clone, Copy)]
 pub(crate) struct TicketArgument(pub(crate) TicketId);
 
@@ -39,8 +39,8 @@ impl<'py> Argument<'py> for TicketArgument {
     }
 }
 
-/// Any sequence of numbers, copied: what is written to the caller's arrays later changes none of them. `what` and
-/// `must` are for the message.
+/// Copies any sequence of numbers, so that later writes to the caller's arrays have no effect. `what` and `must` are
+/// for the message.
 fn numbers<'py, T>(value: &Bound<'py, PyAny>, what: &dyn Display, must: &str) -> PyResult<Vec<T>>
 where
     T: Plain + TryFrom<isize> + FromPyObjectOwned<'py>,
@@ -60,12 +60,12 @@ where
     items(value, what, number)
 }
 
-/// The numbers of a list of ints or an array of the right type.
+/// Reads a list of ints or an array of the right type.
 fn usual<T: Plain + TryFrom<isize>>(value: &Bound<'_, PyAny>) -> PyResult<Option<Vec<T>>> {
     value.cast::<PyList>().map_or_else(|_| memory::listed(value), memory::ints)
 }
 
-/// One number, or any sequence of them.
+/// Reads one number, or any sequence of numbers.
 fn one_or_more<'py, T>(value: &Bound<'py, PyAny>, what: &str, must: &str) -> PyResult<Result<T, Vec<T>>>
 where
     T: Plain + TryFrom<isize> + FromPyObjectOwned<'py>,
@@ -78,14 +78,14 @@ where
     value.extract().map_or_else(|_| numbers(value, &what, must).map(Err), |number| Ok(Ok(number)))
 }
 
-/// Handles of a batch of sequences: an array, any sequence of ints, or one.
+/// Reads the handles of a batch of sequences: an array, any sequence of ints, or one int.
 pub(crate) fn sequences(value: &Bound<'_, PyAny>) -> PyResult<Vec<SequenceId>> {
     let must = "uint64 handles: a numpy array or a list of ints";
     let handles = one_or_more(value, "sequences", must)?.map_or_else(|handles| handles, |handle: u64| vec![handle]);
     Ok(handles.into_iter().map(SequenceId).collect())
 }
 
-/// Token ids of one prompt, which stay in the caller's array where they can: lent by [`memory::lend`].
+/// Token ids of one prompt. They stay in the caller's array if possible, lent by [`memory::lend`].
 pub(crate) fn token_ids<'py>(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Numbers<'py, u32>> {
     match Numbers::of_array(value)? {
         Some(ids) => Ok(ids),
@@ -93,7 +93,7 @@ pub(crate) fn token_ids<'py>(value: &Bound<'py, PyAny>, name: &dyn Display) -> P
     }
 }
 
-/// Token counts: one for all, or one a sequence.
+/// Token counts: one for all sequences, or one for each.
 pub(crate) enum Tokens {
     All(u32),
     Each(Vec<u32>),
@@ -101,11 +101,11 @@ pub(crate) enum Tokens {
 
 impl Tokens {
     pub(crate) fn new(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Self> {
-        let must = "one int or one a sequence, 0 to 4294967295";
+        let must = "one int or one per sequence, 0 to 4294967295";
         Ok(one_or_more(value, name, must)?.map_or_else(Self::Each, Self::All))
     }
 
-    /// One token a sequence where nothing is said.
+    /// One token per sequence by default.
     pub(crate) fn or_one(value: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
         value.map_or(Ok(Self::All(1)), |value| Self::new(value, "num_tokens"))
     }
@@ -117,7 +117,7 @@ impl Tokens {
         }
     }
 
-    /// The counts as a list; one number stands for one sequence.
+    /// Returns the counts as a list; one number means one sequence.
     pub(crate) fn into_vec(self) -> Vec<u32> {
         match self {
             Self::All(count) => vec![count],
@@ -135,9 +135,10 @@ pub(crate) fn ranges(
     let each = |value, name| {
         let tokens = Tokens::new(value, name)?;
         match tokens {
-            Tokens::Each(each) if each.len() != sequences => {
-                Err(invalid(format!("{name} has {} numbers, must be one or {sequences}, the sequences", each.len())))
-            }
+            Tokens::Each(each) if each.len() != sequences => Err(invalid(format!(
+                "{name} has {} numbers, must have one or one per sequence, {sequences}",
+                each.len()
+            ))),
             tokens => Ok(tokens),
         }
     };
@@ -145,7 +146,7 @@ pub(crate) fn ranges(
     Ok((0..sequences).map(move |at| first.get().at(at)..last.get().at(at)))
 }
 
-/// Pairs of block ids, 0 to 4294967295: from an int64 array `[n, 2]`, or as `id_pairs` takes them.
+/// Reads pairs of block ids, 0 to 4294967295: an int64 array `[n, 2]`, or anything that `id_pairs` accepts.
 pub(crate) fn pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u32; 2]>> {
     let ids = id_pairs(value)?;
     let mut pairs = memory::reserved(ids.len())?;
@@ -160,7 +161,7 @@ fn no_block(row: usize, id: &dyn Display) -> PyErr {
     bad_mapping(format!("pair {row} names block {id}, must be 0 to {}", u32::MAX))
 }
 
-/// Pairs of any ints: from an int64 array `[n, 2]`, an array of other ints, or a sequence of pairs.
+/// Reads pairs of ints: an int64 array `[n, 2]`, an array of other ints, or a sequence of pairs.
 pub(crate) fn id_pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[i64; 2]>> {
     if let Some((ids, shape)) = memory::copied::<i64, Ix2>(value)? {
         if shape[1] != 2 {
@@ -189,16 +190,16 @@ pub(crate) fn id_pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[i64; 2]>> {
     })
 }
 
-/// Block ids from an int64 array `[n]`.
+/// Reads block ids from an int64 array `[n]`.
 pub(crate) fn ids(value: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     let must = || bad_mapping(format!("blocks are {}, must be an int64 array [n]", describe(value)));
     memory::listed(value)?.ok_or_else(must)
 }
 
-/// A slot mapping of the caller's.
+/// The caller's slot mapping.
 pub(crate) type Slots<'a, 'py> = Target<'a, 'py, i64, Ix1>;
 
-/// An int64 array of `len`: the caller's, or a new one. Whether the caller's can be written is seen when it is.
+/// An int64 array of `len` items: the caller's, or a new one. The caller's array is checked when it is written.
 pub(crate) fn slots<'py>(py: Python<'py>, len: usize, out: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
     out.map_or_else(|| memory::zeros::<i64, _>(py, len).map(Bound::into_any), Ok)
 }
@@ -208,13 +209,13 @@ pub(crate) fn slots_target<'a, 'py>(out: &'a Bound<'py, PyAny>, name: &'static s
     Target::new(out, name, "int64 [tokens]")
 }
 
-/// The memory of a slot mapping, if it has `len` slots.
+/// Returns the memory of a slot mapping if it has `len` slots.
 pub(crate) fn exactly(slots: Area<'_, i64>, len: usize) -> PyResult<&mut [i64]> {
     let Area { items, .. } = slots;
     if items.len() == len { Ok(items) } else { Err(invalid(format!("out has {} slots, must have {len}", items.len()))) }
 }
 
-/// A block table of the caller's.
+/// The caller's block table.
 pub(crate) type TableTarget<'a, 'py> = Target<'a, 'py, i32, Ix2>;
 
 /// Where a block table is written.

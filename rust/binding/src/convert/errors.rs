@@ -1,4 +1,4 @@
-//! The one place where errors of the core become Python exceptions, which are defined in `blockyard.errors`.
+//! Converts errors of the core to Python exceptions, which `blockyard.errors` defines. No other module does.
 
 use blockyard_core::{Error, Tier};
 use pyo3::PyErr;
@@ -16,7 +16,7 @@ mod classes {
     import_exception!(blockyard.errors, UnknownTicketError);
 }
 
-/// The exception for an error of the core.
+/// Returns the exception for an error of the core.
 #[expect(clippy::needless_pass_by_value, reason = "passed to `map_err` by name")]
 pub(crate) fn to_py(error: Error) -> PyErr {
     let message = error.to_string();
@@ -46,22 +46,22 @@ pub(crate) fn to_py(error: Error) -> PyErr {
     }
 }
 
-/// An argument of the wrong value, shape or dtype.
+/// An argument has the wrong value, shape or dtype.
 pub(crate) fn invalid(message: String) -> PyErr {
     classes::InvalidArgumentError::new_err(message)
 }
 
-/// Block ids that make no mapping.
+/// Block ids do not form a valid mapping.
 pub(crate) fn bad_mapping(message: String) -> PyErr {
     classes::MappingError::new_err(message)
 }
 
-/// A ticket that was never handed out.
+/// A ticket was never issued.
 pub(crate) fn unknown_ticket(message: String) -> PyErr {
     classes::UnknownTicketError::new_err(message)
 }
 
-/// Memory that the system does not have.
+/// The system does not have enough memory.
 pub(crate) fn out_of_memory(bytes: usize) -> PyErr {
     classes::OutOfMemoryError::new_err((format!("asked for {bytes} bytes, which the system does not have"), bytes))
 }

@@ -1,12 +1,12 @@
-//! Which memory is lent beyond the end of a call: what a store writes to, nobody else uses meanwhile.
+//! Tracks memory that is lent beyond the end of a call: while a store writes to it, nobody else may use it.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Addresses that are lent, and whether they are written.
+/// The lent address ranges, and whether each is written.
 static LENT: Mutex<Vec<(Range<usize>, bool)>> = Mutex::new(Vec::new());
 
-/// A range of addresses that is lent until this is dropped.
+/// A lent address range; dropping this returns it.
 #[derive(Debug)]
 pub(crate) struct Extent {
     addresses: Range<usize>,
@@ -14,7 +14,7 @@ pub(crate) struct Extent {
 }
 
 impl Extent {
-    /// Lends a range; `None` if it overlaps another that is lent, and either is written.
+    /// Lends a range; `None` if it overlaps another lent range and either is written.
     pub(crate) fn lend(addresses: Range<usize>, is_written: bool) -> Option<Self> {
         let mut lent = lock();
         let clashes = |(other, other_is_written): &(Range<usize>, bool)| {

@@ -1,22 +1,23 @@
-//! All of the binding's `unsafe`: the caller's arrays, new arrays, lists of ints, rows to copy.
+//! All of the binding's `unsafe` code: the caller's arrays, new arrays, lists of ints, rows to copy.
 //!
-//! The proofs below rest on this:
-//! - *numpy's word.* An array has memory for its dtype, shape and strides at its data pointer, as long as the array lives.
-//!   An array that lies (from `as_strided`, `ctypes` or a raw address), or that another thread gives other memory by
-//!   `resize(refcheck=False)` or `data =` while a call without the interpreter's lock uses it, is as unsafe here as in numpy.
-//! - *What is lent.* A store uses rows after the call that lends them. It has views of its own that keep the memory, until a
-//!   thread that hangs in the kernel lets go; rows that it writes are lent once at a time.
-//! - *Nothing is remembered.* Python code can change dtype, shape, strides and flags of any array in place. So each function
-//!   reads them right before it touches the memory, and no Python code runs in between or until the last touch. Slices are
-//!   lent to closures that are `Send`, so that no Python object gets in. [`RowViews`] are used again and again: they hold
-//!   arrays of their own over the same memory, which no Python code can reach.
-//! - *The interpreter's lock.* While a thread is attached no other runs Python code; one that waits for a lock of ours is
-//!   not, so locks are taken before memory is lent. Where there is no such lock the borrow flags of rust-numpy keep two
-//!   calls from writing one array.
-//! - *Any bytes will do.* [`Plain`] types have no invalid values, and nobody trusts what they read: threads that write to an
-//!   array that a call reads or writes without the lock, as they can during numpy's own copies, get mixed bytes.
-//! - *One writer.* Two slices that share a byte are both read only. Addresses decide, as two arrays can have one memory and
-//!   no common owner.
+//! The safety comments below rest on these rules:
+//! - *numpy's word.* An array has memory for its dtype, shape and strides at its data pointer, as long as it lives.
+//!   Some arrays break this: those from a wrong `as_strided`, `ctypes` or raw address, and those whose memory another
+//!   thread replaces (`resize(refcheck=False)`, `data =`) while a call without the interpreter's lock uses it. They are
+//!   as unsafe here as in numpy.
+//! - *Lent rows.* A store uses rows after the call that lends them. Its own views keep the memory alive, until the last
+//!   thread, which may hang in the kernel, drops them. Rows that it writes are lent only once at a time.
+//! - *Nothing is remembered.* Python code can change dtype, shape, strides and flags of any array in place. So each
+//!   function reads them right before it touches the memory, and no Python code runs until after the last access.
+//!   Slices are lent to `Send` closures, which cannot capture Python objects. [`RowViews`] are used repeatedly: they
+//!   hold their own arrays over the same memory, which no Python code can reach.
+//! - *The interpreter's lock.* While a thread is attached, no other runs Python code. A thread that waits for one of
+//!   our locks is detached, so take locks before lending memory. In free-threaded Python, rust-numpy's borrow flags
+//!   keep two calls from writing to one array.
+//! - *Any bytes are valid.* [`Plain`] types have no invalid values, and no code trusts the values it reads. If a thread
+//!   writes to an array while a call uses it without the lock, the result is mixed bytes, as during numpy's own copies.
+//! - *One writer.* Slices that share a byte are all read-only. Addresses decide, since two arrays can share memory
+//!   without a common owner.
 
 use crate::convert::args::{describe, items};
 use crate::convert::errors::{invalid, out_of_memory};
@@ -35,16 +36,16 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Types of which zeroed memory is a value.
+/// Types for which all-zero bytes are a valid value.
 ///
 /// # Safety
-/// It is.
+/// All-zero bytes must be a valid value.
 pub(crate) unsafe trait Zeroed: Element + Copy {}
 
-/// Types of which any bytes are a value.
+/// Types for which any bytes are a valid value.
 ///
 /// # Safety
-/// They are, and there is no padding.
+/// Any bytes must be a valid value, and there must be no padding.
 pub(crate) unsafe trait Plain: Zeroed {}
 
 macro_rules! plain {
@@ -63,17 +64,17 @@ unsafe impl Zeroed for bool {}
 
 // ---- new memory ----
 
-/// An empty vector with room for `len` items.
+/// Returns an empty vector with room for `len` items.
 pub(crate) fn reserved<T>(len: usize) -> PyResult<Vec<T>> {
     let mut items = Vec::new();
     items.try_reserve_exact(len).map_err(|_| out_of_memory(len.saturating_mul(size_of::<T>())))?;
     Ok(items)
 }
 
-/// A new array of numpy's, C-contiguous and aligned; without `zeroed` its items are still to be written.
+/// Returns a new numpy array, C-contiguous and aligned. Without `zeroed`, its items are uninitialized.
 fn new<'py, T: Zeroed, D: Dimension>(py: Python<'py>, shape: &D, zeroed: bool) -> PyResult<Bound<'py, PyArray<T, D>>> {
     let bytes = shape.slice().iter().fold(size_of::<T>(), |bytes, &len| bytes.saturating_mul(len));
-    // As many as an array of numpy's may have.
+    // numpy's maximum number of dimensions.
     let mut dims: [npy_intp; 64] = [0; 64];
     let (Ok(ndim), true) = (i32::try_from(shape.ndim()), shape.ndim() <= dims.len()) else {
         return Err(out_of_memory(bytes));
@@ -82,8 +83,8 @@ fn new<'py, T: Zeroed, D: Dimension>(py: Python<'py>, shape: &D, zeroed: bool) -
         *to = npy_intp::try_from(len).map_err(|_| out_of_memory(bytes))?;
     }
     let (dims, kind) = (dims.as_mut_ptr(), dtype::<T>(py).into_dtype_ptr());
-    // SAFETY: attached; `dims` has `ndim` lengths; the call takes the reference to the dtype over. It returns an array of
-    // its own, or null and an error.
+    // SAFETY: attached; `dims` has `ndim` lengths; the call consumes the reference to the dtype. It returns a new
+    // array, or null and an error.
     let array = unsafe {
         let array = if zeroed {
             PY_ARRAY_API.PyArray_Zeros(py, ndim, dims, kind, 0)
@@ -92,12 +93,12 @@ fn new<'py, T: Zeroed, D: Dimension>(py: Python<'py>, shape: &D, zeroed: bool) -
         };
         Bound::from_owned_ptr_or_err(py, array)
     };
-    // What numpy has to say of such a size: no memory, or too many bytes.
+    // numpy's error for such a size: no memory, or too many bytes.
     let array = array.map_err(|_| out_of_memory(bytes))?;
     Ok(array.cast_into::<PyArray<T, D>>()?)
 }
 
-/// A new array, zeroed.
+/// Returns a new zeroed array.
 pub(crate) fn zeros<T: Zeroed, D: Dimension>(
     py: Python<'_>,
     shape: impl IntoDimension<Dim = D>,
@@ -105,7 +106,7 @@ pub(crate) fn zeros<T: Zeroed, D: Dimension>(
     new(py, &shape.into_dimension(), true)
 }
 
-/// A new array whose items, in C order and zero before, `fill` writes; and what that returns.
+/// Returns a new zeroed array whose items `fill` writes, in C order, and the result of `fill`.
 pub(crate) fn made<T: Zeroed, D: Dimension, R>(
     py: Python<'_>,
     shape: impl IntoDimension<Dim = D>,
@@ -117,7 +118,7 @@ pub(crate) fn made<T: Zeroed, D: Dimension, R>(
     Ok((array, filled))
 }
 
-/// A new array of what `of` makes of each item, in C order; the rest is zero, if there are fewer.
+/// Returns a new array with `of` applied to each item, in C order. If there are fewer items, the rest is zero.
 pub(crate) fn filled<'py, S, T: Zeroed, D: Dimension>(
     py: Python<'py>,
     shape: impl IntoDimension<Dim = D>,
@@ -135,7 +136,7 @@ pub(crate) fn filled<'py, S, T: Zeroed, D: Dimension>(
     Ok(array)
 }
 
-/// A new array of what `of` makes of each item.
+/// Returns a new array with `of` applied to each item.
 pub(crate) fn array<'py, S, T: Zeroed>(
     py: Python<'py>,
     items: &[S],
@@ -146,14 +147,14 @@ pub(crate) fn array<'py, S, T: Zeroed>(
 
 // ---- arrays that are read ----
 
-/// The items of an array, in C order, and its shape; none if it is no array of that type and dimension. Any layout will do.
+/// Returns the items of an array of any layout, in C order, and its shape; `None` for another type or dimension.
 pub(crate) fn copied<T: Plain, D: Dimension>(value: &Bound<'_, PyAny>) -> PyResult<Option<(Vec<T>, D)>> {
     let Ok(array) = value.cast::<PyArray<T, D>>() else { return Ok(None) };
     let (data, len) = (array.data(), array.len());
     let mut items: Vec<T> = reserved(len)?;
     if array.is_c_contiguous() {
-        // SAFETY: the array has `len` items in a row from `data` on, aligned or not, of which any bytes are a value; there
-        // is room for them.
+        // SAFETY: the array has `len` items in a row from `data` on, aligned or not, of which any bytes are a value;
+        // there is room for them.
         unsafe {
             items.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(data.cast(), len * size_of::<T>());
             items.set_len(len);
@@ -167,7 +168,7 @@ pub(crate) fn copied<T: Plain, D: Dimension>(value: &Bound<'_, PyAny>) -> PyResu
     Ok(Some((items, array.dims())))
 }
 
-/// The items of an array of one dimension.
+/// Returns the items of a one-dimensional array.
 pub(crate) fn listed<T: Plain>(value: &Bound<'_, PyAny>) -> PyResult<Option<Vec<T>>> {
     Ok(copied::<T, Ix1>(value)?.map(|(items, _)| items))
 }
@@ -195,16 +196,16 @@ fn each<T: Plain, D: Dimension>(array: &Bound<'_, PyArray<T, D>>, mut visit: imp
     }
 }
 
-/// Numbers that may stay where the caller has them.
+/// Numbers that may stay in the caller's memory.
 pub(crate) enum Numbers<'py, T> {
-    /// An array that was C-contiguous and aligned when it was handed over.
+    /// An array that was C-contiguous and aligned when it was passed.
     Array(Bound<'py, PyAny>),
     /// A copy.
     List(Vec<T>),
 }
 
 impl<'py, T: Plain> Numbers<'py, T> {
-    /// An array of one dimension, copied unless it is one slice; none if `value` is no such array.
+    /// Reads a one-dimensional array, copying it unless it is one slice; `None` if `value` is no such array.
     pub(crate) fn of_array(value: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
         match value.cast::<PyArray<T, Ix1>>() {
             Ok(array) if is_slice(array) => Ok(Some(Self::Array(value.clone()))),
@@ -213,7 +214,7 @@ impl<'py, T: Plain> Numbers<'py, T> {
         }
     }
 
-    /// A copy of the numbers.
+    /// Returns a copy of the numbers.
     pub(crate) fn into_vec(self) -> PyResult<Vec<T>> {
         match self {
             Self::List(numbers) => Ok(numbers),
@@ -221,7 +222,7 @@ impl<'py, T: Plain> Numbers<'py, T> {
         }
     }
 
-    /// The numbers as they are now.
+    /// Returns the current numbers.
     fn get(&self) -> PyResult<&[T]> {
         let array = match self {
             Self::List(numbers) => return Ok(numbers),
@@ -238,10 +239,10 @@ impl<'py, T: Plain> Numbers<'py, T> {
 }
 
 fn changed() -> PyErr {
-    invalid("an array of token ids was changed while the call read its arguments".to_owned())
+    invalid("an array of token ids changed while the call read its arguments".to_owned())
 }
 
-/// Lends numbers of the caller's to `call`, which writes to no array.
+/// Lends the caller's numbers to `call`, which must not write to any array.
 pub(crate) fn lend<'a, 'py: 'a, T: Plain + 'a, R>(
     numbers: impl IntoIterator<Item = &'a Numbers<'py, T>>,
     call: impl FnOnce(&[&[T]]) -> R + Send,
@@ -254,8 +255,8 @@ pub(crate) fn lend<'a, 'py: 'a, T: Plain + 'a, R>(
     Ok(call(&slices))
 }
 
-/// Lends the bytes of an array `[n, width]` of this shape, in C order, to `call` without the interpreter's lock; none if
-/// `value` is no such array.
+/// Lends the bytes of an array `[n, width]` of this shape, in C order, to `call`, without the interpreter's lock;
+/// `None` if `value` is no such array.
 pub(crate) fn lend_rows<R: Send>(
     value: &Bound<'_, PyAny>,
     shape: [usize; 2],
@@ -266,42 +267,42 @@ pub(crate) fn lend_rows<R: Send>(
     if !is_slice(array) {
         return Ok(copied::<u8, Ix2>(value)?.map(|(bytes, _)| py.detach(|| call(&bytes))));
     }
-    // SAFETY: the array has `len` bytes in a row, and lives until this returns. Threads that write to them meanwhile are
-    // as above: `call` copies the bytes and looks at none.
+    // SAFETY: the array has `len` contiguous bytes, and lives until this returns. Other threads may write to them, as
+    // above: `call` copies the bytes without looking at them.
     let bytes = if array.is_empty() { &[] } else { unsafe { std::slice::from_raw_parts(array.data(), array.len()) } };
     Ok(Some(py.detach(|| call(bytes))))
 }
 
 pub(crate) type LentRows = Vec<Box<dyn LentRow>>;
 
-/// A row of an array that a store reads or writes after the call that lent it has ended.
+/// A row of an array that a store uses after the end of the call that lent it.
 struct Row {
     data: *mut u8,
     len: usize,
     is_written: bool,
-    /// First the addresses, then the memory.
+    /// Dropped in this order: the addresses, then the memory.
     _lent: Arc<(Extent, Py<PyAny>)>,
 }
 
-// SAFETY: its bytes are as in `LentRow`, on any thread; the reference to the array is only dropped there, which waits for the
-// interpreter.
+// SAFETY: its bytes are as in `LentRow`, on any thread; the reference to the array is only dropped there, which waits
+// for the interpreter.
 unsafe impl Send for Row {}
 
 impl LentRow for Row {
     fn bytes(&self) -> &[u8] {
-        // SAFETY: `_lent` keeps the memory, and the one that writes to it through this crate is the store that has this row.
+        // SAFETY: `_lent` keeps the memory, and within this crate only the store that has this row writes to it.
         unsafe { std::slice::from_raw_parts(self.data, self.len) }
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
         let len = if self.is_written { self.len } else { 0 };
-        // SAFETY: as above; of rows that are written no other slice exists, as `Extent` sees to.
+        // SAFETY: as above; `Extent` ensures that rows being written have no other slice.
         unsafe { std::slice::from_raw_parts_mut(self.data, len) }
     }
 }
 
-/// Rows of an array `[n, width]` of this shape that a store uses in place until it drops them; none if they are
-/// not pages in a row.
+/// Lends the rows of an array `[n, width]` of this shape to a store until it drops them; `None` if they are not
+/// contiguous whole pages.
 pub(crate) fn lent_rows(
     value: &Bound<'_, PyAny>,
     [count, width]: [usize; 2],
@@ -318,8 +319,7 @@ pub(crate) fn lent_rows(
         return Ok(None);
     }
     let extent = Extent::lend(start..start + array.len(), is_written);
-    let extent =
-        extent.ok_or_else(|| invalid("rows are lent already, to a store that has not ended with them".into()))?;
+    let extent = extent.ok_or_else(|| invalid("rows are still in use by a store".into()))?;
     let view = view(array)?;
     let data = view.data();
     let lent = Arc::new((extent, view.into_any().unbind()));
@@ -335,7 +335,7 @@ fn is_slice<T: Plain, D: Dimension>(array: &Bound<'_, PyArray<T, D>>) -> bool {
 
 // ---- arrays that are written ----
 
-/// An array that a call is to write to.
+/// An array that a call will write to.
 pub(crate) struct Target<'a, 'py, T, D> {
     array: &'a Bound<'py, PyAny>,
     name: &'static str,
@@ -358,12 +358,12 @@ pub(crate) struct Area<'a, T> {
 }
 
 impl<'a, 'py, T: Plain, D: Dimension> Target<'a, 'py, T, D> {
-    /// An argument by its name, and its dtype and shape in words.
+    /// Describes an argument by its name, and by its dtype and shape in words.
     pub(crate) fn new(array: &'a Bound<'py, PyAny>, name: &'static str, must: &'static str) -> Self {
         Self { array, name, must, kind: PhantomData }
     }
 
-    /// The array, if it can be written and has the dtype and dimension; with `whole`, as one slice.
+    /// Returns the array if it is writable and has the dtype and dimension; with `whole`, it must be one slice.
     fn checked(&self, whole: bool) -> PyResult<&'a Bound<'py, PyArray<T, D>>> {
         let Self { name, must, .. } = self;
         let found = self.array.cast::<PyArray<T, D>>().ok().filter(|array| !whole || is_slice(array));
@@ -378,27 +378,27 @@ impl<'a, 'py, T: Plain, D: Dimension> Target<'a, 'py, T, D> {
         Ok(array)
     }
 
-    /// Keeps other calls of this module from the array, where the interpreter's lock does not.
+    /// Keeps other calls of this module away from the array, in free-threaded Python.
     #[cfg(Py_GIL_DISABLED)]
     fn borrow(&self, array: &Bound<'py, PyArray<T, D>>) -> PyResult<numpy::PyReadwriteArray<'py, T, D>> {
         array.try_readwrite().map_err(|error| invalid(format!("{} cannot be written: {error}", self.name)))
     }
 }
 
-/// The array as one slice.
+/// Returns the array as one slice.
 ///
 /// # Safety
-/// It is C-contiguous and aligned, its items are values of `T`, and until the area's last use nobody else uses them and no
-/// Python code can reach the array.
+/// It is C-contiguous and aligned, its items are values of `T`, and until the area's last use nobody else uses them and
+/// no Python code can reach the array.
 unsafe fn area<'a, T, D: Dimension>(array: &'a Bound<'_, PyArray<T, D>>) -> Area<'a, T> {
     let (data, len) = (array.data(), array.len());
-    // SAFETY: as the caller says; of no items the address may be anything.
+    // SAFETY: the caller's promise; if there are no items, the address does not matter.
     let items = if len == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(data, len) } };
     Area { items, shape: array.shape() }
 }
 
-/// Lends an array to `call` to write to, with what `lock` returns. Other threads may run while that waits, so it comes before
-/// the memory is lent.
+/// Lends an array to `call` to write to, with the result of `lock`. Other threads may run while `lock` waits, so it
+/// is called before the memory is lent.
 pub(crate) fn write<T: Plain, D: Dimension, G, R>(
     target: Target<'_, '_, T, D>,
     lock: impl FnOnce() -> G,
@@ -414,8 +414,8 @@ pub(crate) fn write<T: Plain, D: Dimension, G, R>(
     Ok(call(unsafe { area(array) }, &mut held))
 }
 
-/// Lends an array of bytes, which must have this shape, to `call` to write to, without the interpreter's lock; returns
-/// it with what `call` does.
+/// Lends an array of bytes, which must have this shape, to `call` to write to, without the interpreter's lock.
+/// Returns the array and the result of `call`.
 pub(crate) fn fill_rows<'py, R: Send>(
     value: &Bound<'py, PyAny>,
     name: &'static str,
@@ -429,14 +429,14 @@ pub(crate) fn fill_rows<'py, R: Send>(
     }
     #[cfg(Py_GIL_DISABLED)]
     let _borrowed = target.borrow(array)?;
-    // SAFETY: just checked, any bytes are values, and the array lives until this returns. Threads that use the bytes
-    // meanwhile are as above: `call` writes them and reads none.
+    // SAFETY: just checked, any bytes are values, and the array lives until this returns. Other threads may use the
+    // bytes, as above: `call` writes them and reads none.
     let bytes = unsafe { area(array) }.items;
     let done = value.py().detach(|| call(bytes));
     Ok((array.clone(), done))
 }
 
-/// Lends two arrays to `call` to write to, as `write` does one.
+/// Lends two arrays to `call` to write to; see `write`.
 pub(crate) fn write_both<T: Plain, D: Dimension, U: Plain, E: Dimension, G, R>(
     one: Target<'_, '_, T, D>,
     other: Target<'_, '_, U, E>,
@@ -453,11 +453,11 @@ pub(crate) fn write_both<T: Plain, D: Dimension, U: Plain, E: Dimension, G, R>(
     }
     #[cfg(Py_GIL_DISABLED)]
     let _borrowed = (one.borrow(first)?, other.borrow(second)?);
-    // SAFETY: as in `write`, and the two lie apart.
+    // SAFETY: as in `write`, and the two do not overlap.
     Ok(call(unsafe { area(first) }, unsafe { area(second) }, &mut held))
 }
 
-/// The first address of a C-contiguous array, and the first behind it.
+/// Returns the first address of a C-contiguous array, and the first after its end.
 fn extent<T, D: Dimension>(array: &Bound<'_, PyArray<T, D>>) -> [usize; 2] {
     let start = array.data().addr();
     [start, start + array.len() * size_of::<T>()]
@@ -478,8 +478,8 @@ pub(crate) fn store<T: Plain, D: Dimension>(
     let mut items = items.iter();
     each(array, |at| {
         if let Some(&item) = items.next() {
-            // SAFETY: an item of the array, aligned or not, which can be written; `items` are not in the array's memory, as
-            // nobody makes slices of that but in this module.
+            // SAFETY: a writable item of the array, aligned or not; `items` are not in the array's memory, since only
+            // this module creates slices of it.
             unsafe { at.write_unaligned(item) };
         }
     });
@@ -488,15 +488,16 @@ pub(crate) fn store<T: Plain, D: Dimension>(
 
 // ---- rows to copy ----
 
-/// Caches over arrays, checked once: *nothing is remembered* of the caller's arrays but their memory.
+/// Caches over arrays, checked once. *Nothing is remembered* of the caller's arrays except their memory.
 pub(crate) struct RowViews {
     caches: Caches,
-    /// Views of the caller's arrays that nobody else has: what they say stays as it is, and they keep the memory.
+    /// Private views of the caller's arrays: their shape cannot change, and they keep the memory.
     _arrays: Vec<Py<PyAny>>,
 }
 
 impl RowViews {
-    /// Arrays to read and to write, or one list to change in place; the inner error if they do not fit.
+    /// Takes arrays to read and arrays to write, or one list to change in place; the inner error if they do not
+    /// match.
     pub(crate) fn new(src: &Bound<'_, PyAny>, dst: Option<&Bound<'_, PyAny>>) -> PyResult<Result<Self, CopyError>> {
         let mut arrays = Vec::new();
         let sources = rows(src, "src", dst.is_none(), &mut arrays)?;
@@ -507,24 +508,24 @@ impl RowViews {
         Ok(caches.map(|caches| Self { caches, _arrays: arrays }))
     }
 
-    /// Carries a mapping out, without the interpreter's lock.
+    /// Runs a mapping, without the interpreter's lock.
     pub(crate) fn run(&self, py: Python<'_>, mapping: &Mapping, threads: usize) -> Result<(), CopyError> {
         py.detach(|| self.caches.run(mapping, threads))
     }
 }
 
-/// The rows of each array of a list: contiguous, apart, and writable if they are to be `written`. Views of them that keep
-/// the memory are added to `kept`.
+/// Returns the rows of each array of a list. They must be contiguous, must not overlap, and must be writable if
+/// `written`. Adds views that keep the memory to `kept`.
 fn rows(list: &Bound<'_, PyAny>, name: &'static str, written: bool, kept: &mut Vec<Py<PyAny>>) -> PyResult<Vec<Rows>> {
     items(list, &name, |value, at| {
         let refused = || {
             let found = describe(value);
-            invalid(format!("{name}[{at}] is {found}, must be uint8 [rows, bytes], rows contiguous and apart"))
+            invalid(format!("{name}[{at}] is {found}, must be uint8 [rows, bytes], rows contiguous and distinct"))
         };
         let array = value.cast::<PyArray<u8, Ix2>>().map_err(|_| refused())?;
         let view = view(array)?;
         let (&[count, width], &[stride, column]) = (view.shape(), view.strides()) else { return Err(refused()) };
-        // A stride along which there is but one item may be anything.
+        // The stride of an axis with one item is arbitrary.
         let stride = if count > 1 { usize::try_from(stride).map_err(|_| refused())? } else { width };
         if stride < width || (count != 0 && width > 1 && column != 1) {
             return Err(refused());
@@ -533,18 +534,18 @@ fn rows(list: &Bound<'_, PyAny>, name: &'static str, written: bool, kept: &mut V
         if written && target.checked(false).is_err() {
             return Err(invalid(format!("{name}[{at}] cannot be written: it is read-only")));
         }
-        // SAFETY: the array has these rows, which lie apart, and `kept` keeps it until their last use.
+        // SAFETY: the array has these rows, which do not overlap, and `kept` keeps it until their last use.
         let rows = unsafe { Rows::new(view.data(), count, width, stride) };
         kept.push(view.into_any().unbind());
         Ok(rows)
     })
 }
 
-/// A new array over the memory of another, of the same form.
+/// Returns a new array over the memory of another, with the same shape and strides.
 fn view<'py>(array: &Bound<'py, PyArray<u8, Ix2>>) -> PyResult<Bound<'py, PyArray<u8, Ix2>>> {
     let py = array.py();
-    // SAFETY: attached; no other dtype, and the type of plain arrays, which runs no Python code. The call returns an array
-    // of its own, or null and an error.
+    // SAFETY: attached; the same dtype, and the base array type, which runs no Python code. The call returns a new
+    // array, or null and an error.
     let view = unsafe {
         let kind = npyffi::get_type_object(py, NpyTypes::PyArray_Type);
         let view = PY_ARRAY_API.PyArray_View(py, array.as_array_ptr(), std::ptr::null_mut(), kind);
@@ -555,11 +556,11 @@ fn view<'py>(array: &Bound<'py, PyArray<u8, Ix2>>) -> PyResult<Bound<'py, PyArra
 
 // ---- lists and objects ----
 
-/// Items of a list that are fetched before the first of them is read.
+/// How many items of a list are prefetched before the first of them is read.
 const AHEAD: usize = 64;
 
-/// The items of a list of ints, which is most of what a prompt given as a list costs; none if some item is anything else,
-/// or out of range: the slow way then finds what to do or to say.
+/// Reads a list of ints, which is most of the cost of a prompt given as a list. Returns `None` if an item is
+/// anything else or out of range; the slow path then converts it or reports the error.
 pub(crate) fn ints<T: TryFrom<isize>>(list: &Bound<'_, PyList>) -> PyResult<Option<Vec<T>>> {
     with_critical_section(list, || {
         let len = list.len();
@@ -571,9 +572,9 @@ pub(crate) fn ints<T: TryFrom<isize>>(list: &Bound<'_, PyList>) -> PyResult<Opti
             let end = len.min(at + AHEAD);
             fetch(list, end..len.min(end + AHEAD), next);
             for &item in &now[..end - at] {
-                // SAFETY: the thread is attached. The list has held its items since `fetch` read them: neither that nor this
-                // call runs Python code (what is no int is an error, whatever its `__index__`), and the critical section
-                // keeps other threads from changing the list.
+                // SAFETY: the thread is attached. The list has held its items since `fetch` read them: neither that nor
+                // this call runs Python code (what is no int is an error, whatever its `__index__`), and the critical
+                // section keeps other threads from changing the list.
                 let number = unsafe { ffi::PyLong_AsSsize_t(item) };
                 let failed = number == -1 && PyErr::take(list.py()).is_some();
                 let Some(number) = T::try_from(number).ok().filter(|_| !failed) else { return Ok(None) };
@@ -585,7 +586,7 @@ pub(crate) fn ints<T: TryFrom<isize>>(list: &Bound<'_, PyList>) -> PyResult<Opti
     })
 }
 
-/// Items of a list, valid as long as that holds them; their memory is fetched while the caller goes on.
+/// Reads items of a list, valid as long as the list holds them, and prefetches their memory.
 #[inline]
 fn fetch(list: &Bound<'_, PyList>, range: Range<usize>, items: &mut [*mut ffi::PyObject; AHEAD]) {
     for (at, item) in range.zip(items) {
@@ -600,7 +601,7 @@ fn fetch(list: &Bound<'_, PyList>, range: Range<usize>, items: &mut [*mut ffi::P
     }
 }
 
-/// References to an object.
+/// Returns an object's reference count.
 pub(crate) fn owners(object: &Bound<'_, PyAny>) -> isize {
     // SAFETY: attached, and the object is alive.
     unsafe { ffi::Py_REFCNT(object.as_ptr()) }

@@ -1,4 +1,4 @@
-//! Arguments of Python calls as Rust values, and errors as exceptions.
+//! Converts arguments of Python calls to Rust values, and errors to exceptions.
 
 pub(crate) mod args;
 pub(crate) mod arrays;

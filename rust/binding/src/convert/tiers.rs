@@ -4,12 +4,12 @@ use crate::convert::errors::invalid;
 use blockyard_core::Tier;
 use pyo3::prelude::*;
 
-/// The tier of that name.
+/// Returns the tier of that name.
 pub(crate) fn tier_of(name: &str) -> PyResult<Tier> {
     tier("tier", name, &Tier::ALL)
 }
 
-/// The tier of that name, if it is one of `allowed`; `argument` is for the message.
+/// Returns the tier of that name, if it is one of `allowed`; `argument` is for the message.
 pub(crate) fn tier(argument: &str, name: &str, allowed: &[Tier]) -> PyResult<Tier> {
     let found = Tier::from_name(name).filter(|tier| allowed.contains(tier));
     found.ok_or_else(|| {

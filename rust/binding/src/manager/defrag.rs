@@ -1,4 +1,4 @@
-//! `manager.defrag`: moves that make the device pool dense, and its size.
+//! `manager.defrag`: defragments and resizes the device pool.
 
 use crate::convert::args::{self, Argument};
 use crate::convert::arrays;
@@ -11,19 +11,19 @@ use blockyard_core::{Cached, Fragmentation, Moves, Resize, Tier};
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
-/// What one call of `defrag.run` decided.
+/// The result of one call of `defrag.run`.
 #[pyclass(frozen, eq, get_all, name = "DefragReport", module = "blockyard._core")]
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct PyDefragReport {
-    /// Moves planned, the same as `len(report)`.
+    /// Number of moves planned, also `len(report)`.
     planned: usize,
-    /// Blocks in the way of the goals that the budget leaves for later.
+    /// Number of blocks in the way of the goals that the budget leaves for later.
     left: usize,
-    /// Blocks in the way of the goals that have nowhere to go.
+    /// Number of blocks in the way of the goals that have nowhere to go.
     stuck: usize,
-    /// Blocks in the way of the goals that transfers or pins hold.
+    /// Number of blocks in the way of the goals that transfers or pins hold.
     held: usize,
-    /// Cached blocks that were dropped.
+    /// Number of cached blocks dropped.
     dropped: usize,
 }
 
@@ -39,17 +39,17 @@ impl PyDefragReport {
     }
 }
 
-/// How far a resize of the device pool has come.
+/// The progress of a resize of the device pool.
 #[pyclass(frozen, eq, get_all, name = "ResizeProgress", module = "blockyard._core")]
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct PyResizeProgress {
-    /// Blocks of the device.
+    /// Number of device blocks.
     blocks: usize,
-    /// Blocks beyond them that sequences use.
+    /// Number of blocks beyond `blocks` that sequences use.
     live: usize,
-    /// Blocks beyond them that only transfers and pins hold.
+    /// Number of blocks beyond `blocks` that only transfers or pins hold.
     held: usize,
-    /// One past the highest block in use, at least `blocks`: memory behind it can be given back.
+    /// One past the highest block in use, at least `blocks`: memory beyond it can be released.
     extent: usize,
 }
 
@@ -61,7 +61,7 @@ impl From<Resize> for PyResizeProgress {
 
 #[pymethods]
 impl PyResizeProgress {
-    /// Whether nothing is in use beyond `blocks`.
+    /// Whether no block beyond `blocks` is in use.
     #[getter]
     fn done(&self) -> bool {
         self.extent == self.blocks
@@ -73,7 +73,7 @@ impl PyResizeProgress {
     }
 }
 
-/// Defragmentation of a manager's device pool, as `manager.defrag`.
+/// Defragments and resizes a manager's device pool; available as `manager.defrag`.
 ///
 /// Example:
 ///     >>> from blockyard import BlockManager
@@ -95,34 +95,35 @@ impl PyDefrag {
 
 #[pymethods]
 impl PyDefrag {
-    /// Decide moves of device blocks into holes: `move` pairs of this step's decision.
+    /// Decide moves of device blocks into holes, as `move` pairs of this step's decision.
     ///
-    /// Until the ticket completes, block tables, slots and cached blocks name the old blocks, which are read and
-    /// written as before. Then each target replaces its source everywhere, unless the source was written, freed or
-    /// leased meanwhile. Targets are not free from this call on. A move that is cancelled or fails gives its target
-    /// back and loses no byte. Blocks that were written in this step or the step before move last.
+    /// Until the ticket completes, block tables, slots and cached blocks name the old blocks, which are still read and
+    /// written. Then each target replaces its source everywhere, unless the source was written, freed or leased in the
+    /// meantime. Targets are no longer free after this call. A cancelled or failed move frees its target and loses no
+    /// data. Blocks written in this step or the previous one move last.
     ///
     /// Args:
     ///     goal: `"max_id"`: no block above `number`. `"free_tail"`: no block among the last `number`. `"dense"`: as
     ///         low as possible, within `number` ids. `"contiguous"`: no block table in more than `number` runs of
-    ///         neighbours, as far as holes allow. Or a list of `(goal, number)`, the most important first: none undoes
-    ///         what an earlier one won. With `(goal, number, slack)` nothing moves until the goal is missed by more
-    ///         than `slack` ids or runs.
-    ///     number: see above, in blocks or runs. None with a list of goals; with `"free_tail"` all that are free.
-    ///     sequences: handles that `"contiguous"` is about, the most important first, with their tables in all cache
-    ///         groups; None for all on the device.
-    ///     max_moves: most blocks to move in this step; an exchange counts as two.
-    ///     max_bytes: most bytes to write in this step; None for no limit.
-    ///     block_bytes: bytes of a block in all layers; needed with `max_bytes`.
-    ///     cached: what happens to cached blocks that no sequence uses. `"move"`: they move like others and keep their
+    ///         adjacent blocks, as far as holes allow. Or a list of `(goal, number)`, most important first: a later
+    ///         goal never undoes an earlier one. With `(goal, number, slack)`, nothing moves until the goal is missed
+    ///         by more than `slack` ids or runs.
+    ///     number: see above, in blocks or runs. None with a list of goals; with `"free_tail"`, None means all free
+    ///         blocks.
+    ///     sequences: handles for `"contiguous"`, most important first, with their tables in all cache groups; None for
+    ///         all on the device.
+    ///     max_moves: maximum number of blocks to move in this step; an exchange counts as two.
+    ///     max_bytes: maximum bytes to write in this step; None for no limit.
+    ///     block_bytes: bytes of a block in all layers; required with `max_bytes`.
+    ///     cached: how to treat cached blocks that no sequence uses. `"move"`: they move like others and keep their
     ///         place in the order of eviction. `"drop"`: they count as holes; those in the way are evicted.
-    ///         `"exchange"`: as `"drop"`, but their contents move on to a free block while there is one out of the way;
-    ///         they are found again once the ticket completes, and count as just used.
+    ///         `"exchange"`: as `"drop"`, but their contents move to a free block if one is out of the way; they are
+    ///         found again once the ticket completes, and count as just used.
     /// Returns:
     ///     `DefragReport`.
     /// Raises:
-    ///     InvalidArgumentError: a goal or `cached` has another name, a number is missing or out of range, or
-    ///         `max_bytes` lacks `block_bytes`.
+    ///     InvalidArgumentError: the name of a goal or `cached` is unknown, a number is missing or out of range, or
+    ///         `max_bytes` is given without `block_bytes`.
     ///     UnknownSequenceError: there is no such sequence.
     ///     SequenceStateError: a sequence is not on the device.
     #[pyo3(signature = (goal, number = None, *, sequences = None, max_moves = 512, max_bytes = None,
@@ -158,27 +159,27 @@ impl PyDefrag {
 
     /// Resize the device pool while sequences run.
     ///
-    /// A larger pool is there at once. A smaller one counts at once for admission, watermark and `max_pinned`; blocks
-    /// beyond its end are not given out any more. Cached blocks there are dropped. Blocks that sequences use there
-    /// leave when they are freed or moved, and leases are waited for. A later call replaces an unfinished one.
+    /// Growing takes effect at once. Shrinking takes effect at once for admission, watermark and `max_pinned`. Blocks
+    /// beyond the new end are no longer allocated, and cached blocks there are dropped. Blocks in use there remain
+    /// until they are freed or moved and their leases end. A later call replaces an unfinished one.
     ///
     /// Args:
-    ///     blocks: of the device.
+    ///     blocks: the new number of device blocks.
     /// Returns:
-    ///     `ResizeProgress`, as of now.
+    ///     `ResizeProgress`, the current state.
     /// Raises:
-    ///     InvalidArgumentError: too many; or too few for the null block, pinned blocks, the watermark and one free
-    ///         block.
+    ///     InvalidArgumentError: too many blocks; or too few for the null block, pinned blocks, the watermark and one
+    ///         free block.
     fn resize(&self, #[pyo3(from_py_with = args::blocks)] blocks: u32) -> PyResult<PyResizeProgress> {
         self.0.lock().resize_device(blocks as usize).map(Into::into).map_err(to_py)
     }
 
-    /// Return what is still in use beyond the end of the device pool: `ResizeProgress`.
+    /// Return how much is still in use beyond the end of the device pool: `ResizeProgress`.
     fn progress(&self) -> PyResizeProgress {
         self.0.lock().resize_progress().into()
     }
 
-    /// Measure how scattered the device's blocks are. Takes time in proportion to the pool and the block tables.
+    /// Measure how fragmented the device pool is. Takes time in proportion to the pool and the block tables.
     ///
     /// Returns:
     ///     `Fragmentation`.
@@ -188,7 +189,7 @@ impl PyDefrag {
     }
 }
 
-/// One goal by its name and number, or several.
+/// Reads one goal by its name and number, or several.
 fn goals(goal: &Bound<'_, PyAny>, number: Option<u32>, free: impl Fn() -> usize) -> PyResult<Vec<Wanted>> {
     match (goal.cast::<PyString>(), number) {
         (Ok(name), _) => {
@@ -201,7 +202,7 @@ fn goals(goal: &Bound<'_, PyAny>, number: Option<u32>, free: impl Fn() -> usize)
         }
         (Err(_), None) => Goals::read(goal, &"goal").map(|Goals(goals)| goals),
         (Err(_), Some(number)) => {
-            let must = "must be None where the goals have numbers of their own";
+            let must = "must be None with a list of goals, which have their own numbers";
             Err(invalid(format!("number is {number}, {must}")))
         }
     }

@@ -1,4 +1,4 @@
-//! `AllocStatus` and `Fit`: whether a request for blocks can be met, and by what numbers.
+//! `AllocStatus` and `Fit`: whether a request for blocks fits, with the numbers that decide it.
 
 use blockyard_core as core;
 use pyo3::PyTypeInfo;
@@ -9,7 +9,7 @@ use pyo3::types::PyType;
 ///
 /// Attributes:
 ///     OK: it fits now.
-///     LATER: it fits once other sequences have left.
+///     LATER: it fits once other sequences have left the tier.
 ///     NEVER: it does not fit even into an empty tier.
 ///
 /// Example:
@@ -23,7 +23,7 @@ pub(crate) enum PyAllocStatus {
     /// It fits now.
     #[pyo3(name = "OK")]
     Ok,
-    /// It fits once other sequences have left.
+    /// It fits once other sequences have left the tier.
     #[pyo3(name = "LATER")]
     Later,
     /// It does not fit even into an empty tier.
@@ -51,7 +51,7 @@ impl From<core::AllocStatus> for PyAllocStatus {
     }
 }
 
-/// `getattr`, and what names one of a class's values to it.
+/// `getattr` and its arguments for one of a class's values, for pickling.
 type Named<'py> = (Bound<'py, PyAny>, (Bound<'py, PyType>, &'static str));
 
 #[pymethods]
@@ -67,22 +67,22 @@ impl PyAllocStatus {
     }
 }
 
-/// Whether a request for blocks fits, and the numbers that decide it. True only where `status` is `OK`.
+/// Whether a request for blocks fits, and the numbers that decide it. True only if `status` is `OK`.
 ///
 /// Args:
 ///     status: `AllocStatus`.
-///     blocks: blocks that the request takes.
-///     free: blocks that can be given out.
+///     blocks: number of blocks that the request takes.
+///     free: number of blocks that can be allocated.
 #[pyclass(frozen, eq, hash, name = "Fit", module = "blockyard._core")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PyFit {
     /// `AllocStatus.OK`, `LATER` or `NEVER`.
     #[pyo3(get)]
     status: PyAllocStatus,
-    /// Blocks that the request takes; 0 for sequences that cannot move as they are.
+    /// Number of blocks that the request takes; 0 for sequences that cannot move in their current state.
     #[pyo3(get)]
     blocks: usize,
-    /// Blocks that can be given out now; where the request must keep the watermark, without the watermark's.
+    /// Number of blocks that can be allocated now, without those of the watermark if the request must keep it.
     #[pyo3(get)]
     free: usize,
 }

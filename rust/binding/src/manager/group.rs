@@ -1,4 +1,4 @@
-//! `CacheGroup`: what the layers of one group need.
+//! `CacheGroup`: which tokens the layers of one group need.
 
 use crate::convert::args::{self, Argument};
 use crate::convert::errors::invalid;
@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use std::fmt::Display;
 
-/// What the layers of one cache group need of the tokens before.
+/// Which preceding tokens the layers of one cache group need.
 ///
 /// Example:
 ///     >>> from blockyard import BlockManager, CacheGroup
@@ -34,28 +34,28 @@ impl<'py> Argument<'py> for PyCacheGroup {
 #[pymethods]
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "a Python object is shared")]
 impl PyCacheGroup {
-    /// All of them.
+    /// All preceding tokens.
     #[staticmethod]
     fn full_attention() -> Self {
         Self(Group::Full)
     }
 
-    /// The token itself and the `window - 1` before it; blocks before those are given back.
+    /// The token itself and the `window - 1` before it; earlier blocks are freed.
     #[staticmethod]
     fn sliding_window(#[pyo3(from_py_with = args::window)] window: u32) -> Self {
         Self(Group::SlidingWindow { window })
     }
 
-    /// One state, which a block holds after its last token.
+    /// One state, stored in a block: the state after the block's last token.
     ///
-    /// A step reads it from the block of the token before and writes it into the block of its own last token; blocks
-    /// that a longer step passes over are 0 in the table. A state cannot be taken back: truncation is refused.
+    /// A step reads the state from the previous token's block and writes it to the block of its own last token. Blocks
+    /// that a longer step skips are 0 in the table. A state cannot be undone, so truncation is refused.
     #[staticmethod]
     fn recurrent() -> Self {
         Self(Group::Recurrent)
     }
 
-    /// The tokens of an encoder, given once; forks share them. Not together with prefix caching.
+    /// The tokens of an encoder, set once; forks share them. Not supported with prefix caching.
     #[staticmethod]
     fn cross_attention() -> Self {
         Self(Group::CrossAttention)
@@ -81,7 +81,7 @@ impl PyCacheGroup {
         }
     }
 
-    /// Most blocks that a sequence holds at once in this group if at most `chunk_tokens` are put in at a time.
+    /// Return the maximum number of blocks that a sequence holds in this group, with chunks of `chunk_tokens`.
     #[pyo3(signature = (num_tokens, *, block_size, lookahead = 0, chunk_tokens = None))]
     fn peak_blocks(
         &self,
@@ -108,7 +108,7 @@ impl PyCacheGroup {
     }
 }
 
-/// The groups that a manager is made for.
+/// The groups of a manager.
 pub(crate) fn groups(groups: Option<Vec<PyCacheGroup>>) -> Vec<Group> {
     groups.map_or_else(|| vec![Group::Full], |groups| groups.into_iter().map(|group| group.0).collect())
 }

@@ -1,4 +1,4 @@
-//! `BlockManager`: the core's manager. Its verbs are in `verbs/`, and each facet has its own file.
+//! `BlockManager`: the core's manager. Its methods are in `verbs/`, and each facet has its own file.
 
 pub(crate) mod defrag;
 pub(crate) mod fit;
@@ -32,10 +32,10 @@ use blockyard_core::{self as core, Config, Manager, SequenceId, Tier};
 use pyo3::prelude::*;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 
-/// Managers of this process that were numbered before.
+/// How many managers of this process have a number.
 static NUMBERED: AtomicU16 = AtomicU16::new(0);
 
-/// The next manager's number. Handles of 65,536 managers differ.
+/// Returns the next manager's number. The handles of 65,536 managers differ.
 fn next_number() -> u16 {
     NUMBERED.fetch_add(1, Relaxed).wrapping_add(1)
 }
@@ -47,20 +47,19 @@ fn next_number() -> u16 {
 ///
 /// Args:
 ///     block_size: token slots in a block, 1 to 1048576.
-///     device_blocks: blocks that attention kernels read.
-///     host_blocks: blocks in host memory.
-///     external_blocks: slots of the external store.
+///     device_blocks: number of blocks in device memory.
+///     host_blocks: number of blocks in host memory.
+///     external_blocks: number of slots in the external store.
 ///     watermark: fraction of the device blocks that admission keeps free, 0 to below 1.
 ///     reuse_order: which free block is taken next. `"lowest"`: the lowest id, which keeps the pool dense. `"fifo"`:
-///         ids never used, then the block that came free first. `"lru"`: ids never used, then the block whose last use
-///         ended first.
+///         unused ids, then the block that was freed first. `"lru"`: unused ids, then the least recently used block.
 ///     groups: cache groups of a hybrid model, a list of `CacheGroup`. Each sequence has a block table in each group;
 ///         all groups share the pools. None: one group with full attention.
-///     prefix_caching: whether prompts share the blocks of earlier prompts that begin alike; True, False or a
+///     prefix_caching: whether prompts share the blocks of earlier prompts with the same beginning; True, False or a
 ///         `PrefixCaching` with options.
-///     max_open_tickets: open tickets above which `take_decision` warns: a `complete` is probably missing.
+///     max_open_tickets: with more open tickets than this, `take_decision` warns: a `complete` is probably missing.
 /// Raises:
-///     InvalidArgumentError: a size or fraction is out of range, or an option has another name.
+///     InvalidArgumentError: a size or fraction is out of range, or an option's name is unknown.
 ///
 /// Example:
 ///     >>> from blockyard import BlockManager
@@ -81,7 +80,7 @@ impl PyBlockManager {
         self.shared.lock()
     }
 
-    /// Calls a batch method on handles.
+    /// Calls a batch method with handles.
     fn batch<T>(
         &self,
         sequences: &Bound<'_, PyAny>,
@@ -132,19 +131,19 @@ impl PyBlockManager {
         PyPrefix::new(self.shared.clone())
     }
 
-    /// Pins: cached blocks that a reader outside keeps, such as a connector.
+    /// Pins: cached blocks kept for an external reader, such as a connector.
     #[getter]
     fn pins(&self) -> PyPins {
         PyPins::new(self.shared.clone())
     }
 
-    /// Defragmentation of the device pool, and its size.
+    /// Defragments and resizes the device pool.
     #[getter]
     fn defrag(&self) -> PyDefrag {
         PyDefrag::new(self.shared.clone())
     }
 
-    /// Return the blocks of one tier: how many there are, which are free.
+    /// Return the pool of one tier: its size and free blocks.
     ///
     /// Args:
     ///     tier: `"device"`, `"host"` or `"external"`.
@@ -157,7 +156,7 @@ impl PyBlockManager {
     ///
     /// Args:
     ///     sequence: handle.
-    ///     group: cache group; one with cross attention has the encoder's tokens.
+    ///     group: cache group; for cross attention, the encoder's tokens are counted.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
     ///     InvalidArgumentError: there is no such group.
@@ -182,7 +181,7 @@ impl PyBlockManager {
         self.lock().tier(sequence.0).map(Tier::name).map_err(to_py)
     }
 
-    /// Return all counters, as of now: `ManagerStats`.
+    /// Return all counters: `ManagerStats`.
     fn stats(&self) -> PyManagerStats {
         let manager = self.lock();
         PyManagerStats::new(&manager.stats(), manager.open_tickets())

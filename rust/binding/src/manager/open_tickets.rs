@@ -1,4 +1,4 @@
-//! The warning of tickets that nobody ends, and under `python -X dev` the lines that took them.
+//! Warns about tickets that are never ended. Under `python -X dev`, it names the lines that took them.
 
 use crate::locks::{InnerLock, lock};
 use crate::manager::shared::Shared;
@@ -10,14 +10,14 @@ use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-/// Tickets that the warning names.
+/// How many tickets the warning names.
 const NAMED: usize = 8;
 
-/// Watches for tickets that nobody ends.
+/// Watches for tickets that are never ended.
 pub(crate) struct OpenTickets {
     most: u32,
     warned: AtomicBool,
-    /// In development mode: where each ticket was taken. Some have ended.
+    /// In development mode, where each ticket was taken; may include ended tickets.
     taken_at: InnerLock<BTreeMap<TicketId, String>>,
 }
 
@@ -26,7 +26,7 @@ impl OpenTickets {
         Self { most, warned: AtomicBool::new(false), taken_at: InnerLock::new(BTreeMap::new()) }
     }
 
-    /// Warns once if too many tickets are open. A warning may be an exception: call it before anything changes.
+    /// Warns once if too many tickets are open. A warning may raise, so call this before changing anything.
     pub(crate) fn warn(&self, py: Python<'_>, manager: &Shared) -> PyResult<()> {
         let (first, count, steps) = {
             let manager = manager.lock();
@@ -51,7 +51,7 @@ impl OpenTickets {
         PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &CString::new(text)?, 1)
     }
 
-    /// Notes in development mode where a ticket was taken.
+    /// In development mode, records where a ticket was taken.
     pub(crate) fn note(&self, py: Python<'_>, ticket: TicketId, manager: &Shared) {
         if !is_development_mode(py) {
             return;
@@ -74,7 +74,7 @@ fn is_development_mode(py: Python<'_>) -> bool {
     *IS_ON.get_or_init(py, || ask().unwrap_or(false))
 }
 
-/// File and line of the first caller that is not this package.
+/// Returns file and line of the first caller outside this package.
 fn caller(py: Python<'_>) -> PyResult<String> {
     let mut frame = py.import("sys")?.getattr("_getframe")?.call0()?;
     loop {

@@ -1,4 +1,4 @@
-//! `manager.pins`: cached blocks that a reader outside keeps.
+//! `manager.pins`: cached blocks kept for an external reader.
 
 use crate::allocator::ids;
 use crate::convert::args;
@@ -10,10 +10,10 @@ use blockyard_core::{BlockId, PinId};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
-/// A manager's pins, as `manager.pins`. A pin keeps cached device blocks for a reader such as a connector.
+/// A manager's pins; available as `manager.pins`. A pin keeps cached device blocks for a reader such as a connector.
 ///
-/// Pinned blocks are neither evicted nor written, whatever becomes of their sequences. Only `unpin` ends a pin, so call
-/// it also for a reader that has died. Pins hold at most `max_pinned` of the device blocks.
+/// Pinned blocks are neither evicted nor written, even after their sequences are freed. Only `unpin` ends a pin, so
+/// call it for a reader that has died, too. Pins hold at most the fraction `max_pinned` of the device blocks.
 ///
 /// Example:
 ///     >>> from blockyard import BlockManager
@@ -42,7 +42,7 @@ impl PyPins {
     /// Args:
     ///     sequence: handle of a sequence on the device.
     /// Returns:
-    ///     The pin's number.
+    ///     The number of the pin.
     /// Raises:
     ///     OutOfBlocksError: pins would hold more device blocks than `max_pinned` allows.
     ///     UnknownSequenceError: there is no such sequence.
@@ -51,14 +51,14 @@ impl PyPins {
         self.0.lock().pin(sequence.0).map(|pin| pin.0).map_err(to_py)
     }
 
-    /// Pin the blocks at the start of a prompt that are cached on the device.
+    /// Pin the cached device blocks at the start of a prompt.
     ///
     /// Args:
     ///     prompt: token ids, uint32 `[tokens]` or a list of ints.
-    ///     salt: of its tenant, bytes.
+    ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
     /// Returns:
-    ///     The pin's number, and the tokens in its blocks.
+    ///     The number of the pin, and the number of tokens in its blocks.
     /// Raises:
     ///     OutOfBlocksError: pins would hold more device blocks than `max_pinned` allows.
     ///     InvalidArgumentError: a token id is out of range.
@@ -82,7 +82,7 @@ impl PyPins {
     /// Returns:
     ///     Block ids, int32 `[n]`.
     /// Raises:
-    ///     UnknownTicketError: the pin has ended, or there never was one.
+    ///     UnknownTicketError: the pin has ended, or never existed.
     fn blocks<'py>(
         &self,
         py: Python<'py>,
@@ -92,12 +92,12 @@ impl PyPins {
         ids(py, &blocks)
     }
 
-    /// End a pin: its reader is done.
+    /// End a pin when its reader is done.
     ///
     /// Args:
     ///     pin: its number.
     /// Raises:
-    ///     UnknownTicketError: the pin has ended, or there never was one.
+    ///     UnknownTicketError: the pin has ended, or never existed.
     fn unpin(&self, #[pyo3(from_py_with = args::pin)] pin: u64) -> PyResult<()> {
         self.0.lock().unpin(PinId(pin)).map_err(to_py)
     }

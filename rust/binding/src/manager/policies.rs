@@ -1,4 +1,4 @@
-//! `PrefixCaching`: options of the prefix cache; and the names of policies.
+//! `PrefixCaching`: options of the prefix cache, and the names of policies.
 
 use crate::convert::args::{self, Argument, shown};
 use crate::convert::errors::{invalid, to_py};
@@ -14,16 +14,16 @@ use std::fmt::Display;
 ///         now, which it finds out by trying each on a sample of the blocks. It is rarely far from the best fixed
 ///         policy, and takes 10 % more time a request than `"lru"`. `"lru"`: the least recently used. `"priority"`: by
 ///         `prefix.set_priority`. Each takes a prompt's blocks from its end.
-///     host: whether the host is a second level of the cache. Blocks that would be evicted from the device are copied
-///         there by the step's decision (`swap_out`), and a hit there is loaded by it (`swap_in`). The least recently
-///         used copy goes first. Prompts of several cache groups, or of a window, do not look there yet.
-///     host_copies_per_step: with `host=True`, the most blocks that one decision copies before they are evicted, at
-///         most an eighth of the device or the host. Steps that take more new blocks than this evict the others without
-///         a copy. 0 copies only what is swapped out and what `prefix.offload` is told to.
-///     max_events: most events that wait for `prefix.take_events`; 0 records none.
+///     host: whether the host is a second level of the cache. The step's decision copies blocks there before they would
+///         be evicted from the device (`swap_out`), and loads hits from there (`swap_in`). The least recently used copy
+///         is evicted first. Prompts with several cache groups or a window do not use host copies yet.
+///     host_copies_per_step: with `host=True`, the maximum number of blocks that one decision copies before they are
+///         evicted; never more than an eighth of the device or the host. Steps that take more new blocks than this
+///         evict the others without a copy. 0 copies only swapped blocks and those of `prefix.offload`.
+///     max_events: maximum number of events that wait for `prefix.take_events`; 0 records none.
 ///     max_pinned: fraction of the device blocks that pins may hold, 0 to below 1.
 /// Raises:
-///     InvalidArgumentError: an option is out of range or has another name.
+///     InvalidArgumentError: an option is out of range, or its name is unknown.
 ///
 /// Example:
 ///     >>> from blockyard import BlockManager, PrefixCaching
@@ -36,9 +36,9 @@ pub(crate) struct PyPrefixCaching {
     eviction: String,
     /// Whether the host is a second level of the cache.
     host: bool,
-    /// Most blocks that a decision copies to the host before they are evicted.
+    /// Maximum number of blocks that a decision copies to the host before they are evicted.
     host_copies_per_step: u32,
-    /// Most events that wait.
+    /// Maximum number of waiting events.
     max_events: u32,
     /// Fraction of the device blocks that pins may hold.
     max_pinned: f64,
@@ -87,12 +87,12 @@ impl PyPrefixCaching {
 }
 
 impl PyPrefixCaching {
-    /// Gives a new manager these options.
+    /// Applies these options to a new manager.
     pub(crate) fn apply(&self, manager: &mut Manager) -> PyResult<()> {
         manager.limit_pins(self.max_pinned).map_err(to_py)?;
         if self.host {
             let blocks = manager.pool(Tier::Host).len();
-            let must = "must be at least 1 with PrefixCaching(host=True), 2 where a group has a sliding window";
+            let must = "must be at least 1 with PrefixCaching(host=True), 2 if a group has a sliding window";
             manager
                 .keep_host_copies(self.host_copies_per_step)
                 .map_err(|_| invalid(format!("host_blocks is {blocks}, {must}")))?;
@@ -104,7 +104,7 @@ impl PyPrefixCaching {
     }
 }
 
-/// What `prefix_caching=` may be.
+/// The types that `prefix_caching=` accepts.
 #[derive(Clone)]
 pub(crate) enum CachingOptions {
     Off,
@@ -136,7 +136,7 @@ impl<'py> Argument<'py> for CachingOptions {
     }
 }
 
-/// The policies of those names.
+/// Returns the policies of those names.
 pub(crate) fn of(reuse_order: &str, caching: &CachingOptions) -> PyResult<Policies> {
     let reuse = ReuseOrder::from_name(reuse_order)
         .filter(|order| *order != ReuseOrder::Lifo)

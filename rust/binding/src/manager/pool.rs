@@ -10,7 +10,8 @@ use blockyard_core::{BlockId, Tier};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
-/// The blocks of one tier, as `manager.pool("device")`. Iterate over it for the free blocks, one by one.
+/// The blocks of one tier, as returned by `manager.pool("device")`. Iterate over it to get the free blocks one by
+/// one.
 ///
 /// Example:
 ///     >>> from blockyard import BlockManager
@@ -39,35 +40,35 @@ impl PyPool {
         self.tier.name()
     }
 
-    /// Blocks of the tier.
+    /// Number of blocks in the tier.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.shared.lock().pool(self.tier).len()
     }
 
-    /// Blocks that nothing references and no transfer leases; cached ones count.
+    /// Number of blocks that are neither referenced nor leased, including cached ones.
     #[getter]
     fn num_free(&self) -> usize {
         self.shared.lock().pool(self.tier).free()
     }
 
-    /// Blocks that admission keeps free: the device's watermark, 0 in the other tiers.
+    /// Number of blocks that admission keeps free: the device's watermark, 0 in the other tiers.
     #[getter]
     fn reserved(&self) -> usize {
         if self.tier == Tier::Device { self.shared.lock().watermark_blocks() } else { 0 }
     }
 
-    /// Cache groups whose block tables use the pool, a tuple of `CacheGroup` in the order of their numbers.
+    /// Cache groups whose block tables use the pool, a tuple of `CacheGroup` ordered by number.
     #[getter]
     fn groups<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, pyo3::types::PyTuple>> {
         let groups: Vec<_> = self.shared.lock().groups().iter().copied().map(PyCacheGroup::from_core).collect();
         pyo3::types::PyTuple::new(py, groups)
     }
 
-    /// Return the free blocks that hold nothing cached, in the order in which they are given out. Nothing is taken.
+    /// Return the free blocks without cached content, in the order in which they are allocated, without taking them.
     ///
     /// Args:
-    ///     limit: how many at most; None for all.
+    ///     limit: maximum number of blocks; None for all.
     /// Returns:
     ///     Block ids, int32 `[n]`.
     #[pyo3(signature = (limit = None))]
@@ -83,12 +84,12 @@ impl PyPool {
         ids(py, &free)
     }
 
-    /// Return what each block is used for.
+    /// Return the use of each block.
     ///
     /// Returns:
-    ///     uint8 `[num_blocks]`, while a pool shrinks `[defrag.progress().extent]`. 0: free. 1: cached; its key finds
-    ///     it, and it is given out if needed. 2: only transfers or pins hold it. 3: sequences use it; a null block
-    ///     counts as such.
+    ///     uint8 `[num_blocks]`, or `[defrag.progress().extent]` while a pool shrinks. 0: free. 1: cached; its key
+    ///     finds it, and it is evicted if needed. 2: only transfers or pins hold it. 3: in use by sequences, or the
+    ///     null block.
     fn uses<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u8>>> {
         let uses = self.shared.lock().uses(self.tier);
         memory::array(py, &uses, |state| state.number())

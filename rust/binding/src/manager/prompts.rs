@@ -1,4 +1,4 @@
-//! Prompts as arguments: token counts or token ids, with their salts, adapters and extras.
+//! Prompt arguments: token counts or token ids, with their salts, adapters and extras.
 
 use crate::convert::args::{Argument, items, refused, shown};
 use crate::convert::arrays;
@@ -11,13 +11,13 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyInt, PyList, PyString, PyTuple};
 use std::fmt::Display;
 
-/// (prompt, block, kind, bytes) of something besides tokens that decides a block's bytes.
+/// (prompt, block, kind, bytes) of an input besides tokens that determines a block's bytes.
 pub(crate) type PyExtra = (usize, usize, u32, PyBackedBytes);
 
-/// A prompt whose tokens were hashed once: looking it up and admitting it hash nothing.
+/// A prompt whose tokens are already hashed, so that lookup and admission do not hash it again.
 ///
-/// `manager.prefix.hash` makes it. Any manager with the same block size takes it in place of a prompt's token ids; it
-/// has its salt, adapter and extras. `len()` is its number of tokens.
+/// `manager.prefix.hash` creates it. Any manager with the same block size accepts it instead of token ids. It includes
+/// salt, adapter and extras. `len()` is its number of tokens.
 ///
 /// Example:
 ///     >>> from blockyard import BlockManager
@@ -75,7 +75,7 @@ impl<'py> TokenIds<'py> {
     }
 }
 
-/// One prompt: only its length, or its token ids.
+/// One prompt: its length only, or its token ids.
 pub(crate) enum PromptLike<'py> {
     Count(u32),
     Tokens(TokenIds<'py>),
@@ -93,7 +93,7 @@ impl<'py> PromptLike<'py> {
         match value.extract() {
             Ok(count) => Ok(Self::Count(count)),
             Err(_) if value.is_instance_of::<PyString>() || value.try_iter().is_err() => {
-                Err(invalid(format!("{name} is {}, must be token ids or their number", shown(value))))
+                Err(invalid(format!("{name} is {}, must be token ids or a token count", shown(value))))
             }
             Err(_) => TokenIds::new(value, name).map(Self::Tokens),
         }
@@ -115,7 +115,7 @@ impl<'py> Prompts<'py> {
                 .is_ok_and(|list| list.get_item(0).is_ok_and(|item| item.is_instance_of::<PyList>()))
             {
                 return Err(invalid(format!(
-                    "prompts[{i}] is a list of lists, give each prompt as an argument of its own: allocate([1, 2], [3])"
+                    "prompts[{i}] is a list of lists, pass each prompt as a separate argument: allocate([1, 2], [3])"
                 )));
             }
             match PromptLike::new(&prompt, &format_args!("prompts[{i}]"))? {
@@ -136,7 +136,7 @@ impl<'py> Prompts<'py> {
     }
 }
 
-/// What the keys of prompts depend on: one salt and adapter for all, or one a prompt.
+/// The salts and adapters that prompts' keys depend on: one for all, or one for each.
 pub(crate) struct KeySpecs(Vec<KeySpec>);
 
 impl KeySpecs {
@@ -163,7 +163,7 @@ impl KeySpecs {
         Ok(Self((0..prompts).map(spec).collect()))
     }
 
-    /// What one prompt's keys depend on.
+    /// Returns the salt and adapter of one prompt.
     pub(crate) fn one(salt: Option<&Bound<'_, PyAny>>, lora_id: u64) -> PyResult<Self> {
         let read = |value: &Bound<'_, PyAny>| -> PyResult<PyBackedBytes> {
             value.extract().map_err(|error| refused(error, value, &"salt", "bytes"))
@@ -176,7 +176,8 @@ impl KeySpecs {
     }
 }
 
-/// One value for all prompts (a list of one), or a list of one a prompt. `one` reads a value for all, if it is one.
+/// Reads one value for all prompts (returned as a list of one), or a list with one for each prompt. `one` reads a
+/// value for all, if it is one.
 fn one_or_each<'py, T: Argument<'py>>(
     value: Option<&Bound<'py, PyAny>>,
     default: T,
@@ -189,7 +190,7 @@ fn one_or_each<'py, T: Argument<'py>>(
         return Ok(vec![value?]);
     }
     if value.try_iter().is_err() {
-        return Err(invalid(format!("{name} is {}, must be one value or one a prompt", shown(value))));
+        return Err(invalid(format!("{name} is {}, must be one value or one per prompt", shown(value))));
     }
     let each = items(value, name, |item, at| T::read(item, &format_args!("{name}[{at}]")))?;
     if each.len() == prompts {
@@ -199,7 +200,7 @@ fn one_or_each<'py, T: Argument<'py>>(
     }
 }
 
-/// Calls `call` with prompts as the core takes them.
+/// Calls `call` with prompts in the core's form.
 pub(crate) fn lend<R>(
     prompts: &[TokenIds<'_>],
     specs: &KeySpecs,
@@ -212,7 +213,7 @@ pub(crate) fn lend<R>(
     let hashed: Vec<_> = prompts.iter().map(TokenIds::hashed).collect();
     let is_keyed = |i: usize| specs.at(i) != KeySpec::default() || extras.iter().any(|extra| extra.0 == i);
     if let Some(i) = (0..hashed.len()).find(|&i| hashed[i].is_some() && is_keyed(i)) {
-        let must = "must be given to prefix.hash";
+        let must = "must be passed to prefix.hash";
         return Err(invalid(format!("prompts[{i}] is a HashedPrompt: its salt, lora_id and extras {must}")));
     }
     let of_prompt = |i: usize| extras.iter().filter(move |extra| extra.0 == i);

@@ -1,21 +1,21 @@
-//! `Sequence`: the handle of one sequence, as `allocate` returns it.
+//! `Sequence`: the handle of one sequence, returned by `allocate`.
 
 use pyo3::basic::CompareOp;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 
-/// The handle of one sequence. Every call that takes a handle takes it; so does numpy.
+/// The handle of one sequence. Every method that takes a handle accepts it, and so does numpy.
 ///
-/// It equals and hashes as its number, and prints as that number.
+/// It compares, hashes and prints like its number.
 ///
 /// Args:
 ///     handle: the number, uint64.
-///     cached_tokens: first tokens of the prompt that need not be computed.
+///     cached_tokens: number of tokens at the start of the prompt that need no compute.
 #[pyclass(frozen, name = "Sequence", module = "blockyard._core")]
 pub(crate) struct PySequence {
     handle: u64,
-    /// First tokens of the prompt that need not be computed: the prefix cache had them. The last token is always
-    /// computed.
+    /// Number of tokens at the start of the prompt that the prefix cache had, so that they need no compute. The last
+    /// token is always computed.
     #[pyo3(get)]
     cached_tokens: u32,
 }
@@ -65,7 +65,7 @@ impl PySequence {
     }
 }
 
-/// The number as an int of Python's.
+/// Returns the number as a Python int.
 fn handle<'py>(py: Python<'py>, sequence: &PySequence) -> Bound<'py, PyAny> {
     let Ok(number) = sequence.handle.into_pyobject(py);
     number.into_any()

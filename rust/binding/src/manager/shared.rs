@@ -30,24 +30,24 @@ impl Shared {
         manager
     }
 
-    /// Calls with the lock held. For what lends memory of the caller's: none is lent while this thread waits.
+    /// Takes the lock, for calls that lend the caller's memory: nothing may be lent while this thread waits.
     pub(crate) fn with<R>(&self, call: impl FnOnce(&mut Manager) -> R) -> R {
         call(&mut self.lock())
     }
 }
 
-/// A new uint64 array of handles.
+/// Returns a new uint64 array of handles.
 pub(crate) fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> PyResult<Bound<'py, PyArray1<u64>>> {
     memory::array(py, ids, |id| id.0)
 }
 
-/// The empty array of handles, one for all: a step's usual answer, and making it would cost as much as the call.
+/// Returns the shared empty array of handles: most steps return it, and creating it would cost as much as the call.
 pub(crate) fn no_handles(py: Python<'_>) -> PyResult<Bound<'_, PyArray1<u64>>> {
     static NONE: PyOnceLock<Py<PyArray1<u64>>> = PyOnceLock::new();
     NONE.get_or_try_init(py, || handles(py, &[]).map(Bound::unbind)).map(|none| none.bind(py).clone())
 }
 
-/// The rows of sequences in one cache group.
+/// Returns the rows of sequences in one cache group.
 pub(crate) fn rows_in(manager: &Manager, sequences: &[SequenceId], group: u32) -> PyResult<Vec<SequenceId>> {
     let mut rows = core_memory::with_room(sequences.len()).map_err(to_py)?;
     for &sequence in sequences {
@@ -56,7 +56,7 @@ pub(crate) fn rows_in(manager: &Manager, sequences: &[SequenceId], group: u32) -
     Ok(rows)
 }
 
-/// The row of a sequence in one cache group.
+/// Returns the row of a sequence in one cache group.
 pub(crate) fn row_in(manager: &Manager, sequence: SequenceId, group: u32) -> PyResult<SequenceId> {
     manager.table_of(sequence, group as usize).map_err(to_py)
 }

@@ -5,58 +5,59 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::BTreeMap;
 
-/// One number a tier, by its name.
+/// One number per tier, by the tier's name.
 type ByTier = BTreeMap<&'static str, u64>;
 
-/// Counters since the manager was made, and the state of each tier now. Transfers count when they are decided.
+/// Counters since the manager was created, and the current state of each tier. Transfers count when they are
+/// decided.
 #[pyclass(frozen, eq, get_all, name = "ManagerStats", module = "blockyard._core")]
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct PyManagerStats {
-    /// Sequences that are open now.
+    /// Number of open sequences.
     sequences: u64,
-    /// Decisions taken.
+    /// Number of decisions taken.
     steps: u64,
-    /// Tickets that are neither completed nor failed, a list of ints, oldest first.
+    /// Tickets neither completed nor failed, a list of ints, oldest first.
     open_tickets: Vec<u64>,
-    /// Prompts admitted with their token ids.
+    /// Number of prompts admitted with token ids.
     prompts: u64,
-    /// Full blocks of those prompts that were cached.
+    /// Number of full blocks of those prompts that were cached.
     hit_blocks: u64,
-    /// Full blocks of those prompts that were not.
+    /// Number of full blocks of those prompts that were not cached.
     missed_blocks: u64,
-    /// Tokens that need not be computed.
+    /// Number of prompt tokens that needed no compute.
     hit_tokens: u64,
-    /// Tokens that must be computed.
+    /// Number of prompt tokens to compute.
     missed_tokens: u64,
-    /// Blocks that were computed twice and merged into one.
+    /// Number of blocks that were computed twice and merged.
     merged_blocks: u64,
-    /// Hit blocks that only the host had.
+    /// Number of hit blocks that only the host had.
     loaded_blocks: u64,
-    /// Copies on write that were decided.
+    /// Number of copies on write.
     copied_blocks: u64,
-    /// For host and external tier, blocks swapped out to it.
+    /// For host and external tier, number of blocks swapped out to it.
     swapped_out_blocks: ByTier,
-    /// For host and external tier, blocks swapped in from it.
+    /// For host and external tier, number of blocks swapped in from it.
     swapped_in_blocks: ByTier,
-    /// Moves by defragmentation that ended.
+    /// Number of finished defragmentation moves.
     moved_blocks: u64,
-    /// Moves given up because the block was written, freed or leased meanwhile.
+    /// Number of moves given up because the block was written, freed or leased in the meantime.
     cancelled_moves: u64,
-    /// Moves whose bytes did not land.
+    /// Number of moves whose bytes did not land.
     failed_moves: u64,
-    /// For each tier, the blocks that it has now.
+    /// For each tier, its current number of blocks.
     num_blocks: ByTier,
-    /// For each tier, blocks that are referenced or leased now.
+    /// For each tier, number of blocks that are referenced or leased.
     used_blocks: ByTier,
-    /// For each tier, the most blocks ever used at once.
+    /// For each tier, the highest number of used blocks so far.
     peak_blocks: ByTier,
-    /// For each tier, blocks that transfers lease now.
+    /// For each tier, number of blocks leased by transfers.
     leased_blocks: ByTier,
-    /// For each tier, blocks whose key finds them now.
+    /// For each tier, number of blocks that their keys find.
     cached_blocks: ByTier,
-    /// For each tier, cached blocks that were evicted.
+    /// For each tier, number of cached blocks evicted.
     evicted_blocks: ByTier,
-    /// For each tier, blocks that pins keep now.
+    /// For each tier, number of pinned blocks.
     pinned_blocks: ByTier,
 }
 
@@ -95,7 +96,7 @@ impl PyManagerStats {
 
 #[pymethods]
 impl PyManagerStats {
-    /// Hit blocks of all full blocks that were looked up; 0 before the first.
+    /// Fraction of the full blocks looked up that were hits; 0 before the first.
     #[getter]
     fn hit_rate(&self) -> f64 {
         share(self.hit_blocks, self.hit_blocks + self.missed_blocks)
@@ -104,8 +105,8 @@ impl PyManagerStats {
     /// Return all counters by name, for metrics.
     ///
     /// Returns:
-    ///     A dict of numbers; those of a tier as `used_blocks_device` and so on, the number of `open_tickets`, and
-    ///     `device_cache_usage_sys` and so on: the part of a tier that is in use, 0 to 1.
+    ///     A dict of numbers. Those of a tier are named `used_blocks_device` and so on; `open_tickets` is their number;
+    ///     `device_cache_usage_sys` and so on are the fraction of a tier in use, 0 to 1.
     fn as_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         let plain = [
@@ -156,18 +157,17 @@ impl PyManagerStats {
     }
 }
 
-/// How long the sampled blocks of a tier stayed cached. Each is how many fell into each range, and their sum in
-/// seconds.
+/// How long the sampled blocks of a tier stayed cached. Each field has counts per range and a sum in seconds.
 #[pyclass(frozen, eq, get_all, name = "Residency", module = "blockyard._core")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct PyResidency {
-    /// Upper ends of the ranges in seconds; the last range has no end.
+    /// Upper bounds of the ranges in seconds; the last range is unbounded.
     bounds: Vec<f64>,
-    /// From when a block could be found to its eviction.
+    /// Time from when a block was first cached to its eviction.
     lifetime: (Vec<u64>, f64),
-    /// From when a block was last used to its eviction.
+    /// Time from a block's last use to its eviction.
     idle_before_evict: (Vec<u64>, f64),
-    /// From when nothing used a block any more to when a prompt did again.
+    /// Time during which no sequence used a block, until a prompt used it again.
     reuse_gap: (Vec<u64>, f64),
 }
 
@@ -191,19 +191,19 @@ impl PyResidency {
     }
 }
 
-/// How scattered the device's blocks are.
+/// How fragmented the device pool is.
 #[pyclass(frozen, eq, get_all, name = "Fragmentation", module = "blockyard._core")]
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct PyFragmentation {
     /// Highest block that is not free; None if all are.
     pub(crate) max_id: Option<u32>,
-    /// Blocks by which the highest block that can move could be lower.
+    /// By how many blocks the highest movable block could be lower.
     pub(crate) gap: u32,
-    /// Free blocks that are not cached.
+    /// Number of free blocks without cached content.
     pub(crate) holes: usize,
-    /// Block tables with blocks of their own.
+    /// Number of block tables that are not empty.
     pub(crate) tables: usize,
-    /// Runs of neighbouring blocks in those tables.
+    /// Number of runs of adjacent blocks in those tables.
     pub(crate) runs: usize,
 }
 
@@ -216,7 +216,7 @@ impl PyFragmentation {
     }
 }
 
-/// A part of a whole, 0 to 1; 0 where there is nothing.
+/// Returns a fraction, 0 to 1; 0 if the whole is 0.
 #[expect(clippy::cast_precision_loss, reason = "a ratio for people to read")]
 fn share(part: u64, whole: u64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 / whole as f64 }

@@ -1,5 +1,5 @@
-//! `SlabStore`: the file store as Python sees it; what its batches come to is in `results`, its file in `report`. The
-//! connections of the Redis store are in `redis`.
+//! `SlabStore`: the file store. `results` has the results of its batches, `report` the inspection of its file, and
+//! `redis` the connections of the Redis store.
 
 mod redis;
 mod report;
@@ -34,15 +34,15 @@ mod classes {
     import_exception!(blockyard.errors, UnknownTicketError);
 }
 
-/// XXH3-128 of each row of a uint8 array `[n, width]`, little-endian; with a key the first 16 bytes of its keyed
-/// BLAKE3. uint8 `[n, 16]`.
+/// Return the XXH3-128 of each row, little-endian, uint8 `[n, 16]`; with a key, the first 16 bytes of the keyed
+/// BLAKE3.
 ///
 /// Args:
 ///     rows: uint8 `[n, width]`.
-///     key: 32 bytes that only who may write knows: nobody else can make these checksums.
-///     heads: bytes in front of each row, uint8 `[n, m]`; the checksum is that of both together.
+///     key: 32 bytes, known only to trusted writers: nobody else can compute these checksums.
+///     heads: bytes in front of each row, uint8 `[n, m]`; the checksum covers both.
 /// Raises:
-///     InvalidArgumentError: wrong dtype or shape, or the key has another length.
+///     InvalidArgumentError: wrong dtype or shape, or the key does not have 32 bytes.
 #[pyfunction]
 #[pyo3(signature = (rows, key=None, heads=None))]
 pub(crate) fn checksum_rows<'py>(
@@ -67,7 +67,7 @@ pub(crate) fn checksum_rows<'py>(
     memory::filled(rows.py(), [count, 16], sums.as_flattened(), |&byte| byte)
 }
 
-/// A copy of what stands in front of `count` rows, and how many bytes each.
+/// Copies the heads of `count` rows; returns them and the bytes of each.
 fn heads_of(heads: &Bound<'_, PyAny>, count: usize) -> PyResult<(Vec<u8>, usize)> {
     let refused = || expected("heads", &format!("a uint8 array [{count}, m]"), heads);
     let shape = heads.cast::<PyArray<u8, Ix2>>().map_err(|_| refused())?.dims();
@@ -75,7 +75,7 @@ fn heads_of(heads: &Bound<'_, PyAny>, count: usize) -> PyResult<(Vec<u8>, usize)
     Ok((bytes, shape[1]))
 }
 
-/// How often a waiting call looks for signals.
+/// How often a waiting call checks for signals.
 const SLICE: Duration = Duration::from_millis(100);
 
 fn to_py(error: &Error) -> PyErr {
@@ -97,15 +97,15 @@ fn invalid(message: String) -> PyErr {
     classes::InvalidArgumentError::new_err(message)
 }
 
-/// Blocks in one preallocated file; `blockyard.stores.open_store` opens it by URL. With `use="swap"` they are
-/// addressed by slot and die with the process, with `use="prefix"` they are found by key and outlive it.
+/// Blocks in one preallocated file; `blockyard.stores.open_store` opens it by URL. With `use="swap"`, blocks are
+/// addressed by slot and die with the process; with `use="prefix"`, they are found by key and outlive it.
 #[pyclass(frozen, name = "SlabStore", module = "blockyard._core")]
 pub(crate) struct PySlabStore {
     store: SlabStore,
     path: PathBuf,
     direct: bool,
     notes: Vec<String>,
-    /// Rows that reads were given, by ticket.
+    /// The callers' rows for reads, by ticket.
     lent: Mutex<HashMap<u64, Lent>>,
 }
 
@@ -157,19 +157,19 @@ impl PySlabStore {
         .map_err(|error| to_py(&error))
     }
 
-    /// Whether `set_quota` works: with `use="prefix"`.
+    /// Whether the class supports `set_quota`, with `use="prefix"`.
     #[classattr]
     fn keeps_quotas() -> bool {
         true
     }
 
-    /// Blocks that the store can hold; in swap space its slots, numbered from 0.
+    /// Number of blocks that the store can hold; in swap space the slots, numbered from 0.
     #[getter]
     fn num_slots(&self) -> u32 {
         self.store.geometry().slots
     }
 
-    /// Bytes that one slot holds for the caller.
+    /// Bytes of one block, as the caller sees it.
     #[getter]
     fn bytes_per_block(&self) -> usize {
         self.store.geometry().payload_bytes
@@ -187,13 +187,13 @@ impl PySlabStore {
         self.direct
     }
 
-    /// What the system did not allow, in words.
+    /// Messages about features that the system refused.
     #[getter]
     fn notes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.notes)
     }
 
-    /// Where a slot's header begins in the file, in bytes.
+    /// Return the offset of a slot's header in the file, in bytes.
     fn slot_offset(&self, #[pyo3(from_py_with = args::slot)] slot: i64) -> PyResult<u64> {
         let geometry = self.store.geometry();
         let found = u32::try_from(slot).ok().filter(|&found| found < geometry.slots);
@@ -201,8 +201,8 @@ impl PySlabStore {
         found.map(|found| geometry.offset(found)).ok_or_else(missing)
     }
 
-    /// Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`. Rows that are no whole pages
-    /// are copied before this returns a ticket. See `ExternalStore.submit_write`.
+    /// Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`. Returns a ticket. Rows that
+    /// are not whole pages are copied first. See `ExternalStore.submit_write`.
     fn submit_write(&self, slots: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
         let slots = slot_array(slots)?;
         self.submit_rows(
@@ -260,28 +260,28 @@ impl PySlabStore {
         py.detach(|| self.store.submit_delete(&keys)).map_err(|error| to_py(&error))
     }
 
-    /// Whether each key has a block, bool `[n]`; nothing is read. See `ExternalStore.contains`.
+    /// Return whether each key has a block, bool `[n]`, without reading it. See `ExternalStore.contains`.
     fn contains<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<bool>>> {
         let keys = key_array(keys)?;
         let found = self.store.contains(&keys).map_err(|error| to_py(&error))?;
         memory::array(py, &found, |found| *found)
     }
 
-    /// Whether a get of each key is sure to be a miss, bool `[n]`. See `ExternalStore.lacks`.
+    /// Return whether a read of each key would be a miss, bool `[n]`. See `ExternalStore.lacks`.
     fn lacks<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<bool>>> {
         let keys = key_array(keys)?;
         let found = self.store.lacks(&keys).map_err(|error| to_py(&error))?;
         memory::array(py, &found, |found| *found)
     }
 
-    /// Forget every key, now and for later processes; waits for the disk. See `ExternalStore.forget`.
+    /// Forget every key, also for later processes; waits for the disk. See `ExternalStore.forget`.
     #[pyo3(signature = (revision=None))]
     fn forget(&self, py: Python<'_>, revision: Option<&str>) -> PyResult<()> {
         py.detach(|| self.store.forget(revision.map(revision_name))).map_err(|error| to_py(&error))
     }
 
-    /// Limit the blocks of one tenant and drop those beyond; waits for the disk. The quota ends with this store. Its
-    /// blocks count in later ones too. See `ExternalStore.set_quota`.
+    /// Limit the blocks of one tenant and drop excess ones; waits for the disk. The quota ends when this store is
+    /// closed; later stores still count these blocks. See `ExternalStore.set_quota`.
     fn set_quota(
         &self,
         py: Python<'_>,
@@ -291,17 +291,19 @@ impl PySlabStore {
         py.detach(|| self.store.set_quota(tenant, num_blocks)).map_err(|error| to_py(&error))
     }
 
-    /// Blocks that count for a tenant, and its quota; None without a quota. See `ExternalStore.quota`.
+    /// Return how many blocks count towards a tenant's quota, and the quota; None without a quota. See
+    /// `ExternalStore.quota`.
     fn quota(&self, #[pyo3(from_py_with = args::tenant)] tenant: [u8; 32]) -> PyResult<Option<(u32, u32)>> {
         self.store.quota(tenant).map_err(|error| to_py(&error))
     }
 
-    /// File descriptor, readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`.
+    /// Return a file descriptor that is readable after a ticket has ended, until the next `poll`. See
+    /// `ExternalStore.event_fd`.
     fn event_fd(&self) -> PyResult<i32> {
         self.store.event_fd().map_err(|error| to_py(&error))
     }
 
-    /// Tickets that finished or expired since the last call, not collected yet. Never waits.
+    /// Return uncollected tickets that finished or expired since the last call. Never waits.
     fn poll(&self) -> PyResult<Vec<u64>> {
         self.store.poll().map_err(|error| to_py(&error))
     }
@@ -318,7 +320,7 @@ impl PySlabStore {
         let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
         self.wait_until(py, ticket, timeout.and_then(|timeout| Instant::now().checked_add(timeout)))?;
         let (is_read, len) = self.store.expects(ticket).map_err(|error| to_py(&error))?;
-        // Memory first: without it the ticket can still be collected.
+        // Allocate first: if that fails, the ticket can still be collected.
         let mut reasons = memory::reserved(len)?;
         let width = self.bytes_per_block();
         let (ok, rows) = memory::made(py, len, |ok: &mut [bool]| {
@@ -338,13 +340,13 @@ impl PySlabStore {
         Ok(PyCompletion { ticket, ok: ok.unbind(), rows: rows?, reasons: PyTuple::new(py, reasons)?.unbind() })
     }
 
-    /// Counters since the store was opened.
+    /// Return the counters since the store was opened.
     fn stats(&self) -> PyResult<PyStoreStats> {
         let stats = self.store.stats().map_err(|error| to_py(&error))?;
         Ok(PyStoreStats::from_store(stats, self.bytes_per_block() as u64))
     }
 
-    /// Give up what is under way, and remove the file of swap space. Returns False if the disk did not answer within
+    /// Give up batches in flight, and delete the file of swap space. Returns False if the disk did not answer within
     /// `timeout` seconds.
     #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, #[pyo3(from_py_with = args::timeout)] timeout: f64) -> PyResult<bool> {
@@ -373,10 +375,10 @@ impl PySlabStore {
     }
 }
 
-/// Rows that a read was given.
+/// The caller's rows for a read.
 struct Lent {
     rows: Py<PyArray<u8, Ix2>>,
-    /// Whether the store reads straight into them.
+    /// Whether the store reads directly into them.
     in_place: bool,
 }
 
@@ -385,12 +387,12 @@ impl PySlabStore {
         self.lent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Rows of the caller's for the store to use in place; `None` if they do not lie on pages.
+    /// Lends the caller's rows to the store; `None` if they are not whole aligned pages.
     fn lent_rows(&self, rows: &Bound<'_, PyAny>, count: usize, is_written: bool) -> PyResult<Option<LentRows>> {
         memory::lent_rows(rows, [count, self.bytes_per_block()], is_written)
     }
 
-    /// Submits rows of the caller's: `lend` if they lie on pages, else `copy`.
+    /// Submits the caller's rows: with `lend` if they are whole aligned pages, else with `copy`.
     fn submit_rows(
         &self,
         rows: &Bound<'_, PyAny>,
@@ -407,7 +409,7 @@ impl PySlabStore {
         submitted.map_err(|error| to_py(&error))
     }
 
-    /// Submits a read, and remembers the rows that it fills for `wait`.
+    /// Submits a read, and keeps its rows for `wait`.
     fn read_into(
         &self,
         py: Python<'_>,
@@ -425,7 +427,7 @@ impl PySlabStore {
         Ok(ticket)
     }
 
-    /// Waits in slices, so that an interrupt from the keyboard is not held up.
+    /// Waits in slices, so that a keyboard interrupt is handled promptly.
     fn wait_until(&self, py: Python<'_>, ticket: u64, until: Option<Instant>) -> PyResult<()> {
         loop {
             let left = until.map_or(SLICE, |until| until.saturating_duration_since(Instant::now()));
@@ -438,7 +440,7 @@ impl PySlabStore {
     }
 }
 
-/// Copies what was read, and says why what was not is a miss.
+/// Copies the blocks that were read, and adds each block's reason.
 fn collect(found: &Completion, out: &mut [u8], width: usize, reasons: &mut Vec<&'static str>) {
     let mut rows = out.chunks_exact_mut(width);
     for block in found.blocks() {
@@ -454,7 +456,7 @@ fn slot_array(value: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     memory::listed(value)?.ok_or_else(|| expected("slots", "an int64 array [n]", value))
 }
 
-/// Keys of 32 bytes, from an array or one by one.
+/// Reads keys of 32 bytes, from an array or one by one.
 fn key_array(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u8; 32]>> {
     match memory::copied::<u8, Ix2>(value)? {
         Some((bytes, shape)) if shape[1] == 32 => {
@@ -465,7 +467,7 @@ fn key_array(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u8; 32]>> {
     }
 }
 
-/// Whose `count` blocks are, from arrays of tenants and parents.
+/// Reads the owners of `count` blocks from arrays of tenants and parents.
 fn owners_of(value: &Bound<'_, PyAny>, count: usize) -> PyResult<Vec<Owner>> {
     let (tenants, parents) = value
         .extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()
@@ -482,7 +484,7 @@ fn owners_of(value: &Bound<'_, PyAny>, count: usize) -> PyResult<Vec<Owner>> {
     Ok(tenants.chunks_exact(32).zip(parents.chunks_exact(32)).filter_map(owner).collect())
 }
 
-/// The error for an argument that is not the array it must be; says what it is.
+/// Returns the error for an argument that is not the required array.
 fn expected(what: &str, wanted: &str, value: &Bound<'_, PyAny>) -> PyErr {
     let found = match (value.getattr("dtype"), value.getattr("shape")) {
         (Ok(dtype), Ok(shape)) => format!("an array of {dtype} {shape}"),

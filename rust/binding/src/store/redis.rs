@@ -1,4 +1,4 @@
-//! `RedisClient`: the connections of the Redis store as Python sees them.
+//! `RedisClient`: the connections of the Redis store.
 
 use super::{classes, expected, invalid, seconds};
 use crate::convert::args;
@@ -11,36 +11,36 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyList};
 use std::path::PathBuf;
 
-/// Commands as Python has them.
+/// Commands as Python passes them.
 type Commands<'py> = Vec<Vec<Bound<'py, PyBytes>>>;
 
-/// Whether each value was stored, answers to commands, and why nodes did not answer.
+/// Whether each value was stored, the answers to commands, and why nodes did not answer.
 type Stored<'py> = (Bound<'py, PyArray1<bool>>, Bound<'py, PyList>, Option<String>);
 
-/// Whether each value was there, its first bytes, answers to other commands, and why nodes did not answer.
+/// Whether each value was found, its first bytes, the answers to other commands, and why nodes did not answer.
 type Found<'py> = (Bound<'py, PyArray1<bool>>, Bound<'py, PyArray2<u8>>, Bound<'py, PyList>, Option<String>);
 
-/// Most bytes of each value that `get` returns apart.
+/// Maximum number of first bytes that `get` returns separately.
 const MOST_HEAD_BYTES: usize = 4096;
 
 fn to_py(error: &Error) -> PyErr {
     classes::StoreError::new_err(error.to_string())
 }
 
-/// Connections to a Redis or Valkey server or cluster, one for each call that is under way. Calls block without the
-/// interpreter's lock. In a cluster, a node that does not answer loses its own values alone. Calls leave it out until
-/// it answers a probe, which a thread of its own sends every second.
+/// Connections to a Redis or Valkey server or cluster, one for each running call. Calls block without the
+/// interpreter's lock. In a cluster, a node that does not answer affects only its own values. Calls skip it until it
+/// answers a probe, which a separate thread sends every second.
 ///
 /// Args:
-///     host: name of the server's machine, or with `transport="unix"` the path of its socket.
-///     port: of the server.
+///     host: host name of the server, or with `transport="unix"` the path of its socket.
+///     port: port of the server.
 ///     transport: `"tcp"`, `"tls"` or `"unix"`.
 ///     cluster: whether the server is a node of a cluster.
 ///     username, password: None for none.
-///     db: number of the database.
-///     ca, cert, key: PEM files for `"tls"`: authorities of the server's certificate; our own.
-///     connect_timeout: most seconds that connecting takes.
-///     timeout: most seconds that the server may be silent.
+///     db: database number.
+///     ca, cert, key: PEM files for `"tls"`: the CA of the server's certificate; client certificate and key.
+///     connect_timeout: timeout in seconds for connecting.
+///     timeout: maximum seconds without an answer from the server.
 /// Raises:
 ///     StoreError: a PEM file cannot be read.
 #[pyclass(frozen, name = "RedisClient", module = "blockyard._core")]
@@ -85,23 +85,23 @@ impl PyRedisClient {
         Ok(Self { client, host })
     }
 
-    /// Store values, all of them or in groups.
+    /// Store values, separately or in groups.
     ///
-    /// The values of a group and its command are one transaction at the server: the command runs last, and nobody
-    /// sees a part. In a cluster, all keys of a group must be in the slot of its first name.
+    /// The values of a group and its command are one transaction at the server, and the command runs last. In a
+    /// cluster, all keys of a group must be in the hash slot of its first name.
     ///
     /// Args:
-    ///     names: bytes each.
+    ///     names: keys of the values, bytes each.
     ///     rows: uint8 `[n, width]`.
-    ///     ttl_ms: milliseconds after which the server drops them.
-    ///     lengths: bytes of each row that count.
-    ///     sizes: values of each group, in their order; they add up to n. None for no groups.
+    ///     ttl_ms: milliseconds after which the server drops the values.
+    ///     lengths: number of bytes of each row to store.
+    ///     sizes: number of values in each group, in order; they add up to n. None for no groups.
     ///     last: the command of each group, words of bytes.
     /// Returns:
-    ///     Whether the server took each value, bool `[n]`, the answers to `last`, and None or why nodes of a cluster do
-    ///     not answer.
+    ///     Whether the server stored each value, bool `[n]`; the answers to `last`; and None, or why nodes of a cluster
+    ///     do not answer.
     /// Raises:
-    ///     StoreError: the server does not answer, or no node of the cluster.
+    ///     StoreError: the server, or every node of the cluster, does not answer.
     #[pyo3(signature = (names, rows, *, ttl_ms=None, lengths=None, sizes=None, last=None))]
     fn put<'py>(
         &self,
@@ -128,20 +128,20 @@ impl PyRedisClient {
         Ok((memory::array(rows.py(), &stored, |stored| *stored)?, list_of(rows.py(), answers)?, why))
     }
 
-    /// Read values into rows. A value of another length leaves its row as it is; with `varies` a shorter one is
-    /// taken, and zeros follow it.
+    /// Read values into rows. A value of another length leaves its row unchanged; with `varies`, a shorter one is
+    /// read and padded with zeros.
     ///
     /// Args:
-    ///     names: bytes each.
+    ///     names: keys of the values, bytes each.
     ///     out: uint8 `[n, width]`, C-contiguous.
     ///     varies: whether values may be shorter than rows.
-    ///     head_bytes: first bytes of each value that do not go into `out`, 0 to 4096.
-    ///     first: commands, as for `run`, that run before in the same round trip.
+    ///     head_bytes: number of first bytes of each value to return separately instead of in `out`, 0 to 4096.
+    ///     first: commands, as for `run`, to run before the reads in the same round trip.
     /// Returns:
-    ///     Whether there was a value, bool `[n]`, the first bytes of each, uint8 `[n, head_bytes]`, zeros for none, the
-    ///     answers to `first`, and None or why nodes of a cluster do not answer.
+    ///     Whether each value was found, bool `[n]`; the first bytes of each, uint8 `[n, head_bytes]`, zeros if absent;
+    ///     the answers to `first`; and None, or why nodes of a cluster do not answer.
     /// Raises:
-    ///     StoreError: the server does not answer, or no node of the cluster, or one refuses.
+    ///     StoreError: the server, or every node of the cluster, does not answer; or one refuses.
     #[pyo3(signature = (names, out, *, varies=false, head_bytes=0, first=None))]
     fn get<'py>(
         &self,
@@ -175,16 +175,16 @@ impl PyRedisClient {
         Ok((memory::array(py, &found, |found| *found)?, heads, list_of(py, answers)?, why))
     }
 
-    /// Run commands in one round trip; in a cluster in one to each node.
+    /// Run commands in one round trip; in a cluster, one to each node.
     ///
     /// Args:
-    ///     commands: words of bytes each, at least one. In a cluster, the second is the key, or the fourth of
+    ///     commands: words of bytes each, at least one. In a cluster, the second word is the key, or the fourth of
     ///         `EVAL`; the third of `CLUSTER` is the slot.
     /// Returns:
-    ///     An answer each: an int, bytes, None or a list; or the StoreError with which the server refused. None also
-    ///     where the node of a cluster does not answer. Then None, or why nodes do not answer.
+    ///     The answer to each command: an int, bytes, None or a list; or a StoreError if the server refused it; or None
+    ///     if the node of a cluster does not answer. And None, or why nodes do not answer.
     /// Raises:
-    ///     StoreError: the server does not answer, or no node of the cluster.
+    ///     StoreError: the server, or every node of the cluster, does not answer.
     fn run<'py>(
         &self,
         py: Python<'py>,
@@ -195,7 +195,7 @@ impl PyRedisClient {
         Ok((list_of(py, answers)?, why))
     }
 
-    /// Close the connections that no call uses.
+    /// Close the idle connections.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.client.close());
     }
@@ -205,13 +205,13 @@ impl PyRedisClient {
     }
 }
 
-/// The groups of as many values as there are names.
+/// Checks the groups of the values with these names.
 fn groups_of(sizes: Vec<usize>, last: Vec<Command>, count: usize) -> PyResult<Vec<Group>> {
     let total = sizes.iter().try_fold(0_usize, |total, &size| total.checked_add(size));
     if sizes.len() != last.len() || (!sizes.is_empty() && total != Some(count)) {
         let (sizes, commands) = (sizes.len(), last.len());
         return Err(invalid(format!(
-            "sizes has {sizes} groups, must have one a command ({commands}) and sum to {count}"
+            "sizes has {sizes} groups, must have one per command ({commands}) and sum to {count}"
         )));
     }
     Ok(sizes.into_iter().zip(last).collect())
@@ -219,7 +219,7 @@ fn groups_of(sizes: Vec<usize>, last: Vec<Command>, count: usize) -> PyResult<Ve
 
 fn words_of(name: &str, commands: Commands<'_>) -> PyResult<Vec<Command>> {
     if commands.iter().any(Vec::is_empty) {
-        return Err(invalid(format!("{name} has an empty one, must have at least a word each")));
+        return Err(invalid(format!("{name} has an empty command, each must have at least one word")));
     }
     Ok(commands.into_iter().map(|words| words.into_iter().map(|word| word.as_bytes().to_vec()).collect()).collect())
 }
@@ -228,7 +228,7 @@ fn not_rows(name: &str, value: &Bound<'_, PyAny>) -> PyErr {
     expected(name, "a uint8 array [n, width]", value)
 }
 
-/// The shape of as many rows as there are keys.
+/// Returns the shape of the rows for `count` keys.
 fn shape_of(value: &Bound<'_, PyAny>, name: &str, count: usize) -> PyResult<[usize; 2]> {
     let array = value.cast::<PyArray<u8, Ix2>>().map_err(|_| not_rows(name, value))?;
     match array.shape() {

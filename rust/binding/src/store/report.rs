@@ -1,4 +1,4 @@
-//! `SlabReport`: what a slab holds, for `blockyard inspect` and `blockyard fsck`.
+//! `SlabReport`: the contents of a slab, for `blockyard inspect` and `blockyard fsck`.
 
 use super::to_py;
 use blockyard_store::SlabReport;
@@ -6,28 +6,28 @@ use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// What the slots of a slab hold.
+/// The contents of a slab's slots.
 #[pyclass(frozen, get_all, name = "SlabReport", module = "blockyard._core")]
 pub(crate) struct PySlabReport {
     /// The slab's file.
     path: PathBuf,
-    /// Slots of the slab.
+    /// Number of slots in the slab.
     num_slots: u32,
-    /// Bytes that one slot holds.
+    /// Bytes of a block in one slot.
     bytes_per_block: usize,
-    /// Process that wrote the superblock.
+    /// Process id that wrote the superblock.
     pid: u32,
-    /// Blocks that a store can find, by namespace in hexadecimal digits.
+    /// Number of blocks that a store can find, by namespace in hexadecimal digits.
     blocks: BTreeMap<String, u64>,
-    /// Slots without a block.
+    /// Number of slots without a block.
     empty: u64,
-    /// Blocks that were forgotten all at once.
+    /// Number of blocks forgotten by `forget`.
     forgotten: u64,
-    /// Blocks that a newer write of their key replaces.
+    /// Number of blocks replaced by a newer write of their key.
     replaced: u64,
-    /// Damaged slots and the reason that a read would have.
+    /// The damaged slots, each with the reason that a read would report.
     damaged: Vec<(u32, &'static str)>,
-    /// Damaged slots that were wiped.
+    /// Number of damaged slots that were wiped.
     wiped: u64,
 }
 
@@ -52,12 +52,12 @@ impl PySlabReport {
     }
 }
 
-/// Read the headers of a slab, which a store may have open.
+/// Read the headers of a slab, even while a store has it open.
 ///
 /// Args:
 ///     path: the file, or the directory of a prefix store.
 /// Raises:
-///     StoreError: it cannot be read, or is no slab.
+///     StoreError: the file cannot be read, or is not a slab.
 #[pyfunction]
 pub(crate) fn inspect_slab(py: Python<'_>, path: PathBuf) -> PyResult<PySlabReport> {
     let report = py.detach(move || SlabReport::inspect(&path));
@@ -70,7 +70,7 @@ pub(crate) fn inspect_slab(py: Python<'_>, path: PathBuf) -> PyResult<PySlabRepo
 ///     path: the file, or the directory of a prefix store.
 ///     repair: wipe damaged slots.
 /// Raises:
-///     StoreError: it cannot be read or written, is no slab, or is in use.
+///     StoreError: the file cannot be read or written, is not a slab, or is in use.
 #[pyfunction]
 #[pyo3(signature = (path, *, repair=false))]
 pub(crate) fn check_slab(py: Python<'_>, path: PathBuf, repair: bool) -> PyResult<PySlabReport> {

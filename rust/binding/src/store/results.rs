@@ -1,4 +1,4 @@
-//! `Completion` and `StoreStats`: what became of a batch, and of all batches.
+//! `Completion` and `StoreStats`: the results of one batch, and of all batches.
 
 use super::expected;
 use crate::convert::args::{self, Argument};
@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use std::collections::BTreeMap;
 
-/// What became of one batch.
+/// The results of one batch.
 #[pyclass(frozen, name = "Completion", module = "blockyard._core")]
 pub(crate) struct PyCompletion {
     /// The ticket that was collected.
@@ -35,20 +35,20 @@ impl PyCompletion {
         Ok(Self { ticket, ok: ok.clone().unbind(), rows: rows.clone().unbind(), reasons: reasons.unbind() })
     }
 
-    /// Whether each block came back or went in, bool `[n]`.
+    /// Whether each block was read or written, bool `[n]`.
     #[getter]
     fn ok(&self, py: Python<'_>) -> Py<PyArray1<bool>> {
         self.ok.clone_ref(py)
     }
 
-    /// The blocks that were read, uint8 `[n, bytes_per_block]`; rows of misses hold nothing of use. `[0,
-    /// bytes_per_block]` for writes.
+    /// The blocks that were read, uint8 `[n, bytes_per_block]`; the content of misses is unspecified. For writes,
+    /// `[0, bytes_per_block]`.
     #[getter]
     fn rows(&self, py: Python<'_>) -> Py<PyArray2<u8>> {
         self.rows.clone_ref(py)
     }
 
-    /// Why a block is a miss, one string a block; empty where it is not.
+    /// Why each block is a miss, one string per block; empty if it is not.
     #[getter]
     fn reasons(&self, py: Python<'_>) -> Py<PyTuple> {
         self.reasons.clone_ref(py)
@@ -69,29 +69,29 @@ impl PyCompletion {
 #[pyclass(frozen, eq, get_all, name = "StoreStats", module = "blockyard._core")]
 #[derive(Clone, Default, PartialEq, Eq)]
 pub(crate) struct PyStoreStats {
-    /// Blocks whose write completed.
+    /// Number of blocks written.
     written_blocks: u64,
-    /// Bytes of those, headers not counted.
+    /// Bytes of those blocks, without headers.
     written_bytes: u64,
-    /// Blocks whose read was checked and accepted.
+    /// Number of blocks read and found intact.
     read_blocks: u64,
-    /// Bytes of those, headers not counted.
+    /// Bytes of those blocks, without headers.
     read_bytes: u64,
-    /// Blocks that did not come back or go in, by reason.
+    /// Number of blocks not read or written, by reason.
     misses: BTreeMap<String, u64>,
-    /// Operations that the system answered with an error.
+    /// Number of operations that failed with a system error.
     errors: u64,
-    /// The last of those errors, in words.
+    /// Message of the last of those errors.
     last_error: String,
-    /// Operations that the system answered with an error since the last that succeeded: 0 means healthy.
+    /// Number of those errors since the last successful operation: 0 means healthy.
     errors_in_a_row: u64,
-    /// Whether the storage does not answer: batches are refused until a probe is answered.
+    /// Whether the storage has stopped answering; batches are then refused until it answers a probe.
     is_down: bool,
-    /// Bytes of blocks in flight and of results not yet collected.
+    /// Bytes of blocks in flight and of uncollected results.
     pending_bytes: u64,
-    /// Keys that have a block now.
+    /// Number of keys with a block.
     cached_blocks: u64,
-    /// Keys whose block gave way to another.
+    /// Number of keys whose block was evicted.
     evicted_blocks: u64,
 }
 
@@ -132,13 +132,13 @@ impl PyStoreStats {
         }
     }
 
-    /// Reads whose header or payload checksum did not match.
+    /// Number of reads whose header or payload checksum did not match.
     #[getter]
     fn checksum_failures(&self) -> u64 {
         self.sum(&[Miss::HeaderChecksum, Miss::PayloadChecksum])
     }
 
-    /// Reads that came back from storage and were refused, for any reason.
+    /// Number of reads that returned a damaged block, for any reason.
     #[getter]
     fn damaged_blocks(&self) -> u64 {
         self.sum(&[
@@ -155,7 +155,7 @@ impl PyStoreStats {
         ])
     }
 
-    /// All counters, for JSON.
+    /// Return all counters, for JSON.
     fn as_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         for (name, value) in [
@@ -179,7 +179,7 @@ impl PyStoreStats {
         Ok(dict)
     }
 
-    /// What the constructor takes, by name.
+    /// The constructor's arguments by name, for pickling.
     fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<((), Bound<'py, PyDict>)> {
         let counters = self.as_dict(py)?;
         counters.del_item("checksum_failures")?;

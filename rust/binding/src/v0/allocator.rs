@@ -26,7 +26,7 @@ impl PyPoolAllocator {
         PyFrozenSet::new(py, self.ids.all())
     }
 
-    /// Return the id within the device of a block.
+    /// Return a block's id within its device.
     pub(super) fn get_physical_block_id(
         &self,
         #[pyo3(from_py_with = args::absolute_id)] absolute_id: i64,
@@ -34,14 +34,14 @@ impl PyPoolAllocator {
         self.local(absolute_id).map(|block| block.0)
     }
 
-    /// Give a block back.
+    /// Free a block.
     #[pyo3(signature = (block, keep_block_object=false))]
     fn free(&self, block: V0Block<'_>, keep_block_object: bool) -> PyResult<()> {
-        let _ = keep_block_object; // block objects are cheap here and not pooled
+        let _ = keep_block_object; // ignored: block objects are cheap and not pooled
         self.release(&[block])
     }
 
-    /// Return the blocks up to this one, shared.
+    /// Return new references to the blocks up to this one.
     pub(super) fn fork<'py>(slf: &Bound<'py, Self>, last_block: V0Block<'py>) -> PyResult<Vec<V0Block<'py>>> {
         let mut blocks = vec![last_block];
         while let Some(prev) = blocks[blocks.len() - 1].get().prev(slf.py()) {
@@ -51,7 +51,7 @@ impl PyPoolAllocator {
         Self::share(slf, &blocks)
     }
 
-    /// Take several full blocks.
+    /// Allocate several full blocks.
     #[pyo3(signature = (prev_block, block_token_ids, extra_hash=None, device=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     pub(super) fn allocate_immutable_blocks<'py>(
@@ -65,7 +65,7 @@ impl PyPoolAllocator {
         Self::allocate_chain(slf, prev_block.as_ref(), block_token_ids, Vec::new(), extra_hash)
     }
 
-    /// Take a full block, a cached one if there is one.
+    /// Allocate a full block, the cached one if it exists.
     #[pyo3(signature = (prev_block, token_ids, extra_hash=None, device=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     pub(super) fn allocate_immutable_block<'py>(
@@ -79,7 +79,7 @@ impl PyPoolAllocator {
         Ok(Self::allocate_chain(slf, prev_block.as_ref(), vec![token_ids], Vec::new(), extra_hash)?.remove(0))
     }
 
-    /// Take an empty block.
+    /// Allocate an empty block.
     #[pyo3(signature = (prev_block, extra_hash=None, device=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     pub(super) fn allocate_mutable_block<'py>(
@@ -94,7 +94,7 @@ impl PyPoolAllocator {
         slf.get().or_give_back(&ids, made)
     }
 
-    /// Return the id to write to, of a copy if the block is shared.
+    /// Return the block id to write to: a copy's if the block is shared.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn cow_block_if_not_appendable(&self, block: V0Block<'_>) -> PyResult<i64> {
         let source = block.get().id().ok_or_else(freed)?;
@@ -107,18 +107,18 @@ impl PyPoolAllocator {
         Ok(target)
     }
 
-    /// Return the copies since the last call, `(from, to)`, and forget them.
+    /// Return and clear the copies since the last call, `(from, to)`.
     pub(super) fn clear_copy_on_writes(&self) -> Vec<(i64, i64)> {
         std::mem::take(&mut *lock(&self.copies))
     }
 
-    /// Give the blocks of a list back.
+    /// Free the blocks of a list.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn swap_out(&self, #[pyo3(from_py_with = args::blocks)] blocks: Vec<V0Block<'_>>) -> PyResult<()> {
         self.release(&blocks)
     }
 
-    /// Take blocks for a list that comes back.
+    /// Allocate blocks for a list that is swapped in.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn swap_in(&self, #[pyo3(from_py_with = args::blocks)] blocks: Vec<V0Block<'_>>) -> PyResult<()> {
         let ids = self.take(&self.places(&blocks, |_| Ok(true))?)?;
@@ -126,19 +126,19 @@ impl PyPoolAllocator {
         Ok(())
     }
 
-    /// Return how many blocks there are.
+    /// Return the number of blocks.
     fn get_num_total_blocks(&self) -> usize {
         self.total()
     }
 
-    /// Return how many blocks are free.
+    /// Return the number of free blocks.
     #[pyo3(signature = (device=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn get_num_free_blocks(&self, device: Option<Bound<'_, PyAny>>) -> PyResult<usize> {
         one_device(device.as_ref()).map(|()| self.free_count())
     }
 
-    /// Return how many full blocks a swap would take.
+    /// Return how many full blocks a swap would allocate.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn get_num_full_blocks_touched(
         &self,
@@ -147,13 +147,13 @@ impl PyPoolAllocator {
         self.touched(&blocks, |_| Ok(true))
     }
 
-    /// Return the share of lookups that hit; -1 without a prefix cache.
+    /// Return the hit rate of lookups; -1 without a prefix cache.
     pub(super) fn get_prefix_cache_hit_rate(&self) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "a rate")]
         lock(&self.pool).lookups().map_or(-1.0, |all| all.hits as f64 / all.queries.max(1) as f64)
     }
 
-    /// Return the id of a full block, of the cached block with the same tokens if there is one.
+    /// Return the id of a full block, or of the cached block with the same tokens if it exists.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn promote_to_immutable_block(&self, block: V0Block<'_>) -> PyResult<i64> {
         if !self.caching {
@@ -161,12 +161,12 @@ impl PyPoolAllocator {
         }
         let local = self.local(block.get().id().ok_or_else(freed)?)?;
         let Some(keyed) = Self::keyed(&block)? else {
-            return require(false, || "only a full block is promoted".to_owned()).map(|()| 0);
+            return require(false, || "only a full block can be promoted".to_owned()).map(|()| 0);
         };
         Ok(self.ids.id(lock(&self.pool).publish(local, keyed).map_err(to_v0)?))
     }
 
-    /// Note when blocks were used.
+    /// Record when blocks were used.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
     pub(super) fn mark_blocks_as_accessed(
         &self,
@@ -179,7 +179,7 @@ impl PyPoolAllocator {
         })
     }
 
-    /// Do nothing: blocks are computed once they are full.
+    /// Do nothing: full blocks count as computed.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
     pub(super) fn mark_blocks_as_computed(
         &self,
@@ -188,12 +188,12 @@ impl PyPoolAllocator {
         self.mark_computed((!block_ids.is_empty()).then_some(block_ids.as_slice()))
     }
 
-    /// Forget what is cached; return whether it did.
+    /// Drop the cache; return whether that was possible.
     pub(super) fn reset_prefix_cache(&self) -> bool {
         lock(&self.pool).reset()
     }
 
-    /// Return how many of the hashes are cached, from the first on.
+    /// Return how many of the hashes, from the first on, are cached.
     pub(super) fn find_cached_blocks_prefix<'py>(
         &self,
         #[pyo3(from_py_with = args::block_hashes)] mut block_hashes: Vec<Bound<'py, PyAny>>,
@@ -207,7 +207,7 @@ impl PyPoolAllocator {
         Ok(block_hashes)
     }
 
-    /// Return the computed blocks that all lists share.
+    /// Return the computed blocks that all lists share at their start.
     pub(super) fn get_common_computed_block_ids(
         &self,
         #[pyo3(from_py_with = args::computed_seq_block_ids)] computed_seq_block_ids: Vec<Vec<i64>>,
@@ -223,7 +223,7 @@ impl PyPoolAllocator {
     }
 }
 
-/// Blocks without keys; ids that were freed last are reused first.
+/// An allocator of blocks without keys; it reuses the last freed ids first.
 #[pyclass(frozen, subclass, extends = PyPoolAllocator, name = "NaiveBlockAllocator", module = "blockyard.integrations.vllm_v0")]
 pub(crate) struct PyNaiveBlockAllocator;
 
@@ -252,14 +252,14 @@ impl PyNaiveBlockAllocator {
         block_ids: Option<Bound<'_, PyAny>>,
         block_pool: Option<Bound<'_, PyAny>>,
     ) -> PyResult<PyClassInitializer<Self>> {
-        let _ = block_pool; // block objects are cheap here and not pooled
+        let _ = block_pool; // ignored: block objects are cheap and not pooled
         let ids = Ids::new(block_ids.as_ref(), num_blocks)?;
         let base = PyPoolAllocator::naive(create_block, block_size, ids, Tier::Device)?;
         Ok(PyClassInitializer::from(base).add_subclass(Self))
     }
 }
 
-/// Blocks that are found again by their keys; the least recently accessed go first, then the longest prefixes.
+/// An allocator that finds blocks by their keys. It evicts the least recently used, then the longest prefixes.
 #[pyclass(frozen, subclass, extends = PyPoolAllocator, name = "PrefixCachingBlockAllocator", module = "blockyard.integrations.vllm_v0")]
 pub(crate) struct PyPrefixCachingBlockAllocator;
 
@@ -287,7 +287,7 @@ impl PyPrefixCachingBlockAllocator {
         block_ids: Option<Bound<'_, PyAny>>,
         eviction_policy: Option<Bound<'_, PyAny>>,
     ) -> PyResult<PyClassInitializer<Self>> {
-        // V0 has this one policy; by name, since the enum is the engine's.
+        // V0's only policy; compared by name, since the enum belongs to the engine.
         if let Some(policy) = eviction_policy {
             if policy.getattr(intern!(py, "name"))?.extract::<String>()? != "LRU" {
                 return Err(PyValueError::new_err(format!("eviction_policy is {policy:?}, must be LRU")));
@@ -298,14 +298,14 @@ impl PyPrefixCachingBlockAllocator {
         Ok(PyClassInitializer::from(base).add_subclass(Self))
     }
 
-    /// Return whether the contents of a block are cached.
+    /// Return whether the content of a block is cached.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn is_block_cached(slf: &Bound<'_, Self>, block: V0Block<'_>) -> PyResult<bool> {
         let key = key_of(&block)?;
         Ok(key.is_some_and(|key| lock(&slf.as_super().get().pool).holder(&key).is_some()))
     }
 
-    /// Return whether a block's contents are computed.
+    /// Return whether a block's content is computed.
     fn block_is_computed(
         slf: &Bound<'_, Self>,
         #[pyo3(from_py_with = args::block_id)] block_id: i64,
@@ -314,7 +314,7 @@ impl PyPrefixCachingBlockAllocator {
     }
 }
 
-/// An allocator of that kind, `naive` or `prefix_caching`.
+/// Creates an allocator of that kind, `naive` or `prefix_caching`.
 pub(super) fn of_kind<'py>(
     py: Python<'py>,
     kind: &str,

@@ -1,4 +1,4 @@
-//! Blocks of one sequence: token ids, and the id of the physical block that has their bytes.
+//! The blocks of a sequence: token ids, and the id of the physical block with their bytes.
 
 use super::key::{self, IntKey};
 use super::require;
@@ -15,10 +15,10 @@ use std::fmt::Display;
 
 pub(super) type V0Block<'py> = Bound<'py, PyNaiveBlock>;
 
-/// The class of allocators that cache prefixes. Its module makes blocks and imports this one, so this one imports the class.
+/// The class of allocators with a prefix cache. It is imported at run time, since its module imports this one.
 static CACHING: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
-/// What a block is made of.
+/// The constructor arguments of a block.
 pub(super) struct Parts<'py> {
     pub(super) prev: Option<Bound<'py, PyAny>>,
     pub(super) tokens: Vec<i64>,
@@ -36,16 +36,16 @@ struct V0BlockState {
     last_accessed: f64,
 }
 
-/// A block of token ids without a key, and what a block with one is built on.
+/// A block of token ids without a key; the base class of blocks with a key.
 #[pyclass(frozen, subclass, name = "NaiveBlock", module = "blockyard.integrations.vllm_v0")]
 pub(crate) struct PyNaiveBlock {
     block_size: usize,
     allocator: Py<PyAny>,
-    /// The block whose reference is exchanged on a copy, where it is another one.
+    /// The block whose id changes on a copy, if it is a different one.
     cow_target: Option<Py<PyAny>>,
     prev: InnerLock<Option<Py<PyAny>>>,
     extra: Option<i64>,
-    /// Tokens of the blocks before; `None` for a block that never gets a key.
+    /// Number of tokens in the preceding blocks; `None` for a block that never gets a key.
     before: Option<usize>,
     state: InnerLock<V0BlockState>,
 }
@@ -69,7 +69,7 @@ impl PyNaiveBlock {
 
     fn caching(parts: Parts<'_>, computed: bool) -> PyResult<Self> {
         let py = parts.allocator.py();
-        // By `isinstance`, as V0 does.
+        // With `isinstance`, as in V0.
         let class = CACHING.import(py, "blockyard._core", "V0PrefixCachingBlockAllocator")?;
         require(parts.allocator.is_instance(class)?, || {
             format!("allocator is {:?}, must cache prefixes", parts.allocator)
@@ -77,7 +77,7 @@ impl PyNaiveBlock {
         let before = match &parts.prev {
             Some(prev) => {
                 let is_block = prev.is_instance(&PyPrefixCachingBlock::type_object(py))?;
-                require(is_block, || format!("the block before is {prev:?}, must have a key"))?;
+                require(is_block, || format!("the previous block is {prev:?}, must have a key"))?;
                 match prev.cast::<Self>() {
                     Ok(block) => block.get().end(),
                     Err(_) => prev.getattr(intern!(py, "num_tokens_total"))?.extract().ok(),
@@ -116,7 +116,7 @@ impl PyNaiveBlock {
         lock(&self.state).tokens.clone()
     }
 
-    /// Tokens up to the block's end, where the block can have a key.
+    /// Returns the number of tokens up to the block's end, if the block can have a key.
     pub(super) fn end(&self) -> Option<usize> {
         self.before.map(|before| before + self.len())
     }
@@ -139,7 +139,7 @@ impl PyNaiveBlock {
 }
 
 impl Drop for PyNaiveBlock {
-    /// Lets a chain of blocks go one by one: they own each other, and it may be longer than the stack.
+    /// Drops a chain of blocks in a loop: they own each other, and recursion could overflow the stack.
     fn drop(&mut self) {
         let mut next = lock(&self.prev).take();
         if next.is_none() {
@@ -156,7 +156,7 @@ impl Drop for PyNaiveBlock {
     }
 }
 
-/// Key of a block, `None` until it and those before it are full; each is hashed once.
+/// Returns the key of a block, `None` until it and its predecessors are full. Each block is hashed once.
 pub(super) fn key_of(block: &V0Block<'_>) -> PyResult<Option<Key>> {
     let (py, mut todo, mut parent) = (block.py(), vec![block.clone()], None);
     while let Some(block) = todo.last() {
@@ -190,12 +190,13 @@ pub(super) fn key_of(block: &V0Block<'_>) -> PyResult<Option<Key>> {
     Ok(parent)
 }
 
-/// Appends tokens to a block; what others use is copied first, and a block that gets full is found from then on.
+/// Appends tokens to a block. A shared block is copied first, and a block that becomes full can be found from then
+/// on.
 pub(super) fn append(block: &V0Block<'_>, tokens: &[i64]) -> PyResult<()> {
     let (py, this) = (block.py(), block.get());
     if this.before.is_some() {
         require(key_of(block)?.is_none() && !lock(&this.state).computed, || {
-            "a full block is not appended to".to_owned()
+            "cannot append to a full block".to_owned()
         })?;
         if tokens.is_empty() {
             return Ok(());
@@ -249,7 +250,7 @@ impl PyNaiveBlock {
         append(slf, &token_ids)
     }
 
-    /// Id of the block, None without one.
+    /// Id of the physical block; None if there is none.
     #[getter]
     fn block_id(&self) -> Option<i64> {
         self.id()
@@ -272,13 +273,13 @@ impl PyNaiveBlock {
         self.block_size
     }
 
-    /// The block before; None for the first.
+    /// The previous block; None for the first.
     #[getter]
     fn prev_block<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
         self.prev(py)
     }
 
-    /// Hash of inputs beyond the tokens that the contents depend on; None if there are none.
+    /// Hash of other inputs that determine the content; None if there are none.
     #[getter]
     fn extra_hash(&self) -> Option<i64> {
         self.extra
@@ -290,25 +291,25 @@ impl PyNaiveBlock {
         self.full()
     }
 
-    /// Slots without a token.
+    /// Number of slots without a token.
     #[getter]
     fn num_empty_slots(&self) -> usize {
         self.block_size - self.len()
     }
 
-    /// Tokens up to the end of this block.
+    /// Number of tokens up to the end of this block.
     #[getter]
     fn num_tokens_total(&self) -> PyResult<Option<usize>> {
         self.unused().map(|()| self.end())
     }
 
-    /// Hash of the contents; None without one.
+    /// Hash of the content; None if there is none.
     #[getter]
     fn content_hash(slf: &Bound<'_, Self>) -> PyResult<Option<IntKey>> {
         key_of(slf).map(|key| key.map(IntKey))
     }
 
-    /// Whether the contents are computed.
+    /// Whether the content is computed.
     #[getter]
     fn computed(&self) -> PyResult<bool> {
         self.unused().map(|()| lock(&self.state).computed)
@@ -331,7 +332,7 @@ impl PyNaiveBlock {
     }
 }
 
-/// A block that others find by its key once it is full.
+/// A block that can be found by its key once it is full.
 #[pyclass(frozen, subclass, extends = PyNaiveBlock, name = "PrefixCachingBlock", module = "blockyard.integrations.vllm_v0")]
 pub(crate) struct PyPrefixCachingBlock;
 
@@ -358,7 +359,7 @@ impl PyPrefixCachingBlock {
         Self::with(Parts { prev, tokens, block_size, allocator, id, extra }, computed)
     }
 
-    /// Return the hash of a block from the one before and its tokens.
+    /// Return the hash of a block from the previous block's hash and its tokens.
     #[classmethod]
     #[pyo3(signature = (is_first_block, prev_block_hash, cur_block_token_ids, extra_hash=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
@@ -374,7 +375,7 @@ impl PyPrefixCachingBlock {
     }
 }
 
-/// Stands for blocks that fell out of a sliding window; wraps a block that is never written.
+/// Replaces blocks outside a sliding window; wraps a block that is never written.
 #[pyclass(frozen, name = "NullBlock", module = "blockyard.integrations.vllm_v0")]
 pub(crate) struct PyNullBlock {
     proxy: Py<PyAny>,
@@ -391,7 +392,7 @@ impl PyNullBlock {
         Self { proxy }
     }
 
-    /// Refuse: nothing is written to the null block.
+    /// Raise: the null block cannot be written.
     #[expect(clippy::needless_pass_by_value, clippy::unused_self, reason = "V0's signature")]
     fn append_token_ids(&self, #[pyo3(from_py_with = args::token_ids)] token_ids: Vec<i64>) -> PyResult<()> {
         let _ = token_ids;

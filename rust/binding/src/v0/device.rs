@@ -1,4 +1,4 @@
-//! The allocators of both devices behind one.
+//! The allocators of all devices, combined into one.
 
 use super::allocator::of_kind;
 use super::block::{PyNaiveBlock, PyNullBlock, V0Block};
@@ -14,7 +14,7 @@ use pyo3::types::{PyDict, PyFrozenSet};
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
-/// A device; by name, since each engine has its own enum. V0 knows no external one.
+/// A device, read by name, since each engine has its own enum. V0 has no external one.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Device {
     Gpu,
@@ -42,7 +42,7 @@ impl<'py> FromPyObject<'_, 'py> for Device {
 
 type Pool<'py> = Bound<'py, PyPoolAllocator>;
 
-/// The blocks of all devices under one count of ids: the GPU's first, then the CPU's, then the external ones.
+/// The blocks of all devices, with common ids: the GPU's first, then the CPU's, then the external ones.
 #[pyclass(frozen, subclass, name = "CpuGpuBlockAllocator", module = "blockyard.integrations.vllm_v0")]
 pub(crate) struct PyCpuGpuBlockAllocator {
     gpu: Py<PyPoolAllocator>,
@@ -52,7 +52,7 @@ pub(crate) struct PyCpuGpuBlockAllocator {
     null: OnceLock<Py<PyNullBlock>>,
 }
 
-/// The blocks that can move or go: all but null blocks.
+/// Returns the blocks that can be moved or freed: all but null blocks.
 pub(super) fn live<'py>(blocks: &[Bound<'py, PyAny>]) -> PyResult<Vec<V0Block<'py>>> {
     let not_null = blocks.iter().filter(|block| !block.is_instance_of::<PyNullBlock>());
     not_null.map(|block| Ok(block.cast::<PyNaiveBlock>()?.clone())).collect()
@@ -73,7 +73,7 @@ impl PyCpuGpuBlockAllocator {
         pool.bind(py).clone()
     }
 
-    /// The allocator that an id belongs to.
+    /// Returns the allocator that an id belongs to.
     fn owner<'py>(&self, py: Python<'py>, id: Option<i64>) -> PyResult<Pool<'py>> {
         let id = id.ok_or_else(freed)?;
         let owner = Device::ALL.map(|device| self.of(py, device));
@@ -97,14 +97,14 @@ impl PyCpuGpuBlockAllocator {
         self.null_block(py)
     }
 
-    /// Gives back one reference each; null blocks stay.
+    /// Releases one reference each; ignores null blocks.
     pub(super) fn release(&self, py: Python<'_>, blocks: &[Bound<'_, PyAny>]) -> PyResult<()> {
         let live = live(blocks)?;
         let Some(first) = live.first() else { return Ok(()) };
         self.owner(py, first.get().id())?.get().release(&live)
     }
 
-    /// New blocks over the same physical ones; null blocks are themselves.
+    /// Returns new blocks over the same physical ones; null blocks are returned themselves.
     pub(super) fn share<'py>(&self, py: Python<'py>, blocks: &[Bound<'py, PyAny>]) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let live = live(blocks)?;
         let Some(first) = live.first() else { return Ok(blocks.to_vec()) };
@@ -116,8 +116,8 @@ impl PyCpuGpuBlockAllocator {
         Ok(blocks.iter().map(copy).collect())
     }
 
-    /// Whether a block's bytes are all there. One that is still in prefill is nobody else's on the other device: it
-    /// must neither overwrite the bytes of one that has its key and all of them, nor stand for it.
+    /// Returns whether all of a block's bytes are computed. A block still in prefill is not shared on the other
+    /// device: it must neither overwrite nor replace a complete block with the same key.
     fn complete(&self, block: &V0Block<'_>) -> PyResult<bool> {
         let Some(id) = block.get().id() else { return Ok(true) };
         self.owner(block.py(), Some(id))?.get().computed(id)
@@ -135,7 +135,7 @@ impl PyCpuGpuBlockAllocator {
         Ok(Self::over(gpu_block_allocator, cpu_block_allocator, external))
     }
 
-    /// Makes the allocators, `naive` or `prefix_caching`.
+    /// Creates the allocators, `naive` or `prefix_caching`.
     #[staticmethod]
     #[pyo3(signature = (allocator_type, num_gpu_blocks, num_cpu_blocks, block_size, num_external_blocks=0))]
     #[expect(clippy::similar_names, reason = "V0's signature")]
@@ -154,7 +154,7 @@ impl PyCpuGpuBlockAllocator {
         Ok(Self::over(gpu, cpu, external))
     }
 
-    /// The allocator of one device.
+    /// Returns the allocator of one device.
     #[pyo3(name = "of")]
     fn py_of<'py>(&self, py: Python<'py>, device: Device) -> Pool<'py> {
         self.of(py, device)
@@ -165,7 +165,7 @@ impl PyCpuGpuBlockAllocator {
         self.null_block(py)
     }
 
-    /// Take an empty block.
+    /// Allocate an empty block.
     #[pyo3(signature = (prev_block, device, extra_hash=None))]
     fn allocate_mutable_block<'py>(
         &self,
@@ -177,7 +177,7 @@ impl PyCpuGpuBlockAllocator {
         PyPoolAllocator::allocate_mutable_block(&self.of(py, device), prev_block, extra_hash, None)
     }
 
-    /// Take several full blocks.
+    /// Allocate several full blocks.
     #[pyo3(signature = (prev_block, block_token_ids, device, extra_hash=None))]
     fn allocate_immutable_blocks<'py>(
         &self,
@@ -191,7 +191,7 @@ impl PyCpuGpuBlockAllocator {
         PyPoolAllocator::allocate_immutable_blocks(&pool, prev_block, block_token_ids, extra_hash, None)
     }
 
-    /// Take a full block, a cached one if there is one.
+    /// Allocate a full block, the cached one if it exists.
     #[pyo3(signature = (prev_block, token_ids, device, extra_hash=None))]
     fn allocate_immutable_block<'py>(
         &self,
@@ -204,24 +204,24 @@ impl PyCpuGpuBlockAllocator {
         PyPoolAllocator::allocate_immutable_block(&self.of(py, device), prev_block, token_ids, extra_hash, None)
     }
 
-    /// Give a block back.
+    /// Free a block.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn free(&self, block: Bound<'_, PyAny>) -> PyResult<()> {
         self.release(block.py(), std::slice::from_ref(&block))
     }
 
-    /// Return the blocks up to this one, shared.
+    /// Return new references to the blocks up to this one.
     fn fork<'py>(&self, py: Python<'py>, last_block: Bound<'py, PyAny>) -> PyResult<Vec<V0Block<'py>>> {
         let is_null = last_block.is_instance_of::<PyNullBlock>();
-        require(!is_null, || "the null block is not forked".to_owned())?;
+        require(!is_null, || "cannot fork the null block".to_owned())?;
         let block = last_block.cast_into::<PyNaiveBlock>()?;
         PyPoolAllocator::fork(&self.owner(py, block.get().id())?, block)
     }
 
-    /// Move blocks to another device, all or none. Blocks that share a physical block go on sharing one.
+    /// Move blocks to another device, all or none. Blocks that share a physical block still share one afterwards.
     ///
     /// Returns:
-    ///     The physical block there for each one here, in the order of first use.
+    ///     A dict from each physical block to its new one, in the order of first use.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn swap<'py>(
         &self,
@@ -255,7 +255,7 @@ impl PyCpuGpuBlockAllocator {
         }
         dst.add_refs(&again.into_iter().map(|(_, block)| block).collect::<Vec<_>>())?;
         if dst_device != Device::Gpu {
-            // On the GPU the manager says so, at the end of the step that brings the bytes.
+            // On the GPU, the manager marks them at the end of the step that loads the bytes.
             let landed: Vec<i64> = keys.iter().zip(&targets).filter_map(|(key, &id)| key.map(|_| id)).collect();
             dst.mark_computed(Some(&landed))?;
         }
@@ -265,22 +265,22 @@ impl PyCpuGpuBlockAllocator {
         Ok(mapping)
     }
 
-    /// Return the swaps since the last call, `(from, to)`, and forget them.
+    /// Return and clear the swaps since the last call, `(from, to)`.
     fn get_and_reset_swaps(&self) -> Vec<(i64, i64)> {
         std::mem::take(&mut *lock(&self.swaps))
     }
 
-    /// Return how many blocks are free.
+    /// Return the number of free blocks.
     fn get_num_free_blocks(&self, py: Python<'_>, device: Device) -> usize {
         self.of(py, device).get().free_count()
     }
 
-    /// Return how many blocks there are.
+    /// Return the number of blocks.
     fn get_num_total_blocks(&self, py: Python<'_>, device: Device) -> usize {
         self.of(py, device).get().total()
     }
 
-    /// Return how many full blocks a swap would take.
+    /// Return how many full blocks a swap would allocate.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn get_num_full_blocks_touched(
         &self,
@@ -291,7 +291,7 @@ impl PyCpuGpuBlockAllocator {
         self.of(py, device).get().touched(&live(&blocks)?, |block| self.complete(block))
     }
 
-    /// Return the id within the device of a block.
+    /// Return a block's id within its device.
     fn get_physical_block_id(
         &self,
         py: Python<'_>,
@@ -308,31 +308,31 @@ impl PyCpuGpuBlockAllocator {
         PyFrozenSet::new(py, ids.collect::<Vec<_>>())
     }
 
-    /// Return the copies since the last call, `(from, to)`, and forget them.
+    /// Return and clear the copies since the last call, `(from, to)`.
     fn clear_copy_on_writes(&self) -> Vec<(i64, i64)> {
         self.gpu.get().clear_copy_on_writes()
     }
 
-    /// Note when blocks were used.
+    /// Record when blocks were used.
     fn mark_blocks_as_accessed(
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = args::block_ids)] block_ids: Vec<i64>,
         #[pyo3(from_py_with = args::now)] now: f64,
     ) -> PyResult<()> {
-        // The last one is no null block, so it says where the sequence is.
+        // The last block is never null, so it shows the sequence's device.
         let Some(&last) = block_ids.last() else { return Ok(()) };
         let owner = self.owner(py, Some(last))?;
         let own = block_ids.into_iter().filter(|&id| owner.get().owns(id)).collect();
         owner.get().mark_blocks_as_accessed(own, now)
     }
 
-    /// Do nothing: blocks are computed once they are full.
+    /// Do nothing: full blocks count as computed.
     fn mark_blocks_as_computed(&self, #[pyo3(from_py_with = args::block_ids)] block_ids: Vec<i64>) -> PyResult<()> {
         self.gpu.get().mark_blocks_as_computed(block_ids)
     }
 
-    /// Return the computed blocks that all lists share.
+    /// Return the computed blocks that all lists share at their start.
     fn get_common_computed_block_ids(
         &self,
         #[pyo3(from_py_with = args::computed_seq_block_ids)] computed_seq_block_ids: Vec<Vec<i64>>,
@@ -340,17 +340,17 @@ impl PyCpuGpuBlockAllocator {
         self.gpu.get().get_common_computed_block_ids(computed_seq_block_ids)
     }
 
-    /// Return the share of lookups that hit; -1 without a prefix cache.
+    /// Return the hit rate of lookups; -1 without a prefix cache.
     fn get_prefix_cache_hit_rate(&self, py: Python<'_>, device: Device) -> f64 {
         self.of(py, device).get().get_prefix_cache_hit_rate()
     }
 
-    /// Forget what is cached; return whether it did.
+    /// Drop the cache; return whether that was possible.
     fn reset_prefix_cache(&self, py: Python<'_>) -> bool {
         Device::ALL.map(|device| self.of(py, device).get().reset_prefix_cache()) == [true; 3]
     }
 
-    /// Return how many of the hashes are cached, from the first on.
+    /// Return how many of the hashes, from the first on, are cached.
     #[pyo3(signature = (block_hashes, device=None))]
     fn find_cached_blocks_prefix<'py>(
         &self,

@@ -1,4 +1,4 @@
-//! Keys of full blocks as V0 has them: Python ints.
+//! Keys of full blocks in V0's form: Python ints.
 
 use super::require;
 use crate::convert::args;
@@ -9,7 +9,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt};
 
-/// A key that Python sees as an int of 256 bits; another int stands for its remainder.
+/// A key that Python sees as an int of 256 bits; other ints are reduced modulo 2^256.
 #[derive(Clone, Copy)]
 pub(super) struct IntKey(pub(super) Key);
 
@@ -41,11 +41,11 @@ impl<'py> FromPyObject<'_, 'py> for IntKey {
     }
 }
 
-/// Keys of the full blocks of `tokens`, the first after `parent`.
+/// Returns the keys of the full blocks of `tokens`, which follow `parent`.
 pub(super) fn chain(parent: Option<Key>, tokens: &[i64], block_size: usize, extra: Option<i64>) -> PyResult<Vec<Key>> {
     let size = u32::try_from(block_size).ok().filter(|&size| size > 0);
     let size = size.ok_or_else(|| invalid(format!("block_size is {block_size}, must be at least 1")))?;
-    // Engines put -1 for a token that is not known yet; ids of real ones stay below 2^31.
+    // Engines use -1 for an unknown token; real ids are below 2^31.
     let known = |&token: &i64| u32::try_from(if token < 0 { (1 << 31) - token } else { token });
     let known = tokens.iter().map(known).collect::<Result<Vec<u32>, _>>();
     let known = known.map_err(|_| invalid("token ids must be below 4294967295".to_owned()))?;
@@ -59,13 +59,13 @@ pub(super) fn chain(parent: Option<Key>, tokens: &[i64], block_size: usize, extr
     known.chunks_exact(block_size).map(next).collect()
 }
 
-/// Key of one full block.
+/// Returns the key of one full block.
 pub(super) fn one(parent: Option<Key>, tokens: &[i64], extra: Option<i64>) -> PyResult<Key> {
     require(!tokens.is_empty(), || "a block without tokens has no key".to_owned())?;
     chain(parent, tokens, tokens.len(), extra).map(|keys| keys[0])
 }
 
-/// Keys of the full blocks of `token_ids`, the first after `parent`; a negative id is a token not known yet.
+/// Returns the keys of the full blocks of `token_ids`, which follow `parent`; a negative id is an unknown token.
 #[pyfunction]
 #[pyo3(name = "v0_hash_blocks")]
 #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]

@@ -1,7 +1,7 @@
 //! The objects of vLLM V0's block manager (0.7.3) over the core's allocators: blocks, allocators, block tables.
 //!
-//! Ids are the engine's, counted over both devices; those of the core's pools, from 0 on each, stay inside. Locks are
-//! held for one call into the core and never while Python code runs.
+//! Ids are the engine's, common to all devices. The ids of the core's pools, which start at 0 in each, stay internal.
+//! Locks are held for one call into the core, and never while Python code runs.
 
 mod allocator;
 mod block;
@@ -21,12 +21,12 @@ mod classes {
     pyo3::import_exception!(blockyard.integrations.vllm_v0.interfaces, NoFreeBlocksError);
 }
 
-/// V0 asserts; its callers may rely on the exception, also under `python -O`.
+/// Raises AssertionError, as V0 does; its callers may rely on the exception, even under `python -O`.
 fn require(holds: bool, message: impl FnOnce() -> String) -> PyResult<()> {
     if holds { Ok(()) } else { Err(PyAssertionError::new_err(message())) }
 }
 
-/// The exception that V0 has for an error of the core.
+/// Returns V0's exception for an error of the core.
 #[expect(clippy::needless_pass_by_value, reason = "passed to `map_err` by name")]
 fn to_v0(error: Error) -> PyErr {
     match error {
@@ -41,7 +41,7 @@ fn freed() -> PyErr {
     PyAssertionError::new_err("a block has no physical block, it has been freed")
 }
 
-/// Puts the classes into `_core`, under names that say whose they are; to Python users they are the integration's.
+/// Adds the classes to `_core` under prefixed names; Python users see them in the integration.
 pub(crate) fn export(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
     module.add("V0NaiveBlock", py.get_type::<PyNaiveBlock>())?;

@@ -1,4 +1,4 @@
-//! The pool of one device under the engine's ids: what the allocators' verbs are made of.
+//! The pool of one device under the engine's ids. The allocators' methods build on it.
 
 use super::block::{Parts, PyNaiveBlock, PyPrefixCachingBlock, V0Block, key_of};
 use super::key;
@@ -70,7 +70,7 @@ impl Ids {
     }
 }
 
-/// What both allocators share.
+/// The base of both allocators.
 #[pyclass(frozen, subclass, name = "PoolAllocator", module = "blockyard.integrations.vllm_v0")]
 pub(crate) struct PyPoolAllocator {
     pub(super) pool: InnerLock<Box<dyn BlockAllocator>>,
@@ -137,25 +137,25 @@ impl PyPoolAllocator {
         if wanted > free { Err(to_v0(Error::OutOfBlocks { tier, wanted, free, total })) } else { Ok(()) }
     }
 
-    /// Whether others use a block too.
+    /// Returns whether a block is shared.
     pub(super) fn is_shared(&self, block: &V0Block<'_>) -> PyResult<bool> {
         let local = self.local(block.get().id().ok_or_else(freed)?)?;
         Ok(lock(&self.pool).pool().refs(local) > 1)
     }
 
-    /// Fails unless each physical block has as many references as blocks here name it.
+    /// Fails unless each physical block has at least as many references as it appears in `blocks`.
     pub(super) fn require_refs(&self, blocks: &[V0Block<'_>]) -> PyResult<()> {
         let blocks = self.blocks(blocks)?;
         lock(&self.pool).require(&blocks).map_err(to_v0)
     }
 
-    /// Takes one more reference for each block.
+    /// Adds one reference to each block.
     pub(super) fn add_refs(&self, blocks: &[V0Block<'_>]) -> PyResult<()> {
         let blocks = self.blocks(blocks)?;
         lock(&self.pool).share(&blocks).map_err(to_v0)
     }
 
-    /// Gives back one reference each, all or none.
+    /// Releases one reference to each block, all or none.
     pub(super) fn release(&self, blocks: &[V0Block<'_>]) -> PyResult<()> {
         let locals = self.blocks(blocks)?;
         lock(&self.pool).free(&locals).map_err(to_v0)?;
@@ -165,8 +165,8 @@ impl PyPoolAllocator {
         Ok(())
     }
 
-    /// One physical block for each place, the one that has its key where it has one and there is such a block; all or
-    /// none.
+    /// Allocates one physical block for each place, all or none. A place with a key gets the block with that key if
+    /// it exists.
     pub(super) fn take(&self, places: &[Option<Keyed>]) -> PyResult<Vec<i64>> {
         let keys: Vec<Keyed> = places.iter().copied().flatten().collect();
         let (plain, mut taken) = (places.len() - keys.len(), Vec::with_capacity(places.len()));
@@ -191,14 +191,14 @@ impl PyPoolAllocator {
         Ok(lock(&self.pool).is_computed(local))
     }
 
-    /// Lets blocks be found by their keys, those of these ids or all in use.
+    /// Makes blocks findable by their keys: those with these ids, or all in use.
     pub(super) fn mark_computed(&self, ids: Option<&[i64]>) -> PyResult<()> {
         let blocks = ids.map(|ids| self.locals(ids)).transpose()?;
         lock(&self.pool).mark_computed(blocks.as_deref());
         Ok(())
     }
 
-    /// Blocks that taking these keys would use up.
+    /// Returns how many free blocks it would take to allocate these keys.
     pub(super) fn cost(&self, keys: &[Key]) -> usize {
         lock(&self.pool).cost(keys)
     }
@@ -208,7 +208,7 @@ impl PyPoolAllocator {
         Ok(key_of(block)?.map(|key| Keyed { key, depth }))
     }
 
-    /// The keys of blocks that come from another device, of those that `complete` says yes to.
+    /// Returns the keys of blocks that come from another device; only for those accepted by `complete`.
     pub(super) fn places(
         &self,
         blocks: &[V0Block<'_>],
@@ -250,7 +250,7 @@ impl PyPoolAllocator {
         Parts { prev, tokens, block_size, allocator, id: Some(id), extra }
     }
 
-    /// Chain of new blocks over the physical blocks of others.
+    /// Returns a chain of new blocks over the physical blocks of others.
     pub(super) fn share<'py>(slf: &Bound<'py, Self>, blocks: &[V0Block<'py>]) -> PyResult<Vec<V0Block<'py>>> {
         let this = slf.get();
         this.add_refs(blocks)?;
@@ -269,7 +269,7 @@ impl PyPoolAllocator {
         Ok(copies)
     }
 
-    /// Blocks for full chunks of tokens and a last one that is not full, all or none.
+    /// Allocates blocks for full chunks of tokens and a last, partial one, all or none.
     pub(super) fn allocate_chain<'py>(
         slf: &Bound<'py, Self>,
         prev: Option<&Bound<'py, PyAny>>,
@@ -287,7 +287,7 @@ impl PyPoolAllocator {
         this.or_give_back(&ids, made)
     }
 
-    /// What was made, or if it could not be made, no blocks.
+    /// Returns the new blocks, or frees their physical blocks on an error.
     pub(super) fn or_give_back<T>(&self, ids: &[i64], made: PyResult<T>) -> PyResult<T> {
         if made.is_err() {
             let blocks = self.locals(ids)?;
@@ -328,14 +328,15 @@ impl PyPoolAllocator {
             end = block.get().end().unwrap_or(0);
             parent = key_of(block)?;
             let is_full = parent.is_some() || full.is_empty();
-            require(is_full, || "the block before an immutable one must be full".to_owned())?;
+            require(is_full, || "the previous block of an immutable one must be full".to_owned())?;
         }
         let keys = key::chain(parent, &full.concat(), self.block_size, extra)?;
         let ends = (1..).map(|blocks| u32::try_from(end + blocks * self.block_size).unwrap_or(u32::MAX));
         Ok(keys.into_iter().zip(ends).map(|(key, depth)| Some(Keyed { key, depth })).collect())
     }
 
-    /// Blocks that full blocks use up on this device; those that `complete` says yes to are found by their keys.
+    /// Returns how many free blocks full blocks would take on this device; those accepted by `complete` are found by
+    /// key.
     pub(super) fn touched(
         &self,
         blocks: &[V0Block<'_>],

@@ -1,4 +1,4 @@
-//! The blocks of one sequence.
+//! The block table of one sequence.
 
 use super::block::{self, PyNaiveBlock, PyNullBlock, V0Block};
 use super::device::{Device, PyCpuGpuBlockAllocator};
@@ -11,18 +11,18 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PySlice};
 use std::ops::Range;
 
-/// The lists are the engine's to keep: they grow in place and are exchanged when blocks move.
+/// The engine keeps these lists: they grow in place, and are replaced when blocks move.
 struct BlockLists {
     blocks: Py<PyList>,
     ids: Py<PyList>,
     num_full_slots: usize,
-    /// Blocks at the start that fell out of the window.
+    /// Number of blocks at the start that are outside the window.
     dropped: usize,
-    /// Full blocks at the start that are known to be computed.
+    /// Number of full blocks at the start that are known to be computed.
     computed: usize,
 }
 
-/// The blocks of one sequence.
+/// The block table of one sequence.
 #[pyclass(frozen, subclass, name = "BlockTable", module = "blockyard.integrations.vllm_v0")]
 pub(crate) struct PyBlockTable {
     block_size: usize,
@@ -69,11 +69,11 @@ impl PyBlockTable {
         let before = (std::mem::replace(&mut state.blocks, blocks), std::mem::replace(&mut state.ids, ids));
         state.computed = 0;
         drop(state);
-        drop(before); // blocks may go with them
+        drop(before); // may drop blocks
         Ok(())
     }
 
-    /// Blocks that fall out of the window.
+    /// Returns the blocks that leave the window.
     fn outside(&self, num_computed_slots: Option<usize>) -> PyResult<Range<usize>> {
         let Some(cap) = self.max_block_sliding_window else { return Ok(0..0) };
         require(num_computed_slots.is_some(), || "a sliding window needs num_computed_slots".to_owned())?;
@@ -81,7 +81,7 @@ impl PyBlockTable {
         Ok(lock(&self.state).dropped..end)
     }
 
-    /// Fails unless what appending needs is free.
+    /// Fails unless there are enough free blocks for appending.
     fn require_room(
         &self,
         blocks: &Bound<'_, PyList>,
@@ -98,7 +98,7 @@ impl PyBlockTable {
         if wanted == 0 {
             return Ok(());
         }
-        // What falls out of the window goes free first, so it counts.
+        // Blocks that leave the window are freed first, so they count as free.
         for index in dropped {
             wanted = wanted.saturating_sub(usize::from(!gpu.get().is_shared(&Self::block(blocks, index)?)?));
         }
@@ -143,7 +143,7 @@ impl PyBlockTable {
         Ok(Self { block_size, allocator: block_allocator.unbind(), max_block_sliding_window, state })
     }
 
-    /// Blocks for tokens and lookahead slots, without looking for hits.
+    /// Return how many blocks tokens and lookahead slots need, ignoring hits.
     #[staticmethod]
     #[pyo3(signature = (token_ids, block_size, num_lookahead_slots=0))]
     fn get_num_required_blocks(
@@ -155,7 +155,7 @@ impl PyBlockTable {
         Ok(slots.div_ceil(block_size.max(1)))
     }
 
-    /// Takes over these blocks, or their new ids.
+    /// Replace the blocks by these, or by these ids.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn update(
         &self,
@@ -165,7 +165,7 @@ impl PyBlockTable {
         self.replace(py, &blocks)
     }
 
-    /// Takes blocks for all tokens, or none.
+    /// Allocate blocks for all tokens, or none.
     #[pyo3(signature = (token_ids, device=None, extra_hash=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
     fn allocate(
@@ -176,7 +176,7 @@ impl PyBlockTable {
         #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
     ) -> PyResult<()> {
         require(!token_ids.is_empty() && self.list(py).is_empty(), || {
-            "an empty table is allocated once, for at least one token".to_owned()
+            "allocate needs an empty table and at least one token".to_owned()
         })?;
         let (chunks, tail) = token_ids.split_at(token_ids.len() / self.block_size * self.block_size);
         let chunks = chunks.chunks(self.block_size).map(<[i64]>::to_vec).collect();
@@ -188,7 +188,7 @@ impl PyBlockTable {
         Ok(())
     }
 
-    /// Appends tokens and makes room for more, all or nothing; shared blocks that are written are copied.
+    /// Append tokens and make room for more, all or nothing. Shared blocks are copied before they are written.
     #[pyo3(signature = (token_ids, num_lookahead_slots=0, num_computed_slots=None, extra_hash=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
     fn append_token_ids(
@@ -221,7 +221,7 @@ impl PyBlockTable {
         Ok(())
     }
 
-    /// Takes blocks until `num_empty_slots` slots are empty, or none.
+    /// Allocate blocks until `num_empty_slots` slots are empty, or none.
     #[pyo3(signature = (num_empty_slots, extra_hash=None))]
     fn ensure_num_empty_slots(
         &self,
@@ -241,7 +241,7 @@ impl PyBlockTable {
         Ok(())
     }
 
-    /// A table over the same physical blocks.
+    /// Return a table over the same physical blocks.
     fn fork(&self, py: Python<'_>) -> PyResult<Self> {
         let blocks: Vec<Bound<'_, PyAny>> = self.allocated(py)?.iter().collect();
         let (blocks, ids) = lists(&self.allocator.get().share(py, &blocks)?, py)?;
@@ -251,7 +251,7 @@ impl PyBlockTable {
         Ok(Self { block_size, allocator, max_block_sliding_window: self.max_block_sliding_window, state })
     }
 
-    /// Gives all blocks back.
+    /// Free all blocks.
     fn free(&self, py: Python<'_>) -> PyResult<()> {
         let blocks: Vec<Bound<'_, PyAny>> = self.list(py).iter().collect();
         self.allocator.get().release(py, &blocks)?;
@@ -270,7 +270,7 @@ impl PyBlockTable {
         self.list(py)
     }
 
-    /// Tokens in the table.
+    /// Number of tokens in the table.
     #[getter]
     fn num_full_slots(&self) -> usize {
         self.full_slots()
@@ -281,13 +281,13 @@ impl PyBlockTable {
         self.empty_slots(py)
     }
 
-    /// Tokens that the table does not have yet.
+    /// Return the tokens that the table does not have yet.
     fn get_unseen_token_ids<'py>(&self, sequence_token_ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let first = isize::try_from(self.full_slots())?;
         sequence_token_ids.get_item(PySlice::new(sequence_token_ids.py(), first, isize::MAX, 1))
     }
 
-    /// Lets the blocks be found by their keys whose tokens are among the first `num_tokens`.
+    /// Make the blocks of the first `num_tokens` tokens findable by their keys.
     fn mark_computed(
         &self,
         py: Python<'_>,
@@ -300,7 +300,7 @@ impl PyBlockTable {
         gpu.get().mark_computed(Some(&ids))
     }
 
-    /// Blocks that appending may write or take, at worst.
+    /// Return the maximum number of blocks that appending may write or allocate.
     fn get_num_blocks_touched_by_append_slots(
         &self,
         token_ids: &Bound<'_, PyAny>,

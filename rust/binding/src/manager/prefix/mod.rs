@@ -1,4 +1,4 @@
-//! `manager.prefix`: the prefix cache; and keys that leave the process.
+//! `manager.prefix`: the prefix cache, and keys that other processes understand.
 
 pub(crate) mod store_jobs;
 
@@ -19,13 +19,13 @@ use pyo3::types::PyBytes;
 use std::collections::BTreeMap;
 use store_jobs::PyStoreJobs;
 
-/// What the prefix cache holds of the start of a prompt.
+/// How much of the start of a prompt is in the prefix cache.
 #[pyclass(frozen, eq, hash, get_all, name = "PrefixHit", module = "blockyard._core")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PyPrefixHit {
-    /// Tokens that need not be computed: whole blocks, and never the prompt's last token.
+    /// Number of tokens that need no compute: whole blocks, and never the prompt's last token.
     tokens: u32,
-    /// Blocks of them that only the host has; `allocate` loads them.
+    /// Number of these blocks that only the host has; `allocate` loads them.
     host_blocks: usize,
 }
 
@@ -40,10 +40,10 @@ impl PyPrefixHit {
     }
 }
 
-/// A manager's prefix cache, as `manager.prefix`.
+/// A manager's prefix cache; available as `manager.prefix`.
 ///
 /// A block is cached once its tokens are computed (`mark_computed`) and its bytes have landed. It stays cached after
-/// its sequences are freed, until its place is needed.
+/// its sequences are freed, until it is evicted.
 ///
 /// Example:
 ///     >>> from blockyard import BlockManager
@@ -66,7 +66,7 @@ impl PyPrefix {
 
 #[pymethods]
 impl PyPrefix {
-    /// Whether the manager was made with prefix caching.
+    /// Whether the manager has prefix caching.
     #[getter]
     fn enabled(&self) -> bool {
         self.0.lock().is_caching()
@@ -78,11 +78,11 @@ impl PyPrefix {
         PyStoreJobs::new(self.0.clone())
     }
 
-    /// Look up how much of a prompt is cached. Nothing is taken.
+    /// Return how much of a prompt is cached, without taking blocks.
     ///
     /// Args:
     ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
-    ///     salt: of its tenant, bytes.
+    ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
     /// Returns:
     ///     `PrefixHit`, true if anything is cached.
@@ -101,13 +101,13 @@ impl PyPrefix {
         Ok(PyPrefixHit { tokens, host_blocks })
     }
 
-    /// Hash a prompt once, to look it up and admit it as often as a scheduler asks.
+    /// Hash a prompt once, so that repeated lookups and admission do not hash it again.
     ///
     /// Args:
     ///     token_ids: uint32 `[tokens]` or a list of ints; copied.
-    ///     salt: of its tenant, bytes.
+    ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
-    ///     extras: other inputs that decide a block's bytes: `(0, block, kind, bytes)`, by rising block.
+    ///     extras: other inputs that determine a block's bytes: `(0, block, kind, bytes)`, sorted by block.
     /// Returns:
     ///     `HashedPrompt`, for `lookup`, `can_allocate` and `allocate` of managers with the same block size.
     /// Raises:
@@ -128,17 +128,18 @@ impl PyPrefix {
         hashed.map(PyHashedPrompt::new).map_err(to_py)
     }
 
-    /// Tell the cache token ids that were not known when their slots were given, as in a scheduler one step ahead.
+    /// Record token ids that were unknown at `append`, for instance in a scheduler that runs one step ahead.
     ///
-    /// `append` without `token_ids` gives the slots; this names the tokens once they are sampled. Sequences that were
-    /// admitted by counts, or that share the blocks of these tokens with a fork, are passed over.
+    /// `append` without `token_ids` returns the slots; call this once the tokens are sampled. Sequences that were
+    /// admitted by counts, or that share the blocks of these tokens with a fork, are skipped.
     ///
     /// Args:
-    ///     sequences: handles, uint64 `[n]`, none twice; a list, or one.
-    ///     token_ids: ids of the next tokens that are not known yet, uint32 `[tokens]`, sequence by sequence.
-    ///     num_tokens: ids for each sequence, one int or uint32 `[n]`; 1 by default.
+    ///     sequences: handles, uint64 `[n]` without repeats, a list, or one.
+    ///     token_ids: ids of the next unknown tokens, uint32 `[tokens]`, sequence by sequence.
+    ///     num_tokens: number of ids for each sequence, one int or uint32 `[n]`; 1 by default.
     /// Raises:
-    ///     InvalidArgumentError: more ids than tokens without, an id is out of range, or a handle is given twice.
+    ///     InvalidArgumentError: there are more ids than unknown tokens, an id is out of range, or a handle is
+    ///         repeated.
     ///     UnknownSequenceError: there is no such sequence.
     #[pyo3(signature = (sequences, token_ids, num_tokens = None))]
     fn note_tokens(
@@ -152,7 +153,7 @@ impl PyPrefix {
         self.0.lock().note_tokens(&sequences, tokens.get(), &ids).map_err(to_py)
     }
 
-    /// Return the computed blocks that all the sequences share at their start, as cascade attention wants them.
+    /// Return the computed blocks that all sequences share at their start, for cascade attention.
     ///
     /// Args:
     ///     sequences: handles, uint64 `[n]` or a list.
@@ -167,26 +168,27 @@ impl PyPrefix {
         ids(py, &blocks)
     }
 
-    /// Forget everything that is cached, for instance after the model's weights changed.
+    /// Drop the whole cache, for instance after the model's weights changed.
     ///
     /// Returns:
-    ///     False, and nothing is forgotten, while a block is in use.
+    ///     False, without dropping anything, while a block is in use.
     fn reset(&self) -> bool {
         self.0.lock().reset_prefix_cache()
     }
 
     /// Copy the blocks that would be evicted next to the host, by this step's decision (`swap_out`).
     ///
-    /// Each step does so by itself for as many blocks as the next one may take, see `PrefixCaching`. Prompts still find
-    /// the blocks meanwhile, and this step's own work may take them. When the ticket completes, the remaining device
-    /// blocks are freed and found on the host. Older copies there make room.
+    /// Each step does this automatically for as many blocks as the next one may take, see `PrefixCaching`. Until the
+    /// ticket completes, prompts still find the blocks, and this step may take them. Then the remaining device blocks
+    /// are freed, and are found on the host. Older copies there make room.
     ///
     /// Args:
-    ///     max_blocks: cached device blocks to look at, in the order of eviction; those with a copy are freed.
+    ///     max_blocks: number of cached device blocks to consider, in the order of eviction; those that already have a
+    ///         copy are freed.
     /// Returns:
-    ///     Blocks that are copied.
+    ///     Number of blocks to be copied.
     /// Raises:
-    ///     InvalidArgumentError: the manager was made without `PrefixCaching(host=True)`.
+    ///     InvalidArgumentError: the manager has no `PrefixCaching(host=True)`.
     fn offload(&self, #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32) -> PyResult<usize> {
         let mut manager = self.0.lock();
         if !manager.keeps_host_copies() {
@@ -196,10 +198,9 @@ impl PyPrefix {
         manager.offload_cached(max_blocks as usize).map_err(to_py)
     }
 
-    /// Set how long the cached blocks of sequences are kept once they are freed, for `eviction="priority"`.
+    /// Set how long the blocks of sequences stay cached after they are freed, for `eviction="priority"`.
     ///
-    /// Each level keeps a block for as long as it takes to evict the whole pool once more. A shared block counts by its
-    /// highest priority.
+    /// Each level adds the time that it takes to evict the whole pool once. A shared block has its highest priority.
     ///
     /// Args:
     ///     sequences: handles, uint64 `[n]`, a list, or one.
@@ -218,15 +219,15 @@ impl PyPrefix {
         self.0.lock().set_priority(&sequences, priority).map_err(to_py)
     }
 
-    /// Limit the cached device blocks that one tenant leaves behind: published, and used by no sequence.
+    /// Limit a tenant's cached device blocks: published, and used by no sequence.
     ///
     /// The tenant's least recently used blocks beyond the quota are freed whenever sequences are freed, tickets end or
-    /// decisions are taken. If room is needed earlier, they go before the blocks of other tenants. Blocks that the
-    /// tenant published before its first quota do not count.
+    /// decisions are taken. If room is needed earlier, they are evicted before the blocks of other tenants. Blocks that
+    /// the tenant published before its first quota do not count.
     ///
     /// Args:
     ///     salt: the tenant; None for prompts without a salt.
-    ///     blocks: most such blocks; None for no limit.
+    ///     blocks: maximum number of such blocks; None for no limit.
     /// Raises:
     ///     InvalidArgumentError: the device has fewer blocks, prefix caching is off, or 65535 tenants have quotas.
     fn set_quota(&self, salt: Option<&[u8]>, #[pyo3(from_py_with = args::blocks)] blocks: Option<i64>) -> PyResult<()> {
@@ -235,7 +236,7 @@ impl PyPrefix {
         self.0.lock().set_quota(KeySpec::new(salt, 0).salt, blocks).map_err(to_py)
     }
 
-    /// Return the blocks that count towards a tenant's quota, and the quota.
+    /// Return how many blocks count towards a tenant's quota, and the quota.
     ///
     /// Args:
     ///     salt: the tenant; None for prompts without a salt.
@@ -245,10 +246,10 @@ impl PyPrefix {
         self.0.lock().quota(KeySpec::new(salt, 0).salt)
     }
 
-    /// Measure from now on how long blocks stay cached, on a sample of them; see `residency`.
+    /// Start to measure how long blocks stay cached, on a sample; see `residency`.
     ///
     /// Args:
-    ///     sample_rate: part of the blocks that is measured, above 0 to 1.
+    ///     sample_rate: fraction of the blocks to measure, above 0 to 1.
     /// Raises:
     ///     InvalidArgumentError: the rate is out of range.
     fn sample_residency(&self, #[pyo3(from_py_with = args::sample_rate)] sample_rate: f64) -> PyResult<()> {
@@ -262,14 +263,15 @@ impl PyPrefix {
     /// Return how long sampled blocks stayed cached, since `sample_residency`.
     ///
     /// Returns:
-    ///     `Residency` of the tiers that cache: `"device"` and `"host"`.
+    ///     `Residency` for each tier that caches: `"device"` and `"host"`.
     fn residency(&self) -> BTreeMap<&'static str, PyResidency> {
         let manager = self.0.lock();
         let found = |tier| PyResidency::new(&manager.residency(tier).copied().unwrap_or_default());
         [Tier::Device, Tier::Host].map(|tier| (tier.name(), found(tier))).into()
     }
 
-    /// Take all events that wait: blocks stored, removed, the cache cleared. A router follows the cache with them.
+    /// Return and remove all waiting events: blocks stored or removed, cache cleared. A router tracks the cache with
+    /// them.
     ///
     /// Returns:
     ///     `EventBatch`, empty without `PrefixCaching(max_events=...)`.
@@ -288,14 +290,14 @@ impl PyPrefix {
 
 /// Return the keys of a prompt's full blocks for other processes: SHA-256 digests, 32 bytes each.
 ///
-/// The hashed stream is a 64-byte header: `BLKYKEYS`, then format 1, block size, cache group and 0 as little-endian
-/// u32, the adapter as u64, and 32 bytes of salt (its SHA-256, or zeros for none). Each block's tokens follow as
-/// little-endian u32, padded to 64 bytes with 0xFF. A block's key is the digest of the stream up to its end.
+/// The hashed stream starts with a 64-byte header: `BLKYKEYS`, then format 1, block size, cache group and 0 as
+/// little-endian u32, the adapter as u64, and 32 bytes of salt (its SHA-256, or zeros for none). Each block's tokens
+/// follow as little-endian u32, padded to 64 bytes with 0xFF. A block's key is the digest of the stream up to its end.
 ///
 /// Args:
 ///     tokens: token ids, uint32 `[n]` or a list of ints.
 ///     block_size: tokens in a block.
-///     salt: of the tenant, bytes.
+///     salt: salt of the tenant, bytes.
 ///     lora_id: adapter; 0 for none.
 ///     cache_group: number of the cache group.
 /// Returns:

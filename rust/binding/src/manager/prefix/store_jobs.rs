@@ -1,4 +1,4 @@
-//! `manager.prefix.store_jobs`: blocks on their way between a prefix store and the manager's tiers.
+//! `manager.prefix.store_jobs`: transfers between a prefix store and the manager's tiers.
 
 use crate::convert::args::{self, items, refused};
 use crate::convert::errors::{invalid, to_py};
@@ -9,10 +9,10 @@ use blockyard_core::{ExportedKey, JobId, StoreJob, StoreWrites};
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 
-/// A load from a prefix store, or a write to it: which block is to have, or has, the bytes of which key.
+/// A load from a prefix store, or a write to it: the keys, and the block for each.
 #[pyclass(frozen, get_all, name = "StoreJob", module = "blockyard._core")]
 pub(crate) struct PyStoreJob {
-    /// Number of the job. A job without blocks has ended.
+    /// Number of the job. A job without blocks has already ended.
     job: u64,
     /// Tier of the blocks, `"device"` or `"host"`.
     tier: &'static str,
@@ -22,13 +22,13 @@ pub(crate) struct PyStoreJob {
     blocks: Py<PyArray1<i64>>,
     /// Each block's tenant, uint8 `[n, 32]`: SHA-256 of its salt, zeros for prompts without a salt.
     tenants: Py<PyArray2<u8>>,
-    /// Key of the block before each in its prompt, uint8 `[n, 32]`; zeros for the first.
+    /// Key of the preceding block in the prompt, uint8 `[n, 32]`; zeros for the first block.
     parents: Py<PyArray2<u8>>,
-    /// Of a load: blocks of its prompt that other loads are bringing.
+    /// For a load: number of blocks of its prompt that other loads are bringing.
     awaited: usize,
 }
 
-/// Rows of 32 bytes as uint8 `[n, 32]`.
+/// Returns rows of 32 bytes as uint8 `[n, 32]`.
 fn rows_array<'a>(py: Python<'_>, rows: impl ExactSizeIterator<Item = &'a [u8; 32]>) -> PyResult<Py<PyArray2<u8>>> {
     let shape = [rows.len(), 32];
     let fill = |bytes: &mut [u8]| {
@@ -37,7 +37,7 @@ fn rows_array<'a>(py: Python<'_>, rows: impl ExactSizeIterator<Item = &'a [u8; 3
     memory::made(py, shape, fill).map(|(rows, ())| rows.unbind())
 }
 
-/// Keys as uint8 `[n, 32]`.
+/// Returns keys as uint8 `[n, 32]`.
 fn keys_array(py: Python<'_>, keys: &[ExportedKey]) -> PyResult<Py<PyArray2<u8>>> {
     rows_array(py, keys.iter().map(|key| &key.0))
 }
@@ -63,12 +63,12 @@ impl PyStoreJob {
     }
 }
 
-/// Loads from a prefix store and writes to it, as `manager.prefix.store_jobs`.
+/// Loads from a prefix store and writes to it; available as `manager.prefix.store_jobs`.
 ///
 /// `KVCache(prefix_store=...)` carries them out.
 ///
-/// A block that is loaded is found by nobody before `end_load` says that its bytes have landed. Blocks of open jobs
-/// are neither given out, evicted nor moved.
+/// No lookup finds a block being loaded before `end_load` reports that its bytes have landed. Blocks of open jobs are
+/// not allocated, evicted or moved.
 #[pyclass(frozen, name = "StoreJobs", module = "blockyard._core")]
 pub(crate) struct PyStoreJobs(Shared);
 
@@ -80,14 +80,14 @@ impl PyStoreJobs {
 
 #[pymethods]
 impl PyStoreJobs {
-    /// Note from now on which blocks the store is to be given.
+    /// Start to collect blocks to write to the store.
     ///
     /// Args:
-    ///     writes: `"through"`: each block once it is computed. `"back"`: a block that is among the next to be
-    ///         evicted and has no copy on another tier. `"second_use"`: a block that is computed or hit a second
-    ///         time. `"never"`: none.
+    ///     writes: which blocks. `"through"`: each block once it is computed. `"back"`: blocks about to be evicted that
+    ///         have no copy in another tier. `"second_use"`: blocks that are computed or hit a second time. `"never"`:
+    ///         none.
     /// Raises:
-    ///     InvalidArgumentError: another name, something is cached already, or the manager has no prefix caching,
+    ///     InvalidArgumentError: the name is unknown, blocks are cached already, or the manager has no prefix caching,
     ///         several cache groups or a window.
     fn start(&self, writes: &str) -> PyResult<()> {
         let names = StoreWrites::ALL.map(StoreWrites::name).join(", ");
@@ -96,12 +96,12 @@ impl PyStoreJobs {
         self.0.lock().use_store(writes).map_err(to_py)
     }
 
-    /// Return the keys of a prompt's blocks that no tier has and no load is bringing, first to last.
+    /// Return the keys of a prompt's blocks that no tier has and no load is bringing, in order.
     ///
     /// Args:
     ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
-    ///     max_blocks: most keys.
-    ///     salt: of its tenant, bytes.
+    ///     max_blocks: maximum number of keys.
+    ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
     /// Returns:
     ///     uint8 `[n, 32]`.
@@ -123,18 +123,18 @@ impl PyStoreJobs {
         keys_array(prompt.py(), &keys.map_err(to_py)?)
     }
 
-    /// Begin to load the first of those blocks, as far as there is room.
+    /// Begin to load the first of those blocks, as many as fit.
     ///
-    /// Loads take at most half of the host's blocks, or a quarter of the device's where the host has no room or
-    /// keeps no copies (`PrefixCaching(host=True)`).
+    /// Loads take at most half of the host's blocks, or a quarter of the device's if the host has no room or keeps no
+    /// copies (`PrefixCaching(host=True)`).
     ///
     /// Args:
     ///     prompt: as for `missing`.
-    ///     max_blocks: most blocks.
-    ///     salt: of its tenant, bytes.
+    ///     max_blocks: maximum number of blocks.
+    ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
     /// Returns:
-    ///     `StoreJob`; it ends with `end_load`, unless it has no blocks.
+    ///     `StoreJob`. End it with `end_load`, unless it has no blocks.
     /// Raises:
     ///     InvalidArgumentError: a token id is out of range.
     #[pyo3(signature = (prompt, max_blocks, *, salt = None, lora_id = 0))]
@@ -153,16 +153,16 @@ impl PyStoreJobs {
         PyStoreJob::new(prompt.py(), &job.map_err(to_py)?)
     }
 
-    /// End a load: prompts find the blocks that have landed, the others go free.
+    /// End a load. Prompts find the blocks that have landed; the others are freed.
     ///
     /// Args:
     ///     job: number of the job.
-    ///     landed: for each block whether its bytes have landed, bool `[n]` or a list.
+    ///     landed: whether the bytes of each block have landed, bool `[n]` or a list.
     /// Returns:
-    ///     Blocks that can be found for it.
+    ///     Number of blocks that prompts can now find.
     /// Raises:
     ///     UnknownTicketError: there is no such load, or it has ended.
-    ///     InvalidArgumentError: there is not one entry a block.
+    ///     InvalidArgumentError: `landed` does not have one entry per block.
     fn end_load(&self, #[pyo3(from_py_with = args::job)] job: u64, landed: &Bound<'_, PyAny>) -> PyResult<usize> {
         let landed: Vec<bool> = items(landed, &"landed", |item, _| {
             item.extract().map_err(|error: PyErr| refused(error, item, &"landed", "bools"))
@@ -170,21 +170,21 @@ impl PyStoreJobs {
         self.0.lock().end_load(JobId(job), &landed).map_err(to_py)
     }
 
-    /// Blocks that wait for `begin_write`. A block that is evicted before its turn counts until then.
+    /// Number of blocks waiting for `begin_write`. A block evicted while waiting counts until its turn.
     #[getter]
     fn num_waiting(&self) -> usize {
         self.0.lock().waiting_for_store()
     }
 
-    /// Begin to read blocks for the store, all of one tier.
+    /// Begin to read blocks for the store, all from one tier.
     ///
-    /// All writes hold at most a quarter of the device's blocks. A call that needs a block in their hands takes it:
-    /// `end_write` says so.
+    /// Writes together hold at most a quarter of the device's blocks. A call that needs one of these blocks takes it,
+    /// and `end_write` then returns False.
     ///
     /// Args:
-    ///     max_blocks: most blocks.
+    ///     max_blocks: maximum number of blocks.
     /// Returns:
-    ///     `StoreJob`; it ends with `end_write` once its blocks have been read, unless it has no blocks.
+    ///     `StoreJob`. End it with `end_write` once its blocks have been read, unless it has no blocks.
     fn begin_write(
         &self,
         py: Python<'_>,
@@ -194,12 +194,12 @@ impl PyStoreJobs {
         PyStoreJob::new(py, &job)
     }
 
-    /// End the reading of blocks for the store. With `"back"` they are free then, unless they are in use again.
+    /// End a write once its blocks have been read. With `"back"`, they are freed unless they are in use again.
     ///
     /// Args:
     ///     job: number of the job.
     /// Returns:
-    ///     False if a call has taken blocks meanwhile: what was read must not be stored.
+    ///     False if another call took blocks of this job in the meantime: do not store the bytes.
     /// Raises:
     ///     UnknownTicketError: there is no such write, or it has ended.
     fn end_write(&self, #[pyo3(from_py_with = args::job)] job: u64) -> PyResult<bool> {

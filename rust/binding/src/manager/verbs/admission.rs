@@ -1,4 +1,4 @@
-//! Verbs that open and free sequences.
+//! Methods that open and free sequences.
 
 use crate::convert::args;
 use crate::convert::arrays::{Handle, Tokens};
@@ -13,11 +13,11 @@ use blockyard_core::{Demand, Manager, SequenceId};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-/// Why options of token ids are refused where there are only counts.
+/// The error for options that need token ids, given with counts.
 const KEYED: &str = "salt, lora_id, extras or chunk_tokens are given with counts, give token ids with them";
 
 impl PyBlockManager {
-    /// Opens sequences of which only the lengths are known.
+    /// Opens sequences whose lengths alone are known.
     fn allocate_counts(&self, counts: &[u32], encoder: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<SequenceId>> {
         let encoder = encoder.map(|tokens| Tokens::new(tokens, "encoder_tokens")).transpose()?.map(Tokens::into_vec);
         let mut out = memory::reserved(counts.len())?;
@@ -32,18 +32,18 @@ impl PyBlockManager {
 
 #[pymethods]
 impl PyBlockManager {
-    /// Return whether a new sequence can be admitted while the watermark stays free.
+    /// Return whether a new sequence can be admitted while keeping the watermark free, without taking blocks.
     ///
-    /// The whole prompt is counted, even if `chunk_tokens` puts it in step by step. Nothing is taken.
+    /// The whole prompt counts, even if `chunk_tokens` adds it step by step.
     ///
     /// Args:
-    ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or their number, an int, which
+    ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or a token count, an int, which
     ///         finds no cached blocks.
-    ///     salt: keeps tenants apart, bytes; see `allocate`.
+    ///     salt: separates tenants, bytes; see `allocate`.
     ///     lora_id: adapter of the prompt; 0 for none.
-    ///     lookahead: slots beyond the prompt.
-    ///     encoder_tokens: tokens of its encoder, where there is a group with cross attention.
-    ///     chunk_tokens: most tokens that go in at a time; a sliding window then needs fewer blocks at once.
+    ///     lookahead: number of slots beyond the prompt.
+    ///     encoder_tokens: tokens of its encoder, if there is a group with cross attention.
+    ///     chunk_tokens: maximum tokens added at a time; a sliding window then needs fewer blocks at once.
     /// Returns:
     ///     `Fit`, true if the sequence fits now.
     /// Raises:
@@ -66,9 +66,9 @@ impl PyBlockManager {
                 let demand = Demand { tokens, lookahead, encoder_tokens, chunk: chunk_tokens.unwrap_or(0) };
                 Ok(self.lock().can_admit(&demand).into())
             }
-            PromptLike::Tokens(_) if encoder_tokens > 0 => {
-                Err(invalid(format!("encoder_tokens is {encoder_tokens}, must be 0 with token ids: give their number")))
-            }
+            PromptLike::Tokens(_) if encoder_tokens > 0 => Err(invalid(format!(
+                "encoder_tokens is {encoder_tokens}, must be 0 with token ids: give a token count"
+            ))),
             PromptLike::Tokens(tokens) => {
                 let (specs, chunk) = (KeySpecs::one(salt, lora_id)?, chunk_tokens.unwrap_or(u32::MAX));
                 let fit = self.shared.with(|manager| {
@@ -86,28 +86,27 @@ impl PyBlockManager {
     /// `allocate([40, 40])` opens one sequence, whose prompt has two token ids. `allocate(40, 40)` opens two sequences
     /// of 40 tokens.
     ///
-    /// With prefix caching a prompt shares the longest cached prefix; its last token is always computed. A prefix that
-    /// is only on the host is loaded by this step's decision (`swap_in`): the step that computes the rest runs after
-    /// it.
+    /// With prefix caching, a prompt shares the longest cached prefix; its last token is always computed. This step's
+    /// decision loads a prefix that is only on the host (`swap_in`); the step that computes the rest must run after it.
     ///
     /// Args:
-    ///     prompts: for each sequence its token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or their
-    ///         number, an int. Token id 4294967295 is reserved.
+    ///     prompts: token ids of each sequence, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or a token
+    ///         count, an int. Token id 4294967295 is reserved.
     ///     counts: instead of prompts, the number of tokens of each sequence, uint32 `[n]`.
-    ///     salt: keeps tenants apart: prompts share only with prompts of the same salt. Bytes or None for all prompts,
-    ///         or a list with one for each. `b""` is a salt too.
+    ///     salt: separates tenants: a prompt shares blocks only with prompts of the same salt. Bytes or None for all
+    ///         prompts, or a list with one for each. `b""` is a salt, too.
     ///     lora_id: adapter of the prompts, 0 for none; one int, or one for each prompt.
-    ///     extras: other inputs that decide a block's bytes, such as an image's hash: `(prompt, block, kind, bytes)`,
-    ///         by rising block.
-    ///     chunk_tokens: most tokens beyond the cached ones to take blocks for; `next_chunk` and `append` put
-    ///         the rest in. None: all at once.
-    ///     encoder_tokens: tokens of each sequence's encoder, where there is a group with cross attention.
+    ///     extras: other inputs that determine a block's bytes, such as an image's hash: `(prompt, block, kind,
+    ///         bytes)`, sorted by block.
+    ///     chunk_tokens: maximum tokens beyond the cached ones to take blocks for; `next_chunk` and `append` add the
+    ///         rest. None: all at once.
+    ///     encoder_tokens: tokens of each sequence's encoder, if there is a group with cross attention.
     /// Returns:
     ///     One `Sequence` for one prompt, a tuple of them for several, uint64 `[n]` for `counts`.
     /// Raises:
     ///     OutOfBlocksError: the device has too few free blocks for all of them.
-    ///     InvalidArgumentError: a token id is out of range, counts and prompts are mixed, or there is not one salt,
-    ///         adapter or encoder length for each.
+    ///     InvalidArgumentError: a token id is out of range, counts and prompts are mixed, or the number of salts,
+    ///         adapters or encoder lengths is wrong.
     #[pyo3(signature = (*prompts, counts = None, salt = None, lora_id = None, extras = Vec::new(), chunk_tokens = None,
         encoder_tokens = None))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
@@ -165,23 +164,24 @@ impl PyBlockManager {
         }
     }
 
-    /// Open sequences that share the blocks of one. A write to a shared block copies it first.
+    /// Open sequences that share the blocks of another. A write to a shared block copies it first.
     ///
-    /// What this step is yet to write of shared blocks must be written even if `sequence` is freed before it runs.
+    /// If this step writes to shared blocks, it must do so even if `sequence` is freed before the step runs.
     ///
     /// Args:
     ///     sequence: handle.
-    ///     count: of sequences to open; None opens one.
-    ///     shared_tokens: share only the first tokens, a multiple of the block size; the new sequence gets blocks of
-    ///         its own for the rest. Together with `num_tokens`.
-    ///     num_tokens: tokens of the new sequence.
+    ///     count: number of sequences to open; None opens one.
+    ///     shared_tokens: share only this many tokens, a multiple of the block size; the new sequence gets its own
+    ///         blocks for the rest. Requires `num_tokens`.
+    ///     num_tokens: number of tokens of the new sequence.
     /// Returns:
     ///     `Sequence`, or uint64 `[count]`.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
     ///     SequenceStateError: the sequence has lost bytes; or, with `shared_tokens`, it is not on the device, is still
-    ///         loading, or this step is yet to write the recurrent state that the new tokens need.
-    ///     InvalidArgumentError: `shared_tokens` is no multiple of the block size or more than either sequence has.
+    ///         loading, or this step has not yet written the recurrent state that the new tokens need.
+    ///     InvalidArgumentError: `shared_tokens` is not a multiple of the block size, or exceeds either sequence's
+    ///         length.
     ///     OutOfBlocksError: the device has too few free blocks for the rest.
     #[pyo3(signature = (sequence, count = None, *, shared_tokens = None, num_tokens = None))]
     fn fork<'py>(
@@ -205,7 +205,7 @@ impl PyBlockManager {
                     _ => Ok(handles(py, &out)?.into_any()),
                 }
             }
-            _ => Err(invalid("shared_tokens and num_tokens go together, without count".to_owned())),
+            _ => Err(invalid("shared_tokens and num_tokens must be given together, without count".to_owned())),
         }
     }
 
@@ -215,7 +215,7 @@ impl PyBlockManager {
     ///     sequences: handles, uint64 `[n]`, a list, or one.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
-    ///     InvalidArgumentError: a handle is given twice.
+    ///     InvalidArgumentError: a handle is repeated.
     fn free(&self, sequences: &Bound<'_, PyAny>) -> PyResult<()> {
         self.batch(sequences, Manager::free)
     }

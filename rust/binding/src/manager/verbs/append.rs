@@ -1,4 +1,4 @@
-//! Verbs that change the length of sequences.
+//! Methods that change the length of sequences.
 
 use crate::convert::args;
 use crate::convert::arrays::{self, Handle, Tokens};
@@ -10,19 +10,19 @@ use blockyard_core::{Manager, TableRows};
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 
-/// Slots of one call that are many: whether there are blocks is asked before memory for the slots is taken.
+/// Above this many slots, a call checks for free blocks before it allocates memory for the slots.
 const MANY_SLOTS: usize = 1 << 16;
 
 #[pymethods]
 impl PyBlockManager {
-    /// Return whether `append` has the blocks it takes: new ones, and one for each copy-on-write.
+    /// Return whether `append` would find enough blocks: new ones, and one for each copy-on-write.
     ///
     /// Args:
     ///     sequences: handles, uint64 `[n]`, a list, or one.
-    ///     num_tokens: tokens for each sequence, one int or uint32 `[n]`.
-    ///     lookahead: slots beyond those tokens for which each sequence gets blocks too.
+    ///     num_tokens: number of tokens for each sequence, one int or uint32 `[n]`.
+    ///     lookahead: number of slots beyond those tokens that each sequence also gets blocks for.
     /// Returns:
-    ///     `Fit`, true if `append` finds its blocks.
+    ///     `Fit`, true if there are enough blocks.
     /// Raises:
     ///     UnknownSequenceError, SequenceStateError, InvalidArgumentError: as `append`.
     #[pyo3(signature = (sequences, num_tokens = None, *, lookahead = 0))]
@@ -40,26 +40,25 @@ impl PyBlockManager {
     /// Append tokens to a batch of sequences and return their slots. A shared block is copied before it is written.
     ///
     /// Args:
-    ///     sequences: handles, uint64 `[n]`, none twice; a list, or one.
-    ///     num_tokens: tokens for each sequence, one int or uint32 `[n]`; 1 by default.
-    ///     token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. Where
-    ///         they are not known yet, leave them out and name them later with `prefix.note_tokens`; what is behind
-    ///         tokens without ids is not published.
-    ///     lookahead: slots beyond those tokens for which each sequence gets blocks too, for draft tokens.
-    ///     block_tables: int32 `[n or more, max_blocks]`, C-contiguous, that the caller keeps from call to call: row i
-    ///         is sequence i. Only what changed since the sequence's last such call is written. After you move a
-    ///         sequence to another row or array, copy its row or write it with `block_tables`. With several groups the
-    ///         rows of one group follow those of another, `n` each.
-    ///     out: int64 array to write the slots to, C-contiguous; it shares no memory with `block_tables`.
+    ///     sequences: handles, uint64 `[n]` without repeats, a list, or one.
+    ///     num_tokens: number of tokens for each sequence, one int or uint32 `[n]`; 1 by default.
+    ///     token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. If they are
+    ///         not known yet, omit them and pass them to `prefix.note_tokens` later; blocks after tokens without ids
+    ///         are not published.
+    ///     lookahead: number of slots beyond those tokens that each sequence also gets blocks for, for draft tokens.
+    ///     block_tables: int32 `[n or more, max_blocks]`, C-contiguous, that you keep from call to call: row i is
+    ///         sequence i. Only the entries that changed since the sequence's last such call are written. If you move a
+    ///         sequence to another row or array, copy its row or write it with `block_tables`. With several groups, the
+    ///         rows of each group follow those of the previous one, `n` each.
+    ///     out: int64 array to write the slots to, C-contiguous; must not share memory with `block_tables`.
     /// Returns:
-    ///     Slots, `block * block_size + offset`, int64 `[tokens]`; with several groups `[groups, tokens]`, groups with
-    ///     cross attention left out.
+    ///     Slots, `block * block_size + offset`, int64 `[tokens]`; with several groups `[groups, tokens]`, without
+    ///     groups with cross attention.
     /// Raises:
     ///     OutOfBlocksError: the device has too few free blocks for the whole batch.
     ///     UnknownSequenceError: there is no such sequence.
     ///     SequenceStateError: a sequence is not on the device, is still loading, or has lost bytes.
-    ///     InvalidArgumentError: a handle is given twice, or an array has the wrong shape or dtype or cannot be
-    ///         written.
+    ///     InvalidArgumentError: a handle is repeated, or an array has the wrong shape or dtype or is read-only.
     #[pyo3(signature = (sequences, num_tokens = None, *, token_ids = None, lookahead = 0, block_tables = None,
         out = None))]
     fn append<'py>(
@@ -110,14 +109,14 @@ impl PyBlockManager {
 
     /// Return how many tokens of a sequence's prompt to append next.
     ///
-    /// With a recurrent group and prefix caching a chunk ends at a block's end where it can: only states there are
-    /// cached.
+    /// With a recurrent group and prefix caching, chunks end at the end of a block if possible, since only the states
+    /// there are cached.
     ///
     /// Args:
     ///     sequence: handle of a sequence that was allocated with `chunk_tokens`.
-    ///     budget: most tokens.
+    ///     budget: maximum number of tokens.
     /// Returns:
-    ///     Tokens, at most `budget`; 0 once the whole prompt is in.
+    ///     Number of tokens, at most `budget`; 0 once the whole prompt has been appended.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
     fn next_chunk(
@@ -130,16 +129,15 @@ impl PyBlockManager {
 
     /// Publish the full blocks of sequences whose tokens the model has computed.
     ///
-    /// A block that another block already duplicates is replaced by it, and blocks outside a window are given back:
-    /// block tables may change.
+    /// Block tables may change: a block is replaced by an existing duplicate, and blocks outside a window are freed.
     ///
     /// Args:
-    ///     sequences: handles, uint64 `[n]`, none twice; a list, or one.
+    ///     sequences: handles, uint64 `[n]` without repeats, a list, or one.
     ///     num_computed: how many of each sequence's first tokens are computed, uint32 `[n]`; all by default.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
-    ///     InvalidArgumentError: a sequence has fewer tokens, or there is not one number for each.
-    ///     SequenceStateError: a sequence has tokens that this step is yet to write.
+    ///     InvalidArgumentError: a sequence has fewer tokens, or `num_computed` does not have one entry per sequence.
+    ///     SequenceStateError: a sequence has tokens that this step has not written yet.
     #[pyo3(signature = (sequences, num_computed = None))]
     fn mark_computed(&self, sequences: &Bound<'_, PyAny>, num_computed: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let sequences = arrays::sequences(sequences)?;
@@ -148,16 +146,16 @@ impl PyBlockManager {
         self.lock().mark_computed_to(&sequences, computed.as_deref()).map_err(to_py)
     }
 
-    /// Cut a sequence to its first tokens, for instance after draft tokens were rejected. Blocks that hold none of
-    /// them, and those of an earlier lookahead, are freed.
+    /// Truncate a sequence to its first tokens, for instance after draft tokens were rejected. Blocks without any of
+    /// these tokens are freed, and so are those of an earlier lookahead.
     ///
     /// Args:
     ///     sequence: handle.
-    ///     num_tokens: tokens to keep.
+    ///     num_tokens: number of tokens to keep.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
-    ///     SequenceStateError: the sequence has lost bytes, or tokens that this step is yet to write.
-    ///     InvalidArgumentError: the sequence is shorter, or has a recurrent state, which cannot be taken back.
+    ///     SequenceStateError: the sequence has lost bytes, or tokens that this step has not written yet.
+    ///     InvalidArgumentError: the sequence is shorter, or has a recurrent state, which cannot be undone.
     fn truncate(
         &self,
         #[pyo3(from_py_with = args::sequence)] sequence: Handle,

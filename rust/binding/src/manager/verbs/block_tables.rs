@@ -14,16 +14,16 @@ use pyo3::prelude::*;
 
 #[pymethods]
 impl PyBlockManager {
-    /// Return the blocks of a sequence in its present tier.
+    /// Return the blocks of a sequence in its current tier.
     ///
     /// Args:
     ///     sequence: handle.
     ///     group: cache group.
     /// Returns:
-    ///     Block ids, int32 `[blocks]`; 0 for blocks that fell out of a window.
+    ///     Block ids, int32 `[blocks]`; 0 for blocks outside a window.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
-    ///     SequenceStateError: its blocks are being prefetched, see `take_decision`.
+    ///     SequenceStateError: the blocks are being prefetched, see `take_decision`.
     ///     InvalidArgumentError: there is no such group.
     #[pyo3(signature = (sequence, group = 0))]
     fn block_table<'py>(
@@ -50,7 +50,7 @@ impl PyBlockManager {
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
     ///     SequenceStateError: a sequence is not on the device, is still loading, or has lost bytes.
-    ///     InvalidArgumentError: `out` has another number of rows or too few columns, or there is no such group.
+    ///     InvalidArgumentError: `out` has the wrong number of rows or too few columns, or there is no such group.
     #[pyo3(signature = (sequences, out = None, *, group = 0))]
     fn block_tables<'py>(
         &self,
@@ -67,7 +67,7 @@ impl PyBlockManager {
             memory::write(arrays::table(&out, "out"), || self.lock(), write)??;
             return Ok(out);
         }
-        // Under one lock: another thread may append between two.
+        // Take the lock once for both calls: another thread could append in between.
         let mut manager = self.lock();
         let rows = rows_in(&manager, &sequences, group)?;
         let width = manager.max_blocks(&rows).map_err(to_py)?;
@@ -77,19 +77,19 @@ impl PyBlockManager {
         Ok(table.into_any())
     }
 
-    /// Return the slots of some tokens of sequences on the device, one sequence after the other.
+    /// Return the slots of a range of tokens of sequences on the device, one sequence after the other.
     ///
     /// Args:
     ///     sequences: handles, uint64 `[n]`, a list, or one.
-    ///     first: first token, for all or one a sequence.
-    ///     last: token after the last, for all or one a sequence.
+    ///     first: first token, for all or one per sequence.
+    ///     last: end of the range, exclusive, for all or one per sequence.
     ///     out: int64 array `[sum of last - first]` to write to, C-contiguous.
     ///     group: cache group.
     /// Returns:
     ///     Slots, `block * block_size + offset`, int64 `[sum of last - first]`, or `out`.
     /// Raises:
     ///     UnknownSequenceError, SequenceStateError: as `block_tables`.
-    ///     InvalidArgumentError: a sequence has fewer tokens, `out` another length, or there is no such group.
+    ///     InvalidArgumentError: a sequence has fewer tokens, `out` has the wrong length, or there is no such group.
     #[pyo3(signature = (sequences, first, last, out = None, *, group = 0))]
     fn slot_mapping<'py>(
         &self,

@@ -1,4 +1,4 @@
-//! What `BlockManager` does to sequences and steps, by subject.
+//! The methods of `BlockManager` on sequences and steps, by subject.
 
 mod admission;
 mod append;

@@ -1,4 +1,4 @@
-//! Verbs that move sequences between tiers.
+//! Methods that move sequences between tiers.
 
 use crate::convert::args;
 use crate::convert::tiers::tier;
@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 
 #[pymethods]
 impl PyBlockManager {
-    /// Return whether `swap_out` can move the sequences: nothing else moves them, and the tier has room.
+    /// Return whether `swap_out` can move the sequences: they are not moving already, and the tier has room.
     ///
     /// Args:
     ///     sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
@@ -18,14 +18,14 @@ impl PyBlockManager {
     ///     `Fit`, true if they can move now.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
-    ///     InvalidArgumentError: a handle is given twice, or `to` is another tier.
+    ///     InvalidArgumentError: a handle is repeated, or `to` is another tier.
     #[pyo3(signature = (sequences, to = "host"))]
     fn can_swap_out(&self, sequences: &Bound<'_, PyAny>, to: &str) -> PyResult<PyFit> {
         let to = tier("to", to, &[Tier::Host, Tier::External])?;
         self.batch(sequences, |manager, sequences| manager.can_swap_out(sequences, to)).map(Into::into)
     }
 
-    /// Move sequences away from the device, by this step's decision: from the device to the host, or from either to
+    /// Move sequences away from the device in this step's decision: from the device to the host, or from either to
     /// the external tier. A block that several of them share moves once.
     ///
     /// Args:
@@ -42,13 +42,13 @@ impl PyBlockManager {
         self.batch(sequences, |manager, sequences| manager.swap_out(sequences, to))
     }
 
-    /// Return whether `swap_in` can move the sequences. On the device one more token each has room then, and the
-    /// watermark stays free.
+    /// Return whether `swap_in` can move the sequences. On the device, there must also be room for one more token
+    /// each, with the watermark still free.
     ///
     /// Args:
     ///     sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
     ///     to: `"device"` or `"host"`.
-    ///     lookahead: slots beyond that token.
+    ///     lookahead: number of slots beyond that token.
     /// Returns:
     ///     `Fit`, true if they can move now.
     /// Raises:
@@ -65,8 +65,8 @@ impl PyBlockManager {
         self.batch(sequences, |manager, sequences| manager.can_swap_in(sequences, to, lookahead)).map(Into::into)
     }
 
-    /// Move sequences back towards the device, by this step's decision: from the external tier to the host, or
-    /// from either to the device.
+    /// Move sequences back towards the device in this step's decision: from the external tier to the host, or from
+    /// either to the device.
     ///
     /// Args:
     ///     sequences: handles, all of one tier; uint64 `[n]`, a list, or one.

@@ -1,4 +1,4 @@
-//! Verbs that end a step, and its ticket.
+//! Methods that end a step and its ticket.
 
 use crate::convert::args;
 use crate::convert::arrays::TicketArgument;
@@ -20,9 +20,9 @@ impl PyBlockManager {
     ///
     /// Args:
     ///     prefetch: let the step compute while its loads arrive. Until the ticket has ended, `append`, `slot_mapping`,
-    ///         `block_table` and `block_tables` refuse what it loads. If a sequence that it loads was appended to, or
-    ///         asked for its block table, before this call, the step computes with it: then `decision.prefetch` is
-    ///         False, and the step waits for all its loads.
+    ///         `block_table` and `block_tables` reject the sequences that it loads. If you have already appended to
+    ///         such a sequence in this step, or requested its block table, the step computes with it:
+    ///         `decision.prefetch` is then False, and the step waits for all its loads.
     /// Returns:
     ///     `StepDecision`.
     /// Warns:
@@ -40,9 +40,9 @@ impl PyBlockManager {
 
     /// End a ticket whose transfers have ended.
     ///
-    /// Until then its blocks stay leased, however long it takes. Where the process or device that ran it has died and
-    /// can write no more, give all its pairs as `lost`, or call `fail`. Where it only hangs, `lose` marks its sequences
-    /// and keeps the blocks leased.
+    /// Until then its blocks stay leased, however long it takes. If the process or device that ran it has died and can
+    /// no longer write, pass all its pairs as `lost`, or call `fail`. If it only hangs, `lose` marks its sequences and
+    /// keeps the blocks leased.
     ///
     /// Args:
     ///     ticket: `decision.ticket`.
@@ -69,7 +69,7 @@ impl PyBlockManager {
         handles(py, &hit)
     }
 
-    /// End a ticket of which nothing landed, for instance because it was never carried out.
+    /// End a ticket whose transfers did not land at all, for instance because they were never run.
     ///
     /// Args:
     ///     ticket: `decision.ticket`.
@@ -89,7 +89,7 @@ impl PyBlockManager {
     /// Mark the sequences that have lost bytes while the ticket's other transfers still run.
     ///
     /// Args:
-    ///     ticket: `decision.ticket`. It stays open; give `complete` the same pairs when it ends.
+    ///     ticket: `decision.ticket`. It stays open; pass the same pairs to `complete` when it ends.
     ///     lost: the `Pairs` that are known not to land.
     /// Returns:
     ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
