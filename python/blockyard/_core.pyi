@@ -528,7 +528,7 @@ class PrefixCaching:
         *,
         eviction: str = "adaptive",
         host: bool = False,
-        host_copies_per_step: int = 256,
+        host_copies_per_step: int = 4096,
         max_events: int = 0,
         max_pinned: float = 0.5,
     ) -> PrefixCaching: ...

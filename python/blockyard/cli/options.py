@@ -295,6 +295,7 @@ def _add_replay(commands: Any) -> None:
         "replay trace.jsonl",
         "replay trace.jsonl --device-blocks 2%,10% --host-blocks 0,20%",
         "replay sessions.jsonl.gz --policies lru --format json",
+        "replay trace.jsonl --step-time 0.01,4e-5,2e-5,9e-8 --html replay.html",
     )
     command.add_argument(
         "traces",
@@ -326,6 +327,44 @@ def _add_replay(commands: Any) -> None:
     )
     command.add_argument("--jobs", type=_count(1), metavar="N", help="processes (default: one for each core)")
     command.add_argument("--executor", metavar="URL", help="run on a Dask cluster instead: dask://HOST:PORT")
+    _add_engine_options(command)
+    _add_picture_options(command)
+
+
+def _add_engine_options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group(
+        "times", "With one of the first three, whole engines serve the trace in virtual time, by the real scheduler."
+    )
+    step_time = group.add_mutually_exclusive_group()
+    step_time.add_argument(
+        "--step-time",
+        type=_four,
+        metavar="A,B,C,D",
+        help="seconds of a step: A, and B for each prompt token, C for each decoding sequence, D for each cached token "
+        "that attention reads",
+    )
+    step_time.add_argument(
+        "--fit", type=Path, metavar="FILE", help="find these four from a run of your engine: its requests.jsonl"
+    )
+    step_time.add_argument(
+        "--system",
+        metavar="NAME",
+        help="take measured operators of this machine, such as h100_sxm; needs --model-config",
+    )
+    group.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
+    group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens per block of the engine")
+    group.add_argument("--max-num-seqs", type=_count(1), default=256, metavar="N", help="sequences per step")
+    group.add_argument("--max-num-batched-tokens", type=_count(1), default=8192, metavar="N", help="tokens per step")
+    group.add_argument("--preemption-modes", default="auto", metavar="NAMES", help="swap, recompute, auto")
+    group.add_argument(
+        "--sessions", type=_count(1), metavar="N", help="conversations at a time (default: as they come)"
+    )
+    group.add_argument(
+        "--bytes-per-token", type=_count(1), default=131072, metavar="N", help="keys and values of a token, all layers"
+    )
+    group.add_argument(
+        "--host-bandwidth", type=_factor, default=25.0, metavar="X", help="GB/s between device and host, each way"
+    )
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -349,6 +388,17 @@ def _count(least: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _four(text: str) -> tuple[float, ...]:
+    """An argparse type: four numbers, none below 0."""
+    try:
+        values = tuple(map(float, text.split(",")))
+    except ValueError:
+        values = ()
+    if len(values) != 4 or not all(0 <= value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} is not four numbers from 0, separated by commas")
+    return values
 
 
 def _share(text: str) -> float:

@@ -1,42 +1,92 @@
-"""`blockyard replay`: from the parsed options to a table of hits."""
+"""`blockyard replay`: hits of caches without time, or whole engines in virtual time."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
+from concurrent.futures import Executor
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Final, TextIO
 
+from blockyard.cli import pictures
 from blockyard.cli.result import Result
+from blockyard.errors import InvalidArgumentError
 from blockyard.progress import Progress, show_progress
+from blockyard.replay.engine import EngineOptions, replay_times
+from blockyard.replay.history import History
 from blockyard.replay.hits import OPTIMAL
 from blockyard.replay.packed import PackedTrace
+from blockyard.replay.serving import Served, serve_all
+from blockyard.replay.step_time import EngineLimits, LinearStepTime, StepTime
 from blockyard.replay.sweep import Point, open_executor, read_blocks, sweep
-from blockyard.traces import read_trace
+from blockyard.scheduler import PREEMPTION_MODES
+from blockyard.timeline import Timeline
+from blockyard.traces import TraceRequest, read_trace
 
 __all__ = ["replay"]
 
+_MILLISECONDS: Final = 1e3
+_MANY_BLOCKS: Final = 2**20
+"""Of an engine whose run is fitted: it is taken for one that preempted nothing."""
+
 
 def replay(options: argparse.Namespace) -> Result:
-    """Send the prompts of traces through caches."""
-    reports = []
+    """Send traces through caches, or serve them by engines."""
+    pictures.require(options)
+    step_time = _step_time(options)
+    traces = [(path, read_trace(path, first=options.first)) for path in options.traces]
     with (
         open_executor(options.jobs, options.executor) as executor,
         show_progress("replay", quiet=options.quiet) as view,
     ):
-        for path in options.traces:
-            trace = PackedTrace.of(read_trace(path, first=options.first))
-            caches = _caches(options, trace.num_distinct)
-            first, show_step = int(len(trace) * options.window), partial(_show_step, view, len(caches))
-            points = sweep(trace, caches, first=first, executor=executor, show=show_step)
-            reports.append((path, trace, points))
+        if step_time is None:
+            return _hits(options, traces, executor, view)
+        return _times(options, traces, step_time, executor, view)
+
+
+def _step_time(options: argparse.Namespace) -> StepTime | None:
+    """Return how long a step takes; None if it is not asked for."""
+    if options.system is not None:
+        from blockyard.replay.step_time.tables import TableStepTime  # noqa: PLC0415 (it needs the tables)
+
+        if options.model_config is None:
+            raise InvalidArgumentError("--system is given without --model-config, needs a model's config.json")
+        return TableStepTime(options.system, json.loads(options.model_config.read_text(encoding="utf-8")))
+    if options.fit is not None:
+        limits = EngineLimits(
+            num_blocks=_MANY_BLOCKS,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        )
+        return LinearStepTime.fit_requests(options.fit, limits)
+    return None if options.step_time is None else LinearStepTime(*options.step_time)
+
+
+# ---- hits ----
+
+
+def _hits(
+    options: argparse.Namespace,
+    traces: Sequence[tuple[Path, list[TraceRequest]]],
+    executor: Executor | None,
+    view: Progress,
+) -> Result:
+    reports = []
+    for path, requests in traces:
+        trace = PackedTrace.of(requests)
+        caches = _caches(options, trace.num_distinct)
+        first, show_step = int(len(trace) * options.window), partial(_show_step, view, len(caches), "caches")
+        reports.append((path, trace, sweep(trace, caches, first=first, executor=executor, show=show_step)))
 
     def show(stream: TextIO) -> None:
         for path, trace, points in reports:
-            _show(path, trace, points, stream)
+            _show_hits(path, trace, points, stream)
 
-    traces = [
+    found = [
         {
             "trace": str(path),
             "num_requests": len(trace),
@@ -47,21 +97,38 @@ def replay(options: argparse.Namespace) -> Result:
         }
         for path, trace, points in reports
     ]
-    return Result({"window": options.window, "traces": traces}, show)
+    facts = {path.name: f"{len(trace)} requests, {trace.num_distinct} distinct blocks" for path, trace, _ in reports}
+    files = pictures.files_of(options, "Hits over capacity", None, facts, partial(_draw_hits, reports))
+    return Result({"window": options.window, "traces": found}, show, files=files)
 
 
-def _show_step(view: Progress, count: int, done: int) -> None:
-    view.step(done, count, "caches")
+def _draw_hits(reports: Sequence[tuple[Path, PackedTrace, list[Point]]], drawing: Any) -> dict[str, object]:
+    figures = {}
+    for path, _, points in reports:
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for point in points:
+            name = f"{point.policy}, {point.host_blocks} host blocks" if point.host_blocks else point.policy
+            curves.setdefault(name, []).append((point.device_blocks, point.hit_rate))
+        optimum = curves.pop(OPTIMAL, [])
+        figures[f"Hit rate of {path.name}"] = drawing.hit_rate_figure(curves, optimum=optimum)
+    return figures
+
+
+def _show_step(view: Progress, count: int, what: str, done: int) -> None:
+    view.step(done, count, what)
 
 
 def _caches(options: argparse.Namespace, distinct: int) -> list[tuple[str, int, int]]:
     sizes = product(read_blocks(options.device_blocks, distinct), read_blocks(options.host_blocks, distinct))
-    policies = [name.strip() for name in options.policies.split(",")]
-    caches = [(policy, max(device, 1), host) for device, host in sizes for policy in policies]
+    caches = [(policy, max(device, 1), host) for device, host in sizes for policy in _names(options.policies)]
     return [cache for cache in caches if cache[0] != OPTIMAL or not cache[2]]  # it has no host tier
 
 
-def _show(path: Path, trace: PackedTrace, points: list[Point], stream: TextIO) -> None:
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _show_hits(path: Path, trace: PackedTrace, points: list[Point], stream: TextIO) -> None:
     print(
         f"{path.name}: {len(trace)} requests, {len(trace.blocks)} blocks of {trace.block_tokens} tokens, "
         f"{trace.num_distinct} distinct",
@@ -86,3 +153,106 @@ def _way(point: Point, hits: dict[tuple[int, str], int]) -> str:
     if point.policy in {"lru", OPTIMAL} or point.host_blocks or best <= worst or not worst:
         return ""
     return f"{(point.hit_tokens - worst) / (best - worst):.0%}"
+
+
+# ---- times ----
+
+
+def _times(
+    options: argparse.Namespace,
+    traces: Sequence[tuple[Path, list[TraceRequest]]],
+    step_time: StepTime,
+    executor: Executor | None,
+    view: Progress,
+) -> Result:
+    reports = []
+    for path, requests in traces:
+        engines = _engines(options, requests)
+        show_step = partial(_show_step, view, len(engines), "engines")
+        reports.append((path, serve_all(requests, engines, step_time, executor=executor, show=show_step)))
+
+    def show(stream: TextIO) -> None:
+        for path, engines in reports:
+            _show_times(path, engines, stream)
+
+    found = [{"trace": str(path), "engines": [engine.as_dict() for engine in engines]} for path, engines in reports]
+    timeline: Timeline | None = None
+    if options.html or options.trace_events:
+        history = History()
+        replay_times(traces[0][1], reports[0][1][0].options, step_time, watch=history)
+        timeline = history.timeline
+    facts = {"step time": repr(step_time), "timeline": _name(reports[0][1][0].options)}
+    files = pictures.files_of(options, "Engines in virtual time", timeline, facts, partial(_draw_times, reports))
+    return Result({"traces": found}, show, files=files)
+
+
+def _engines(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> list[EngineOptions]:
+    distinct = _distinct(requests, options.block_size)
+    sizes = product(read_blocks(options.device_blocks, distinct), read_blocks(options.host_blocks, distinct))
+    modes = _names(options.preemption_modes)
+    for mode in modes:
+        if mode not in PREEMPTION_MODES:
+            raise InvalidArgumentError(f"--preemption-modes has {mode!r}, must be among {', '.join(PREEMPTION_MODES)}")
+    policies = [policy for policy in _names(options.policies) if policy != OPTIMAL]  # it is no policy of an engine
+    return [
+        EngineOptions(
+            device_blocks=max(device, 1),
+            host_blocks=host,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            preemption_mode=mode,  # type: ignore[arg-type]
+            eviction=policy,
+            bytes_per_block=options.bytes_per_token * options.block_size,
+            host_bandwidth=options.host_bandwidth * 1e9,
+            max_concurrent_sessions=options.sessions,
+        )
+        for (device, host), policy, mode in product(list(sizes), policies, modes)
+    ]
+
+
+def _distinct(requests: Sequence[TraceRequest], block_size: int) -> int:
+    """Distinct blocks of the prompts; all of them if the trace does not tell which are equal."""
+    if any(len(request.hash_ids) for request in requests):
+        trace = PackedTrace.of(requests)
+        return trace.num_distinct * trace.block_tokens // block_size
+    return sum(-(-request.input_tokens // block_size) for request in requests)
+
+
+def _name(options: EngineOptions) -> str:
+    host = f" + {options.host_blocks} host" if options.host_blocks else ""
+    return f"{options.device_blocks} device{host} blocks, {options.eviction}, {options.preemption_mode}"
+
+
+def _draw_times(reports: Sequence[tuple[Path, list[Served]]], drawing: Any) -> dict[str, object]:
+    figures = {}
+    for path, engines in reports:
+        for title, get in (
+            ("TTFT", lambda served: served.times.ttft),
+            ("TPOT", lambda served: served.times.tpot),
+        ):
+            samples = {_name(served.options): get(served) for served in engines}
+            figures[f"{title} of {path.name}"] = drawing.cdf_figure(samples, (title, "s"))
+    return figures
+
+
+def _show_times(path: Path, engines: Sequence[Served], stream: TextIO) -> None:
+    print(f"{path.name}: times in milliseconds", file=stream)
+    print(
+        "   device     host policy   preempt   TTFT mean      p99  TPOT mean  latency  tokens/s  hits  preempted",
+        file=stream,
+    )
+    for served in engines:
+        options, found = served.options, served.as_dict()
+        ttft, tpot, latency = found["ttft"], found["tpot"], found["latency"]
+        sizes = f"{options.device_blocks:>9} {options.host_blocks:>8}"
+        what = f"{options.eviction:<8} {options.preemption_mode:<9}"
+        times = f"{_ms(ttft, 'mean'):>9} {_ms(ttft, 'p99'):>8} {_ms(tpot, 'mean', 1):>10} {_ms(latency, 'mean'):>8}"
+        rates = f"{served.output_rate:>9.0f} {served.times.hit_rate:>5.1%} {served.preemptions:>10}"
+        print(f"{sizes} {what} {times} {rates}", file=stream)
+        if served.times.refused:
+            print(f"   {served.times.refused} requests need more blocks than the device has", file=stream)
+
+
+def _ms(times: dict[str, float], name: str, digits: int = 0) -> str:
+    return f"{times[name] * _MILLISECONDS:.{digits}f}" if times else ""

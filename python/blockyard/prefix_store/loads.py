@@ -179,7 +179,7 @@ class Loads:
             load.done = True
             return load
         self._stats.prefetches += 1
-        load.until = load.began + timeout_base + len(load.keys) * self._size / 200e6
+        load.until = load.began + timeout_base + self._seconds_for(load.keys)
         self.open.append(load)
         load.span = begin("prefetch", prompt_tokens=len(prompt), missing_blocks=len(load.keys))
         self._advance(load)
@@ -313,7 +313,12 @@ class Loads:
             return self._finish(load)
         if load.keys[0].tobytes() in load.brought:  # evicted in the meantime, for this prompt or another
             return self._finish(load, "no_room")
+        load.until += self._seconds_for(load.keys)  # the next part of a prompt that is larger than `max_staging`
         return True
+
+    def _seconds_for(self, keys: NDArray[np.uint8]) -> float:
+        """Return the time that loading blocks may take."""
+        return len(keys) * self._size / 200e6
 
     def _give_up(self, load: Load) -> None:
         """The deadline has passed: continue without the store.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final, Protocol
@@ -14,32 +14,24 @@ from numpy.typing import NDArray
 
 from blockyard import BlockManager, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError
+from blockyard.replay.step_time.base import StepTime
+from blockyard.replay.store_tier import Link, StoreTier
 from blockyard.scheduler import PreemptionMode, SchedulerStats
 from blockyard.scheduler.step import Step
+from blockyard.stores.base import StoreStats
 from blockyard.traces import TraceRequest
-from blockyard.types import ManagerStats
 
-__all__ = ["EngineOptions", "StepTime", "Times", "replay_times"]
+__all__ = ["EngineOptions", "Times", "Watch", "replay_times"]
 
 _MOST_STEPS: Final = 64
 """Steps of plain decoding that the scheduler decides at once, as for a model that computes several tokens a step.
 
 What comes out is the same, but cached blocks may be evicted in another order, as their stamps are those of steps.
 """
+_IDLE_SECONDS: Final = 0.01
+"""Between looks at loads while there is nothing to compute, as engines do."""
 _OWN_TOKENS: Final = 2**31
 """Tokens from here on are a request's own: no other prompt has them."""
-
-
-class StepTime(Protocol):
-    """How long the model computes a step."""
-
-    def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
-        """Seconds of one step.
-
-        Args:
-            prefill: for each prompt chunk, the tokens before it in the cache, and its tokens.
-            decode_context: tokens in the cache of each decoding sequence, int64 `[decodes]`.
-        """
 
 
 @dataclass(frozen=True)
@@ -58,6 +50,11 @@ class EngineOptions:
         bytes_per_block: bytes of a block, all layers.
         host_bandwidth: bytes a second between device and host, each way.
         host_latency: seconds that each batch of copies takes beside its bytes.
+        store_blocks: blocks that a prefix store holds, below device and host; 0 for none.
+        store_writes: which blocks go there, as of `PrefixStore`.
+        store_read_bandwidth: bytes a second from it.
+        store_write_bandwidth: bytes a second to it.
+        store_latency: seconds that each batch takes beside its bytes.
         max_concurrent_sessions: conversations at a time; the next begins when one ends. None: all as they come.
     """
 
@@ -72,6 +69,11 @@ class EngineOptions:
     bytes_per_block: int = 2 << 20
     host_bandwidth: float = 25e9
     host_latency: float = 20e-6
+    store_blocks: int = 0
+    store_writes: str = "through"
+    store_read_bandwidth: float = 3e9
+    store_write_bandwidth: float = 2e9
+    store_latency: float = 200e-6
     max_concurrent_sessions: int | None = None
 
 
@@ -84,13 +86,14 @@ class Times:
         first_token: float64 `[r]`.
         last_token: float64 `[r]`.
         output_tokens: int64 `[r]`.
-        cached_tokens: prompt tokens that each request found cached, int64 `[r]`.
         refused: requests that can never fit.
         seconds: end of the last step.
         steps: steps with compute.
         busy_seconds: of compute.
         scheduler: counters of the scheduler.
-        manager: counters of the manager.
+        store: counters of the prefix store's storage; None without one.
+        hit_rate: prompt tokens found cached for each that was looked up, recomputed prompts included.
+        loaded_blocks: cached blocks that came from the host.
     """
 
     arrival: NDArray[np.float64]
@@ -102,7 +105,9 @@ class Times:
     steps: int
     busy_seconds: float
     scheduler: SchedulerStats
-    manager: ManagerStats
+    hit_rate: float
+    loaded_blocks: int
+    store: dict[str, int] | None
 
     @property
     def ttft(self) -> NDArray[np.float64]:
@@ -125,19 +130,14 @@ def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return values[~np.isnan(values)]
 
 
-class _Link:
-    """One way between two memories: batches go one after the other."""
+class Watch(Protocol):
+    """Sees what a replay does."""
 
-    def __init__(self, bandwidth: float, latency: float) -> None:
-        self._bandwidth, self._latency = bandwidth, latency
-        self.free_at = 0.0
-        self.bytes = 0
+    def step(self, start: float, end: float, step: Step, manager: BlockManager, scheduler: Scheduler) -> None:
+        """A step was computed; `step` may stand for many of plain decoding."""
 
-    def send(self, now: float, size: int) -> float:
-        """Return when a batch that is queued now has arrived."""
-        self.bytes += size
-        self.free_at = max(now, self.free_at) + self._latency + size / self._bandwidth
-        return self.free_at
+    def copies(self, start: float, end: float, way: str, blocks: int) -> None:
+        """Blocks went to or from the host; `way` is the transfer's kind."""
 
 
 @dataclass
@@ -198,7 +198,7 @@ def replay_times(
     options: EngineOptions,
     step_time: StepTime,
     *,
-    watch: Callable[[float, float, Step], object] | None = None,
+    watch: Watch | None = None,
 ) -> Times:
     """Serve a trace in virtual time.
 
@@ -210,7 +210,7 @@ def replay_times(
         requests: the trace.
         options: the engine.
         step_time: how long a step computes.
-        watch: called with the start and the end of every step, and the step.
+        watch: sees every step and copy.
 
     Raises:
         InvalidArgumentError: an option is out of range, or a block is no part of a hash id.
@@ -225,7 +225,7 @@ class _Replay:
         requests: Sequence[TraceRequest],
         options: EngineOptions,
         step_time: StepTime,
-        watch: Callable[[float, float, Step], object] | None,
+        watch: Watch | None,
     ) -> None:
         sizes = {request.hash_tokens for request in requests if request.hash_tokens}
         if options.prefix_caching and any(size % options.block_size for size in sizes):
@@ -240,6 +240,10 @@ class _Replay:
             host_blocks=options.host_blocks,
             prefix_caching=caching if options.prefix_caching else False,
         )
+        self._now = 0.0
+        self._to_device = Link(options.host_bandwidth, options.host_latency)
+        self._to_host = Link(options.host_bandwidth, options.host_latency)
+        self._tier = self._open_store() if options.store_blocks else None
         self._scheduler = Scheduler(
             self._manager,
             max_num_seqs=options.max_num_seqs,
@@ -247,20 +251,33 @@ class _Replay:
             preemption_mode=options.preemption_mode,
             num_lookahead_tokens=_MOST_STEPS - 1,
             overlap_io=True,
+            prefetch=None if self._tier is None else self._tier.prefixes.prefetch,
         )
-        self._to_device = _Link(options.host_bandwidth, options.host_latency)
-        self._to_host = _Link(options.host_bandwidth, options.host_latency)
         self._open: list[tuple[float, int]] = []  # when each ticket's copies have landed
         self._clients = _Clients(requests, options.max_concurrent_sessions)
         self._first = np.full(len(requests), np.nan)
         self._last = np.full(len(requests), np.nan)
-        self._now = 0.0
         self._steps = self._refused = 0
         self._busy = self._last_took = 0.0
         self._is_plain = False  # the last step computed only decodes, and nothing has happened since
         self._last_rows = 0
         self._decoded = 0  # steps with decodes
         self._ends: list[int] = []  # values of `_decoded` at which requests end, if none is preempted
+
+    def _open_store(self) -> StoreTier:
+        options = self._options
+        return StoreTier(
+            self._manager,
+            options.store_blocks,
+            options.bytes_per_block,
+            options.store_writes,
+            storage=(
+                Link(options.store_read_bandwidth, options.store_latency),
+                Link(options.store_write_bandwidth, options.store_latency),
+            ),
+            copies=(self._to_device, self._to_host),
+            clock=lambda: self._now,
+        )
 
     def run(self) -> Times:
         scheduler = self._scheduler
@@ -269,9 +286,10 @@ class _Replay:
                 self._add(number)
             self._land()
             if not scheduler.num_unfinished:
-                if not self._clients.due:
+                later = self._next_event()
+                if later == inf:
                     break
-                self._now = max(self._now, self._clients.due[0][0])
+                self._now = max(self._now, later)
                 continue
             step = scheduler.schedule(num_lookahead_tokens=self._plain_steps() - 1)
             loaded = self._copy(step)
@@ -282,6 +300,7 @@ class _Replay:
                 self._skip()
         for _, ticket in sorted(self._open):
             scheduler.complete(ticket)
+        stats = self._manager.stats()
         return Times(
             arrival=self._clients.arrival,
             first_token=self._first,
@@ -292,7 +311,9 @@ class _Replay:
             steps=self._steps,
             busy_seconds=self._busy,
             scheduler=scheduler.stats(),
-            manager=self._manager.stats(),
+            hit_rate=stats.hit_rate,
+            loaded_blocks=stats.loaded_blocks,
+            store=None if self._tier is None else _counts(self._tier.stats),
         )
 
     def _add(self, number: int) -> None:
@@ -306,7 +327,15 @@ class _Replay:
             self._refused += 1
             self._clients.answer(number, self._now)
 
+    def _next_event(self) -> float:
+        """When something happens that no step decides; infinite if nothing is under way."""
+        copies = self._open[0][0] if self._open else inf
+        requests = self._clients.due[0][0] if self._clients.due else inf
+        return min(copies, requests, inf if self._tier is None else self._tier.next_event)
+
     def _land(self) -> None:
+        if self._tier is not None:
+            self._tier.prefixes.poll()
         while self._open and self._open[0][0] <= self._now:
             self._is_plain = False
             self._scheduler.complete(heapq.heappop(self._open)[1])
@@ -322,9 +351,9 @@ class _Replay:
         landed = loaded = self._now
         size = self._options.bytes_per_block
         if stores:
-            landed = self._to_host.send(self._now, stores * size)
+            landed = self._send(self._to_host, "swap_out", stores, stores * size)
         if loads:
-            loaded = self._to_device.send(self._now, loads * size)
+            loaded = self._send(self._to_device, "swap_in", loads, loads * size)
         if loads or stores:
             heapq.heappush(self._open, (max(landed, loaded), step.decision.ticket))
         else:
@@ -335,18 +364,25 @@ class _Replay:
         """How many steps to decide at once: as long as nothing can happen but one more token for each sequence."""
         if not self._is_plain:
             return 1
-        until = min(self._open[0][0] if self._open else inf, self._clients.due[0][0] if self._clients.due else inf)
+        until = self._next_event()
         while self._ends and self._ends[0] <= self._decoded:
             heapq.heappop(self._ends)
         fit = (until - self._now) / self._last_took + 1 if self._last_took else 1
         return int(max(1, min(_MOST_STEPS, fit, self._ends[0] - self._decoded if self._ends else 1)))
+
+    def _send(self, link: Link, way: str, blocks: int, size: int) -> float:
+        start = max(self._now, link.free_at)
+        end = link.send(self._now, size)
+        if self._watch is not None:
+            self._watch.copies(start, end, way, blocks)
+        return end
 
     def _compute(self, step: Step, loaded: float) -> None:
         decodes = step.decodes
         begin = max(self._now, loaded)
         count, self._now = self._model_steps(step, begin)
         if self._watch is not None:
-            self._watch(begin, self._now, step)
+            self._watch.step(begin, self._now, step, self._manager, self._scheduler)
         if step.num_draft_tokens != decodes * (count - 1):
             step.set_draft_token_ids([np.zeros(count - 1, np.uint32)] * decodes)
         self._steps += count
@@ -373,8 +409,8 @@ class _Replay:
         decodes, start, lengths = step.decodes, step.start, step.lengths
         prefill = list(zip(start[decodes:].tolist(), lengths[decodes:].tolist(), strict=True))
         most = int(lengths[:decodes].min()) if decodes and not prefill else 1
-        until = min(self._open[0][0] if self._open else inf, self._clients.due[0][0] if self._clients.due else inf)
-        now, context = begin, start[:decodes]
+        until = self._next_event()
+        now, context = begin, start[:decodes] + 1
         count = 0
         while count < 1 or (count < most and now < until):
             now += self._step_time.seconds(prefill, context + count)
@@ -383,13 +419,17 @@ class _Replay:
 
     def _skip(self) -> None:
         """Nothing to compute: go on when something happens."""
-        times: list[float] = [self._open[0][0]] if self._open else []
-        if self._clients.due:
-            times.append(self._clients.due[0][0])
-        later = [time for time in times if time > self._now]
-        if not later and not times:
+        later = self._next_event()
+        if self._tier is not None and self._tier.prefixes.num_open:
+            later = min(later, self._now + _IDLE_SECONDS)  # a load may pass its deadline
+        if later == inf:
             raise InvariantError(f"{self._scheduler.num_unfinished} requests wait, and nothing is under way")
-        self._now = min(later, default=self._now)
+        self._now = max(self._now, later)
+
+
+def _counts(stats: StoreStats) -> dict[str, int]:
+    names = ("read_blocks", "written_blocks", "evicted_blocks", "cached_blocks")
+    return {name: getattr(stats, name) for name in names}
 
 
 def _prompt(row: TraceRequest, number: int) -> NDArray[np.uint32]:

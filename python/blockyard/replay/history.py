@@ -1,0 +1,51 @@
+"""`History`: what an engine in virtual time did, as a timeline."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from blockyard import BlockManager, Scheduler
+from blockyard.scheduler.step import Step
+from blockyard.timeline import Counter, Span, Timeline
+
+__all__ = ["History"]
+
+_COPIES: Final = {"swap_in": "host to device", "swap_out": "device to host"}
+
+
+class History:
+    """Fills a timeline: steps, copies, and how full each tier is.
+
+    Attributes:
+        timeline: what has happened so far.
+    """
+
+    def __init__(self) -> None:
+        self.timeline = Timeline("s", ["steps", *_COPIES.values()])
+        self._values: dict[tuple[str, str], float] = {}
+
+    def step(self, start: float, end: float, step: Step, manager: BlockManager, scheduler: Scheduler) -> None:
+        """Note a step, and what the pools and queues hold."""
+        kind = "decode" if step.decodes == step.rows else "prefill" if not step.decodes else "prefill and decode"
+        args = {"sequences": step.rows, "tokens": len(step.token_ids)}
+        self.timeline.add(Span("steps", kind, start, end, args))
+        stats = manager.stats()
+        for tier in ("device", "host"):
+            if size := stats.num_blocks[tier]:
+                panel = f"{tier} (blocks)"
+                self._count(panel, "in use", start, stats.used_blocks[tier])
+                self._count(panel, "cached", start, stats.cached_blocks[tier])
+                self._count(panel, "size", start, size)
+        running, swapped = scheduler.num_running, scheduler.num_swapped
+        self._count("requests", "running", start, running)
+        self._count("requests", "waiting", start, scheduler.num_unfinished - running - swapped)
+        self._count("requests", "swapped", start, swapped)
+
+    def copies(self, start: float, end: float, way: str, blocks: int) -> None:
+        """Note a batch of copies."""
+        self.timeline.add(Span(_COPIES[way], way, start, end, {"blocks": blocks}))
+
+    def _count(self, panel: str, name: str, time: float, value: float) -> None:
+        if self._values.get((panel, name)) != value:
+            self._values[panel, name] = value
+            self.timeline.add(Counter(panel, name, time, value))

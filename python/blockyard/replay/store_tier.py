@@ -1,0 +1,272 @@
+"""A prefix store in virtual time: the real `PrefixStore` over models of the copies and of the storage.
+
+The bytes of blocks are never touched: rows are memory that no page backs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard import BlockManager
+from blockyard.prefix_store import PrefixStore
+from blockyard.stores.base import Completion, ExternalStore, Keys, Owners, StoreStats
+from blockyard.stores.threaded.runtime import Runtime, use_runtime
+
+__all__ = ["Link", "StoreTier"]
+
+_KEY_BYTES: Final = 32
+
+
+class Link:
+    """One way between two memories: batches go one after the other.
+
+    Attributes:
+        free_at: when the last batch has arrived.
+        bytes: that went this way.
+    """
+
+    def __init__(self, bandwidth: float, latency: float) -> None:
+        self._bandwidth, self._latency = bandwidth, latency
+        self.free_at = 0.0
+        self.bytes = 0
+
+    def send(self, now: float, size: int) -> float:
+        """Return when a batch that is queued now has arrived."""
+        self.bytes += size
+        self.free_at = max(now, self.free_at) + self._latency + size / self._bandwidth
+        return self.free_at
+
+
+class Alarms:
+    """When the next transfer ends."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def add(self, time: float) -> float:
+        """Note a time, and return it."""
+        heapq.heappush(self._times, time)
+        return time
+
+    def next_after(self, now: float) -> float:
+        """Return the first time after `now`; infinite if there is none."""
+        while self._times and self._times[0] <= now:
+            heapq.heappop(self._times)
+        return self._times[0] if self._times else inf
+
+
+@dataclass
+class _Transfer:
+    """A copy between rows and blocks; it lands at `due`."""
+
+    clock: Callable[[], float]
+    due: float
+    rows: NDArray[np.uint8] | None
+    error: None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has landed."""
+        return self.clock() >= self.due
+
+
+class _Engine:
+    """Copies between blocks and rows, as `CacheEngine` does."""
+
+    def __init__(
+        self, bytes_per_block: int, to_device: Link, to_host: Link, clock: Callable[[], float], alarms: Alarms
+    ) -> None:
+        self.layout = SimpleNamespace(bytes_per_block=bytes_per_block)
+        self.memory = SimpleNamespace(buffers=self)
+        self._to_device, self._to_host, self._clock, self._alarms = to_device, to_host, clock, alarms
+
+    def take(self, count: int, size: int) -> NDArray[np.uint8]:
+        """Return rows that nobody writes to."""
+        return np.empty((count, size), np.uint8)
+
+    def give(self, rows: NDArray[np.uint8]) -> None:
+        """Take rows back."""
+
+    def fence(self) -> None:
+        """Return what a copy waits for: nothing, as steps end before others begin."""
+
+    def poll(self) -> None:
+        """Do nothing: transfers end by the clock."""
+
+    def submit_write(self, tier: str, _blocks: object, rows: NDArray[np.uint8], **_: object) -> _Transfer:
+        """Start to copy rows to blocks."""
+        return self._copy(self._to_device, tier, rows)
+
+    def submit_read(self, tier: str, _blocks: object, rows: NDArray[np.uint8], **_: object) -> _Transfer:
+        """Start to copy blocks to rows."""
+        return self._copy(self._to_host, tier, rows)
+
+    def _copy(self, link: Link, tier: str, rows: NDArray[np.uint8]) -> _Transfer:
+        due = self._clock()
+        if tier == "device":
+            due = self._alarms.add(link.send(due, rows.nbytes))
+        return _Transfer(self._clock, due, rows)
+
+
+class _Store(ExternalStore):
+    """Storage with a size, a rate and a latency, that evicts what was not used for longest."""
+
+    def __init__(
+        self, num_blocks: int, bytes_per_block: int, link: tuple[Link, Link], clock: Callable[[], float], alarms: Alarms
+    ) -> None:
+        self._num_blocks, self._bytes_per_block = num_blocks, bytes_per_block
+        (self._read, self._write), self._clock, self._alarms = link, clock, alarms
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+        self._open: list[tuple[float, int]] = []
+        self._answers: dict[int, Completion] = {}
+        self._tickets = 0
+        self.read_blocks = self.written_blocks = self.evicted_blocks = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that it can hold."""
+        return self._num_blocks
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block."""
+        return self._bytes_per_block
+
+    def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:  # noqa: ARG002
+        """Store blocks."""
+        for key in _names(keys):
+            if key not in self._blocks and len(self._blocks) >= self._num_blocks:
+                self._blocks.popitem(last=False)
+                self.evicted_blocks += 1
+            self._blocks[key] = None
+            self._blocks.move_to_end(key)
+        self.written_blocks += len(keys)
+        return self._answer(self._write, np.ones(len(keys), np.bool_), rows[:0])
+
+    def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
+        """Read blocks."""
+        names = _names(keys)
+        found = np.array([name in self._blocks for name in names], np.bool_)
+        for name, is_there in zip(names, found.tolist(), strict=True):
+            if is_there:
+                self._blocks.move_to_end(name)
+        self.read_blocks += int(found.sum())
+        rows = np.empty((len(names), self._bytes_per_block), np.uint8) if rows is None else rows
+        return self._answer(self._read, found, rows)
+
+    def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
+        """Refuse: it has keys."""
+        raise NotImplementedError
+
+    def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
+        """Refuse: it has keys."""
+        raise NotImplementedError
+
+    def contains(self, keys: Keys) -> NDArray[np.bool_]:
+        """Say which blocks it has."""
+        return np.array([name in self._blocks for name in _names(keys)], np.bool_)
+
+    def lacks(self, keys: Keys) -> NDArray[np.bool_]:
+        """Say which blocks it lacks."""
+        return ~self.contains(keys)
+
+    def poll(self) -> list[int]:
+        """Return the batches that have ended by now."""
+        ended = []
+        while self._open and self._open[0][0] <= self._clock():
+            ended.append(heapq.heappop(self._open)[1])
+        return ended
+
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:  # noqa: ARG002 (they have ended)
+        """Return a batch's answer."""
+        return self._answers.pop(ticket)
+
+    def stats(self) -> StoreStats:
+        """Return the counters."""
+        return StoreStats(
+            written_blocks=self.written_blocks,
+            read_blocks=self.read_blocks,
+            evicted_blocks=self.evicted_blocks,
+            cached_blocks=len(self._blocks),
+        )
+
+    def close(self, timeout: float = 5.0) -> bool:  # noqa: ARG002
+        """Close it."""
+        return True
+
+    def _answer(self, link: Link, found: NDArray[np.bool_], rows: NDArray[np.uint8]) -> int:
+        self._tickets += 1
+        due = self._alarms.add(link.send(self._clock(), int(found.sum()) * self._bytes_per_block))
+        heapq.heappush(self._open, (due, self._tickets))
+        reasons = ["" if there else "absent" for there in found.tolist()]
+        self._answers[self._tickets] = Completion(self._tickets, found, rows, reasons)
+        return self._tickets
+
+
+def _names(keys: Keys) -> list[bytes]:
+    if isinstance(keys, np.ndarray):
+        data = keys.tobytes()
+        return [data[start : start + _KEY_BYTES] for start in range(0, len(data), _KEY_BYTES)]
+    return list(keys)
+
+
+class _Clock(Runtime):
+    """The replay's time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.monotonic = clock  # type: ignore[method-assign]
+
+
+class StoreTier:
+    """A prefix store below an engine in virtual time.
+
+    Args:
+        manager: of the engine.
+        num_blocks: that the storage holds.
+        bytes_per_block: of a block.
+        writes: which blocks are written, as of `PrefixStore`.
+        storage: the ways from and to the storage.
+        copies: the ways to and from the device, which swaps use, too.
+        clock: returns the time.
+
+    Attributes:
+        prefixes: the `PrefixStore`.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        num_blocks: int,
+        bytes_per_block: int,
+        writes: str,
+        *,
+        storage: tuple[Link, Link],
+        copies: tuple[Link, Link],
+        clock: Callable[[], float],
+    ) -> None:
+        self._alarms, self._clock = Alarms(), clock
+        self._store = _Store(num_blocks, bytes_per_block, storage, clock, self._alarms)
+        engine: Any = _Engine(bytes_per_block, *copies, clock, self._alarms)
+        with use_runtime(_Clock(clock)):
+            self.prefixes = PrefixStore(
+                manager, engine, self._store, writes=writes, max_staging=max(256 << 20, 4 * bytes_per_block)
+            )
+
+    @property
+    def next_event(self) -> float:
+        """When the next copy or batch ends; infinite if none is under way."""
+        return self._alarms.next_after(self._clock())
+
+    @property
+    def stats(self) -> StoreStats:
+        """Counters of the storage."""
+        return self._store.stats()

@@ -1,0 +1,75 @@
+"""A prefix store in virtual time: the real `PrefixStore`, with what its storage and its copies take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockyard.replay.engine import EngineOptions, Times, replay_times
+from blockyard.replay.step_time import LinearStepTime
+from blockyard.traces import TraceRequest
+
+STEP = LinearStepTime(fixed=0.01, prefill_token=1e-3, decode_row=0.0, context_token=0.0)
+OPTIONS = EngineOptions(
+    device_blocks=1012,
+    block_size=4,
+    bytes_per_block=1 << 20,
+    store_blocks=5000,
+    host_bandwidth=1e12,
+    store_read_bandwidth=1e9,
+    store_write_bandwidth=1e9,
+    store_latency=0.0,
+)
+
+
+def prompt(number: int, arrival: float, blocks: int = 1000) -> TraceRequest:
+    ids = tuple(range(number * blocks, (number + 1) * blocks))
+    return TraceRequest(arrival, 4 * blocks + 1, 1, ids, 4.0)
+
+
+def run(requests: list[TraceRequest], **options: Any) -> Times:
+    return replay_times(requests, replace(OPTIONS, **options), STEP)
+
+
+# The second prompt evicts the first, which then comes from the store.
+ROWS = [prompt(0, 0.0), prompt(1, 100.0), prompt(0, 200.0)]
+
+
+def test_a_prompt_that_was_evicted_comes_from_the_store():
+    times = run(ROWS)
+    assert times.store is not None
+    assert times.store["written_blocks"] == 2000
+    assert times.store["read_blocks"] == pytest.approx(1000, rel=0.02)
+    computed, loaded = times.ttft[0], times.ttft[2]
+    assert loaded == pytest.approx(1000 * (1 << 20) / 1e9, rel=0.1)
+    assert loaded < computed / 2
+    assert run(ROWS, store_blocks=0).ttft[2] == pytest.approx(computed, rel=0.02)
+
+
+def test_a_prompt_larger_than_the_staging_loads_whole_although_each_part_has_its_time():
+    # 1,000 MiB in parts of 256 MiB at 250 MB/s: 4.2 seconds, and .25 + 256 MiB / 200 MB/s for each part.
+    times = run(ROWS, store_read_bandwidth=250e6)
+    assert times.store is not None
+    assert times.store["read_blocks"] == pytest.approx(1000, rel=0.02)
+    assert times.ttft[2] == pytest.approx(1000 * (1 << 20) / 250e6, rel=0.1)
+
+
+def test_storage_slower_than_the_deadline_is_given_up_and_the_prompt_computed():
+    times = run(ROWS, store_read_bandwidth=20e6)
+    computed, waited = times.ttft[0], times.ttft[2]
+    assert waited == pytest.approx(computed + 0.25 + 256 * (1 << 20) / 200e6, rel=0.1)
+
+
+def test_storage_keeps_what_was_used_last():
+    rows = [*ROWS[:2], replace(ROWS[0], arrival=200.0), prompt(2, 300.0), replace(ROWS[0], arrival=400.0)]
+    times = run(rows, store_blocks=2000)
+    assert times.store is not None
+    assert (times.store["evicted_blocks"], times.store["cached_blocks"]) == (1000, 2000)
+    assert times.store["read_blocks"] == pytest.approx(2000, rel=0.02)  # the first prompt, twice: the second one was evicted
+
+
+def test_nothing_is_written_if_writes_are_off():
+    times = run(ROWS, store_writes="never")
+    assert times.store == {"read_blocks": 0, "written_blocks": 0, "evicted_blocks": 0, "cached_blocks": 0}
