@@ -10,9 +10,11 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from browser import CHROMIUM, browser_page
 
+from blockyard.errors import InvalidArgumentError
 from blockyard.pictures import Figure, cdf_figure, hit_rate_figure, pareto_figure, timeline_figure, write_html
 from blockyard.timeline import Counter, Mark, Span, Timeline
 
@@ -75,9 +77,19 @@ def test_the_page_loads_nothing(page: Path) -> None:
 
 
 def test_the_page_has_the_figures(page: Path) -> None:
-    line = next(line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("const figures = "))
-    written = json.loads(line.removeprefix("const figures = ").removesuffix(";"))
+    text = page.read_text(encoding="utf-8").rpartition("const figures = ")[2]
+    written = json.loads(text.partition(";\n")[0])
     assert written == json.loads(json.dumps(list(sample_figures().values())))
+
+
+def test_numbers_of_numpy_are_written_and_those_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    sizes = np.array([100, 200])
+    figure = hit_rate_figure({"lru": list(zip(sizes, np.array([0.25, 0.5], np.float32), strict=True))})
+    write_html(tmp_path / "a.html", TITLE, {"Hit rate": figure}, {})
+    assert '"x": [100, 200], "y": [25.0, 50.0]' in (tmp_path / "a.html").read_text(encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match="the figure 'TTFT' has a number that is not finite"):
+        write_html(tmp_path / "b.html", TITLE, {"TTFT": cdf_figure({"run": [1.0, float("nan")]}, ("TTFT", "s"))}, {})
+    assert not (tmp_path / "b.html").exists()
 
 
 def test_equal_arguments_give_equal_bytes_in_another_process(page: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,6 +84,17 @@ def test_a_step_is_written_as_a_millisecond(tmp_path: Path) -> None:
 
 def test_an_empty_timeline_is_written_as_json(tmp_path: Path) -> None:
     assert [event["name"] for event in written(Timeline(), tmp_path)] == ["process_name"]
+
+
+def test_numbers_of_numpy_are_written(tmp_path: Path) -> None:
+    timeline = Timeline()
+    timeline.add(Counter("device (blocks)", "in use", np.float32(0.5), np.int64(3)))  # type: ignore[arg-type]
+    timeline.add(Span("a", "get", np.float64(1), np.float64(2), {"blocks": np.int64(4)}))  # type: ignore[dict-item]
+    with pytest.raises(InvalidArgumentError, match="not finite"):
+        timeline.add(Counter("device (blocks)", "in use", np.float32("nan"), 3))  # type: ignore[arg-type]
+    events = written(timeline, tmp_path)
+    assert [(e["ts"], e["args"]) for e in events if e["ph"] == "C"] == [(0.5e6, {"in use": 3})]
+    assert [(e["ts"], e["args"]) for e in events if e["ph"] == "X"] == [(1e6, {"blocks": 4})]
 
 
 def test_tracks_come_in_the_order_that_is_asked_for() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.pictures.style import COLORS, DASHES, Axis, Figure, axis_of, title_of
+from blockyard.pictures.style import COLORS, DASHES, GREY, SYMBOLS, Axis, Figure, axis_of, title_of
 
 __all__ = ["cdf_figure", "hit_rate_figure", "pareto_figure"]
 
@@ -37,7 +37,7 @@ def hit_rate_figure(
         for number, (name, points) in enumerate(curves.items())
     ]
     if optimum:
-        data.append(_line("optimum", sorted(optimum), len(COLORS) - 1, dash="dot"))
+        data.append(_line("optimum", sorted(optimum), len(curves), dash="dot", color=GREY))
     for trace in data:
         trace["y"] = [100 * rate for rate in trace["y"]]
         trace["hovertemplate"] = f"%{{x:,}} {capacity[1]}: %{{y:.2f}} %<extra>%{{fullData.name}}</extra>"
@@ -109,13 +109,13 @@ def pareto_figure(
             best = sign * choices[name][1]
     others = [name for name in choices if name not in front]
     data = [
-        _points("dominated", others, choices, number=6, mode="markers"),
-        _points("Pareto front", front, choices, number=0, mode="lines+markers"),
+        _points("dominated", others, choices, color=GREY, symbol="x"),
+        _points("Pareto front", front, choices, color=COLORS[0], mode="lines+markers"),
     ]
     data[1]["line"]["shape"] = "hv"
     if recommended is not None:
-        data.append(_points("recommended", [recommended], choices, number=1, mode="markers"))
-        data[-1]["marker"] |= {"size": 16, "symbol": "star"}
+        data.append(_points("recommended", [recommended], choices, color=COLORS[1], symbol="star"))
+        data[-1]["marker"]["size"] = 16
     for trace in data:
         trace["hovertemplate"] = f"%{{text}}<br>%{{x:.4g}} {x[1]}, %{{y:.4g}} {y[1]}<extra></extra>"
     layout = {
@@ -132,7 +132,7 @@ def _line(
     *,
     dash: str,
     mode: str = "lines+markers",
-    **more: object,
+    color: str = "",
 ) -> dict[str, Any]:
     return {
         "type": "scatter",
@@ -140,15 +140,20 @@ def _line(
         "name": name,
         "x": [x for x, _ in points],
         "y": [y for _, y in points],
-        "line": {"color": COLORS[number % len(COLORS)], "dash": dash},
-        "marker": {"symbol": number % 8},
-        **more,
+        "line": {"color": color or COLORS[number % len(COLORS)], "dash": dash},
+        "marker": {"symbol": number % SYMBOLS},
     }
 
 
 def _points(
-    name: str, names: Sequence[str], choices: Mapping[str, tuple[float, float]], *, number: int, mode: str
+    name: str,
+    names: Sequence[str],
+    choices: Mapping[str, tuple[float, float]],
+    *,
+    color: str,
+    symbol: str = "circle",
+    mode: str = "markers",
 ) -> dict[str, Any]:
-    trace = _line(name, [choices[one] for one in names], number, dash="solid", mode=mode)
-    trace["marker"] = {"size": 9, "color": COLORS[number], "symbol": number % 8}
+    trace = _line(name, [choices[one] for one in names], 0, dash="solid", mode=mode, color=color)
+    trace["marker"] = {"size": 9, "color": color, "symbol": symbol}
     return trace | {"text": list(names)}

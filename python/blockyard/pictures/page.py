@@ -5,10 +5,12 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Mapping
+from operator import methodcaller
 from pathlib import Path
 from string import Template
-from typing import Any, Final
+from typing import Final
 
+from blockyard.errors import InvalidArgumentError
 from blockyard.pictures.style import Figure
 from blockyard.workers import missing
 
@@ -93,7 +95,8 @@ def write_html(path: Path, title: str, figures: Mapping[str, Figure], facts: Map
         facts: figures and settings of the run for the table at the top, by name.
 
     Raises:
-        OSError: it cannot be written.
+        InvalidArgumentError: a figure has a number that is not finite.
+        OSError: the file cannot be written.
     """
     rows = [f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(fact))}</td></tr>" for name, fact in facts.items()]
     sections = [
@@ -105,15 +108,19 @@ def write_html(path: Path, title: str, figures: Mapping[str, Figure], facts: Map
     page = _PAGE.substitute(
         title=html.escape(title),
         font=_FONT,
-        json_font=_script(_FONT),
+        json_font=json.dumps(_FONT),
         facts="\n".join(rows),
         sections="\n".join(sections),
         plotly=get_plotlyjs(),
-        figures=_script(list(figures.values())),
+        figures="[" + ",\n".join(map(_figure, figures, figures.values())) + "]",
     )
     path.write_text(page, encoding="utf-8")
 
 
-def _script(value: Any) -> str:
+def _figure(heading: str, figure: Figure) -> str:
     """Return JSON that no text in it can end the script with."""
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
+    try:
+        text = json.dumps(figure, allow_nan=False, default=methodcaller("tolist"))  # of numpy's numbers
+    except ValueError:
+        raise InvalidArgumentError(f"the figure {heading!r} has a number that is not finite") from None
+    return text.replace("<", "\\u003c")

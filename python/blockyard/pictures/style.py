@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-__all__ = ["COLORS", "DASHES", "Axis", "Figure", "axis_of", "title_of"]
+__all__ = ["COLORS", "DASHES", "GREY", "SYMBOLS", "Axis", "Figure", "axis_of", "title_of"]
 
 Figure = dict[str, Any]
 """A plotly figure: `data` and `layout`."""
 Axis = tuple[str, str]
 """What an axis shows, and its unit: `("TTFT", "s")`; "" if it has none."""
 
-COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
-"""Okabe and Ito's colours, which differ to every eye, without the yellow and black that one background hides."""
+COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999933", "#AA4499")
+"""Colours that differ to every eye and on both backgrounds: most of Okabe and Ito's, two of Tol's muted ones."""
+GREY: Final = "#999999"
 DASHES: Final = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+SYMBOLS: Final = 8
+"""Markers that are easy to tell apart, by plotly's numbers."""
 _LOG_FROM: Final = 20
 """Largest over smallest value from which an axis is logarithmic."""
 

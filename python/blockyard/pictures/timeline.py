@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from blockyard.pictures.style import COLORS, DASHES, Figure
+from blockyard.pictures.style import COLORS, DASHES, SYMBOLS, Figure
 from blockyard.timeline import Mark, Span, Timeline
 
 __all__ = ["timeline_figure"]
@@ -167,22 +167,28 @@ def _bars(timeline: Timeline, pixel: float) -> list[dict[str, Any]]:
 
 def _merged(spans: Sequence[Span], pixel: float) -> list[tuple[Span, int]]:
     """Return the spans of a lane, with how many spans each stands for: those of one name on a pixel are one."""
-    found = list[tuple[Span, int]]()
+    found, last = list[tuple[Span, int]](), dict[str, int]()
     for span in spans:
-        last = found[-1] if found else None
-        is_tiny = span.end - span.start < pixel
-        if last is not None and is_tiny and last[0].name == span.name and span.end - last[0].start < pixel:
-            found[-1] = (last[0]._replace(end=max(last[0].end, span.end), args={}), last[1] + 1)
+        place = last.get(span.name)
+        if place is not None and span.end - found[place][0].start < pixel:
+            before, count = found[place]
+            found[place] = (before._replace(end=max(before.end, span.end), args={}), count + 1)
         else:
+            last[span.name] = len(found)
             found.append((span, 1))
     return found
+
+
+def _when(unit: str, *times: float) -> str:
+    text = " to ".join(f"{time:.6g}" for time in times)
+    return f"step {text}" if unit == "step" else f"{text} {unit}"
 
 
 def _bar(name: str, rows: list[tuple[int, Span, int]], color: str, unit: str) -> dict[str, Any]:
     def text(span: Span, count: int) -> str:
         args = "".join(f"<br>{key} {value}" for key, value in span.args.items())
         many = f"<br>{count} spans" if count > 1 else ""
-        return f"{span.track}: {name}<br>{span.start:.6g} to {span.end:.6g} {unit}{args}{many}"
+        return f"{span.track}: {name}<br>{_when(unit, span.start, span.end)}{args}{many}"
 
     return {
         "type": "bar",
@@ -206,8 +212,8 @@ def _mark(name: str, rows: list[tuple[int, Mark]], color: str, number: int, unit
         "name": name,
         "x": [mark.time for _, mark in rows],
         "y": [row for row, _ in rows],
-        "marker": {"color": color, "symbol": number % 8, "size": 9},
-        "hovertext": [f"{mark.track}: {name}<br>{mark.time:.6g} {unit}" for _, mark in rows],
+        "marker": {"color": color, "symbol": number % SYMBOLS, "size": 9},
+        "hovertext": [f"{mark.track}: {name}<br>{_when(unit, mark.time)}" for _, mark in rows],
         "hovertemplate": "%{hovertext}<extra></extra>",
     }
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import isfinite
+from numbers import Real
+from operator import methodcaller
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
@@ -22,6 +24,9 @@ __all__ = ["Counter", "Mark", "Span", "Timeline"]
 
 _MICROSECONDS: Final = {"s": 1e6, "step": 1e3}
 """Of a trace event, for one unit of a timeline's time: Perfetto shows a step as a millisecond."""
+
+
+_PLAIN: Final = methodcaller("tolist")  # of numpy's numbers
 
 
 class Span(NamedTuple):
@@ -75,7 +80,7 @@ class Timeline:
         Raises:
             InvalidArgumentError: a time or value is not finite, or a span ends before it starts.
         """
-        if not all(isfinite(part) for part in event if isinstance(part, float)):
+        if not all(isfinite(part) for part in event if isinstance(part, Real)):
             raise InvalidArgumentError(f"{event} has a number that is not finite")
         if isinstance(event, Span):
             if event.end < event.start:
@@ -119,7 +124,7 @@ class Timeline:
         with path.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [')
             for number, event in enumerate(self._trace_events()):
-                file.write((",\n" if number else "\n") + json.dumps({"pid": 1, **event}))
+                file.write((",\n" if number else "\n") + json.dumps({"pid": 1, **event}, default=_PLAIN))
             file.write("\n]}\n")
 
     def _trace_events(self) -> Iterator[dict[str, Any]]:
