@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from typing import Final
+from typing import Final, Literal
 
-from blockyard.demo.report import TIERS
 from blockyard.demo.serve import Faults
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.timeline import Counter, Span, Timeline
 
 __all__ = ["History"]
 
+_TIERS: Final[tuple[Literal["device", "host", "external"], ...]] = ("device", "host", "external")
 _PREEMPTIONS: Final = {
     "swap to host": "preempted_swap_host",
     "swap to external": "preempted_swap_external",
@@ -70,7 +70,7 @@ class History:
     def _add_counters(self) -> None:
         scheduler = self._generator.scheduler
         panels: dict[str, dict[str, int]] = {}
-        for tier in TIERS:
+        for tier in _TIERS:
             pool = self._generator.manager.pool(tier)
             panels[f"{tier} (blocks)"] = {"in use": pool.num_blocks - pool.num_free}
             if tier != "external":  # a store is so large that its use would be a line at the bottom

@@ -7,7 +7,7 @@ from collections import Counter as Counts
 from blockyard.sim import FleetOptions, FleetReport, fleet_timeline, read_faults, simulate_fleet
 from blockyard.timeline import Counter, Mark, Span
 
-FAULTS = "partition:1:0.5:1,node_loss:-1:1:0.5,crash:2:1.5:0.25,gray:-1:2:0.75"
+FAULTS = "partition:1:0.5:1,node_loss:-1:1:0.5,crash:2:1.5:0.25,gray:-1:2:0.75,clock:0:2.5:0.5"
 LOG = """\
    0.1000 engine 0 put [1, 2] is 0
    0.1500 engine 0 get [1] is 1
@@ -19,6 +19,7 @@ LOG = """\
    0.4000 engine 1 partition ends
    0.5000 engine 0 crash begins
    0.6000 engine 1 forget 'step-1': ok
+   0.6500 engine 1 quota b'a' 4: ok
    0.7000 engine 1 get [3, 4] is 0
 key 3: absent, though put 1 was confirmed
 """
@@ -37,6 +38,7 @@ def test_each_line_of_a_log_becomes_what_it_says() -> None:
     ]
     assert found.marks == [
         Mark("engine 1", "forget", 0.6),
+        Mark("engine 1", "quota", 0.65),
         Mark("faults", "damage", 0.35),
         Mark("faults", "broken promise", 0.7),
     ]

@@ -16,6 +16,9 @@ _ENGINE: Final = re.compile(r"^ *[\d.]+ (engine \d+) ")
 _CALL: Final = re.compile(r"(?P<kind>put|get|delete) \[(?P<keys>.*)\] is (?P<ticket>\d+)")
 _ANSWER: Final = re.compile(r"(?P<ticket>\d+): (?P<reasons>.*)")
 _FAULT: Final = re.compile(r"(?P<kind>\w+) (?P<what>begins|ends)")
+_CHANGE: Final = re.compile(r"(?P<kind>forget|quota) .*")
+_NO_END: Final = {"crash", "clock"}
+"""Faults that last, and whose end is not in the log."""
 _COUNTED: Final = {"get": ("reads (blocks)", "hits", "misses"), "put": ("writes (blocks)", "stored", "not stored")}
 
 
@@ -57,15 +60,14 @@ class _Reader:
             self._open_calls[who, found["ticket"]] = (time, found["kind"], keys)
         elif found := _ANSWER.fullmatch(text):
             self._read_answer(time, who, found["ticket"], found["reasons"].split(","))
-        elif text.startswith("forget "):
-            self._timeline.add(Mark(who, "forget", time))
+        elif found := _CHANGE.fullmatch(text):
+            self._timeline.add(Mark(who, found["kind"], time))
 
     def end(self) -> Timeline:
         """Return the timeline."""
         for start, kind, who in self._open_faults:
-            # A killed engine says nothing when it comes back; nothing else that has no end lasts.
-            ends = [fault.at + fault.seconds for fault in self._report.faults if (kind, start) == ("crash", fault.at)]
-            self._add_fault(start, max(ends, default=start), kind, who)
+            same = (f for f in self._report.faults if f.kind == kind and abs(f.at - start) < 1e-3)
+            self._add_fault(start, start + max((f.seconds for f in same if kind in _NO_END), default=0.0), kind, who)
         if self._report.broken:
             self._timeline.add(Mark("faults", "broken promise", self._now))
         return self._timeline
