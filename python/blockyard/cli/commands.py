@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -109,6 +110,7 @@ def simulate(options: argparse.Namespace) -> Result:
             range(options.seed, options.seed + count),
             fleet,
             faults=faults,
+            jobs=options.jobs or len(os.sched_getaffinity(0)),
             show=lambda done: view.step(done, count, "seeds"),
         )
 

@@ -271,6 +271,9 @@ def _add_simulate(commands: Any) -> None:
     command.add_argument(
         "--seconds", type=_factor, default=4.0, metavar="X", help="virtual seconds of random work for each seed"
     )
+    command.add_argument(
+        "--jobs", type=_count(1), metavar="N", help="processes to use, default: one a core; they change no result"
+    )
     which = command.add_mutually_exclusive_group()
     which.add_argument(
         "--faults",

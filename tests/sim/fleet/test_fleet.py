@@ -108,6 +108,12 @@ def test_the_command_writes_the_same_bytes_for_the_same_seed(tmp_path: Path):
     assert found["failure"] is None
 
 
+def test_the_number_of_processes_changes_no_result():
+    one, two = (run_campaign(range(20), FleetOptions(seconds=1.0), jobs=jobs) for jobs in (1, 2))
+    assert one.as_dict() == two.as_dict()
+    assert one.num_seeds == 20
+
+
 def test_the_command_runs_exactly_the_faults_that_it_is_given():
     done = command("--seed", "3", "--replay", "crash:0:1:0.3,full:-1:2:0.5", "--format", "json")
     found = json.loads(done.stdout)

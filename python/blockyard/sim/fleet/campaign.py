@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
+import signal
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, Final
 
 from blockyard.sim.fleet.faults import FAULTS, Fault
 from blockyard.sim.fleet.fleet import FleetOptions, FleetReport, digest_of, simulate_fleet
 
 __all__ = ["Campaign", "run_campaign", "shrink"]
+
+_AT_ONCE: Final = 8  # seeds that a process is given
 
 
 @dataclass
@@ -77,30 +84,56 @@ def run_campaign(
     options: FleetOptions,
     *,
     faults: list[Fault] | None = None,
+    jobs: int = 1,
     show: Callable[[int], object] = bool,
 ) -> Campaign:
-    """Run fleets, one for each seed, until one breaks a promise.
+    """Run fleets, one for each seed, until one breaks a promise. The result does not depend on `jobs`.
 
     Args:
         seeds: of the fleets.
         options: of each.
         faults: in place of those drawn.
+        jobs: processes that share the seeds. They are spawned: a script needs `if __name__ == "__main__"`.
         show: is called with the number of seeds that are done.
     """
     found, digests = Campaign(options), list[str]()
-    for seed in seeds:
-        report = simulate_fleet(seed, options, faults)
-        found.num_seeds += 1
-        found.num_operations += report.num_operations
-        found.faults.update(fault.kind for fault in report.faults)
-        found.reasons.update(report.reasons)
-        digests.append(report.digest)
-        show(found.num_seeds)
-        if report.broken:
-            found.failure = shrink(report, options)
-            break
+    with _reports(list(seeds), partial(_run, options=options, faults=faults), jobs) as reports:
+        for report in reports:
+            found.num_seeds += 1
+            found.num_operations += report.num_operations
+            found.faults.update(fault.kind for fault in report.faults)
+            found.reasons.update(report.reasons)
+            digests.append(report.digest)
+            show(found.num_seeds)
+            if report.broken:
+                found.failure = shrink(report, options)
+                break
     found.digest = digest_of(digests)
     return found
+
+
+def _run(seed: int, options: FleetOptions, faults: list[Fault] | None) -> FleetReport:
+    report = simulate_fleet(seed, options, faults)
+    if not report.broken:
+        report.log.clear()  # nobody reads it, and it is most of what a process sends
+    return report
+
+
+@contextmanager
+def _reports(seeds: list[int], run: Callable[[int], FleetReport], jobs: int) -> Iterator[Iterable[FleetReport]]:
+    """Give the reports of seeds, in order."""
+    jobs = min(jobs, -(-len(seeds) // _AT_ONCE))
+    if jobs <= 1:
+        yield map(run, seeds)
+        return
+    with get_context("spawn").Pool(jobs, _start) as pool:
+        yield pool.imap(run, seeds, _AT_ONCE)
+
+
+def _start() -> None:
+    """Prepare a process that runs seeds: its parent alone acts on Ctrl-C, and what it has imported stays."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()
 
 
 def shrink(report: FleetReport, options: FleetOptions) -> FleetReport:
