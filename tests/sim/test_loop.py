@@ -118,7 +118,7 @@ def test_a_task_that_started_another_can_join_it():
 
     loop.start("main", main)
     loop.run()
-    assert (seen, loop.now, loop.tasks) == (["joined"], 3.0, [])
+    assert (seen, loop.now, loop.tasks) == (["joined"], 3.0, {})
 
 
 def test_what_a_task_raises_ends_the_run():
@@ -126,6 +126,34 @@ def test_what_a_task_raises_ends_the_run():
     loop.start("broken", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loop.run()
+
+
+def test_a_call_runs_at_its_time_and_ends_the_run_if_it_raises():
+    loop, seen = Loop(0), list[float]()
+    event = loop.event()
+    loop.call_later(2.0, lambda: seen.append(loop.now))
+    loop.call_later(1.0, event.set)
+    loop.start("wait", lambda: seen.append(loop.now if event.wait(5.0) else -1.0))
+    loop.run()
+    assert seen == [1.0, 2.0]
+    loop.call_later(1.0, lambda: 1 / 0)
+    loop.start("sleep", lambda: loop.sleep(5.0))
+    with pytest.raises(ZeroDivisionError):
+        loop.run()
+
+
+def test_thousands_of_tasks_run_at_once():
+    loop, seen = Loop(0), list[int]()
+
+    def work(number: int) -> None:
+        loop.sleep(1.0)
+        seen.append(number)
+
+    for number in range(3000):
+        loop.start("task", lambda number=number: work(number))
+    loop.run()
+    assert sorted(seen) == list(range(3000))
+    assert loop.now == 1.0
 
 
 def test_tasks_that_wait_for_each_other_are_named():

@@ -83,7 +83,7 @@ class Loop(Runtime):
         now: seconds since the start.
         random: the only source of chance.
         draw: returns a number from 0 to 1 of `random`.
-        tasks: those that have not ended.
+        tasks: those that have not ended, in order.
         ready: those that wait for nothing.
         current: the one that runs; None outside of tasks.
     """
@@ -92,7 +92,7 @@ class Loop(Runtime):
         self.now = 0.0
         self.random = random.Random(seed)
         self.draw = self.random.random
-        self.tasks: list[Task] = []
+        self.tasks: dict[Task, None] = {}
         self.ready: list[Task] = []
         self.current: Task | None = None
         self.home = getcurrent()
@@ -100,6 +100,7 @@ class Loop(Runtime):
         self._timers: list[tuple[float, int, Callable[[], object] | Task, int]] = []
         self._numbers = count()
         self._failure: BaseException | None = None
+        self._starting: Task | None = None  # has no greenlet that runs yet
 
     # ---- the runtime ----
 
@@ -141,10 +142,10 @@ class Loop(Runtime):
                 run()
             except BaseException as error:  # noqa: BLE001 (raised by `run`)
                 self._failure = error
-            self.tasks.remove(task)
+            del self.tasks[task]
 
         task = Task(self, name, guarded)
-        self.tasks.append(task)
+        self.tasks[task] = None
         self.ready.append(task)
         return task
 
@@ -158,9 +159,9 @@ class Loop(Runtime):
         Raises:
             StuckError: all tasks wait for each other.
         """
-        while (task := self._next()) is not None:
-            self.current = task
-            task.greenlet.switch()  # until a task has ended, or none can go on
+        while (task := self._starting or self._next()) is not None:
+            self.current, self._starting = task, None
+            task.greenlet.switch()  # until a task has ended or is to start, or none can go on
             self.current = None
             if self._failure is not None:
                 failure, self._failure = self._failure, None
@@ -204,10 +205,13 @@ class Loop(Runtime):
         except BaseException as error:  # noqa: BLE001 (raised by `run`)
             self._failure, following = error, None
         self.current = following
-        if following is None:
-            self.home.switch()
-        elif following is not task:
+        if following is task:
+            return
+        if following is not None and following.greenlet:
             following.greenlet.switch()
+            return
+        self._starting = following  # a greenlet starts as deep as whoever starts it
+        self.home.switch()
 
     def _next(self) -> Task | None:
         """Draw the task that goes on, once it is time. Returns None if all wait for each other."""
