@@ -34,6 +34,7 @@ MODULES = {
     "blockyard.prefix_store": "A prefix cache in an external store, as `cache.prefix_store`; needs torch.",
     "blockyard.stores": "External storage.",
     "blockyard.scheduler": "The reference scheduler.",
+    "blockyard.traces": "Traces of requests: [recorded](../operate/recording.md) and read.",
     "blockyard.offload": "A host cache below an engine's own block manager.",
     "blockyard.allocators": "For engines that keep their own block tables, or their own allocator.",
     "blockyard.events": "Events of the prefix cache.",

@@ -45,10 +45,12 @@ def test_help_fits_80_columns_and_has_examples(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_the_same_options_for_its_output(command: str) -> None:
-    given = ["kv"] if command in {"inspect", "fsck", "replay"} else []
-    options = make_parser().parse_args([command, *given])
+    given = {name: ["kv"] for name in ("inspect", "fsck", "replay")} | {"record": ["trace.jsonl", "true"]}
+    options = make_parser().parse_args([command, *given.get(command, [])])
     assert (options.format, options.output, options.quiet) == ("text", None, False)
-    options = make_parser().parse_args([command, *given, "--format", "json", "--output", "found.json", "-q"])
+    options = make_parser().parse_args(
+        [command, *given.get(command, []), "--format", "json", "--output", "found.json", "-q"]
+    )
     assert (options.format, options.output, options.quiet) == ("json", Path("found.json"), True)
 
 
@@ -72,6 +74,7 @@ def test_example_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "make_report", checked)
     monkeypatch.setattr("blockyard.sim.run_campaign", lambda _seeds, fleet, **_: Campaign(fleet))
+    monkeypatch.setattr("blockyard.cli.recording.run_recorded", lambda _path, _program: 0)
     if "calibrate" in example:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name in ("trace.jsonl", "sessions.jsonl.gz"):

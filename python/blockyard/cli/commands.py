@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from blockyard._core import SlabReport, check_slab, inspect_slab
-from blockyard.cli import pictures
+from blockyard.cli import pictures, recording
 from blockyard.cli.result import EXIT_BAD_USAGE, EXIT_OK, EXIT_WRONG, Result
 from blockyard.progress import Progress, show_progress
 from blockyard.timeline import Timeline
@@ -28,6 +28,7 @@ __all__ = [
     "doctor",
     "fsck",
     "inspect",
+    "record",
     "replay",
     "simulate",
 ]
@@ -145,6 +146,11 @@ def replay(options: argparse.Namespace) -> Result:
     from blockyard.cli import replays  # noqa: PLC0415 (only this command needs the scheduler)
 
     return replays.replay(options)
+
+
+def record(options: argparse.Namespace) -> Result:
+    """Run a program, and add up what its engines recorded."""
+    return recording.record(options)
 
 
 def inspect(options: argparse.Namespace) -> Result:

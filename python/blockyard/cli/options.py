@@ -109,6 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_simulate(commands)
     _add_replay(commands)
+    _add_record(commands)
     look = _add_command(
         commands,
         "inspect",
@@ -368,6 +369,24 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--host-bandwidth", type=_factor, default=25.0, metavar="X", help="GB/s between device and host, each way"
     )
+
+
+def _add_record(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "record",
+        "run a program and record the requests of its engines: times, lengths, and which prompts begin alike, but no "
+        "text; the exit code is the program's",
+        "record traffic.jsonl.gz -- vllm serve MODEL --kv-transfer-config ...",
+        "record traffic.jsonl -q -- python my_engine.py",
+    )
+    command.add_argument(
+        "path",
+        type=Path,
+        metavar="TRACE",
+        help="file to create, compressed if its name ends in .gz",
+    )
+    command.add_argument("program", nargs="+", metavar="PROGRAM", help="the program and its arguments, after --")
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

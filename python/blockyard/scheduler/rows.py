@@ -133,6 +133,13 @@ class SequenceRows:
                 generated = generated[: ends[0]] if len(ends) else generated
                 state.places[index] = np.concatenate((state.prompt, generated))
 
+    def generated(self, state: RequestState) -> NDArray[np.uint32]:
+        """Copy the tokens that a request's first sequence has generated so far."""
+        place = state.places[0]
+        if state.outputs[0] is None and isinstance(place, int) and len(rows := self.find([place])):
+            return self.text(int(rows[0]), len(state.prompt))
+        return state.generated(0)
+
     def find(self, seats: Iterable[int]) -> NDArray[np.int64]:
         """Return the rows of seats, in ascending order."""
         wanted = np.fromiter(seats, np.int64)

@@ -36,6 +36,7 @@ from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Se
 from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, count_step, sampled_tokens
 from blockyard.scheduler.stop_tokens import StopTokens
 from blockyard.scheduler.swapping import Swapping
+from blockyard.traces.recorder import TokenRecorder, TraceRecorder
 
 if TYPE_CHECKING:
     from blockyard.executor.executor import Executor
@@ -72,14 +73,15 @@ class Scheduler:
             the prompts near the head of the queue. While a prompt loads, others go first. None: the cache's, if it has
             a prefix store.
         executor: carries out decisions instead of the cache's `executor`; for example a `ParallelExecutor`.
+        recorder: writes the requests to a trace. None: to the file that `BLOCKYARD_RECORD` names, if that is set.
 
     Attributes:
         manager: the `BlockManager`.
 
     Raises:
         InvalidArgumentError: a limit is not positive, the mode is unknown, the manager has several cache groups, draft
-            tokens are combined with a recurrent state, which cannot be rolled back, or an executor is given without a
-            cache.
+            tokens are combined with a recurrent state, which cannot be rolled back, an executor is given without a
+            cache, or a recorder has another block size.
 
     Example:
         >>> from blockyard import KVCache, KVLayout, Request, Scheduler
@@ -109,16 +111,15 @@ class Scheduler:
         defragment: DefragPolicy | None = None,
         prefetch: Callable[[HashedPrompt], Fetch] | None = None,
         executor: Executor | None = None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         manager = cache.manager if isinstance(cache, Cache) else cache
         options.check_options(manager, max_num_seqs, max_num_batched_tokens, preemption_mode, num_lookahead_tokens)
         self.manager = manager
         self._stats = SchedulerStats()
         self._prefix_caching = manager.prefix.enabled
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._preemption_mode = preemption_mode
-        self._num_lookahead_tokens = num_lookahead_tokens
+        self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self._preemption_mode, self._num_lookahead_tokens = preemption_mode, num_lookahead_tokens
         self._loop: CacheLoop | None = None
         if isinstance(cache, Cache):
             self._loop = CacheLoop(self, cache, executor, self._count_loading)
@@ -127,15 +128,14 @@ class Scheduler:
         elif executor is not None:
             raise InvalidArgumentError("executor is given with a BlockManager, needs a KVCache as the first argument")
         self._overlap_io = bool(overlap_io)
-        self._defragment = defragment
-        self._prefetch = prefetch
+        self._defragment, self._prefetch = defragment, prefetch
         self._requests: dict[str, RequestState] = {}
-        self._number = 0
+        self._number = self._last_ended = 0  # of a request, of a ticket
         self._opened = Opened(manager, overlap_io=self._overlap_io)
         self._interrupted = False  # by an exception in the middle of a change
         self._reported: list[RequestState] = []  # in the last `update`
-        self._last_ended = 0  # a ticket
         self._device = manager.pool()
+        self._recording = TokenRecorder(recorder, manager.block_size)
         self._make_empty()
 
     def _make_empty(self) -> None:
@@ -205,6 +205,7 @@ class Scheduler:
             self._number += 1
             self._requests[request.request_id] = state
             self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))
+            self._recording.add(request.request_id, state.prompt, request.salt, request.lora_id)
         except BaseException:
             self._interrupted = True
             self._requests.pop(request.request_id, None)
@@ -220,6 +221,7 @@ class Scheduler:
             raise InvalidArgumentError(f"request {request_id!r} is not in the scheduler")
         try:
             if not self._interrupted:
+                self._recording.finish(request_id, self._rows.generated(state))
                 if state in self._refused:
                     self._refused.remove(state)
                 self._release(state)
@@ -483,8 +485,6 @@ class Scheduler:
         self._opened.free(self._rows.handles[gone])
         self._rows.remove(gone)
 
-    # ---- adding its tokens ----
-
     def _end(self, gone: NDArray[np.int64]) -> list[RequestState]:
         """Keep the generated tokens of some rows' sequences, and free these. Returns the finished requests."""
         rows, done = self._rows, []
@@ -575,6 +575,7 @@ class Scheduler:
             self._drop_leaving()
 
     def _close(self, state: RequestState) -> None:
+        self._recording.finish(state.request.request_id, state.generated(0))
         state.alive = False
         if not self._interrupted:
             self._stop_tokens.remove(state.stops)

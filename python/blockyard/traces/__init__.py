@@ -1,9 +1,11 @@
 """Request traces: when requests came, how long they were, and which prompts begin alike. No text.
 
-`read_trace` recognises the format by content. Only the standard library is used; every line and number is bounded.
+`read_trace` recognises the format by content, with the standard library alone; every line and number is bounded.
+`TraceRecorder` writes a trace while an engine serves.
 """
 
 from blockyard.traces.reader import read_trace
+from blockyard.traces.recorder import TraceRecorder
 from blockyard.traces.request import TraceRequest, scale_lengths
 
-__all__ = ["TraceRequest", "read_trace", "scale_lengths"]
+__all__ = ["TraceRecorder", "TraceRequest", "read_trace", "scale_lengths"]

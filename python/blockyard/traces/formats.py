@@ -39,13 +39,23 @@ def parser_for(text: str) -> tuple[Parser, bool]:
         return _Chats().read, False
     if "input_toks" in fields:
         return _serving_run, False
-    return _mooncake, False
+    return _Mooncake().read, False
 
 
-def _mooncake(text: str) -> Iterable[Row]:
-    """Read one JSON object with `timestamp` in milliseconds, two lengths and, optionally, hash ids."""
-    fields = _json_object(text, "timestamp", "input_length", "output_length")
-    return [(round(_number(fields, "timestamp", "milliseconds") * 10**6), _request(fields))]
+class _Mooncake:
+    """Lines with `timestamp` in milliseconds, two lengths and, optionally, hash ids and the name of a session."""
+
+    def __init__(self) -> None:
+        self._session_of: dict[int | str, int] = {}
+
+    def read(self, text: str) -> Iterable[Row]:
+        fields = _json_object(text, "timestamp", "input_length", "output_length")
+        name, session = fields.get("session"), None
+        if name is not None:
+            if type(name) not in (int, str):
+                raise ValueError(f"session is {_shorten(name)}, not a number or a name")
+            session = self._session_of.setdefault(name, len(self._session_of))
+        return [(round(_number(fields, "timestamp", "milliseconds") * 10**6), _request(fields, session=session))]
 
 
 def _request(fields: dict[str, Any], hash_tokens: float = 0.0, session: int | None = None) -> TraceRequest:
@@ -55,9 +65,10 @@ def _request(fields: dict[str, Any], hash_tokens: float = 0.0, session: int | No
         arrival=0.0,
         input_tokens=_length("input_length", fields["input_length"]),
         output_tokens=_length("output_length", fields["output_length"]),
-        hash_ids=_hash_ids(fields.get("hash_ids", [])),
+        hash_ids=_hash_ids("hash_ids", fields),
         hash_tokens=hash_tokens if block_size is None else float(_length("block_size", block_size)),
         session=session,
+        output_hash_ids=_hash_ids("output_hash_ids", fields) or (),
     )
 
 
@@ -217,9 +228,10 @@ def _number(fields: dict[str, Any], name: str, unit: str) -> float:
     return value
 
 
-def _hash_ids(ids: object) -> array[int]:
+def _hash_ids(name: str, fields: dict[str, Any]) -> array[int]:
+    ids = fields.get(name, [])
     if not isinstance(ids, list) or not all(type(entry) is int and 0 <= entry < 2**63 for entry in ids):
-        raise ValueError(f"hash_ids is {_shorten(ids)}, not a list of ids from 0")
+        raise ValueError(f"{name} is {_shorten(ids)}, not a list of ids from 0")
     return array("q", ids)
 
 

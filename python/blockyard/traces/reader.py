@@ -21,8 +21,9 @@ _HASH_BLOCKS = tuple(2**n for n in range(3, 15))
 def read_trace(path: str | Path, *, first: int | None = None) -> list[TraceRequest]:
     """Read a trace file, in order of arrival.
 
-    Formats: Mooncake's JSONL, Qwen-Bailian's JSONL, Azure's CSV, agent sessions of kv-cache-tester (one session a line)
-    and the `requests.jsonl` of LLMServingSim's runs. The content decides which. A file may be compressed with gzip.
+    Formats: Mooncake's JSONL, which `TraceRecorder` writes, Qwen-Bailian's JSONL, Azure's CSV, agent sessions of
+    kv-cache-tester (one session a line) and the `requests.jsonl` of LLMServingSim's runs. The content decides which. A
+    file may be compressed with gzip.
 
     Args:
         path: the file.
@@ -39,16 +40,25 @@ def read_trace(path: str | Path, *, first: int | None = None) -> list[TraceReque
     if first is not None and first < 1:
         raise InvalidArgumentError(f"asked for the first {first} requests of a trace, at least 1 is needed")
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            compressed = file.peek(2)[:2] == b"\x1f\x8b"
-            rows = list(islice(_parse(path, gzip.GzipFile(fileobj=file) if compressed else file), first))
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise TraceError(f"cannot read trace {path}: {reason}") from error
+    rows = list(islice(iter_trace(path), first))
     if not rows:
         raise TraceError(f"{path}, line 1: the trace holds no requests")
     return _in_order(rows)
+
+
+def iter_trace(path: Path) -> Iterator[Row]:
+    """Yield the requests of a file in its order, each with its time on the trace's clock in nanoseconds.
+
+    Raises:
+        TraceError: as for `read_trace`.
+    """
+    try:
+        with path.open("rb") as file:
+            compressed = file.peek(2)[:2] == b"\x1f\x8b"
+            yield from _parse(path, gzip.GzipFile(fileobj=file) if compressed else file)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TraceError(f"cannot read trace {path}: {reason}") from error
 
 
 def _parse(path: Path, file: BufferedIOBase) -> Iterator[Row]:
@@ -90,7 +100,7 @@ def _in_order(rows: list[Row]) -> list[TraceRequest]:
         replace(
             request,
             arrival=(clock - start) / 1e9,
-            hash_tokens=(request.hash_tokens or guessed) if request.hash_ids else 0.0,
+            hash_tokens=(request.hash_tokens or guessed) if request.hash_ids or request.output_hash_ids else 0.0,
             after=tuple(place[other] for other in request.after),
         )
         for clock, request in (rows[index] for index in order)

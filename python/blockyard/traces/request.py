@@ -25,6 +25,8 @@ class TraceRequest:
         after: indices, in the trace, of the requests whose answers this one waits for. Then `arrival` is when it came
             as it was recorded.
         delay: seconds from the last of these answers to this request.
+        output_hash_ids: ids of the full blocks after those of `hash_ids`, whose last tokens were generated. Empty if
+            unknown: only a `TraceRecorder` writes them.
     """
 
     arrival: float
@@ -35,6 +37,7 @@ class TraceRequest:
     session: int | None = None
     after: tuple[int, ...] = ()
     delay: float = 0.0
+    output_hash_ids: Sequence[int] = ()
 
 
 def scale_lengths(requests: list[TraceRequest], scale: float) -> list[TraceRequest]:

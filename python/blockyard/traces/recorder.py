@@ -1,0 +1,388 @@
+"""Writes a trace while an engine serves: times, lengths, and which prompts begin alike. No text, no keys."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from operator import index
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import chain_keys
+from blockyard.errors import InvalidArgumentError, TraceError
+from blockyard.traces.request import MAX_TOKENS
+from blockyard.workers import Process, start_worker
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["RECORD_VARIABLE", "TokenRecorder", "TraceRecorder", "numbered_path", "record_from_environment"]
+
+RECORD_VARIABLE: Final = "BLOCKYARD_RECORD"
+"""The environment variable that names the file to record to."""
+_FLUSH_BYTES: Final = 256 << 10
+_FLUSH_SECONDS: Final = 1.0
+_QUEUE_BYTES: Final = 64 << 20
+"""Lines that the storage has not taken yet; beyond it, recording stops."""
+_HELD_IDS: Final = 8 << 20
+"""Ids of requests that have not been written, because they or an older one still run."""
+_LINE_IDS: Final = 1 << 19
+"""Ids of one prompt or answer, so that a line stays within the reader's limit; later ones are left out."""
+_REQUEST_IDS: Final = 32
+"""What a request without ids counts as."""
+_CLOSE_SECONDS: Final = 10.0
+_MOST_FILES: Final = 1000
+"""Recordings of one name in a folder."""
+_log = logging.getLogger("blockyard.traces")
+
+
+class TraceRecorder:
+    """Records an engine's requests to a trace that `read_trace` and other readers of Mooncake's traces take.
+
+    A line has `timestamp` (milliseconds since the first request), `input_length`, `output_length`, `hash_ids` (a number
+    for each full block of the prompt), `block_size` and, where they are known, `output_hash_ids` (the blocks that the
+    answer filled) and `session`. Blocks and sessions are numbered from 0 in order of first sight: nobody can compute
+    tokens or keys from a trace. Lengths and times are as they were.
+
+    Lines are in order of `add`. A request is written once it and all before it have ended; a killed process loses the
+    others, and the last second. Recording disturbs no engine: a thread writes, and if the file cannot be written, or
+    not fast enough, one warning is logged and recording stops. A fork records nothing. Thread-safe.
+
+    Args:
+        path: the file to create; compressed with gzip if its name ends in `.gz`. It must not exist.
+        block_size: tokens of a block, at least 1.
+        max_blocks: distinct blocks to remember, about 150 bytes each. At least the last half of them keep their
+            numbers; older ones count as new, so the trace shows all hits of caches of up to half as many blocks.
+        clock: returns the time in seconds.
+
+    Raises:
+        TraceError: the file exists or cannot be created.
+        InvalidArgumentError: `block_size` or `max_blocks` is out of range.
+
+    Example:
+        >>> import tempfile
+        >>> from blockyard.allocators import chain_keys
+        >>> from blockyard.traces import TraceRecorder, read_trace
+        >>> path = tempfile.mkdtemp() + "/trace.jsonl.gz"
+        >>> with TraceRecorder(path, block_size=4) as recorder:
+        ...     for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [1, 2, 3, 4, 5, 6, 7, 8])):
+        ...         recorder.add(name, chain_keys(prompt, block_size=4), len(prompt))
+        ...         recorder.finish(name, output_tokens=3)
+        >>> [list(request.hash_ids) for request in read_trace(path)]
+        [[0], [0, 1]]
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        block_size: int,
+        max_blocks: int = 1 << 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, value, least in (("block_size", block_size, 1), ("max_blocks", max_blocks, 2)):
+            if type(value) is not int or not least <= value <= MAX_TOKENS:
+                raise InvalidArgumentError(f"{name} is {value!r}, must be an int from {least} to {MAX_TOKENS}")
+        self._path = Path(path)
+        self._compresses = self._path.suffix == ".gz"
+        self._block_size, self._clock = block_size, clock
+        self._start: float | None = None
+        self._blocks, self._sessions = _Numbers(max_blocks), _Numbers(max_blocks)
+        self._order: deque[_Recorded] = deque()  # not yet written, oldest first
+        self._open: dict[Hashable, _Recorded] = {}  # those that have not ended
+        self._held_ids = 0
+        self._lines: list[bytes] = []
+        self._queued_bytes = 0
+        self._num_requests = 0
+        self._changed = threading.Condition()
+        self._process = Process(f"recorder of {self._path}")
+        self._is_recording, self._has_failed = True, False
+        try:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise TraceError(f"cannot record to {self._path}: {error.strerror or error}") from error
+        try:
+            self._writer = start_worker("blockyard-trace", self._write_lines, self._end)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._block_size
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether requests are recorded: False once it is closed or has failed, and in a fork."""
+        return self._is_recording and self._process.is_current
+
+    def add(
+        self, request_id: Hashable, keys: Sequence[Hashable], input_tokens: int, *, session: Hashable | None = None
+    ) -> None:
+        """Record that a request has come.
+
+        Args:
+            request_id: the caller's name for it. If the last request of that name has not ended, this one replaces it.
+            keys: a key for each full block of the prompt, equal for equal blocks after equal beginnings: `chain_keys`,
+                or the engine's own. None is kept or written.
+            input_tokens: length of the prompt, at least 1.
+            session: the conversation that the request belongs to, if known.
+
+        Raises:
+            InvalidArgumentError: `input_tokens` is out of range, or shorter than the keys' blocks.
+        """
+        input_tokens = index(input_tokens)
+        if not 1 <= input_tokens <= MAX_TOKENS or len(keys) > input_tokens // self._block_size:
+            raise InvalidArgumentError(
+                f"request {request_id!r} has input_tokens {input_tokens} and {len(keys)} keys of {self._block_size} "
+                f"tokens, must have 1 to {MAX_TOKENS} tokens, and keys of full blocks alone"
+            )
+        if not self.is_recording:
+            return
+        now = self._clock()
+        with self._changed:
+            if not self._is_recording:
+                return
+            start = self._start = now if self._start is None else self._start
+            fields: dict[str, Any] = {
+                "timestamp": max(0, round((now - start) * 1000)),
+                "input_length": input_tokens,
+                "output_length": 1,
+                "hash_ids": self._blocks.of(keys[:_LINE_IDS]),
+                "block_size": self._block_size,
+            }
+            self._held_ids += len(fields["hash_ids"])
+            if session is not None:
+                (fields["session"],) = self._sessions.of([session])
+            request = self._open.get(request_id)
+            if request is None:
+                self._open[request_id] = request = _Recorded(request_id, fields)
+                self._order.append(request)
+                self._held_ids += _REQUEST_IDS
+            else:
+                self._held_ids -= len(request.fields["hash_ids"])
+                request.fields |= fields | {"timestamp": request.fields["timestamp"]}
+            self._release()
+
+    def finish(self, request_id: Hashable, output_tokens: int, keys: Sequence[Hashable] = ()) -> None:
+        """Record that a request has ended or was aborted; ids that are not open are ignored.
+
+        Args:
+            request_id: as given to `add`.
+            output_tokens: tokens generated; 0 counts as 1.
+            keys: a key for each full block after the keys of `add`, whose last tokens were generated.
+        """
+        if not self.is_recording:
+            return
+        with self._changed:
+            request = self._open.pop(request_id, None)
+            if request is None:
+                return
+            request.fields["output_length"] = min(max(1, index(output_tokens)), MAX_TOKENS)
+            if len(keys):
+                ids = request.fields["output_hash_ids"] = self._blocks.of(keys[:_LINE_IDS])
+                self._held_ids += len(ids)
+            request.has_ended = True
+            self._release()
+
+    def close(self) -> None:
+        """Write what is left and close the file. Requests that have not ended get an output of 1. Idempotent."""
+        if not self._process.is_current:
+            return
+        self._end()
+        if self._writer is not threading.current_thread():
+            self._writer.join(_CLOSE_SECONDS)  # a hanging disk does not hold the engine up
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"TraceRecorder({str(self._path)!r}, is_recording={self.is_recording})"
+
+    def _release(self, *, everything: bool = False) -> None:
+        """Hand lines to the thread: those of ended requests whose turn it is. The lock is held."""
+        while self._order and (everything or self._order[0].has_ended or self._held_ids > _HELD_IDS):
+            request = self._order.popleft()
+            fields = request.fields
+            self._held_ids -= _REQUEST_IDS + len(fields["hash_ids"]) + len(fields.get("output_hash_ids", ()))
+            if not request.has_ended:
+                self._open.pop(request.request_id, None)
+            line = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+            self._lines.append(line)
+            self._queued_bytes += len(line)
+            self._num_requests += 1
+        if self._queued_bytes >= _QUEUE_BYTES:
+            self._stop("its storage is too slow")
+        if self._queued_bytes >= _FLUSH_BYTES:
+            self._changed.notify()
+
+    def _end(self) -> None:
+        """Let the thread write everything and end; does not wait."""
+        with self._changed:
+            if self._is_recording:
+                self._release(everything=True)
+            self._is_recording = False
+            self._changed.notify()
+
+    def _stop(self, cause: object) -> None:
+        """Give up; the lock is held."""
+        if not self._has_failed:
+            _log.warning("recording to %s stopped after %d requests: %s", self._path, self._num_requests, cause)
+        self._is_recording, self._has_failed = False, True
+        self._lines, self._queued_bytes, self._held_ids = [], 0, 0
+        self._order.clear()
+        self._open.clear()
+        self._blocks, self._sessions = _Numbers(2), _Numbers(2)
+
+    def _write_lines(self) -> None:
+        """The thread: write lines until the recorder is closed or the file cannot be written."""
+        good = 0
+        try:
+            while True:
+                with self._changed:
+                    if self._is_recording and self._queued_bytes < _FLUSH_BYTES:
+                        self._changed.wait(_FLUSH_SECONDS)
+                    lines, self._lines, self._queued_bytes = self._lines, [], 0
+                    is_last = not self._is_recording
+                if lines:
+                    good = self._write(b"".join(lines), good)
+                if is_last:
+                    return
+        except (OSError, MemoryError) as error:
+            with contextlib.suppress(OSError):  # no half of a line, and no half of a gzip member
+                os.ftruncate(self._file, good)
+            with self._changed:
+                self._stop(getattr(error, "strerror", None) or error)
+        finally:
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+
+    def _write(self, text: bytes, start: int) -> int:
+        """Append lines to the file; return its new length. What is written can be read whatever follows."""
+        data = memoryview(gzip.compress(text, 6, mtime=0) if self._compresses else text)
+        while data:
+            written = os.write(self._file, data)
+            data, start = data[written:], start + written
+        return start
+
+
+@dataclass(slots=True, eq=False)
+class _Recorded:
+    """A request that was not written yet."""
+
+    request_id: Hashable
+    fields: dict[str, Any]
+    has_ended: bool = False
+
+
+class TokenRecorder:
+    """Records requests by their tokens; does nothing without a recorder.
+
+    Args:
+        recorder: None means the one that `BLOCKYARD_RECORD` asks for, if it is set.
+        block_size: tokens of a block.
+
+    Raises:
+        InvalidArgumentError: the recorder has another block size.
+    """
+
+    def __init__(self, recorder: TraceRecorder | None, block_size: int) -> None:
+        if recorder is not None and recorder.block_size != block_size:
+            raise InvalidArgumentError(f"recorder has block_size {recorder.block_size}, must have {block_size}")
+        self._recorder = record_from_environment(block_size) if recorder is None else recorder
+        self._block_size = block_size
+        # Of each open request: the tokens after its prompt's last full block, that block's key, and what is no token.
+        self._ends: dict[str, tuple[NDArray[np.uint32], bytes | None, bytes]] = {}
+
+    def add(self, request_id: str, prompt: NDArray[np.uint32], salt: bytes | None, lora_id: int) -> None:
+        """Record that a request has come; see `Request`."""
+        if self._recorder is None or not self._recorder.is_recording:
+            return
+        extra = f"{lora_id} ".encode() + (b"" if salt is None else b"salt " + salt)
+        keys = chain_keys(prompt, block_size=self._block_size, extra=extra)
+        self._recorder.add(request_id, keys, len(prompt))
+        self._ends[request_id] = prompt[len(keys) * self._block_size :], keys[-1] if keys else None, extra
+
+    def finish(self, request_id: str, generated: NDArray[np.uint32]) -> None:
+        """Record that a request has ended; the second time nothing."""
+        end = self._ends.pop(request_id, None)
+        if self._recorder is None or end is None:
+            return
+        tail, key, extra = end
+        # The last token was drawn but not computed: it is in no block.
+        tokens = np.concatenate((tail, generated[:-1]))
+        keys = chain_keys(tokens, block_size=self._block_size, parent=key, extra=extra)
+        self._recorder.finish(request_id, len(generated), keys)
+
+
+class _Numbers:
+    """Numbers things from 0 in order of first sight, and remembers at least the last half of `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit // 2
+        self._count = 0
+        self._recent: dict[int, int] = {}
+        self._older: dict[int, int] = {}
+
+    def of(self, things: Sequence[Hashable]) -> list[int]:
+        """Return the number of each; a hash of 64 bits stands for the thing."""
+        hashes = list(map(hash, things))
+        found = list(map(self._recent.get, hashes))
+        each = zip(hashes, found, strict=True)
+        return [self._remember(known) if number is None else number for known, number in each]
+
+    def _remember(self, known: int) -> int:
+        number = self._recent.get(known)  # twice in one call
+        if number is not None:
+            return number
+        number = self._older.pop(known, None)
+        if number is None:
+            number = self._count
+            self._count += 1
+        if len(self._recent) >= self._limit:
+            self._older, self._recent = self._recent, {}
+        self._recent[known] = number
+        return number
+
+
+def numbered_path(path: Path, number: int) -> Path:
+    """Return the file of the engine of this number, from 1: `trace.jsonl.gz`, `trace-2.jsonl.gz` and so on."""
+    stem, dot, rest = path.name.partition(".")
+    return path if number == 1 else path.with_name(f"{stem}-{number}{dot}{rest}")
+
+
+def record_from_environment(block_size: int) -> TraceRecorder | None:
+    """Record to the file that `BLOCKYARD_RECORD` names; None without that variable, or if it cannot be created.
+
+    If the file exists, for instance because another engine records to it, its name gets a number.
+    """
+    path = os.environ.get(RECORD_VARIABLE)
+    if not path:
+        return None
+    for number in count(1):
+        try:
+            return TraceRecorder(numbered_path(Path(path), number), block_size=block_size)
+        except TraceError as error:  # noqa: PERF203 (engines that start at the same time want the same name)
+            if not isinstance(error.__cause__, FileExistsError) or number == _MOST_FILES:
+                _log.warning("nothing is recorded: %s", error)
+                break
+    return None

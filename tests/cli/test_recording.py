@@ -1,0 +1,111 @@
+"""`blockyard record`: runs a program, records its engines, and ends as it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from blockyard import cli
+from blockyard.traces import read_trace
+
+ENGINE = """
+import sys
+from blockyard import BlockManager, Request, Scheduler
+for engine in range(int(sys.argv[1])):
+    scheduler = Scheduler(BlockManager(block_size=4, device_blocks=64, prefix_caching=True))
+    for name in "ab":
+        scheduler.add(Request(name, [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=3))
+        while scheduler.num_unfinished:
+            step = scheduler.schedule()
+            scheduler.complete(step.decision.ticket)
+            scheduler.update(step, [9] * step.num_draws)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def record(path: Path, *program: str, options: tuple[str, ...] = ()) -> int:
+    return cli.main(["record", str(path), *options, "--", *program])
+
+
+def test_it_adds_up_what_each_engine_recorded_and_ends_as_the_program_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, report = tmp_path / "traffic.jsonl.gz", tmp_path / "report.json"
+    options = ("--format", "json", "--output", str(report))
+    assert record(path, sys.executable, "-c", ENGINE, "2", "7", options=options) == 7
+    found = json.loads(report.read_text())
+    assert found["exit_code"] == 7
+    assert [Path(one.pop("path")).name for one in found["recordings"]] == ["traffic.jsonl.gz", "traffic-2.jsonl.gz"]
+    for one in found["recordings"]:
+        assert one.pop("seconds") >= 0
+        tokens = {"input_tokens": 16, "output_tokens": 6}
+        assert one == {"requests": 2, **tokens, "blocks": 4, "repeated_blocks": 2}
+    assert [list(row.hash_ids) for row in read_trace(path)] == [[0, 1]] * 2
+    assert capsys.readouterr().err == ""
+
+
+def test_the_text_says_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "traffic.jsonl"
+    assert record(path, sys.executable, "-c", ENGINE, "1", "0") == 0
+    assert capsys.readouterr().out.startswith(f"{path}: 2 requests in 0.")
+    assert cli.main(["record", str(path), "--", "true"]) == 2  # the file is kept
+    assert "it exists" in capsys.readouterr().err
+    assert len(read_trace(path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "problem"),
+    [
+        ("missing/t.jsonl", "true", "missing is not a folder"),
+        ("t.jsonl", "/no/such/program", "cannot run /no/such/program: No such file"),
+    ],
+)
+def test_what_cannot_run_is_bad_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, program: str, problem: str
+) -> None:
+    assert record(tmp_path / name, program) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_program_without_an_engine_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.jsonl"
+    assert record(path, "true") == 0
+    assert f"{path} has no requests: does true serve with Blockyard?" in capsys.readouterr().err
+
+
+def test_options_of_the_program_are_the_programs(tmp_path: Path) -> None:
+    found = tmp_path / "found"
+    assert record(tmp_path / "t.jsonl", "sh", "-c", f'echo "$@" > {found}', "-", "--format", "x", "-q") == 0
+    assert found.read_text() == "--format x -q\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+    ready = tmp_path / "ready"
+    program = f"trap 'exit 9' TERM; touch {ready}; while :; do sleep 0.05; done"
+    command = [sys.executable, "-m", "blockyard", "record", str(tmp_path / "t.jsonl"), "--", "sh", "-c", program]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        until = time.monotonic() + 60
+        while not ready.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        os.kill(process.pid, number)
+        assert process.wait() == (9 if number == signal.SIGTERM else 129)
+
+
+def test_ctrl_c_is_left_to_the_program(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    program = f"trap 'exit 5' INT; touch {ready}; while :; do sleep 0.05; done"
+    command = [sys.executable, "-m", "blockyard", "record", str(tmp_path / "t.jsonl"), "--", "sh", "-c", program]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as process:
+        until = time.monotonic() + 60
+        while not ready.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait() == 5
