@@ -64,7 +64,7 @@ def test_a_mapping_of_more_blocks_than_the_views_have_is_refused(rule: str):
     bound = BoundViews([array], [other]) if rule == "swap" else BoundViews([array])
     for pairs, last in (([[1, 2], [0, 5]], 5), ([[7, 2]], 7)):
         mapping = Mapping(pairs, src_blocks=9, dst_blocks=9, rule=rule)
-        with pytest.raises(MappingError, match=f"up to block {last} is to be run over caches of 5 blocks"):
+        with pytest.raises(MappingError, match=f"up to block {last} does not fit caches of 5 blocks"):
             bound.run(mapping, num_threads=1)
     np.testing.assert_array_equal(array, rows())
     assert not other.any()
@@ -84,9 +84,9 @@ def test_a_mapping_runs_where_its_rule_says():
 
 def test_lists_that_do_not_fit_one_another_are_refused():
     array, other = rows(), np.zeros((5, 7), np.uint8)
-    with pytest.raises(InvalidArgumentError, match="1 caches are to be copied to 2"):
+    with pytest.raises(InvalidArgumentError, match="cannot copy 1 caches to 2"):
         between([array], [other, other], np.array([[0, 1]]))
-    with pytest.raises(InvalidArgumentError, match="rows of 8 bytes are to be copied to rows of 7, in cache 0"):
+    with pytest.raises(InvalidArgumentError, match="cannot copy rows of 8 bytes to rows of 7, in cache 0"):
         between([array], [other], np.array([[0, 1]]))
     assert not other.any()
 

@@ -280,7 +280,7 @@ def test_a_sequence_keeps_its_bytes_through_every_tier(engine: CacheEngine, stor
 def test_blocks_that_there_are_not_lose_the_whole_decision(engine: CacheEngine):
     executor = StepExecutor(engine)
     swaps = [("swap_out", pairs("device", "host", (0, 3))), ("swap_in", pairs("host", "device", (0, BLOCKS)))]
-    with pytest.raises(MappingError, match=f"block {BLOCKS} is to be written"):
+    with pytest.raises(MappingError, match=f"block {BLOCKS} cannot be written"):
         executor.submit(StepDecision(1, swaps))
     done = executor.wait(1)
     assert {(p.src, p.dst) for p in done.lost} == {("device", "host"), ("host", "device")}

@@ -58,7 +58,7 @@ def test_bad_pairs_are_refused_and_nothing_changes():
     before, utils = kv_caches[2][1].clone(), CacheSwapUtils(kv_caches, SIZE)
     with pytest.raises(MappingError, match="block 1 is exchanged twice"):
         utils.swap([(9, 1), (1, 4)], 8)
-    with pytest.raises(MappingError, match="block 10 is to be exchanged, there are 10 blocks"):
+    with pytest.raises(MappingError, match="block 10 cannot be exchanged, there are 10 blocks"):
         utils.swap([(10, 1)], 8)
     with pytest.raises(InvalidArgumentError, match="2 pairs do not fit a batch of 1"):
         utils.swap([(9, 1), (8, 2)], 1)

@@ -168,21 +168,21 @@ ENGINE_OF_4 = {
     "a swap out from beyond the device": (
         [("swap_out", "device", "host", (10, 0))],
         (
-            "entry 0: block 10 is to be read, there are 4 blocks; the engine has device_blocks=4, give its manager "
+            "entry 0: block 10 cannot be read, there are 4 blocks; the engine has device_blocks=4, give its manager "
             "the same"
         ),
     ),
     "a swap out beyond the host": (
         [("swap_out", "device", "host", (0, 5))],
         (
-            "entry 0: block 5 is to be written, there are 2 blocks; the engine has host_blocks=2, give its manager "
+            "entry 0: block 5 cannot be written, there are 2 blocks; the engine has host_blocks=2, give its manager "
             "the same"
         ),
     ),
     "a copy beyond the device": (
         [("copy", "device", "device", (0, 9))],
         (
-            "entry 0: block 9 is to be written, there are 4 blocks; the engine has device_blocks=4, give its manager "
+            "entry 0: block 9 cannot be written, there are 4 blocks; the engine has device_blocks=4, give its manager "
             "the same"
         ),
     ),

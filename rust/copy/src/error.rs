@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum CopyError {
     /// An entry of a mapping names a block that does not exist.
-    #[error("entry {entry}: block {block} is to be {verb}, there are {blocks} blocks")]
+    #[error("entry {entry}: block {block} cannot be {verb}, there are {blocks} blocks")]
     OutOfRange {
         /// Its place in the list.
         entry: usize,
@@ -36,7 +36,7 @@ pub enum CopyError {
         block: u32,
     },
     /// A mapping names blocks that the caches do not have.
-    #[error("a mapping up to block {last} is to be run over caches of {rows} blocks")]
+    #[error("a mapping up to block {last} does not fit caches of {rows} blocks")]
     Reach {
         /// The highest block that it names.
         last: usize,
@@ -52,7 +52,7 @@ pub enum CopyError {
         place: &'static str,
     },
     /// The numbers of caches to read and to write differ.
-    #[error("{read} caches are to be copied to {written}")]
+    #[error("cannot copy {read} caches to {written}")]
     Caches {
         /// Caches that are read.
         read: usize,
@@ -60,7 +60,7 @@ pub enum CopyError {
         written: usize,
     },
     /// A cache is copied to one with other rows.
-    #[error("rows of {read} bytes are to be copied to rows of {written}, in cache {cache}")]
+    #[error("cannot copy rows of {read} bytes to rows of {written}, in cache {cache}")]
     Widths {
         /// Its place in the list.
         cache: usize,

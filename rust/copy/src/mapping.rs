@@ -75,7 +75,7 @@ impl Mapping {
             }
             let mut pair = [0; 2];
             for side in [0, 1] {
-                // ASIDE is no block.
+                // ASIDE is not a block.
                 let found = u32::try_from(ids[side]).ok().filter(|&id| id < ASIDE && (id as usize) < blocks[side]);
                 let verb = if rule == MappingRule::Exchange { "exchanged" } else { ["read", "written"][side] };
                 let (block, blocks) = (ids[side], blocks[side]);
@@ -169,7 +169,7 @@ fn repeated(entries: &[[i64; 2]], block: u32, verb: &'static str, ids_of: fn(&[i
     CopyError::Repeated { block, verb, first, second }
 }
 
-/// Checks that the pairs of an exchange name no block twice.
+/// Checks that the pairs of an exchange name each block at most once.
 fn check_named_once(entries: &[[i64; 2]], pairs: &[[u32; 2]]) -> Result<(), CopyError> {
     let mut named = pairs.as_flattened().to_vec();
     named.sort_unstable();
@@ -472,8 +472,8 @@ mod tests {
     fn errors_carry_the_numbers() {
         let error = |entries: &[[i64; 2]], rule| Mapping::new(entries, [8, 4], rule).unwrap_err().to_string();
         let apart = MappingRule::Swap;
-        assert_eq!(error(&[[3, 1], [9, 2]], apart), "entry 1: block 9 is to be read, there are 8 blocks");
-        assert_eq!(error(&[[3, -1]], apart), "entry 0: block -1 is to be written, there are 4 blocks");
+        assert_eq!(error(&[[3, 1], [9, 2]], apart), "entry 1: block 9 cannot be read, there are 8 blocks");
+        assert_eq!(error(&[[3, -1]], apart), "entry 0: block -1 cannot be written, there are 4 blocks");
         assert_eq!(error(&[[3, 1], [4, 0], [5, 1]], apart), "block 1 is written twice, by entries 0 and 2");
         assert_eq!(
             error(&[[0, 3], [3, 1], [1, 2]], MappingRule::Copy),
@@ -485,7 +485,7 @@ mod tests {
         );
         assert_eq!(
             error(&[[2, -1]], MappingRule::Exchange),
-            "entry 0: block -1 is to be exchanged, there are 4 blocks"
+            "entry 0: block -1 cannot be exchanged, there are 4 blocks"
         );
     }
 }

@@ -169,7 +169,7 @@ fn caches_that_do_not_fit_are_refused_with_their_numbers() {
     assert_eq!(Checked::between(few.clone(), many[..1].to_vec()).err(), Some(count));
     let widths = CopyError::Widths { cache: 0, read: 8, written: 10 };
     assert_eq!(Checked::between(few.clone(), others).err(), Some(widths));
-    assert_eq!(widths.to_string(), "rows of 8 bytes are to be copied to rows of 10, in cache 0");
+    assert_eq!(widths.to_string(), "cannot copy rows of 8 bytes to rows of 10, in cache 0");
     let shared = Some(CopyError::Shared { one: 0, other: 1 });
     assert_eq!(
         Checked::between(many, vec![few[0], few[0]]).err(),
