@@ -18,7 +18,7 @@ void run_within(const Side& caches, const Steps& plan);
 // Makes what copies of a device need beforehand, while it has memory for it: the slots of staged copies.
 void prepare(int32_t device);
 
-// Copies with one call a piece: the baseline of the benchmarks.
+// Copies with one call per piece: the baseline of the benchmarks.
 void run_loop(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs);
 
 }  // namespace blockyard

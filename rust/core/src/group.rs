@@ -193,7 +193,7 @@ mod tests {
         }
     }
 
-    /// First block held when the token at `position` is appended, blocks being given back when one begins.
+    /// First block held when the token at `position` is appended, if blocks are freed when one begins.
     fn window_start(position: u32, window: u32, block_size: u32) -> u32 {
         let begun = position / block_size * block_size;
         u32::try_from(Group::SlidingWindow { window }.unneeded(begun, block_size)).unwrap()

@@ -60,7 +60,7 @@ fn a_loaded_block_is_found_only_once_its_bytes_have_landed() {
         let other = load(&mut manager, &asked);
         assert_eq!((other.blocks.len(), other.awaited), (0, 3), "nobody loads a block twice");
         assert_eq!(manager.end_load(job.job, &[true, true, false]), Ok(2));
-        assert_eq!(hit(&manager, &asked), 8, "the prefix ends where a block did not come");
+        assert_eq!(hit(&manager, &asked), 8, "the prefix ends before a missing block");
         manager.check().unwrap();
         assert_eq!(manager.end_load(job.job, &[true; 3]), Err(Error::UnknownJob { job: job.job }));
         let (sequence, cached) = admit(&mut manager, &asked);

@@ -51,7 +51,7 @@ pub trait BlockDevice: Send + Sync {
     /// Keeps bytes for the next opener, if it can. Called when a keyed store is closed, after a sync.
     fn save_checkpoint(&self, _bytes: &[u8]) {}
 
-    /// Called once, from a thread of its own, when the store is closed.
+    /// Called once, from a separate thread, when the store is closed.
     fn discard(&self) {}
 }
 

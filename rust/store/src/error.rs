@@ -151,7 +151,7 @@ pub enum Error {
         expected: usize,
     },
     /// The owners do not match the keys.
-    #[error("{found} owners for {keys} keys, must be one a key")]
+    #[error("{found} owners for {keys} keys, must be one per key")]
     WrongOwners {
         /// Owners given.
         found: usize,

@@ -110,7 +110,7 @@ impl Expected {
         }
     }
 
-    /// Checks that a block (header page and payload, or what there is of it) is the expected one.
+    /// Checks that a block (header page and payload, or part of them) is the expected one.
     ///
     /// # Errors
     /// The first mismatch.

@@ -203,8 +203,8 @@ impl Index {
         true
     }
 
-    /// Forgets every key whose generation is below the new floor, which must be above all of them. Returns what is to be
-    /// dropped, which can take time.
+    /// Forgets every key whose generation is below the new floor, which must be above all of them. Returns what must
+    /// be dropped, which can take time.
     pub(crate) fn forget(&mut self, floor: u64) -> Ledger {
         self.floor = floor;
         self.live = 0;

@@ -1,4 +1,4 @@
-//! Why a block did not come back, or did not go in. A miss is counted and reported; it is never an error of the engine.
+//! Why a block was not read or written. A miss is counted and reported; it is never an error of the engine.
 
 /// Why one block of a batch failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

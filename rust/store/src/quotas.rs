@@ -190,7 +190,7 @@ impl Quotas {
         found.ranks.as_ref()?.order.first().map(|&(_, _, slot)| slot)
     }
 
-    /// Counts no block any more. Returns what is to be dropped, which can take time.
+    /// Stops counting all blocks. Returns what must be dropped, which can take time.
     pub(crate) fn forget(&mut self) -> Ledger {
         std::mem::take(&mut self.ledger)
     }

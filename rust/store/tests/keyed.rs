@@ -428,7 +428,7 @@ fn blocks_beyond_the_memory_limit_are_refused_and_evict_nothing() {
     assert_eq!(contains(&store, &[1, 2, 3]), [true, true, false]);
     assert_eq!(get(&store, &[1, 2, 1]), [Ok(row(1, 0)), Ok(row(2, 0)), Err(Miss::QueueFull)]);
     assert_eq!(contains(&store, &[1]), [true], "a refused read says nothing about the block");
-    assert_eq!(put(&store, &[1, 2, 3], 0), [Ok(()); 3], "what is there needs no memory");
+    assert_eq!(put(&store, &[1, 2, 3], 0), [Ok(()); 3], "existing keys need no memory");
     assert_eq!(store.stats().unwrap().pending_bytes, 0);
 }
 
@@ -566,7 +566,7 @@ proptest! {
     }
 }
 
-/// A page of the caller's.
+/// A page of caller memory.
 struct Row(Buffer);
 
 impl LentRow for Row {

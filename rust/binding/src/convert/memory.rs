@@ -573,7 +573,7 @@ pub(crate) fn ints<T: TryFrom<isize>>(list: &Bound<'_, PyList>) -> PyResult<Opti
             fetch(list, end..len.min(end + AHEAD), next);
             for &item in &now[..end - at] {
                 // SAFETY: the thread is attached. The list has held its items since `fetch` read them: neither that nor
-                // this call runs Python code (what is no int is an error, whatever its `__index__`), and the critical
+                // this call runs Python code (items other than ints are errors, even with `__index__`), and the critical
                 // section keeps other threads from changing the list.
                 let number = unsafe { ffi::PyLong_AsSsize_t(item) };
                 let failed = number == -1 && PyErr::take(list.py()).is_some();

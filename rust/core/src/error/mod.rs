@@ -132,7 +132,7 @@ pub enum Error {
         /// The job.
         job: JobId,
     },
-    /// More references to a block are given back than it has.
+    /// A call releases more references to a block than it has.
     #[error("{tier} block {block} has {refs} references, the call names {wanted}")]
     NotReferenced {
         /// Tier of the block.

@@ -227,7 +227,7 @@ impl Manager {
     /// chunks.
     ///
     /// # Errors
-    /// As [`Manager::mark_computed`]; there is not one number a sequence, or a sequence is shorter.
+    /// As [`Manager::mark_computed`]; the numbers and sequences differ in length, or a sequence is shorter.
     pub fn mark_computed_to(&mut self, sequences: &[SequenceId], computed: Option<&[u32]>) -> Result<()> {
         let (state, mut step) = self.parts();
         state.mark_computed_to(&mut step, sequences, computed)

@@ -44,7 +44,7 @@ impl World {
         self.groups.last() == Some(&Group::CrossAttention)
     }
 
-    /// Blocks that take no part: one a tier where there is a null block.
+    /// Blocks that take no part: one per tier that has a null block.
     pub(crate) fn null_blocks(&self, tier: Tier) -> usize {
         let slides = |group: &&Group| matches!(group, Group::SlidingWindow { .. } | Group::Recurrent);
         usize::from(self.groups.iter().any(|group| slides(&group)) && !self.manager.pool(tier).is_empty())

@@ -17,7 +17,7 @@ pub(crate) enum Op {
         tokens: u32,
         goals: Goals,
     },
-    /// Blocks change places with cached ones between them, which may fail, or not be needed any more; a prompt looks for
+    /// Blocks change places with cached ones between them, which may fail, or no longer be needed; a prompt looks for
     /// these before and after.
     Exchanged {
         count: usize,

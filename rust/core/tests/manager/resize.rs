@@ -1,4 +1,4 @@
-//! Rules for a device that grows and shrinks; what is beyond its extent is given back, and holds garbage from then on.
+//! Rules for a device that grows and shrinks; blocks beyond its extent are released, and hold garbage from then on.
 
 use super::{GARBAGE, World};
 use blockyard_core::{Error, Resize, Tier};
@@ -22,7 +22,7 @@ impl World {
         }
     }
 
-    /// What is beyond the end only becomes less, and the memory behind the last of it is given back.
+    /// The blocks beyond the end only become fewer, and the memory after the last of them is released.
     pub(crate) fn give_back(&mut self) {
         let Resize { blocks, live, held, extent } = self.manager.resize_progress();
         let before = std::mem::replace(&mut self.resized, self.manager.resize_progress());

@@ -18,7 +18,7 @@ pub(crate) enum Op {
     },
 }
 
-/// Block tables of the caller's.
+/// The caller's block tables.
 #[derive(Default)]
 pub(crate) struct Arrays {
     arrays: [Vec<i32>; 2],

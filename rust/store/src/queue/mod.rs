@@ -343,7 +343,7 @@ impl Queue {
         run
     }
 
-    /// What a thread needs for a write; `None` if nobody waits for it any more.
+    /// What a thread needs for a write; `None` if nobody waits for it.
     fn begin_write(&mut self, place: Place, buffer: Buffer) -> Option<(Place, Buffer)> {
         self.slots[place.slot as usize] = SlotState::Lost;
         if self.tickets.is_open(place) {

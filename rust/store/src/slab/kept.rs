@@ -47,7 +47,7 @@ impl SlabFile {
         let file = open_locked(&directory, &path, OFlags::RDWR | OFlags::CREATE)?;
         let before = fs::fstat(&file).map_err(failed("examine", &path))?;
         let notes = Vec::new();
-        // Nothing is to be unlinked.
+        // There is nothing to unlink.
         let unlinked = AtomicBool::new(true);
         let name = NAME.to_owned();
         let mut slab = Self { file, directory, name, path, owner: std::process::id(), direct: false, notes, unlinked };

@@ -61,7 +61,7 @@ impl SlabStore {
         self.submit_puts(state, keys, owners, buffers)
     }
 
-    /// Stores blocks straight from the caller's memory, one row a key; else as [`SlabStore::submit_put`]. Who owns a row is
+    /// Stores blocks straight from the caller's memory, one row per key; else as [`SlabStore::submit_put`]. Who owns a row is
     /// as in [`SlabStore::lend_write`].
     ///
     /// # Errors
@@ -104,7 +104,7 @@ impl SlabStore {
         self.submit_keys(|queue, now| queue.submit_gets(keys, None, now))
     }
 
-    /// Reads blocks by key straight into the caller's memory, one row a key; else as [`SlabStore::submit_get`]. Rows are as
+    /// Reads blocks by key straight into the caller's memory, one row per key; else as [`SlabStore::submit_get`]. Rows are as
     /// in [`SlabStore::lend_read`].
     ///
     /// # Errors

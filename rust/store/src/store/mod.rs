@@ -38,7 +38,7 @@ pub use inspect::SlabReport;
 /// How long a store that is dropped without being closed waits for its threads.
 const PARTING: Duration = Duration::from_secs(1);
 
-/// Path in messages about a store that is no file.
+/// Path in messages about a store without a file.
 const STORE: &str = "the external store";
 
 /// Longest time that close waits.
@@ -55,7 +55,7 @@ pub struct StoreOptions {
     pub revision: [u8; 32],
     /// Threads that read and write, 2 to 16.
     pub threads: usize,
-    /// Most bytes of blocks in flight and of results not yet collected, headers included.
+    /// Maximum bytes of blocks in flight and of uncollected results, headers included.
     pub memory_bytes: u64,
     /// Time for an operation, beside that for the bytes in flight.
     pub timeout_base: Duration,
@@ -210,8 +210,8 @@ impl SlabStore {
 
     /// Writes blocks straight from the caller's memory, one row a slot; else as [`SlabStore::submit_write`].
     ///
-    /// A row is the store's until its block has an outcome other than `Timeout` and `Closed`, and then until the thread that
-    /// hangs has let go of it. A row whose bytes change meanwhile is a miss when it is read.
+    /// The store owns a row until its block has an outcome; after `Timeout` or `Closed`, until the hanging thread has
+    /// dropped it. A row whose bytes change in the meantime is a miss when it is read.
     ///
     /// # Errors
     /// As [`SlabStore::submit_write`].
@@ -449,7 +449,7 @@ impl SlabStore {
         state
     }
 
-    /// Syncs or discards the device in a thread of its own, since either can hang on a frozen disk. Returns the number of
+    /// Syncs or discards the device in a separate thread, since either can hang on a frozen disk. Returns the number of
     /// threads started.
     fn discard_apart(&self, device: Arc<dyn BlockDevice>, checkpoint: Option<Vec<u8>>) -> usize {
         let (shared, is_kept) = (Arc::clone(&self.shared), self.keyed);

@@ -34,7 +34,7 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Carries jobs out one after the other, until the store is closing. Then it lets go of the device.
+    /// Runs jobs one after the other until the store is closing. Then it drops the device.
     pub(super) fn run(self) {
         let mut state = self.shared.lock();
         while let Some(job) = self.next_job(state) {
