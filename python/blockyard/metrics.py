@@ -193,7 +193,7 @@ class Collector:
             self._objects["manager"].prefix.sample_residency(sample_rate)
 
     def collect(self) -> Iterator[Metric]:
-        """Give all metrics, as of now."""
+        """Return the current values of all metrics."""
         if (manager := self._objects.get("manager")) is not None:
             stats = manager.stats()
             yield from self._gauges(_MANAGER_GAUGES, {"": stats})

@@ -106,7 +106,7 @@ def test_a_store_that_does_not_forget_is_not_used_until_it_does(
         first.compute_only(KEYS[4:6])
         assert first.found(KEYS[:4], "two") == 0
         assert (first.tier.counts.missed, first.tier.counts.written) == (0, 4)
-        assert ("goes on without its external store" in caplog.text) is has_answered
+        assert ("continues without its external store" in caplog.text) is has_answered
         release.set()
         first.settle()
     assert "another revision" in caplog.text

@@ -165,7 +165,7 @@ class CheckedStore:
         return bool(self._open or self._strays)
 
     def poll(self) -> None:
-        """Give the batches that have ended their answers; never waits."""
+        """Pass their answers to the batches that have ended; never waits."""
         if not self.is_busy:
             return
         interrupted, self._polling = self._polling, True
@@ -229,7 +229,7 @@ class CheckedStore:
             self._let_go(batch.ticket)
 
     def _let_go(self, ticket: int) -> None:
-        """Have the store let go of an answer that nobody takes."""
+        """Make the store release an answer that is no longer needed."""
         with suppress(Exception):
             self._store.wait(ticket, 0.0)
 

@@ -122,7 +122,7 @@ class PrefixObjects:
                     _fill(rows[row : row + count], read(index), sizes[index])
                     row += count
                 done = yield from self._replace(keys[first:last], sizes[first:last], rows)
-            except Exception:  # noqa: BLE001 (the engine goes on without it)
+            except Exception:  # noqa: BLE001 (the engine continues without it)
                 _LOG.exception("%d objects were not stored", last - first)
                 continue
             stored[first:last] = done

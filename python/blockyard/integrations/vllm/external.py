@@ -241,7 +241,7 @@ class ExternalTier:
                 self._store.forget()
                 has_forgotten.append(True)
             except Exception:  # noqa: BLE001 (in any case the store has not confirmed that it forgot)
-                _LOG.exception("this engine goes on without its external store: %s", _NOT_FORGOTTEN)
+                _LOG.exception("this engine continues without its external store: %s", _NOT_FORGOTTEN)
 
         thread = start_worker("blockyard-vllm-external-forget", forget, lambda: None)  # waits for the storage
         while thread.is_alive():

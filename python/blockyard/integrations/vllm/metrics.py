@@ -15,7 +15,7 @@ __all__ = ["Metrics", "definitions"]
 
 _EXTERNAL: Final = (
     "Chunks that came from the external store to the host.",
-    "Chunks that were asked for and did not come: absent, damaged, refused or late.",
+    "Requested chunks that did not arrive: absent, damaged, refused or late.",
     "Chunks that were written to the external store.",
     "Chunks that were not written: present already, too many at a time, or refused.",
 )
