@@ -179,7 +179,11 @@ def test_copies_can_be_captured_in_a_graph():
 
 
 REFUSED = {
-    "out of range": (lambda s, d: (s, d, [[9, 0]]), MappingError, "entry 0: block 9 cannot be read, there are 4 blocks"),
+    "out of range": (
+        lambda s, d: (s, d, [[9, 0]]),
+        MappingError,
+        "entry 0: block 9 cannot be read, there are 4 blocks",
+    ),
     "repeated": (lambda s, d: (s, d, [[0, 1], [2, 1]]), MappingError, "block 1 is written twice"),
     "shared": (lambda s, d: (s, s, [[0, 1]]), LayoutError, "src and dst share memory"),
     "widths": (lambda s, d: (s, [t[:, :8] for t in d], [[0, 1]]), LayoutError, "rows of 16 bytes"),

@@ -67,7 +67,9 @@ def test_storage_keeps_what_was_used_last():
     times = run(rows, store_blocks=2000)
     assert times.store is not None
     assert (times.store["evicted_blocks"], times.store["cached_blocks"]) == (1000, 2000)
-    assert times.store["read_blocks"] == pytest.approx(2000, rel=0.02)  # the first prompt, twice: the second one was evicted
+    assert times.store["read_blocks"] == pytest.approx(
+        2000, rel=0.02
+    )  # the first prompt, twice: the second one was evicted
 
 
 def test_nothing_is_written_if_writes_are_off():

@@ -28,6 +28,7 @@ __all__ = [
     "doctor",
     "fsck",
     "inspect",
+    "plan",
     "record",
     "replay",
     "simulate",
@@ -151,6 +152,13 @@ def replay(options: argparse.Namespace) -> Result:
 def record(options: argparse.Namespace) -> Result:
     """Run a program, and add up what its engines recorded."""
     return recording.record(options)
+
+
+def plan(options: argparse.Namespace) -> Result:
+    """Find the tiers and policies that are worth their money."""
+    from blockyard.cli import plans  # noqa: PLC0415 (only this command needs it)
+
+    return plans.plan(options)
 
 
 def inspect(options: argparse.Namespace) -> Result:

@@ -109,6 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_simulate(commands)
     _add_replay(commands)
+    _add_plan(commands)
     _add_record(commands)
     look = _add_command(
         commands,
@@ -335,6 +336,33 @@ def _add_replay(commands: Any) -> None:
     _add_picture_options(command)
 
 
+def _add_plan(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "plan",
+        "serve a trace by engines with other tiers and policies, and say which are worth their money",
+        "plan trace.jsonl --device-blocks 30000 --step-time 0.01,4e-5,2e-5,9e-8",
+        "plan trace.jsonl --step-time 0.01,4e-5,2e-5,9e-8 --html plan.html",
+    )
+    command.add_argument("trace", type=Path, metavar="TRACE", help="a trace, as of `blockyard replay`")
+    command.add_argument("--first", type=_count(1), metavar="N", help="requests of the trace to read (default: all)")
+    command.add_argument("--device-blocks", type=_count(1), default=20000, metavar="N", help="blocks on the device")
+    command.add_argument("--host-gib", type=_numbers, default=(0.0, 32.0, 128.0), metavar="LIST", help="host memory")
+    command.add_argument("--store-gib", type=_numbers, default=(0.0, 1024.0), metavar="LIST", help="sizes of the store")
+    command.add_argument("--policies", default="adaptive", metavar="NAMES", help="eviction policies: lru, adaptive")
+    command.add_argument(
+        "--max-ttft", type=_factor, metavar="X", help="seconds within which 90 %% of first tokens must come"
+    )
+    prices = command.add_argument_group("prices, an hour, in any currency")
+    prices.add_argument("--device-price", type=_factor, default=2.5, metavar="X", help="accelerators of one engine")
+    prices.add_argument("--host-price", type=_factor, default=0.005, metavar="X", help="a GiB of host memory")
+    prices.add_argument("--store-price", type=_factor, default=0.0002, metavar="X", help="a GiB of the store")
+    command.add_argument("--jobs", type=_count(1), metavar="N", help="processes (default: one for each core)")
+    command.add_argument("--executor", metavar="URL", help="run on a Dask cluster instead: dask://HOST:PORT")
+    _add_engine_options(command)
+    _add_picture_options(command)
+
+
 def _add_engine_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group(
         "times", "With one of the first three, whole engines serve the trace in virtual time, by the real scheduler."
@@ -364,7 +392,10 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         "--sessions", type=_count(1), metavar="N", help="conversations at a time (default: as they come)"
     )
     group.add_argument(
-        "--bytes-per-token", type=_count(1), default=131072, metavar="N", help="keys and values of a token, all layers"
+        "--bytes-per-token",
+        type=_count(1),
+        metavar="N",
+        help="keys and values of a token, all layers (default: by --model-config, else 131072)",
     )
     group.add_argument(
         "--host-bandwidth", type=_factor, default=25.0, metavar="X", help="GB/s between device and host, each way"
@@ -420,6 +451,17 @@ def _four(text: str) -> tuple[float, ...]:
         values = ()
     if len(values) != 4 or not all(0 <= value < float("inf") for value in values):
         raise argparse.ArgumentTypeError(f"{text!r} is not four numbers from 0, separated by commas")
+    return values
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """An argparse type: numbers from 0, separated by commas."""
+    try:
+        values = tuple(map(float, text.split(",")))
+    except ValueError:
+        values = (-1.0,)
+    if not all(0 <= value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} are not numbers from 0, separated by commas")
     return values
 
 

@@ -6,10 +6,11 @@ import argparse
 import json
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final, TextIO, cast
 
 from blockyard.cli import pictures
 from blockyard.cli.result import Result
@@ -19,16 +20,18 @@ from blockyard.replay.engine import EngineOptions, replay_times
 from blockyard.replay.history import History
 from blockyard.replay.hits import OPTIMAL
 from blockyard.replay.packed import PackedTrace
+from blockyard.replay.plan import bytes_per_token
 from blockyard.replay.serving import Served, serve_all
 from blockyard.replay.step_time import EngineLimits, LinearStepTime, StepTime
 from blockyard.replay.sweep import Point, open_executor, read_blocks, sweep
-from blockyard.scheduler import PREEMPTION_MODES
+from blockyard.scheduler import PREEMPTION_MODES, PreemptionMode
 from blockyard.timeline import Timeline
 from blockyard.traces import TraceRequest, read_trace
 
-__all__ = ["replay"]
+__all__ = ["engine_of", "modes_of", "names_of", "replay", "show_step", "step_time_of"]
 
 _MILLISECONDS: Final = 1e3
+_BYTES_PER_TOKEN: Final = 131072  # of Llama-3.1-8B in bfloat16
 _MANY_BLOCKS: Final = 2**20
 """Of an engine whose run is fitted: it is taken for one that preempted nothing."""
 
@@ -36,7 +39,7 @@ _MANY_BLOCKS: Final = 2**20
 def replay(options: argparse.Namespace) -> Result:
     """Send traces through caches, or serve them by engines."""
     pictures.require(options)
-    step_time = _step_time(options)
+    step_time = step_time_of(options)
     traces = [(path, read_trace(path, first=options.first)) for path in options.traces]
     with (
         open_executor(options.jobs, options.executor) as executor,
@@ -47,14 +50,14 @@ def replay(options: argparse.Namespace) -> Result:
         return _times(options, traces, step_time, executor, view)
 
 
-def _step_time(options: argparse.Namespace) -> StepTime | None:
+def step_time_of(options: argparse.Namespace) -> StepTime | None:
     """Return how long a step takes; None if it is not asked for."""
     if options.system is not None:
         from blockyard.replay.step_time.tables import TableStepTime  # noqa: PLC0415 (it needs the tables)
 
         if options.model_config is None:
             raise InvalidArgumentError("--system is given without --model-config, needs a model's config.json")
-        return TableStepTime(options.system, json.loads(options.model_config.read_text(encoding="utf-8")))
+        return TableStepTime(options.system, _read_config(options.model_config))
     if options.fit is not None:
         limits = EngineLimits(
             num_blocks=_MANY_BLOCKS,
@@ -79,8 +82,8 @@ def _hits(
     for path, requests in traces:
         trace = PackedTrace.of(requests)
         caches = _caches(options, trace.num_distinct)
-        first, show_step = int(len(trace) * options.window), partial(_show_step, view, len(caches), "caches")
-        reports.append((path, trace, sweep(trace, caches, first=first, executor=executor, show=show_step)))
+        first, show_done = int(len(trace) * options.window), partial(show_step, view, len(caches), "caches")
+        reports.append((path, trace, sweep(trace, caches, first=first, executor=executor, show=show_done)))
 
     def show(stream: TextIO) -> None:
         for path, trace, points in reports:
@@ -114,17 +117,19 @@ def _draw_hits(reports: Sequence[tuple[Path, PackedTrace, list[Point]]], drawing
     return figures
 
 
-def _show_step(view: Progress, count: int, what: str, done: int) -> None:
+def show_step(view: Progress, count: int, what: str, done: int) -> None:
+    """Show how many replays are done."""
     view.step(done, count, what)
 
 
 def _caches(options: argparse.Namespace, distinct: int) -> list[tuple[str, int, int]]:
     sizes = product(read_blocks(options.device_blocks, distinct), read_blocks(options.host_blocks, distinct))
-    caches = [(policy, max(device, 1), host) for device, host in sizes for policy in _names(options.policies)]
+    caches = [(policy, max(device, 1), host) for device, host in sizes for policy in names_of(options.policies)]
     return [cache for cache in caches if cache[0] != OPTIMAL or not cache[2]]  # it has no host tier
 
 
-def _names(text: str) -> list[str]:
+def names_of(text: str) -> list[str]:
+    """Split a list of names."""
     return [name.strip() for name in text.split(",")]
 
 
@@ -168,8 +173,8 @@ def _times(
     reports = []
     for path, requests in traces:
         engines = _engines(options, requests)
-        show_step = partial(_show_step, view, len(engines), "engines")
-        reports.append((path, serve_all(requests, engines, step_time, executor=executor, show=show_step)))
+        show_done = partial(show_step, view, len(engines), "engines")
+        reports.append((path, serve_all(requests, engines, step_time, executor=executor, show=show_done)))
 
     def show(stream: TextIO) -> None:
         for path, engines in reports:
@@ -189,26 +194,49 @@ def _times(
 def _engines(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> list[EngineOptions]:
     distinct = _distinct(requests, options.block_size)
     sizes = product(read_blocks(options.device_blocks, distinct), read_blocks(options.host_blocks, distinct))
-    modes = _names(options.preemption_modes)
+    modes = modes_of(options)
+    policies = [policy for policy in names_of(options.policies) if policy != OPTIMAL]  # it is no policy of an engine
+    return [
+        replace(engine_of(options, max(device, 1)), host_blocks=host, preemption_mode=mode, eviction=policy)
+        for (device, host), policy, mode in product(list(sizes), policies, modes)
+    ]
+
+
+def modes_of(options: argparse.Namespace) -> list[PreemptionMode]:
+    """Return the preemption modes to try."""
+    modes = names_of(options.preemption_modes)
     for mode in modes:
         if mode not in PREEMPTION_MODES:
             raise InvalidArgumentError(f"--preemption-modes has {mode!r}, must be among {', '.join(PREEMPTION_MODES)}")
-    policies = [policy for policy in _names(options.policies) if policy != OPTIMAL]  # it is no policy of an engine
-    return [
-        EngineOptions(
-            device_blocks=max(device, 1),
-            host_blocks=host,
-            block_size=options.block_size,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            preemption_mode=mode,  # type: ignore[arg-type]
-            eviction=policy,
-            bytes_per_block=options.bytes_per_token * options.block_size,
-            host_bandwidth=options.host_bandwidth * 1e9,
-            max_concurrent_sessions=options.sessions,
+    return cast(list[PreemptionMode], modes)
+
+
+def engine_of(options: argparse.Namespace, device_blocks: int) -> EngineOptions:
+    """Return the engine that the options describe, without tiers."""
+    token = options.bytes_per_token
+    if token is None:
+        token = (
+            _BYTES_PER_TOKEN if options.model_config is None else bytes_per_token(_read_config(options.model_config))
         )
-        for (device, host), policy, mode in product(list(sizes), policies, modes)
-    ]
+    return EngineOptions(
+        device_blocks=device_blocks,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        bytes_per_block=token * options.block_size,
+        host_bandwidth=options.host_bandwidth * 1e9,
+        max_concurrent_sessions=options.sessions,
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"--model-config {path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidArgumentError(f"--model-config {path} is not a JSON object")
+    return found
 
 
 def _distinct(requests: Sequence[TraceRequest], block_size: int) -> int:

@@ -1,0 +1,248 @@
+"""Plans: which host memory, which store and which policy are worth their money for a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Final
+
+import numpy as np
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.replay.engine import EngineOptions
+from blockyard.replay.serving import Served, serve_all
+from blockyard.replay.step_time.base import StepTime
+from blockyard.scheduler import PreemptionMode
+from blockyard.traces import TraceRequest
+
+__all__ = ["Choice", "Plan", "Prices", "bytes_per_token", "make_plan"]
+
+GIB: Final = 1 << 30
+_QUANTILE: Final = 0.9
+_DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What an hour costs, in any currency.
+
+    Attributes:
+        device: of the accelerators of one engine.
+        host_gib: of a GiB of host memory.
+        store_gib: of a GiB of the store.
+    """
+
+    device: float
+    host_gib: float
+    store_gib: float
+
+    def of(self, options: EngineOptions) -> float:
+        """Return what an hour of one engine costs."""
+        host, store = (count * options.bytes_per_block / GIB for count in (options.host_blocks, options.store_blocks))
+        return self.device + host * self.host_gib + store * self.store_gib
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """One engine of a plan.
+
+    Attributes:
+        served: how it served the trace.
+        per_hour: what an hour of it costs.
+        is_best: no other choice is both cheaper a token and quicker.
+    """
+
+    served: Served
+    per_hour: float
+    is_best: bool = False
+
+    @property
+    def per_million_tokens(self) -> float:
+        """What a million generated tokens cost if the engine is always busy."""
+        times = self.served.times
+        done = ~np.isnan(times.last_token)
+        tokens = times.output_tokens[done].sum()
+        return float(self.per_hour * times.busy_seconds / 3600 / tokens * 1e6) if tokens else float("inf")
+
+    @property
+    def ttft(self) -> float:
+        """The 90th percentile of the time to first token, seconds."""
+        times = self.served.times.ttft
+        return float(np.quantile(times, _QUANTILE)) if len(times) else float("inf")
+
+    @property
+    def host_gib(self) -> float:
+        """Host memory, GiB."""
+        return self.served.options.host_blocks * self.served.options.bytes_per_block / GIB
+
+    @property
+    def store_gib(self) -> float:
+        """Size of the store, GiB."""
+        return self.served.options.store_blocks * self.served.options.bytes_per_block / GIB
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON takes it."""
+        return self.served.as_dict() | {
+            "host_gib": self.host_gib,
+            "store_gib": self.store_gib,
+            "cost_per_hour": self.per_hour,
+            "cost_per_million_output_tokens": self.per_million_tokens,
+            "is_on_front": self.is_best,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All choices, and the one to take.
+
+    Attributes:
+        choices: in the order of cost a token.
+        recommended: the cheapest that keeps the limit of the time to first token; None if none does.
+        max_ttft: that limit, seconds; infinite without one.
+    """
+
+    choices: Sequence[Choice]
+    recommended: Choice | None
+    max_ttft: float
+
+    def sentence(self) -> str:
+        """Say what to take, and why."""
+        if self.recommended is None:
+            quickest = min(self.choices, key=lambda choice: choice.ttft)
+            return (
+                f"No choice has 90 % of first tokens within {self.max_ttft:g} s; the quickest has them within "
+                f"{quickest.ttft:.3g} s: {_words(quickest)}."
+            )
+        choice = self.recommended
+        most = max(self.choices, key=lambda other: other.per_million_tokens)
+        why = "the cheapest" if self.max_ttft == float("inf") else f"the cheapest within {self.max_ttft:g} s"
+        return (
+            f"Take {_words(choice)}: {choice.per_million_tokens:.3g} a million generated tokens and 90 % of first "
+            f"tokens within {choice.ttft:.3g} s; it is {why}, and the dearest costs {most.per_million_tokens:.3g}."
+        )
+
+    def configuration(self) -> tuple[str, dict[str, Any] | None]:
+        """Return the recommended engine as arguments of `KVCache`, and as vLLM's `--kv-transfer-config`.
+
+        That needs host memory: without it, there is nothing to give vLLM.
+
+        Raises:
+            InvalidArgumentError: nothing is recommended.
+        """
+        if self.recommended is None:
+            raise InvalidArgumentError(f"no choice keeps max_ttft, {self.max_ttft:g} seconds")
+        options = self.recommended.served.options
+        host = options.host_blocks * options.bytes_per_block
+        store = options.store_blocks * options.bytes_per_block
+        lines = [f"device_blocks={options.device_blocks}", f"host_blocks={options.host_blocks}"]
+        caching = f'PrefixCaching(eviction="{options.eviction}", host={options.host_blocks > 0})'
+        lines.append(f"prefix_caching={caching}")
+        extra: dict[str, Any] = {
+            "spec_module_path": "blockyard.integrations.vllm",
+            "spec_name": "BlockyardSpec",
+            "host_bytes": f"{host / GIB:g}GiB",
+            "policy": options.eviction,
+        }
+        if store:
+            url = f"file:///var/cache/blockyard?size={store / GIB:g}GiB"
+            lines.append(f'prefix_store="{url}", namespace=b"MODEL@REVISION"')
+            extra["prefix_store"] = url
+        vllm = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        return f"KVCache(layout, {', '.join(lines)})", vllm if host else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON takes it."""
+        found: dict[str, Any] = {
+            "recommendation": self.sentence(),
+            "choices": [choice.as_dict() for choice in self.choices],
+            "recommended": None,
+        }
+        if self.recommended is not None:
+            cache, vllm = self.configuration()
+            found["recommended"] = {
+                "choice": list(self.choices).index(self.recommended),
+                "kv_cache": cache,
+                "kv_transfer_config": vllm,
+            }
+        return found
+
+
+def _words(choice: Choice) -> str:
+    options = choice.served.options
+    host = f"{choice.host_gib:g} GiB of host memory" if options.host_blocks else "no host memory"
+    store = f", a store of {choice.store_gib:g} GiB" if options.store_blocks else ""
+    return f"{host}{store}, {options.eviction} eviction and {options.preemption_mode} preemption"
+
+
+def make_plan(
+    requests: Sequence[TraceRequest],
+    engine: EngineOptions,
+    step_time: StepTime,
+    prices: Prices,
+    *,
+    host_gib: Sequence[float],
+    store_gib: Sequence[float] = (0,),
+    policies: Sequence[str] = ("adaptive",),
+    preemption_modes: Sequence[PreemptionMode] = ("swap", "recompute"),
+    max_ttft: float = float("inf"),
+    executor: Executor | None = None,
+    show: Callable[[int], object] = bool,
+) -> Plan:
+    """Serve a trace by every choice, and find those that are worth their money.
+
+    Args:
+        requests: the trace.
+        engine: what all choices share.
+        step_time: how long a step takes.
+        prices: what an hour costs.
+        host_gib: sizes of the host tier to try, GiB.
+        store_gib: sizes of the store to try, GiB.
+        policies: eviction policies to try.
+        preemption_modes: to try; only one where there is no host memory, as nothing can be swapped.
+        max_ttft: seconds within which 90 % of first tokens must come.
+        executor: runs the replays; this thread if None.
+        show: called with the number of choices that are done.
+
+    Raises:
+        InvalidArgumentError: an option is out of range.
+    """
+    engines = []
+    for host, store, policy, mode in product(host_gib, store_gib, policies, preemption_modes):
+        if not host and mode != preemption_modes[0]:
+            continue
+        blocks = [int(size * GIB // engine.bytes_per_block) for size in (host, store)]
+        engines.append(
+            replace(engine, host_blocks=blocks[0], store_blocks=blocks[1], eviction=policy, preemption_mode=mode)
+        )
+    served = serve_all(requests, engines, step_time, executor=executor, show=show)
+    choices = sorted((Choice(one, prices.of(one.options)) for one in served), key=lambda one: one.per_million_tokens)
+    marked, quickest = [], float("inf")
+    for choice in choices:
+        marked.append(replace(choice, is_best=choice.ttft < quickest))
+        quickest = min(quickest, choice.ttft)
+    return Plan(marked, next((choice for choice in marked if choice.ttft <= max_ttft), None), max_ttft)
+
+
+def bytes_per_token(config: Mapping[str, Any], *, dtype: str | None = None) -> int:
+    """Bytes of the keys and values of one token, over all layers of a model.
+
+    Args:
+        config: of a Hugging Face model.
+        dtype: of the cache, such as `"bfloat16"`; the model's if None.
+
+    Raises:
+        InvalidArgumentError: the config lacks a number, or the dtype is unknown.
+    """
+    text = config.get("text_config", config)
+    try:
+        layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
+        head_size = int(text.get("head_dim") or text["hidden_size"] // heads)
+        kv_heads = int(text.get("num_key_value_heads") or heads)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"config has no usable {error}, is it the config.json of a model?") from None
+    name = dtype or str(text.get("torch_dtype") or text.get("dtype") or "bfloat16")
+    if name not in _DTYPE_BYTES:
+        raise InvalidArgumentError(f"dtype is {name!r}, must be one of {', '.join(_DTYPE_BYTES)}")
+    return 2 * layers * kv_heads * head_size * _DTYPE_BYTES[name]
