@@ -1,0 +1,72 @@
+"""`LinearStepTime`: four numbers, given or fitted to a run of one's own engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.replay.step_time.fit import fit_run
+from blockyard.replay.step_time.run import EngineLimits, EngineRun
+
+__all__ = ["LinearStepTime"]
+
+
+@dataclass(frozen=True)
+class LinearStepTime:
+    """A step's time as a sum: `fixed`, and so much for each token and row.
+
+    Attributes:
+        fixed: seconds of a step with nothing in it.
+        prefill_token: seconds per prompt token that the step computes.
+        decode_row: seconds per decoding row.
+        context_token: seconds per cached token that attention reads: the contexts of all decoding rows, and what comes
+            before a prompt chunk.
+
+    Example:
+        >>> import numpy as np
+        >>> from blockyard.replay.step_time import LinearStepTime
+        >>> step_time = LinearStepTime(fixed=0.010, prefill_token=40e-6, decode_row=20e-6, context_token=90e-9)
+        >>> round(step_time.seconds([(0, 512)], np.array([1000, 2000])), 5)
+        0.03079
+    """
+
+    fixed: float
+    prefill_token: float
+    decode_row: float
+    context_token: float
+
+    def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
+        """Return the seconds of one step; see `StepTime`."""
+        tokens, context = 0, int(decode_context.sum())
+        for cached, computed in prefill:
+            tokens += computed
+            context += cached
+        return (
+            self.fixed
+            + self.prefill_token * tokens
+            + self.decode_row * len(decode_context)
+            + self.context_token * context
+        )
+
+    @classmethod
+    def fit_requests(cls, path: str | Path, limits: EngineLimits, *, first: int | None = None) -> LinearStepTime:
+        """Fit the four numbers to a run of an engine.
+
+        The run is replayed with the real scheduler to find which steps each request took part in; then the numbers
+        whose sums over these steps come closest to the recorded times are found by least squares, and the run is
+        replayed with them, until they no longer change.
+
+        Args:
+            path: `requests.jsonl` of the run; see `EngineRun.read`.
+            limits: limits that the engine ran with.
+            first: fit the times of the first requests only; all are replayed.
+
+        Raises:
+            TraceError: the file cannot be read or a line is malformed.
+            OutOfBlocksError: a request does not fit into the cache that `limits` describes.
+        """
+        return cls(*fit_run(EngineRun.read(path), limits, cls, first=first))

@@ -1,0 +1,151 @@
+"""`EngineRun`: the times of an engine's requests, recorded or predicted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import InvalidArgumentError, TraceError
+
+__all__ = ["EngineLimits", "EngineRun"]
+
+_COUNTS: Final = ("input_toks", "output_toks")
+_TIMES: Final = ("arrival_time", "queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Limits of an engine that decide which requests run in a step.
+
+    Attributes:
+        num_blocks: KV-cache blocks on the device.
+        block_size: tokens of a block.
+        max_num_seqs: maximum number of sequences in one step.
+        max_num_batched_tokens: maximum number of tokens in one step.
+        async_scheduling: whether a step is scheduled while the one before it is computed, as vLLM does by default. Then
+            a request waits for up to one step more, and a seat stays empty for one step.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    async_scheduling: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class EngineRun:
+    """Lengths and times of requests, in order of arrival, in seconds. Each is an array `[requests]`.
+
+    Attributes:
+        input_tokens: prompt lengths.
+        output_tokens: tokens generated.
+        arrival: when the server got the request; on a clock of its own.
+        queued: when the scheduler got it.
+        scheduled: when its first step was scheduled.
+        first_token: when its first token was there.
+        last_token: when its last token was there.
+    """
+
+    input_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    arrival: NDArray[np.float64]
+    queued: NDArray[np.float64] = field(repr=False)
+    scheduled: NDArray[np.float64] = field(repr=False)
+    first_token: NDArray[np.float64] = field(repr=False)
+    last_token: NDArray[np.float64] = field(repr=False)
+
+    def __len__(self) -> int:
+        """Number of requests."""
+        return len(self.arrival)
+
+    @classmethod
+    def read(cls, path: str | Path) -> EngineRun:
+        """Read the `requests.jsonl` of a run recorded by LLMServingSim's `bench`.
+
+        Each line has `input_toks`, `output_toks`, `arrival_time`, `queued_ts`, `scheduled_ts`, `first_token_ts` and
+        `last_token_ts`; vLLM reports the last four per request.
+
+        Raises:
+            TraceError: the file cannot be read or a line is malformed.
+        """
+        try:
+            lines = Path(path).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TraceError(f"cannot read run {path}: {getattr(error, 'strerror', None) or error}") from error
+        rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        if not rows:
+            raise TraceError(f"{path}, line 1: the run holds no requests")
+        rows.sort(key=lambda row: row[2])
+        columns = np.array(rows, np.float64).T
+        counts, times = columns[:2].astype(np.int64), columns[2:]
+        return cls(counts[0], counts[1], times[0] - times[0, 0], *(times[1:] - times[1].min()))
+
+    @property
+    def ttft(self) -> NDArray[np.float64]:
+        """Seconds from queue to first token, `[requests]`."""
+        return self.first_token - self.queued
+
+    @property
+    def tpot(self) -> NDArray[np.float64]:
+        """Mean seconds between two tokens, of the requests with at least two."""
+        many = self.output_tokens > 1
+        found: NDArray[np.float64] = (self.last_token - self.first_token)[many] / (self.output_tokens[many] - 1)
+        return found
+
+    @property
+    def latency(self) -> NDArray[np.float64]:
+        """Seconds from queue to last token, `[requests]`."""
+        return self.last_token - self.queued
+
+    def counts(self, seconds: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the number of running and of waiting requests at each of `seconds`."""
+        queued, scheduled, last = (np.sort(times) for times in (self.queued, self.scheduled, self.last_token))
+        started = np.searchsorted(scheduled, seconds, "right")
+        return started - np.searchsorted(last, seconds, "right"), np.searchsorted(queued, seconds, "right") - started
+
+    def part(self, rows: slice) -> EngineRun:
+        """Return the run of some of the requests."""
+        return EngineRun(
+            self.input_tokens[rows],
+            self.output_tokens[rows],
+            self.arrival[rows],
+            self.queued[rows],
+            self.scheduled[rows],
+            self.first_token[rows],
+            self.last_token[rows],
+        )
+
+
+def check_limits(limits: EngineLimits) -> None:
+    """Check what the scheduler does not.
+
+    Raises:
+        InvalidArgumentError: there is no block.
+    """
+    if limits.num_blocks < 1 or limits.block_size < 1:
+        raise InvalidArgumentError(
+            f"the cache has {limits.num_blocks} blocks of {limits.block_size} tokens, needs at least 1 of 1"
+        )
+
+
+def _row(path: str | Path, number: int, line: str) -> tuple[float, ...]:
+    try:
+        fields = json.loads(line)
+        missing = [name for name in (*_COUNTS, *_TIMES) if name not in fields]
+    except (ValueError, TypeError, RecursionError):
+        raise TraceError(f"{path}, line {number}: not a JSON object") from None
+    if missing:
+        raise TraceError(f"{path}, line {number}: without {', '.join(missing)}")
+    for name in _COUNTS:
+        if type(fields[name]) is not int or not 1 <= fields[name] < 2**31:
+            raise TraceError(f"{path}, line {number}: {name} is {fields[name]!r}, not a number of tokens")
+    for name in _TIMES:
+        if type(fields[name]) not in {int, float} or not abs(fields[name]) < 2**53:
+            raise TraceError(f"{path}, line {number}: {name} is {fields[name]!r}, not seconds")
+    return tuple(fields[name] for name in (*_COUNTS, *_TIMES))
