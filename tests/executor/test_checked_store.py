@@ -19,7 +19,7 @@ from blockyard.executor import checked_store
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.stores import Completion
-from blockyard.stores.threaded.runtime import Runtime, use_runtime
+from blockyard.stores.threaded.runtime import MACHINE, Runtime, use_runtime
 from blockyard.testing.faults import UnrulyStore
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
@@ -279,3 +279,59 @@ def test_a_ticket_that_was_issued_twice_is_refused_for_good():
     assert not first.answer.ok.any()
     with pytest.raises(StoreError, match="ticket 9 twice"):
         side.write(slots, rows)
+
+
+def test_a_poll_collects_a_bounded_number_of_the_batches_that_ended_at_once():
+    reported = list(range(1, 201))
+    tickets, completion = iter(tuple(reported)), (np.zeros(1, np.bool_), np.zeros((0, SIZE), np.uint8))
+    store = Odd(
+        submit_write=lambda *_: next(tickets),
+        poll=lambda: [reported.pop(0) for _ in range(len(reported))],
+        wait=lambda ticket, *_: Completion(ticket, *completion, ["unavailable"]),
+    )
+    side = checked_store.CheckedStore(store, SIZE)
+    batches = [side.write(np.zeros(1, np.int64), np.ones((1, SIZE), np.uint8)) for _ in tuple(reported)]
+    counts = []
+    while side.is_busy:
+        before = side.num_answers
+        side.poll()
+        counts.append(side.num_answers - before)
+    assert counts == [64, 64, 64, 8]
+    assert all(batch.answer is not None and batch.answer.reasons == ("unavailable",) for batch in batches)
+
+
+def test_a_batch_that_is_waited_for_is_not_collected_again_by_a_poll():
+    waited: list[int] = []
+
+    def answer(ticket: int, *_: object) -> Completion:
+        waited.append(ticket)
+        return Completion(ticket, np.zeros(1, np.bool_), np.zeros((0, SIZE), np.uint8), ["unavailable"])
+
+    count = 70
+    tickets = iter(range(count))
+    store = Odd(submit_write=lambda *_: next(tickets), poll=lambda: list(range(count)), wait=answer)
+    side = checked_store.CheckedStore(store, SIZE)
+    batches = [side.write(np.zeros(1, np.int64), np.ones((1, SIZE), np.uint8)) for _ in range(count)]
+    side.poll()
+    side.wait(batches[-1])
+    side.poll()
+    assert sorted(waited) == list(range(count))
+
+
+def test_a_plug_in_that_breaks_each_call_has_one_line_a_minute_for_a_call_and_class(caplog: pytest.LogCaptureFixture):
+    broken = raising(OSError("gone"))
+    with use_runtime(MACHINE):
+        side = checked_store.CheckedStore(Odd(submit_write=broken, contains=broken, poll=broken), SIZE)
+    slots, rows, keys = np.zeros(1, np.int64), np.ones((1, SIZE), np.uint8), np.zeros((1, 32), np.uint8)
+    for _ in range(3):
+        with pytest.raises(StoreError, match="gone"):
+            side.write(slots, rows)
+        assert not side.contains(keys).any()
+        side.read(slots, rows)
+        side.poll()
+    found = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert found == [
+        "write of 1 blocks with the external tier is lost",
+        "the store cannot say which of 1 keys it has",
+        "the store cannot be polled, 1 batches are given up",
+    ]

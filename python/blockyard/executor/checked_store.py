@@ -1,7 +1,8 @@
 """An external store as the executor needs it: whatever the store does, every batch has one answer.
 
 A plug-in may raise anything, answer with arrays of another shape, repeat, invent or lose tickets. Each of these is a
-batch of misses, with its error and one line in the log `blockyard.executor`.
+batch of misses, with its error. The log `blockyard.executor` has a line for each call and class of error, at most one a
+minute.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.stores.threaded.batches import BatchStore
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.types import Histogram
-from blockyard.workers import Process
+from blockyard.workers import Process, RateLimit
 
 __all__ = ["Answer", "CheckedStore", "PendingBatch"]
 
@@ -34,6 +35,8 @@ NOTHING_READ: Final = {"absent", "empty"}
 _FAILURES: Final = {"io", "timeout", "unavailable"}
 OVERDUE_SECONDS: Final = 600.0
 """A batch that the store has not reported by then is given up."""
+_COLLECTED_AT_ONCE: Final = 64
+"""Batches that one `poll` collects: a store that is declared down reports thousands."""
 
 _log = logging.getLogger("blockyard.executor")
 
@@ -101,8 +104,10 @@ class CheckedStore:
         self._process = Process("a connection to a store")
         self._bytes_per_block = bytes_per_block
         self._open: dict[int, PendingBatch] = {}
+        self._ended: dict[int, None] = {}  # of these, those that the store has reported
         self._answers: list[tuple[PendingBatch, object]] = []
         self._failures = None if isinstance(store, BatchStore) else FailureLog()  # that one logs by itself
+        self._limit = RateLimit(self._runtime.monotonic)
         self._repeated: set[int] = set()
         self._strays = 0  # calls that were interrupted, and whose ticket is not known
         self._polling = False  # if it is set when `poll` begins, the last call was interrupted
@@ -155,7 +160,7 @@ class CheckedStore:
         try:
             found = np.asarray(call(keys))
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
-            _log.warning("the store cannot say which of %d keys it has: %s", len(keys), _describe(error))
+            self._warn("keys", error, f"the store cannot say which of {len(keys)} keys it has: {_describe(error)}")
             return np.zeros(len(keys), np.bool_)
         return found if found.dtype == np.bool_ and found.shape == (len(keys),) else np.zeros(len(keys), np.bool_)
 
@@ -165,18 +170,19 @@ class CheckedStore:
         return bool(self._open or self._strays)
 
     def poll(self) -> None:
-        """Pass their answers to the batches that have ended; never waits."""
+        """Pass their answers to batches that have ended, at most `_COLLECTED_AT_ONCE` of them; never waits."""
         if not self.is_busy:
             return
         interrupted, self._polling = self._polling, True
         # What the store reported to a call that was interrupted is not known: every batch is asked for.
         for ticket in list(self._open) if interrupted else self._reported():
-            batch = self._open.get(ticket)
-            if batch is not None:
-                self._collect(batch, 0.0)
+            if ticket in self._open:
+                self._ended[ticket] = None
             elif self._strays:
                 self._strays -= 1
                 self._let_go(ticket)
+        for ticket in list(islice(self._ended, _COLLECTED_AT_ONCE)):
+            self._collect(self._open[ticket], 0.0)
         self._take_in()
         self._polling = False
 
@@ -214,7 +220,8 @@ class CheckedStore:
         try:
             found = [operator.index(ticket) for ticket in self._store.poll()]
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
-            _log.warning("the store cannot be polled, %d batches are given up: %s", len(self._open), _describe(error))
+            why = f"the store cannot be polled, {len(self._open)} batches are given up: {_describe(error)}"
+            self._warn("poll", error, why)
             return list(self._open)
         until = self._runtime.monotonic() - OVERDUE_SECONDS
         overdue = takewhile(lambda ticket: self._open[ticket].since < until, self._open)  # the oldest are first
@@ -242,6 +249,7 @@ class CheckedStore:
                 self.num_answers += 1  # first: who looks before the answer is there looks again
                 batch.answer = checked
                 self.seconds["write" if batch.out is None else "read"].observe(self._runtime.monotonic() - batch.since)
+            self._ended.pop(batch.ticket, None)
             self._open.pop(batch.ticket, None)
             del self._answers[0]
 
@@ -281,11 +289,16 @@ class CheckedStore:
         log.flush(self._store)
 
     def _refusal(self, batch: PendingBatch, why: Exception) -> StoreError:
-        """Log that a batch is lost, once."""
+        """Return the error of a batch that is lost, and log it."""
         error = StoreError(f"{batch.what} of {batch.count} blocks with the external tier is lost: {_describe(why)}")
         error.__cause__ = why
-        _log.warning("%s", error)
+        self._warn(batch.what, why, str(error))
         return error
+
+    def _warn(self, call: str, error: Exception, line: str) -> None:
+        """Log a line, at most one a minute for each call and class of error."""
+        if self._limit.passes(f"{call} {type(error).__name__}"):
+            _log.warning("%s", line)
 
 
 def _describe(error: Exception) -> str:
