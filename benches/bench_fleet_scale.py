@@ -7,10 +7,10 @@ Every engine is a real `ObjectStore`: batches, threads, known keys, epochs. Serv
 
 An engine gets `--requests` prompts, one a second on average. A prompt is one of 300 shared documents of 6 blocks, drawn
 by Zipf's law, and a question of its own of 2 blocks. The engine has no cache of its own: it looks up all 8 blocks in
-one batch, and puts those that it lacked. Engines start over a minute. A small fleet runs with several seeds, until there
-are `--lookups`.
+one batch, and puts those that it lacked. Engines start over a minute. Small fleets run with several seeds, until they
+have made `--lookups`.
 
-- Requests for a lookup: all reads that arrive at the server, over the lookups. Each lookup reads its 8 keys, and beside
+- Reads of a lookup: all reads that arrive at the server, over the lookups. Each lookup reads its 8 keys, and beside
   them the epoch's record, which says that the blocks count. A put reads the record if the last look is a second old.
 - Keys: different objects that were asked for at the server, in one fleet.
 - CPU: of a lookup and the put that follows, the simulation included; the fastest seed.
@@ -50,7 +50,7 @@ class CountingServer(ObjectServer):
     """Counts the requests that arrive."""
 
     def __init__(self, loop: Loop) -> None:
-        super().__init__(loop, lambda value: None)
+        super().__init__(loop, bytes)  # which nobody watches
         self.reads: Counter[str] = Counter()
         self.num_writes = 0
 
@@ -86,8 +86,8 @@ class Figures:
     def line(self) -> dict[str, float]:
         """Return the figures of the table."""
         return {
-            "requests_a_lookup": self.reads / self.lookups,
-            "requests_a_block": self.reads / max(1, self.found),
+            "reads_a_lookup": self.reads / self.lookups,
+            "reads_a_block": self.reads / max(1, self.found),
             "record_a_lookup": self.reads_of_record / self.lookups,
             "writes_a_lookup": self.writes / self.lookups,
             "keys": self.keys / len(self.cpu),
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=12, help="prompts of each engine")
     parser.add_argument("--lookups", type=int, default=400, help="least lookups for a size")
     arguments = parser.parse_args()
-    print("engines  lookups  requests/lookup  requests/block found  of the record  writes/lookup   keys  CPU us  hit rate")
+    print("engines  lookups  reads/lookup  reads/block found  of the record  writes/lookup   keys  CPU us  hit rate")
     figures: dict[str, float] = {}
     for engines in (number for number in (1, 10, 100, 1000, 10_000) if number <= arguments.most):
         found = Figures()
@@ -112,7 +112,7 @@ def main() -> None:
                 break
         line = found.line()
         print(
-            f"{engines:7} {found.lookups:8} {line['requests_a_lookup']:16.2f} {line['requests_a_block']:21.2f} "
+            f"{engines:7} {found.lookups:8} {line['reads_a_lookup']:13.2f} {line['reads_a_block']:18.2f} "
             f"{line['record_a_lookup']:14.2f} {line['writes_a_lookup']:14.2f} {line['keys']:6.0f} "
             f"{line['cpu_us']:7.0f} {line['hit_rate']:9.3f}",
             flush=True,

@@ -4,8 +4,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import bench_valkey_cluster
 import numpy as np
 import pytest
 import redis
@@ -272,3 +273,16 @@ def test_a_server_that_is_no_cluster_is_refused(nodes: list[Server], tmp_path: P
         opened("redis+cluster://127.0.0.1:1")
     with pytest.raises(StoreURLError, match="db=1"):
         opened("redis+cluster://127.0.0.1:1", "?db=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_processes_find_no_wrong_block_while_a_replica_takes_the_place_of_a_primary(
+    tmp_path: Path, how: Literal["killed", "stopped"]
+):
+    found = bench_valkey_cluster.run(tmp_path, processes=2, seconds=15.0, lost="record", how=how)
+    load = found.load
+    assert load.wrong == 0
+    assert load.hits > bench_valkey_cluster.KEYS
+    assert load.longest < bench_valkey_cluster.DEADLINE + 1, "the deadline, and some on a busy machine"
+    assert 0 < found.recovered < found.failover + 5
