@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import shlex
 import signal
 from collections import Counter
@@ -131,9 +130,8 @@ def _reports(seeds: list[int], run: Callable[[int], FleetReport], jobs: int) -> 
 
 
 def _start() -> None:
-    """Prepare a process that runs seeds: its parent alone acts on Ctrl-C, and what it has imported stays."""
+    """Prepare a process that runs seeds: its parent alone acts on Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.freeze()
 
 
 def shrink(report: FleetReport, options: FleetOptions) -> FleetReport:
