@@ -119,7 +119,7 @@ def tensors_of(arguments: list[object]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("through", ["op", "torch calls", "compiled"])
 @pytest.mark.parametrize("case", REFUSED, ids=" ".join)
-def test_what_is_refused_changes_nothing(case: tuple[str, str], through: str):
+def test_a_refused_op_changes_nothing(case: tuple[str, str], through: str):
     *arguments, error, message = REFUSED[case]
     kept = [tensor.clone() for tensor in tensors_of(arguments)]
     with pytest.raises(error, match=message):

@@ -106,7 +106,7 @@ def test_numbers_of_blocks_that_cannot_be_are_refused(sizes: dict[str, int], mes
         Memory(layout, **{"device_blocks": 5, "host_blocks": 3} | sizes)  # type: ignore[arg-type]
 
 
-def test_memory_that_the_device_has_not_is_said_with_its_bytes():
+def test_missing_device_memory_raises_with_its_bytes():
     layout = KVLayout("kv_first", 8, 1024, 64, 256, "float32")
     wanted = 10**6 * layout.bytes_per_block
     with pytest.raises(OutOfMemoryError, match=f"device_blocks is 1000000: cpu gives no {wanted} bytes"):

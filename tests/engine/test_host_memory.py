@@ -63,7 +63,7 @@ def test_nothing_is_a_size():
     assert mapping.populate(0, 0) in {True, False}
 
 
-def test_what_cannot_be_had_is_an_error_with_numbers():
+def test_unavailable_memory_is_an_error_with_numbers():
     with pytest.raises(OutOfMemoryError, match=f"no {1 << 60} bytes for host blocks") as caught:
         HostMapping(1 << 60)
     assert caught.value.wanted == 1 << 60

@@ -228,7 +228,7 @@ def test_a_pool_that_is_forgotten_is_unlocked_and_its_rows_stay():
     assert rows.eq(4).all()
 
 
-def test_memory_that_the_device_keeps_is_told():
+def test_memory_that_the_device_keeps_is_reported():
     pool = pool_of(StepLocker(keeps=True))
     pool.wait(pool.num_blocks)
     with pytest.raises(PageLockError, match="still page-locked: still in use"):
@@ -259,7 +259,7 @@ def test_numbers_that_make_no_pool_are_refused(numbers: tuple[int, int, int]):
         HostPool(numbers[0], numbers[1], chunk_bytes=numbers[2])
 
 
-def test_a_node_that_there_is_not_is_told():
+def test_a_missing_numa_node_is_reported():
     with HostPool(4, 8, node=900) as pool:
         assert pool.node is None
         assert "node 900" in pool.problem
@@ -384,7 +384,7 @@ def test_a_fork_inherits_memory_that_is_not_page_locked():
         pool.close()
 
 
-def test_an_engine_in_a_fork_says_whose_its_memory_is(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_in_a_fork_names_the_owner_of_its_memory(monkeypatch: pytest.MonkeyPatch):
     def for_device(
         rows: int, size: int, _device: torch.device, *, pin_memory: bool, on_failure: host_pool.OnFailure
     ) -> HostPool:
@@ -410,7 +410,7 @@ def test_an_engine_in_a_fork_says_whose_its_memory_is(monkeypatch: pytest.Monkey
         in_child(check)
 
 
-def test_what_follows_a_failure_is_one_of_two_words():
+def test_on_host_failure_has_two_values():
     with pytest.raises(InvalidArgumentError, match=r"on_failure is 'ignore', must be one of \('raise', 'unpinned'\)"):
         HostPool(4, 4096, on_failure="ignore")  # type: ignore[arg-type]
     layout = KVLayout("kv_first", 2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")

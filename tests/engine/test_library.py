@@ -112,7 +112,7 @@ def test_a_missing_record_is_explained(tmp_path: Path):
 
 
 @pytest.mark.parametrize("record", [b"{", b"[]", b"\xff"])
-def test_a_broken_record_is_no_error(tmp_path: Path, record: bytes):
+def test_a_broken_record_is_not_an_error(tmp_path: Path, record: bytes):
     (tmp_path / "_ops.json").write_bytes(record)
     assert "there is no _ops.so" in native.load_library(tmp_path / "_ops.so", tmp_path / "_ops.json").reason
 

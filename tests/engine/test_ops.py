@@ -181,7 +181,7 @@ def test_bound_views_follow_memory_that_torch_moves(moved: str):
     assert dst[1][3].tolist() == [9] * 24
 
 
-def test_memory_of_bound_views_stays_whatever_becomes_of_the_tensors():
+def test_memory_of_bound_views_outlives_the_tensors():
     src, dst = torch.full((6, 24), 7, dtype=torch.uint8), torch.zeros((4, 24), dtype=torch.uint8)
     run, other = ops.bind([src[:]], [dst[:]]), torch.full((6, 24), 5, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="not resizable"):

@@ -87,7 +87,7 @@ def test_a_transfer_that_fails_leaves_its_range(nvtx: list[str], monkeypatch: py
     assert [name[-3:] for name in nvtx] == ["tes", "pop"]
 
 
-def test_without_a_profiler_a_piece_is_what_it_was(nvtx: list[str]):
+def test_without_a_profiler_a_piece_is_unchanged(nvtx: list[str]):
     with CacheEngine(LAYOUT, device_blocks=8, host_blocks=8) as engine:
         plan = plans.moving(engine.memory, "copy", [(0, 1)], "device", chunk=None)
         assert plan.in_range(plan.pieces[0]) is plan.pieces[0]

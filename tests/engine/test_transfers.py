@@ -76,7 +76,7 @@ def test_pairs_are_copied_when_they_are_submitted():
     assert first.done
 
 
-def test_what_fails_raises_when_it_is_waited_for_and_its_end_is_noted_once():
+def test_a_failed_transfer_raises_in_wait_and_ends_once():
     book = transfers(fail=1.0)
     seen: list[Transfer] = []
     failed = start(book, on_end=seen.append)

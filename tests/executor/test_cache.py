@@ -133,7 +133,7 @@ def test_a_stores_size_can_stand_beside_its_url():
             assert beside.swap_store.num_slots == inside.swap_store.num_slots == beside.prefix_store.store.num_slots
 
 
-def test_what_was_opened_is_closed_when_a_later_part_is_refused(tmp_path: Path):
+def test_opened_parts_are_closed_when_a_later_part_is_refused(tmp_path: Path):
     store = open_store(url(tmp_path), bytes_per_block=SIZE)
     with pytest.raises(InvalidArgumentError, match="watermark"):
         KVCache(LAYOUT, device_blocks=4, swap_store=store, watermark=7.0)
@@ -349,7 +349,7 @@ def test_a_store_that_cannot_say_how_it_is_makes_no_probe_fail():
     assert health == Health(ok=True, reasons=("swap store: stats() raised ZeroDivisionError: in stats",))
 
 
-def test_steps_that_fail_again_and_again_are_no_health(monkeypatch: pytest.MonkeyPatch):
+def test_repeatedly_failing_steps_are_unhealthy(monkeypatch: pytest.MonkeyPatch):
     with KVCache(LAYOUT, device_blocks=8, host_blocks=4) as cache:
 
         def fail() -> None:

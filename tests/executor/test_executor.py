@@ -144,7 +144,7 @@ def test_a_damaged_block_is_reported_and_the_others_land(engine: CacheEngine, st
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_what_did_not_come_is_lost_until_the_end_is_reported(engine: CacheEngine, store: ExternalStore, tier):
+def test_missing_blocks_are_lost_until_the_end_is_reported(engine: CacheEngine, store: ExternalStore, tier):
     executor = StepExecutor(engine, store, chunk_bytes=LAYOUT.bytes_per_block)
     executor.execute(StepDecision(1, [("swap_out", pairs("device", "external", (0, 0), (1, 1), (2, 2)))]))
     corrupt_slots(store, [1])
@@ -177,7 +177,7 @@ def test_a_load_that_the_engine_could_not_launch_is_lost():
         assert "no number" in str(done.errors[0])
 
 
-def test_a_tier_that_refuses_has_lost_what_it_refused(engine: CacheEngine):
+def test_blocks_that_a_tier_refuses_are_lost(engine: CacheEngine):
     dead = SimulatedStore(BLOCKS, LAYOUT.bytes_per_block, seed=0)
     dead.close()
     executor = StepExecutor(engine, dead)

@@ -158,7 +158,7 @@ def test_a_prefetch_waits_for_what_its_own_step_computes_with(ask: str):
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
-def test_what_did_not_come_is_known_before_compute_and_refused(by_layer: bool):
+def test_missing_blocks_are_known_before_compute_and_refused(by_layer: bool):
     with opened(late=3, lose=1.0) as cache:
         manager = cache.manager
         first, second = manager.allocate(5, 5)

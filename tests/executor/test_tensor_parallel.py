@@ -142,7 +142,7 @@ def test_a_worker_answers_as_its_executor_does():
         assert remote.poll() == []
 
 
-def test_what_a_worker_refuses_is_lost_and_says_why():
+def test_a_decision_that_a_worker_refuses_is_lost_with_a_reason():
     small = StepExecutor(CacheEngine(LAYOUT, device_blocks=8, host_blocks=2))
     with worker(small) as remote:
         remote.submit(out(1, 1, 5))

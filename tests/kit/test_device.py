@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_order():
     assert [run(seed) for seed in range(20)] == [run(seed) for seed in range(20)]
 
 
-def test_some_transfers_fail_as_told_and_may_have_moved_their_bytes_or_not():
+def test_configured_transfers_fail_and_may_have_moved_their_bytes():
     streams, moved = SimulatedStreams(1, fail=0.5), []
     events = [streams.launch("in", lambda i=i: moved.append(i)) for i in range(200)]
     streams.close()
@@ -108,7 +108,7 @@ class TestSimulatedStore:
             assert store.wait(store.submit_read(np.array([0]))).rows.tolist() == rows[3:].tolist()
         assert len(orders) > 1
 
-    def test_it_fails_as_told(self):
+    def test_the_configured_failures_happen(self):
         store = SimulatedStore(100, 8, seed=3, fail=0.3)
         written = store.wait(store.submit_write(np.arange(100), np.ones((100, 8), np.uint8)))
         read = store.wait(store.submit_read(np.arange(100)))

@@ -46,7 +46,7 @@ def test_the_reference_stops_at_a_stop_token():
     assert stopped[0] == whole[0][: whole[0].index(whole[0][2]) + 1]
 
 
-def test_strategies_reach_what_they_promise():
+def test_strategies_reach_their_promised_cases():
     quick = settings(max_examples=2000, database=None)
     assert find(configs(), lambda c: c.host_blocks == 0 and c.external_blocks > 0, settings=quick).block_size >= 1
     assert find(requests(), lambda r: r.n == 3 and len(r.stop_token_ids) > 0, settings=quick).request_id

@@ -61,7 +61,7 @@ def test_sizes_out_of_range_are_refused(bad: dict[str, float]):
         ReferenceManager(**{**CONFIG.arguments(), **bad})
 
 
-def test_the_model_gives_out_the_lowest_blocks_and_counts_what_is_left():
+def test_the_model_allocates_the_lowest_blocks_and_counts_the_rest():
     manager = model()
     a, b = manager.allocate(counts=[5, 4])
     assert (manager.block_table(a).tolist(), manager.block_table(b).tolist()) == ([0, 1], [2])

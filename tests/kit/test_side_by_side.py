@@ -24,7 +24,7 @@ def test_calls_that_agree_give_both_answers():
     assert (len(real), len(model)) == (1, 1)
 
 
-def test_a_call_that_both_refuse_alike_is_no_failure():
+def test_a_call_that_both_refuse_alike_is_not_a_failure():
     assert pair().both(lambda m: m.allocate(counts=[99]), lambda m: m.allocate(counts=[99])) == (None, None)
 
 

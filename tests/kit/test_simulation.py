@@ -36,7 +36,7 @@ def test_a_decision_is_carried_out_in_its_order():
     assert memory.read([0, 2], 4) == [5, 6, 5, 6]
 
 
-def test_what_is_lost_is_overwritten():
+def test_lost_bytes_are_overwritten():
     memory = SimulatedMemory(CONFIG)
     memory.write([0, 1], [1, 2])
     memory.lose(pairs("external", "device", (3, 0)))

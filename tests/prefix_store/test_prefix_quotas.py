@@ -94,7 +94,7 @@ def test_a_quota_of_0_refuses_every_block_and_none_takes_them_again():
         assert len(quotas.held(tenant_of(MINE))) == 2, "a block that was refused is written again"
 
 
-def test_a_conversation_never_exceeds_its_quota_and_the_store_says_what_it_holds(chance: random.Random):
+def test_a_conversation_never_exceeds_its_quota_and_the_store_reports_its_blocks(chance: random.Random):
     quotas = Quotas({})
     with checked(store_of(quotas), device=16, host=0) as cache:
         cache.prefixes.set_quota(MINE, 3 * WIDTH)

@@ -74,7 +74,7 @@ def test_blocks_that_the_store_has_given_and_the_engine_has_not_copied_are_not_f
         assert cache.serve(tokens(1, 11)) == 0
 
 
-def test_close_writes_what_was_computed_last(tmp_path: Path):
+def test_close_writes_the_last_computed_blocks(tmp_path: Path):
     url = f"file://{tmp_path}/kv?size=1MiB"
     with checked(url) as cache:
         cache.serve(tokens(1, 9))
@@ -219,7 +219,7 @@ def test_a_store_that_says_hit_for_ever_is_asked_once():
 
 
 @pytest.mark.parametrize(("host", "busy"), [(0, 0), (0, 16), (0, 28), (8, 16), (8, 26), (16, 20)])
-def test_a_prompt_longer_than_what_is_free_gets_its_beginning_and_blames_nobody(host: int, busy: int):
+def test_a_prompt_longer_than_the_free_blocks_gets_its_beginning_and_the_next_one_loads(host: int, busy: int):
     medium, count = Medium(), 40
     with checked(keyed(medium), device=64) as cache:
         cache.serve(tokens(1, 4 * count + 1))
@@ -238,7 +238,7 @@ def test_a_prompt_longer_than_what_is_free_gets_its_beginning_and_blames_nobody(
             cache.manager.free(held)
 
 
-def test_close_takes_no_longer_than_said_and_says_what_is_left(caplog: pytest.LogCaptureFixture):
+def test_close_keeps_its_timeout_and_reports_unwritten_blocks(caplog: pytest.LogCaptureFixture):
     goes = threading.Event()
     store = keyed()
     with contextlib.ExitStack() as closing:
@@ -291,7 +291,7 @@ def test_a_store_that_hangs_costs_one_deadline_and_then_nothing(
 
 
 @pytest.mark.parametrize("where", ["file", "memory"])
-def test_a_fork_is_told_and_the_parent_goes_on(tmp_path: Path, where: str):
+def test_a_fork_raises_and_the_parent_continues(tmp_path: Path, where: str):
     with checked(f"file://{tmp_path}?size=1MiB" if where == "file" else keyed()) as cache:
         assert cache.fetch(tokens(1, 9)).tokens == 0
 
@@ -336,7 +336,7 @@ def test_staged_bytes_are_limited_and_nothing_is_lost_for_it(
 @pytest.mark.parametrize(
     ("writes", "after_one", "after_two"), [("second_use", 0, 2), ("through", 2, 2), ("never", 0, 0)]
 )
-def test_what_is_written_when(writes: str, after_one: int, after_two: int):
+def test_each_write_policy_writes_after_the_right_use(writes: str, after_one: int, after_two: int):
     with checked(keyed(), prefix_writes=writes) as cache:
         counts = []
         for _ in range(2):

@@ -71,7 +71,7 @@ def test_a_preallocated_slab_has_its_room_on_a_disk_that_fills_up(disk: Path):
         assert set(reasons(store, list(range(100)))) == {""}
 
 
-def test_a_file_system_without_direct_io_is_said_so_or_refused(disk: Path):
+def test_a_file_system_without_direct_io_is_reported_or_refused(disk: Path):
     mount(disk, "-t", "ramfs", "ramfs")
     with SlabStore(disk, bytes_per_block=WIDTH, num_slots=4) as store:
         write(store, [0])

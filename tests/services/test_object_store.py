@@ -241,7 +241,7 @@ def test_a_large_block_that_was_cut_short_is_dropped_and_stored_again(tmp_path: 
         assert store.wait(store.submit_get(keys_of(3))).ok.all()
 
 
-def test_a_fork_of_a_process_that_used_an_object_store_is_told_so():
+def test_a_fork_of_a_process_that_used_an_object_store_raises():
     script = """
 import os, numpy as np
 from blockyard.errors import ForkedError

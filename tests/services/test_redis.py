@@ -194,7 +194,7 @@ def test_blocks_are_read_into_the_callers_rows(server: Server, client: "redis.Re
         assert (out[2] == 7).all()
 
 
-def test_a_full_store_drops_what_was_not_used_for_longest(server: Server, client: "redis.Redis"):
+def test_a_full_store_drops_the_least_recently_used_blocks(server: Server, client: "redis.Redis"):
     with opened(server, num_slots=8) as store:
         put(store, 8)
         assert store.wait(store.submit_get(keys_of(2))).ok.all()

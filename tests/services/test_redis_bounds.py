@@ -117,7 +117,7 @@ def test_quotas_that_the_server_has_lost_are_set_again(server: Server, client: "
         assert put(store, chain(1, 4)) == [True, True, False, False]
 
 
-def test_the_last_quota_that_was_set_counts_whoever_set_it(server: Server, client: "redis.Redis"):
+def test_the_last_quota_wins_whichever_process_set_it(server: Server, client: "redis.Redis"):
     """Each store looks for blocks without an entry, and must not set its own quota again on that occasion."""
     with opened(server) as first, opened(server) as second:
         for _ in range(20):
@@ -153,7 +153,7 @@ def test_no_batch_is_half_stored(server: Server, client: "redis.Redis"):
         assert len(values(client)) == client.zcard(client.keys("*:order")[0]) == 4
 
 
-def test_what_is_no_quota_is_refused(server: Server, client: "redis.Redis", tmp_path: Path):
+def test_invalid_quotas_are_refused(server: Server, client: "redis.Redis", tmp_path: Path):
     with opened(server) as store:
         for tenant, blocks in ((b"short", 1), ("text", 1), (TENANT, -1), (TENANT, 1 << 32), (TENANT, "3")):
             with pytest.raises(InvalidArgumentError, match=r"tenant|num_blocks"):

@@ -268,7 +268,7 @@ def test_a_process_that_never_knew_the_epoch_finds_nothing_while_it_is_lost(node
             time.sleep(0.05)
 
 
-def test_a_server_that_is_no_cluster_is_refused(nodes: list[Server], tmp_path: Path):
+def test_a_server_that_is_not_a_cluster_is_refused(nodes: list[Server], tmp_path: Path):
     with pytest.raises(StoreError):
         opened("redis+cluster://127.0.0.1:1")
     with pytest.raises(StoreURLError, match="db=1"):

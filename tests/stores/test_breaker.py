@@ -47,7 +47,7 @@ def test_an_answer_ends_it_and_the_next_time_begins_anew():
     assert until_due(breaker, clock) == 0.5
 
 
-def test_a_call_that_hung_while_it_was_down_delays_the_probe_and_is_no_news():
+def test_a_call_that_hangs_while_the_store_is_down_delays_the_probe_and_is_not_reported():
     clock = Clock()
     breaker = Breaker(clock)
     breaker.trip()

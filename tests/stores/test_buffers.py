@@ -5,7 +5,7 @@ import numpy as np
 from blockyard.workers import Buffers
 
 
-def test_memory_that_was_given_back_is_taken_again_by_what_fits():
+def test_returned_memory_is_reused_for_requests_that_fit():
     buffers = Buffers()
     first = buffers.take(4, 1000)
     buffers.give(first[:, 8:])  # a view stands for all of it

@@ -247,7 +247,7 @@ def test_a_disk_that_refuses_is_named_and_a_miss(tmp_path: Path):
         assert "closed" in store.stats().last_error
 
 
-def test_a_codec_says_what_is_wrong_with_it():
+def test_an_invalid_codec_raises_with_the_reason():
     with pytest.raises(InvalidArgumentError, match="name is ''"):
         Codec("", bytes, bytes)
     with pytest.raises(InvalidArgumentError, match="max_bytes is 0"):

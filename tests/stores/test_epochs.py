@@ -70,7 +70,7 @@ def test_a_revision_is_forgotten_once_and_joined_by_name():
         storage.process("step-1").confirm()
 
 
-def test_what_is_not_confirmed_is_not_begun():
+def test_an_unconfirmed_epoch_is_not_begun():
     storage = Storage()
     one = storage.process()
     one.confirm()

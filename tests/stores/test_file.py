@@ -172,7 +172,7 @@ def test_closing_leaves_a_file_that_took_the_name(store: SlabStore):
     assert store.path.read_text() == "mine"
 
 
-def test_a_second_opener_gets_a_file_of_its_own(tmp_path: Path):
+def test_a_second_store_in_a_directory_gets_its_own_file(tmp_path: Path):
     with (
         SlabStore(tmp_path, bytes_per_block=WIDTH, num_slots=4) as one,
         SlabStore(tmp_path, bytes_per_block=WIDTH, num_slots=4) as two,
@@ -196,7 +196,7 @@ def end(child: subprocess.Popen[str]) -> None:
     child.wait()
 
 
-def test_what_a_killed_process_left_is_removed_and_never_read(tmp_path: Path):
+def test_files_of_a_killed_process_are_removed_and_never_read(tmp_path: Path):
     child, left = hold(f"file://{tmp_path}?size=1MiB")
     child.kill()
     end(child)
@@ -334,7 +334,7 @@ def test_a_write_beyond_the_limit_on_file_sizes_is_a_miss(store: SlabStore):
     assert np.array_equal(read.rows[0], blocks(2, 7)[0])
 
 
-def test_buffered_is_what_was_asked_for(tmp_path: Path):
+def test_direct_off_is_buffered(tmp_path: Path):
     with SlabStore(tmp_path, bytes_per_block=WIDTH, num_slots=4, direct="off") as store:
         assert (store.direct, store.notes) == (False, ())
         assert "buffered" in repr(store)
@@ -414,7 +414,7 @@ def _use_in_child(store: SlabStore, sender: object) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_fork_is_told_to_open_its_own_and_harms_nothing(store: SlabStore):
+def test_a_fork_must_open_its_own_store_and_harms_nothing(store: SlabStore):
     rows = write(store, [0])
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

@@ -18,7 +18,7 @@ KEYS = [bytes([n]) * 32 for n in range(8)]
 ROWS = np.random.default_rng(0).integers(0, 256, (len(KEYS), SIZE), np.uint8)
 
 
-def test_what_can_pass_is_no_damage():
+def test_transient_misses_are_not_damage():
     passing = ["", "absent", "empty", "timeout", "error", "unavailable", "queue_full", "closed", "forgotten"]
     for reason in [*passing, "io", "refused", "lost", "codec", "no such reason"]:
         assert not is_damage(reason), reason

@@ -54,7 +54,7 @@ def test_a_job_is_the_same_in_this_thread_and_in_another(store: KeyedStore):
         jobs.submit("one", twice())
 
 
-def test_what_a_job_raises_is_its_futures_alone(store: KeyedStore):
+def test_an_exception_of_a_job_is_raised_only_by_its_future(store: KeyedStore):
     def fails() -> Steps[None]:
         yield store.submit_get, names(1)
         raise ValueError("a job")
@@ -90,7 +90,7 @@ def test_a_lane_keeps_its_order_and_its_room_and_waits_for_no_other(store: Keyed
     jobs.close()
 
 
-def test_close_drops_what_has_not_begun_and_waits_for_the_rest(store: KeyedStore):
+def test_close_drops_jobs_that_have_not_begun_and_waits_for_the_rest(store: KeyedStore):
     jobs, goes = StoreJobs(store, "blockyard-test", {"one": 1}), threading.Event()
     store.before = lambda name: goes.wait(PATIENCE)
     begun, waiting = jobs.submit("one", get(store, 1)), jobs.submit("one", get(store, 1))

@@ -84,7 +84,7 @@ def test_storage_that_was_not_asked_says_nothing_about_a_key(known: KnownKeys, r
     assert known.look_up([KEY])[0] == [True]
 
 
-def test_what_was_learned_first_is_forgotten_first(known: KnownKeys):
+def test_the_oldest_entries_are_forgotten_first(known: KnownKeys):
     keys = [number.to_bytes(32, "little") for number in range(2000)]
     for key in keys:
         known.note(key, is_there=True)

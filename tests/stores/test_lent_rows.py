@@ -64,7 +64,7 @@ def test_rows_elsewhere_are_copied_when_the_ticket_is_collected(store: SlabStore
     assert np.array_equal(out, expected)
 
 
-def test_blocks_that_are_no_whole_pages_are_copied(tmp_path: Path):
+def test_blocks_that_are_not_whole_pages_are_copied(tmp_path: Path):
     with open_file(f"file://{tmp_path}", bytes_per_block=5000, num_slots=16) as store:
         rows, out = on_pages(4, seed=3, width=5000), on_pages(4, width=5000)
         assert store.wait(store.submit_write(SLOTS, rows)).ok.all()

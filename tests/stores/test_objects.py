@@ -45,7 +45,7 @@ def test_an_object_that_is_larger_than_a_batch_is_one_and_no_batch_is_empty(
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 300, 1 << 20])
-def test_objects_of_many_lengths_come_back_whatever_the_batch_holds(
+def test_objects_of_many_lengths_come_back_from_any_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
 ):
     monkeypatch.setattr(objects, "_BATCH_BYTES", batch_bytes)
@@ -178,7 +178,7 @@ def test_a_get_brings_one_puts_bytes_whole_and_none_that_were_replaced(monkeypat
             assert any(not list(processes.replaced(one, got.begin)) for one in puts if one.begin < got.end), got
 
 
-def test_one_process_alone_gets_what_it_put_last(monkeypatch: pytest.MonkeyPatch):
+def test_a_single_process_reads_its_last_put(monkeypatch: pytest.MonkeyPatch):
     for seed in range(40):
         processes = Processes(monkeypatch, seed, count=1, trouble=False)
         processes.run()

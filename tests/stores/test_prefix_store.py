@@ -169,7 +169,7 @@ def test_eviction_keeps_the_size_and_is_counted(tmp_path: Path):
         assert store.contains(keys_of(20)).tolist() == [False] * 12 + [True] * 8
 
 
-def test_the_disk_must_have_room_for_what_the_file_lacks(tmp_path: Path):
+def test_the_disk_must_have_room_for_the_rest_of_the_file(tmp_path: Path):
     with pytest.raises(StoreFullError, match="are available"):
         open_store(f"file://{tmp_path}/kv?size=1024TiB", bytes_per_block=1 << 20, use="prefix")
     assert not list(tmp_path.iterdir())
@@ -183,7 +183,7 @@ def test_use_is_swap_or_prefix(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plug_in_without_keys_is_no_prefix_store(monkeypatch: pytest.MonkeyPatch):
+def test_a_plug_in_without_keys_cannot_be_a_prefix_store(monkeypatch: pytest.MonkeyPatch):
     closed = []
 
     class Plain(ThreadedStore):
@@ -205,7 +205,7 @@ def test_a_plug_in_without_keys_is_no_prefix_store(monkeypatch: pytest.MonkeyPat
     assert len(closed) == 1
 
 
-def test_inspect_and_fsck_say_what_a_slab_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_inspect_and_fsck_report_the_contents_of_a_slab(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with store_at(tmp_path) as store:
         put(store, 3)
         assert main(["inspect", str(tmp_path)]) == 0
@@ -239,7 +239,7 @@ def test_inspect_and_fsck_say_what_a_slab_holds(tmp_path: Path, capsys: pytest.C
         assert store.wait(store.submit_get(keys_of(3))).ok.tolist() == [True, False, True]
 
 
-def test_inspect_refuses_what_is_no_slab(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_inspect_refuses_files_that_are_not_slabs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     other = tmp_path / "other"
     other.write_bytes(os.urandom(8192))
     other.chmod(0o600)

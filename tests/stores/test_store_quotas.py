@@ -66,7 +66,7 @@ def test_of_a_prompt_longer_than_its_quota_the_beginning_stays(tmp_path: Path, g
 
 
 @both
-def test_older_prompts_of_the_tenant_go_first_and_those_of_others_stay(tmp_path: Path, guard: dict[str, Any]):
+def test_a_tenants_older_prompts_are_dropped_first_and_other_tenants_keep_theirs(tmp_path: Path, guard: dict[str, Any]):
     with opened(tmp_path, guard) as store:
         store.set_quota(TENANT, 6)
         put(store, NO_SALT, 100, 4)
@@ -78,7 +78,7 @@ def test_older_prompts_of_the_tenant_go_first_and_those_of_others_stay(tmp_path:
 
 
 @both
-def test_a_later_process_counts_what_is_stored(tmp_path: Path, guard: dict[str, Any]):
+def test_a_later_process_counts_the_stored_blocks(tmp_path: Path, guard: dict[str, Any]):
     with opened(tmp_path, guard) as store:
         store.set_quota(TENANT, 9)
         put(store, TENANT, 0, 7)
@@ -94,7 +94,7 @@ def test_a_later_process_counts_what_is_stored(tmp_path: Path, guard: dict[str, 
 
 
 @both
-def test_a_smaller_quota_drops_at_once_and_none_is_no_limit(tmp_path: Path, guard: dict[str, Any]):
+def test_a_smaller_quota_drops_blocks_at_once_and_none_means_no_limit(tmp_path: Path, guard: dict[str, Any]):
     with opened(tmp_path, guard) as store:
         put(store, TENANT, 0, 10)
         store.set_quota(TENANT, 3)
@@ -108,7 +108,7 @@ def test_a_smaller_quota_drops_at_once_and_none_is_no_limit(tmp_path: Path, guar
 
 
 @both
-def test_blocks_without_owners_count_for_nobody(tmp_path: Path, guard: dict[str, Any]):
+def test_blocks_without_owners_count_towards_no_quota(tmp_path: Path, guard: dict[str, Any]):
     with opened(tmp_path, guard) as store:
         store.set_quota(NO_SALT, 2)
         found, rows, _ = chain(NO_SALT, 0, 5)
@@ -164,7 +164,7 @@ def test_wrong_owners_are_refused_by_name(tmp_path: Path, guard: dict[str, Any],
 
 
 @pytest.mark.parametrize("wrong", [(), (1,), 7, "ab", np.zeros((3, 3, 32), np.uint8)])
-def test_owners_that_are_no_pair_are_refused(tmp_path: Path, wrong: Any):
+def test_owners_that_are_not_a_pair_are_refused(tmp_path: Path, wrong: Any):
     with opened(tmp_path, {}) as store:
         found, rows, _ = chain(TENANT, 0, 3)
         with pytest.raises(InvalidArgumentError, match=r"^owners"):

@@ -258,7 +258,7 @@ def test_a_wrong_prefix_store_is_noticed(store: type[KeyedDictStore], test: str)
         getattr(Suite(), test)()
 
 
-def test_the_suite_says_what_the_stores_last_error_is():
+def test_the_suite_shows_the_stores_last_error():
     class Suite(PrefixStoreSuite):
         def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
             def fail(name: str) -> None:

@@ -186,7 +186,7 @@ class Hanging(MemoryStore):
         return super().get(keys, out)
 
 
-def test_a_deadline_is_a_miss_and_what_lands_later_is_not_taken():
+def test_a_missed_deadline_is_a_miss_and_late_results_are_ignored():
     with Hanging() as store:
         store.before, store.timeout_base = store.hang, 0.05
         ticket = store.submit_write(np.array([1]), rows(1))
@@ -300,7 +300,7 @@ def test_no_two_calls_have_one_key_at_once():
         assert not clashes
 
 
-def test_a_given_up_batch_that_waits_keeps_the_order_of_those_around_it():
+def test_a_waiting_batch_that_is_given_up_keeps_the_order_of_its_neighbours():
     with Hanging(threads=4) as store:
         store.before = store.hang
         first = store.submit_write(np.array([1]), rows(1))
@@ -555,7 +555,7 @@ def test_the_interpreter_ends_while_a_put_hangs(tmp_path: Path):
     assert (done.returncode, done.stderr) == (3, "")
 
 
-def test_a_store_that_nobody_uses_has_no_threads():
+def test_an_unused_store_has_no_threads():
     with MemoryStore() as store:
         write(store, [1], rows(1))
         until = time.monotonic() + PATIENCE
@@ -564,7 +564,7 @@ def test_a_store_that_nobody_uses_has_no_threads():
         assert not [thread for thread in threading.enumerate() if thread.name == "blockyard-store"]
 
 
-def test_a_key_is_lacked_once_the_storage_has_said_so_until_it_is_put(monkeypatch: pytest.MonkeyPatch):
+def test_a_key_is_lacked_from_the_storages_answer_until_it_is_put(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(known_keys, "ABSENT_SECONDS", 0.2)
     with KeyedStore() as store:
         assert store.lacks(names(2)).tolist() == [False, False], "nobody has asked the storage"

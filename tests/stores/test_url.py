@@ -21,7 +21,7 @@ def test_sizes_are_read(text: str, size: int):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "2G", "2gib", "1e9", "-1", "1.GiB", "2GiB ", "0x10", "\u0663"])
-def test_what_is_no_size_is_refused(text: str):
+def test_invalid_sizes_are_refused(text: str):
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
 

@@ -277,7 +277,7 @@ def test_a_copy_that_fails_is_an_error_of_its_spans(spans: Spans, store: str, mo
     assert attributes(swap)["lost_blocks"] == 3
 
 
-def test_what_is_under_way_as_a_cache_is_closed_has_ended_spans(spans: Spans, store: str):
+def test_closing_a_cache_ends_the_spans_of_running_work(spans: Spans, store: str):
     medium: dict[bytes, Any] = {}
     goes_on = threading.Event()
     hanging = failing(medium, "")
