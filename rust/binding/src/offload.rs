@@ -161,7 +161,7 @@ impl PyOffloadManager {
     ///     keys: bytes, in any collection. A key that was forgotten during its store is skipped until that store ends.
     ///     deadline: time from which `expire` forgets the keys unless their stores have ended; None for never.
     /// Returns:
-    ///     `PreparedStore`; or None, without any change, if transfers hold too many chunks.
+    ///     `PreparedStore`; or None, without any change, if too few chunks are empty or can be evicted.
     /// Raises:
     ///     InvalidArgumentError: a key is not bytes.
     #[pyo3(signature = (keys, *, deadline = None))]
