@@ -103,10 +103,10 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
         "encoder_tokens is 2",
         lambda m, h: m.can_allocate([1], encoder_tokens=2),
     ),
-    "half of a fork's prefix": (InvalidArgumentError, "go together", lambda m, h: m.fork(int(h[0]), shared_tokens=0)),  # type: ignore[call-overload]
+    "half of a fork's prefix": (InvalidArgumentError, "must be given together", lambda m, h: m.fork(int(h[0]), shared_tokens=0)),  # type: ignore[call-overload]
     "a prefix and a number of forks": (
         InvalidArgumentError,
-        "go together",
+        "must be given together",
         lambda m, h: m.fork(int(h[0]), 2, shared_tokens=0, num_tokens=1),  # type: ignore[call-overload]
     ),
     "a negative handle": (InvalidArgumentError, "sequence is -1", lambda m, h: m.fork(-1, 1)),
