@@ -103,7 +103,11 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
         "encoder_tokens is 2",
         lambda m, h: m.can_allocate([1], encoder_tokens=2),
     ),
-    "half of a fork's prefix": (InvalidArgumentError, "must be given together", lambda m, h: m.fork(int(h[0]), shared_tokens=0)),  # type: ignore[call-overload]
+    "half of a fork's prefix": (
+        InvalidArgumentError,
+        "must be given together",
+        lambda m, h: m.fork(int(h[0]), shared_tokens=0),
+    ),  # type: ignore[call-overload]
     "a prefix and a number of forks": (
         InvalidArgumentError,
         "must be given together",
