@@ -61,12 +61,16 @@ def records() -> Namespace:
         kv_transfer_params: dict[str, Any] | None = None
         kv_hints: Any = None
         _state: dict[type, Any] = field(default_factory=dict)
+        _offload_key_positions: dict[bytes, int] = field(default_factory=dict)
 
         def set_state(self, val: Any) -> None:
             self._state[type(val)] = val
 
         def get_state(self, cls: type) -> Any:
             return self._state.get(cls)
+
+        def set_offload_key_position(self, key: bytes, end_token: int) -> None:
+            self._offload_key_positions[key] = end_token
 
     class LoadStoreSpec:
         pass

@@ -21,6 +21,7 @@ from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.sglang.pages import as_bytes, leading, restorable_pages
+from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
 from blockyard.stores.objects import PrefixObjects, require_one, store_url
 
 __all__ = ["BlockyardHiCache"]
@@ -89,6 +90,7 @@ class BlockyardHiCache(HiCacheStorage):
             )
         require_one(self._root, self._url)
         self._objects: PrefixObjects | None = None
+        self._recorder: QueryRecorder | None = None
         self._main: _Pool | None = None
         self._pools: dict[str, _Pool] = {}
 
@@ -112,6 +114,7 @@ class BlockyardHiCache(HiCacheStorage):
                 object_bytes=self._main.page_bytes or _OTHER_BYTES,
                 fields={"engine": "sglang", "main": self._main.name, "rank": rank, "revision": self._revision},
             )
+            self._recorder = record_queries(config, getattr(mem_pool_host, "page_size", 1) or 1)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Register a pool of a hybrid model.
@@ -163,10 +166,12 @@ class BlockyardHiCache(HiCacheStorage):
 
     def exists(self, key: str) -> bool:
         """Return whether a page can probably be loaded."""
-        return self.batch_exists([key]) == 1
+        return self._contains(self._main, [key]) == [True]
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return how many leading pages can probably be loaded."""
+        if self._recorder is not None:
+            self._recorder.add(keys, extra_info)
         return leading(self._contains(self._main, keys))
 
     def batch_get_v1(
@@ -190,6 +195,8 @@ class BlockyardHiCache(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """Return which prefixes all pools together can restore, by the policy of each."""
+        if self._recorder is not None:
+            self._recorder.add(keys, extra_info)
         return restorable_pages(pool_transfers or [], lambda name: self._contains(self._pools.get(str(name)), keys))
 
     def batch_get_v2(
@@ -212,6 +219,8 @@ class BlockyardHiCache(HiCacheStorage):
 
     def close(self) -> None:
         """Close the store; afterwards everything is a miss."""
+        if self._recorder is not None:
+            self._recorder.close()
         if self._objects is not None:
             self._objects.close()
 

@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.vllm.external import ExternalTier
 from blockyard.integrations.vllm.hints import Pins, read_hints
+from blockyard.integrations.vllm.recording import ChunkRecorder
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.base import ExternalStore
@@ -54,6 +55,7 @@ class BlockyardManager(OffloadingManager):
         enable_events: whether `take_events` reports what was stored and removed.
         weights_fixed: whether the weights stay the same while the engine runs, even across a cache reset.
         info: facts for `config_info`.
+        recorder: records the requests to a trace; None for no recording.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class BlockyardManager(OffloadingManager):
         enable_events: bool = False,
         weights_fixed: bool = False,
         info: dict[str, str | int] | None = None,
+        recorder: ChunkRecorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._offload = OffloadManager(num_chunks, eviction=policy)
         self._lookup = self._offload.lookup
         self._lock = threading.RLock()
@@ -115,12 +119,16 @@ class BlockyardManager(OffloadingManager):
         For a request that pins its chunks, request that `prepare_store` gets all of them, even those found on the
         device.
         """
+        if self._recorder is not None:
+            self._recorder.add(req_context)
         if read_hints(req_context).pin:
             return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget the request's lookups in the external store."""
+        if self._recorder is not None:
+            self._recorder.finish(req_context)
         if self._external is not None:
             self._external.finish(req_context)
 
@@ -265,6 +273,8 @@ class BlockyardManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Expire overdue stores so that lookups stop waiting, and look up misses in the external store."""
+        if self._recorder is not None:
+            self._recorder.begin(context.new_req_ids)
         self._let_go()
         if self._storing or self._external is not None:
             self._offload.expire(_now())
@@ -355,6 +365,8 @@ class BlockyardManager(OffloadingManager):
 
     def shutdown(self) -> None:
         """Forget all keys, and wait a while for writes to the external store to end."""
+        if self._recorder is not None:
+            self._recorder.close()
         if self._external is not None:
             self._external.close()
         self._offload.reset()

@@ -13,11 +13,13 @@ from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.integrations.vllm.external import TIMEOUT_BASE_SECONDS
 from blockyard.integrations.vllm.manager import BlockyardManager
 from blockyard.integrations.vllm.metrics import definitions
+from blockyard.integrations.vllm.recording import ChunkRecorder
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.integrations.vllm.tier import namespace
 from blockyard.integrations.vllm.worker import BlockyardWorker
 from blockyard.stores import open_store
 from blockyard.stores.url import read_bytes
+from blockyard.traces.recorder import record_from_environment
 
 __all__ = ["BlockyardSpec"]
 
@@ -93,6 +95,7 @@ class BlockyardSpec(OffloadingSpec):
                 enable_events=self.kv_events_config.enable_kv_cache_events,
                 weights_fixed=self._external is not None and self._external.weights_fixed,
                 info=dict(zip(_INFO, facts, strict=True)),
+                recorder=self._recorder(),
             )
             if self._external is not None and self.num_chunks:
                 self._open_external(self._external)
@@ -111,6 +114,11 @@ class BlockyardSpec(OffloadingSpec):
                 block_bytes=self.config.worker_kv_bytes_per_block if shared else None,
             )
         return self._worker
+
+    def _recorder(self) -> ChunkRecorder | None:
+        groups = self.config.groups
+        recorder = record_from_environment(groups[0].tokens_per_block * self.blocks_per_chunk) if groups else None
+        return None if recorder is None else ChunkRecorder(recorder)
 
     def _open_external(self, external: _External) -> None:
         manager = self._manager

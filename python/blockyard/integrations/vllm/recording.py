@@ -1,0 +1,75 @@
+"""Records vLLM's requests to a trace, by the keys of their chunks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any, Final
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from blockyard.traces.recorder import TraceRecorder
+
+__all__ = ["ChunkRecorder"]
+
+_LOG = logging.getLogger(__name__)
+_FIRST_GROUP: Final = bytes(4)
+"""How the keys of vLLM's first cache group end."""
+
+
+class ChunkRecorder:
+    """Records each request with the chunks that vLLM has noted in its context, of its first cache group.
+
+    When a request is first scheduled, these are its prompt's chunks; when it ends, also those that the answer filled.
+    vLLM does not tell lengths in tokens, so they are those of whole chunks, and shorter prompts are left out.
+
+    Args:
+        recorder: its blocks are chunks.
+    """
+
+    def __init__(self, recorder: TraceRecorder) -> None:
+        self._recorder = recorder
+        self._new: dict[str, ReqContext] = {}  # not scheduled yet
+        self._prompt_chunks: dict[str, int] = {}
+
+    def add(self, context: ReqContext) -> None:
+        """Note a new request."""
+        if self._recorder.is_recording:
+            self._new[context.req_id] = context
+
+    def begin(self, request_ids: Iterable[str]) -> None:
+        """Record the requests that are scheduled for the first time."""
+        for request_id in request_ids:
+            context = self._new.pop(request_id, None)
+            if context is None:
+                continue
+            keys = self._keys(context)
+            if keys:
+                self._prompt_chunks[request_id] = len(keys)
+                self._recorder.add(request_id, keys, len(keys) * self._recorder.block_size)
+
+    def finish(self, context: ReqContext) -> None:
+        """Record that a request has ended."""
+        self._new.pop(context.req_id, None)
+        chunks = self._prompt_chunks.pop(context.req_id, None)
+        if chunks is not None:
+            keys = self._keys(context)[chunks:]
+            self._recorder.finish(context.req_id, len(keys) * self._recorder.block_size, keys)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._recorder.close()
+
+    def _keys(self, context: Any) -> list[OffloadKey]:
+        """Return the keys of a request's chunks, first to last."""
+        ends: dict[OffloadKey, int] | None = getattr(context, "_offload_key_positions", None)
+        if ends is None:
+            _LOG.warning("requests are not recorded: this version of vLLM does not note their chunks")
+            self._recorder.close()
+            return []
+        keys: list[OffloadKey] = []
+        for key, end in ends.items():
+            # Ends within a chunk are those of partial chunks.
+            if key.endswith(_FIRST_GROUP) and end == (len(keys) + 1) * self._recorder.block_size:
+                keys.append(key)
+        return keys
