@@ -8,6 +8,7 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -189,6 +190,31 @@ def test_a_fork_records_nothing_and_spoils_nothing(tmp_path: Path):
         assert recorder.is_recording
         recorder.finish("a", 2)
     assert [(list(row.hash_ids), row.output_tokens) for row in read_trace(path)] == [([0], 2)]
+
+
+def test_many_threads_may_use_one_recorder(tmp_path: Path):
+    path = tmp_path / "trace.jsonl"
+    with TraceRecorder(path, block_size=1) as recorder:
+
+        def serve(first: int) -> None:
+            for number in range(first, first + 300):
+                recorder.add(number, ["shared", number], 2)
+                recorder.finish(number, 1 + number, [-number])
+
+        threads = [threading.Thread(target=serve, args=(1000 * thread,)) for thread in range(1, 5)]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    rows = read_trace(path)
+    assert sorted(row.output_tokens - 1 for row in rows) == [
+        1000 * thread + n for thread in range(1, 5) for n in range(300)
+    ]
+    assert len({number for row in rows for number in (*row.hash_ids, *row.output_hash_ids)}) == 1 + 1200 + 1200
+    assert {row.hash_ids[0] for row in rows} == {0}
 
 
 def test_after_close_nothing_is_recorded(tmp_path: Path):

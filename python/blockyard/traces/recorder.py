@@ -310,7 +310,7 @@ class TokenRecorder:
             raise InvalidArgumentError(f"recorder has block_size {recorder.block_size}, must have {block_size}")
         self._recorder = record_from_environment(block_size) if recorder is None else recorder
         self._block_size = block_size
-        # Of each open request: the tokens after its prompt's last full block, that block's key, and what is no token.
+        # Of each open request: the tokens after its prompt's last full block, that block's key, salt and adapter.
         self._ends: dict[str, tuple[NDArray[np.uint32], bytes | None, bytes]] = {}
 
     def add(self, request_id: str, prompt: NDArray[np.uint32], salt: bytes | None, lora_id: int) -> None:
