@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import itertools
 import json
 import logging
 import signal
@@ -15,6 +17,7 @@ from pathlib import Path
 import forks
 import numpy as np
 import pytest
+from interrupts import CountedInterrupt
 
 from blockyard.errors import InvalidArgumentError, TraceError
 from blockyard.traces import TraceRecorder, read_trace
@@ -215,6 +218,30 @@ def test_many_threads_may_use_one_recorder(tmp_path: Path):
     ]
     assert len({number for row in rows for number in (*row.hash_ids, *row.output_hash_ids)}) == 1 + 1200 + 1200
     assert {row.hash_ids[0] for row in rows} == {0}
+
+
+def test_an_interrupt_at_any_line_loses_at_most_its_request(tmp_path: Path):
+    for place in itertools.count():
+        path = tmp_path / f"{place}.jsonl"
+        interrupt = CountedInterrupt(place, (module.__file__,))
+        with TraceRecorder(path, block_size=1) as recorder:
+            with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
+                recorder.add("a", ["x"], 1)
+                recorder.add("b", ["x", "y"], 2)
+                recorder.finish("a", 5, ["z"])
+                recorder.finish("b", 5)
+            recorder.add("c", ["x", "y"], 9)
+            recorder.finish("b", 5)
+            recorder.finish("c", 5)
+            assert not recorder._open.keys() - {"a"}, interrupt.where
+        rows = read_trace(path)
+        assert (rows[-1].input_tokens, rows[-1].output_tokens) == (9, 5), interrupt.where
+        assert rows[-1].hash_ids[0] == rows[0].hash_ids[0], interrupt.where
+        assert len(rows) <= 3
+        if not interrupt.where:
+            break
+    assert place > 50
+    assert len(rows) == 3
 
 
 def test_after_close_nothing_is_recorded(tmp_path: Path):

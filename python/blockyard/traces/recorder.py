@@ -169,7 +169,7 @@ class TraceRecorder:
             if session is not None:
                 (fields["session"],) = self._sessions.of([session])
             request = self._open.get(request_id)
-            if request is None:
+            if request is None or request.has_ended:
                 self._open[request_id] = request = _Recorded(request_id, fields)
                 self._order.append(request)
                 self._held_ids += _REQUEST_IDS
@@ -189,7 +189,7 @@ class TraceRecorder:
         if not self.is_recording:
             return
         with self._changed:
-            request = self._open.pop(request_id, None)
+            request = self._open.get(request_id)
             if request is None:
                 return
             request.fields["output_length"] = min(max(1, index(output_tokens)), MAX_TOKENS)
@@ -197,6 +197,7 @@ class TraceRecorder:
                 ids = request.fields["output_hash_ids"] = self._blocks.of(keys[:_LINE_IDS])
                 self._held_ids += len(ids)
             request.has_ended = True
+            del self._open[request_id]
             self._release()
 
     def close(self) -> None:
