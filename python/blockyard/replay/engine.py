@@ -55,6 +55,8 @@ class EngineOptions:
         store_read_bandwidth: bytes a second from it.
         store_write_bandwidth: bytes a second to it.
         store_latency: seconds that each batch takes beside its bytes.
+        async_scheduling: whether a step is decided while the one before it is computed, as vLLM does. Then a request
+            waits for up to one step more, and a seat stays empty for one step.
         max_concurrent_sessions: conversations at a time; the next begins when one ends. None: all as they come.
     """
 
@@ -74,6 +76,7 @@ class EngineOptions:
     store_read_bandwidth: float = 3e9
     store_write_bandwidth: float = 2e9
     store_latency: float = 200e-6
+    async_scheduling: bool = True
     max_concurrent_sessions: int | None = None
 
 
@@ -257,6 +260,9 @@ class _Replay:
         self._clients = _Clients(requests, options.max_concurrent_sessions)
         self._first = np.full(len(requests), np.nan)
         self._last = np.full(len(requests), np.nan)
+        self._decided_at = 0.0  # when the next step is decided
+        self._arrived: deque[int] = deque()  # requests for which there is no seat, as the engine sees it
+        self._seats = self._ended = 0  # in use, as the engine sees it; freed by the step in flight
         self._steps = self._refused = 0
         self._busy = self._last_took = 0.0
         self._is_plain = False  # the last step computed only decodes, and nothing has happened since
@@ -282,14 +288,16 @@ class _Replay:
     def run(self) -> Times:
         scheduler = self._scheduler
         while True:
-            for number in self._clients.take(self._now):
-                self._add(number)
+            self._take_in()
             self._land()
             if not scheduler.num_unfinished:
+                if self._decided_at < self._now or self._arrived:
+                    self._decided_at, self._seats, self._ended = self._now, 0, 0
+                    continue
                 later = self._next_event()
                 if later == inf:
                     break
-                self._now = max(self._now, later)
+                self._now = self._decided_at = max(self._now, later)
                 continue
             step = scheduler.schedule(num_lookahead_tokens=self._plain_steps() - 1)
             loaded = self._copy(step)
@@ -316,6 +324,12 @@ class _Replay:
             store=None if self._tier is None else _counts(self._tier.stats),
         )
 
+    def _take_in(self) -> None:
+        """Hand over the requests that the engine knows, while it sees seats for them."""
+        self._arrived.extend(self._clients.take(self._decided_at))
+        while self._arrived and (not self._options.async_scheduling or self._seats < self._options.max_num_seqs):
+            self._add(self._arrived.popleft())
+
     def _add(self, number: int) -> None:
         self._is_plain = False
         row = self._requests[number]
@@ -323,6 +337,7 @@ class _Replay:
             self._scheduler.add(
                 Request(str(number), _prompt(row, number), max_tokens=row.output_tokens, arrival=self._now)
             )
+            self._seats += 1
         except OutOfBlocksError:
             self._refused += 1
             self._clients.answer(number, self._now)
@@ -380,7 +395,8 @@ class _Replay:
     def _compute(self, step: Step, loaded: float) -> None:
         decodes = step.decodes
         begin = max(self._now, loaded)
-        count, self._now = self._model_steps(step, begin)
+        count, start, self._now = self._model_steps(step, begin)
+        self._decided_at = start if self._options.async_scheduling else self._now
         if self._watch is not None:
             self._watch.step(begin, self._now, step, self._manager, self._scheduler)
         if step.num_draft_tokens != decodes * (count - 1):
@@ -401,21 +417,24 @@ class _Replay:
             self._last[number] = self._now
             self._clients.answer(number, self._now)
         # A step that preempts admits nothing, so that the one after it may.
+        if self._options.async_scheduling:  # the next step is decided before this one's ends are known
+            self._seats, self._ended = self._seats - self._ended, len(ended)
         self._is_plain = decodes == step.rows == self._last_rows and not ended
         self._last_rows = step.rows
 
-    def _model_steps(self, step: Step, begin: float) -> tuple[int, float]:
-        """How many steps of the model a decided step stands for, and when the last one ends."""
+    def _model_steps(self, step: Step, begin: float) -> tuple[int, float, float]:
+        """How many steps of the model a decided step stands for, and when the last one begins and ends."""
         decodes, start, lengths = step.decodes, step.start, step.lengths
         prefill = list(zip(start[decodes:].tolist(), lengths[decodes:].tolist(), strict=True))
         most = int(lengths[:decodes].min()) if decodes and not prefill else 1
         until = self._next_event()
         now, context = begin, start[:decodes] + 1
-        count = 0
+        count, start = 0, begin
         while count < 1 or (count < most and now < until):
+            start = now
             now += self._step_time.seconds(prefill, context + count)
             count += 1
-        return count, now
+        return count, start, now
 
     def _skip(self) -> None:
         """Nothing to compute: go on when something happens."""
@@ -424,7 +443,7 @@ class _Replay:
             later = min(later, self._now + _IDLE_SECONDS)  # a load may pass its deadline
         if later == inf:
             raise InvariantError(f"{self._scheduler.num_unfinished} requests wait, and nothing is under way")
-        self._now = max(self._now, later)
+        self._now = self._decided_at = max(self._now, later)
 
 
 def _counts(stats: StoreStats) -> dict[str, int]:
