@@ -25,6 +25,7 @@ from blockyard.errors import ForkedError
 __all__ = ["Buffers", "Process", "RateLimit", "keep", "missing", "start_worker"]
 
 _EXTRAS: Final = {
+    "aiconfigurator_core": "tables",
     "cuda": "elastic",
     "distributed": "dask",
     "greenlet": "sim",
@@ -35,10 +36,12 @@ _EXTRAS: Final = {
     "opentelemetry": "otel",
     "plotly": "html",
     "prometheus_client": "metrics",
+    "pyarrow": "tables",
     "rich": "cli",
     "shtab": "cli",
     "torch": "torch",
     "transformers": "demo",
+    "yaml": "tables",
     "zmq": "events",
 }
 """Modules that Blockyard imports only where they are used, each with the extra of pyproject.toml that installs it."""

@@ -39,12 +39,14 @@ MISSING = [
     ("greenlet", "import blockyard.sim", "blockyard.sim", "sim"),
     ("plotly", "import blockyard.pictures", "blockyard.pictures", "html"),
     ("lupa", "import blockyard.sim", "blockyard.sim", "sim"),
+    ("aiconfigurator_core", "import blockyard.replay.step_time.tables", "TableStepTime", "tables"),
     ("shtab", COMPLETION, "--print-completion", "cli"),
     ("cuda", DRIVER, "an elastic cache on a GPU", "elastic"),
 ]
 
 # The modules that each requirement of an extra is imported as, where they are not its name.
 MODULES = {
+    "aiconfigurator-core": "aiconfigurator_core",
     "cuda-bindings": "cuda",
     "opentelemetry-api": "opentelemetry",
     "prometheus-client": "prometheus_client",

@@ -57,7 +57,12 @@ def step_time_of(options: argparse.Namespace) -> StepTime | None:
 
         if options.model_config is None:
             raise InvalidArgumentError("--system is given without --model-config, needs a model's config.json")
-        return TableStepTime(options.system, _read_config(options.model_config))
+        return TableStepTime(
+            options.model_config,
+            options.system,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        )
     if options.fit is not None:
         limits = EngineLimits(
             num_blocks=_MANY_BLOCKS,
@@ -255,11 +260,8 @@ def _name(options: EngineOptions) -> str:
 def _draw_times(reports: Sequence[tuple[Path, list[Served]]], drawing: Any) -> dict[str, object]:
     figures = {}
     for path, engines in reports:
-        for title, get in (
-            ("TTFT", lambda served: served.times.ttft),
-            ("TPOT", lambda served: served.times.tpot),
-        ):
-            samples = {_name(served.options): get(served) for served in engines}
+        for title in ("TTFT", "TPOT"):
+            samples = {_name(served.options): getattr(served.times, title.lower()) for served in engines}
             figures[f"{title} of {path.name}"] = drawing.cdf_figure(samples, (title, "s"))
     return figures
 
