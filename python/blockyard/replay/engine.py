@@ -429,12 +429,12 @@ class _Replay:
         most = int(lengths[:decodes].min()) if decodes and not prefill else 1
         until = self._next_event()
         now, context = begin, start[:decodes] + 1
-        count, start = 0, begin
+        count, last = 0, begin
         while count < 1 or (count < most and now < until):
-            start = now
+            last = now
             now += self._step_time.seconds(prefill, context + count)
             count += 1
-        return count, start, now
+        return count, last, now
 
     def _skip(self) -> None:
         """Nothing to compute: go on when something happens."""

@@ -1,0 +1,83 @@
+"""What a replay costs: requests without times, and steps of whole engines, on one core.
+
+    python benches/bench_replay.py [TRACE] [--requests 200000]
+
+Requests of 50 blocks, of which 30 are one of 20,000 beginnings, go through a pool of 200,000 blocks. Then engines of 128
+sequences serve agent sessions, with and without tiers below the device: `claude_code.jsonl.gz` in the folder that
+BLOCKYARD_TRACES names (../shared/traces), or TRACE. Times are of the thread's CPU. With BENCH_JSON=FILE it also adds
+its figures to the flat JSON object in FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+from figures import keep
+
+from blockyard.replay.engine import EngineOptions, replay_times
+from blockyard.replay.hits import replay_hits
+from blockyard.replay.packed import PackedTrace
+from blockyard.replay.step_time import LinearStepTime
+from blockyard.traces import read_trace
+
+BLOCKS, SHARED, BEGINNINGS, POOL = 50, 30, 20_000, 200_000
+STEP_TIME = LinearStepTime(fixed=0.01, prefill_token=4e-5, decode_row=2e-5, context_token=9e-8)
+ENGINES = {
+    "device": EngineOptions(30_000, max_num_seqs=128, max_concurrent_sessions=8),
+    "device_host": EngineOptions(30_000, 120_000, max_num_seqs=128, max_concurrent_sessions=8),
+    "device_host_store": EngineOptions(
+        30_000, 120_000, store_blocks=400_000, max_num_seqs=128, max_concurrent_sessions=8
+    ),
+}
+
+
+def requests_of(count: int) -> PackedTrace:
+    """Make prompts that begin alike as often as a few beginnings are popular."""
+    rng = np.random.default_rng(0)
+    blocks = np.empty((count, BLOCKS), np.int64)
+    blocks[:, :SHARED] = (rng.zipf(1.2, count) % BEGINNINGS)[:, None] * SHARED + np.arange(SHARED)
+    own = BLOCKS - SHARED
+    blocks[:, SHARED:] = BEGINNINGS * SHARED + np.arange(count * own).reshape(count, own)
+    starts = np.arange(count + 1) * BLOCKS
+    lengths = np.full(count, BLOCKS * 16 + 1)
+    return PackedTrace(16, blocks.reshape(-1), starts, lengths, BEGINNINGS * SHARED + count * own)
+
+
+def main() -> None:
+    """Print the costs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    traces = Path(os.environ.get("BLOCKYARD_TRACES", "../shared/traces"))
+    parser.add_argument("trace", nargs="?", type=Path, default=traces / "claude_code.jsonl.gz")
+    parser.add_argument("--requests", type=int, default=200_000)
+    arguments = parser.parse_args()
+    figures: dict[str, float] = {}
+    trace = requests_of(arguments.requests)
+    for policy in ("lru", "adaptive", "optimal"):
+        begin = time.thread_time()
+        hits = replay_hits(trace, policy, POOL)
+        cost = (time.thread_time() - begin) / len(trace) * 1e6
+        figures[f"replay_{policy}_us"] = cost
+        print(
+            f"{policy:<9} {cost:6.1f} us a request of {BLOCKS} blocks, hit rate {hits.device.sum() / len(trace.blocks):.3f}"
+        )
+    if not arguments.trace.exists():
+        print(f"no trace {arguments.trace}: engines are left out")
+        return keep(figures)
+    requests = read_trace(arguments.trace, first=700)
+    for name, options in ENGINES.items():
+        begin = time.thread_time()
+        times = replay_times(requests, options, STEP_TIME)
+        rate = times.steps / (time.thread_time() - begin)
+        figures[f"replay_{name}_steps_per_s"] = rate
+        print(
+            f"{name.replace('_', ' + '):<21} {rate:9.0f} steps/s, {times.steps} steps, {times.scheduler.steps} decided"
+        )
+    return keep(figures)
+
+
+if __name__ == "__main__":
+    main()
