@@ -5,7 +5,7 @@ from token_engine import BLOCK, Engine, draw_tokens
 
 from blockyard import BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
-from blockyard.scheduler import Request, Scheduler, Step
+from blockyard.scheduler import PreemptionCosts, Request, Scheduler, Step
 from blockyard.testing.machines.scheduler import reference_tokens
 
 # ---- who runs ----
@@ -123,9 +123,12 @@ def test_victims_leave_from_the_tail():
         ("auto", 1, "recompute"),
         ("auto", 2, "swap"),
         ("recompute", 2, "recompute"),
+        (PreemptionCosts(swap_block=2.0, prefill_token=1.0), 1, "swap"),
+        (PreemptionCosts(swap_block=4.1, prefill_token=1.0), 1, "recompute"),
+        (PreemptionCosts(swap_block=4.1, prefill_token=1.0), 2, "recompute"),
     ],
 )
-def test_the_preemption_mode_decides_how_a_victim_leaves(mode: str, n: int, expected: str):
+def test_the_preemption_mode_decides_how_a_victim_leaves(mode: str | PreemptionCosts, n: int, expected: str):
     engine = Engine(6, 16, preemption_mode=mode)
     requests = [engine.add("a", 8, 8), engine.add("b", 6, 6, n=n)]
     engine.run(*requests)
@@ -134,6 +137,12 @@ def test_the_preemption_mode_decides_how_a_victim_leaves(mode: str, n: int, expe
     assert counts[expected] > 0
     assert sum(counts.values()) == counts[expected]
     assert stats.preempted_swap_external == 0
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_costs_that_are_no_seconds_are_refused(value: float):
+    with pytest.raises(InvalidArgumentError, match=f"swap_block is {value}, must be at least 0 seconds"):
+        PreemptionCosts(swap_block=value, prefill_token=1.0)
 
 
 def test_a_full_host_swaps_out_to_the_external_tier_and_a_full_external_tier_recomputes():

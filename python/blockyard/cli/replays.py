@@ -230,6 +230,7 @@ def engine_of(options: argparse.Namespace, device_blocks: int) -> EngineOptions:
         max_num_batched_tokens=options.max_num_batched_tokens,
         bytes_per_block=token * options.block_size,
         host_bandwidth=options.host_bandwidth * 1e9,
+        prefix_caching=options.prefix_caching,
         max_concurrent_sessions=options.sessions,
     )
 

@@ -16,7 +16,7 @@ from blockyard import BlockManager, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError
 from blockyard.replay.step_time.base import StepTime
 from blockyard.replay.store_tier import Link, StoreTier
-from blockyard.scheduler import PreemptionMode, SchedulerStats
+from blockyard.scheduler import PreemptionCosts, PreemptionMode, SchedulerStats
 from blockyard.scheduler.step import Step
 from blockyard.stores.base import StoreStats
 from blockyard.traces import TraceRequest
@@ -44,7 +44,7 @@ class EngineOptions:
         block_size: tokens of a block; the trace's hash ids must stand for a multiple of it.
         max_num_seqs: sequences in a step.
         max_num_batched_tokens: tokens in a step.
-        preemption_mode: as of `Scheduler`.
+        preemption_mode: as of `Scheduler`; `"auto"` compares what a swap and a recompute cost here.
         eviction: as of `PrefixCaching`.
         prefix_caching: whether prompts share blocks.
         bytes_per_block: bytes of a block, all layers.
@@ -251,7 +251,7 @@ class _Replay:
             self._manager,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
-            preemption_mode=options.preemption_mode,
+            preemption_mode=self._preemption(),
             num_lookahead_tokens=_MOST_STEPS - 1,
             overlap_io=True,
             prefetch=None if self._tier is None else self._tier.prefixes.prefetch,
@@ -269,6 +269,15 @@ class _Replay:
         self._last_rows = 0
         self._decoded = 0  # steps with decodes
         self._ends: list[int] = []  # values of `_decoded` at which requests end, if none is preempted
+
+    def _preemption(self) -> PreemptionMode | PreemptionCosts:
+        """Return what a preemption does: for `"auto"`, the costs to compare, if anything can be swapped."""
+        if self._options.preemption_mode != "auto" or not self._options.host_blocks:
+            return self._options.preemption_mode
+        none, few, many = np.zeros(0, np.int64), 1, min(1024, self._options.max_num_batched_tokens)
+        computed = self._step_time.seconds([(0, many)], none) - self._step_time.seconds([(0, few)], none)
+        block = self._options.bytes_per_block / self._options.host_bandwidth
+        return PreemptionCosts(swap_block=block, prefill_token=max(0.0, computed) / max(1, many - few))
 
     def _open_store(self) -> StoreTier:
         options = self._options

@@ -18,7 +18,7 @@ Over a manager, the caller carries out each step's decision:
 `Step` documents the arrays that a model runner reads.
 """
 
-from blockyard.scheduler.options import PREEMPTION_MODES, DefragPolicy, Goal, PreemptionMode
+from blockyard.scheduler.options import PREEMPTION_MODES, DefragPolicy, Goal, PreemptionCosts, PreemptionMode
 from blockyard.scheduler.request import Finished, Request
 from blockyard.scheduler.scheduler import Scheduler
 from blockyard.scheduler.step import Draw, SchedulerStats, Step
@@ -29,6 +29,7 @@ __all__ = [
     "Draw",
     "Finished",
     "Goal",
+    "PreemptionCosts",
     "PreemptionMode",
     "Request",
     "Scheduler",

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from blockyard._core import AllocStatus, BlockManager, DefragReport, Pool
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.scheduler.request import RequestState
+from blockyard.scheduler.rows import LENGTH, SequenceRows
 
 __all__ = [
     "PREEMPTION_MODES",
     "DefragPolicy",
     "Goal",
+    "PreemptionCosts",
     "PreemptionMode",
     "capacity",
     "check_options",
@@ -25,6 +31,34 @@ PreemptionMode: TypeAlias = Literal["auto", "swap", "recompute"]
 
 PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
 """All values of `PreemptionMode`."""
+
+
+@dataclass(frozen=True)
+class PreemptionCosts:
+    """What it costs to bring a preempted sequence back: each victim is swapped or recomputed, as is cheaper.
+
+    Args:
+        swap_block: seconds to load a block from the host.
+        prefill_token: seconds to compute a token of a prompt.
+
+    Raises:
+        InvalidArgumentError: a number is negative or not finite.
+
+    Example:
+        >>> from blockyard import BlockManager, Scheduler
+        >>> from blockyard.scheduler import PreemptionCosts
+        >>> costs = PreemptionCosts(swap_block=80e-6, prefill_token=40e-6)
+        >>> scheduler = Scheduler(BlockManager(block_size=16, device_blocks=64), preemption_mode=costs)
+    """
+
+    swap_block: float
+    prefill_token: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("swap_block", self.swap_block), ("prefill_token", self.prefill_token)):
+            if not 0 <= value < inf:
+                raise InvalidArgumentError(f"{name} is {value}, must be at least 0 seconds")
+
 
 GoalName = Literal["max_id", "free_tail", "dense", "contiguous"]
 Goal = tuple[GoalName, int] | tuple[GoalName, int, int]
@@ -85,7 +119,7 @@ def check_options(
     manager: BlockManager,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    preemption_mode: str,
+    preemption_mode: PreemptionMode | PreemptionCosts,
     num_lookahead_tokens: int,
 ) -> None:
     """Check the options of a `Scheduler` over a manager.
@@ -98,7 +132,7 @@ def check_options(
         raise InvalidArgumentError(
             f"max_num_seqs is {max_num_seqs}, max_num_batched_tokens {max_num_batched_tokens}, must be at least 1"
         )
-    if preemption_mode not in PREEMPTION_MODES:
+    if not isinstance(preemption_mode, PreemptionCosts) and preemption_mode not in PREEMPTION_MODES:
         raise InvalidArgumentError(f"preemption_mode is {preemption_mode!r}, must be one of {PREEMPTION_MODES}")
     if (groups := len(manager.pool().groups)) != 1:
         raise InvalidArgumentError(f"the manager has {groups} cache groups, must have 1")
@@ -106,6 +140,14 @@ def check_options(
         raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be at least 0")
     if num_lookahead_tokens and (kind := manager.pool().groups[0].kind) == "recurrent":
         raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be 0 for a {kind} group")
+
+
+def swaps(mode: PreemptionMode | PreemptionCosts, rows: SequenceRows, gone: NDArray[np.int64], block_size: int) -> bool:
+    """Return whether the sequences of preempted rows are swapped if there is room; else they are recomputed."""
+    if isinstance(mode, PreemptionCosts):
+        tokens = rows.fields[LENGTH, gone]
+        return bool((-(-tokens // block_size)).sum() * mode.swap_block <= tokens.sum() * mode.prefill_token)
+    return len(gone) > 1 if mode == "auto" else mode == "swap"
 
 
 def lookahead_of_step(wanted: int | None, most: int) -> int:

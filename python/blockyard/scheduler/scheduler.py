@@ -29,7 +29,7 @@ from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.loop import Cache, CacheLoop
 from blockyard.scheduler.opened import Opened
-from blockyard.scheduler.options import DefragPolicy, PreemptionMode
+from blockyard.scheduler.options import DefragPolicy, PreemptionCosts, PreemptionMode
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Finished, IdleSequences, Request, RequestState
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, SequenceRows
@@ -60,7 +60,7 @@ class Scheduler:
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step; prompts beyond it wait or are computed in chunks.
         preemption_mode: `"swap"` moves a victim's blocks out if there is room, `"recompute"` drops them, `"auto"` drops
-            them if the request has at most one running sequence. A request still in prefill is recomputed.
+            them if the request has one running sequence, `PreemptionCosts` if that is cheaper. In prefill, all drop them.
         num_lookahead_tokens: maximum number of draft tokens per sequence and step, for speculative decoding or for
             several tokens per step; see `Step`. They count towards `max_num_batched_tokens`. They never cause a
             preemption: if blocks are short, the step has none.
@@ -105,7 +105,7 @@ class Scheduler:
         *,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
-        preemption_mode: PreemptionMode = "auto",
+        preemption_mode: PreemptionMode | PreemptionCosts = "auto",
         num_lookahead_tokens: int = 0,
         overlap_io: bool | None = None,
         defragment: DefragPolicy | None = None,
@@ -466,7 +466,7 @@ class Scheduler:
     def _preempt(self, gone: NDArray[np.int64]) -> None:
         """Take the rows of one request off the device."""
         whole = int(gone[-1]) < self._rows.decodes
-        swaps = len(gone) > 1 if self._preemption_mode == "auto" else self._preemption_mode == "swap"
+        swaps = options.swaps(self._preemption_mode, self._rows, gone, self.manager.block_size)
         if whole and swaps and self._swapping.move_out(gone):
             return
         self._stats.preempted_recompute += 1

@@ -102,5 +102,5 @@ def test_a_malformed_field_is_named_with_its_value(tmp_path: Path, field: str, v
 
 
 def test_a_run_that_cannot_be_read_says_why(tmp_path: Path):
-    with pytest.raises(TraceError, match="cannot read run .*: No such file"):
+    with pytest.raises(TraceError, match=r"cannot read run .*: No such file"):
         EngineRun.read(tmp_path / "none.jsonl")
