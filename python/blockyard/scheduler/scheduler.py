@@ -60,7 +60,7 @@ class Scheduler:
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step; prompts beyond it wait or are computed in chunks.
         preemption_mode: `"swap"` moves a victim's blocks out if there is room, `"recompute"` drops them, `"auto"` drops
-            them if the request has one running sequence, `PreemptionCosts` if that is cheaper. In prefill, all drop them.
+            them if the request has one running sequence, `PreemptionCosts` if that is cheaper. A prefill is dropped.
         num_lookahead_tokens: maximum number of draft tokens per sequence and step, for speculative decoding or for
             several tokens per step; see `Step`. They count towards `max_num_batched_tokens`. They never cause a
             preemption: if blocks are short, the step has none.
