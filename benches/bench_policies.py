@@ -1,17 +1,19 @@
 """Hits of every eviction policy, by workload and pool size, beside the best that one could do.
 
     python benches/bench_policies.py [TRACE...] [--workloads chat,rag] [--mixtures 40] [--seed 0]
-        [--percents 2,10,50] [--json FILE]
+        [--percents 2,10,50] [--users 8,32] [--part 0] [--json FILE]
 
-Replays traces (Mooncake's JSONL) and generated workloads through a `BlockManager`, one request at a time, and prints a
-table. Policies of `policies/fixed.py` are replayed without a manager; the hits are those that one would have. A pool's
-size is a percentage of the distinct blocks. A request longer than the pool is left out and counted.
-Without arguments it takes the generated workloads, and the traces in the folder that BLOCKYARD_TRACES names
-(../shared/traces). Output tokens are not cached: traces do not say which they are. `--mixtures N` takes N random
-mixtures of the generated workloads instead: two to four of them at once, half of the mixtures with other shares after
-a shift in the middle.
+Replays traces (all formats of `blockyard.traces` with hash ids) and generated workloads through a `BlockManager`, one
+request at a time, and prints a table. Policies of `policies/fixed.py` are replayed without a manager; the hits are
+those that one would have. A pool's size is a percentage of the distinct blocks. A request longer than the pool is left
+out and counted. Without arguments it takes the generated workloads, and the traces in the folder that
+BLOCKYARD_TRACES names (../shared/traces). Output tokens are not cached: traces do not say which they are.
+`--mixtures N` takes N random mixtures of the generated workloads instead: two to four of them at once, half of the
+mixtures with other shares after a shift in the middle. Agent sessions, which all begin at 0, run 8 and 32 at a time
+(`--users`, `policies/sessions.py`); a block is 16 of the trace's. `--part 0` and `--part 1` are halves of the sessions.
 
 `optimal` knows the future: it evicts the block whose next use is furthest (Belady). On prefix trees that is a leaf.
+The way of a policy is its share of the hits that `optimal` has and `lru` lacks: 0 for `lru`, 1 for `optimal`.
 
 With BENCH_JSON=FILE it measures only some points, and adds two figures to that file: `policy_adaptive_worst`, least
 ratio of adaptive's hits to the best other policy's (see EVEN), and `policy_adaptive_cost`, W-prefix, ratio of time to
@@ -35,6 +37,7 @@ from bench_prefix import prompts, w_prefix
 from figures import keep
 from policies.evictor import Optimal, chains, replay
 from policies.fixed import POLICIES, SETTINGS
+from policies.sessions import at_a_time, coarser
 from policies.traffic import WORKLOADS, traffic
 
 from blockyard import BlockManager, PrefixCaching
@@ -49,6 +52,12 @@ EVEN = 0.01
 
 GOAL = 0.97
 """Least ratio that is wanted."""
+
+USERS = (8, 32)
+"""Sessions at a time."""
+
+COARSER = 16
+"""Blocks of an agent trace that become one: its prompts have 2,000 blocks of 64 tokens."""
 
 Point = dict[str, float]
 
@@ -114,13 +123,18 @@ def ratio(point: Point, workload: Workload) -> float:
     return (point["adaptive"] + EVEN * workload.blocks) / (best + EVEN * workload.blocks)
 
 
+def way(point: Point, policy: str) -> float:
+    """Share of the hits that `optimal` has and `lru` lacks."""
+    return (point[policy] - point["lru"]) / max(point["optimal"] - point["lru"], 1)
+
+
 def show(workload: Workload, percent: float, point: Point) -> None:
-    """Print one line: hits of the policies with names, the best setting, `adaptive` and its ratio, and `optimal`."""
+    """Print one line: hits of the policies with names, the best setting, and `optimal`; ratio and way of `adaptive`."""
     setting = max((name for name in SETTINGS if name in point), key=point.__getitem__)
     named = " ".join(f"{point[name]:8.0f}" for name in ("lru", "arc", "lfu", setting, "adaptive", "optimal"))
     print(
         f"{workload.name:24} {percent:4.0f} % {point['blocks']:7.0f} {named}  {setting:12} "
-        f"{ratio(point, workload):6.3f} {point['too_long'] or '':>5}",
+        f"{ratio(point, workload):6.3f} {way(point, 'adaptive'):6.2f} {point['too_long'] or '':>5}",
         flush=True,
     )
 
@@ -141,29 +155,41 @@ def mixture(seed: int, requests: int = 3000) -> tuple[str, list[TraceRequest]]:
     return f"{seed}:" + "+".join(f"{kind[:5]}{weight}" for kind, weight in zip(kinds, weights, strict=True)), mixed
 
 
-def sources(traces: Sequence[str], workloads: Sequence[str], seed: int = 0) -> Iterator[tuple[str, list[TraceRequest]]]:
+def sources(
+    traces: Sequence[str],
+    workloads: Sequence[str],
+    seed: int = 0,
+    users: Sequence[int] = USERS,
+    part: int | None = None,
+) -> Iterator[tuple[str, list[TraceRequest]]]:
     """Yield the names and the requests."""
     for name in workloads:
         yield name, traffic(name, seed=seed)
     for trace in traces:
-        yield Path(trace).stem, read_trace(trace)
+        name, requests = Path(trace).name.split(".")[0], read_trace(trace)
+        if all(request.session is not None for request in requests) and any(request.after for request in requests):
+            requests = coarser(requests, COARSER)
+            for count in users:
+                yield f"{name}-{count}", at_a_time(requests, count, part)
+        else:
+            yield name, requests
 
 
 def known_traces() -> list[str]:
     """Traces with hash ids that are there."""
     folder = os.environ.get("BLOCKYARD_TRACES", "../shared/traces")
-    return sorted(map(str, Path(folder).glob("*.jsonl")))
+    return sorted(str(path) for path in Path(folder).glob("*.jsonl*"))
 
 
 def compare(chosen: argparse.Namespace) -> None:
     """Measure and print every point, and write them to the JSON file."""
     policies = (*FIXED, "adaptive")
     print(f"{'workload':24} {'pool':>6} {'blocks':>7}", *(f"{name:>8}" for name in ("lru", "arc", "lfu")), end=" ")
-    print(f"{'setting':>8} {'adaptive':>8} {'optimal':>8}  {'setting':12} {'ratio':>6} {'too long':>5}")
+    print(f"{'setting':>8} {'adaptive':>8} {'optimal':>8}  {'setting':12} {'ratio':>6} {'way':>6} {'too long':>5}")
     points: dict[str, dict[str, Point]] = {}
     judged: list[tuple[float, str, float]] = []
     mixtures = map(mixture, range(chosen.seed, chosen.seed + chosen.mixtures))
-    named = () if chosen.mixtures else sources(chosen.traces, chosen.workloads, chosen.seed)
+    named = () if chosen.mixtures else sources(chosen.traces, chosen.workloads, chosen.seed, chosen.users, chosen.part)
     for name, requests in itertools.chain(mixtures, named):
         workload = Workload(name, requests)
         for percent in chosen.percents:
@@ -172,7 +198,12 @@ def compare(chosen: argparse.Namespace) -> None:
             show(workload, percent, point)
             judged.append((ratio(point, workload), name, percent))
     total = {name: sum(p[name] for at in points.values() for p in at.values()) for name in (*policies, "optimal")}
+    total["best fixed of each point"] = sum(
+        max(p[name] for name in FIXED) for at in points.values() for p in at.values()
+    )
     print("all points:", ", ".join(f"{name} {hits:.0f}" for name, hits in sorted(total.items(), key=lambda x: -x[1])))
+    named_ways = ", ".join(f"{name} {way(total, name):.3f}" for name in total)
+    print("way from lru to optimal:", named_ways)
     missed = sum(found < GOAL for found, _, _ in judged)
     print(f"{missed} of {len(judged)} points are below {GOAL}")
     print(
@@ -220,9 +251,11 @@ def main() -> None:
     """Compare policies, or measure the two figures for `make bench`."""
     gc.disable()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="*", metavar="TRACE", help="Mooncake JSONL files; no workloads, then")
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help="trace files with hash ids; no workloads, then")
     parser.add_argument("--workloads", help=f"some of {','.join(WORKLOADS)}")
     parser.add_argument("--mixtures", type=int, default=0, help="number of random mixtures, counted from the seed")
+    parser.add_argument("--users", default=",".join(map(str, USERS)), help="agent sessions at a time")
+    parser.add_argument("--part", type=int, choices=(0, 1), help="only this half of the agent sessions")
     parser.add_argument("--seed", type=int, default=0, help="of the workloads")
     parser.add_argument("--percents", default=",".join(map(str, PERCENTS)), help="pool sizes, of the distinct blocks")
     parser.add_argument("--json", metavar="FILE", help="where all hits go")
@@ -247,6 +280,7 @@ def main() -> None:
     else:
         chosen.workloads = chosen.workloads.split(",")
     chosen.traces = chosen.traces or ([] if chosen.workloads != WORKLOADS else known_traces())
+    chosen.users = [int(users) for users in chosen.users.split(",")]
     chosen.percents = [float(percent) for percent in chosen.percents.split(",")]
     if any(not 0 < percent <= 100 for percent in chosen.percents):
         raise InvalidArgumentError(f"--percents is {chosen.percents}, must be above 0, to 100")
