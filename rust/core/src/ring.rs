@@ -229,12 +229,21 @@ impl Rings {
     }
 
     /// Takes the `count` first blocks of a ring out, or as many as there are, and appends them to `out`.
-    pub(crate) fn pop_into(&mut self, ring: usize, mut count: usize, out: &mut Vec<BlockId>) {
+    pub(crate) fn pop_into(&mut self, ring: usize, count: usize, out: &mut Vec<BlockId>) {
+        self.pop_older(ring, count, 0, out);
+    }
+
+    /// Like `pop_into`, but stops at a block that was put there fewer than `least_age` insertions ago.
+    pub(crate) fn pop_older(&mut self, ring: usize, mut count: usize, least_age: u32, out: &mut Vec<BlockId>) {
         let Ring { swept, rest } = &mut self.each[ring];
         let mut stamps = [0; TOGETHER];
         while count > 0 {
             let queue = if swept.first().is_some() { &mut *swept } else { &mut *rest };
-            let entries = queue.firsts(count.min(TOGETHER));
+            let mut entries = queue.firsts(count.min(TOGETHER));
+            if least_age > 0 {
+                let is_older = |&(_, stamp): &StampedBlock| self.clock.wrapping_sub(stamp) >= least_age;
+                entries = &entries[..entries.partition_point(is_older)];
+            }
             let read = entries.len();
             if read == 0 {
                 return;
@@ -321,12 +330,14 @@ mod tests {
         ) {
             let mut rings = Rings::new(40, 3);
             let mut model: [Vec<u32>; 3] = [vec![], vec![], vec![]];
+            let mut pushed = [0; 40];
             for (op, n, ring) in ops {
                 let held = model.iter().any(|ring| ring.contains(&n));
                 match op {
                     0 | 1 if !held => {
                         rings.push(ring, BlockId(n));
                         model[ring].push(n);
+                        pushed[n as usize] = rings.clock();
                     }
                     2 => {
                         prop_assert_eq!(rings.remove(BlockId(n)), held);
@@ -341,8 +352,10 @@ mod tests {
                     4 => prop_assert_eq!(rings.age(ring).is_some(), !model[ring].is_empty()),
                     5 => {
                         let mut taken = Vec::new();
-                        rings.pop_into(ring, n as usize / 4, &mut taken);
-                        let count = (n as usize / 4).min(model[ring].len());
+                        let least_age = (n % 3) * 10;
+                        rings.pop_older(ring, n as usize / 4, least_age, &mut taken);
+                        let is_old = |block: &&u32| rings.clock() - pushed[**block as usize] >= least_age;
+                        let count = model[ring].iter().take(n as usize / 4).take_while(is_old).count();
                         prop_assert!(taken.iter().map(|block| block.0).eq(model[ring].drain(..count)));
                     }
                     6 => {
@@ -351,6 +364,7 @@ mod tests {
                         if let Some(place) = place.filter(|_| !rings.contains(BlockId(to))) {
                             rings.rename(BlockId(n), BlockId(to));
                             *place = to;
+                            pushed[to as usize] = pushed[n as usize];
                         }
                     }
                     _ => {}

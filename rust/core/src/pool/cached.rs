@@ -94,6 +94,13 @@ impl Pool {
         published
     }
 
+    /// Reports that the blocks published next follow this one in their prompt.
+    pub(crate) fn continue_chain(&mut self, parent: Option<BlockId>) {
+        if let Some(cache) = &mut self.cache {
+            cache.continue_chain(parent);
+        }
+    }
+
     /// Publishes a taken, empty block under a key that no block has.
     #[inline]
     pub(crate) fn add(&mut self, block: BlockId, key: Key) {

@@ -132,6 +132,11 @@ impl PrefixCache {
         }
     }
 
+    /// Reports that the blocks published next follow this one in their prompt.
+    pub(crate) fn continue_chain(&mut self, parent: Option<BlockId>) {
+        self.order.continue_chain(parent);
+    }
+
     /// Forgets the key of a block and removes it from the eviction order; `tag` is its key's tag.
     pub(crate) fn remove(&mut self, block: BlockId, tag: u32) {
         self.index.remove(block, tag);

@@ -533,6 +533,10 @@ impl Sequences {
         let (group, null) = (row.group, self.groups.has_nulls());
         let end = keys.keys.len().min((computed / self.block_size) as usize);
         let mut at = row.published.max(row.null_prefix) as usize;
+        let has_new = at < end;
+        if has_new {
+            step.tiers.continue_chain(at.checked_sub(1).map(|before| row.table[before]));
+        }
         while at < end {
             let (key, block) = (keys.keys[at].of_group(group), row.table[at]);
             if null && block == NULL_BLOCK {
@@ -556,6 +560,9 @@ impl Sequences {
                 }
             }
             at += 1;
+        }
+        if has_new {
+            step.tiers.continue_chain(None);
         }
         row.published = row.published.max(u32::try_from(at).unwrap_or(u32::MAX));
     }

@@ -202,6 +202,12 @@ impl Tiers {
         }
     }
 
+    /// Reports that the device blocks published next follow this one in their prompt.
+    #[inline]
+    pub(crate) fn continue_chain(&mut self, parent: Option<BlockId>) {
+        self.pools[0].continue_chain(parent);
+    }
+
     /// Publishes a block whose tokens are computed, with an event if events are on.
     pub(crate) fn publish(
         &mut self,

@@ -8,7 +8,7 @@ use crate::id::BlockId;
 
 /// The candidate rules; the first is used until another proves better.
 const RULES: [EvictionRule; 5] = [
-    EvictionRule::Chances(10),
+    EvictionRule::Leveled(10),
     EvictionRule::Once(717),
     EvictionRule::Once(205),
     EvictionRule::Keep,
@@ -182,10 +182,14 @@ impl Evictor for Adaptive {
         self.segments.publish(block, tag);
     }
 
+    fn continue_chain(&mut self, parent: Option<BlockId>) {
+        self.segments.continue_chain(parent);
+    }
+
     fn begin_chain(&mut self) {
         let end = self.tags.len();
         if end > self.chains.last().map_or(0, |chain| chain.end) {
-            self.chains.push(SampledChain { end, hits: [0; RULES.len()] });
+            self.chains.push(SampledChain { end, last: self.segments.last(), hits: [0; RULES.len()] });
             if end >= self.between_choices {
                 self.follow();
             }

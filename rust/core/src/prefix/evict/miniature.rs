@@ -48,6 +48,8 @@ impl Followed {
 pub(super) struct SampledChain<const RULES: usize> {
     /// Where its tags end among those of all chains.
     pub(super) end: usize,
+    /// Segment of its last block in the pool.
+    pub(super) last: u32,
     pub(super) hits: [usize; RULES],
 }
 
@@ -95,7 +97,8 @@ impl<const RULES: usize> Miniatures<RULES> {
         // Process one cache after the other, so that each is read once.
         for rule in 0..RULES {
             let mut start = 0;
-            for SampledChain { end, hits } in &mut *chains {
+            for SampledChain { end, last, hits } in &mut *chains {
+                self.caches[rule].inherit(*last);
                 hits[rule] = self.follow_one(rule, &used[start..*end]);
                 start = *end;
             }
@@ -169,9 +172,9 @@ mod tests {
 
     #[test]
     fn a_block_that_is_released_twice_counts_once() {
-        let mut miniatures = Miniatures::new(4, [EvictionRule::Once(512), EvictionRule::Chances(10)], 1);
+        let mut miniatures = Miniatures::new(4, [EvictionRule::Once(512), EvictionRule::Leveled(10)], 1);
         for (tags, hits) in [([16, 8, 16], 0), ([16, 16, 8], 2)] {
-            let mut chains = [SampledChain { end: 3, hits: [0; 2] }];
+            let mut chains = [SampledChain { end: 3, last: 0, hits: [0; 2] }];
             miniatures.follow(&tags, &mut chains);
             assert_eq!(chains[0].hits, [hits; 2]);
         }
@@ -179,13 +182,23 @@ mod tests {
     }
 
     #[test]
+    fn a_prompt_that_continues_a_chain_stays_longer() {
+        let mut miniatures = Miniatures::new(4, [EvictionRule::Once(10), EvictionRule::Leveled(10)], 1);
+        for (tags, last, hits) in [([16, 8], 2, 0), ([32, 24], 1, 0), ([48, 40], 1, 0), ([16, 8], 3, 2)] {
+            let mut chains = [SampledChain { end: 2, last, hits: [0; 2] }];
+            miniatures.follow(&tags, &mut chains);
+            assert_eq!(chains[0].hits, [hits; 2]);
+        }
+    }
+
+    #[test]
     fn what_no_cache_has_is_forgotten() {
         let mut miniatures =
-            Miniatures::new(8, [EvictionRule::Once(102), EvictionRule::Chances(10), EvictionRule::Keep], 1);
+            Miniatures::new(8, [EvictionRule::Once(102), EvictionRule::Leveled(10), EvictionRule::Keep], 1);
         for first in 1..2000u32 {
             // Some chains are longer than the caches.
             let tags: Vec<u32> = (first..first + first % 12).rev().map(|tag| tag * 16).collect();
-            miniatures.follow(&tags, &mut [SampledChain { end: tags.len(), hits: [0; 3] }]);
+            miniatures.follow(&tags, &mut [SampledChain { end: tags.len(), last: 0, hits: [0; 3] }]);
             let Followed { numbers, tags, free } = &miniatures.followed;
             assert!(numbers.len() <= 3 * 8 && numbers.len() + free.len() == tags.len());
             for (number, &tag) in tags.iter().enumerate() {

@@ -102,6 +102,9 @@ pub trait Evictor: fmt::Debug + Send + Sync {
     /// A block can be found from now on: how many blocks its prompt has before it, and 32 bits of its key.
     fn publish(&mut self, _block: BlockId, _depth: u32, _tag: u32) {}
 
+    /// The blocks that are published next follow this one in their prompt; none if they are its first or it is unknown.
+    fn continue_chain(&mut self, _parent: Option<BlockId>) {}
+
     /// The release of a sequence's blocks begins, last one first.
     fn begin_chain(&mut self) {}
 
@@ -286,6 +289,10 @@ impl Policy {
 
     pub(crate) fn resize(&mut self, blocks: usize) {
         dispatch!(self, policy => policy.resize(blocks));
+    }
+
+    pub(crate) fn continue_chain(&mut self, parent: Option<BlockId>) {
+        dispatch!(self, policy => policy.continue_chain(parent));
     }
 
     pub(crate) fn begin_chain(&mut self) {

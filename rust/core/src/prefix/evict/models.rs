@@ -11,6 +11,7 @@ const BLOCKS: usize = 24;
 
 /// What a pool asks of segments and of their model.
 trait Plain {
+    fn continue_chain(&mut self, parent: Option<BlockId>);
     fn publish(&mut self, block: BlockId, tag: u32);
     fn begin_chain(&mut self);
     fn insert(&mut self, block: BlockId);
@@ -22,6 +23,10 @@ trait Plain {
 struct Reported(Segments, HashMap<BlockId, u32>);
 
 impl Plain for Reported {
+    fn continue_chain(&mut self, parent: Option<BlockId>) {
+        self.0.continue_chain(parent);
+    }
+
     fn publish(&mut self, block: BlockId, tag: u32) {
         self.1.insert(block, tag);
         self.0.publish(block, tag);
@@ -47,12 +52,16 @@ impl Plain for Reported {
     }
 }
 
-/// An evictable block of the model. Classes: 0 on probation or used once, 1 on probation, 2 used once, 3 to 5 used again.
+/// A block of the model. Classes: 0 on probation or used once, 1 on probation, 2 used once, 3 to 5 used again.
 #[derive(Clone, Copy)]
 struct ModelBlock {
     block: BlockId,
     tag: u32,
     class: usize,
+    /// Whether it is the last block of its chain.
+    ends: bool,
+    /// Insertions before it became evictable.
+    since: usize,
 }
 
 struct Model {
@@ -62,10 +71,11 @@ struct Model {
     entries: Vec<ModelBlock>,
     known: HashMap<BlockId, ModelBlock>,
     chains: usize,
-    /// Highest class in the chain that is being released, and the class of its blocks that have no hits.
+    /// Highest class in the chain that is being released, and of the chain that is being continued.
     floor: usize,
-    fresh: usize,
-    /// Blocks of the chain that is being released, and of the longest of late.
+    inherited: usize,
+    /// Insertions so far, blocks of the chain that is being released, and of the longest of late.
+    now: usize,
     inserted: usize,
     longest: usize,
 }
@@ -73,60 +83,62 @@ struct Model {
 impl Model {
     fn new(rule: EvictionRule, ghosts: Sample) -> Self {
         let (entries, known) = (Vec::new(), HashMap::new());
-        Self { rule, ghosts, entries, known, chains: 0, floor: 0, fresh: 2, inserted: 0, longest: 0 }
+        Self { rule, ghosts, entries, known, chains: 0, floor: 2, inherited: 0, now: 0, inserted: 0, longest: 0 }
     }
 
     fn first(&self, class: usize) -> Option<usize> {
         self.entries.iter().position(|entry| entry.class == class)
     }
 
-    /// Which entry goes first; of those before it all are older. Others may be put back before.
-    fn choose(&mut self) -> usize {
+    /// Which entry goes first.
+    fn choose(&self) -> usize {
         if let Some(at) = self.first(1) {
             return at;
         }
         let once = self.entries.iter().filter(|entry| entry.class == 2).count();
-        loop {
-            match self.rule {
-                EvictionRule::Once(share) | EvictionRule::Chances(share)
-                    if once > BLOCKS * usize::from(share) / 1024 =>
-                {
-                    return self.first(2).unwrap();
-                }
-                EvictionRule::Chances(_) if self.entries[0].class > 3 => {
-                    let mut entry = self.entries.remove(0);
-                    entry.class -= 1;
-                    self.entries.push(entry);
-                    self.inserted += 1;
-                }
-                _ => return 0,
+        let credit = match self.rule {
+            EvictionRule::Once(share) | EvictionRule::Leveled(share) if once > BLOCKS * usize::from(share) / 1024 => {
+                return self.first(2).unwrap();
             }
-        }
+            EvictionRule::Leveled(_) => BLOCKS,
+            _ => 0,
+        };
+        // The first of several, which is the oldest, of the lowest class.
+        (0..self.entries.len())
+            .min_by_key(|&at| (self.entries[at].since + credit * self.entries[at].class, self.entries[at].class))
+            .unwrap()
     }
 }
 
 impl Plain for Model {
+    fn continue_chain(&mut self, parent: Option<BlockId>) {
+        self.inherited = parent
+            .map(|parent| self.known[&parent])
+            .filter(|parent| parent.ends && parent.class > 2)
+            .map_or(0, |parent| parent.class);
+    }
+
     fn publish(&mut self, block: BlockId, tag: u32) {
         let class = usize::from(self.ghosts.take(tag) && self.rule != EvictionRule::Keep) * 3;
-        self.known.insert(block, ModelBlock { block, tag, class });
+        let class = class.max(self.inherited);
+        self.known.insert(block, ModelBlock { block, tag, class, ends: true, since: 0 });
     }
 
     fn begin_chain(&mut self) {
-        self.floor = 0;
         self.chains += 1;
         self.longest = std::mem::take(&mut self.inserted).max(self.longest - self.longest.div_ceil(16));
         let probation = self.entries.iter().filter(|entry| entry.class == 1).count();
         let is_kept = self.chains % 256 == 0 || probation > (2 * self.longest).clamp(BLOCKS / 16, BLOCKS / 2);
-        self.fresh = if self.rule == EvictionRule::Keep && !is_kept { 1 } else { 2 };
+        self.floor = if self.rule == EvictionRule::Keep && !is_kept { 1 } else { 2 };
     }
 
     fn insert(&mut self, block: BlockId) {
         let mut entry = self.known[&block];
-        let class = entry.class.max(self.floor);
-        entry.class = if class >= 3 { class } else { self.fresh };
-        self.floor = entry.class;
+        self.floor = self.floor.max(entry.class);
+        (entry.class, entry.ends, entry.since) = (self.floor, self.inserted == 0, self.now);
         self.entries.push(entry);
         self.inserted += 1;
+        self.now += 1;
     }
 
     fn hit(&mut self, block: BlockId) {
@@ -150,7 +162,7 @@ impl Plain for Model {
 fn rules() -> impl Strategy<Value = EvictionRule> {
     let shares = [10, 300, 700];
     let rules =
-        shares.map(EvictionRule::Once).into_iter().chain(shares.map(EvictionRule::Chances)).chain([EvictionRule::Keep]);
+        shares.map(EvictionRule::Once).into_iter().chain(shares.map(EvictionRule::Leveled)).chain([EvictionRule::Keep]);
     prop::sample::select(rules.collect::<Vec<_>>())
 }
 
@@ -172,8 +184,9 @@ fn prompts() -> impl Strategy<Value = Vec<Vec<u32>>> {
     })
 }
 
-/// Serves the prompts one after the other; which blocks are popped, and how many are hit.
-fn serve(policy: &mut impl Plain, prompts: &[Vec<u32>]) -> (Vec<BlockId>, usize) {
+/// Serves the prompts one after the other; which blocks are popped, and how many are hit. `continues` tells the policy which
+/// chain a prompt continues.
+fn serve(policy: &mut impl Plain, prompts: &[Vec<u32>], continues: bool) -> (Vec<BlockId>, usize) {
     let (mut at, mut tags) = (HashMap::<u32, BlockId>::new(), HashMap::<BlockId, u32>::new());
     let (mut popped, mut hits, mut unused) = (Vec::new(), 0, 0);
     for prompt in prompts {
@@ -192,7 +205,9 @@ fn serve(policy: &mut impl Plain, prompts: &[Vec<u32>]) -> (Vec<BlockId>, usize)
             popped.push(block);
             table.push(block);
         }
-        for (&tag, &block) in missing.iter().zip(&table[prompt.len() - missing.len()..]) {
+        let found = prompt.len() - missing.len();
+        policy.continue_chain(found.checked_sub(1).filter(|_| continues).map(|last| table[last]));
+        for (&tag, &block) in missing.iter().zip(&table[found..]) {
             at.insert(tag, block);
             tags.insert(block, tag);
             policy.publish(block, tag);
@@ -262,6 +277,7 @@ impl Shared {
             self.at.insert(tag, block);
             self.users.insert(tag, 1);
             self.before.insert(tag, before);
+            self.segments.continue_chain(before.map(|tag| self.at[&tag]));
             self.segments.publish(block, tag);
             before = Some(tag);
         }
@@ -278,7 +294,7 @@ proptest! {
     ) {
         let mut segments = Reported(Segments::new(BLOCKS, rule, Sample::new(BLOCKS, one_in)), HashMap::new());
         let mut model = Model::new(rule, Sample::new(BLOCKS, one_in));
-        prop_assert_eq!(serve(&mut segments, &prompts), serve(&mut model, &prompts));
+        prop_assert_eq!(serve(&mut segments, &prompts, true), serve(&mut model, &prompts, true));
     }
 
     #[test]
@@ -287,14 +303,14 @@ proptest! {
         rules in [rules(), rules()],
         together in 1usize..4,
     ) {
-        let pool = |rule| serve(&mut Reported(Segments::new(BLOCKS, rule, Sample::new(BLOCKS, 1)), HashMap::new()), &prompts).1;
+        let pool = |rule| serve(&mut Reported(Segments::new(BLOCKS, rule, Sample::new(BLOCKS, 1)), HashMap::new()), &prompts, false).1;
         let mut miniatures = Miniatures::new(BLOCKS, rules, 1);
         let mut hits = [0, 0];
         for prompts in prompts.chunks(together) {
             let (mut tags, mut chains) = (Vec::new(), Vec::new());
             for prompt in prompts {
                 tags.extend(prompt.iter().rev());
-                chains.push(SampledChain { end: tags.len(), hits: [0; 2] });
+                chains.push(SampledChain { end: tags.len(), last: 1, hits: [0; 2] });
             }
             miniatures.follow(&tags, &mut chains);
             for chain in chains {

@@ -157,6 +157,10 @@ impl Evictor for Quotas {
         self.rings.make_room(blocks);
     }
 
+    fn continue_chain(&mut self, parent: Option<BlockId>) {
+        self.inner.continue_chain(parent);
+    }
+
     fn begin_chain(&mut self) {
         self.inner.begin_chain();
     }

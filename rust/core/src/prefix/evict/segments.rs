@@ -1,4 +1,5 @@
-//! Evictable blocks in three segments: probation, used once, used again; and the rules that pick the next to evict.
+//! Evictable blocks in segments by their uses: probation, used once, used again one to three times; and the rules that
+//! pick the next to evict.
 //!
 //! Every rule works on the same segments, so that it can change at any time and nothing cached is lost. Along a chain,
 //! a block is in the same segment as the blocks after it or in a later one, and each segment is in release order. So no
@@ -9,15 +10,17 @@ use super::ghosts::Sample;
 use crate::id::BlockId;
 use crate::ring::Rings;
 
+const SEGMENTS: usize = 5;
 const PROBATION: u32 = 0;
 const ONCE: u32 = 1;
+/// Segment of the blocks used again once; further uses lead to the next ones.
 const AGAIN: u32 = 2;
+const LAST_SEGMENT: u32 = 4;
 
-/// Bits of a note: the block's segment (of a block in use, the lowest segment it may go to later), and how often it was used
-/// again. The others are its tag's.
-const SEGMENT: u32 = 3;
-const HIT: u32 = 4;
-const HITS: u32 = 3 * HIT;
+/// Bits of a note: the block's segment (of a block in use, the lowest segment it may go to later), and whether it is
+/// the last block of its chain. The others are its tag's.
+const SEGMENT: u32 = 7;
+const ENDS_CHAIN: u32 = 8;
 const TAG: u32 = !15;
 
 /// [`EvictionRule::Keep`] keeps one new chain in 256.
@@ -30,13 +33,21 @@ const PROBATION_CHAINS: usize = 2;
 /// Which block goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum EvictionRule {
-    /// Evicts the oldest of the blocks used once, while these are more than this share, in 1024ths.
+    /// Evicts the oldest of the blocks used once, while these are more than this share, in 1024ths; then the oldest of
+    /// all.
     Once(u16),
-    /// Like `Once`; in addition, the oldest of the others gets another chance for each further use.
-    Chances(u16),
+    /// Like `Once`, but each further use of a block makes it count as one turnover of the pool younger.
+    Leveled(u16),
     /// Evicts new blocks, except for one chain in [`KEPT_CHAINS`]: existing blocks stay, even if prompts repeat in a
     /// loop longer than the pool.
     Keep,
+}
+
+/// The blocks to evict first: up to `most` of this segment that are at least of this age.
+struct Victims {
+    segment: usize,
+    most: usize,
+    least_age: u32,
 }
 
 #[derive(Debug, Clone)]
@@ -46,20 +57,22 @@ pub(super) struct Segments {
     /// By block.
     notes: Vec<u32>,
     /// Blocks in each segment.
-    lens: [usize; 3],
+    lens: [usize; SEGMENTS],
     ghosts: Sample,
     blocks: usize,
-    /// Most hits of a block of the chain that is being released, as bits of a note.
+    /// Lowest segment for the remaining blocks of the chain that is being released.
     floor: u32,
-    /// Segment of the chain's blocks that have no hits.
-    fresh: u32,
+    /// [`ENDS_CHAIN`] until a block of that chain is released.
+    ends: u32,
+    /// Segment of that chain's last block.
+    last: u32,
+    /// Lowest segment for the blocks that are published next.
+    inherited: u32,
     chains: u32,
     /// Length of the longest recent chain, in blocks.
     longest: usize,
     /// Stamp before the first block of the chain that is being released.
     started: u32,
-    /// Stamp of the last block that stayed because of its hits.
-    stayed: u32,
 }
 
 impl Segments {
@@ -67,17 +80,18 @@ impl Segments {
     pub(super) fn new(blocks: usize, rule: EvictionRule, ghosts: Sample) -> Self {
         Self {
             rule,
-            rings: Rings::new(blocks, 3),
+            rings: Rings::new(blocks, SEGMENTS),
             notes: vec![0; blocks],
-            lens: [0; 3],
+            lens: [0; SEGMENTS],
             ghosts,
             blocks,
-            floor: 0,
-            fresh: ONCE,
+            floor: ONCE,
+            ends: ENDS_CHAIN,
+            last: PROBATION,
+            inherited: PROBATION,
             chains: 0,
             longest: 0,
             started: 0,
-            stayed: 0,
         }
     }
 
@@ -90,38 +104,43 @@ impl Segments {
     }
 
     pub(super) fn begin_chain(&mut self) {
-        self.floor = 0;
         self.chains = self.chains.wrapping_add(1);
         let inserted = self.rings.clock().wrapping_sub(self.started) as usize;
         self.started = self.rings.clock();
         self.longest = inserted.max(self.longest - self.longest.div_ceil(16));
         let room = (self.blocks / PROBATION_SHARE).max((self.longest * PROBATION_CHAINS).min(self.blocks / 2));
         let is_kept = self.chains % KEPT_CHAINS == 0 || self.lens[PROBATION as usize] > room;
-        self.fresh = if self.rule == EvictionRule::Keep && !is_kept { PROBATION } else { ONCE };
+        self.floor = if self.rule == EvictionRule::Keep && !is_kept { PROBATION } else { ONCE };
+        self.ends = ENDS_CHAIN;
     }
 
     /// Reports that a block of the chain stays in use; returns its note.
     #[inline]
     pub(super) fn hold(&mut self, block: BlockId) -> u32 {
-        let note = &mut self.notes[block.index()];
-        // Later it may not go to a lower segment than the blocks after it.
-        self.fresh = self.fresh.max(*note & SEGMENT);
-        *note = (*note & TAG) | (*note & HITS).max(self.floor) | self.fresh;
-        *note & TAG
+        self.settle(block) & TAG
     }
 
     /// Makes a block of the chain evictable; returns its note.
     #[inline]
     pub(super) fn insert(&mut self, block: BlockId) -> u32 {
+        let note = self.settle(block);
+        let segment = (note & SEGMENT) as usize;
+        self.lens[segment] += 1;
+        self.rings.push(segment, block);
+        note & TAG
+    }
+
+    /// Gives a released block its segment, which is not below that of the blocks after it; returns its new note.
+    #[inline]
+    fn settle(&mut self, block: BlockId) -> u32 {
         let note = &mut self.notes[block.index()];
-        let tag = *note & TAG;
-        self.floor = self.floor.max(*note & HITS);
-        self.fresh = self.fresh.max(*note & SEGMENT);
-        let segment = if self.floor > 0 { AGAIN } else { self.fresh };
-        *note = tag | self.floor | segment;
-        self.lens[segment as usize] += 1;
-        self.rings.push(segment as usize, block);
-        tag
+        self.floor = self.floor.max(*note & SEGMENT);
+        let settled = (*note & TAG) | self.floor | self.ends;
+        *note = settled;
+        if self.ends != 0 {
+            (self.last, self.ends) = (self.floor, 0);
+        }
+        settled
     }
 
     /// Removes a block from the segments, if it is there; returns whether it was.
@@ -129,19 +148,39 @@ impl Segments {
     pub(super) fn remove(&mut self, block: BlockId, is_hit: bool) -> bool {
         let was = self.rings.remove(block);
         let note = &mut self.notes[block.index()];
-        self.lens[(*note & SEGMENT) as usize] -= usize::from(was);
+        let segment = *note & SEGMENT;
+        self.lens[segment as usize] -= usize::from(was);
         if !is_hit {
             *note = 0;
         } else if was {
-            *note += if *note & HITS < HITS { HIT } else { 0 };
+            *note = (*note & !SEGMENT) | (segment.max(ONCE) + 1).min(LAST_SEGMENT);
         }
         was
+    }
+
+    /// The blocks that are published next follow this one in their prompt. If it is the last of its chain, they continue
+    /// that chain, and will be used as often.
+    pub(super) fn continue_chain(&mut self, parent: Option<BlockId>) {
+        let note = parent.map_or(0, |parent| self.notes[parent.index()]);
+        self.inherit(if note & ENDS_CHAIN == 0 { PROBATION } else { note & SEGMENT });
+    }
+
+    /// The blocks that are published next continue a chain whose last block was in this segment: they count as used
+    /// again if it was.
+    pub(super) fn inherit(&mut self, segment: u32) {
+        self.inherited = if segment < AGAIN { PROBATION } else { segment };
+    }
+
+    /// Segment of the last block of the chain that was released last.
+    pub(super) fn last(&self) -> u32 {
+        self.last
     }
 
     #[inline]
     pub(super) fn publish(&mut self, block: BlockId, tag: u32) {
         let came_back = self.ghosts.take(tag) && self.rule != EvictionRule::Keep;
-        self.notes[block.index()] = (tag & TAG) | if came_back { HIT } else { 0 };
+        let segment = if came_back { self.inherited.max(AGAIN) } else { self.inherited };
+        self.notes[block.index()] = (tag & TAG) | ENDS_CHAIN | segment;
     }
 
     /// Blocks with these tags are reallocated.
@@ -151,68 +190,68 @@ impl Segments {
 
     /// Takes out the block that goes first.
     pub(super) fn pop(&mut self) -> Option<BlockId> {
-        loop {
-            let segment = self.first().0;
-            let has_chance = segment == AGAIN && self.next_has_chance();
-            let block = self.rings.pop(segment as usize)?;
-            if has_chance {
-                let note = &mut self.notes[block.index()];
-                if *note & HITS > HIT {
-                    *note -= HIT;
-                    self.rings.push(AGAIN as usize, block);
-                    self.stayed = self.rings.clock();
-                    continue;
-                }
-            }
-            self.lens[segment as usize] -= 1;
-            return Some(block);
-        }
-    }
-
-    /// Whether the first block used again may stay if it has hits left: under [`EvictionRule::Chances`], and under any
-    /// rule if a block after it, which may depend on it, has stayed.
-    fn next_has_chance(&mut self) -> bool {
-        let age = self.rings.age(AGAIN as usize).unwrap_or(0);
-        matches!(self.rule, EvictionRule::Chances(_)) || age >= self.rings.clock().wrapping_sub(self.stayed)
+        let segment = self.first()?.segment;
+        let block = self.rings.pop(segment)?;
+        self.lens[segment] -= 1;
+        Some(block)
     }
 
     /// Removes up to `count` blocks to evict first.
     pub(super) fn pop_into(&mut self, mut count: usize, out: &mut Vec<BlockId>) {
         while count > 0 {
-            let (segment, most) = self.first();
-            let segment = segment as usize;
+            let Some(Victims { segment, most, least_age }) = self.first() else { return };
             let before = out.len();
-            if most == 1 {
-                out.extend(self.pop());
-            } else {
-                self.rings.pop_into(segment, count.min(most), out);
-                self.lens[segment] -= out.len() - before;
-            }
+            self.rings.pop_older(segment, count.min(most), least_age, out);
             let popped = out.len() - before;
-            if popped == 0 {
-                return;
-            }
+            self.lens[segment] -= popped;
             count -= popped;
         }
     }
 
-    /// The segment to evict from, and how many of its blocks precede those of other segments.
-    fn first(&mut self) -> (u32, usize) {
-        let [probation, once, again] = self.lens;
+    /// The blocks to evict first.
+    fn first(&mut self) -> Option<Victims> {
+        let all = |segment: u32, most| Some(Victims { segment: segment as usize, most, least_age: 0 });
+        let [probation, once, again @ ..] = self.lens;
         if probation > 0 {
-            return (PROBATION, probation);
+            return all(PROBATION, probation);
         }
-        if again == 0 {
-            return (ONCE, once);
+        if once > 0 && again == [0; 3] {
+            return all(ONCE, once);
         }
-        if let EvictionRule::Once(share) | EvictionRule::Chances(share) = self.rule {
-            let kept = (self.blocks * usize::from(share)) >> 10;
-            if once > kept {
-                return (ONCE, once - kept);
+        let (share, credit) = match self.rule {
+            EvictionRule::Once(share) => (share, 0),
+            EvictionRule::Leveled(share) => (share, self.blocks),
+            EvictionRule::Keep => (1024, 0),
+        };
+        let kept = (self.blocks * usize::from(share)) >> 10;
+        if once > kept {
+            return all(ONCE, once - kept);
+        }
+        self.oldest(credit as u64)
+    }
+
+    /// The oldest blocks not on probation, where a block of each segment counts as `credit` younger than those before.
+    fn oldest(&mut self, credit: u64) -> Option<Victims> {
+        // Ages plus the credit that is missing to the last segment.
+        let (mut first, mut second) = (None::<(u64, u32, u32)>, 0);
+        for segment in ONCE..=LAST_SEGMENT {
+            if self.lens[segment as usize] == 0 {
+                continue;
+            }
+            let age = self.rings.age(segment as usize)?;
+            let rank = u64::from(age) + credit * u64::from(LAST_SEGMENT - segment);
+            match first {
+                Some((best, ..)) if best >= rank => second = rank.max(second),
+                _ => {
+                    second = first.map_or(0, |(best, ..)| best);
+                    first = Some((rank, segment, age));
+                }
             }
         }
-        let is_older = self.rings.age(AGAIN as usize) > self.rings.age(ONCE as usize);
-        (if is_older { AGAIN } else { ONCE }, 1)
+        let (rank, segment, age) = first?;
+        // Down to the next segment's oldest block; of equally old ones the earlier segment's goes first.
+        let least_age = age.saturating_sub(u32::try_from(rank - second).unwrap_or(u32::MAX).saturating_sub(1));
+        Some(Victims { segment: segment as usize, most: self.lens[segment as usize], least_age })
     }
 
     /// Makes room for blocks with numbers up to this one.
