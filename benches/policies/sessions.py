@@ -12,7 +12,7 @@ from blockyard.traces import TraceRequest
 
 
 def at_a_time(requests: Sequence[TraceRequest], users: int, part: int | None = None) -> list[TraceRequest]:
-    """Give sessions that all begin at 0 an order: so many users work through them, each one session after the other.
+    """Let `users` users work through sessions that all begin at 0, each of them one session after the other.
 
     Sessions come in random order, and keep their recorded times. The first ones begin one after the other, spread over
     the median length of a session.
