@@ -107,6 +107,7 @@ def test_a_call_takes_microseconds_and_a_copy_says_the_same(llama: TableStepTime
         copy.seconds([(0, 512)], context)
     assert (time.thread_time() - start) / 200 < 100e-6
     assert copy.seconds([(0, 512)], context) == llama.seconds([(0, 512)], context)
+    assert repr(copy) == "TableStepTime(LlamaForCausalLM, 'rtx_pro_6000_server', tensor_parallel_size=1)"
 
 
 def test_a_config_is_read_from_its_folder_or_file(tmp_path: Path):

@@ -67,8 +67,10 @@ class TableStepTime:
         ):
             if value < 1:
                 raise InvalidArgumentError(f"{name} is {value}, must be at least 1")
+        config = read_config(config)
+        self._name = f"{config['architectures'][0]}, {system!r}, tensor_parallel_size={tensor_parallel_size}"
         operators = Operators(
-            read_config(config),
+            config,
             system,
             engine_version=engine_version,
             tensor_parallel_size=tensor_parallel_size,
@@ -83,6 +85,9 @@ class TableStepTime:
         self._decode = Surface(operators.decode_attention, _points(rows), contexts)
         self._prefill = Surface(operators.prefill_attention, _points(tokens), [0, *contexts[6:]])
         self._mixed_token = operators.mixed_token()
+
+    def __repr__(self) -> str:
+        return f"TableStepTime({self._name})"
 
     def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
         """Return the seconds of one step; see `StepTime`."""

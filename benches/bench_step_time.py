@@ -1,0 +1,171 @@
+"""Predicted times of real vLLM runs beside the recorded ones: how far step times can be trusted.
+
+    python benches/bench_step_time.py [RUN ...] [--system rtx_pro_6000_server] [--config config.json] [--what-if]
+
+RUN is a folder of LLMServingSim's `bench`: `meta.json`, `requests.jsonl`, and its `config.json`, `timeseries.csv` and
+`summary.txt` if they are there. Without one, all runs in `vllm_runs` of the folder that BLOCKYARD_TRACES names are
+taken. The real scheduler serves the run's arrivals in virtual time. Step times come from the tables alone, which see
+nothing of the run but arrivals, lengths and limits; then from four numbers fitted to the first half of the run's
+requests, judged by the second. The model's config is one of those that aiconfigurator-core brings, or `--config`.
+`--what-if` shows what each assumption is worth.
+
+Times are counted from when vLLM's scheduler got a request, as in `summary.txt`. It needs `pip install
+"blockyard[tables]"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from blockyard.replay.step_time import EngineLimits, EngineRun, LinearStepTime, serve
+from blockyard.replay.step_time.tables import TableStepTime, read_config
+
+SYSTEMS = {"RTXPRO6000": "rtx_pro_6000_server", "H100": "h100_sxm", "H200": "h200_sxm", "A100": "a100_sxm"}
+METRICS = {"TTFT": "ttft", "TPOT": "tpot", "Latency": "latency"}
+STATISTICS: dict[str, Callable[..., Any]] = {"Mean": np.mean, "Median": np.median}
+STATISTICS |= {f"P{percent}": partial(np.percentile, q=percent) for percent in (90, 95, 99)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN")
+    parser.add_argument("--system", help="name of the GPU in aiconfigurator-core; from the run's config.json if absent")
+    parser.add_argument("--config", type=Path, help="the model's Hugging Face config.json")
+    parser.add_argument("--what-if", action="store_true", help="mean errors without each of the assumptions")
+    args = parser.parse_args()
+    traces = Path(os.environ.get("BLOCKYARD_TRACES", "../shared/traces"))
+    for folder in args.runs or sorted(path.parent for path in (traces / "vllm_runs").glob("*/meta.json")):
+        report(folder, args.system, args.config, what_if=args.what_if)
+
+
+def report(folder: Path, system: str | None, config_path: Path | None, *, what_if: bool) -> None:
+    meta = json.loads((folder / "meta.json").read_text("utf-8"))
+    engine = meta["engine_kwargs"]
+    if engine.get("data_parallel_size", 1) != 1:
+        sys.exit(f"{folder.name}: data_parallel_size is {engine['data_parallel_size']}, only 1 is modelled")
+    instance: dict[str, Any] = {}
+    if (folder / "config.json").exists():
+        instance = json.loads((folder / "config.json").read_text("utf-8"))["nodes"][0]["instances"][0]
+    system = system or SYSTEMS.get(str(instance.get("hardware", "")).upper())
+    if system is None:
+        sys.exit(f"{folder.name}: unknown hardware {instance.get('hardware')!r}, give --system")
+    config = read_config(config_path or shipped_config(meta["model"]))
+    gpus = engine["tensor_parallel_size"]
+    limits = EngineLimits(
+        num_blocks=kv_blocks(config, gpus, instance.get("npu_mem", {})),
+        max_num_seqs=engine["max_num_seqs"],
+        max_num_batched_tokens=engine["max_num_batched_tokens"],
+    )
+    run = EngineRun.read(folder / "requests.jsonl")
+    options: dict[str, Any] = {
+        "engine_version": meta["vllm_version"],
+        "tensor_parallel_size": gpus,
+        "enable_expert_parallel": engine.get("enable_expert_parallel", False),
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "greedy": True,  # LLMServingSim's bench samples at temperature 0
+    }
+    tables = TableStepTime(config, system, **options)
+    print(f"{folder.name}: {len(run)} requests, {gpus} x {system}, {limits.num_blocks} blocks")
+    predicted = serve(run, tables, limits).run
+    table(folder, run, predicted)
+    queue(folder, predicted)
+    fit(folder, run, limits)
+    if what_if:
+        show("as above", run, predicted)
+        show(
+            "steps scheduled one after the other", run, serve(run, tables, replace(limits, async_scheduling=False)).run
+        )
+        show(
+            "random sampling", run, serve(run, TableStepTime(config, system, **options | {"greedy": False}), limits).run
+        )
+        newest = TableStepTime(config, system, **options | {"engine_version": None})
+        show("newest all-reduce table", run, serve(run, newest, limits).run)
+        tables._mixed_token = 0.0  # noqa: SLF001
+        show("decodes cost the same beside prompts", run, serve(run, tables, limits).run)
+    print()
+
+
+def show(what: str, run: EngineRun, predicted: EngineRun) -> None:
+    errors = [getattr(predicted, name).mean() / getattr(run, name).mean() - 1 for name in METRICS.values()]
+    print(
+        f"{what}: " + ", ".join(f"{metric} {100 * error:+.1f} %" for metric, error in zip(METRICS, errors, strict=True))
+    )
+
+
+def table(folder: Path, run: EngineRun, predicted: EngineRun) -> None:
+    theirs = {}
+    if (folder / "summary.txt").exists():
+        lines = re.findall(r"^(\w+) (\w+) .*?([+-][\d.]+)%", (folder / "summary.txt").read_text("utf-8"), re.MULTILINE)
+        theirs = {(metric, statistic): f"{error} %" for metric, statistic, error in lines}
+    print(f"{'':16}{'vLLM':>10}{'tables':>10}{'error':>9}{'LLMServingSim':>15}   (ms)")
+    for metric, attribute in METRICS.items():
+        for statistic, function in STATISTICS.items():
+            real, ours = (float(function(getattr(one, attribute))) * 1e3 for one in (run, predicted))
+            other = theirs.get((metric, statistic), "")
+            print(f"{metric + ' ' + statistic:16}{real:10.1f}{ours:10.1f}{100 * (ours / real - 1):+7.1f} %{other:>15}")
+
+
+def queue(folder: Path, predicted: EngineRun) -> None:
+    """Compare the running and waiting requests of each second."""
+    path = folder / "timeseries.csv"
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    recorded = {name: np.array([float(row[name]) for row in rows]) for name in ("t", "running", "waiting")}
+    counts = predicted.counts(recorded["t"] + predicted.queued[0])
+    for name, found in zip(("running", "waiting"), counts, strict=True):
+        off = np.abs(found - recorded[name])
+        print(f"{name} requests, each second: off by {off.mean():.1f} on average, {off.max():.0f} at most")
+
+
+def fit(folder: Path, run: EngineRun, limits: EngineLimits) -> None:
+    half = len(run) // 2
+    found = LinearStepTime.fit_requests(folder / "requests.jsonl", limits, first=half)
+    predicted = serve(run, found, limits).run
+    print(
+        f"fit of the first {half} requests: {found.fixed * 1e3:.2f} ms a step, {found.prefill_token * 1e6:.1f} us a "
+        f"prompt token, {found.decode_row * 1e6:.1f} us a row, {found.context_token * 1e9:.1f} ns a cached token"
+    )
+    for part, rows in (("  these", slice(half)), ("  the others", slice(half, None))):
+        show(part, run.part(rows), predicted.part(rows))
+
+
+def shipped_config(model: str) -> Path:
+    """Find a model's config among those of aiconfigurator-core, whatever an older name of it was."""
+    folder = Path(str(files("aiconfigurator_core"))) / "model_configs"
+    wanted = model.replace("/", "--").replace("Meta-", "").lower()
+    for path in sorted(folder.glob("*_config.json")):
+        if path.name.removesuffix("_config.json").replace("Meta-", "").lower() == wanted:
+            return path
+    sys.exit(f"no config of {model} in aiconfigurator-core, give --config")
+
+
+def kv_blocks(config: Mapping[str, Any], gpus: int, memory: Mapping[str, float]) -> int:
+    """Blocks of 16 tokens that fit beside 16-bit weights."""
+    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+    head, kv_heads = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads", heads)
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    inner = config.get("moe_intermediate_size", config["intermediate_size"]) * experts or config["intermediate_size"]
+    weights = layers * (hidden * head * (2 * heads + 2 * kv_heads) + 3 * hidden * inner)
+    weights += config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    room = memory.get("mem_size", 96) * 1e9 * memory.get("mem_util", 0.9) * gpus - 2 * weights
+    return int(room // (2 * 2 * layers * kv_heads * head * 16))
+
+
+if __name__ == "__main__":
+    main()
