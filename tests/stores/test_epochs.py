@@ -12,7 +12,7 @@ import pytest
 from epoch_model import Bounds, Model, WrongHitError, search
 
 from blockyard.errors import StoreError
-from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, ForgottenError, Record, SharedEpoch
+from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, ForgottenError, Record, RecordCheck, SharedEpoch
 
 
 class Storage:
@@ -117,6 +117,16 @@ def test_no_order_of_the_clients_steps_finds_a_wrong_block():
     assert model.hits > 100
 
 
+SHARED = replace(PROCESSES, shares_reads=True)
+
+
+@pytest.mark.slow
+def test_no_order_finds_a_wrong_block_where_batches_share_a_read_of_the_record():
+    model = Model(SHARED)
+    assert search(model, 1_000_000) > 100_000
+    assert model.hits > 1000
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("record_is_lost", [False, True])
 def test_no_order_of_steps_and_faults_finds_a_wrong_block(record_is_lost: bool):
@@ -149,6 +159,18 @@ class WithoutRecord(SharedEpoch):
 
     def counts(self, epoch: Epoch, stored: Record) -> bool:
         return True
+
+
+class SharesReadsUnderWay(SharedEpoch):
+    """A read of the record serves the batches that begin before its answer comes."""
+
+    def take_due(self) -> list[RecordCheck]:
+        return self._due
+
+
+def test_a_batch_shares_no_read_that_began_before_it():
+    with pytest.raises(WrongHitError, match="after: "):
+        search(Model(SHARED, SharesReadsUnderWay), 1_000_000)
 
 
 @pytest.mark.parametrize("fault", [WithoutAge, JoinsAny, WithoutRecord])

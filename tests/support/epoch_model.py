@@ -49,6 +49,7 @@ class Get(NamedTuple):
     found: Value | None
     since: int  # epochs that had been begun when it was submitted
     age: int
+    shared: tuple[bytes | None] | None = None  # the record that another batch's read has brought
 
 
 class Process(NamedTuple):
@@ -57,6 +58,7 @@ class Process(NamedTuple):
     put: Put | None = None
     get: Get | None = None
     calls: int = 0  # of `forget`
+    reading: tuple[bytes | None] | None = None  # the answer to an earlier batch's read of the record, on its way
 
 
 class State(NamedTuple):
@@ -77,6 +79,7 @@ class Bounds:
         forgets: calls of `forget` by each.
         faults: lost answers, failed calls, crashes and lost records in all.
         record_is_lost: whether the record may be lost; a `forget` may be lost with it then.
+        shares_reads: whether a process has other batches, whose reads of the record may serve its `Get`.
     """
 
     processes: int = 3
@@ -84,6 +87,7 @@ class Bounds:
     forgets: int = 1
     faults: int = 1
     record_is_lost: bool = False
+    shares_reads: bool = False
 
 
 class WrongHitError(AssertionError):
@@ -99,7 +103,7 @@ class Storage:
 
     def read(self) -> Record:
         self._fail("read")
-        return Record(self.record, None if self.record is None else Epoch.read(self.record))
+        return record_of(self.record)
 
     def replace(self, stored: Record, epoch: Epoch) -> Record:
         self._fail("replace")
@@ -111,6 +115,10 @@ class Storage:
     def _fail(self, at: str) -> None:
         if self.fault == at:
             raise StoreError("the answer is lost")
+
+
+def record_of(raw: bytes | None) -> Record:
+    return Record(raw, None if raw is None else Epoch.read(raw))
 
 
 class Model:
@@ -153,11 +161,11 @@ class Model:
                 yield f"submits a put of {key}", process._replace(put=put), state
         else:
             yield from self._carry_out(state, process)
-        if process.get is None and not any(other.get for other in state.processes):  # reads change nothing for others
-            for key in range(self.bounds.keys):
-                yield from self._begin_get(state, process, key)
-        elif process.get is not None:
+        if process.get is not None:
             yield self._end_get(state, process)
+        # Reads change nothing for other processes.
+        if not any(other is not process and (other.get or other.reading) for other in state.processes):
+            yield from self._read(state, process)
         if process.calls < self.bounds.forgets:
             for revision in (None, REVISION):
                 yield from self._forget(state, process, revision, more_faults=more_faults)
@@ -184,26 +192,49 @@ class Model:
             else:
                 yield "puts", after, world._replace(blocks=state.blocks | {(epoch.token, put.value)})
 
+    def _read(self, state: State, process: Process) -> Iterator[tuple[str, Process, State]]:
+        """Begin a read, or have another batch read the record."""
+        for key in range(self.bounds.keys if process.get is None else 0):
+            yield from self._begin_get(state, process, key)
+        if not self.bounds.shares_reads or process.reading or (process.get and process.get.shared):
+            return
+        if process.get is None:
+            yield "asks for the record", process._replace(reading=(state.record,)), state
+            return
+        part, _ = self._open(state, process)
+        check = part.begin_check()
+        part.read_for(part.begin_check())
+        if check.record is not None:
+            get = process.get._replace(shared=(check.record.raw,))
+            yield "reads the record for another batch", process._replace(get=get), state
+
     def _begin_get(self, state: State, process: Process, key: int) -> Iterator[tuple[str, Process, State]]:
         part, storage = self._open(state, process)
         epoch = part.known()
         with suppress(ForgottenError):
             if epoch is None:
                 epoch = part.confirm()
-        after, world = process._replace(fields=self._take(part)), state._replace(record=storage.record)
+        due, check = part.take_due(), part.begin_check()  # an earlier batch's read has begun
+        shared = process.reading if check in due else None
+        after = process._replace(fields=self._take(part), reading=None)
+        world = state._replace(record=storage.record)
         if epoch is None:
             if after != process:
                 yield f"finds no {key}: forgotten", after, world
             return
         found = {value for token, value in state.blocks if token == epoch.token and value.key == key}
         for value in found or {None}:
-            yield f"reads {key}", after._replace(get=Get(key, epoch, value, state.begun, process.fields[-2])), world
+            get = Get(key, epoch, value, state.begun, process.fields[-2], shared)
+            yield f"reads {key}", after._replace(get=get), world
 
     def _end_get(self, state: State, process: Process) -> tuple[str, Process, State]:
         get = process.get
         assert get is not None
         part, storage = self._open(state, process)
-        counts = part.counts(get.epoch, storage.read()) and part.stopped_at == get.age
+        check = part.begin_check()
+        if get.shared is not None:
+            part.answer(part.take_due(), record_of(*get.shared))
+        counts = part.counts(get.epoch, part.read_for(check)) and part.stopped_at == get.age
         with suppress(ForgottenError):
             if not counts:
                 part.confirm()
@@ -248,7 +279,7 @@ class Model:
     def _open(self, state: State, process: Process, fault: str = "") -> tuple[Any, Storage]:
         storage = Storage(state.record, fault)
         part = self._part
-        part.read, part._replace, part._confirmed_at = storage.read, storage.replace, 0.0
+        part.read, part._replace, part._confirmed_at, part._due = storage.read, storage.replace, 0.0, []
         for name, value in zip(self.fields, process.fields, strict=True):
             setattr(part, name, value)
         return part, storage
@@ -267,9 +298,13 @@ def numbered(state: State, names: dict[bytes, bytes] | None = None) -> State:
 
     def process(old: Process) -> Process:
         fields = tuple(epoch(field) if isinstance(field, Epoch) else field for field in old.fields)
-        return old._replace(fields=fields, get=old.get and old.get._replace(epoch=epoch(old.get.epoch)))
+        get = old.get and old.get._replace(epoch=epoch(old.get.epoch), shared=old.get.shared and raw(*old.get.shared))
+        return old._replace(fields=fields, get=get, reading=old.reading and raw(*old.reading))
 
-    record = state.record and epoch(Epoch.read(state.record)).record()
+    def raw(old: bytes | None) -> tuple[bytes | None]:
+        return (old and epoch(Epoch.read(old)).record(),)
+
+    (record,) = raw(state.record)
     processes = tuple(process(old) for old in state.processes)
     # Blocks under tokens that nobody has can never be found.
     blocks = frozenset((names[token], value) for token, value in state.blocks if token in names)

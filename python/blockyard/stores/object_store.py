@@ -33,7 +33,7 @@ import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -212,8 +212,23 @@ class ObjectStore(RemoteStore):
     def _fetch(
         self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        if out is None or self._format.codec is not None or self._format.width >= _LARGE:
+        if out is None or not self._is_read_whole:
             return super()._fetch(names, keys)
+        return self._fetch_into(out, names, keys)
+
+    @property
+    def _is_read_whole(self) -> bool:
+        """Whether a value is read by one call, and its block copied straight to the caller's row."""
+        return self._format.codec is None and self._format.width < _LARGE
+
+    def _fetch_into(
+        self,
+        out: NDArray[np.uint8],
+        names: NDArray[np.uint8],
+        keys: list[bytes],
+        last: Callable[[], None] | None = None,
+    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+        """Do what `_fetch` does; `last` is called after the last block's call has begun."""
         headers, sums = np.zeros((len(keys), HEADER), np.uint8), np.zeros((len(keys), 16), np.uint8)
         paths, missed = [self._path(name) for name in names], ["error"] * len(keys)
         is_large = self._format.width >= _SUMMED_ALONE
@@ -228,7 +243,7 @@ class ObjectStore(RemoteStore):
                     header[:, :16] = 0
                     sums[index] = checksum_rows(out[index : index + 1], self._format.mac_key, header)[0]
 
-        self._each_of(len(keys), read)
+        self._each_of(len(keys), read, last)
         return self._checked(out, headers, missed, keys, sums if is_large else None)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
@@ -323,15 +338,21 @@ class ObjectStore(RemoteStore):
     def _fetch_under(
         self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
     ) -> tuple[Record, NDArray[np.uint8], list[str]]:
+        check = self._epochs.begin_check()
         names = self._names_of(keys, epoch.token)
-        found: list[Any] = [None, None]
+        found: list[Any] = []
 
-        def read(part: int) -> None:
-            found[part] = self._fetch(names, keys, out) if part else self._epochs.read()
+        def check_early() -> None:
+            if check.is_due:
+                with suppress(Exception):  # then it is read below
+                    self._epochs.read_for(check)
 
-        self._calls.each(2, read)
-        rows, reasons, _ = found[1]
-        return found[0], rows, reasons
+        if out is None or not self._is_read_whole:
+            self._calls.each(2, lambda part: check_early() if part else found.extend(self._fetch(names, keys)))
+        else:  # last, so that one read serves the batches that begin meanwhile
+            found.extend(self._fetch_into(out, names, keys, last=check_early))
+        rows, reasons, _ = found
+        return self._epochs.read_for(check), rows, reasons
 
     def _ask(self) -> None:
         try:
@@ -417,10 +438,12 @@ class ObjectStore(RemoteStore):
             raise self._public(error) from None
         return "absent" if size is None else "length"
 
-    def _each_of(self, total: int, call: Callable[[int], None]) -> set[int]:
+    def _each_of(self, total: int, call: Callable[[int], None], last: Callable[[], None] | None = None) -> set[int]:
         """Make all calls, and return which failed: one failed object does not fail the others.
 
         Once most calls fail, no further ones are made.
+
+        `last` is one more call, whose end does not count.
 
         Raises:
             StoreError: every call failed.
@@ -428,6 +451,9 @@ class ObjectStore(RemoteStore):
         failed, errors, done = set(range(total)), list[Exception](), list[int]()
 
         def try_one(index: int) -> None:
+            if index == total and last is not None:
+                last()
+                return
             if len(errors) > len(done) + _ERRORS:
                 return
             try:
@@ -437,7 +463,7 @@ class ObjectStore(RemoteStore):
             else:
                 done.append(index)
 
-        self._calls.each(total, try_one)
+        self._calls.each(total + (last is not None), try_one)
         if errors and not done:
             raise errors[0]
         if errors:

@@ -6,8 +6,8 @@ A store has one *record* for all its processes: the current epoch. It changes on
 - A process reads and writes under the epoch that it opened with, began, or joined by name. `forget` begins a new epoch,
   or joins the current one if that has the revision's name.
 - Block names are derived from the epoch's token, so blocks put under another epoch are never found.
-- Each batch of reads checks the record. Once the record has other weights, the process finds and stores nothing until
-  it calls `forget`.
+- Each batch of reads checks the record as it was at some time since the batch began; concurrent batches share a read of
+  it. Once the record has other weights, the process finds and stores nothing until it calls `forget`.
 - If the record is lost, a process replaces it with a new token for the same weights, and processes with these weights
   continue under it. A process that has learned that its weights were forgotten does not replace it.
 
@@ -17,6 +17,7 @@ The steps `opened`, `begun` and `continued` match the model in `rust/store/tests
 import hashlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -27,7 +28,7 @@ from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.threaded.value_format import ValueFormat
 from blockyard.stores.value import HEADER, check_values, seal_values
 
-__all__ = ["EPOCH_BYTES", "Epoch", "EpochRecord", "ForgottenError", "Record", "SharedEpoch", "name_of"]
+__all__ = ["EPOCH_BYTES", "Epoch", "EpochRecord", "ForgottenError", "Record", "RecordCheck", "SharedEpoch", "name_of"]
 
 EPOCH_BYTES: Final = 64
 _OF_NAMESPACE: Final = bytes(32)  # the name of the weights that the namespace names
@@ -105,6 +106,19 @@ class Record(NamedTuple):
 
     raw: bytes | None
     epoch: Epoch | None
+
+
+@dataclass(slots=True, eq=False)
+class RecordCheck:
+    """One batch's check of the record.
+
+    Attributes:
+        is_due: no read of the record has begun since the batch did.
+        record: what the first such read brought.
+    """
+
+    is_due: bool = True
+    record: Record | None = None
 
 
 class RecordStorage(Protocol):
@@ -192,6 +206,7 @@ class SharedEpoch:
         self._age = 0
         self._stopped_at = 0  # the age after the last `stop`
         self._confirmed_at = 0.0
+        self._due: list[RecordCheck] = []
 
     @property
     def age(self) -> int:
@@ -271,6 +286,35 @@ class SharedEpoch:
                     raise ForgottenError("another process has forgotten these blocks")
                 return epoch
         raise StoreError(f"other processes replaced the epoch's record {_TRIES} times")
+
+    def begin_check(self) -> RecordCheck:
+        """Return the check of a batch of reads that begins now, for `read_for`."""
+        check = RecordCheck()
+        with self._lock:
+            self._due.append(check)
+        return check
+
+    def read_for(self, check: RecordCheck) -> Record:
+        """Return the record as it was at some time since `begin_check`, and read it if no other batch has since."""
+        if check.record is not None:
+            return check.record
+        due = self.take_due()  # before the read: a batch that begins meanwhile must not share it
+        return self.answer(due, self.read())
+
+    def take_due(self) -> list[RecordCheck]:
+        """Return the checks that a read of the record answers that begins now."""
+        with self._lock:
+            due, self._due = self._due, []
+        for check in due:
+            check.is_due = False
+        return due
+
+    @staticmethod
+    def answer(due: list[RecordCheck], record: Record) -> Record:
+        """Give checks the record that was read for them. Returns it."""
+        for check in due:
+            check.record = record
+        return record
 
     def counts(self, epoch: Epoch, stored: Record) -> bool:
         """Return whether blocks read under an epoch are valid, given the record that was read with them."""
