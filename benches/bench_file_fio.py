@@ -6,7 +6,9 @@ The disk and the processor may be shared, so the two take turns in windows of 25
 over the rounds of what one pair of windows gives. The store's rows lie on pages and are lent, so nothing is copied;
 each block is checksummed, and checked when it is read.
 
-- `file_write_256k_fio_ratio`: rate over fio's; swap space. `file_put_256k_fio_ratio` is that of a prefix store.
+- `file_write_256k_fio_ratio`: rate over fio's; swap space. `file_put_256k_fio_ratio` is that of a prefix store, whose
+  gets come in the order of the puts, as those of a prompt do: blocks of neighbouring slots are one call.
+- `file_get_shuffled_256k_fio_ratio`: gets in another order, so each block is a call, as by slot.
 - `file_write_256k_cpu_over_fio`: CPU seconds a GB, less fio's. `file_write_256k_cpu_s_per_gb` is the store's own.
 
 With BENCH_JSON=FILE the figures go to the flat JSON object in FILE. Without fio it says so and does nothing.
@@ -46,7 +48,11 @@ def main() -> None:
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for name in arguments.sizes.split(","):
-            for use, calls in (("swap", ("write", "read")), ("prefix", ("put", "get"))):
+            for use, calls in (
+                ("swap", ("write", "read")),
+                ("prefix", ("put", "get")),
+                ("prefix", ("put_shuffled", "get_shuffled")),
+            ):
                 figures |= compare(folder, name, use, calls, arguments.rounds)
     for name, value in figures.items():
         print(f"{name:32} {value:8.3f}")
@@ -58,7 +64,7 @@ def compare(folder: str, name: str, use: str, calls: tuple[str, str], rounds: in
     size = SIZES[name]
     blocks = BYTES // size
     ratios: dict[str, list[float]] = {}
-    url = f"file://{folder}/{use}-{name}?threads={THREADS}"
+    url = f"file://{folder}/{calls[0]}-{name}?threads={THREADS}"
     with open_store(url, bytes_per_block=size, num_slots=blocks, use=use) as store:  # type: ignore[arg-type]
         for number in range(rounds + 1):
             for call, what in zip(calls, ("write", "read"), strict=True):
@@ -84,8 +90,10 @@ def window(store: ExternalStore, call: str, seed: int) -> tuple[float, float]:
     count = max(1, BATCH_BYTES // store.bytes_per_block)
     keys = random.integers(0, 256, (blocks, 32), dtype=np.uint8)
     order: NDArray[np.generic] = random.permutation(blocks) if call in {"write", "read"} else random.permutation(keys)
+    if call == "get_shuffled":
+        order = random.permutation(order)
     rows = [aligned(count, store.bytes_per_block) for _ in range(AHEAD)]
-    submit = getattr(store, f"submit_{call}")
+    submit = getattr(store, f"submit_{call.partition('_')[0]}")
     tickets: list[int] = []
     wall, cpu = time.perf_counter(), time.process_time()
     for number, batch in enumerate(np.array_split(order, max(1, blocks // count))):
