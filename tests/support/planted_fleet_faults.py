@@ -179,7 +179,7 @@ _FAULTS: dict[str, tuple[int, Patch]] = {
         100,
         lambda patch: patch.setattr(breaker.Breaker, "is_probe_due", lambda self, now: False),
     ),
-    "a key that failed is never read again": (400, lambda patch: patch.setattr(known_keys, "FAILED_SECONDS", 1e9)),
+    "a key that failed is never read again": (500, lambda patch: patch.setattr(known_keys, "FAILED_SECONDS", 1e9)),
     "close waits for a thread that is gone": (20, _hangs_on_close),
 }
 PLANTED = tuple(_FAULTS)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from heapq import heappop, heappush
-from itertools import count
 from math import inf
 from typing import Any, Final
 
@@ -98,7 +97,7 @@ class Loop(Runtime):
         self.home = getcurrent()
         # When, which one of these, what to call or whom to wake, and the task's `waits`.
         self._timers: list[tuple[float, int, Callable[[], object] | Task, int]] = []
-        self._numbers = count()
+        self._num_timers = 0
         self._failure: BaseException | None = None
         self._starting: Task | None = None  # has no greenlet that runs yet
 
@@ -151,7 +150,8 @@ class Loop(Runtime):
 
     def call_later(self, seconds: float, call: Callable[[], object]) -> None:
         """Call a function that never waits and takes no lock, in some seconds. What it raises ends the run."""
-        heappush(self._timers, (self.now + seconds, next(self._numbers), call, -1))
+        self._num_timers = number = self._num_timers + 1
+        heappush(self._timers, (self.now + seconds, number, call, -1))
 
     def run(self) -> None:
         """Run tasks until none is left.
@@ -177,18 +177,23 @@ class Loop(Runtime):
         """Let other tasks go first, at times: code between two of these is not interrupted."""
         task = self.current
         if self.ready and task is not None and self.draw() < _ASIDE:
-            self.ready.append(task)
-            self._leave(task)
+            self.give_way(task)
+
+    def give_way(self, task: Task) -> None:
+        """Let the current task go on when it is drawn again."""
+        self.ready.append(task)
+        self._leave(task)
 
     def park(self, timeout: float | None = None) -> bool:
         """Let the current task wait until it is woken. Returns False if the time was up first."""
         task = self.current
         if task is None:
             raise StuckError("only a task can wait")
-        task.waits += 1
+        task.waits = waits = task.waits + 1
         task.was_woken = False
         if timeout is not None and timeout < inf:
-            heappush(self._timers, (self.now + max(0.0, timeout), next(self._numbers), task, task.waits))
+            self._num_timers = number = self._num_timers + 1
+            heappush(self._timers, (self.now + timeout if timeout > 0.0 else self.now, number, task, waits))
         self._leave(task)
         return task.was_woken
 
@@ -252,8 +257,8 @@ class Lock:
             self._depth += 1  # outside of the loop nothing else runs
             self._holder = task
             return True
-        if loop.ready:
-            loop.step_aside()
+        if loop.ready and loop.draw() < _ASIDE:
+            loop.give_way(task)
         while self._holder is not None:
             if not blocking:
                 return False

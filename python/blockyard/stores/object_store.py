@@ -448,7 +448,9 @@ class ObjectStore(RemoteStore):
         Raises:
             StoreError: every call failed.
         """
-        failed, errors, done = set(range(total)), list[Exception](), list[int]()
+        failed = set(range(total))
+        errors: list[Exception] = []
+        done: list[int] = []
 
         def try_one(index: int) -> None:
             if index == total and last is not None:

@@ -293,6 +293,8 @@ class SimulatedEngine:
                 self.oracle.deletions.setdefault(key, []).append((batch.at, self.loop.now))
 
     def _judge_miss(self, batch: _Pending, key: int, reason: str) -> None:
+        if not reason:
+            return
         # One that failed, and was not collected, may have hidden the key.
         is_unsure = any(key in other.keys and other.at <= batch.at for other in self._pending)
         is_unsure |= batch.at < self._failed_at.get(key, -inf) + _HIDDEN
@@ -300,7 +302,7 @@ class SimulatedEngine:
         is_unsure |= (put := self._last_put.get(key)) is not None and put.submitted_at < self._sure_at
         if reason == "absent" and batch.kind == "get" and not is_unsure:
             self.oracle.check_absent(put, key, batch.at)
-        elif reason:
+        else:
             self._failed_at[key] = self.loop.now
 
     def _say(self, text: str) -> None:

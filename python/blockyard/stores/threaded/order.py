@@ -77,7 +77,8 @@ class BatchOrder:
 
     def end(self, batch: Batch) -> list[Batch]:
         """Remove a batch that has ended; return the batches that no longer have to wait."""
-        free, ending = list[Batch](), [batch]
+        free: list[Batch] = []
+        ending = [batch]
         while ending:
             batch = ending.pop()
             if batch.before:
