@@ -190,7 +190,7 @@ class SimulatedEngine:
         """Submit blocks of keys."""
         puts = [self.oracle.put(key, self.weights, self.loop.now) for key in keys]
         self._last_put.update(zip(keys, puts, strict=True))
-        rows = np.stack([put.row() for put in puts])
+        rows = np.frombuffer(bytearray(b"".join(put.data for put in puts)), np.uint8).reshape(-1, BLOCK_BYTES)
         names, owners = [key_of(key) for key in keys], self._owners(keys) if self._has_tenants else None
         self._submit("put", keys, puts, rows, lambda: self.store.submit_put(names, rows, owners))
 
@@ -271,19 +271,19 @@ class SimulatedEngine:
 
     def _judge(self, batch: _Pending, done: Completion) -> None:
         """Check an answer against what the fleet has done."""
-        told_at = self._forgotten_at
-        if done.ok.any():
+        told_at, ok = self._forgotten_at, done.ok.tolist()
+        if any(ok):
             self._ok_at = min(self._ok_at, self.loop.now)
         is_told = "forgotten" in done.reasons and batch.kind == "get" and batch.at > self._forgot_at
         if is_told and told_at is None and batch.at > self._ok_at:
             self._forgotten_at, self._asked_at = self.loop.now, batch.at
-        if told_at is not None and batch.at > told_at and self.oracle.lost_at < self._asked_at and done.ok.any():
+        if told_at is not None and batch.at > told_at and self.oracle.lost_at < self._asked_at and any(ok):
             raise BrokenPromiseError(f"engine {self.number}: its weights were forgotten, and its {batch.kind} is ok")
         for key, reason in zip(batch.keys, done.reasons, strict=True):
             if batch.kind == "delete":
                 self.oracle.unsettle(key, self.loop.now)
             self._judge_miss(batch, key, reason)
-        for index in np.flatnonzero(done.ok):
+        for index in (index for index, is_ok in enumerate(ok) if is_ok):
             key = batch.keys[index]
             if batch.kind == "get":
                 self.oracle.check_hit(done.rows[index], key, batch.weights, batch.at, batch.changed_at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -32,11 +33,12 @@ class Put:
     submitted_at: float
     confirmed_at: float | None = None
 
-    def row(self) -> NDArray[np.uint8]:
-        """Return its bytes: who they are of, and filler that depends on it."""
+    @cached_property
+    def data(self) -> bytes:
+        """Its bytes: who they are of, and filler that depends on it."""
         head = f"{self.number:08d} {self.key:04d} {self.weights:<16}".encode()
         filler = hashlib.blake2b(head, digest_size=BLOCK_BYTES - len(head)).digest()
-        return np.frombuffer(head + filler, np.uint8)
+        return head + filler
 
 
 @dataclass
@@ -146,7 +148,7 @@ class Oracle:
         """
         number = bytes(row[:8])
         put = self.puts[int(number)] if number.isdigit() and int(number) < len(self.puts) else None
-        if put is None or not np.array_equal(put.row(), row):
+        if put is None or put.data != row.tobytes():
             raise BrokenPromiseError(f"key {key}: found bytes that nobody stored: {bytes(row[:32])!r}")
         if put.key != key:
             raise BrokenPromiseError(f"key {key}: found the block of key {put.key}")
