@@ -6,8 +6,8 @@ Every engine is a real `ObjectStore`: batches, threads, known keys, epochs. Serv
 (`blockyard.sim`), so the requests that arrive at the server can be counted. Nothing fails.
 
 An engine gets `--requests` prompts, one a second on average. A prompt is one of 300 shared documents of 6 blocks, drawn
-by Zipf's law, and a question of its own of 2 blocks. The engine has no cache of its own: it looks up all 8 blocks in
-one batch, and puts those that it lacked. Engines start over a minute. Small fleets run with several seeds, until they
+by Zipf's law, and a unique question of 2 blocks. The engine has no cache: it looks up all 8 blocks in one batch, and
+puts those that it lacked. Engines start over a minute. Small fleets run with several seeds, until they
 have made `--lookups`.
 
 - Reads of a lookup: all reads that arrive at the server, over the lookups. Each lookup reads its 8 keys, and beside

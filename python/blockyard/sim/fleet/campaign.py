@@ -120,7 +120,7 @@ def _run(seed: int, options: FleetOptions, faults: list[Fault] | None) -> FleetR
 
 @contextmanager
 def _reports(seeds: list[int], run: Callable[[int], FleetReport], jobs: int) -> Iterator[Iterable[FleetReport]]:
-    """Give the reports of seeds, in order."""
+    """Yield the reports of seeds, in order."""
     jobs = min(jobs, -(-len(seeds) // _AT_ONCE))
     if jobs <= 1:
         yield map(run, seeds)
