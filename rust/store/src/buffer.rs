@@ -1,13 +1,13 @@
-//! Memory for direct I/O: address and length are multiples of 4 KiB. A block's memory is the store's own, or that of a row
-//! which the caller lends. Either belongs to the operation until its thread has ended it, also if that hangs in the kernel
-//! beyond every deadline.
+//! Memory for direct I/O: address and length are multiples of 4 KiB. A block's memory is the store's own, or a row that
+//! the caller lends. The operation owns it until its thread has ended the operation, even if the thread hangs in the
+//! kernel beyond every deadline.
 
 use crate::geometry::PAGE;
 use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
 
-/// A payload in the caller's memory, which a store reads or writes in place. The memory stays as long as this does, begins
-/// on a 4 KiB boundary, and is a multiple of 4 KiB long.
+/// A payload in the caller's memory, which a store reads or writes in place. The memory lives as long as this,
+/// starts at a 4 KiB boundary, and its length is a multiple of 4 KiB.
 pub trait LentRow: Send {
     /// The bytes.
     fn bytes(&self) -> &[u8];
@@ -45,7 +45,7 @@ impl Buffer {
         Self { lent: Some(row), ..self }
     }
 
-    /// The row, which this gives back: the header page is left.
+    /// Takes the lent row out, and keeps the header page.
     pub(crate) fn take_row(&mut self) -> Option<Box<dyn LentRow>> {
         self.lent.take()
     }

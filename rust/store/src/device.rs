@@ -6,19 +6,19 @@ use std::io::{self, IoSlice, IoSliceMut};
 
 /// Storage that is addressed by byte offset. Offsets, lengths and addresses are multiples of 4 KiB.
 pub trait BlockDevice: Send + Sync {
-    /// Reads at an offset; returns how many bytes came, 0 at the end of the storage.
+    /// Reads at an offset; returns the number of bytes read, 0 at the end of the storage.
     ///
     /// # Errors
     /// The system's.
     fn read_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<usize>;
 
-    /// Writes at an offset; returns how many bytes went.
+    /// Writes at an offset; returns the number of bytes written.
     ///
     /// # Errors
     /// The system's.
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize>;
 
-    /// Reads at an offset into several pieces of memory, one behind the other; returns how many bytes came.
+    /// Reads at an offset into several pieces of memory, in order; returns the number of bytes read.
     ///
     /// # Errors
     /// The system's.
@@ -26,7 +26,7 @@ pub trait BlockDevice: Send + Sync {
         parts.iter_mut().find(|part| !part.is_empty()).map_or(Ok(0), |part| self.read_at(part, offset))
     }
 
-    /// Writes several pieces of memory at an offset, one behind the other; returns how many bytes went.
+    /// Writes several pieces of memory at an offset, in order; returns the number of bytes written.
     ///
     /// # Errors
     /// The system's.
@@ -34,7 +34,7 @@ pub trait BlockDevice: Send + Sync {
         parts.iter().find(|part| !part.is_empty()).map_or(Ok(0), |part| self.write_at(part, offset))
     }
 
-    /// Makes what was written last through a loss of power.
+    /// Makes completed writes survive a loss of power.
     ///
     /// # Errors
     /// The system's.
@@ -42,8 +42,9 @@ pub trait BlockDevice: Send + Sync {
         Ok(())
     }
 
-    /// The bytes that [`BlockDevice::save_checkpoint`] was last given, once: they are gone before this returns, so no
-    /// later life finds them beside newer blocks. At most `limit` bytes; `None` if there are none. Nobody trusts them.
+    /// Returns the bytes of the last [`BlockDevice::save_checkpoint`], once: they are deleted before this returns,
+    /// so that no later opener finds them with newer blocks. At most `limit` bytes; `None` if there are none. They are
+    /// untrusted.
     fn take_checkpoint(&self, _limit: u64) -> Option<Vec<u8>> {
         None
     }
@@ -66,7 +67,7 @@ pub(crate) fn write_whole(device: &dyn BlockDevice, bytes: &[u8], offset: u64) -
     in_steps(bytes.len(), io::ErrorKind::WriteZero, |done| device.write_at(&bytes[done..], offset + done as u64))
 }
 
-/// Reads neighbouring blocks in one call, or as many as short reads need.
+/// Reads adjacent blocks in one call, or more after short reads.
 pub(crate) fn read_blocks<'a>(
     device: &dyn BlockDevice,
     blocks: impl Iterator<Item = &'a mut Buffer>,
@@ -81,7 +82,7 @@ pub(crate) fn read_blocks<'a>(
     })
 }
 
-/// Writes neighbouring blocks in one call, or as many as short writes need.
+/// Writes adjacent blocks in one call, or more after short writes.
 pub(crate) fn write_blocks<'a>(
     device: &dyn BlockDevice,
     blocks: impl Iterator<Item = &'a Buffer>,

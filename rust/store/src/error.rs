@@ -32,7 +32,7 @@ pub enum Error {
         /// The path.
         path: PathBuf,
     },
-    /// The file system cannot lock files, so nobody could tell a slab in use from an abandoned one.
+    /// The file system cannot lock files, so a slab in use looks like an abandoned one.
     #[error("the file system of {} has no locks ({source}); mount it with them, or name another directory", path.display())]
     NoLocks {
         /// Directory of the slab.

@@ -15,10 +15,10 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// As many slots as the size holds, or exactly as many as asked for.
+    /// Returns a geometry with as many slots as the size holds, or exactly the requested number.
     ///
     /// # Errors
-    /// `TooSmall` if not one slot fits, `TooManySlots` if the size holds fewer than asked for, `InvalidOption` for a
+    /// `TooSmall` if no slot fits, `TooManySlots` if the size holds fewer than requested, `InvalidOption` for a
     /// block without bytes, no slots, or if neither size nor slots are given.
     pub fn fit(payload_bytes: usize, size: Option<u64>, slots: Option<u64>) -> Result<Self> {
         let invalid = |what, found, must: &str| Err(Error::InvalidOption { what, found, must: must.to_owned() });

@@ -9,7 +9,7 @@ use twox_hash::XxHash3_128;
 const VERSION: u32 = 1;
 const SLOT_MAGIC: [u8; 8] = *b"BLKYSLOT";
 const SLAB_MAGIC: [u8; 8] = *b"BLKYSLAB";
-/// Says that the owner follows; zeros stand for a block without one, as before there were owners.
+/// Marks that the owner follows; zeros mean a block without an owner, as in older slabs.
 const OWNED: u64 = 1;
 /// Offset of the page's checksum, which covers everything before it.
 const CHECKSUM: usize = PAGE - 16;
@@ -33,7 +33,7 @@ pub fn checksum_of_two(key: Option<&[u8; 32]>, head: &[u8], rest: &[u8]) -> [u8;
     state.finish_128().to_le_bytes()
 }
 
-/// Keyed BLAKE3 of the bytes, its first 16: a checksum that only who has the key can make.
+/// The first 16 bytes of the keyed BLAKE3: a checksum that only holders of the key can compute.
 #[must_use]
 pub fn keyed_checksum(key: &[u8; 32], bytes: &[u8]) -> [u8; 16] {
     let hash = blake3::keyed_hash(key, bytes);
@@ -46,12 +46,12 @@ type Page = [u8; PAGE];
 /// Full key of a block.
 pub(crate) type Key = [u8; 32];
 
-/// Whom a block of a keyed store counts for.
+/// The tenant that a block of a keyed store counts for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Owner {
     /// SHA-256 of the salt of its prompt; zeros without a salt.
     pub tenant: [u8; 32],
-    /// Key of the block before it in its prompt; zeros for the first.
+    /// Key of the preceding block in its prompt; zeros for the first.
     pub parent: [u8; 32],
 }
 
@@ -76,7 +76,7 @@ pub struct Header {
     pub payload_bytes: u64,
     /// XXH3-128 of the payload.
     pub payload_hash: u128,
-    /// Whom the block counts for, if for anybody.
+    /// The tenant that the block counts for, if any.
     pub owner: Option<Owner>,
 }
 
@@ -141,7 +141,7 @@ impl Header {
 
     /// Writes the header over the first page of a block.
     ///
-    /// A block shorter than a page is left as it is; the store never makes one.
+    /// A block shorter than a page is left unchanged; the store never creates one.
     pub fn encode(&self, block: &mut [u8]) {
         if let Some((page, _)) = block.split_first_chunk_mut::<PAGE>() {
             let mut out = Writer::new(page, SLOT_MAGIC);
@@ -179,7 +179,7 @@ impl Header {
     }
 }
 
-/// What the first page of a slab says, for whoever inspects or reopens the file.
+/// The first page of a slab, for inspecting and reopening the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Superblock {
     /// Digest of everything that decides the bytes, of the store that wrote this page.
@@ -192,7 +192,7 @@ pub(crate) struct Superblock {
     pub(crate) stride: u64,
     /// Length of a payload in bytes.
     pub(crate) payload_bytes: u64,
-    /// The first generation that counts; blocks of earlier ones are forgotten.
+    /// The first valid generation; blocks of earlier ones are forgotten.
     pub(crate) floor: u64,
     /// Which weights computed the blocks from there on, see [`crate::StoreOptions::revision`].
     pub(crate) revision: [u8; 32],
@@ -239,7 +239,7 @@ impl Superblock {
     }
 }
 
-/// Puts fields one behind the other into a zeroed page.
+/// Writes fields one after the other into a zeroed page.
 struct Writer<'a> {
     page: &'a mut Page,
     at: usize,
@@ -266,7 +266,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Takes the fields out again, in the same order.
+/// Reads the fields in the same order.
 struct Reader<'a> {
     rest: &'a [u8],
 }

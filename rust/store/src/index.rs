@@ -13,13 +13,13 @@ use std::collections::HashMap;
 /// No slot, at the ends of the reuse order.
 const NONE: u32 = u32::MAX;
 
-/// A slot and what it holds: a block, or with generation 0 none that the store would find.
+/// A slot and its content: a block, or with generation 0 none that the store would find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StoredBlock {
     pub(crate) slot: u32,
     pub(crate) key: Key,
     pub(crate) generation: u64,
-    /// Whether the payload is known to have landed too: after a crash the header alone is no proof.
+    /// Whether the payload is known to have landed, too: after a crash, the header alone does not prove it.
     pub(crate) proven: bool,
     pub(crate) owner: Option<Owner>,
 }
@@ -31,10 +31,10 @@ impl StoredBlock {
     }
 }
 
-/// What one life of a keyed store hands to the next.
+/// What one opening of a keyed store passes on to the next.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Landed {
-    /// The first generation that counts.
+    /// The first valid generation.
     pub(crate) floor: u64,
     /// Above every generation that was used.
     pub(crate) next_generation: u64,
@@ -75,7 +75,7 @@ pub(crate) struct Index {
 }
 
 impl Index {
-    /// An index of `slots` slots without keys; generations below `floor`, which is at least 1, count for nothing.
+    /// Creates an index of `slots` slots without keys; generations below `floor`, which is at least 1, are void.
     pub(crate) fn new(slots: u32, floor: u64) -> Self {
         let entry = |slot: u32| IndexEntry {
             key: [0; 32],
@@ -105,7 +105,7 @@ impl Index {
         self.live
     }
 
-    /// Keys that gave way to others.
+    /// Number of evicted keys.
     pub(crate) fn evicted(&self) -> u64 {
         self.evicted
     }
@@ -126,7 +126,7 @@ impl Index {
         }
     }
 
-    /// What the quota of a new block's owner says of it.
+    /// Returns whether a new block fits its owner's quota.
     pub(crate) fn judge(&self, key: &Key, owner: &Owner) -> Verdict {
         self.quotas.judge(key, owner, self.parent(owner.parent))
     }
@@ -137,8 +137,8 @@ impl Index {
         self.link_oldest(slot);
     }
 
-    /// Gives a key the slot that is next to be reused; returns it with the key that it held, which is evicted. `None` if
-    /// there are no slots.
+    /// Gives a key the next slot in the reuse order. Returns the slot, and the key that was evicted from it. `None`
+    /// if there are no slots.
     pub(crate) fn claim(&mut self, key: Key, generation: u64, owner: Option<Owner>) -> Option<(u32, Option<Key>)> {
         let slot = self.oldest;
         let entry = *self.entries.get(slot as usize)?;
@@ -149,7 +149,7 @@ impl Index {
         Some((slot, evicted))
     }
 
-    /// Takes over what a slot already holds, as the last to be reused. Call it once for each slot and key.
+    /// Adds the existing content of a slot, as the last to be reused. Call it once for each slot and key.
     pub(crate) fn restore(&mut self, block: StoredBlock) {
         if block.generation > 0 {
             self.set(block, false);
@@ -159,18 +159,18 @@ impl Index {
         }
     }
 
-    /// Gives the slot of a key to another write of it. The block counts for whom it did.
+    /// Gives the slot of a key to another write of the key. The block's owner stays.
     pub(crate) fn renew(&mut self, slot: u32, key: &Key, generation: u64) {
         self.entries[slot as usize].generation = generation;
         self.touch(key);
     }
 
-    /// Whom the block of a slot counts for.
+    /// Returns the owner of a slot's block.
     pub(crate) fn owner(&self, slot: u32) -> Option<Owner> {
         self.quotas.owner(slot)
     }
 
-    /// Slot of a parent; zeros name none.
+    /// Returns the slot of a parent; zeros mean no parent.
     fn parent(&self, key: Key) -> Option<u32> {
         self.find(&key).filter(|_| key != [0; 32]).map(|(slot, _)| slot)
     }
@@ -188,7 +188,8 @@ impl Index {
         self.link_newest(slot);
     }
 
-    /// Forgets the key that the write of this generation put into a slot, if it is there still; says whether it was.
+    /// Forgets the key that the write of this generation put into a slot, if it is still there; returns whether it
+    /// was.
     pub(crate) fn remove(&mut self, slot: u32, generation: u64, reuse: Reuse) -> bool {
         let held = self.entries.get(slot as usize).map_or(0, |entry| entry.generation);
         if held != generation || held < self.floor {
@@ -216,19 +217,19 @@ impl Index {
         self.quotas.limit(tenant, most, |slot| self.entries[slot as usize].key);
     }
 
-    /// Forgets a key of a tenant that is beyond its quota; returns its slot, key and generation.
+    /// Forgets one key of a tenant beyond its quota; returns slot, key and generation.
     pub(crate) fn drop_beyond(&mut self, tenant: &[u8; 32]) -> Option<(u32, Key, u64)> {
         let slot = self.quotas.beyond(tenant)?;
         let IndexEntry { key, generation, .. } = self.entries[slot as usize];
         self.remove(slot, generation, Reuse::First).then_some((slot, key, generation))
     }
 
-    /// Blocks that count for a tenant, and its quota, if it has one.
+    /// Returns how many blocks count towards a tenant's quota, and the quota, if there is one.
     pub(crate) fn quota(&self, tenant: &[u8; 32]) -> Option<(u32, u32)> {
         self.quotas.quota(tenant)
     }
 
-    /// Checks what counts for whom.
+    /// Checks the counts of all tenants.
     ///
     /// # Errors
     /// What is wrong, in words.
@@ -237,12 +238,12 @@ impl Index {
         self.quotas.check(&live.map(|block| (block.slot, block.key)).collect::<Vec<_>>())
     }
 
-    /// The first generation that counts.
+    /// The first valid generation.
     pub(crate) fn floor(&self) -> u64 {
         self.floor
     }
 
-    /// Every slot, first to be reused first; which blocks are proven is not known here.
+    /// Returns every slot in reuse order. Whether payloads have landed is not known here.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = StoredBlock> {
         let mut next = self.oldest;
         std::iter::from_fn(move || {
@@ -257,7 +258,7 @@ impl Index {
         })
     }
 
-    /// Takes a slot's key away, dead or alive.
+    /// Removes a slot's key, dead or alive.
     fn clear(&mut self, slot: u32) {
         let entry = self.entries[slot as usize];
         if entry.generation == 0 {
@@ -269,7 +270,7 @@ impl Index {
             self.quotas.remove(slot, &entry.key, parent);
         }
         self.entries[slot as usize].generation = 0;
-        // A dead key may have another slot by now.
+        // A dead key may already have another slot.
         if self.slots.get(&entry.key) == Some(&slot) {
             self.slots.remove(&entry.key);
         }

@@ -4,7 +4,7 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Miss {
-    /// The slot was never written in the life of this store.
+    /// The slot was never written by this store.
     Empty,
     /// The last write to the slot failed, was given up or was refused.
     Lost,
@@ -34,7 +34,7 @@ pub enum Miss {
     Io,
     /// The ticket's deadline passed first.
     Timeout,
-    /// The store's memory for blocks in flight was used up when the batch was submitted.
+    /// The store's memory for blocks in flight was exhausted when the batch was submitted.
     QueueFull,
     /// The store was closed first.
     Closed,
@@ -94,7 +94,7 @@ impl Miss {
         }
     }
 
-    /// Position in arrays that hold one counter a reason.
+    /// Position in arrays with one counter per reason.
     #[must_use]
     pub const fn index(self) -> usize {
         self as usize

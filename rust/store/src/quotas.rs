@@ -1,7 +1,7 @@
-//! Which tenant each block counts for, and what goes when one is beyond its quota. The index owns this.
+//! Which tenant each block counts for, and which blocks to drop beyond a quota. The index owns this.
 //!
-//! A tenant's *leaves* go first: blocks that no stored block of the tenant names as its parent. Of the leaves the least
-//! recently used goes. So a prompt that is longer than its quota keeps its beginning.
+//! Beyond a quota, the least recently used *leaf* of the tenant is dropped: a block that no stored block of the tenant
+//! names as its parent. So a prompt that is longer than its quota keeps its beginning.
 //!
 //! Invariants:
 //! - a block counts for its tenant from [`Quotas::add`] to [`Quotas::remove`]; a block without an owner never does;
@@ -14,16 +14,16 @@ use std::collections::{BTreeSet, HashMap};
 /// No tenant.
 const NONE: u32 = u32::MAX;
 
-/// What a tenant's quota says of a new block.
+/// Whether a new block fits its tenant's quota.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Fits,
-    /// It fits if the block of this slot goes.
+    /// It fits if the block of this slot is dropped.
     InPlaceOf(u32),
     Refused,
 }
 
-/// Whom the block of a slot counts for. Of no meaning for a slot without a block.
+/// The tenant that a slot's block counts for. Meaningless for a slot without a block.
 #[derive(Clone, Copy, Debug)]
 struct Share {
     tenant: u32,
@@ -34,7 +34,8 @@ struct Share {
     parent: Key,
 }
 
-/// A block's place in the order in which a tenant's blocks go: whether it is no leaf, its last use, its slot.
+/// A block's place in the order in which a tenant's blocks are dropped: whether it has children, its last use, its
+/// slot.
 type Rank = (bool, i64, u32);
 
 #[derive(Debug)]
@@ -72,14 +73,14 @@ pub(crate) struct Quotas {
 }
 
 impl Quotas {
-    /// Blocks that count for a tenant, and its quota, if it has one.
+    /// Returns how many blocks count towards a tenant's quota, and the quota, if there is one.
     pub(crate) fn quota(&self, tenant: &[u8; 32]) -> Option<(u32, u32)> {
         let most = *self.most.get(tenant)?;
         let held = self.ledger.find(tenant).map_or(0, |found| found.slots.len());
         Some((u32::try_from(held).unwrap_or(u32::MAX), most))
     }
 
-    /// Whose the block of a slot is.
+    /// Returns the owner of a slot's block.
     pub(crate) fn owner(&self, slot: u32) -> Option<Owner> {
         let share = self.share(slot)?;
         Some(Owner { tenant: self.ledger.tenants[share.tenant as usize].name, parent: share.parent })
@@ -91,8 +92,8 @@ impl Quotas {
         self.ledger.tenants[share.tenant as usize].ranks.as_ref().map(|_| share.parent)
     }
 
-    /// Counts the block of a slot for its owner. `parent` is the slot of its parent, if it is stored. Without it a new
-    /// block counts as the least recently used: nobody finds it.
+    /// Counts the block of a slot for its owner. `parent` is the slot of its parent, if that is stored. If not, a
+    /// new block counts as the least recently used, since no lookup reaches it.
     pub(crate) fn add(
         &mut self,
         (slot, slots): (u32, usize),
@@ -123,7 +124,7 @@ impl Quotas {
         }
     }
 
-    /// Counts the block of a slot no more. `parent` is the slot of what [`Quotas::ranked_parent`] says.
+    /// Stops counting the block of a slot. `parent` is the slot of the key that [`Quotas::ranked_parent`] returns.
     pub(crate) fn remove(&mut self, slot: u32, key: &Key, parent: Option<u32>) {
         let Some(share) = self.share(slot) else { return };
         let parent = self.rank_of_parent(share.tenant, parent.filter(|&parent| parent != slot));
@@ -139,7 +140,7 @@ impl Quotas {
         self.ledger.leave_if_empty(share.tenant);
     }
 
-    /// Notes the use of a slot's block.
+    /// Records the use of a slot's block.
     pub(crate) fn touch(&mut self, slot: u32, key: &Key) {
         let Some(share) = self.share(slot) else { return };
         let used = self.after_all();
@@ -151,7 +152,7 @@ impl Quotas {
         }
     }
 
-    /// What happens to a new block, as if it were added and then what is beyond the quota removed.
+    /// Returns what happens to a new block, as if it were added and excess blocks were then removed.
     pub(crate) fn judge(&self, key: &Key, owner: &Owner, parent: Option<u32>) -> Verdict {
         let Some(&most) = self.most.get(&owner.tenant) else { return Verdict::Fits };
         let tenant = self.ledger.find(&owner.tenant);
@@ -162,7 +163,7 @@ impl Quotas {
         let is_orphan = owner.has_parent() && parent.is_none();
         let used = if is_orphan { i64::MIN } else { i64::MAX };
         let new = (owner.parent == *key || ranks.children.contains_key(key), used);
-        // With the new block its parent is no leaf.
+        // With the new block, its parent is not a leaf.
         let id = self.ledger.ids.get(&owner.tenant).copied().unwrap_or(NONE);
         let parent = self.rank_of_parent(id, parent).map(|(used, slot)| (true, used, slot));
         let other = ranks.order.iter().find(|rank| parent.is_none_or(|parent| parent.2 != rank.2));
@@ -183,7 +184,7 @@ impl Quotas {
         self.ledger.tenants[id as usize].ranks = ranks;
     }
 
-    /// The slot whose block goes first, if the tenant is beyond its quota.
+    /// Returns the slot whose block is dropped first, if the tenant is beyond its quota.
     pub(crate) fn beyond(&self, tenant: &[u8; 32]) -> Option<u32> {
         let most = *self.most.get(tenant)?;
         let found = self.ledger.find(tenant).filter(|found| found.slots.len() > most as usize)?;
@@ -227,7 +228,7 @@ impl Quotas {
         self.oldest
     }
 
-    /// Compares everything with what these blocks say: slots that have one, with their keys.
+    /// Compares everything with these blocks: the occupied slots, with their keys.
     ///
     /// # Errors
     /// What is wrong, in words.
@@ -300,7 +301,7 @@ impl Ledger {
         self.ids.get(tenant).map(|&id| &self.tenants[id as usize])
     }
 
-    /// The entry of a tenant, which is made if there is none.
+    /// Returns the entry of a tenant; creates it if missing.
     fn enter(&mut self, name: [u8; 32], is_ranked: bool) -> u32 {
         if let Some(&id) = self.ids.get(&name) {
             return id;
@@ -317,7 +318,7 @@ impl Ledger {
         id
     }
 
-    /// Gives an entry without blocks back.
+    /// Releases an entry without blocks.
     fn leave_if_empty(&mut self, id: u32) {
         let tenant = &mut self.tenants[id as usize];
         if tenant.slots.is_empty() {

@@ -1,4 +1,4 @@
-//! Memory of blocks, and buffers that are kept for the next ones.
+//! Memory of blocks in flight, and idle buffers for reuse.
 //!
 //! Invariant: `used` counts the bytes of all blocks that belong to an operation or to an uncollected result, and never
 //! exceeds `limit`.
@@ -17,7 +17,7 @@ pub(crate) struct Memory {
     limit: u64,
     used: u64,
     idle: Vec<Buffer>,
-    /// Header pages whose rows went back to the caller.
+    /// Header pages whose rows were returned to the caller.
     pages: Vec<Buffer>,
 }
 
@@ -48,7 +48,7 @@ impl Memory {
         (0..count).map(|_| self.idle.pop()).collect()
     }
 
-    /// Gives memory back that was reserved for blocks which were never submitted.
+    /// Releases memory that was reserved for blocks that were never submitted.
     pub(crate) fn unreserve(&mut self, count: usize) {
         self.used -= (count * self.stride) as u64;
     }
@@ -61,7 +61,7 @@ impl Memory {
         }
     }
 
-    /// Gives one block's memory back; its buffer is kept for the next if there is one.
+    /// Releases one block's memory; keeps its buffer, if any, for reuse.
     pub(super) fn release(&mut self, buffer: Option<Buffer>) {
         self.unreserve(1);
         let Some(mut buffer) = buffer else { return };

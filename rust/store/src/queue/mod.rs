@@ -23,7 +23,7 @@ use memory::Memory;
 
 pub(crate) use submit::LentRows;
 
-/// Bytes of neighbouring blocks that one call moves: beyond that calls gain nothing, and other threads could work.
+/// Maximum bytes of adjacent blocks in one call: larger calls gain nothing, and would keep other threads idle.
 const RUN: usize = 1 << 20;
 
 /// Counters since the store was opened.
@@ -35,11 +35,11 @@ pub struct Stats {
     pub read_blocks: u64,
     /// Misses by [`Miss::index`].
     pub misses: [u64; Miss::ALL.len()],
-    /// Operations that the system answered with an error.
+    /// Operations that failed with a system error.
     pub errors: u64,
-    /// The last of those errors, in words; empty if there was none.
+    /// Message of the last of those errors; empty if there was none.
     pub last_error: String,
-    /// Operations that the system answered with an error since the last that succeeded.
+    /// Number of those errors since the last successful operation.
     pub errors_in_a_row: u64,
     /// Whether the device hangs: batches are refused until it answers.
     pub is_down: bool,
@@ -47,7 +47,7 @@ pub struct Stats {
     pub pending_bytes: u64,
     /// Keys that have a block now.
     pub cached_blocks: u64,
-    /// Keys whose block gave way to another.
+    /// Keys whose block was evicted.
     pub evicted_blocks: u64,
 }
 
@@ -56,17 +56,17 @@ enum Op {
     Write(Place, Buffer),
     /// With the row that takes the block, if it was lent.
     Read(Place, Option<Box<dyn LentRow>>),
-    /// A key that has a slot already: its write may still be in flight.
+    /// A put of a key that already has a slot: its write may still be in flight.
     Confirm(Place),
-    /// A key that was deleted or dropped: its header goes, so that no later life finds it.
+    /// Wipes the header of a deleted or dropped key, so that no later opener finds it.
     Wipe(Place),
-    /// The deletion of a key that an earlier write has evicted: it is gone when that write has landed.
+    /// The deletion of a key that an earlier write has evicted: it ends when that write has landed.
     Gone(Place),
     /// A refused write: the slot no longer holds what the caller expects.
     Void(u32),
 }
 
-/// Work for a thread; several blocks lie in neighbouring slots.
+/// Work for a thread; several blocks are in adjacent slots.
 #[derive(Debug)]
 pub(crate) enum Job {
     Write(Vec<(Place, Buffer)>),
@@ -100,9 +100,10 @@ pub(crate) struct Queue {
     slots: Vec<SlotState>,
     /// Without slots in swap space.
     index: Index,
-    /// Slots whose on-disk header may hold a key missing from the index: an operation failed, and the header is not wiped yet.
+    /// Slots whose on-disk header may hold a key missing from the index: an operation failed, and the header is not
+    /// wiped yet.
     suspects: HashSet<u32>,
-    /// Keys that gave way to writes which have not ended, with their slots, by the writes' generations.
+    /// Keys evicted by writes that have not ended, with their slots, by the writes' generations.
     evicting: HashMap<u64, (u32, Key)>,
     ready: VecDeque<Op>,
     /// Slots with an operation that is ready or running, and the operations behind it.
@@ -113,18 +114,18 @@ pub(crate) struct Queue {
     timeout_base: Duration,
     stats: Stats,
     closing: bool,
-    /// Threads that take jobs, and how many of them have one.
+    /// Number of threads that take jobs, and how many of them have one.
     threads: usize,
     running: usize,
     /// Jobs that have ended.
     answers: u64,
-    /// Set while the device does not know yet what was forgotten: the floor that it must get. Puts are refused.
+    /// Set until the device has recorded the last `forget`: the floor to write. Puts are refused meanwhile.
     forgetting: Option<u64>,
     /// Set while the device hangs: until then batches are refused. See [`Queue::is_hung`].
     hung_until: Option<Instant>,
 }
 
-/// What a queue is made for.
+/// The configuration of a queue.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueueOptions {
     pub(crate) slots: u32,
@@ -191,8 +192,8 @@ impl Queue {
         keys.iter().map(|key| self.index.find(key).is_none()).collect()
     }
 
-    /// Forgets every key, also those whose writes are in flight; returns the first generation that counts from now on, and
-    /// what the caller drops once it has released the lock.
+    /// Forgets every key, including those being written; returns the first valid generation from now on, and what
+    /// the caller must drop after releasing the lock.
     pub(crate) fn forget(&mut self) -> (u64, Ledger) {
         let floor = self.take_generation();
         let counted = self.index.forget(floor);
@@ -200,22 +201,23 @@ impl Queue {
         (floor, counted)
     }
 
-    /// Blocks that count for a tenant, and its quota, if it has one.
+    /// Returns how many blocks count towards a tenant's quota, and the quota, if there is one.
     pub(crate) fn quota(&self, tenant: &[u8; 32]) -> Option<(u32, u32)> {
         self.index.quota(tenant)
     }
 
-    /// Checks what counts for whom.
+    /// Checks the counts of all tenants.
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         self.index.check()
     }
 
-    /// Takes puts again once the device has the newest floor.
+    /// Accepts puts again once the device has the newest floor.
     pub(crate) fn has_forgotten(&mut self, floor: u64) {
         self.forgetting = self.forgetting.filter(|&newest| newest > floor);
     }
 
-    /// The blocks that have landed, for a later life. `None` in swap space, and with suspects: only the headers tell then.
+    /// Returns the blocks that have landed, for the next opener. `None` in swap space, and if slots are suspect:
+    /// then only the headers are reliable.
     pub(crate) fn landed(&self) -> Option<Landed> {
         let landed = |block: StoredBlock| {
             let state = self.slots[block.slot as usize];
@@ -230,7 +232,7 @@ impl Queue {
         })
     }
 
-    /// Operations that a thread may begin.
+    /// Whether a thread may begin an operation.
     pub(crate) fn num_ready(&self) -> usize {
         self.ready.len()
     }
@@ -250,7 +252,7 @@ impl Queue {
         }
     }
 
-    /// Settles a block that was put again, in its turn.
+    /// Settles a repeated put when its turn comes.
     fn confirm(&mut self, place: Place) {
         match self.busy.get_mut(&place.slot) {
             Some(behind) => behind.push_back(Op::Confirm(place)),
@@ -263,7 +265,7 @@ impl Queue {
         self.settle(place, if landed { Ok(None) } else { Err(Miss::Lost) });
     }
 
-    /// Forgets what a slot holds, in its turn. At most one such mark stands behind each operation.
+    /// Forgets a slot's content when its turn comes. At most one such mark follows each operation.
     fn void(&mut self, slot: u32) {
         match self.busy.get_mut(&slot) {
             None => self.slots[slot as usize] = SlotState::Lost,
@@ -272,7 +274,7 @@ impl Queue {
         }
     }
 
-    /// The next operations that need the device; those that need none are settled on the way.
+    /// Returns the next operations that need the device; settles those that need none.
     pub(crate) fn next_job(&mut self) -> Option<Job> {
         let job = self.find_job();
         self.running += usize::from(job.is_some());
@@ -280,7 +282,7 @@ impl Queue {
     }
 
     fn find_job(&mut self) -> Option<Job> {
-        // Neighbours go together as far as no thread is left without work.
+        // Group adjacent blocks as long as no thread is left idle.
         let most = (RUN / self.memory.stride()).min(self.ready.len().div_ceil(self.threads)).max(1);
         while let Some(op) = self.ready.pop_front() {
             match op {
@@ -317,7 +319,7 @@ impl Queue {
         None
     }
 
-    /// A block and those behind it that are next in the queue, up to `most`.
+    /// Returns a block and the adjacent ones that follow it in the queue, up to `most`.
     fn run_of(
         &mut self,
         first: (Place, Buffer),
@@ -343,7 +345,7 @@ impl Queue {
         run
     }
 
-    /// What a thread needs for a write; `None` if nobody waits for it.
+    /// Returns what a thread needs for a write; `None` if nobody waits for it.
     fn begin_write(&mut self, place: Place, buffer: Buffer) -> Option<(Place, Buffer)> {
         self.slots[place.slot as usize] = SlotState::Lost;
         if self.tickets.is_open(place) {
@@ -353,7 +355,7 @@ impl Queue {
         None
     }
 
-    /// What a thread needs for a read; `None` if it is a miss already.
+    /// Returns what a thread needs for a read; `None` if it is a miss already.
     fn begin_read(&mut self, place: Place, row: Option<Box<dyn LentRow>>) -> Option<(Place, Buffer)> {
         match self.read_of(place) {
             Ok(place) => Some((place, self.memory.buffer(row))),
@@ -365,14 +367,14 @@ impl Queue {
         }
     }
 
-    /// Notes that a job has ended: the device answers.
+    /// Records that a job has ended: the device answers.
     pub(crate) fn answered(&mut self) {
         self.running -= 1;
         self.answers += 1;
         self.hung_until = None;
     }
 
-    /// A read with the generation that its slot must have, if the slot has anything for it.
+    /// Returns a read with the generation that its slot must have, or the miss if the slot has no such block.
     fn read_of(&self, place: Place) -> std::result::Result<Place, Miss> {
         match self.slots[place.slot as usize] {
             SlotState::Valid { .. } if !self.tickets.is_open(place) => Err(Miss::Timeout),
@@ -383,7 +385,7 @@ impl Queue {
         }
     }
 
-    /// Closes a ticket. Keys whose reads missed its deadline are forgotten, so that nobody waits for them again.
+    /// Closes a ticket. Keys whose reads missed its deadline are forgotten, so that no read waits for them again.
     pub(crate) fn take(&mut self, ticket: u64, now: Instant) -> Result<Outcomes> {
         if self.running > 0 && self.tickets.is_unanswered(ticket, now, self.answers) {
             self.hung_until = Some(now + self.timeout_base);
@@ -401,7 +403,7 @@ impl Queue {
         }
     }
 
-    /// Wipes the header of a slot, on nobody's ticket.
+    /// Wipes the header of a slot, without a ticket.
     fn suspect(&mut self, slot: u32) {
         self.suspects.insert(slot);
         self.enqueue(slot, Op::Wipe(Place { ticket: 0, index: 0, slot, key: [0; 32], generation: 0, owner: None }));
@@ -459,7 +461,7 @@ impl Queue {
         self.advance(place.slot);
     }
 
-    /// Ends a deletion, unless another slot's header has the key still and a write is about to replace it.
+    /// Ends a deletion, unless another slot's header still has the key and a write is about to replace it.
     fn settle_deletion(&mut self, place: Place, result: std::result::Result<(), Miss>) {
         let evicting = self.evicting.values().find(|(_, key)| *key == place.key && place.ticket > 0);
         if let Some(&(slot, _)) = evicting.filter(|_| result.is_ok()) {
@@ -476,7 +478,7 @@ impl Queue {
         self.memory.release(None);
     }
 
-    /// Notes what the system answered, for whoever asks why blocks are missing.
+    /// Records the system's answer, to explain missing blocks.
     pub(crate) fn note_answer(&mut self, error: Option<String>) {
         self.stats.errors_in_a_row = if error.is_some() { self.stats.errors_in_a_row + 1 } else { 0 };
         if let Some(what) = error {
@@ -485,8 +487,8 @@ impl Queue {
         }
     }
 
-    /// Records the outcome of a block; returns whether its ticket still needs it. If not, a block that was read gives its
-    /// memory back.
+    /// Records the outcome of a block; returns whether its ticket still needs it. If not, a block that was read
+    /// gives its memory back.
     fn settle(&mut self, place: Place, outcome: Outcome) -> bool {
         match self.tickets.settle(place, outcome) {
             Ok(()) => true,
@@ -498,7 +500,7 @@ impl Queue {
         }
     }
 
-    /// Lets the next operation on the slot go ahead.
+    /// Starts the next operation on the slot.
     fn advance(&mut self, slot: u32) {
         match self.busy.get_mut(&slot).and_then(VecDeque::pop_front) {
             Some(op) => self.ready.push_back(op),
@@ -508,14 +510,14 @@ impl Queue {
         }
     }
 
-    /// Gives the memory of collected blocks back.
+    /// Releases the memory of collected blocks.
     pub(crate) fn take_back(&mut self, outcomes: &mut Outcomes) {
         for buffer in outcomes.blocks.drain(..).flatten().flatten() {
             self.memory.release(Some(buffer));
         }
     }
 
-    /// Refuses new batches and settles what no thread has begun.
+    /// Refuses new batches, and settles operations that no thread has begun.
     pub(crate) fn close(&mut self) {
         self.closing = true;
         let mut waiting: Vec<Op> = self.ready.drain(..).collect();
@@ -525,7 +527,7 @@ impl Queue {
         for op in waiting {
             match op {
                 Op::Write(place, buffer) => {
-                    // The header that it was to replace stays.
+                    // The header that it would have replaced stays.
                     self.suspects.insert(place.slot);
                     self.settle(place, Err(Miss::Closed));
                     self.memory.release(Some(buffer));
@@ -545,7 +547,7 @@ impl Queue {
         self.closing
     }
 
-    /// Counters, with the present memory use.
+    /// Returns the counters, with the current memory use.
     pub(crate) fn stats(&self) -> Stats {
         Stats {
             misses: self.tickets.misses(),

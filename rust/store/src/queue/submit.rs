@@ -1,4 +1,4 @@
-//! New batches: what is taken, what is refused, and what has an outcome already.
+//! New batches: which blocks are accepted, which are refused, and which have an outcome already.
 
 use super::{Op, Queue};
 use crate::buffer::{Buffer, LentRow};
@@ -15,7 +15,7 @@ use std::time::Instant;
 pub(crate) type LentRows = Option<Vec<Box<dyn LentRow>>>;
 
 impl Queue {
-    /// Takes a batch of writes. Slots without a buffer are refused: `QueueFull`, and what they held is lost.
+    /// Submits a batch of writes. Slots without a buffer are refused, `QueueFull`, and lose their content.
     pub(crate) fn submit_writes(&mut self, slots: &[u32], buffers: Vec<Buffer>, now: Instant) -> Result<u64> {
         self.check_open()?;
         let (accepted, miss) = if self.is_hung(now) { (0, Miss::Timeout) } else { (buffers.len(), Miss::QueueFull) };
@@ -34,7 +34,7 @@ impl Queue {
         Ok(ticket)
     }
 
-    /// Takes a batch of reads. Those that the memory limit does not allow are refused: `QueueFull`.
+    /// Submits a batch of reads. Those beyond the memory limit are refused, `QueueFull`.
     pub(crate) fn submit_reads(&mut self, slots: &[u32], rows: LentRows, now: Instant) -> Result<u64> {
         self.check_open()?;
         let hung = self.is_hung(now);
@@ -49,8 +49,8 @@ impl Queue {
         Ok(ticket)
     }
 
-    /// Whether each key must be written if it is put, and so needs a buffer: it has no slot, or nobody has read its block
-    /// since a crash.
+    /// Returns whether a put of each key must write, and so needs a buffer: the key has no slot, or its block has
+    /// not been read since a crash.
     pub(crate) fn is_new(&self, keys: &[Key]) -> Vec<bool> {
         keys.iter().map(|key| self.index.find(key).is_none_or(|found| self.is_unproven(found))).collect()
     }
@@ -60,9 +60,9 @@ impl Queue {
         state.holds(generation) && !state.proves(generation)
     }
 
-    /// Takes a batch of blocks under their keys, each with a buffer where there was one. Keys that have a slot are only
-    /// confirmed; others evict what was not used for longest, or are refused without a buffer: `QueueFull`. Those beyond the
-    /// quota of their tenant are refused too: `Refused`.
+    /// Submits a batch of puts, each with a buffer if there was memory. Keys that have a slot are only confirmed.
+    /// Others evict the least recently used blocks; without a buffer they are refused, `QueueFull`; beyond their
+    /// tenant's quota, too, `Refused`.
     pub(crate) fn submit_puts(
         &mut self,
         keys: &[Key],
@@ -79,7 +79,7 @@ impl Queue {
             return Ok(self.open_ticket(false, keys.len(), 0, miss, now));
         }
         let ticket = self.open_ticket(false, keys.len(), keys.len(), Miss::QueueFull, now);
-        // What the batch names is not what it evicts.
+        // The batch must not evict its own keys.
         for key in keys {
             self.index.touch(key);
         }
@@ -110,8 +110,8 @@ impl Queue {
         }
     }
 
-    /// Puts a key that has no slot, if the quota of its tenant allows it. The block that gives way within the quota leaves its
-    /// slot to the new one.
+    /// Puts a key that has no slot, if its tenant's quota allows. If it replaces a block of the tenant, it takes
+    /// that block's slot.
     fn put_new(&mut self, place: Place, buffer: Option<Buffer>) {
         let verdict = place.owner.map_or(Verdict::Fits, |owner| self.index.judge(&place.key, &owner));
         let buffer = match (verdict, buffer) {
@@ -141,8 +141,8 @@ impl Queue {
         }
     }
 
-    /// Sets a tenant's quota and drops its blocks beyond it. The ticket, which only the store knows, ends when no later life
-    /// finds them; there is none if nothing was dropped.
+    /// Sets a tenant's quota and drops excess blocks. The ticket, which stays within the store, ends when no later
+    /// opener can find them; `None` if nothing was dropped.
     pub(crate) fn set_quota(&mut self, tenant: [u8; 32], most: Option<u32>, now: Instant) -> Result<Option<u64>> {
         self.check_open()?;
         self.index.set_quota(tenant, most);
@@ -160,7 +160,7 @@ impl Queue {
         Ok(Some(ticket))
     }
 
-    /// Takes a batch of reads by key. Keys without a block are misses at once, `Absent`.
+    /// Submits a batch of reads by key. Keys without a block are misses at once, `Absent`.
     pub(crate) fn submit_gets(&mut self, keys: &[Key], rows: LentRows, now: Instant) -> Result<u64> {
         self.check_open()?;
         if self.is_hung(now) {
@@ -185,8 +185,8 @@ impl Queue {
         Ok(ticket)
     }
 
-    /// Takes a batch of keys to delete: no later call finds them, and the ticket ends when no later life will. It fails as
-    /// long as there are suspects; those are wiped again.
+    /// Submits a batch of keys to delete: no later call finds them, and when the ticket ends, no later opener does.
+    /// It fails while slots are suspect; these are wiped again.
     pub(crate) fn submit_deletes(&mut self, keys: &[Key], now: Instant) -> Result<u64> {
         self.check_open()?;
         let ticket = self.open_ticket(false, keys.len(), keys.len(), Miss::QueueFull, now);
@@ -216,8 +216,8 @@ impl Queue {
         self.tickets.open(reads, blocks, (accepted, miss), deadline, self.answers)
     }
 
-    /// Whether the device has left a whole ticket without an answer and given none since. Now and then a batch is let
-    /// through all the same, while a thread is free to try it.
+    /// Whether the device did not answer a whole ticket, and has not answered since. From time to time, if a thread
+    /// is idle, a batch is let through as a probe.
     fn is_hung(&mut self, now: Instant) -> bool {
         let Some(again) = self.hung_until else { return false };
         if now < again || self.running >= self.threads {

@@ -26,7 +26,7 @@ pub(super) const CAREFULLY: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).uni
 const PRIVATE: Mode = Mode::RUSR.union(Mode::WUSR);
 
 impl SlabFile {
-    /// Opens the keyed slab of a directory, or creates it, and gives it the size that the options say. Slots of the same
+    /// Opens the keyed slab of a directory, or creates it, and sets its size from the options. Slots of the same
     /// length keep their blocks.
     ///
     /// # Errors
@@ -80,8 +80,8 @@ impl SlabFile {
     }
 }
 
-/// Opens a slab whose name stays as it is, and locks it. It waits a second for the lock: a process that was killed holds
-/// it until its last write has ended.
+/// Opens a slab with a permanent name, and locks it. Waits up to a second for the lock: a killed process holds it
+/// until its last write has ended.
 fn open_locked(directory: &OwnedFd, path: &Path, flags: OFlags) -> Result<File> {
     let until = Instant::now() + LOCK_WAIT;
     loop {
@@ -115,20 +115,20 @@ fn open_locked(directory: &OwnedFd, path: &Path, flags: OFlags) -> Result<File> 
     }
 }
 
-/// Whether it is a regular file that nobody else can write or read.
+/// Whether it is a regular file that only its owner can read or write.
 pub(super) fn is_private(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
         && stat.st_uid == rustix::process::geteuid().as_raw()
         && Mode::from_raw_mode(stat.st_mode).intersection(Mode::RWXG | Mode::RWXO).is_empty()
 }
 
-/// The checkpoint of the directory, whose name is gone when this returns.
+/// Returns the checkpoint of the directory; its name is removed before this returns.
 pub(super) fn take_checkpoint(directory: &OwnedFd, limit: u64) -> Option<Vec<u8>> {
     let _ = fs::unlinkat(directory, UNFINISHED, AtFlags::empty());
     let opened = fs::openat(directory, CHECKPOINT, OFlags::RDONLY | CAREFULLY, Mode::empty());
     match fs::unlinkat(directory, CHECKPOINT, AtFlags::empty()) {
         Ok(()) => {}
-        // A checkpoint that stays would be taken for that of a later life.
+        // A checkpoint that remained would be mistaken for a later one.
         Err(_) => return None,
     }
     let file = File::from(opened.ok()?);
@@ -138,7 +138,7 @@ pub(super) fn take_checkpoint(directory: &OwnedFd, limit: u64) -> Option<Vec<u8>
     Some(bytes)
 }
 
-/// Writes the checkpoint under another name first, so that it is whole under its own.
+/// Writes the checkpoint under a temporary name first, so that its final name always has a complete file.
 pub(super) fn save_checkpoint(directory: &OwnedFd, bytes: &[u8]) -> io::Result<()> {
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | CAREFULLY;
     let mut file = File::from(fs::openat(directory, UNFINISHED, flags, PRIVATE)?);

@@ -1,8 +1,8 @@
 //! The file of a slab: locked and preallocated. That of swap space is removed when the store is closed, or by the next
 //! opener if its process dies; that of keyed blocks is kept.
 //!
-//! Invariant: the holder of the `flock` of a named slab owns it. Swap space whose lock is free belongs to a dead process,
-//! and anyone may remove it.
+//! Invariant: the holder of the `flock` of a named slab owns it. Swap space whose lock is free belongs to a dead
+//! process, and anyone may remove it.
 
 mod kept;
 mod plain;
@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 const PREFIX: &str = "blockyard-swap-";
 const SUFFIX: &str = ".slab";
-/// Names that one process tries.
+/// How many names one process tries.
 const NAMES: u32 = 10_000;
 
 /// Whether the page cache is bypassed.
@@ -43,7 +43,7 @@ pub enum DirectMode {
 /// Where a slab is made and how it is accessed.
 #[derive(Clone, Debug)]
 pub struct SlabOptions {
-    /// Directory of the slab; its last component is made if it is missing, and must not be a symbolic link.
+    /// Directory of the slab; its last component is created if missing, and must not be a symbolic link.
     pub directory: PathBuf,
     /// Slots and their length.
     pub geometry: Geometry,
@@ -74,13 +74,13 @@ impl SlabFile {
     /// `NoSpace` or `FileTooLarge` if the slab does not fit, `DirectRefused` if direct I/O is required and not
     /// available, and system errors. Nothing is left behind.
     pub fn create(options: &SlabOptions) -> Result<Self> {
-        // Without a trailing slash, which would have a symbolic link followed.
+        // Without a trailing slash, which would follow a symbolic link.
         let path: PathBuf = options.directory.components().collect();
         let (directory, made) = open_directory(&path)?;
         remove_dead(&directory);
         let result = Self::create_in(directory, options);
         if result.is_err() && made {
-            // The failure matters more than a directory that somebody else may use by now.
+            // Report the first failure; another process may already use the directory.
             let _ = fs::unlinkat(CWD, &path, AtFlags::REMOVEDIR);
         }
         result
@@ -104,7 +104,7 @@ impl SlabFile {
                 Err(Errno::EXIST) => continue,
                 other => File::from(other.map_err(failed("create a slab in", path))?),
             };
-            // Another opener may hold the lock for a moment because it takes the owner for dead; it removes the file.
+            // Another opener that considers the owner dead may hold the lock for a moment; it removes the file.
             match rustix::io::retry_on_intr(|| fs::flock(&file, FlockOperation::NonBlockingLockExclusive)) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => continue,
@@ -240,7 +240,7 @@ impl BlockDevice for SlabFile {
     }
 
     fn save_checkpoint(&self, bytes: &[u8]) {
-        // It is a hint: whatever fails, the next opener reads the headers.
+        // The checkpoint is a hint: on any failure, the next opener reads the headers.
         let _ = kept::save_checkpoint(&self.directory, bytes);
     }
 
@@ -253,7 +253,7 @@ impl Drop for SlabFile {
     fn drop(&mut self) {
         self.unlink();
         if self.owner == std::process::id() {
-            // A fork that lives on has the file open too, and with it the lock.
+            // A surviving fork also has the file open, and with it the lock.
             let _ = fs::flock(&self.file, FlockOperation::Unlock);
         }
     }

@@ -1,4 +1,4 @@
-//! A slab that somebody looks at from outside.
+//! A slab opened for inspection.
 
 use super::failed;
 use super::kept::{CAREFULLY, NAME, is_private};
@@ -11,12 +11,12 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// What somebody wants of a slab.
+/// How to open a slab for inspection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// Read it, also while a store has it open.
+    /// Read it, even while a store has it open.
     Look,
-    /// Read it as it rests.
+    /// Read it while no store has it open.
     Check,
     /// Read and write it.
     Repair,

@@ -1,5 +1,5 @@
-//! The checkpoint of a keyed store: what lies in its slots, so that the next opener need not read every header. It is a
-//! hint. Each read is checked all the same, and without a checkpoint the headers say it all.
+//! The checkpoint of a keyed store: the contents of its slots, so that the next opener need not read every header. It
+//! is only a hint: each read is still checked, and without a checkpoint the headers have the same information.
 
 use super::StoreOptions;
 use crate::header::Owner;
@@ -16,7 +16,7 @@ const BLOCK: usize = 4 + 8 + 32;
 /// Slot, tenant, parent: one behind the blocks for each block that has an owner, in their order.
 const OWNER: usize = 4 + 32 + 32;
 const CHECKSUM: usize = 16;
-/// A bit that no generation has.
+/// A bit that is never set in a generation.
 const UNPROVEN: u64 = 1 << 63;
 
 impl StoreOptions {
@@ -52,7 +52,8 @@ impl StoreOptions {
         MAGIC.into_iter().chain(numbers).chain(self.namespace).collect()
     }
 
-    /// Reads a checkpoint; `None` if it is damaged, of another version, or of another store. `floor` is the superblock's.
+    /// Reads a checkpoint; `None` if it is damaged, of another version, or of another store. `floor` is the
+    /// superblock's.
     pub(super) fn read_checkpoint(&self, bytes: &[u8], floor: u64) -> Option<Landed> {
         let (bytes, checksum) = bytes.split_last_chunk::<CHECKSUM>()?;
         let (head, rest) = bytes.split_at_checked(HEAD)?;
@@ -89,7 +90,7 @@ fn read_block(bytes: &[u8]) -> Option<StoredBlock> {
     Some(StoredBlock { slot, key, generation, proven: generation > 0 && marked == generation, owner: None })
 }
 
-/// Gives blocks their owners; `None` if there are others.
+/// Sets the owners of blocks; `None` if they do not match.
 fn read_owners(bytes: &[u8], blocks: &mut [StoredBlock]) -> Option<()> {
     let mut blocks = blocks.iter_mut().filter(|block| block.generation > 0);
     let mut owners = bytes.chunks_exact(OWNER);

@@ -1,7 +1,7 @@
-//! `Floor`: the first generation of a slab that counts, and the weights that compute blocks from there on.
+//! `Floor`: the first valid generation of a slab, and the weights that compute blocks from there on.
 //!
-//! A thread writes it into the superblock, as the device may hang; the newest floor is the last that is written. One lock,
-//! held for no call of the device.
+//! A thread writes it to the superblock, since the device may hang; the newest floor is written last. One lock, never
+//! held during a call to the device.
 
 use super::keyed::failed;
 use crate::device::BlockDevice;
@@ -40,7 +40,7 @@ impl Floor {
         Self { known: Mutex::new(known), changed: Condvar::new() }
     }
 
-    /// Raises the floor and writes it, unless the blocks of the revision count already.
+    /// Raises the floor and writes it, unless the revision is already current.
     pub(super) fn raise(
         self: &Arc<Self>,
         revision: Option<[u8; 32]>,

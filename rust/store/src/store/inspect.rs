@@ -1,4 +1,4 @@
-//! Looks at a slab from outside: what its slots hold, and which blocks are damaged.
+//! Inspects a slab: what its slots hold, and which blocks are damaged.
 
 use super::recover::{header, read_superblock, scan};
 use crate::buffer::Buffer;
@@ -11,10 +11,10 @@ use crate::slab::{Access, PlainFile};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
-/// Threads that read.
+/// Number of reading threads.
 const THREADS: usize = 4;
 
-/// What a slab holds.
+/// The contents of a slab.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlabReport {
     /// The file.
@@ -23,7 +23,7 @@ pub struct SlabReport {
     pub geometry: Geometry,
     /// Process that wrote the superblock.
     pub pid: u32,
-    /// Blocks that count, by namespace.
+    /// Number of valid blocks, by namespace.
     pub blocks: BTreeMap<[u8; 32], u64>,
     /// Slots without a block.
     pub empty: u64,
@@ -38,7 +38,7 @@ pub struct SlabReport {
 }
 
 impl SlabReport {
-    /// Reads the headers of a slab, which a store may have open meanwhile.
+    /// Reads the headers of a slab, even while a store has it open.
     ///
     /// # Errors
     /// `Io`, `SymbolicLink`, `NotPrivate`, or `NotASlab` without an intact superblock.

@@ -1,4 +1,4 @@
-//! Blocks under keys: a store that evicts what was not used for longest, and finds its blocks again in the next life.
+//! Blocks under keys: a store that evicts the least recently used blocks, and finds its blocks again when reopened.
 
 use super::{LONGEST, STORE, SlabStore, StoreOptions, StoreState};
 use crate::buffer::{Buffer, LentRow};
@@ -12,13 +12,13 @@ use std::io;
 use std::time::Instant;
 
 impl SlabStore {
-    /// Starts a store of blocks under keys, with those that the device holds from earlier lives under the same namespace.
+    /// Opens a store of blocks under keys, with the blocks of the same namespace that the device already holds.
     ///
     /// Reads the checkpoint, or without one the header of each slot.
     ///
     /// # Errors
-    /// `InvalidOption` for options out of range, `Io` if the superblock cannot be read or written, or a thread cannot be
-    /// started.
+    /// `InvalidOption` for options out of range, `Io` if the superblock cannot be read or written, or a thread cannot
+    /// be started.
     pub fn open_keyed(device: Arc<dyn BlockDevice>, options: StoreOptions) -> Result<Self> {
         options.check()?;
         let landed = options.recover(&*device).map_err(failed("recover the blocks of"))?;
@@ -27,12 +27,12 @@ impl SlabStore {
         Self::start(device, options, queue, true)
     }
 
-    /// Stores blocks under their keys: `rows` holds one payload a key, back to back. The bytes are copied before this
-    /// returns. A key that is there already keeps its block; equal keys must stand for equal bytes.
+    /// Stores blocks under their keys: `rows` holds one payload per key, back to back. The bytes are copied before
+    /// this returns. A key that already has a block keeps it; equal keys must mean equal bytes.
     ///
-    /// Other keys are evicted, least recently used first. Blocks beyond the memory limit are refused (`QueueFull`), and those
-    /// beyond the quota of their owner (`Refused`), see [`SlabStore::set_quota`]. `owners` has one entry a key; without it
-    /// the blocks count for nobody.
+    /// Other keys are evicted, least recently used first. Blocks beyond the memory limit are refused (`QueueFull`), and
+    /// those beyond the quota of their owner (`Refused`), see [`SlabStore::set_quota`]. `owners` has one entry per key;
+    /// without it the blocks count towards no quota.
     ///
     /// # Errors
     /// `WrongLength`, `WrongOwners`, `NotKeyed`, `Closed`, `Forked`; nothing was submitted.
@@ -44,7 +44,7 @@ impl SlabStore {
         let mut rows: Vec<Row> = rows.chunks_exact(payload_bytes).map(Row::Unread).collect();
         let mut state = self.shared.lock();
         loop {
-            // Between two rounds other callers may have taken keys away that were there.
+            // Between two rounds, other callers may have removed existing keys.
             let is_new = state.queue.is_new(keys);
             let missing: Vec<usize> = (0..keys.len()).filter(|&i| is_new[i] && rows[i].is_unread()).collect();
             if missing.is_empty() {
@@ -61,8 +61,8 @@ impl SlabStore {
         self.submit_puts(state, keys, owners, buffers)
     }
 
-    /// Stores blocks straight from the caller's memory, one row per key; else as [`SlabStore::submit_put`]. Who owns a row is
-    /// as in [`SlabStore::lend_write`].
+    /// Stores blocks straight from the caller's memory, one row per key; else as [`SlabStore::submit_put`]. Who owns
+    /// a row is as in [`SlabStore::lend_write`].
     ///
     /// # Errors
     /// As [`SlabStore::submit_put`].
@@ -95,8 +95,8 @@ impl SlabStore {
         result
     }
 
-    /// Reads blocks by key; a key may be named more than once. A key without a block is a miss (`Absent`), and a key whose
-    /// read fails has no block from then on.
+    /// Reads blocks by key; a key may be named more than once. A key without a block is a miss (`Absent`), and a key
+    /// whose read fails has no block from then on.
     ///
     /// # Errors
     /// `NotKeyed`, `Closed`, `Forked`; nothing was submitted.
@@ -104,8 +104,8 @@ impl SlabStore {
         self.submit_keys(|queue, now| queue.submit_gets(keys, None, now))
     }
 
-    /// Reads blocks by key straight into the caller's memory, one row per key; else as [`SlabStore::submit_get`]. Rows are as
-    /// in [`SlabStore::lend_read`].
+    /// Reads blocks by key straight into the caller's memory, one row per key; else as [`SlabStore::submit_get`].
+    /// Rows are as in [`SlabStore::lend_read`].
     ///
     /// # Errors
     /// As [`SlabStore::submit_get`], and `WrongLength`.
@@ -114,7 +114,7 @@ impl SlabStore {
         self.submit_keys(|queue, now| queue.submit_gets(keys, Some(rows), now))
     }
 
-    /// Deletes keys. No later call finds them; once the ticket has ended without misses, no later life does.
+    /// Deletes keys. No later call finds them; once the ticket has ended without misses, no later opener does.
     ///
     /// # Errors
     /// `NotKeyed`, `Closed`, `Forked`; nothing was submitted.
@@ -140,15 +140,15 @@ impl SlabStore {
         Ok(self.shared.lock().queue.lacks(keys))
     }
 
-    /// Forgets every key, in this life at once and for later ones when it returns. Takes the same time for any number of
-    /// keys, and waits for the device. Blocks that are being written are forgotten too.
+    /// Forgets every key: for this store at once, for later openers when it returns. Takes the same time for any
+    /// number of keys, and waits for the device. Blocks being written are forgotten, too.
     ///
-    /// With a revision, blocks count from now on that its weights compute; nothing is forgotten if they are those of the
-    /// store already.
+    /// With a revision, only blocks that its weights compute are valid from now on; nothing is forgotten if it is the
+    /// store's revision already.
     ///
     /// # Errors
-    /// `Io` if the superblock cannot be written in time: then a later life may find the keys again. `NotKeyed`, `Closed`,
-    /// `Forked`.
+    /// `Io` if the superblock cannot be written in time: a later opener may then find the keys again. `NotKeyed`,
+    /// `Closed`, `Forked`.
     pub fn forget(&self, revision: Option<[u8; 32]>) -> Result<()> {
         self.check_keyed()?;
         let raise = || {
@@ -169,14 +169,14 @@ impl SlabStore {
         self.floor.raise(revision, self.options.timeout_base, raise, write)
     }
 
-    /// Limits the blocks that count for one tenant, in this life of the store, and drops what is beyond at once: first blocks
-    /// that no stored block of the tenant names as its parent, and of these the least recently used. Puts keep to it, whoever
-    /// makes them. `None` is no limit.
+    /// Limits the blocks of one tenant until this store is closed, and drops excess blocks at once: the least
+    /// recently used of those that no stored block of the tenant names as its parent. All puts obey it. `None` means no
+    /// limit.
     ///
-    /// Waits until no later life finds what was dropped.
+    /// Waits until no later opener can find the dropped blocks.
     ///
     /// # Errors
-    /// `Io` if the device did not confirm that in time; the quota holds all the same. `NotKeyed`, `Closed`, `Forked`: nothing
+    /// `Io` if the device did not confirm that in time; the quota still holds. `NotKeyed`, `Closed`, `Forked`: nothing
     /// was changed.
     pub fn set_quota(&self, tenant: [u8; 32], most: Option<u32>) -> Result<()> {
         self.check_keyed()?;
@@ -196,7 +196,8 @@ impl SlabStore {
         }
     }
 
-    /// Blocks that count for a tenant, those in flight included, and its quota; `None` without a quota.
+    /// Returns how many blocks count towards a tenant's quota, including those in flight, and the quota; `None`
+    /// without one.
     ///
     /// # Errors
     /// `NotKeyed`, `Forked`.
@@ -205,7 +206,7 @@ impl SlabStore {
         Ok(self.shared.lock().queue.quota(&tenant))
     }
 
-    /// Checks what counts for whom: a test calls this.
+    /// Checks the counts of all tenants; for tests.
     ///
     /// # Errors
     /// What is wrong, in words.

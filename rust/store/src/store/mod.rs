@@ -1,9 +1,9 @@
 //! The store: a queue, a device and the threads between them. Threads touch the caller's memory only where it was lent
 //! ([`LentRow`]). No call waits for the device longer than its timeout, but for opening a keyed store.
 //!
-//! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` wakes threads, `done`
-//! wakes callers, see `wake`. A thread whose call hangs in the kernel keeps that call's buffers and its share of the
-//! device, and is left behind on close.
+//! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` wakes threads,
+//! `done` wakes callers, see `wake`. A thread whose call hangs in the kernel keeps that call's buffers and its share of
+//! the device, and is left behind on close.
 
 use crate::buffer::{Buffer, LentRow};
 use crate::device::BlockDevice;
@@ -41,7 +41,7 @@ const PARTING: Duration = Duration::from_secs(1);
 /// Path in messages about a store without a file.
 const STORE: &str = "the external store";
 
-/// Longest time that close waits.
+/// Maximum time that close waits.
 const LONGEST: Duration = Duration::from_secs(86_400);
 
 /// Options of a store. The device decides where the bytes are.
@@ -51,13 +51,14 @@ pub struct StoreOptions {
     pub geometry: Geometry,
     /// Digest of everything that decides the bytes; a block of another namespace is a miss.
     pub namespace: [u8; 32],
-    /// Name of the weights that compute the blocks, see [`revision_name`]; blocks under keys of others are forgotten.
+    /// Name of the weights that compute the blocks, see [`revision_name`]; blocks under keys of others are
+    /// forgotten.
     pub revision: [u8; 32],
     /// Threads that read and write, 2 to 16.
     pub threads: usize,
     /// Maximum bytes of blocks in flight and of uncollected results, headers included.
     pub memory_bytes: u64,
-    /// Time for an operation, beside that for the bytes in flight.
+    /// Timeout of an operation, in addition to the time for the bytes in flight.
     pub timeout_base: Duration,
 }
 
@@ -190,7 +191,7 @@ impl SlabStore {
         if self.keyed { 0 } else { self.options.geometry.slots }
     }
 
-    /// Writes blocks: `rows` holds one payload a slot, back to back. The bytes are copied before this returns.
+    /// Writes blocks: `rows` holds one payload per slot, back to back. The bytes are copied before this returns.
     ///
     /// Blocks beyond the memory limit are refused (`QueueFull`). A refused, failed or abandoned write leaves a slot
     /// that reads as a miss.
@@ -208,7 +209,7 @@ impl SlabStore {
         self.submit_buffers(self.shared.lock(), &checked, filled)
     }
 
-    /// Writes blocks straight from the caller's memory, one row a slot; else as [`SlabStore::submit_write`].
+    /// Writes blocks straight from the caller's memory, one row per slot; else as [`SlabStore::submit_write`].
     ///
     /// The store owns a row until its block has an outcome; after `Timeout` or `Closed`, until the hanging thread has
     /// dropped it. A row whose bytes change in the meantime is a miss when it is read.
@@ -280,8 +281,8 @@ impl SlabStore {
         self.submit_reads(&checked, None)
     }
 
-    /// Reads blocks straight into the caller's memory, one row a slot; else as [`SlabStore::submit_read`]. What a row holds
-    /// is of use only if its block was read; who owns it is as in [`SlabStore::lend_write`].
+    /// Reads blocks straight into the caller's memory, one row per slot; else as [`SlabStore::submit_read`]. A row's
+    /// content is valid only if its block was read; its ownership is as in [`SlabStore::lend_write`].
     ///
     /// # Errors
     /// As [`SlabStore::submit_read`], and `WrongLength`.
@@ -330,8 +331,8 @@ impl SlabStore {
         Ok(state.queue.tickets.poll(Instant::now()))
     }
 
-    /// A file descriptor that becomes readable when a ticket ends, and stays so until [`SlabStore::poll`] is called. It
-    /// belongs to the store. Deadlines do not make it readable.
+    /// A file descriptor that becomes readable when a ticket ends, and stays so until [`SlabStore::poll`] is called.
+    /// It belongs to the store. Deadlines do not make it readable.
     ///
     /// # Errors
     /// `Io` if there is none left, `Forked`.
@@ -449,8 +450,8 @@ impl SlabStore {
         state
     }
 
-    /// Syncs or discards the device in a separate thread, since either can hang on a frozen disk. Returns the number of
-    /// threads started.
+    /// Syncs or discards the device in a separate thread, since either can hang on a frozen disk. Returns the number
+    /// of threads started.
     fn discard_apart(&self, device: Arc<dyn BlockDevice>, checkpoint: Option<Vec<u8>>) -> usize {
         let (shared, is_kept) = (Arc::clone(&self.shared), self.keyed);
         let work = move || {
@@ -469,7 +470,7 @@ impl SlabStore {
 
 impl Drop for SlabStore {
     fn drop(&mut self) {
-        // Threads that need longer end by themselves; whoever wants to wait calls close.
+        // Slower threads end by themselves; call `close` to wait for them.
         let _ = self.close(PARTING);
     }
 }
@@ -490,7 +491,7 @@ impl Completion {
         self.outcomes.reads
     }
 
-    /// One entry a slot, in the order of the batch: the payload that was read, nothing for a write, or the miss.
+    /// One entry per slot, in the order of the batch: the payload that was read, nothing for a write, or the miss.
     #[must_use]
     pub fn blocks(&self) -> impl ExactSizeIterator<Item = std::result::Result<Option<&[u8]>, Miss>> {
         self.outcomes.blocks.iter().map(|block| match block {
