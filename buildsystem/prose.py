@@ -37,7 +37,7 @@ class Habit(NamedTuple):
 
 
 HABITS: Final = (
-    Habit(r"\A(?:Give|Say) (?:the|an?|whether|how|which|what|all|where)\b", "Give the first block.", "Return ..."),
+    Habit(r"\A(?:Give|Say) (?:the|whether|how|which|what|all|where)\b", "Give the first block.", "Return ..."),
     Habit(r"(?:that|what) there (?:is|are) not\b", "a block that there is not", "that does not exist"),
     Habit(r"(?:what|that) (?:is|are) no (?!longer|more\b|less\b|later\b)", "what is no text", "that is not a"),
     Habit(r"what there is\b", "in what there is", "name the thing"),
