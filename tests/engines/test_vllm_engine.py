@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from vllm_engine import OURS, PYTHON, SPEC, serve
 
+from blockyard.traces import read_trace
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="ENGINES_PYTHON does not name a Python with vLLM; make test-engines does"),
@@ -39,6 +41,18 @@ def test_tokens_are_those_of_vllm_alone(folder: Path, alone: Any, extra: dict[st
     assert found["counters"][STORED] > 0
     assert found["counters"][LOADED] > 0
     assert found["cached"] > alone["cached"]
+
+
+def test_requests_are_recorded_with_their_chunks(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "trace.jsonl"
+    monkeypatch.setenv("BLOCKYARD_RECORD", str(path))
+    serve(folder, extra=SPEC)  # two rounds of six prompts of 100 tokens, with answers of 60
+    rows = read_trace(path)
+    assert [list(row.hash_ids) for row in rows] == 2 * [[3 * n, 3 * n + 1, 3 * n + 2] for n in range(6)]
+    assert {(row.input_tokens, row.hash_tokens) for row in rows} == {(96, 32.0)}
+    answers = [list(row.output_hash_ids) for row in rows]
+    assert sorted(number for answer in answers[:6] for number in answer) == list(range(18, 30))
+    assert answers[6:11] == answers[:5]  # the engine ends before it tells that the last request has ended
 
 
 @pytest.mark.parametrize("what", ["loads", "wrong chunks"])

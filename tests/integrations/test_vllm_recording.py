@@ -105,7 +105,7 @@ def test_the_replay_of_a_recording_has_the_same_hits_on_the_host(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_requests_that_are_never_scheduled_or_have_no_chunk_are_left_out(
+def test_requests_that_are_never_scheduled_or_have_no_chunk_are_recorded_without_ids(
     vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = tmp_path / "trace.jsonl"
@@ -124,7 +124,28 @@ def test_requests_that_are_never_scheduled_or_have_no_chunk_are_left_out(
     assert not manager._recorder._new
     assert not manager._recorder._prompt_chunks
     manager.shutdown()
-    assert [list(row.hash_ids) for row in read_trace(path)] == [[0, 1]]
+    rows = read_trace(path)
+    assert [list(row.hash_ids) for row in rows] == [[], [], [0, 1]]
+    assert [(row.input_tokens, row.output_tokens) for row in rows] == [(1, 1), (1, 1), (64, 1)]
+
+
+def test_a_request_has_the_time_when_it_came(vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "trace.jsonl"
+    monkeypatch.setenv("BLOCKYARD_RECORD", str(path))
+    manager = manager_of(vllm)
+    engine, recorder = Requests(vllm, manager), manager._recorder._recorder
+    now = 7.0
+    recorder._clock = lambda: now
+    contexts = [vllm.base.ReqContext(req_id=name) for name in "ab"]
+    for context in contexts:
+        manager.on_new_request(context)
+        engine.note(context, keys_of([1]))
+        now += 2
+    engine.end_step("b", "a")
+    for context in contexts:
+        manager.on_request_finished(context)
+    manager.shutdown()
+    assert [(row.arrival, list(row.hash_ids)) for row in read_trace(path)] == [(0.0, [0]), (2.0, [0])]
 
 
 def test_a_version_without_chunks_in_the_context_records_nothing_and_says_so_once(

@@ -136,7 +136,8 @@ class TraceRecorder:
         """Record that a request has come.
 
         Args:
-            request_id: the caller's name for it. If the last request of that name has not ended, this one replaces it.
+            request_id: the caller's name for it. If a request of that name has not ended, this replaces all of it
+                but its time.
             keys: a key for each full block of the prompt, equal for equal blocks after equal beginnings: `chain_keys`,
                 or the engine's own. None is kept or written.
             input_tokens: length of the prompt, at least 1.

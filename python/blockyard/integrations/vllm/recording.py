@@ -21,7 +21,7 @@ class ChunkRecorder:
     """Records each request with the chunks that vLLM has noted in its context, of its first cache group.
 
     When a request is first scheduled, these are its prompt's chunks; when it ends, also those that the answer filled.
-    vLLM does not tell lengths in tokens, so they are those of whole chunks, and shorter prompts are left out.
+    vLLM does not tell lengths in tokens, so they are those of whole chunks, at least one token.
 
     Args:
         recorder: its blocks are chunks.
@@ -33,28 +33,31 @@ class ChunkRecorder:
         self._prompt_chunks: dict[str, int] = {}
 
     def add(self, context: ReqContext) -> None:
-        """Note a new request."""
-        if self._recorder.is_recording:
-            self._new[context.req_id] = context
+        """Record that a request has come."""
+        if not self._recorder.is_recording:
+            return
+        if not hasattr(context, "_offload_key_positions"):
+            _LOG.warning("requests are not recorded: this version of vLLM does not note their chunks")
+            self._recorder.close()
+            return
+        self._new[context.req_id] = context
+        self._recorder.add(context.req_id, [], 1)
 
     def begin(self, request_ids: Iterable[str]) -> None:
-        """Record the requests that are scheduled for the first time."""
+        """Record the prompts of requests that are scheduled for the first time."""
         for request_id in request_ids:
             context = self._new.pop(request_id, None)
-            if context is None:
-                continue
-            keys = self._keys(context)
+            keys = [] if context is None else self._keys(context)
             if keys:
                 self._prompt_chunks[request_id] = len(keys)
                 self._recorder.add(request_id, keys, len(keys) * self._recorder.block_size)
 
     def finish(self, context: ReqContext) -> None:
         """Record that a request has ended."""
-        self._new.pop(context.req_id, None)
-        chunks = self._prompt_chunks.pop(context.req_id, None)
-        if chunks is not None:
-            keys = self._keys(context)[chunks:]
-            self._recorder.finish(context.req_id, len(keys) * self._recorder.block_size, keys)
+        is_new = self._new.pop(context.req_id, None) is not None
+        chunks = self._prompt_chunks.pop(context.req_id, 0)
+        keys = [] if is_new or not self._recorder.is_recording else self._keys(context)[chunks:]
+        self._recorder.finish(context.req_id, len(keys) * self._recorder.block_size, keys)
 
     def close(self) -> None:
         """Write what is left."""
@@ -62,13 +65,8 @@ class ChunkRecorder:
 
     def _keys(self, context: Any) -> list[OffloadKey]:
         """Return the keys of a request's chunks, first to last."""
-        ends: dict[OffloadKey, int] | None = getattr(context, "_offload_key_positions", None)
-        if ends is None:
-            _LOG.warning("requests are not recorded: this version of vLLM does not note their chunks")
-            self._recorder.close()
-            return []
         keys: list[OffloadKey] = []
-        for key, end in ends.items():
+        for key, end in context._offload_key_positions.items():  # noqa: SLF001 (vLLM has no other list of them)
             # Ends within a chunk are those of partial chunks.
             if key.endswith(_FIRST_GROUP) and end == (len(keys) + 1) * self._recorder.block_size:
                 keys.append(key)
