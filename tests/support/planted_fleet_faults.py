@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 
 from blockyard.errors import StoreError
-from blockyard.stores import ThreadedStore, object_store, remote
+from blockyard.prefix_store import PrefixStore
+from blockyard.prefix_store.loads import Loads
+from blockyard.prefix_store.writes import Writes
+from blockyard.scheduler.admission import Admission
+from blockyard.sim import FleetOptions
+from blockyard.stores import Completion, ThreadedStore, object_store, remote
+from blockyard.stores.redis import RedisStore, lists
 from blockyard.stores.threaded import batches, breaker, epochs, known_keys, order, store, value_format
-from blockyard.stores.threaded.epochs import Epoch, ForgottenError, SharedEpoch
+from blockyard.stores.threaded.epochs import Epoch, SharedEpoch
 
 __all__ = ["PLANTED", "planted"]
 
@@ -153,7 +159,168 @@ def _found_when_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedEpoch, "counts", lambda self, epoch, stored: True)
 
 
+def _unconditional(patch: pytest.MonkeyPatch) -> None:
+    def put(self: Any, path: str, value: memoryview, meta: Any) -> None:
+        self._ob.put(self._client, path, value, use_multipart=False)
+
+    def replace(self: Any, key: Any, _old: Any, new: Any) -> Any:
+        self._accepted([[b"SET", self._prefix + key.tobytes(), new.tobytes()]])
+        return new
+
+    patch.setattr(object_store.ObjectStore, "_put_on_condition", put)
+    patch.setattr(RedisStore, "replace_epoch", replace)
+
+
+def _script(name: str, old: bytes, new: bytes) -> Patch:
+    """Return a patch of one of the scripts of the Redis store."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        make = lists._scripts
+
+        def made(*, has_quotas: bool) -> Any:
+            scripts = make(has_quotas=has_quotas)
+            script = getattr(scripts, name)
+            assert not has_quotas or old in script
+            return scripts._replace(**{name: script.replace(old, new)})
+
+        patch.setattr(lists, "_scripts", made)
+
+    return plant
+
+
+def _no_sweeps(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RedisStore, "_repair", lambda self, number, *, is_swept, has_quotas: None)
+
+
+def _empty_for_missing(patch: pytest.MonkeyPatch) -> None:
+    """Mooncake #3465."""
+    wait = batches.BatchStore.wait
+
+    def fill(self: Any, ticket: int, timeout: float | None = None) -> Completion:
+        done = wait(self, ticket, timeout)
+        reasons = ["" if reason == "absent" else reason for reason in done.reasons]
+        return Completion(done.ticket, done.ok | ([not reason for reason in reasons]), done.rows, reasons)
+
+    patch.setattr(batches.BatchStore, "wait", fill)
+
+
+def _loads_again_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """vLLM #49176: a request whose load failed loads again, and its blocks stay marked as failed."""
+    load_ahead, finish = Admission.load_ahead, Loads._finish
+    failed: set[int] = set()
+
+    def note(self: Any, load: Any, miss: str = "") -> bool:
+        if {miss, load.miss} & {"timeout", "error", "copy_failed"}:
+            failed.add(id(load.prompt))
+        return finish(self, load, miss)
+
+    def again(self: Any) -> None:
+        for idle in self._waiting.first(4):
+            if idle.fetch is not None and idle.fetch.done and id(idle.fetch.prompt) in failed:
+                idle.fetch = None
+        load_ahead(self)
+
+    patch.setattr(Loads, "_finish", note)
+    patch.setattr(Admission, "load_ahead", again)
+
+
+def _loaded_though_failed(patch: pytest.MonkeyPatch) -> None:
+    """vLLM #49250: tokens count as computed whose blocks did not come."""
+    end = Loads._end_job
+    patch.setattr(Loads, "_end_job", lambda self, job, landed: end(self, job, [True] * len(job)))
+
+
+def _freed_while_read(patch: pytest.MonkeyPatch) -> None:
+    """Mooncake #4153: the lease of blocks that are being read ends too early."""
+    advance, end = Writes.advance, Writes._end_job
+
+    def early(self: Any) -> None:
+        advance(self)
+        for job in list(self._jobs):
+            end(self, job)
+
+    patch.setattr(Writes, "advance", early)
+    patch.setattr(Writes, "_end_job", lambda self, job: job not in self._jobs or end(self, job))
+
+
+def _failed_loads_stay_leased(patch: pytest.MonkeyPatch) -> None:
+    """LMCache #2785."""
+    end = Loads._end_job
+    patch.setattr(Loads, "_end_job", lambda self, job, landed: end(self, job, landed) if any(landed) else 0)
+
+
+def _failed_writes_stay_leased(patch: pytest.MonkeyPatch) -> None:
+    hand_over = Writes._hand_over
+
+    def leave(self: Any, write: Any) -> bool:
+        return bool(write.transfer.done and write.transfer.error is not None) or hand_over(self, write)
+
+    patch.setattr(Writes, "_hand_over", leave)
+
+
+def _stale_hits_again_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """SGLang #31315: a block that the store said to have, and has not, is asked for again and again."""
+    finish, note = Loads._finish, known_keys.KnownKeys.note_ended
+
+    def again(self: Any, load: Any, miss: str = "") -> bool:
+        if load.read is not None and load.miss == "absent" and not load.tokens:
+            self._give_back(load.read)
+            load.read, load.until = None, 1e12
+            return False
+        return finish(self, load, miss)
+
+    def note_all_but(self: Any, key: bytes, reason: str, *, is_delete: bool) -> None:
+        if reason != "absent":
+            note(self, key, reason, is_delete=is_delete)
+
+    patch.setattr(Loads, "_finish", again)
+    patch.setattr(known_keys.KnownKeys, "note_ended", note_all_but)
+
+
+def _loads_count_twice(patch: pytest.MonkeyPatch) -> None:
+    end = Loads._end_job
+    patch.setattr(Loads, "_end_job", lambda self, job, landed: 2 * end(self, job, landed))
+
+
+def _forgets_below_alone(patch: pytest.MonkeyPatch) -> None:
+    def forget(self: Any, revision: str | None = None) -> bool:
+        self.store.forget(revision)
+        return True
+
+    patch.setattr(PrefixStore, "forget", forget)
+
+
+def _no_salt(patch: pytest.MonkeyPatch) -> None:
+    def hashed(self: Any, idle: Any) -> Any:
+        idle.hashed = idle.hashed or self._manager.prefix.hash(idle.tokens[0])
+        return idle.hashed
+
+    patch.setattr(Admission, "_hashed", hashed)
+
+
+_SERVING: dict[str, tuple[int, Patch]] = {
+    "an empty block is given for one that is missing": (20, _empty_for_missing),
+    "a failed load begins again for ever": (100, _loads_again_for_ever),
+    "blocks count as loaded whose copy failed": (100, _loaded_though_failed),
+    "blocks are reused while a write reads them": (100, _freed_while_read),
+    "blocks of a failed load stay leased": (100, _failed_loads_stay_leased),
+    "blocks of a failed write stay leased": (100, _failed_writes_stay_leased),
+    "a stale hit is read again for ever": (100, _stale_hits_again_for_ever),
+    "blocks that were loaded count twice": (20, _loads_count_twice),
+    "forget leaves what the engine has cached": (100, _forgets_below_alone),
+    "prompts are hashed without their salt": (100, _no_salt),
+}
+_REDIS: dict[str, tuple[int, Patch]] = {
+    "a full server drops nothing": (100, _script("settle", b"drop_beyond(tonumber(ARGV[1]))", b"")),
+    "a put does not look at quotas": (100, _script("settle", b"drop_of(tenant, quota, 1)", b"if true then return end")),
+    "a quota waits for blocks that the server has lost": (
+        100,
+        _script("set_quota", b"not has_dropped and", b"false and"),
+    ),
+    "blocks in no list stay": (100, _no_sweeps),
+}
 _FAULTS: dict[str, tuple[int, Patch]] = {
+    "the record replaced whatever is there": (400, _unconditional),
     "a put has the epoch that counts when it lands": (300, _landing),
     "the latest clock's epoch counts": (100, _clocks),
     "a process that was told forgets it": (100, _behind),
@@ -182,14 +349,16 @@ _FAULTS: dict[str, tuple[int, Patch]] = {
     "a key that failed is never read again": (500, lambda patch: patch.setattr(known_keys, "FAILED_SECONDS", 1e9)),
     "close waits for a thread that is gone": (20, _hangs_on_close),
 }
-PLANTED = tuple(_FAULTS)
+_ALL = (
+    *((name, *fault, FleetOptions(work="calls")) for name, fault in _FAULTS.items()),
+    *((name, *fault, FleetOptions(work="calls", store="redis")) for name, fault in _REDIS.items()),
+    *((name, *fault, FleetOptions(work="serving")) for name, fault in _SERVING.items()),
+)
+PLANTED = tuple(name for name, *_ in _ALL)
 
 
-def planted(name: str, patch: pytest.MonkeyPatch) -> int:
-    """Plant a fault; return the seeds within which it must be found."""
-    most, plant = _FAULTS[name]
+def planted(name: str, patch: pytest.MonkeyPatch) -> tuple[int, FleetOptions]:
+    """Plant a fault; return the seeds within which it must be found, and the fleets that find it."""
+    _, most, plant, options = next(fault for fault in _ALL if fault[0] == name)
     plant(patch)
-    return most
-
-
-_ = ForgottenError
+    return most, options

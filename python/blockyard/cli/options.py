@@ -262,6 +262,13 @@ def _add_simulate(commands: Any) -> None:
         "simulate --seed 7 --seeds 1 --html seed-7.html",
     )
     command.add_argument(
+        "--work",
+        choices=("calls", "serving", "both"),
+        default="both",
+        help="what engines do: random calls of the store, or serving prompts with a scheduler above it, which needs "
+        "torch; both: the first for two seeds, then the second for two",
+    )
+    command.add_argument(
         "--store",
         choices=("object", "redis", "both"),
         default="both",
@@ -282,7 +289,7 @@ def _add_simulate(commands: Any) -> None:
         default="all",
         metavar="KINDS",
         help="kinds of faults, separated by commas: all, none, or some of lossy, repeat, slow, partition, crash, "
-        "clock, forget, gray, full, node_loss, record_loss, damage, torn, failover, server_clock",
+        "clock, forget, update, copy, gray, full, node_loss, record_loss, damage, torn, failover, server_clock",
     )
     which.add_argument(
         "--replay",

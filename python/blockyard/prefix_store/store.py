@@ -93,10 +93,10 @@ class PrefixStore:
         manager.prefix.store_jobs.start(writes)
         self.store = store
         self._stats = PrefixStoreStats()
-        self._manager, self._engine, self._checked, self._size = manager, engine, checked, size
         self._runtime = runtime()
+        self._manager, self._engine, self._checked, self._size = manager, engine, checked, size
         self._timeout_base = prefetch_timeout_base
-        log = MissLog(store)
+        log = MissLog(store, self._runtime.monotonic)
         self._loads = Loads(manager, engine, checked, self._stats, log, max_bytes)
         self._writes = Writes(manager, engine, checked, self._stats, log, max_bytes)
         if writes == "never":

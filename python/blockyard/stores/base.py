@@ -409,11 +409,12 @@ class MissLog:
 
     Args:
         store: the name in the log line.
+        clock: returns the time in seconds; the machine's if None.
     """
 
-    def __init__(self, store: object) -> None:
+    def __init__(self, store: object, clock: Callable[[], float] | None = None) -> None:
         self._store = store
-        self._limit = RateLimit()
+        self._limit = RateLimit(clock)
 
     def note(self, reasons: Iterable[str]) -> None:
         """Log the reasons of a batch's misses."""

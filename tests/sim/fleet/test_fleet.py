@@ -52,9 +52,8 @@ def test_a_seed_is_one_run_in_any_process():
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
-    most = planted(name, monkeypatch)
-    found = run_campaign(range(most), FleetOptions())
-    assert found.failure is not None, f"not found in {most} seeds"
+    most, options = planted(name, monkeypatch)
+    assert any(simulate_fleet(seed, options).broken for seed in range(most)), f"not found in {most} seeds"
 
 
 def test_a_failure_shrinks_to_the_faults_that_matter_and_repeats(monkeypatch: pytest.MonkeyPatch):
@@ -72,7 +71,7 @@ def test_a_failure_shrinks_to_the_faults_that_matter_and_repeats(monkeypatch: py
 
 
 def test_faults_are_read_as_they_are_printed():
-    faults = draw_faults(3, kinds=tuple(FAULTS), engines=4, count=50, until=5.0)
+    faults = draw_faults(3, kinds=tuple(FAULTS), engines=4, count=200, until=5.0)
     assert read_faults(",".join(map(str, faults))) == faults
     assert {fault.kind for fault in faults} == set(FAULTS)
     assert read_faults("none") == []

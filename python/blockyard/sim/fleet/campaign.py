@@ -49,7 +49,8 @@ class Campaign:
         faults = ",".join(map(str, self.failure.faults)) or "none"
         options = self.options
         return (
-            f"blockyard simulate --store {options.store_of(self.failure.seed)} --engines {options.engines} "
+            f"blockyard simulate --store {options.store_of(self.failure.seed)} "
+            f"--work {options.work_of(self.failure.seed)} --engines {options.engines} "
             f"--seconds {options.seconds:g} --seed {self.failure.seed} "
             f"--replay {shlex.quote(faults)}"
         )
@@ -57,6 +58,7 @@ class Campaign:
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
         found: dict[str, Any] = {
+            "work": self.options.work,
             "store": self.options.store,
             "engines": self.options.engines,
             "seconds": self.options.seconds,

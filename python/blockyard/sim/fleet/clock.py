@@ -34,6 +34,10 @@ class EngineRuntime(Runtime):
         """Let the task wait."""
         self._loop.sleep(seconds)
 
+    def wait_readable(self, descriptor: int, seconds: float) -> None:  # noqa: ARG002 (the store's, which no task writes)
+        """Let the task wait."""
+        self._loop.sleep(seconds)
+
     def random_bytes(self, count: int) -> bytes:
         """Return drawn bytes."""
         return self._loop.random_bytes(count)

@@ -66,6 +66,8 @@ class SimulatedEngine:
 
     Attributes:
         weights: the name of those that it computes with.
+        due: revisions for which it calls `forget` as soon as it can.
+        called_at: when it made the call of the store that it waits for; None if it waits for none.
         num_operations: calls so far.
         reasons: of all blocks, "" for those that came or went.
     """
@@ -83,7 +85,8 @@ class SimulatedEngine:
     ) -> None:
         self.loop, self.server, self.oracle, self.number = loop, server, oracle, number
         self.weights = ""
-        self.must_forget = False  # with its next call
+        self.due: list[str | None] = []
+        self.called_at: float | None = None
         self.num_operations = 0
         self.reasons: Counter[str] = Counter()
         self._log, self._shares = log, shares
@@ -132,6 +135,10 @@ class SimulatedEngine:
         self._last_put, self._failed_at = {}, {}
         self.store = self._open()
 
+    def heal(self) -> None:
+        """End what is wrong with its link."""
+        self.link.heal()
+
     def turn_clock(self, ahead: float) -> None:
         """Let the engine's clock jump."""
         self.runtime.ahead = ahead
@@ -161,6 +168,17 @@ class SimulatedEngine:
             self.get(list(self._last_put))
             self.collect_all()
 
+    def works(self) -> bool:
+        """Store blocks; return whether all of them then come back."""
+        keys = list(range(NUM_KEYS))
+        for act in (self.put, self.get):
+            before = self.reasons[""]
+            act(keys)
+            self.collect_all()
+            if self.reasons[""] - before < NUM_KEYS:
+                return False
+        return True
+
     def forget(self, revision: str | None) -> bool:
         """Forget all blocks. Returns whether the store confirmed it."""
         self._ok_at, self._forgotten_at = inf, None
@@ -169,13 +187,15 @@ class SimulatedEngine:
         self.num_operations += 1
         said, began_at, name = "ok", self.loop.now, name_of(self.weights)
         self.oracle.unsettle(-1, inf)
-        self.oracle.forgetting[name] = inf
+        until = self.oracle.begin_forget(name, begins=revision is None)
+        self.called_at = began_at
         try:
             self.store.forget(revision)
         except StoreError as error:
             said = str(error)
+        self.called_at = None
         self._forgot_at = self.loop.now
-        self.oracle.forgetting[name] = self.loop.now + _LATE_SECONDS
+        until(self.loop.now + _LATE_SECONDS)
         if said == "ok":
             self.oracle.check_forgot(name, began_at, begins=revision is None)
         self.oracle.unsettle(-1, self.loop.now)
@@ -212,11 +232,12 @@ class SimulatedEngine:
         return Owners(*(np.frombuffer(b"".join(of), np.uint8).reshape(-1, 32) for of in (tenants, parents)))
 
     def _set_quota(self, tenant: int, most: int | None) -> bool:
-        said = "ok"
+        said, self.called_at = "ok", self.loop.now
         try:
             self.store.set_quota(tenant.to_bytes(32, "little"), most)
         except StoreError as error:
             said = str(error)
+        self.called_at = None
         self._say(f"quota {tenant} {most}: {said}")
         return said == "ok"
 
@@ -226,9 +247,8 @@ class SimulatedEngine:
         keys = chance.sample(range(first, first + NUM_KEYS), chance.randint(1, 3))
         deletes, forgets = self._shares
         draw = chance.random()
-        if draw < forgets or self.must_forget:
-            self.must_forget = False
-            self.forget(chance.choice((None, *WEIGHTS)))
+        if draw < forgets or self.due:
+            self.forget(self.due.pop(0) if self.due else chance.choice((None, *WEIGHTS)))
         elif self._has_tenants and chance.random() < 0.05:
             self._set_quota(chance.randrange(_TENANTS), chance.choice((None, 0, 2, 4)))
         elif draw < forgets + deletes:

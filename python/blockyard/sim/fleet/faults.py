@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from blockyard.errors import InvalidArgumentError
 
-__all__ = ["FAULTS", "OF_REDIS", "Fault", "draw_faults", "read_faults"]
+__all__ = ["FAULTS", "OF_REDIS", "OF_SERVING", "Fault", "draw_faults", "read_faults"]
 
 FAULTS: Final = {
     "lossy": "an engine loses a third of its requests and answers",
@@ -17,6 +17,8 @@ FAULTS: Final = {
     "crash": "an engine is killed; it comes back when the fault ends",
     "clock": "an engine's clock jumps ahead, and back when the fault ends",
     "forget": "an engine calls forget",
+    "update": "all engines get the same new weights, and call forget for them",
+    "copy": "half of an engine's copies fail: loads, stores and swaps",
     "gray": "the server answers everybody 300 times slower",
     "full": "the server refuses to store",
     "node_loss": "the server loses half of what it has stored",
@@ -28,7 +30,10 @@ FAULTS: Final = {
 }
 OF_REDIS: Final = frozenset({"failover", "server_clock"})
 """Kinds that happen to Redis servers alone."""
-_ALL_ENGINES: Final = {"gray", "full", "node_loss", "record_loss", "damage", "torn", *OF_REDIS}
+OF_SERVING: Final = frozenset({"copy"})
+"""Kinds that happen to engines that serve prompts alone."""
+_ALL_ENGINES: Final = {"gray", "full", "node_loss", "record_loss", "damage", "torn", "update", *OF_REDIS}
+_LASTS: Final = (0.05, 0.5, 0.5, 3.0, 3.0, 20.0)  # at most, in seconds
 _TOGETHER: Final = 0.4  # of the faults begin as another begins or ends
 
 
@@ -49,7 +54,7 @@ def draw_faults(seed: int, *, kinds: tuple[str, ...], engines: int, count: int, 
     chance, found = random.Random(f"faults {seed}"), list[Fault]()
     for _ in range(count if kinds else 0):
         kind = chance.choice(kinds)
-        at, seconds = round(chance.uniform(0, until), 3), round(chance.choice((0.05, 0.5, 3.0)) * chance.random(), 3)
+        at, seconds = round(chance.uniform(0, until), 3), round(chance.choice(_LASTS) * chance.random(), 3)
         if found and chance.random() < _TOGETHER:
             other = chance.choice(found)
             near = other.at + chance.choice((0.0, other.seconds)) + chance.uniform(-0.05, 0.05)

@@ -7,30 +7,37 @@ chance, network and server are the simulation's.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from math import inf
+from typing import Any, Final, Protocol
 
-from blockyard.errors import InvalidArgumentError
-from blockyard.sim.fleet.engine import CLOCK_STEP, NUM_KEYS, SimulatedEngine
-from blockyard.sim.fleet.faults import FAULTS, OF_REDIS, Fault, draw_faults
-from blockyard.sim.fleet.link import Server
+from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.sim.fleet.engine import CLOCK_STEP, NUM_KEYS, WEIGHTS, SimulatedEngine
+from blockyard.sim.fleet.faults import FAULTS, OF_REDIS, OF_SERVING, Fault, draw_faults
+from blockyard.sim.fleet.link import Link, Server
 from blockyard.sim.fleet.object_server import CAPACITY, RECORD_BYTES, ObjectServer
 from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.sim.fleet.redis_server import RedisServer
-from blockyard.sim.loop import Loop, StuckError
+from blockyard.sim.fleet.texts import Texts
+from blockyard.sim.loop import Loop
 from blockyard.stores.threaded.runtime import use_runtime
 from blockyard.stores.value import HEADER
 
 __all__ = ["FleetOptions", "FleetReport", "digest_of", "simulate_fleet"]
 
 STORES: Final = ("object", "redis", "both")
+WORK: Final = ("calls", "serving", "both")
 _QUIET_SECONDS: Final = 12.0
 _RECOVERY_SECONDS: Final = 60.0
+_SWEEP_SECONDS: Final = 70.0  # for which a process that was killed keeps others from sweeping
+_CALL_SECONDS: Final = 15.0  # that a call may take which waits for the store
+_MOST_SECONDS: Final = 300.0  # after the work, in which all must have ended
 _OF_LINK: Final[dict[str, tuple[str, Any, Any]]] = {
     "lossy": ("loss", 1 / 3, 0.0),
     "repeat": ("repeats", 1.0, 0.0),
@@ -48,6 +55,8 @@ class FleetOptions:
         seconds: of random work, in virtual time.
         num_faults: drawn for each seed.
         kinds: of faults, see `FAULTS`.
+        work: what engines do: `"calls"` of their stores at random, or `"serving"` prompts with a scheduler, a block
+            manager and a prefix store above, which needs torch; by default that of two seeds in four is serving.
         store: of all fleets, `"object"` or `"redis"`; by default that of an even seed is an object store, that of an
             odd one Redis.
     """
@@ -56,6 +65,7 @@ class FleetOptions:
     seconds: float = 4.0
     num_faults: int = 4
     kinds: tuple[str, ...] = tuple(FAULTS)
+    work: str = "both"
     store: str = "both"
 
     def __post_init__(self) -> None:
@@ -68,6 +78,13 @@ class FleetOptions:
             raise InvalidArgumentError(f"kinds has {unknown[0]!r}, must be some of {', '.join(FAULTS)}")
         if self.store not in STORES:
             raise InvalidArgumentError(f"store is {self.store!r}, must be one of {', '.join(STORES)}")
+
+        if self.work not in WORK:
+            raise InvalidArgumentError(f"work is {self.work!r}, must be one of {', '.join(WORK)}")
+
+    def work_of(self, seed: int) -> str:
+        """Return what the engines of a seed's fleet do."""
+        return WORK[seed // 2 % 2] if self.work == "both" else self.work
 
     def store_of(self, seed: int) -> str:
         """Return the store of a seed's fleet."""
@@ -112,7 +129,9 @@ def simulate_fleet(
     """
     options = options or FleetOptions()
     if faults is None:
-        kinds = tuple(kind for kind in options.kinds if options.store_of(seed) == "redis" or kind not in OF_REDIS)
+        left_out: set[str] = set() if options.store_of(seed) == "redis" else {*OF_REDIS}
+        left_out |= set() if options.work_of(seed) == "serving" else OF_SERVING
+        kinds = tuple(kind for kind in options.kinds if kind not in left_out)
         faults = draw_faults(
             seed, kinds=kinds, engines=options.engines, count=options.num_faults, until=options.seconds
         )
@@ -130,20 +149,21 @@ def digest_of(lines: Iterable[str]) -> str:
 
 
 class _Lines(logging.Handler):
-    """Appends log lines to a list."""
+    """Appends the log lines of stores to a list, and drops others, whose rate depends on the machine's clock."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__()
         self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(f"          {record.getMessage()}")
+        if record.name.startswith("blockyard.stores"):
+            self._lines.append(f"          {record.getMessage()}")
 
 
 @contextmanager
 def _logged(lines: list[str]) -> Iterator[None]:
-    """Take the log lines of stores."""
-    logger, handler = logging.getLogger("blockyard.stores"), _Lines(lines)
+    """Take the log lines of a run."""
+    logger, handler = logging.getLogger("blockyard"), _Lines(lines)
     before, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
@@ -153,6 +173,53 @@ def _logged(lines: list[str]) -> Iterator[None]:
         logger.propagate = before
 
 
+class Engine(Protocol):
+    """An engine of a fleet; see `SimulatedEngine`."""
+
+    number: int
+    due: list[str | None]
+    called_at: float | None
+    num_operations: int
+    reasons: Counter[str]
+
+    @property
+    def link(self) -> Link:
+        """The way to the server."""
+
+    def run(self, until: float) -> None:
+        """Work until a time."""
+
+    def crash(self) -> None:
+        """Die at once."""
+
+    def restart(self) -> None:
+        """Come back."""
+
+    def heal(self) -> None:
+        """End what is wrong with its link and its copies."""
+
+    def turn_clock(self, ahead: float) -> None:
+        """Let the engine's clock jump."""
+
+    def collect_all(self) -> None:
+        """End what is under way."""
+
+    def read_again(self) -> None:
+        """Read what it has stored."""
+
+    def forget(self, revision: str | None) -> bool:
+        """Forget all blocks."""
+
+    def lift_quotas(self) -> bool:
+        """Let tenants keep as many blocks as they like."""
+
+    def works(self) -> bool:
+        """Return whether blocks can be stored and found."""
+
+    def close(self) -> None:
+        """Close the store, which must hold nothing back."""
+
+
 class _Fleet:
     """One run."""
 
@@ -160,13 +227,14 @@ class _Fleet:
         self.loop, self.options, self.report = loop, options, report
         self.oracle = Oracle()
         self.server: Server = ObjectServer(loop, self._see)
-        self._has_tenants = False
+        self._has_tenants, self._texts = False, Texts()
         if options.store_of(report.seed) == "redis":
             self._has_tenants = loop.random.random() < 0.3
             capacity, ttl = loop.random.choice(((CAPACITY, 0.0), (CAPACITY, 0.0), (NUM_KEYS, 0.0), (CAPACITY, 1.5)))
             self.server = RedisServer(loop, self._see, capacity=capacity, ttl=ttl)
             self.oracle.may_evict = self._has_tenants or capacity < CAPACITY or ttl > 0
-        self.engines: list[SimulatedEngine] = []
+        self.engines: list[Engine] = []
+        self._has_ended = False
         self._record = b""  # the last that the server stored
 
     def run(self) -> None:
@@ -174,24 +242,30 @@ class _Fleet:
         report = self.report
         try:
             self.loop.start("fleet", self._work)
+            self.loop.start("watchdog", self._watch)
             self.loop.run()  # until no thread of a store is left
-        except (BrokenPromiseError, StuckError) as error:
+        except BlockyardError as error:  # a promise that was broken, or what no call may raise here
             report.broken = str(error)
             report.log.append(report.broken)
         report.num_operations = sum(engine.num_operations for engine in self.engines)
         for engine in self.engines:
             report.reasons.update(engine.reasons)
 
+    def _watch(self) -> None:
+        """Notice what never ends."""
+        while not self._has_ended:
+            self.loop.sleep(_CALL_SECONDS / 2)
+            late = [engine for engine in self.engines if (engine.called_at or inf) < self.loop.now - _CALL_SECONDS]
+            if late:
+                raise BrokenPromiseError(f"engine {late[0].number}: a call takes more than {_CALL_SECONDS:g} s")
+            if self.loop.now > self.options.seconds + _MOST_SECONDS:
+                raise BrokenPromiseError(f"{_MOST_SECONDS:g} s after the work something goes on")
+
     def _work(self) -> None:
         loop, options = self.loop, self.options
         # Where all is forgotten again and again, little of the rest can be checked.
         shares = loop.random.choice(((0.0, 0.0), (0.02, 0.005), (0.06, 0.04)))
-        self.engines = [
-            SimulatedEngine(
-                loop, self.server, self.oracle, number, self.report.log.append, shares, has_tenants=self._has_tenants
-            )
-            for number in range(options.engines)
-        ]
+        self.engines = [self._engine(number, shares) for number in range(options.engines)]
         tasks = [loop.start("engine", partial(engine.run, options.seconds)) for engine in self.engines]
         faults = [loop.start("fault", partial(self._suffer, fault)) for fault in self.report.faults]
         for task in (*tasks, *faults):
@@ -204,6 +278,16 @@ class _Fleet:
         self._recover()
         for engine in self.engines:
             engine.close()
+        self._has_ended = True
+
+    def _engine(self, number: int, shares: tuple[float, float]) -> Engine:
+        common: Any = (self.loop, self.server, self.oracle)
+        log, tenants = self.report.log.append, self._has_tenants
+        if self.options.work_of(self.report.seed) == "calls":
+            return SimulatedEngine(*common, number, log, shares, has_tenants=tenants)
+        serving = importlib.import_module("blockyard.sim.fleet.serving")  # it needs torch
+        made: Engine = serving.ServingEngine(*common, self._texts, number, log, forgets=shares[1], has_tenants=tenants)
+        return made
 
     def _see(self, value: bytes) -> None:
         """Check a value that the server stores, if it is the epoch's record."""
@@ -231,27 +315,36 @@ class _Fleet:
             self._spoil(fault.kind)
             return
         if fault.kind == "failover" and isinstance(server, RedisServer):
-            server.stop_replica()
-            began = loop.now
-            loop.sleep(fault.seconds)
-            server.fail_over()
-            self._record = server.record() or b""
-            self.oracle.roll_back(self._record[HEADER:] or None, began, loop.now)
-            self._say("failover ends", fault.engine)
-            return
-        if engine is not None and fault.kind == "forget":
-            engine.must_forget = True
-            return
-        if engine is not None and fault.kind == "clock":
+            self._fail_over(server, fault.seconds)
+        elif fault.kind == "update":
+            for each in self.engines:
+                each.due.append(f"update at {fault.at:g}")
+        elif fault.kind == "forget" and engine is not None:
+            engine.due.append(loop.random.choice((None, *WEIGHTS)))
+        elif fault.kind == "clock" and engine is not None:
             engine.turn_clock(CLOCK_STEP)
             loop.sleep(fault.seconds)
             engine.turn_clock(0.0)
-            return
+        else:
+            self._disturb(fault, engine)
+
+    def _fail_over(self, server: RedisServer, seconds: float) -> None:
+        """Let a server lose what it has stored in some time."""
+        server.stop_replica()
+        began = self.loop.now
+        self.loop.sleep(seconds)
+        server.fail_over()
+        self._record = server.record() or b""
+        self.oracle.roll_back(self._record[HEADER:] or None, began, self.loop.now)
+        self._say("failover ends", -1)
+
+    def _disturb(self, fault: Fault, engine: Engine | None) -> None:
+        """Let something be worse for a time."""
         target, name, value, usual = self._target(fault, engine)
         if target is None:
             return
         setattr(target, name, value)
-        loop.sleep(fault.seconds)
+        self.loop.sleep(fault.seconds)
         setattr(target, name, usual)  # also if another fault of this kind has begun meanwhile
         self._say(f"{fault.kind} ends", fault.engine)
 
@@ -270,12 +363,14 @@ class _Fleet:
         elif isinstance(server, RedisServer):
             server.clock_step += 3600.0
 
-    def _target(self, fault: Fault, engine: SimulatedEngine | None) -> tuple[Any, str, Any, Any]:
+    def _target(self, fault: Fault, engine: Engine | None) -> tuple[Any, str, Any, Any]:
         """Return what a fault changes, which attribute, and its values with and without the fault."""
         if fault.kind == "gray":
             return self.server, "slowness", 300.0, 1.0
         if fault.kind == "full":
             return self.server, "is_full", True, False
+        if fault.kind == "copy":
+            return getattr(engine, "streams", None), "loss", 0.5, 0.0
         if fault.kind not in _OF_LINK or engine is None:
             return None, "", None, None
         return engine.link, *_OF_LINK[fault.kind]
@@ -284,28 +379,24 @@ class _Fleet:
         """End all faults, and wait until nobody has a reason to be careful."""
         self.server.slowness, self.server.is_full = 1.0, False
         for engine in self.engines:
-            engine.link.heal()
+            engine.heal()
         self._say("all faults have ended", -1)
         self.loop.sleep(_QUIET_SECONDS)
 
     def _recover(self) -> None:
-        """Every engine can forget, store and find all blocks."""
+        """Every engine can forget, store and find blocks."""
         until = self.loop.now + _RECOVERY_SECONDS
         for engine in self.engines:
             while not engine.forget("last"):
                 self._require(until, f"engine {engine.number} cannot forget")
             while not engine.lift_quotas():
                 self._require(until, f"engine {engine.number} cannot lift quotas")
-        keys = list(range(NUM_KEYS))
         for engine in self.engines:
-            for act in (engine.put, engine.get):
-                while True:
-                    before = engine.reasons[""]
-                    act(keys)
-                    engine.collect_all()
-                    if engine.reasons[""] - before == NUM_KEYS:
-                        break
-                    self._require(until, f"engine {engine.number} does not {act.__name__} all blocks")
+            while not engine.works():
+                self._require(until, f"engine {engine.number} does not find what it has stored")
+        while isinstance(self.server, RedisServer) and self.server.num_unlisted():
+            self._require(until + _SWEEP_SECONDS, f"{self.server.num_unlisted()} blocks are in no list")
+            self.engines[0].works()
 
     def _require(self, until: float, what: str) -> None:
         if self.loop.now > until:

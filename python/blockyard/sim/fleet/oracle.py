@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -51,6 +53,7 @@ class Oracle:
         lost_at: when a record last took the place of a lost or damaged one: its engine may not know what was forgotten.
         records: that the server stored, and when.
         forgetting: names of weights for which an engine may be beginning an epoch, and until when.
+        beginning: of these, where the engine does not join an epoch that others have begun.
         deletions: of each key, those that were confirmed: submitted and confirmed at.
         unsettled_at: of each key, when a deletion last may have removed it; of -1, when a fault or a `forget` last may
             have removed all.
@@ -63,6 +66,7 @@ class Oracle:
     deletions: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     records: list[tuple[float, Epoch]] = field(default_factory=list)
     forgetting: dict[bytes, float] = field(default_factory=dict)
+    beginning: dict[bytes, float] = field(default_factory=dict)
     unsettled_at: dict[int, float] = field(default_factory=dict)
     may_evict: bool = False
     _since: dict[tuple[bytes, ...], float] = field(default_factory=dict)
@@ -70,12 +74,11 @@ class Oracle:
     def see_record(self, new: bytes, now: float, *, replaces: bytes | None) -> None:
         """Check the epoch's record that the server stores, in place of one that was whole, if it was."""
         epoch = Epoch.read(new)
-        if (
-            replaces is not None
-            and Epoch.read(replaces)[1:] != epoch[1:]
-            and now > self.forgetting.get(epoch.name, -1.0)
-        ):
-            raise BrokenPromiseError("other weights count, and no engine has called forget for them")
+        if replaces is not None and Epoch.read(replaces)[1:] != epoch[1:]:
+            if now > self.forgetting.get(epoch.name, -1.0):
+                raise BrokenPromiseError("other weights count, and no engine has called forget for them")
+            if epoch.name == Epoch.read(replaces).name and now > self.beginning.get(epoch.name, -1.0):
+                raise BrokenPromiseError("an epoch took the place of one that it should have joined")
         self.records.append((now, epoch))
         # Where the record was lost, weights that counted before may count again; those of nobody's `forget` always may.
         if any(epoch.weights):
@@ -85,13 +88,28 @@ class Oracle:
         if replaces is None:
             self.lost_at = now
 
+    def begin_forget(self, name: bytes, *, begins: bool) -> Callable[[float], None]:
+        """Take note of a call of `forget`. Returns what to call when it ends: with until when it may still arrive."""
+        kinds = [self.forgetting, self.beginning] if begins else [self.forgetting]
+        for until in kinds:
+            until[name] = inf
+
+        def end(at: float) -> None:
+            for until in kinds:
+                until[name] = at
+
+        return end
+
     def roll_back(self, record: bytes | None, to: float, now: float) -> None:
         """Take note that the server has only what it stored before a time, and this record."""
         self.unsettle(-1, now)
         for key, found in self.deletions.items():
             self.deletions[key] = [(began, ended) for began, ended in found if ended < to]
         epoch = None if record is None else Epoch.read(record)
-        self.weights_changed_at = 0.0 if epoch is None else self._since.get(epoch[1:], 0.0)
+        self.weights_changed_at = 0.0
+        if epoch is not None:
+            self.weights_changed_at = self._since.get(epoch[1:], 0.0)
+            self.records.append((now, epoch))
         self.lost_at = now
 
     def put(self, key: int, weights: str, now: float) -> Put:

@@ -125,8 +125,8 @@ class RedisServer:
 
     def num_unlisted(self) -> int:
         """Return how many blocks no list has."""
-        order: Any = next((value for name, value in self.data.values.items() if name.endswith(b":order")), {})
-        return sum(name[-32:] not in order for name in self._blocks())
+        orders = [value for name, value in self.data.values.items() if name.endswith(b":order")]
+        return sum(all(name[-32:] not in order for order in orders) for name in self._blocks())
 
     def _blocks(self) -> list[bytes]:
         return [

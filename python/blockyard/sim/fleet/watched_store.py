@@ -1,0 +1,162 @@
+"""`WatchedStore`: a store whose blocks are checked as they go in and come out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
+from blockyard.sim.fleet.texts import Texts
+from blockyard.stores import Completion, ExternalStore, Owners, StoreStats
+from blockyard.stores.arguments import checked_keys
+from blockyard.stores.base import Keys
+from blockyard.stores.remote import RemoteStore
+
+__all__ = ["WatchedStore"]
+
+
+@dataclass(eq=False)
+class _Batch:
+    kind: str
+    keys: list[bytes]
+    weights: str
+    changed_at: float
+
+
+class WatchedStore(ExternalStore):
+    """Passes all calls on to a store.
+
+    Args:
+        store: that has the blocks.
+        oracle: knows since when the weights count.
+        texts: knows what blocks must hold.
+
+    Attributes:
+        store: as given.
+        weights: with which the engine computes.
+        reasons: of all blocks, "" for those that came or went.
+        hits: blocks found.
+        stored: blocks confirmed.
+        reads: how often each key was read.
+        broken: the first promise that was broken. It is not raised here, where it would be one more miss.
+        is_forgotten: a read said so since this was set to False.
+    """
+
+    def __init__(self, store: RemoteStore, oracle: Oracle, texts: Texts, weights: str) -> None:
+        self.store, self.weights = store, weights
+        self.reasons: Counter[str] = Counter()
+        self.hits = self.stored = 0
+        self.reads: Counter[bytes] = Counter()
+        self.broken: BrokenPromiseError | None = None
+        self.is_forgotten = False
+        self._oracle, self._texts = oracle, texts
+        self._open: dict[int, _Batch] = {}
+
+    def __repr__(self) -> str:
+        return repr(self.store)
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that the store can hold."""
+        return self.store.num_slots
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block."""
+        return self.store.bytes_per_block
+
+    @property
+    def keeps_quotas(self) -> bool:  # type: ignore[override]
+        """Whether it has quotas."""
+        return self.store.keeps_quotas
+
+    def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
+        """Refuse: a prefix store has no slots."""
+        return self.store.submit_write(slots, rows)
+
+    def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
+        """Refuse: a prefix store has no slots."""
+        return self.store.submit_read(slots, rows)
+
+    def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
+        """Check blocks, and store them."""
+        names = [bytes(key) for key in checked_keys(keys)]
+        for key, row in zip(names, rows, strict=True):
+            self._check(row, key, self.weights, 0.0)
+        return self._note("put", names, self.store.submit_put(keys, rows, owners))
+
+    def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
+        """Start to read blocks."""
+        names = [bytes(key) for key in checked_keys(keys)]
+        self.reads.update(names)
+        return self._note("get", names, self.store.submit_get(keys, rows))
+
+    def contains(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return which keys are known to be there."""
+        return self.store.contains(keys)
+
+    def lacks(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return which keys are known to be absent."""
+        return self.store.lacks(keys)
+
+    def forget(self, revision: str | None = None) -> None:
+        """Forget all blocks."""
+        self.store.forget(revision)
+
+    def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
+        """Limit a tenant."""
+        self.store.set_quota(tenant, num_blocks)
+
+    def quota(self, tenant: bytes) -> tuple[int, int] | None:
+        """Return what a tenant has."""
+        return self.store.quota(tenant)
+
+    def event_fd(self) -> int:
+        """Return a descriptor that is readable when there is news."""
+        return self.store.event_fd()
+
+    def poll(self) -> list[int]:
+        """Return the tickets that ended."""
+        return self.store.poll()
+
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
+        """Collect a ticket, and check what it found."""
+        batch = self._open.pop(ticket, None)
+        done = self.store.wait(ticket, timeout)
+        if batch is None:
+            return done
+        self.reasons.update(done.reasons)
+        found = int(done.ok.sum())
+        if batch.kind == "put":
+            self.stored += found
+            return done
+        self.hits += found
+        self.is_forgotten |= "forgotten" in done.reasons
+        for index in np.flatnonzero(done.ok):
+            self._check(done.rows[index], batch.keys[index], batch.weights, batch.changed_at)
+        return done
+
+    def stats(self) -> StoreStats:
+        """Return the store's counters."""
+        return self.store.stats()
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Close the store."""
+        return self.store.close(timeout)
+
+    def _check(self, row: NDArray[np.uint8], key: bytes, weights: str, changed_at: float) -> None:
+        try:
+            first = min(stamp.at for stamp in self._texts.check_block(row, key, weights))
+            if first < changed_at:
+                raise BrokenPromiseError(
+                    f"found a block that was computed at {first:.3f} s, all were forgotten at {changed_at:.3f} s"
+                )
+        except BrokenPromiseError as error:
+            self.broken = self.broken or error
+
+    def _note(self, kind: str, keys: list[bytes], ticket: int) -> int:
+        self._open[ticket] = _Batch(kind, keys, self.weights, self._oracle.weights_changed_at)
+        return ticket
