@@ -168,6 +168,10 @@ class SimulatedEngine:
             self.get(list(self._last_put))
             self.collect_all()
 
+    def was_told(self, at: float) -> bool:
+        """Return whether it knew at a time that its weights had been forgotten."""
+        return self._forgotten_at is not None and at > self._forgotten_at
+
     def works(self) -> bool:
         """Store blocks; return whether all of them then come back."""
         keys = list(range(NUM_KEYS))

@@ -213,6 +213,9 @@ class Engine(Protocol):
     def lift_quotas(self) -> bool:
         """Let tenants keep as many blocks as they like."""
 
+    def was_told(self, at: float) -> bool:
+        """Return whether it knew at a time that its weights had been forgotten."""
+
     def works(self) -> bool:
         """Return whether blocks can be stored and found."""
 
@@ -281,7 +284,7 @@ class _Fleet:
         self._has_ended = True
 
     def _engine(self, number: int, shares: tuple[float, float]) -> Engine:
-        common: Any = (self.loop, self.server, self.oracle)
+        common = (self.loop, self.server, self.oracle)
         log, tenants = self.report.log.append, self._has_tenants
         if self.options.work_of(self.report.seed) == "calls":
             return SimulatedEngine(*common, number, log, shares, has_tenants=tenants)
@@ -296,6 +299,10 @@ class _Fleet:
         there = self.server.record()
         replaces = there[HEADER:] if there is not None and there == self._record else None
         self._record = value
+        link, sent_at = self.server.caller or (None, 0.0)
+        writers = [engine for engine in self.engines if engine.link is link]
+        if replaces is None and any(engine.was_told(sent_at) for engine in writers):
+            raise BrokenPromiseError("an engine wrote the lost record again, and knew that its weights were forgotten")
         self.oracle.see_record(value[HEADER:], self.loop.now, replaces=replaces)
 
     def _suffer(self, fault: Fault) -> None:

@@ -30,8 +30,10 @@ class Server(Protocol):
         loop: gives time and chance.
         slowness: factor of all delays.
         is_full: it refuses to store.
+        caller: whose request it serves, and when that was sent.
     """
 
+    caller: tuple[Link, float] | None
     loop: Loop
     slowness: float
     is_full: bool
@@ -85,10 +87,16 @@ class Link(ABC):
         loop = self._server.loop
         if self.is_dead:
             raise self._error("connection refused")
+        sent_at = loop.now
+
+        def serve() -> T:
+            self._server.caller = (self, sent_at)
+            return act()
+
         ended = loop.event()
         outcome: list[tuple[Any, Exception | None]] = []  # not of a generic alias, which takes 2 us to call
         for _ in range(1 + (loop.draw() < self.repeats)):
-            loop.call_later(self._delay(), lambda: self._arrive(act, ended, outcome))
+            loop.call_later(self._delay(), lambda: self._arrive(serve, ended, outcome))
         if not ended.wait(self._time_limit):
             raise self._error("the request timed out")
         result, error = outcome[0]

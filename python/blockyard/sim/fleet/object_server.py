@@ -75,6 +75,7 @@ class ObjectServer:
         self.objects: dict[str, _Object] = {}
         self.is_full = False
         self.slowness = 1.0
+        self.caller: tuple[Link, float] | None = None
         self.num_changes = 0
 
     def put(self, path: str, value: bytes, mode: Any) -> None:

@@ -43,6 +43,7 @@ class RedisServer:
         self.loop = loop
         self.data = RedisData(lambda: loop.now + self.clock_step, watch)
         self.slowness = 1.0
+        self.caller: tuple[Link, float] | None = None
         self.clock_step = 0.0
         self.may_miscount = False
         self.capacity, self.ttl = capacity, ttl
@@ -232,12 +233,13 @@ class RedisLink(Link):
         return self.call(lambda: self._run(units))
 
     def _run(self, units: list[Unit]) -> list[list[Any]]:
-        loop, answers = self.server.loop, list[list[Any]]()
+        loop, answers, caller = self.server.loop, list[list[Any]](), self.server.caller
         for unit in units:
             if answers:
                 loop.step_aside()
                 if self.is_dead and loop.random.random() < 0.5:
                     break  # the rest was not sent
+                self.server.caller = caller
             answers.append(self.server.run(unit))
         return answers
 

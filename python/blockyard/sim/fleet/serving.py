@@ -189,6 +189,10 @@ class ServingEngine:
         """Let tenants keep as many blocks as they like. Returns whether the store confirmed it."""
         return not self._has_tenants or self._set_quota(self.life, None)
 
+    def was_told(self, at: float) -> bool:  # noqa: ARG002 (engines that call the store themselves check it)
+        """Return False."""
+        return False
+
     def works(self) -> bool:
         """Serve a prompt; return whether its blocks then come from the store."""
         life, prompt = self.life, list(range(1, 4 * BLOCK_SIZE + 2))
