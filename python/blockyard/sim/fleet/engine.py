@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
 from blockyard.sim.fleet.clock import EngineRuntime
-from blockyard.sim.fleet.link import DEADLINE, Server
 from blockyard.sim.fleet.oracle import BLOCK_BYTES, BrokenPromiseError, Oracle, Put
+from blockyard.sim.fleet.servers.link import DEADLINE, Server
 from blockyard.sim.loop import Loop
 from blockyard.stores import Completion, Owners
 from blockyard.stores.remote import RemoteStore

@@ -20,10 +20,10 @@ from typing import Any, Final, Protocol
 from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.sim.fleet.engine import CLOCK_STEP, NUM_KEYS, WEIGHTS, SimulatedEngine
 from blockyard.sim.fleet.faults import FAULTS, OF_REDIS, OF_SERVING, Fault, draw_faults
-from blockyard.sim.fleet.link import Link, Server
-from blockyard.sim.fleet.object_server import CAPACITY, RECORD_BYTES, ObjectServer
 from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
-from blockyard.sim.fleet.redis_server import RedisServer
+from blockyard.sim.fleet.servers.link import Link, Server
+from blockyard.sim.fleet.servers.object_server import CAPACITY, RECORD_BYTES, ObjectServer
+from blockyard.sim.fleet.servers.redis_server import RedisServer
 from blockyard.sim.fleet.texts import Texts
 from blockyard.sim.loop import Loop
 from blockyard.stores.threaded.runtime import use_runtime
@@ -284,12 +284,14 @@ class _Fleet:
         self._has_ended = True
 
     def _engine(self, number: int, shares: tuple[float, float]) -> Engine:
-        common = (self.loop, self.server, self.oracle)
+        loop, server, oracle = self.loop, self.server, self.oracle
         log, tenants = self.report.log.append, self._has_tenants
         if self.options.work_of(self.report.seed) == "calls":
-            return SimulatedEngine(*common, number, log, shares, has_tenants=tenants)
+            return SimulatedEngine(loop, server, oracle, number, log, shares, has_tenants=tenants)
         serving = importlib.import_module("blockyard.sim.fleet.serving")  # it needs torch
-        made: Engine = serving.ServingEngine(*common, self._texts, number, log, forgets=shares[1], has_tenants=tenants)
+        made: Engine = serving.ServingEngine(
+            loop, server, oracle, self._texts, number, log, forgets=shares[1], has_tenants=tenants
+        )
         return made
 
     def _see(self, value: bytes) -> None:

@@ -22,8 +22,8 @@ from blockyard.prefix_store import PrefixStore
 from blockyard.scheduler import Finished, Step
 from blockyard.sim.fleet.clock import EngineRuntime
 from blockyard.sim.fleet.engine import WEIGHTS
-from blockyard.sim.fleet.link import Link, Server
 from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
+from blockyard.sim.fleet.servers.link import Link, Server
 from blockyard.sim.fleet.streams import SimulatedStreams
 from blockyard.sim.fleet.texts import BLOCK_SIZE, CELL_BYTES, Stamp, Texts
 from blockyard.sim.fleet.watched_store import WatchedStore

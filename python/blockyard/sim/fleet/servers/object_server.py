@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
 
-from blockyard.sim.fleet.link import DEADLINE, Link
+from blockyard.sim.fleet.servers.link import DEADLINE, Link
 from blockyard.sim.loop import Loop
 from blockyard.stores.object_store import ObjectStore, read_url
 from blockyard.stores.threaded.epochs import EPOCH_BYTES

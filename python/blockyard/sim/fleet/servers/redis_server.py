@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
-from blockyard.sim.fleet.link import DEADLINE, Link
-from blockyard.sim.fleet.object_server import RECORD_BYTES
 from blockyard.sim.fleet.oracle import BrokenPromiseError
-from blockyard.sim.fleet.redis_data import RedisData
+from blockyard.sim.fleet.servers.link import DEADLINE, Link
+from blockyard.sim.fleet.servers.object_server import RECORD_BYTES
+from blockyard.sim.fleet.servers.redis_data import RedisData
 from blockyard.sim.loop import Loop
 from blockyard.stores.redis import RedisStore, read_url
 from blockyard.stores.value import HEADER
