@@ -103,6 +103,23 @@ proptest! {
     }
 }
 
+#[test]
+fn a_prompt_that_continues_another_outlives_new_prompts_and_a_branch_does_not() {
+    let mut manager = manager(16, Eviction::Adaptive);
+    let mut run = |tokens: &[u32]| {
+        let sequence = open(&mut manager, tokens).unwrap();
+        manager.free(&[sequence]).unwrap();
+        manager.lookup(&prompt(&[1, 2, 3, 4, 5, 6, 7, 8, 9])).unwrap().tokens
+    };
+    run(&[1, 2, 3, 4]);
+    run(&[1, 2, 3, 4, 5, 6, 7, 8]);
+    run(&[1, 2, 30, 40]);
+    for new in 1..20 {
+        assert_eq!(run(&[100 * new, 2, 3, 4]), 8);
+    }
+    assert_eq!(manager.lookup(&prompt(&[1, 2, 30, 40, 50])).unwrap().tokens, 2);
+}
+
 /// Most recently used first.
 #[derive(Debug, Clone, Default)]
 struct Mru(Vec<BlockId>);
