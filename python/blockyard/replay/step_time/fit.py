@@ -72,7 +72,7 @@ def _nonnegative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.f
     for count in range(1, len(scale) + 1):
         for chosen in map(list, combinations(range(len(scale)), count)):
             part = np.linalg.lstsq(products[np.ix_(chosen, chosen)], wanted[chosen], rcond=None)[0]
-            error = -float(part @ wanted[chosen])  # squared residual, less that of nothing
+            error = -float(part @ wanted[chosen])  # squared residual minus that of all zeros
             if (part >= 0).all() and error < least:
                 best, least = np.zeros(len(scale)), error
                 best[chosen] = part

@@ -196,7 +196,7 @@ class Operators:
 
 
 class _AllReduce:
-    """Seconds of an all-reduce of so many 16-bit elements."""
+    """Seconds of an all-reduce of `elements` 16-bit numbers."""
 
     def __init__(self, points: list[tuple[int, float]]) -> None:
         self._sizes, latencies = np.array(points, float).T

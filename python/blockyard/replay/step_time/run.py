@@ -45,7 +45,7 @@ class EngineRun:
     Attributes:
         input_tokens: prompt lengths.
         output_tokens: tokens generated.
-        arrival: when the server got the request; on a clock of its own.
+        arrival: when the server got the request; on another clock than the rest.
         queued: when the scheduler got it.
         scheduled: when its first step was scheduled.
         first_token: when its first token was there.
@@ -126,7 +126,7 @@ def check_limits(limits: EngineLimits) -> None:
     """Check what the scheduler does not.
 
     Raises:
-        InvalidArgumentError: there is no block.
+        InvalidArgumentError: the cache is empty.
     """
     if limits.num_blocks < 1 or limits.block_size < 1:
         raise InvalidArgumentError(
