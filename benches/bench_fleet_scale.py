@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from figures import keep
 
-from blockyard.sim.fleet.object_server import ObjectServer
+from blockyard.sim.fleet.servers.object_server import ObjectServer
 from blockyard.sim.loop import Loop
 from blockyard.stores.object_store import ObjectStore, read_url
 from blockyard.stores.threaded.epochs import EPOCH_BYTES

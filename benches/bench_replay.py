@@ -2,8 +2,8 @@
 
     python benches/bench_replay.py [TRACE] [--requests 200000]
 
-Requests of 50 blocks, of which 30 are one of 20,000 beginnings, go through a pool of 200,000 blocks. Then engines of 128
-sequences serve agent sessions, with and without tiers below the device: `claude_code.jsonl.gz` in the folder that
+Requests of 50 blocks, of which 30 are one of 20,000 beginnings, go through a pool of 200,000 blocks. Then engines of
+128 sequences serve agent sessions, with and without tiers below the device: `claude_code.jsonl.gz` in the folder that
 BLOCKYARD_TRACES names (../shared/traces), or TRACE. Times are of the thread's CPU. With BENCH_JSON=FILE it also adds
 its figures to the flat JSON object in FILE.
 """
@@ -61,9 +61,8 @@ def main() -> None:
         hits = replay_hits(trace, policy, POOL)
         cost = (time.thread_time() - begin) / len(trace) * 1e6
         figures[f"replay_{policy}_us"] = cost
-        print(
-            f"{policy:<9} {cost:6.1f} us a request of {BLOCKS} blocks, hit rate {hits.device.sum() / len(trace.blocks):.3f}"
-        )
+        rate = hits.device.sum() / len(trace.blocks)
+        print(f"{policy:<9} {cost:6.1f} us a request of {BLOCKS} blocks, hit rate {rate:.3f}")
     if not arguments.trace.exists():
         print(f"no trace {arguments.trace}: engines are left out")
         return keep(figures)

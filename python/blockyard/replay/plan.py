@@ -108,7 +108,7 @@ class Plan:
     max_ttft: float
 
     def sentence(self) -> str:
-        """Say what to take, and why."""
+        """Return a sentence about what to take, and why."""
         if self.recommended is None:
             quickest = min(self.choices, key=lambda choice: choice.ttft)
             return (

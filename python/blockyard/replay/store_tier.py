@@ -172,11 +172,11 @@ class _Store(ExternalStore):
         raise NotImplementedError
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
-        """Say which blocks it has."""
+        """Return which blocks it has, bool `[n]`."""
         return np.array([name in self._blocks for name in _names(keys)], np.bool_)
 
     def lacks(self, keys: Keys) -> NDArray[np.bool_]:
-        """Say which blocks it lacks."""
+        """Return which blocks it lacks, bool `[n]`."""
         return ~self.contains(keys)
 
     def poll(self) -> list[int]:

@@ -127,7 +127,7 @@ def read_blocks(text: str, distinct: int) -> list[int]:
 
 @contextmanager
 def open_executor(jobs: int | None, url: str | None) -> Iterator[Executor | None]:
-    """Give what runs the replays: processes of this machine, or a cluster by its URL, `dask://HOST:PORT`.
+    """Open what runs the replays: processes of this machine, or a cluster by its URL, `dask://HOST:PORT`.
 
     Raises:
         InvalidArgumentError: the URL is of no known kind.

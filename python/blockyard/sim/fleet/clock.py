@@ -1,4 +1,4 @@
-"""`EngineRuntime`: the runtime of one engine in a fleet: the loop's, with a clock of its own that is wrong."""
+"""`EngineRuntime`: the runtime of one engine in a fleet: the loop's, with its own, wrong clock."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class ServingEngine:
     # ---- what it does ----
 
     def _prompt(self) -> list[int]:
-        """Return a prompt: the beginning of one that engines share now, and some of its own."""
+        """Return a prompt: the beginning of one that engines share now, and some private text."""
         chance = self.loop.random
         text = int(self.loop.now) + chance.randrange(2)
         shared = [(7 * text + place) % 50 for place in range(chance.randint(1, 10))]

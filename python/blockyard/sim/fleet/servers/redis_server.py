@@ -35,7 +35,7 @@ class RedisServer:
     Args:
         loop: gives time and chance.
         watch: is called with each value that is about to be stored.
-        capacity: most blocks that it may have.
+        capacity: maximum number of blocks.
         ttl: seconds after which it drops a block; 0 for never.
     """
 
