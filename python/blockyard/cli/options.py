@@ -107,10 +107,8 @@ def make_parser() -> argparse.ArgumentParser:
         "calibrate",
         "calibrate --format json --output calibration.json",
     )
-    _add_simulate(commands)
-    _add_replay(commands)
-    _add_plan(commands)
-    _add_record(commands)
+    for add in (_add_simulate, _add_replay, _add_plan, _add_record):
+        add(commands)
     look = _add_command(
         commands,
         "inspect",
