@@ -109,3 +109,19 @@ fn a_fork_that_is_too_long_for_a_shrinking_device_may_grow_within_its_last_block
     manager.append(&opened[1..], Counts::All(3), 0, &mut [0; 3]).unwrap();
     manager.check().unwrap();
 }
+
+#[test]
+fn a_sequence_that_has_arrived_but_waits_for_an_older_ticket_names_that_ticket() {
+    let config = Config { block_size: 4, blocks: [8, 8, 0], watermark: 0.0, prefix_caching: false };
+    let (mut manager, mut opened) = (Manager::new(config).unwrap(), Vec::new());
+    manager.allocate(&[8], &mut opened).unwrap();
+    let earlier = manager.take_decision().ticket;
+    manager.swap_out(&opened, Tier::Host).unwrap();
+    let ticket = manager.take_decision().ticket;
+    let sequence = opened[0];
+    assert_eq!(manager.swap_in(&opened, Tier::Device), Err(Error::InFlight { sequence, ticket, blocks: 2 }));
+    manager.complete(ticket).unwrap();
+    assert_eq!(manager.swap_in(&opened, Tier::Device), Err(Error::EarlierInFlight { sequence, ticket, earlier }));
+    manager.complete(earlier).unwrap();
+    manager.swap_in(&opened, Tier::Device).unwrap();
+}

@@ -31,9 +31,11 @@ pub(crate) fn to_py(error: Error) -> PyErr {
         Error::UnknownSequence { .. } | Error::FreedSequence { .. } | Error::ForeignSequence { .. } => {
             classes::UnknownSequenceError::new_err(message)
         }
-        Error::WrongTier { .. } | Error::InFlight { .. } | Error::Unwritten { .. } | Error::Lost { .. } => {
-            classes::SequenceStateError::new_err(message)
-        }
+        Error::WrongTier { .. }
+        | Error::InFlight { .. }
+        | Error::EarlierInFlight { .. }
+        | Error::Unwritten { .. }
+        | Error::Lost { .. } => classes::SequenceStateError::new_err(message),
         Error::UnknownTicket { .. } | Error::UnknownPin { .. } | Error::UnknownJob { .. } => {
             classes::UnknownTicketError::new_err(message)
         }

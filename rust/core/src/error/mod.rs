@@ -72,6 +72,16 @@ pub enum Error {
         /// Its blocks that are still being filled.
         blocks: usize,
     },
+    /// The transfer of the sequence's blocks has finished, but an older ticket has not.
+    #[error("sequence {sequence} waits for ticket {earlier}, which is older than its transfer's ticket {ticket}")]
+    EarlierInFlight {
+        /// The handle.
+        sequence: SequenceId,
+        /// Ticket of its last transfer.
+        ticket: TicketId,
+        /// Oldest ticket that has not ended.
+        earlier: TicketId,
+    },
     /// The sequence has tokens that the current step has yet to write, so its blocks cannot be read in this step.
     #[error("sequence {sequence} has tokens that this step is yet to write, take the step's decision first")]
     Unwritten {

@@ -341,9 +341,13 @@ fn refuse_loading(sequence: SequenceId, row: &Row, view: View<'_>) -> Result<()>
     Ok(())
 }
 
-/// The error for a row whose transfer has not ended.
+/// The error for a row whose transfer, or an older one, has not ended.
 #[cold]
 fn in_flight(sequence: SequenceId, row: &Row, view: View<'_>) -> Error {
+    let earlier = view.transfers.first();
+    if earlier < row.ticket && !view.transfers.in_flight(row.ticket) {
+        return Error::EarlierInFlight { sequence, ticket: row.ticket, earlier };
+    }
     let pool = view.tiers.pool(row.tier);
     let blocks = row.table.iter().filter(|&&block| pool.block(block).is_filling()).count();
     Error::InFlight { sequence, ticket: row.ticket, blocks }

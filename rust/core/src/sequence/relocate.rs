@@ -100,7 +100,10 @@ impl Sequences {
     /// The answer for sequences that cannot move now: if in flight, unwritten or leased too often, later; else never.
     fn unmovable(view: View<'_>, to: Tier, error: Error) -> Result<Fit> {
         let status = match error {
-            Error::InFlight { .. } | Error::Unwritten { .. } | Error::TooManyLeases { .. } => AllocStatus::Later,
+            Error::InFlight { .. }
+            | Error::EarlierInFlight { .. }
+            | Error::Unwritten { .. }
+            | Error::TooManyLeases { .. } => AllocStatus::Later,
             Error::Lost { .. } | Error::WrongTier { .. } => AllocStatus::Never,
             error => return Err(error),
         };
