@@ -116,6 +116,18 @@ def scattered() -> tuple[BlockManager, float, float]:
     return manager, min(allocated), min(freed)
 
 
+def allocate_prompt() -> float:
+    """Microseconds to allocate a prompt of 16,000 token ids and free it, without prefix caching."""
+    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=2048)
+    prompt = np.arange(16_000, dtype=np.uint32)
+
+    def run() -> None:
+        for _ in range(100):
+            manager.free(manager.allocate(prompt))
+
+    return cpu_ns(run) / 100e3
+
+
 def many_blocks(repeats: int) -> dict[str, float]:
     """A pool of 16M blocks: W-decode in its scattered free blocks against the pool of 32k; allocate and free there."""
     manager, allocated, freed = scattered()
@@ -136,6 +148,7 @@ def main() -> None:
         "w_decode_ns": min(decode(tables=True) for _ in range(repeats)),
         "allocate_ns": min(allocate_and_free()[0] for _ in range(repeats)),
         "free_ns": min(allocate_and_free()[1] for _ in range(repeats)),
+        "allocate_16k_tokens_us": min(allocate_prompt() for _ in range(repeats)),
         "fork_1000_us": min(fork() for _ in range(repeats)),
         "w_swap_ns": min(swap() for _ in range(repeats)),
         **many_blocks(repeats),

@@ -111,6 +111,50 @@ fn a_fork_that_is_too_long_for_a_shrinking_device_may_grow_within_its_last_block
 }
 
 #[test]
+fn token_ids_without_a_cache_lead_to_the_lengths_and_chunks_of_an_empty_cache() {
+    let tokens: Vec<u32> = (0..22).collect();
+    let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[], hashed: None };
+    let run = |prefix_caching, groups: &[Group]| {
+        let config = Config { block_size: 4, blocks: [64, 0, 0], watermark: 0.0, prefix_caching };
+        let mut manager = Manager::with_groups(config, Policies::default(), groups).unwrap();
+        let (mut opened, mut seen) = (Vec::new(), Vec::new());
+        manager.allocate_chunks(&[prompt], 7, &mut opened).unwrap();
+        let (sequence, cached) = opened[0];
+        let note = |manager: &mut Manager, seen: &mut Vec<_>| {
+            let ticket = manager.take_decision().ticket;
+            manager.complete(ticket).unwrap();
+            manager.mark_computed(&[sequence]).unwrap();
+            manager.check().unwrap();
+            let next = manager.next_chunk(sequence, 7).unwrap();
+            seen.push((manager.num_tokens(sequence).unwrap(), manager.block_table(sequence).unwrap().len(), next));
+            next
+        };
+        while note(&mut manager, &mut seen) > 0 {
+            let chunk = seen.last().unwrap().2;
+            manager.append(&[sequence], Counts::All(chunk), 0, &mut vec![0; groups.len() * chunk as usize]).unwrap();
+        }
+        for length in [21, 23, 23] {
+            manager.truncate(sequence, length).unwrap();
+            note(&mut manager, &mut seen);
+            manager
+                .append_tokens(&[sequence], Counts::All(3), 0, &[7; 3], None, &mut vec![0; 3 * groups.len()])
+                .unwrap();
+            note(&mut manager, &mut seen);
+        }
+        let mut forks = vec![sequence];
+        manager.fork(sequence, 1, &mut forks).unwrap();
+        assert_eq!(manager.common_computed_blocks(&forks).unwrap().len(), 6);
+        assert_eq!(manager.lookup(&prompt).unwrap().tokens, if prefix_caching { 20 } else { 0 });
+        let reserved = Prompt { tokens: &[1, u32::MAX], ..prompt };
+        assert!(manager.allocate_prompts(&[reserved], &mut opened).is_err());
+        (cached, seen)
+    };
+    for groups in [&[Group::Full][..], &[Group::Full, Group::Full]] {
+        assert_eq!(run(false, groups), run(true, groups));
+    }
+}
+
+#[test]
 fn a_sequence_that_has_arrived_but_waits_for_an_older_ticket_names_that_ticket() {
     let config = Config { block_size: 4, blocks: [8, 8, 0], watermark: 0.0, prefix_caching: false };
     let (mut manager, mut opened) = (Manager::new(config).unwrap(), Vec::new());

@@ -130,6 +130,15 @@ fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)
     Ok(RowKeys { chain, keys, lora_id, salt, tenant: 0, surplus, before_last })
 }
 
+/// What takes the place of a prompt's keys in a manager that caches nothing: as many, none of which is looked up.
+fn placeholders(prompt: &Prompt<'_>, block_size: u32) -> Result<RowKeys> {
+    refuse_reserved(prompt.tokens)?;
+    let KeySpec { salt, lora_id } = prompt.spec;
+    let chain = Chain::new(&prompt.spec, block_size, 0);
+    let keys = vec![Key::default(); prompt.tokens.len() / block_size as usize];
+    Ok(RowKeys { chain, keys, lora_id, salt, tenant: 0, surplus: Vec::new(), before_last: Some(chain) })
+}
+
 /// Counters of the prefix cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixStats {
@@ -372,10 +381,12 @@ impl Sequences {
     pub(super) fn find_prefix<'a>(&self, view: View<'_>, prompt: &Prompt<'a>, batch: usize) -> Result<Match<'a>> {
         // Reserve room for the whole table, which it becomes.
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
-        let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
+        let is_caching = view.tiers.device().is_caching();
+        let limit = if is_caching { prompt.tokens.len().saturating_sub(1) / self.block_size as usize } else { 0 };
         let alone = self.finds_on_host();
         let keys = match self.own_keys(prompt)? {
             Some(keys) => Cow::Borrowed(keys),
+            None if !is_caching && prompt.extras.is_empty() => Cow::Owned(placeholders(prompt, self.block_size)?),
             None => Cow::Owned(hash(prompt, self.block_size, |i, key| {
                 if !alone {
                     view.tiers.device().look_ahead(key);
