@@ -45,7 +45,7 @@ def test_help_fits_80_columns_and_has_examples(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_the_same_options_for_its_output(command: str) -> None:
-    given = {name: ["kv"] for name in ("inspect", "fsck", "replay")} | {"record": ["trace.jsonl", "true"]}
+    given = {name: ["kv"] for name in ("inspect", "fsck", "plan", "replay")} | {"record": ["trace.jsonl", "true"]}
     options = make_parser().parse_args([command, *given.get(command, [])])
     assert (options.format, options.output, options.quiet) == ("text", None, False)
     options = make_parser().parse_args(

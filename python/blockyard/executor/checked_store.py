@@ -160,7 +160,8 @@ class CheckedStore:
         try:
             found = np.asarray(call(keys))
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
-            self._warn("keys", error, f"the store cannot say which of {len(keys)} keys it has: {_describe(error)}")
+            if self._may_log("keys", error):
+                _log.warning("the store cannot say which of %d keys it has: %s", len(keys), _describe(error))
             return np.zeros(len(keys), np.bool_)
         return found if found.dtype == np.bool_ and found.shape == (len(keys),) else np.zeros(len(keys), np.bool_)
 
@@ -220,8 +221,9 @@ class CheckedStore:
         try:
             found = [operator.index(ticket) for ticket in self._store.poll()]
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
-            why = f"the store cannot be polled, {len(self._open)} batches are given up: {_describe(error)}"
-            self._warn("poll", error, why)
+            if self._may_log("poll", error):
+                given_up, why = len(self._open), _describe(error)
+                _log.warning("the store cannot be polled, %d batches are given up: %s", given_up, why)
             return list(self._open)
         until = self._runtime.monotonic() - OVERDUE_SECONDS
         overdue = takewhile(lambda ticket: self._open[ticket].since < until, self._open)  # the oldest are first
@@ -292,13 +294,13 @@ class CheckedStore:
         """Return the error of a batch that is lost, and log it."""
         error = StoreError(f"{batch.what} of {batch.count} blocks with the external tier is lost: {_describe(why)}")
         error.__cause__ = why
-        self._warn(batch.what, why, str(error))
+        if self._may_log(batch.what, why):
+            _log.warning("%s", error)
         return error
 
-    def _warn(self, call: str, error: Exception, line: str) -> None:
-        """Log a line, at most one a minute for each call and class of error."""
-        if self._limit.passes(f"{call} {type(error).__name__}"):
-            _log.warning("%s", line)
+    def _may_log(self, call: str, error: Exception) -> bool:
+        """Return whether to log a line: one a minute for each call and class of error."""
+        return self._limit.passes(f"{call} {type(error).__name__}")
 
 
 def _describe(error: Exception) -> str:
