@@ -1,0 +1,42 @@
+"""The modelled Redis server answers as a real one does."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import redis
+from servers import serving
+
+from blockyard.sim.fleet.servers.redis_data import RedisData
+from blockyard.stores.redis.lists import Lists
+
+
+def test_the_model_answers_as_a_real_server(tmp_path: Path):
+    chance, data = random.Random(1), RedisData(lambda: 0.0, lambda value: None)
+    lists = Lists(b"blockyard:test:", 12, has_quotas=True)
+    tenants = [bytes([number]) * 16 for number in range(2)]
+    with serving("valkey-server", tmp_path) as server, redis.Redis(port=server.port) as client:
+        for _ in range(300):
+            names = [bytes([chance.randrange(24)]) * 32 for _ in range(chance.randint(1, 4))]
+            names = list(dict.fromkeys(names))
+            owners = [chance.choice(tenants) + chance.choice((b"", bytes([name[0] ^ 1]) * 32)) for name in names]
+            command = chance.choice(
+                [
+                    lists.settle(names, owners),
+                    lists.settle(names),
+                    lists.touch(names),
+                    lists.drop(names),
+                    lists.adopt(names),
+                    lists.set_quota(chance.choice(tenants), chance.choice((None, 0, 2, 5))),
+                    [b"UNLINK", chance.choice((b"blockyard:test:order", b"blockyard:test:leaves:" + tenants[0]))],
+                    *lists.quota(chance.choice(tenants)),
+                    *([b"SET", lists.prefix + name, b"value"] for name in names),
+                ]
+            )
+            assert data.run(command) == _plain(client.execute_command(*command)), command
+        assert set(data.values) == set(client.scan_iter())
+
+
+def _plain(answer: object) -> object:
+    return b"OK" if answer is True else answer
