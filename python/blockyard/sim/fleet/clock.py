@@ -1,4 +1,4 @@
-"""`EngineRuntime`: the runtime of one engine in a fleet: the loop's, with its own, wrong clock."""
+"""`EngineRuntime`: the runtime of one engine in a fleet: the loop's, with its own clock, which is wrong."""
 
 from __future__ import annotations
 

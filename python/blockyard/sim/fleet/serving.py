@@ -223,7 +223,7 @@ class ServingEngine:
     # ---- what it does ----
 
     def _prompt(self) -> list[int]:
-        """Return a prompt: the beginning of one that engines share now, and some private text."""
+        """Return a prompt: the beginning of one that engines share now, and some other tokens."""
         chance = self.loop.random
         text = int(self.loop.now) + chance.randrange(2)
         shared = [(7 * text + place) % 50 for place in range(chance.randint(1, 10))]
