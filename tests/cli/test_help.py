@@ -78,7 +78,7 @@ def test_example_runs(
     if "calibrate" in example:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name in ("trace.jsonl", "sessions.jsonl.gz"):
-        (tmp_path / name).write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [5, 6]}')
+        (tmp_path / name).write_text('{"timestamp": 0, "input_length": 33, "output_length": 1, "hash_ids": [5, 6]}')
     options = {"bytes_per_block": 5000, "num_slots": 8, "use": "prefix"}
     with open_store(f"file://{tmp_path}/kv", **options) as store:  # type: ignore[arg-type]
         store.wait(store.submit_put([bytes(32)], np.ones((1, 5000), np.uint8)))

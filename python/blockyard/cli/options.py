@@ -305,7 +305,7 @@ def _add_replay(commands: Any) -> None:
         "replay trace.jsonl",
         "replay trace.jsonl --device-blocks 2%,10% --host-blocks 0,20%",
         "replay sessions.jsonl.gz --policies lru --format json",
-        "replay trace.jsonl --step-time 0.01,4e-5,2e-5,9e-8 --html replay.html",
+        "replay trace.jsonl --step-time 0.01,4e-5,2e-5,9e-8",
     )
     command.add_argument(
         "traces",
@@ -346,7 +346,7 @@ def _add_plan(commands: Any) -> None:
         commands,
         "plan",
         "serve a trace by engines with other tiers and policies, and say which are worth their money",
-        "plan trace.jsonl --device-blocks 30000 --step-time 0.01,4e-5,2e-5,9e-8",
+        "plan trace.jsonl --step-time 0.01,4e-5,2e-5,9e-8 --max-ttft 1",
         "plan trace.jsonl --step-time 0.01,4e-5,2e-5,9e-8 --html plan.html",
     )
     command.add_argument("trace", type=Path, metavar="TRACE", help="a trace, as of `blockyard replay`")
@@ -393,6 +393,12 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-seqs", type=_count(1), default=256, metavar="N", help="sequences per step")
     group.add_argument("--max-num-batched-tokens", type=_count(1), default=8192, metavar="N", help="tokens per step")
     group.add_argument("--preemption-modes", default="auto", metavar="NAMES", help="swap, recompute, auto")
+    group.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share the blocks of prompts that begin alike",
+    )
     group.add_argument(
         "--sessions", type=_count(1), metavar="N", help="conversations at a time (default: as they come)"
     )

@@ -218,11 +218,9 @@ def modes_of(options: argparse.Namespace) -> list[PreemptionMode]:
 
 def engine_of(options: argparse.Namespace, device_blocks: int) -> EngineOptions:
     """Return the engine that the options describe, without tiers."""
-    token = options.bytes_per_token
-    if token is None:
-        token = (
-            _BYTES_PER_TOKEN if options.model_config is None else bytes_per_token(_read_config(options.model_config))
-        )
+    token = options.bytes_per_token or _BYTES_PER_TOKEN
+    if options.bytes_per_token is None and options.model_config is not None:
+        token = bytes_per_token(_read_config(options.model_config))
     return EngineOptions(
         device_blocks=device_blocks,
         block_size=options.block_size,
