@@ -94,6 +94,26 @@ def test_loads_from_the_host_hold_up_the_step_that_needs_them_and_stores_do_not(
     assert waited.ttft[1] == pytest.approx(quick.ttft[1])
 
 
+def test_a_copy_to_the_host_is_found_once_it_has_landed_and_not_before():
+    one, other = TraceRequest(0.0, 33, 1, (1, 2, 3, 4), 8.0), TraceRequest(10.0, 33, 1, (5, 6, 7, 8), 8.0)
+    rows = [one, other, replace(one, arrival=20.0)]
+    options = {"device_blocks": 10, "host_blocks": 40, "bytes_per_block": 1000, "host_latency": 0.0}
+    landed, _ = run(rows, **options, host_bandwidth=1e6)
+    under_way, _ = run(rows, **options, host_bandwidth=10.0)  # a block takes 100 seconds
+    assert landed.loaded_blocks > 0
+    assert under_way.loaded_blocks == 0
+
+
+def test_a_batch_of_copies_takes_its_latency_and_its_bytes():
+    one, other = TraceRequest(0.0, 33, 1, (1, 2, 3, 4), 8.0), TraceRequest(10.0, 33, 1, (5, 6, 7, 8), 8.0)
+    rows = [one, other, replace(one, arrival=20.0)]
+    options = {"device_blocks": 10, "host_blocks": 40, "bytes_per_block": 1000, "host_bandwidth": 1e6}
+    quick, _ = run(rows, **options, host_latency=0.0)
+    slow, _ = run(rows, **options, host_latency=0.5)
+    assert slow.loaded_blocks == quick.loaded_blocks > 0
+    assert slow.ttft[2] - quick.ttft[2] == pytest.approx(0.5)
+
+
 def test_a_request_that_never_fits_is_refused_and_its_conversation_goes_on():
     rows = [TraceRequest(0.0, 4000, 1, session=0), TraceRequest(0.0, 4, 1, session=0, after=(0,), delay=2.0)]
     times, _ = run(rows)

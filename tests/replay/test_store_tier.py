@@ -56,6 +56,14 @@ def test_a_prompt_larger_than_the_staging_loads_whole_although_each_part_has_its
     assert times.ttft[2] == pytest.approx(1000 * (1 << 20) / 250e6, rel=0.1)
 
 
+def test_a_prompt_that_loads_holds_up_no_other():
+    alone = run([*ROWS, TraceRequest(400.0, 20, 1)])
+    times = run([*ROWS, TraceRequest(200.2, 20, 1)])
+    assert times.ttft[2] > 1.0  # it loads from 200 to 201
+    assert times.first_token[3] < times.first_token[2]
+    assert times.ttft[3] == pytest.approx(alone.ttft[3], abs=0.02)
+
+
 def test_storage_slower_than_the_deadline_is_given_up_and_the_prompt_computed():
     times = run(ROWS, store_read_bandwidth=20e6)
     computed, waited = times.ttft[0], times.ttft[2]

@@ -248,6 +248,8 @@ class Loads:
             load.keys, load.is_behind = self._missing(load.prompt), False
             if not len(load.keys):
                 return self._finish(load)
+        if self._store.lacks(load.keys[:1])[0]:
+            return self._finish(load, "absent")  # without waiting for room behind loads of other prompts
         room = self._max_blocks - sum(len(read.keys) for read in reads + self._abandoned)
         if room < min(len(load.keys), self._max_blocks // 4 or 1):
             return False
