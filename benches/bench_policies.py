@@ -35,13 +35,15 @@ from pathlib import Path
 import numpy as np
 from bench_prefix import prompts, w_prefix
 from figures import keep
-from policies.evictor import Optimal, chains, replay
+from policies.evictor import chains, replay
 from policies.fixed import POLICIES, SETTINGS
 from policies.sessions import at_a_time, coarser
 from policies.traffic import WORKLOADS, traffic
 
 from blockyard import BlockManager, PrefixCaching
 from blockyard.errors import InvalidArgumentError
+from blockyard.replay.optimal import optimal_hits
+from blockyard.replay.packed import PackedTrace
 from blockyard.traces import TraceRequest, read_trace
 from blockyard.types import HashedPrompt
 
@@ -69,6 +71,7 @@ class Workload:
 
     def __init__(self, name: str, requests: Sequence[TraceRequest]) -> None:
         self.name, self.requests, self.chains = name, requests, chains(requests)
+        self.packed = PackedTrace.of(requests)
         hasher = BlockManager(block_size=self.block_size, device_blocks=1, prefix_caching=True).prefix
         self.hashed: list[HashedPrompt] = []
         for request, chain in zip(requests, self.chains, strict=True):
@@ -111,7 +114,7 @@ def measure(workload: Workload, percent: float, policies: Sequence[str]) -> Poin
     """Hits of each policy in a pool of that percentage of the distinct blocks."""
     blocks = workload.pool(percent)
     point = {policy: float(sum(workload.hits(policy, blocks))) for policy in policies}
-    point["optimal"] = sum(replay(workload.requests, blocks, Optimal(workload.requests, blocks)))
+    point["optimal"] = float(optimal_hits(workload.packed, blocks).sum())
     point["blocks"] = blocks
     point["too_long"] = len(workload.chains) - len(workload.fitting(blocks))
     return point

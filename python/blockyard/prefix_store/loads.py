@@ -238,8 +238,9 @@ class Loads:
     def _begin_read(self, load: Load) -> bool:
         reads = [other.read for other in self.open if other.read is not None]
         is_late = self._late_at is not None and (reads or self._late_at == self._store.num_answers)
-        if self._is_closed or is_late:
-            return self._finish(load, "closed" if self._is_closed else "unavailable")
+        why = "closed" if self._is_closed else "unavailable" if is_late else ""
+        if why or self._store.lacks(load.keys[:1])[0]:  # what the store lacks does not wait for room below
+            return self._finish(load, why or "absent")
         first = load.keys[0].tobytes()
         if any(other.read is not None and other.keys[0].tobytes() == first for other in self.open):
             load.is_behind = True
@@ -248,8 +249,6 @@ class Loads:
             load.keys, load.is_behind = self._missing(load.prompt), False
             if not len(load.keys):
                 return self._finish(load)
-        if self._store.lacks(load.keys[:1])[0]:
-            return self._finish(load, "absent")  # without waiting for room behind loads of other prompts
         room = self._max_blocks - sum(len(read.keys) for read in reads + self._abandoned)
         if room < min(len(load.keys), self._max_blocks // 4 or 1):
             return False

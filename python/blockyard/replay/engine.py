@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from blockyard import BlockManager, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError
-from blockyard.replay.step_time.base import StepTime
 from blockyard.replay.store_tier import Link, StoreTier
 from blockyard.scheduler import PreemptionCosts, PreemptionMode, SchedulerStats
 from blockyard.scheduler.step import Step
 from blockyard.stores.base import StoreStats
 from blockyard.traces import TraceRequest
 
-__all__ = ["EngineOptions", "Times", "Watch", "replay_times"]
+__all__ = ["EngineOptions", "StepTime", "Times", "Watch", "replay_times"]
 
 _MOST_STEPS: Final = 64
 """Steps of plain decoding that the scheduler decides at once, as for a model that computes several tokens a step.
@@ -47,6 +46,7 @@ class EngineOptions:
         preemption_mode: as of `Scheduler`; `"auto"` compares what a swap and a recompute cost here.
         eviction: as of `PrefixCaching`.
         prefix_caching: whether prompts share blocks.
+        watermark: share of the device blocks that no prompt may take, as of `BlockManager`.
         bytes_per_block: bytes of a block, all layers.
         host_bandwidth: bytes a second between device and host, each way.
         host_latency: seconds that each batch of copies takes beside its bytes.
@@ -68,6 +68,7 @@ class EngineOptions:
     preemption_mode: PreemptionMode = "auto"
     eviction: str = "adaptive"
     prefix_caching: bool = True
+    watermark: float = 0.01
     bytes_per_block: int = 2 << 20
     host_bandwidth: float = 25e9
     host_latency: float = 20e-6
@@ -86,6 +87,8 @@ class Times:
 
     Attributes:
         arrival: of each request, float64 `[r]`.
+        queued: when the engine saw it, float64 `[r]`.
+        scheduled: when its first step was decided, float64 `[r]`.
         first_token: float64 `[r]`.
         last_token: float64 `[r]`.
         output_tokens: int64 `[r]`.
@@ -100,6 +103,8 @@ class Times:
     """
 
     arrival: NDArray[np.float64]
+    queued: NDArray[np.float64]
+    scheduled: NDArray[np.float64]
     first_token: NDArray[np.float64]
     last_token: NDArray[np.float64]
     output_tokens: NDArray[np.int64]
@@ -131,6 +136,18 @@ class Times:
 
 def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return values[~np.isnan(values)]
+
+
+class StepTime(Protocol):
+    """Predicts the time of one step of an engine from its batch."""
+
+    def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
+        """Return the seconds from the start of the step to its sampled tokens.
+
+        Args:
+            prefill: for each prompt chunk, its tokens already in the cache and the tokens computed in this step.
+            decode_context: context length of each decoding row in tokens, the new token included, int64 `[rows]`.
+        """
 
 
 class Watch(Protocol):
@@ -241,6 +258,7 @@ class _Replay:
             block_size=options.block_size,
             device_blocks=options.device_blocks,
             host_blocks=options.host_blocks,
+            watermark=options.watermark,
             prefix_caching=caching if options.prefix_caching else False,
         )
         self._now = 0.0
@@ -258,6 +276,8 @@ class _Replay:
         )
         self._open: list[tuple[float, int]] = []  # when each ticket's copies have landed
         self._clients = _Clients(requests, options.max_concurrent_sessions)
+        self._queued = np.full(len(requests), np.nan)
+        self._scheduled = np.full(len(requests), np.nan)
         self._first = np.full(len(requests), np.nan)
         self._last = np.full(len(requests), np.nan)
         self._decided_at = 0.0  # when the next step is decided
@@ -320,6 +340,8 @@ class _Replay:
         stats = self._manager.stats()
         return Times(
             arrival=self._clients.arrival,
+            queued=self._queued,
+            scheduled=self._scheduled,
             first_token=self._first,
             last_token=self._last,
             output_tokens=np.array([request.output_tokens for request in self._requests], np.int64),
@@ -335,7 +357,9 @@ class _Replay:
 
     def _take_in(self) -> None:
         """Hand over the requests that the engine knows, while it sees seats for them."""
-        self._arrived.extend(self._clients.take(self._decided_at))
+        taken = self._clients.take(self._decided_at)
+        self._queued[taken] = self._decided_at
+        self._arrived.extend(taken)
         while self._arrived and (not self._options.async_scheduling or self._seats < self._options.max_num_seqs):
             self._add(self._arrived.popleft())
 
@@ -402,7 +426,7 @@ class _Replay:
         return end
 
     def _compute(self, step: Step, loaded: float) -> None:
-        decodes = step.decodes
+        decodes, decided_at = step.decodes, self._decided_at
         begin = max(self._now, loaded)
         count, start, self._now = self._model_steps(step, begin)
         self._decided_at = start if self._options.async_scheduling else self._now
@@ -414,8 +438,12 @@ class _Replay:
         self._busy += self._now - begin
         self._last_took = (self._now - begin) / count
         self._decoded += count
-        for row in range(decodes, step.samples):
+        for row in range(decodes, step.rows):
             number = int(step.owner(row)[0])
+            if np.isnan(self._scheduled[number]):
+                self._scheduled[number] = decided_at
+            if row >= step.samples:
+                continue
             heapq.heappush(self._ends, self._decoded + self._requests[number].output_tokens - 1)
             if np.isnan(self._first[number]):
                 self._first[number] = self._now

@@ -11,9 +11,8 @@ from typing import Any, Final
 import numpy as np
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.replay.engine import EngineOptions
+from blockyard.replay.engine import EngineOptions, StepTime
 from blockyard.replay.serving import Served, serve_all
-from blockyard.replay.step_time.base import StepTime
 from blockyard.scheduler import PreemptionMode
 from blockyard.traces import TraceRequest
 

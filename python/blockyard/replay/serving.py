@@ -10,8 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.replay.engine import EngineOptions, Times, replay_times
-from blockyard.replay.step_time.base import StepTime
+from blockyard.replay.engine import EngineOptions, StepTime, Times, replay_times
 from blockyard.traces import TraceRequest
 
 __all__ = ["QUANTILES", "Served", "serve_all"]

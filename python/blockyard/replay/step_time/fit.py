@@ -9,9 +9,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.replay.step_time.base import StepTime
+from blockyard.replay.engine import StepTime
 from blockyard.replay.step_time.run import EngineLimits, EngineRun
-from blockyard.replay.step_time.serve import Served, serve
+from blockyard.replay.step_time.serve import ServedRun, serve
 
 __all__ = ["fit_run"]
 
@@ -52,7 +52,7 @@ def _guess(run: EngineRun) -> tuple[float, ...]:
     return float(np.median(run.tpot)) / 2, prompt / 2, 0.0, 0.0
 
 
-def _sums(run: EngineRun, served: Served, known: slice) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _sums(run: EngineRun, served: ServedRun, known: slice) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Work of the steps of each request, `[2n, 4]`, and how long the engine took: to the first token, and after it."""
     total = np.vstack((np.zeros(4), np.cumsum(served.work, axis=0)))
     first, token, last = served.first_step[known], served.token_step[known] + 1, served.last_step[known] + 1

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard import BlockManager
-from blockyard.replay.step_time.base import StepTime
+from blockyard.errors import OutOfBlocksError
+from blockyard.replay.engine import EngineOptions, StepTime, replay_times
 from blockyard.replay.step_time.run import EngineLimits, EngineRun, check_limits
-from blockyard.scheduler import Request, Scheduler, Step
+from blockyard.scheduler import Scheduler, Step
+from blockyard.traces import TraceRequest
 
-__all__ = ["Served", "serve"]
+__all__ = ["ServedRun", "serve"]
 
 
 @dataclass(frozen=True, eq=False)
-class Served:
+class ServedRun:
     """Predicted times, and the steps behind them.
 
     Attributes:
@@ -35,7 +37,7 @@ class Served:
     last_step: NDArray[np.int64]
 
 
-def serve(run: EngineRun, step_time: StepTime, limits: EngineLimits) -> Served:
+def serve(run: EngineRun, step_time: StepTime, limits: EngineLimits) -> ServedRun:
     """Predict the times of a run from its arrivals and lengths.
 
     Args:
@@ -47,93 +49,84 @@ def serve(run: EngineRun, step_time: StepTime, limits: EngineLimits) -> Served:
         OutOfBlocksError: a request does not fit into the cache.
         InvalidArgumentError: a limit is not positive.
     """
-    return _Engine(run, step_time, limits).serve()
+    check_limits(limits)
+    requests = [
+        TraceRequest(*row)
+        for row in zip(run.arrival.tolist(), run.input_tokens.tolist(), run.output_tokens.tolist(), strict=True)
+    ]
+    options = EngineOptions(
+        device_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        preemption_mode="recompute",
+        prefix_caching=False,
+        watermark=0.0,
+        async_scheduling=limits.async_scheduling,
+    )
+    log = _Log(step_time)
+    times = replay_times(requests, options, log, watch=log)
+    if times.refused:
+        index = int(np.isnan(times.last_token).argmax())
+        tokens = int(run.input_tokens[index] + run.output_tokens[index])
+        wanted, total = -(-tokens // limits.block_size), limits.num_blocks
+        message = f"request {index} needs {wanted} blocks, the cache has {total}"
+        raise OutOfBlocksError(message, "device", wanted, total, total)
+    starts, ends = log.times()
+    found = EngineRun(
+        run.input_tokens,
+        run.output_tokens,
+        run.arrival,
+        times.queued,
+        times.scheduled,
+        times.first_token,
+        times.last_token,
+    )
+    return ServedRun(
+        found,
+        np.array(log.work, np.float64),
+        np.searchsorted(starts, times.scheduled),
+        np.searchsorted(ends, times.first_token),
+        np.searchsorted(ends, times.last_token),
+    )
 
 
-class _Engine:
-    """The state of one call of `serve`."""
+class _Log:
+    """Notes what each step computes, and when: a `StepTime`, and the `Watch` of its replay.
 
-    def __init__(self, run: EngineRun, step_time: StepTime, limits: EngineLimits) -> None:
-        check_limits(limits)
-        self._arrival, self._inputs = run.arrival.tolist(), run.input_tokens.tolist()
-        self._outputs = run.output_tokens.tolist()
-        self._run, self._step_time, self._limits = run, step_time, limits
-        manager = BlockManager(block_size=limits.block_size, device_blocks=limits.num_blocks, watermark=0.0)
-        self._scheduler = Scheduler(
-            manager,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            preemption_mode="recompute",
-        )
-        count = len(run)
-        self._times = np.zeros((4, count))  # queued, scheduled, first token, last token
-        self._steps = np.full((3, count), -1)
-        self._work: list[tuple[float, ...]] = []
-        self._prompt = np.zeros(max(self._inputs), np.uint32)
-        self._arrived = 0
-        self._waiting: deque[int] = deque()
-        self._seats = 0  # in use, as the scheduler of the engine sees it
-        self._ended = 0  # requests that ended in the step in flight
+    Attributes:
+        work: of each step, as of `ServedRun`.
+    """
 
-    def serve(self) -> Served:
-        schedule_at = free_at = self._arrival[0]  # when the next step is decided, and when it can start
-        while True:
-            self._take_in(schedule_at)
-            if not self._scheduler.num_unfinished:
-                self._seats = self._ended = 0
-                if self._waiting:
-                    schedule_at = free_at
-                elif self._arrived < len(self._run):
-                    schedule_at = free_at = max(free_at, self._arrival[self._arrived])
-                else:
-                    break
-                continue
-            start = max(schedule_at, free_at)
-            free_at = self._compute(schedule_at, start)
-            schedule_at = start if self._limits.async_scheduling else free_at
-        run = self._run
-        found = EngineRun(run.input_tokens, run.output_tokens, run.arrival, *self._times)
-        return Served(found, np.array(self._work), *self._steps)
+    def __init__(self, step_time: StepTime) -> None:
+        self.work: list[tuple[int, int, int, int]] = []
+        self._step_time = step_time
+        self._took: list[float] = []
+        self._begins: list[tuple[float, int]] = []  # when steps decided at once begin, and how many were before them
 
-    def _take_in(self, now: float) -> None:
-        """Queue what has arrived, and hand over what has a seat as the engine sees it."""
-        while self._arrived < len(self._run) and self._arrival[self._arrived] <= now:
-            self._times[0, self._arrived] = now
-            self._waiting.append(self._arrived)
-            self._arrived += 1
-        while self._waiting and self._seats < self._limits.max_num_seqs:
-            index = self._waiting.popleft()
-            request = Request(str(index), self._prompt[: self._inputs[index]], max_tokens=self._outputs[index])
-            self._scheduler.add(request)
-            self._seats += 1
+    def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
+        """Return the seconds of one step."""
+        read = int(decode_context.sum()) + sum(cached for cached, _ in prefill)
+        self.work.append((1, sum(computed for _, computed in prefill), len(decode_context), read))
+        self._took.append(self._step_time.seconds(prefill, decode_context))
+        return self._took[-1]
 
-    def _compute(self, scheduled: float, start: float) -> float:
-        """Run one step; return when it ends."""
-        scheduler = self._scheduler
-        step = scheduler.schedule()
-        context = step.start[: step.decodes] + 1
-        prefill = list(zip(step.start[step.decodes :].tolist(), step.lengths[step.decodes :].tolist(), strict=True))
-        end = start + self._step_time.seconds(prefill, context)
-        number = len(self._work)
-        read = int(context.sum()) + sum(cached for cached, _ in prefill)
-        self._work.append((1, sum(computed for _, computed in prefill), step.decodes, read))
-        self._note_prompts(step, number, scheduled, start, end)
-        scheduler.complete(step.decision.ticket)
-        finished = scheduler.update(step, np.zeros(step.num_draws, np.uint32))
-        for ended in finished:
-            index = int(ended.request.request_id)
-            self._times[3, index], self._steps[2, index] = end, number
-        if self._limits.async_scheduling:  # the next step is decided before this one's ends are known
-            self._seats, self._ended = self._seats - self._ended, len(finished)
-        else:
-            self._seats -= len(finished)
-        return end
+    def step(self, start: float, end: float, step: Step, manager: BlockManager, scheduler: Scheduler) -> None:  # noqa: ARG002
+        """Note when steps began."""
+        before = self._begins[-1][1] if self._begins else 0
+        self._begins += [(start, len(self._took))] if before < len(self._took) else []
 
-    def _note_prompts(self, step: Step, number: int, scheduled: float, start: float, end: float) -> None:
-        for row in range(step.decodes, step.rows):
-            index = int(step.owner(row)[0])
-            if self._steps[0, index] < 0:
-                self._times[1, index] = scheduled
-                self._steps[0, index] = number - (scheduled < start)
-            if row < step.samples and self._steps[1, index] < 0:
-                self._times[2, index], self._steps[1, index] = end, number
+    def copies(self, start: float, end: float, way: str, blocks: int) -> None:
+        """Nothing is copied."""
+
+    def times(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return when each step began and ended, float64 `[steps]`."""
+        starts, ends, first = [], [], 0
+        for begin, last in self._begins:
+            now = begin
+            for took in self._took[first:last]:
+                starts.append(now)
+                now += took
+                ends.append(now)
+            first = last
+        return np.array(starts), np.array(ends)
