@@ -16,6 +16,8 @@ LEAN_MODULES = [
     "blockyard.layout.kv",
     "blockyard.stores",
     "blockyard.scheduler",
+    "blockyard.replay.engine",
+    "blockyard.replay.plan",
     "blockyard.tracing",
     "blockyard.traces",
     "blockyard.cli",

@@ -7,18 +7,21 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard import BlockManager, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError
-from blockyard.replay.store_tier import Link, StoreTier
+from blockyard.replay.link import Link
 from blockyard.scheduler import PreemptionCosts, PreemptionMode, SchedulerStats
 from blockyard.scheduler.step import Step
 from blockyard.stores.base import StoreStats
 from blockyard.traces import TraceRequest
+
+if TYPE_CHECKING:
+    from blockyard.replay.store_tier import StoreTier
 
 __all__ = ["EngineOptions", "StepTime", "Times", "Watch", "replay_times"]
 
@@ -300,6 +303,8 @@ class _Replay:
         return PreemptionCosts(swap_block=block, prefill_token=max(0.0, computed) / max(1, many - few))
 
     def _open_store(self) -> StoreTier:
+        from blockyard.replay.store_tier import StoreTier  # noqa: PLC0415 (it needs torch)
+
         options = self._options
         return StoreTier(
             self._manager,
