@@ -243,6 +243,8 @@ def replay_times(
 
 
 class _Replay:
+    """One engine and its clock; see `replay_times`."""
+
     def __init__(
         self,
         requests: Sequence[TraceRequest],
@@ -458,9 +460,9 @@ class _Replay:
             number = int(finished.request.request_id)
             self._last[number] = self._now
             self._clients.answer(number, self._now)
-        # A step that preempts admits nothing, so that the one after it may.
         if self._options.async_scheduling:  # the next step is decided before this one's ends are known
             self._seats, self._ended = self._seats - self._ended, len(ended)
+        # A step that preempts admits nothing, so that the one after it may.
         self._is_plain = decodes == step.rows == self._last_rows and not ended
         self._last_rows = step.rows
 
