@@ -12,7 +12,7 @@ constexpr int64_t kAsideId = -1;
 
 uint32_t bounded(int64_t id, int64_t blocks, int64_t entry, const char* verb) {
     if (id < 0 || id >= blocks) {
-        fail("mapping", "entry ", entry, ": block ", id, " is to be ", verb, ", there are ", blocks, " blocks");
+        fail("mapping", "entry ", entry, ": block ", id, " cannot be ", verb, ", there are ", blocks, " blocks");
     }
     return static_cast<uint32_t>(id);
 }

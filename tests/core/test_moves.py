@@ -345,7 +345,7 @@ def test_a_slack_lets_a_goal_be_missed_by_so_much_until_it_is_missed_by_more() -
     ("call", "message"),
     [
         (lambda m, away: m.defrag.run("max_id"), 'number is None, must be an int for the goal "max_id"'),
-        (lambda m, away: m.defrag.run([("max_id", 3)], 4), "number is 4, must be None where the goals have numbers"),
+        (lambda m, away: m.defrag.run([("max_id", 3)], 4), "number is 4, must be None with a list of goals"),
         (lambda m, away: m.defrag.run([("max_id",)]), r"a goal is tuple, must be \(name, number\)"),
         (lambda m, away: m.defrag.run([("max_id", 3), ("contiguous", 0)]), "runs is 0, must be at least 1"),
         (

@@ -76,9 +76,9 @@ def test_rows_that_a_store_writes_to_are_lent_once(store: SlabStore):
     rows, out = on_pages(4, seed=4), on_pages(8)
     assert store.wait(store.submit_write(SLOTS, rows)).ok.all()
     first = store.submit_read(SLOTS, out[:4])
-    with pytest.raises(InvalidArgumentError, match="lent already"):
+    with pytest.raises(InvalidArgumentError, match="still in use by a store"):
         store.submit_read(SLOTS, out[3:7])
-    with pytest.raises(InvalidArgumentError, match="lent already"):
+    with pytest.raises(InvalidArgumentError, match="still in use by a store"):
         store.submit_write(SLOTS[:1], out[:1])
     second = store.submit_read(SLOTS, out[4:])
     for ticket in (first, second):

@@ -48,7 +48,7 @@ def test_each_line_of_a_log_becomes_what_it_says() -> None:
 
 
 def test_a_run_is_on_its_timeline_whole() -> None:
-    report = simulate_fleet(3, FleetOptions(), read_faults(FAULTS))
+    report = simulate_fleet(3, FleetOptions(work="calls"), read_faults(FAULTS))
     assert not report.broken
     found = fleet_timeline(report)
     faults = {(span.name, span.args["on"]): span for span in found.spans if span.track == "faults"}
