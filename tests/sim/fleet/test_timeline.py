@@ -73,3 +73,14 @@ def test_a_run_is_on_its_timeline_whole() -> None:
     assert last["hits"] + last["misses"] == reads
     assert last["hits"] > 0
     assert last["not stored"] > 0
+
+
+def test_requests_of_serving_engines_are_spans() -> None:
+    report = simulate_fleet(3, FleetOptions(work="serving"))
+    found = fleet_timeline(report)
+    ended = [line for line in report.log if " took " in line]
+    requests = [span for span in found.spans if span.name.startswith("request")]
+    assert len(requests) == len(ended) > 5
+    assert {span.track for span in requests} == {"engine 0", "engine 1", "engine 2"}
+    assert all(int(span.args["prompt"]) > 0 and int(span.args["tokens"]) > 0 for span in requests)
+    assert any(mark.name == "forget" for mark in found.marks)

@@ -16,7 +16,9 @@ _ENGINE: Final = re.compile(r"^ *[\d.]+ (engine \d+) ")
 _CALL: Final = re.compile(r"(?P<kind>put|get|delete) \[(?P<keys>.*)\] is (?P<ticket>\d+)")
 _ANSWER: Final = re.compile(r"(?P<ticket>\d+): (?P<reasons>.*)")
 _FAULT: Final = re.compile(r"(?P<kind>\w+) (?P<what>begins|ends)")
-_CHANGE: Final = re.compile(r"(?P<kind>forget|quota) .*")
+_CHANGE: Final = re.compile(r"(?P<kind>forget|quota)(?:s of)? .*")
+_REQUEST: Final = re.compile(r"request (?P<name>[\d-]+): \[(?P<prompt>.*)\], (?P<tokens>\d+) tokens")
+_TOOK: Final = re.compile(r"request (?P<name>[\d-]+) took .*")
 _NO_END: Final = {"crash", "clock"}
 """Faults that last, and whose end is not in the log."""
 _COUNTED: Final = {"get": ("reads (blocks)", "hits", "misses"), "put": ("writes (blocks)", "stored", "not stored")}
@@ -25,8 +27,9 @@ _COUNTED: Final = {"get": ("reads (blocks)", "hits", "misses"), "put": ("writes 
 def fleet_timeline(report: FleetReport) -> Timeline:
     """Return what a fleet did: a track for the faults and one for each engine.
 
-    A span of an engine reaches from the submission of a batch until the engine collected it, with its reasons.
-    Batches of a killed engine have no end and are left out.
+    A span of an engine that serves is a request, until its last token. A span of one that calls the store reaches from
+    the submission of a batch until the engine collected it, with its reasons. Batches and requests of a killed engine
+    have no end and are left out.
     """
     reader = _Reader(report)
     for line in report.log:
@@ -45,6 +48,7 @@ class _Reader:
         self._now = 0.0
         self._open_faults: list[tuple[float, str, str]] = []
         self._open_calls: dict[tuple[str, str], tuple[float, str, int]] = {}
+        self._open_requests: dict[str, tuple[float, dict[str, float | str]]] = {}
         self._counts: Counts[str] = Counts()
         for track, *names in _COUNTED.values():
             for name in names:
@@ -60,6 +64,12 @@ class _Reader:
             self._open_calls[who, found["ticket"]] = (time, found["kind"], keys)
         elif found := _ANSWER.fullmatch(text):
             self._read_answer(time, who, found["ticket"], found["reasons"].split(","))
+        elif found := _REQUEST.fullmatch(text):
+            lengths: dict[str, float | str] = {"prompt": found["prompt"].count(",") + 1, "tokens": int(found["tokens"])}
+            self._open_requests[found["name"]] = (time, lengths)
+        elif (found := _TOOK.fullmatch(text)) and found["name"] in self._open_requests:
+            start, lengths = self._open_requests.pop(found["name"])
+            self._timeline.add(Span(who, f"request {found['name']}", start, time, lengths))
         elif found := _CHANGE.fullmatch(text):
             self._timeline.add(Mark(who, found["kind"], time))
 
