@@ -44,7 +44,8 @@ def requests_of(count: int) -> PackedTrace:
     blocks[:, SHARED:] = BEGINNINGS * SHARED + np.arange(count * own).reshape(count, own)
     starts = np.arange(count + 1) * BLOCKS
     lengths = np.full(count, BLOCKS * 16 + 1)
-    return PackedTrace(16, blocks.reshape(-1), starts, lengths, BEGINNINGS * SHARED + count * own)
+    distinct = BEGINNINGS * SHARED + count * own
+    return PackedTrace(16, blocks.reshape(-1), starts, lengths, distinct, np.zeros(count, np.int64))
 
 
 def main() -> None:

@@ -47,8 +47,8 @@ class Retaining(engine._Replay):  # noqa: SLF001 (what no engine offers)
         self._tell(number, now)
         if self._ttl and number in self._goes_on:
             try:
-                prompt = engine._prompt(self._requests[number], number)  # noqa: SLF001
-                pin, _ = self._manager.pins.pin_prompt(prompt)
+                row = self._requests[number]
+                pin, _ = self._manager.pins.pin_prompt(engine._text(row, number)[: row.input_tokens])  # noqa: SLF001
                 heapq.heappush(self._pins, (now + self._ttl, pin))
             except BlockyardError:  # half of the device is pinned
                 self.refused += 1

@@ -80,6 +80,31 @@ def test_equal_hash_ids_are_found_cached_and_other_prompts_are_not():
     assert run(rows, prefix_caching=False)[1].calls[1][0] == [(0, 17)]
 
 
+def test_an_answer_is_found_by_the_next_turn_where_the_trace_tells_it():
+    first = TraceRequest(0.0, 17, 15, (1, 2), 8.0, output_hash_ids=(3, 4))
+    turns = [first, TraceRequest(100.0, 41, 1, (1, 2, 3, 4, 5), 8.0)]
+    times, steps = run(turns)
+    assert [prefill for prefill, _ in steps.calls if prefill] == [
+        [(0, 17)],
+        [(28, 13)],
+    ]  # its last token is not computed
+    assert len(times.latency) == 2
+    unknown = [replace(first, output_hash_ids=()), turns[1]]
+    assert [prefill for prefill, _ in run(unknown)[1].calls if prefill] == [[(0, 17)], [(16, 25)]]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=6))
+def test_answers_change_no_time_where_nobody_finds_them(rows: list[tuple[int, int, int]]):
+    plain = [TraceRequest(at / 7, inputs, outputs, (0, 1, 2), 8.0) for at, inputs, outputs in rows]
+    told = [
+        replace(row, hash_ids=row.hash_ids[: row.input_tokens // 8], output_hash_ids=(100 + number, 200 + number))
+        for number, row in enumerate(plain)
+    ]
+    one, other = run(plain)[0], run(told)[0]
+    assert one.last_token.tolist() == other.last_token.tolist()
+
+
 def test_loads_from_the_host_hold_up_the_step_that_needs_them_and_stores_do_not():
     # Ten blocks on the device: the second prompt evicts the first, whose blocks are then loaded from the host.
     one, other = TraceRequest(0.0, 33, 1, (1, 2, 3, 4), 8.0), TraceRequest(10.0, 33, 1, (5, 6, 7, 8), 8.0)

@@ -76,6 +76,69 @@ def test_no_policy_is_better_than_the_optimum(rows: list[tuple[list[int], int]],
         assert hits.device.sum() <= optimal_hits(packed, blocks).sum()
 
 
+answered = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 2), max_size=4), st.integers(0, SIZE - 1), st.lists(st.integers(0, 2), max_size=3)
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+def with_answers(rows: list[tuple[list[int], int, list[int]]]) -> list[TraceRequest]:
+    """One request a row: ids of its prompt, tokens after them, and ids of its answer."""
+    rows = [([9], 1, []), *rows]
+    return [
+        TraceRequest(0.0, max(len(ids) * SIZE + tail, 1), 1, tuple(ids), float(SIZE), output_hash_ids=tuple(answer))
+        for ids, tail, answer in rows
+    ]
+
+
+def best_of(packed: PackedTrace, blocks: int) -> list[int]:
+    """Belady, block by block: what is cached is a set, and the furthest next use goes first, the deepest of equals."""
+    served = packed.needed <= blocks
+    chains = [packed.blocks[start:end].tolist() for start, end in zip(packed.starts, packed.starts[1:], strict=False)]
+    findable = packed.hittable.tolist()
+    cached: dict[int, int] = {}  # block to depth
+    found = []
+    for number, chain in enumerate(chains):
+        if not served[number]:
+            continue
+        hits = next((depth for depth in range(findable[number]) if chain[depth] not in cached), findable[number])
+        found.append(hits)
+
+        def next_use(block: int, number: int = number) -> int:
+            later = (n for n in range(number, len(chains)) if served[n] and block in chains[n][: findable[n]])
+            return next(later, NEVER)
+
+        while len(cached.keys() - chain[:hits]) + packed.needed[number] > blocks:
+            free = cached.keys() - chain[:hits]
+            del cached[max(free, key=lambda block: (next_use(block), cached[block]))]
+        cached |= {block: depth for depth, block in enumerate(chain)}
+    return found
+
+
+@given(answered, st.integers(1, 14))
+def test_the_optimum_knows_answers(rows: list[tuple[list[int], int, list[int]]], blocks: int):
+    packed = PackedTrace.of(with_answers(rows))
+    found = optimal_hits(packed, blocks)[packed.needed <= blocks].tolist()
+    assert sum(found) == sum(best_of(packed, blocks))
+
+
+@given(answered, st.integers(1, 14))
+def test_an_answer_is_found_by_the_next_turn(rows: list[tuple[list[int], int, list[int]]], blocks: int):
+    packed = PackedTrace.of(with_answers(rows))
+    hits = replay_hits(packed, "lru", blocks).device
+    assert (hits <= packed.hittable).all()
+    everything = replay_hits(packed, "lru", int(packed.needed.sum()) + 1).device.tolist()
+    known: set[int] = set()
+    for number, start in enumerate(packed.starts[:-1].tolist()):
+        chain = packed.blocks[start : packed.starts[number + 1]].tolist()
+        findable = packed.hittable[number]
+        assert everything[number] == next((d for d in range(findable) if chain[d] not in known), findable)
+        known.update(chain)
+
+
 def test_a_host_tier_finds_what_the_device_evicted(traces: Path):
     packed = PackedTrace.of(read_trace(traces / "synthetic_trace.jsonl", first=400))
     alone = replay_hits(packed, "lru", 2000)

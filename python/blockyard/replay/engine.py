@@ -285,6 +285,7 @@ class _Replay:
         self._scheduled = np.full(len(requests), np.nan)
         self._first = np.full(len(requests), np.nan)
         self._last = np.full(len(requests), np.nan)
+        self._answers: dict[int, NDArray[np.uint32]] = {}  # texts of open requests whose answers the trace knows
         self._decided_at = 0.0  # when the next step is decided
         self._arrived: deque[int] = deque()  # requests for which there is no seat, as the engine sees it
         self._seats = self._ended = 0  # in use, as the engine sees it; freed by the step in flight
@@ -374,10 +375,12 @@ class _Replay:
         self._is_plain = False
         row = self._requests[number]
         try:
-            self._scheduler.add(
-                Request(str(number), _prompt(row, number), max_tokens=row.output_tokens, arrival=self._now)
-            )
+            text = _text(row, number)
+            prompt = text[: row.input_tokens]
+            self._scheduler.add(Request(str(number), prompt, max_tokens=row.output_tokens, arrival=self._now))
             self._seats += 1
+            if row.output_hash_ids:
+                self._answers[number] = text
         except OutOfBlocksError:
             self._refused += 1
             self._clients.answer(number, self._now)
@@ -439,8 +442,7 @@ class _Replay:
         self._decided_at = start if self._options.async_scheduling else self._now
         if self._watch is not None:
             self._watch.step(begin, self._now, step, self._manager, self._scheduler)
-        if step.num_draft_tokens != decodes * (count - 1):
-            step.set_draft_token_ids([np.zeros(count - 1, np.uint32)] * decodes)
+        sampled = self._sample(step, count)
         self._steps += count
         self._busy += self._now - begin
         self._last_took = (self._now - begin) / count
@@ -455,16 +457,35 @@ class _Replay:
             if np.isnan(self._first[number]):
                 self._first[number] = self._now
         self._land()
-        ended = self._scheduler.update(step, np.zeros(step.num_draws, np.uint32))
+        ended = self._scheduler.update(step, sampled)
         for finished in ended:
             number = int(finished.request.request_id)
             self._last[number] = self._now
+            self._answers.pop(number, None)
             self._clients.answer(number, self._now)
         if self._options.async_scheduling:  # the next step is decided before this one's ends are known
             self._seats, self._ended = self._seats - self._ended, len(ended)
         # A step that preempts admits nothing, so that the one after it may.
         self._is_plain = decodes == step.rows == self._last_rows and not ended
         self._last_rows = step.rows
+
+    def _sample(self, step: Step, count: int) -> NDArray[np.uint32]:
+        """Return what `count` steps generate: the answers that the trace knows, else zeros."""
+        decodes = step.decodes
+        if not self._answers:
+            if step.num_draft_tokens != decodes * (count - 1):
+                step.set_draft_token_ids([np.zeros(count - 1, np.uint32)] * decodes)
+            return np.zeros(step.num_draws, np.uint32)
+        zeros = np.zeros(count, np.uint32)
+        parts = []
+        for row, (start, length) in enumerate(zip(step.start.tolist(), step.lengths.tolist(), strict=True)):
+            text = self._answers.get(int(step.owner(row)[0]))
+            first = start + 1 if row < decodes else start + length
+            more = count if row < decodes else 1
+            parts.append(zeros[:more] if text is None else text[first : first + more])
+        if step.num_draft_tokens:
+            step.set_draft_token_ids([part[:-1] for part in parts[:decodes]])
+        return np.concatenate(parts[: step.samples])
 
     def _model_steps(self, step: Step, begin: float) -> tuple[int, float, float]:
         """How many steps of the model a decided step stands for, and when the last one begins and ends."""
@@ -495,12 +516,17 @@ def _counts(stats: StoreStats) -> dict[str, int]:
     return {name: getattr(stats, name) for name in names}
 
 
-def _prompt(row: TraceRequest, number: int) -> NDArray[np.uint32]:
-    """Token ids that are equal where the hash ids are."""
-    prompt = np.full(row.input_tokens, _OWN_TOKENS + number, np.uint32)
-    size = int(row.hash_tokens)
-    if size:
-        count = min(len(row.hash_ids), row.input_tokens // size)
-        ids: Any = np.asarray(row.hash_ids[:count], np.int64)
-        prompt[: count * size] = np.repeat(ids, size)
-    return prompt
+def _text(row: TraceRequest, number: int) -> NDArray[np.uint32]:
+    """Token ids of a prompt and its answer, which are equal where the hash ids are.
+
+    Answers are a request's own where the trace does not tell which they are.
+    """
+    text = np.full(row.input_tokens + row.output_tokens, _OWN_TOKENS + number, np.uint32)
+    if size := int(row.hash_tokens):
+        whole = row.input_tokens // size
+        ids: Any = np.asarray(row.hash_ids[:whole], np.int64)
+        if len(ids) == whole:
+            ids = np.append(ids, np.asarray(row.output_hash_ids, np.int64))
+        named = np.repeat(ids, size)[: len(text)]
+        text[: len(named)] = named
+    return text

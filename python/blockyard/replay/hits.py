@@ -45,8 +45,8 @@ class Hits:
 def replay_hits(trace: PackedTrace, policy: str, device_blocks: int, *, host_blocks: int = 0) -> Hits:
     """Send every prompt through a pool: found, computed, freed, before the next one comes.
 
-    Blocks that the device evicts move to the host, if there is one. Output tokens are not cached, as traces do not
-    tell which they are; the next turn of a conversation brings them in its prompt.
+    Blocks that the device evicts move to the host, if there is one. Answers are cached where the trace tells which they
+    are, as recordings do; else the next turn of a conversation brings them in its prompt.
 
     Args:
         trace: the requests.
@@ -85,7 +85,9 @@ def _replay(
     tokens = np.zeros(_TOKENS * len(trace.blocks), np.uint32)
     tokens[::_TOKENS] = trace.blocks
     needed, starts = trace.needed.tolist(), (trace.starts * _TOKENS).tolist()
-    tails = (trace.needed - trace.num_blocks) * _TOKENS - trace.has_tail
+    ends = ((trace.starts[:-1] + trace.prompt_blocks) * _TOKENS).tolist()
+    rest = -(-(trace.input_tokens - trace.prompt_blocks * trace.block_tokens) // trace.block_tokens)
+    tails = (rest * _TOKENS - trace.has_tail).tolist()
     device, host = np.zeros(len(trace), np.int64), np.zeros(len(trace), np.int64)
     with_host = bool(manager.pool("host").num_blocks)
     allocate, take, complete, computed, free = (
@@ -95,17 +97,23 @@ def _replay(
         manager.mark_computed,
         manager.free,
     )
-    for number, tail in enumerate(tails.tolist()):
+    for number, (start, end, tail) in enumerate(zip(starts[:-1], ends, tails, strict=True)):
         if needed[number] > device_blocks:
             continue
-        prompt = tokens[starts[number] : starts[number + 1]]
-        if tail:
+        prompt, answer = tokens[start:end], tokens[end : starts[number + 1]]
+        if len(answer):  # the tail is the beginning of its first block
+            prompt, answer = np.append(prompt, answer[:tail]), answer[tail:]
+        elif tail:
             prompt = np.append(prompt, np.zeros(tail, np.uint32))
         if with_host:
             host[number] = _make_room(manager, prompt, needed[number], device_blocks)
         sequence = allocate(prompt)
         complete(take().ticket)
         computed(sequence)
+        if len(answer):
+            manager.append(sequence, len(answer), token_ids=answer)
+            complete(take().ticket)
+            computed(sequence)
         free(sequence)
         device[number] = sequence.cached_tokens // _TOKENS
     return device - host, host

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.replay.packed import PackedTrace
+from blockyard.replay.packed import NEVER, PackedTrace
 
 __all__ = ["optimal_hits"]
 
@@ -26,8 +27,8 @@ def optimal_hits(trace: PackedTrace, blocks: int) -> NDArray[np.int64]:
     Returns:
         Blocks that each request finds cached, int64 `[r]`; 0 for a request that is longer than the pool.
     """
-    needed, tails = trace.needed, trace.has_tail
-    uses = trace.next_uses(needed <= blocks)
+    needed, findable = trace.needed.tolist(), trace.hittable.tolist()
+    uses = trace.next_uses(trace.needed <= blocks)
     cached: dict[int, int] = {}  # blocks by next use
     furthest: list[int] = []  # the next uses, the furthest first
     total = 0
@@ -39,7 +40,7 @@ def optimal_hits(trace: PackedTrace, blocks: int) -> NDArray[np.int64]:
         total -= found
         while total + needed[number] > blocks:
             use = -furthest[0]
-            gone = min(cached.get(use, 0), total + int(needed[number]) - blocks)
+            gone = min(cached.get(use, 0), total + needed[number] - blocks)
             total -= gone
             if gone < cached.get(use, 0):
                 cached[use] -= gone
@@ -47,12 +48,15 @@ def optimal_hits(trace: PackedTrace, blocks: int) -> NDArray[np.int64]:
                 cached.pop(use, None)
                 heapq.heappop(furthest)
         own = uses[start:end]
-        if len(own) and not tails[number] and cached.get(int(own[-1]), 0):
-            own = own[:-1]  # computed again although it is cached: the copy is not kept
-        begins = np.nonzero(np.append(True, own[1:] != own[:-1]))[0] if len(own) else np.zeros(0, np.int64)
-        for use, count in zip(own[begins].tolist(), np.diff(np.append(begins, len(own))).tolist(), strict=True):
+        bounds = [0, *(np.nonzero(own[1:] != own[:-1])[0] + 1).tolist(), len(own)] if len(own) else [0]
+        for begin, stop in pairwise(bounds):
+            use = int(own[begin])
             if use not in cached:
                 heapq.heappush(furthest, -use)
-            cached[use] = cached.get(use, 0) + count
-        total += len(own)
+            before = cached.get(use, 0)
+            cached[use] = before + stop - begin
+            if before and use != NEVER and stop > findable[number]:
+                # Those that it had already are blocks of this request that it could not find.
+                cached[use] = max(stop, findable[number] + before) - begin
+            total += cached[use] - before
     return hits

@@ -20,7 +20,7 @@ NEVER: Final = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class PackedTrace:
-    """The full blocks of every prompt. Two blocks have one number if they and all before them are the same text.
+    """The full blocks of every prompt and its answer. Two blocks have one number if they and all before them are equal.
 
     Attributes:
         block_tokens: tokens of a block.
@@ -28,6 +28,7 @@ class PackedTrace:
         starts: where each request's blocks begin in `blocks`, and the end of the last, int64 `[r + 1]`.
         input_tokens: prompt lengths, int64 `[r]`.
         num_distinct: distinct blocks.
+        answer_blocks: how many of each request's blocks end in its answer, int64 `[r]`: the last ones.
     """
 
     block_tokens: int
@@ -35,10 +36,13 @@ class PackedTrace:
     starts: NDArray[np.int64]
     input_tokens: NDArray[np.int64]
     num_distinct: int
+    answer_blocks: NDArray[np.int64]
 
     @classmethod
     def of(cls, requests: Sequence[TraceRequest]) -> PackedTrace:
         """Pack the requests of a trace, one block for each hash id that covers a whole block.
+
+        Answers count where the ids of the prompt reach its end.
 
         Raises:
             InvalidArgumentError: no request has hash ids, or they stand for different numbers of tokens, or for a
@@ -51,14 +55,18 @@ class PackedTrace:
             )
         block_tokens = int(size)
         input_tokens = np.array([request.input_tokens for request in requests], np.int64)
-        counts = np.minimum([len(request.hash_ids) for request in requests], input_tokens // block_tokens)
+        whole = input_tokens // block_tokens
+        counts = np.minimum([len(request.hash_ids) for request in requests], whole)
+        answers = np.where(counts == whole, [len(request.output_hash_ids) for request in requests], 0)
         starts = np.zeros(len(requests) + 1, np.int64)
-        np.cumsum(counts, out=starts[1:])
+        np.cumsum(counts + answers, out=starts[1:])
         ids = np.zeros(int(starts[-1]), np.int64)
         for number, request in enumerate(requests):
-            ids[starts[number] : starts[number + 1]] = np.asarray(request.hash_ids, np.int64)[: counts[number]]
+            own = ids[starts[number] : starts[number + 1]]
+            own[: counts[number]] = np.asarray(request.hash_ids, np.int64)[: counts[number]]
+            own[counts[number] :] = np.asarray(request.output_hash_ids, np.int64)[: answers[number]]
         blocks, num_distinct = _number(ids, starts)
-        return cls(block_tokens, blocks, starts, input_tokens, num_distinct)
+        return cls(block_tokens, blocks, starts, input_tokens, num_distinct, answers.astype(np.int64))
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -66,24 +74,29 @@ class PackedTrace:
 
     @property
     def num_blocks(self) -> NDArray[np.int64]:
-        """Full blocks of each request, int64 `[r]`."""
+        """Full blocks of each request with its answer, int64 `[r]`."""
         return np.diff(self.starts)
+
+    @property
+    def prompt_blocks(self) -> NDArray[np.int64]:
+        """Full blocks of each prompt, int64 `[r]`."""
+        return self.num_blocks - self.answer_blocks
 
     @property
     def has_tail(self) -> NDArray[np.bool_]:
         """Whether each prompt goes on after its full blocks, bool `[r]`."""
-        return self.input_tokens > self.num_blocks * self.block_tokens
+        return self.input_tokens > self.prompt_blocks * self.block_tokens
 
     @property
     def needed(self) -> NDArray[np.int64]:
-        """Blocks that each prompt takes in all, int64 `[r]`."""
-        rest = self.input_tokens - self.num_blocks * self.block_tokens
-        return self.num_blocks + -(-rest // self.block_tokens)
+        """Blocks that each request takes in all, int64 `[r]`."""
+        rest = self.input_tokens - self.prompt_blocks * self.block_tokens
+        return np.maximum(self.prompt_blocks + -(-rest // self.block_tokens), self.num_blocks)
 
     @property
     def hittable(self) -> NDArray[np.int64]:
         """Blocks of each prompt that can be found cached: its last token is always computed, int64 `[r]`."""
-        return np.maximum(self.num_blocks - ~self.has_tail, 0)
+        return np.maximum(self.prompt_blocks - ~self.has_tail, 0)
 
     def next_uses(self, served: NDArray[np.bool_]) -> NDArray[np.int64]:
         """For each of `blocks`, the next request that can find it cached; `NEVER` if none does. int64 `[n]`.
