@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,7 +97,22 @@ def test_a_signal_is_passed_on(tmp_path: Path, number: signal.Signals) -> None:
         while not ready.exists() and time.monotonic() < until:
             time.sleep(0.02)
         os.kill(process.pid, number)
-        assert process.wait() == (9 if number == signal.SIGTERM else 129)
+        assert process.wait(60) == (9 if number == signal.SIGTERM else 129)
+
+
+def test_a_signal_that_comes_before_the_program_runs_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGTERM)  # before the caller knows the process
+        return process
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", interrupted)
+        assert record(tmp_path / "t.jsonl", "sleep", "60") == 128 + signal.SIGTERM
 
 
 def test_ctrl_c_is_left_to_the_program(tmp_path: Path) -> None:
@@ -108,4 +124,4 @@ def test_ctrl_c_is_left_to_the_program(tmp_path: Path) -> None:
         while not ready.exists() and time.monotonic() < until:
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait() == 5
+        assert process.wait(60) == 5

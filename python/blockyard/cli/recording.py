@@ -61,14 +61,15 @@ def run_recorded(path: Path, program: Sequence[str]) -> int:
         raise InvalidArgumentError(f"cannot record to {path}: it exists")
     if not path.absolute().parent.is_dir():
         raise InvalidArgumentError(f"cannot record to {path}: {path.absolute().parent} is not a folder")
-    started: list[subprocess.Popen[bytes]] = []
-    with _passed_on(started):
+    relay = _Relay()
+    with relay.installed():
         try:
             variables = os.environ | {RECORD_VARIABLE: str(path.absolute())}
-            started.append(subprocess.Popen(program, env=variables))  # noqa: S603 (it is the user's)
+            process = subprocess.Popen(program, env=variables)  # noqa: S603 (it is the user's)
         except OSError as error:
             raise InvalidArgumentError(f"cannot run {program[0]}: {error.strerror or error}") from error
-        code = started[0].wait()
+        relay.start(process)
+        code = process.wait()
     return code if code >= 0 else 128 - code
 
 
@@ -120,22 +121,37 @@ def read_contents(path: Path) -> TraceContents:
     return TraceContents(requests, (last - (first or 0)) / 1e9, inputs, outputs, blocks, repeated)
 
 
-@contextlib.contextmanager
-def _passed_on(started: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Pass signals on to the program instead of ending before it does."""
+class _Relay:
+    """Passes signals on to the program instead of ending before it does; those that come before it runs, too."""
 
-    def handle(number: int, _frame: FrameType | None) -> None:
-        for process in started:
-            if number != signal.SIGINT:
-                process.send_signal(number)
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._waiting: list[int] = []
 
-    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_handled(number)]
-    before = [signal.signal(number, handle) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+    def start(self, process: subprocess.Popen[bytes]) -> None:
+        """Pass signals on to this process from now on."""
+        self._process = process
+        self._send()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle signals."""
+        numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_handled(number)]
+        before = [signal.signal(number, self._handle) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGINT:  # the terminal sends that one to the program as well
+            self._waiting.append(number)
+            self._send()
+
+    def _send(self) -> None:
+        while self._process is not None and self._waiting:
+            self._process.send_signal(self._waiting.pop(0))
 
 
 def _is_handled(number: int) -> bool:
