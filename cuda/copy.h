@@ -32,8 +32,8 @@ cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, cons
                              cudaStream_t stream);
 
 // Copies pieces between host and device by the copy engines: in batches of up to `most` pieces if the driver has them,
-// with one call per piece if it has none or `most` is 0. In batches the host memory must be page-locked and have the same
-// addresses on the device. Sources are read in stream order.
+// with one call per piece if it has none or `most` is 0. In batches the host memory must be page-locked and have the
+// same addresses on the device. Sources are read in stream order.
 cudaError_t copy_batch(const CopyBatch& batch, size_t most, cudaStream_t stream);
 
 // Lets `later` wait for all that was queued on `earlier`. A wait uses the event's last record, so one event serves any
