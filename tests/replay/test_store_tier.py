@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from blockyard.replay.engine import EngineOptions, Times, replay_times
+from blockyard.replay.history import History
 from blockyard.replay.step_time import LinearStepTime
 from blockyard.traces import TraceRequest
 
@@ -83,3 +84,14 @@ def test_storage_keeps_what_was_used_last():
 def test_nothing_is_written_if_writes_are_off():
     times = run(ROWS, store_writes="never")
     assert times.store == {"read_blocks": 0, "written_blocks": 0, "evicted_blocks": 0, "cached_blocks": 0}
+
+
+def test_the_history_has_what_each_tier_holds():
+    history = History()
+    times = replay_times(ROWS, replace(OPTIONS, host_blocks=64), STEP, watch=history)
+    assert times.store is not None
+    last = {(counter.track, counter.name): counter.value for counter in history.timeline.counters}
+    assert last["store (blocks)", "stored"] == times.store["cached_blocks"]
+    assert last["host (blocks)", "size"] == 64
+    assert last["device (blocks)", "size"] == OPTIONS.device_blocks
+    assert {span.track for span in history.timeline.spans} >= {"steps", "device to host"}

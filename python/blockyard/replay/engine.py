@@ -156,8 +156,8 @@ class StepTime(Protocol):
 class Watch(Protocol):
     """Sees what a replay does."""
 
-    def step(self, start: float, end: float, step: Step, manager: BlockManager, scheduler: Scheduler) -> None:
-        """A step was computed; `step` may stand for many of plain decoding."""
+    def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:
+        """A step was computed, and `stored` blocks are in the prefix store; it may stand for many of plain decoding."""
 
     def copies(self, start: float, end: float, way: str, blocks: int) -> None:
         """Blocks went to or from the host; `way` is the transfer's kind."""
@@ -441,7 +441,8 @@ class _Replay:
         count, start, self._now = self._model_steps(step, begin)
         self._decided_at = start if self._options.async_scheduling else self._now
         if self._watch is not None:
-            self._watch.step(begin, self._now, step, self._manager, self._scheduler)
+            stored = 0 if self._tier is None else self._tier.stats.cached_blocks
+            self._watch.step(begin, self._now, step, self._scheduler, stored)
         sampled = self._sample(step, count)
         self._steps += count
         self._busy += self._now - begin

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockyard import BlockManager, Scheduler
+from blockyard import Scheduler
 from blockyard.scheduler.step import Step
 from blockyard.timeline import Counter, Span, Timeline
 
@@ -24,18 +24,20 @@ class History:
         self.timeline = Timeline("s", ["steps", *_COPIES.values()])
         self._values: dict[tuple[str, str], float] = {}
 
-    def step(self, start: float, end: float, step: Step, manager: BlockManager, scheduler: Scheduler) -> None:
+    def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:
         """Note a step, and what the pools and queues hold."""
         kind = "decode" if step.decodes == step.rows else "prefill" if not step.decodes else "prefill and decode"
         args = {"sequences": step.rows, "tokens": len(step.token_ids)}
         self.timeline.add(Span("steps", kind, start, end, args))
-        stats = manager.stats()
+        stats = scheduler.manager.stats()
         for tier in ("device", "host"):
             if size := stats.num_blocks[tier]:
                 panel = f"{tier} (blocks)"
                 self._count(panel, "in use", start, stats.used_blocks[tier])
                 self._count(panel, "cached", start, stats.cached_blocks[tier])
                 self._count(panel, "size", start, size)
+        if stored or ("store (blocks)", "stored") in self._values:
+            self._count("store (blocks)", "stored", start, stored)
         running, swapped = scheduler.num_running, scheduler.num_swapped
         self._count("requests", "running", start, running)
         self._count("requests", "waiting", start, scheduler.num_unfinished - running - swapped)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard import BlockManager
 from blockyard.errors import OutOfBlocksError
 from blockyard.replay.engine import EngineOptions, StepTime, replay_times
 from blockyard.replay.step_time.run import EngineLimits, EngineRun, check_limits
@@ -111,7 +110,7 @@ class _Log:
         self._took.append(self._step_time.seconds(prefill, decode_context))
         return self._took[-1]
 
-    def step(self, start: float, end: float, step: Step, manager: BlockManager, scheduler: Scheduler) -> None:  # noqa: ARG002
+    def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:  # noqa: ARG002
         """Note when steps began."""
         before = self._begins[-1][1] if self._begins else 0
         self._begins += [(start, len(self._took))] if before < len(self._took) else []
