@@ -50,6 +50,10 @@ def test_a_seed_is_one_run_in_any_process():
     assert len(set(runs[0])) == 4
 
 
+def test_a_long_run_uses_more_keys_than_redis_holds():
+    assert not simulate_fleet(7, FleetOptions(work="calls", store="redis", seconds=8.0), []).broken
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     most, options = planted(name, monkeypatch)

@@ -21,14 +21,14 @@ from blockyard.stores.remote import RemoteStore
 from blockyard.stores.threaded.epochs import name_of
 from blockyard.stores.threaded.runtime import use_runtime
 
-__all__ = ["CLOCK_STEP", "NUM_KEYS", "WEIGHTS", "SimulatedEngine", "key_of"]
+__all__ = ["CLOCK_STEP", "NEW_KEYS", "NUM_KEYS", "WEIGHTS", "SimulatedEngine", "key_of"]
 
 NUM_KEYS: Final = 8
 WEIGHTS: Final = ("", "step-1", "step-2")
 CLOCK_STEP: Final = 5.0  # seconds by which a clock jumps
 _TENANTS: Final = 2
 _LATE_SECONDS: Final = 5.0  # for which a request that was given up may still arrive
-_NEW_KEYS: Final = 6  # a second
+NEW_KEYS: Final = 6  # a second
 _HIDDEN: Final = 3.0  # seconds after a failure in which a key may be said to be absent
 _IN_FLIGHT: Final = 5
 
@@ -247,7 +247,7 @@ class SimulatedEngine:
 
     def _act(self) -> None:
         chance = self.loop.random
-        first = int(self.loop.now * _NEW_KEYS)  # fresh keys all the time, shared by all engines
+        first = int(self.loop.now * NEW_KEYS)  # fresh keys all the time, shared by all engines
         keys = chance.sample(range(first, first + NUM_KEYS), chance.randint(1, 3))
         deletes, forgets = self._shares
         draw = chance.random()

@@ -18,7 +18,7 @@ from math import inf
 from typing import Any, Final, Protocol
 
 from blockyard.errors import BlockyardError, InvalidArgumentError
-from blockyard.sim.fleet.engine import CLOCK_STEP, NUM_KEYS, WEIGHTS, SimulatedEngine
+from blockyard.sim.fleet.engine import CLOCK_STEP, NEW_KEYS, NUM_KEYS, WEIGHTS, SimulatedEngine
 from blockyard.sim.fleet.faults import FAULTS, OF_REDIS, OF_SERVING, Fault, draw_faults
 from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.sim.fleet.servers.link import Link, Server
@@ -235,7 +235,8 @@ class _Fleet:
             self._has_tenants = loop.random.random() < 0.3
             capacity, ttl = loop.random.choice(((CAPACITY, 0.0), (CAPACITY, 0.0), (NUM_KEYS, 0.0), (CAPACITY, 1.5)))
             self.server = RedisServer(loop, self._see, capacity=capacity, ttl=ttl)
-            self.oracle.may_evict = self._has_tenants or capacity < CAPACITY or ttl > 0
+            num_keys = NUM_KEYS + int(options.seconds * NEW_KEYS)  # that engines use in all
+            self.oracle.may_evict = self._has_tenants or capacity < max(CAPACITY, num_keys) or ttl > 0
         self.engines: list[Engine] = []
         self._has_ended = False
         self._record = b""  # the last that the server stored
