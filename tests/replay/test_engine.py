@@ -68,6 +68,14 @@ def test_a_conversation_begins_when_another_ends_if_so_many_run():
     assert begins == pytest.approx([0.0, 0.0, *ends[:3]])
 
 
+def test_a_conversation_that_begins_later_keeps_the_times_between_its_requests():
+    rows = [TraceRequest(float(at), 4, 3, session=session) for session in range(3) for at in (0, 20)]
+    times, _ = run(rows, max_concurrent_sessions=1)
+    assert len(times.latency) == 6
+    assert times.arrival[2] == times.last_token[1]
+    assert (times.arrival[1::2] - times.arrival[::2]).tolist() == pytest.approx([20.0] * 3)
+
+
 def test_equal_hash_ids_are_found_cached_and_other_prompts_are_not():
     rows = [
         TraceRequest(0.0, 17, 1, (1, 2), 8.0),

@@ -177,7 +177,7 @@ class _Clients:
         self._waits = [len(request.after) for request in self.requests]
         self._followers: list[list[int]] = [[] for _ in self.requests]
         self._left: dict[int, int] = {}
-        self._held: deque[int] = deque()
+        self._held: dict[int, list[int]] = {}  # first requests of sessions that have not begun
         running: set[int] = set()
         for number, request in enumerate(self.requests):
             for other in request.after:
@@ -190,7 +190,7 @@ class _Clients:
                 running.add(session)
                 self.due.append((request.arrival, number))
             else:
-                self._held.append(number)
+                self._held.setdefault(session, []).append(number)
         heapq.heapify(self.due)
 
     def take(self, now: float) -> list[int]:
@@ -212,8 +212,10 @@ class _Clients:
         session = number if request.session is None else request.session
         self._left[session] -= 1
         if not self._left[session] and self._held:
-            held = self._held.popleft()
-            heapq.heappush(self.due, (now, held))
+            held = self._held.pop(next(iter(self._held)))
+            begin = self.requests[held[0]].arrival
+            for other in held:
+                heapq.heappush(self.due, (now + self.requests[other].arrival - begin, other))
 
 
 def replay_times(
@@ -440,10 +442,10 @@ class _Replay:
         begin = max(self._now, loaded)
         count, start, self._now = self._model_steps(step, begin)
         self._decided_at = start if self._options.async_scheduling else self._now
+        sampled = self._sample(step, count)
         if self._watch is not None:
             stored = 0 if self._tier is None else self._tier.stats.cached_blocks
             self._watch.step(begin, self._now, step, self._scheduler, stored)
-        sampled = self._sample(step, count)
         self._steps += count
         self._busy += self._now - begin
         self._last_took = (self._now - begin) / count

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.replay.engine import EngineOptions, StepTime, Times, replay_times
+from blockyard.replay.sweep import run_all
 from blockyard.traces import TraceRequest
 
 __all__ = ["QUANTILES", "Served", "serve_all"]
@@ -94,17 +96,7 @@ def serve_all(
     Raises:
         InvalidArgumentError: an option is out of range.
     """
-    found: list[Served | None] = [None] * len(engines)
-    if executor is None:
-        for place, options in enumerate(engines):
-            found[place] = _serve(requests, options, step_time)
-            show(place + 1)
-    else:
-        futures = {executor.submit(_serve, requests, options, step_time): at for at, options in enumerate(engines)}
-        for done, future in enumerate(as_completed(futures), 1):
-            found[futures[future]] = future.result()
-            show(done)
-    return [served for served in found if served is not None]
+    return run_all([partial(_serve, requests, options, step_time) for options in engines], executor, show)
 
 
 def _serve(requests: Sequence[TraceRequest], options: EngineOptions, step_time: StepTime) -> Served:

@@ -99,7 +99,7 @@ class _Engine:
 
 
 class _Store(ExternalStore):
-    """Storage with a size, a rate and a latency, that evicts what was not used for longest."""
+    """Storage with a size, a bandwidth and a latency; evicts the least recently used block."""
 
     def __init__(
         self, num_blocks: int, bytes_per_block: int, link: tuple[Link, Link], clock: Callable[[], float], alarms: Alarms

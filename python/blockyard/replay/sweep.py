@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.replay.hits import replay_hits
 from blockyard.replay.packed import PackedTrace
 from blockyard.workers import missing
 
-__all__ = ["Point", "open_executor", "read_blocks", "sweep"]
+__all__ = ["Point", "open_executor", "read_blocks", "run_all", "sweep"]
 
+T = TypeVar("T")
 _DASK: Final = "dask://"
 
 
@@ -75,17 +77,24 @@ def sweep(
     Raises:
         InvalidArgumentError: a policy is unknown, or a size out of range.
     """
-    points: list[Point | None] = [None] * len(caches)
+    return run_all([partial(_measure, trace, cache, first) for cache in caches], executor, show)
+
+
+def run_all(calls: Sequence[Callable[[], T]], executor: Executor | None, show: Callable[[int], object]) -> list[T]:
+    """Make calls in an executor, or in this thread if it is None; return their results in order.
+
+    `show` is called with the number of calls that are done.
+    """
     if executor is None:
-        for place, cache in enumerate(caches):
-            points[place] = _measure(trace, cache, first)
-            show(place + 1)
-    else:
-        futures = {executor.submit(_measure, trace, cache, first): place for place, cache in enumerate(caches)}
-        for done, future in enumerate(as_completed(futures), 1):
-            points[futures[future]] = future.result()
+        found = []
+        for done, call in enumerate(calls, 1):
+            found.append(call())
             show(done)
-    return [point for point in points if point is not None]
+        return found
+    futures = [executor.submit(call) for call in calls]
+    for done, _ in enumerate(as_completed(futures), 1):
+        show(done)
+    return [future.result() for future in futures]
 
 
 def _measure(trace: PackedTrace, cache: tuple[str, int, int], first: int) -> Point:

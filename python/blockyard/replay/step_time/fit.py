@@ -63,7 +63,7 @@ def _sums(run: EngineRun, served: ServedRun, known: slice) -> tuple[NDArray[np.f
 
 
 def _nonnegative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Solve for numbers of which none is negative, by trying every set of those that are not zero."""
+    """Solve for non-negative numbers, by trying every set of non-zero ones."""
     scale = np.abs(matrix).max(axis=0)
     scale[scale == 0] = 1
     matrix = matrix / scale
