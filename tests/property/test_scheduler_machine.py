@@ -21,7 +21,16 @@ import blockyard.scheduler
 from blockyard import BlockManager, CacheGroup, Pairs
 from blockyard._core import HashedPrompt
 from blockyard.errors import BlockyardError, OutOfBlocksError
-from blockyard.scheduler import PREEMPTION_MODES, DefragPolicy, Finished, PreemptionMode, Request, Scheduler, Step
+from blockyard.scheduler import (
+    PREEMPTION_MODES,
+    DefragPolicy,
+    Finished,
+    PreemptionCosts,
+    PreemptionMode,
+    Request,
+    Scheduler,
+    Step,
+)
 from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.options import capacity
@@ -37,6 +46,19 @@ FILES = tuple(str(path) for path in Path(blockyard.scheduler.__file__).parent.gl
 T = TypeVar("T")
 
 assert_noticed = partial(noticing.assert_noticed, step_count=STEP_COUNT, max_examples=500)
+
+
+MODES = (*PREEMPTION_MODES, PreemptionCosts(swap_block=3.0, prefill_token=1.0))
+"""With costs, short victims are computed again and others swapped, or the other way round, by the block size."""
+
+
+class VariesLookahead(Scheduler):
+    """Asks for another number of draft tokens in each step."""
+
+    def schedule(self, *, num_lookahead_tokens: int | None = None) -> Step:
+        most = self._num_lookahead_tokens
+        wanted = self.stats().steps * 5 % (most + 1) if num_lookahead_tokens is None else num_lookahead_tokens
+        return super().schedule(num_lookahead_tokens=wanted)
 
 
 def swapping(manager: BlockManager, config: Config) -> Scheduler:
@@ -74,9 +96,9 @@ MOVES = [
 
 @pytest.mark.parametrize("prefix_caching", [False, True], ids=["plain", "cached"])
 @pytest.mark.parametrize("moves", MOVES, ids=["still", "tail", "dense"])
-@pytest.mark.parametrize("mode", PREEMPTION_MODES)
+@pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_device_that_shrinks_and_grows_ends_only_what_cannot_fit_it(
-    mode: PreemptionMode, moves: DefragPolicy | None, prefix_caching: bool, steps: int
+    mode: PreemptionMode | PreemptionCosts, moves: DefragPolicy | None, prefix_caching: bool, steps: int
 ):
     def factory(manager: BlockManager, _: Config) -> Scheduler:
         return Scheduler(
@@ -88,7 +110,7 @@ def test_a_device_that_shrinks_and_grows_ends_only_what_cannot_fit_it(
         )
 
     machine = scheduler_machine(factory, manager=caching if prefix_caching else None, resize=True)
-    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // len(MOVES) // 2)
+    examples = max(1, steps // STEP_COUNT // len(MODES) // len(MOVES) // 2)
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
     run_state_machine_as_test(machine, settings=budget)
 
@@ -114,10 +136,10 @@ MANAGERS = {"plain": None, "cached": caching, "window": windowed}
 
 
 @pytest.mark.parametrize("kind", MANAGERS)
-@pytest.mark.parametrize("mode", PREEMPTION_MODES)
-def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode, kind: str, steps: int):
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode | PreemptionCosts, kind: str, steps: int):
     def factory(manager: BlockManager, config: Config) -> Scheduler:
-        return Scheduler(
+        return VariesLookahead(
             manager,
             preemption_mode=mode,
             num_lookahead_tokens=1 + config.device_blocks % 7,
@@ -125,7 +147,7 @@ def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode, kind: str,
             max_num_batched_tokens=20,
         )
 
-    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // len(MANAGERS))
+    examples = max(1, steps // STEP_COUNT // len(MODES) // len(MANAGERS))
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
     machine = scheduler_machine(factory, manager=MANAGERS[kind], resize=kind != "window")
     run_state_machine_as_test(machine, settings=budget)
