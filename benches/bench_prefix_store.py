@@ -1,6 +1,6 @@
 """A prefix store under a cache: how long calls of the engine's thread take, and how fast prefixes come back.
 
-    python benches/bench_prefix_store.py [--calls 20000]
+    python benches/bench_prefix_store.py [--calls 20000] [--device cpu]
 
 Times of `prefetch` and of `poll`, in microseconds: over a store that answers, and over one whose every call hangs. Then
 the time of a hit: from `prefetch` of a prompt whose 4 small blocks are in a file store until they are on the device,
@@ -71,10 +71,10 @@ def compute(cache: KVCache, prompt: list[int]) -> int:
     return sequence.cached_tokens
 
 
-def call_times(store: Any, calls: int) -> NDArray[np.float64]:
+def call_times(store: Any, calls: int, device: str) -> NDArray[np.float64]:
     """Microseconds of each call, prompts served between them."""
     times = []
-    with open_cache(store, SMALL, prefetch_timeout_base=0.05) as cache:
+    with open_cache(store, SMALL, device=device, prefetch_timeout_base=0.05) as cache:
         prefixes = cache.prefix_store
         assert prefixes is not None
         for number in range(calls // 4):
@@ -91,16 +91,16 @@ def call_times(store: Any, calls: int) -> NDArray[np.float64]:
     return np.array(times) * 1e6
 
 
-def hit_time(folder: str, hits: int = 500) -> tuple[float, int]:
+def hit_time(folder: str, device: str, hits: int = 500) -> tuple[float, int]:
     """Microseconds of a hit, and the threads of this process meanwhile."""
     url, times, threads = f"file://{folder}/hits?size=64MiB", [], 0
     prompts = [[number * 1000 + at for at in range(4 * BLOCK + 1)] for number in range(hits)]
-    with open_cache(url, SMALL) as cache:
+    with open_cache(url, SMALL, device=device) as cache:
         for prompt in prompts:
             compute(cache, prompt)
         assert cache.prefix_store is not None
         cache.prefix_store.wait()
-    with open_cache(url, SMALL, prefetch_timeout_base=60) as cache:
+    with open_cache(url, SMALL, device=device, prefetch_timeout_base=60) as cache:
         assert cache.prefix_store is not None
         for prompt in prompts:
             began = time.perf_counter()
@@ -114,14 +114,14 @@ def hit_time(folder: str, hits: int = 500) -> tuple[float, int]:
     return float(np.median(times)) * 1e6, threads
 
 
-def load_rates(folder: str) -> tuple[float, float]:
+def load_rates(folder: str, device: str) -> tuple[float, float]:
     """MiB/s of a prefix that is written, and loaded by the next cache."""
     prompt = list(range(64 * BLOCK + 1))
     written, loaded = [], []
     for turn in range(5):
         url = f"file://{folder}/{turn}?size=64MiB"
         for times in (written, loaded):
-            with open_cache(url, LARGE, prefetch_timeout_base=60) as cache:
+            with open_cache(url, LARGE, device=device, prefetch_timeout_base=60) as cache:
                 prefixes = cache.prefix_store
                 assert prefixes is not None
                 began = time.perf_counter()
@@ -142,7 +142,8 @@ def load_rates(folder: str) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=20_000, help="calls over each store")
-    calls = parser.parse_args().calls
+    parser.add_argument("--device", default="cpu", help="where the caches are: cpu or cuda")
+    options = parser.parse_args()
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         stores = {
@@ -150,11 +151,11 @@ def main() -> None:
             "hung": HangingStore("", bytes_per_block=SMALL.bytes_per_block, namespace=bytes(32)),
         }
         for name, store in stores.items():
-            half, most, worst = np.percentile(call_times(store, calls), [50, 99.9, 100])
+            half, most, worst = np.percentile(call_times(store, options.calls, options.device), [50, 99.9, 100])
             print(f"{name} store: calls take {half:.1f} us, p99.9 {most:.0f} us, worst {worst:.0f} us")
             figures[f"prefix_store_{name}_call_p999_us"] = float(most)
-        hit, threads = hit_time(folder)
-        written, loaded = load_rates(folder)
+        hit, threads = hit_time(folder, options.device)
+        written, loaded = load_rates(folder, options.device)
     print(f"a hit of 4 blocks of {SMALL.bytes_per_block >> 10} KiB takes {hit:.0f} us; {threads} threads")
     print(f"64 blocks of {LARGE.bytes_per_block >> 10} KiB: {written:.0f} MiB/s written, {loaded:.0f} MiB/s loaded")
     figures |= {"prefix_store_hit_us": hit, "prefix_store_threads": threads}

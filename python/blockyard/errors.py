@@ -119,7 +119,7 @@ class PageLockError(BlockyardError):
         return str(self.args[0])
 
 
-class OutOfMemoryError(BlockyardError, MemoryError):
+class OutOfMemoryError(MemoryError, BlockyardError):
     """The device or system does not have the memory, or the address space, that a call needs; nothing was changed.
 
     Attributes:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +89,27 @@ def test_options_of_the_program_are_the_programs(tmp_path: Path) -> None:
     assert found.read_text() == "--format x -q\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+@contextmanager
+def recorded(tmp_path: Path, trap: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Record a shell program that has set its trap. It has a session of its own, and `nohup` does not reach it."""
     ready = tmp_path / "ready"
-    program = f"trap 'exit 9' TERM; touch {ready}; while :; do sleep 0.05; done"
+    program = f"{trap}; touch {ready}; while :; do sleep 0.05; done"
     command = [sys.executable, "-m", "blockyard", "record", str(tmp_path / "t.jsonl"), "--", "sh", "-c", program]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+    command = ["env", "--default-signal=INT,HUP", *command]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as process:
         until = time.monotonic() + 60
         while not ready.exists() and time.monotonic() < until:
             time.sleep(0.02)
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+    with recorded(tmp_path, "trap 'exit 9' TERM") as process:
         os.kill(process.pid, number)
         assert process.wait(60) == (9 if number == signal.SIGTERM else 129)
 
@@ -116,12 +130,6 @@ def test_a_signal_that_comes_before_the_program_runs_is_passed_on(
 
 
 def test_ctrl_c_is_left_to_the_program(tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
-    program = f"trap 'exit 5' INT; touch {ready}; while :; do sleep 0.05; done"
-    command = [sys.executable, "-m", "blockyard", "record", str(tmp_path / "t.jsonl"), "--", "sh", "-c", program]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as process:
-        until = time.monotonic() + 60
-        while not ready.exists() and time.monotonic() < until:
-            time.sleep(0.02)
+    with recorded(tmp_path, "trap 'exit 5' INT") as process:
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(60) == 5

@@ -25,6 +25,11 @@ def test_every_error_survives_pickling(error: type[Exception]):
 
 
 @pytest.mark.parametrize("error", CLASSES, ids=lambda error: error.__name__)
+def test_every_error_can_be_made_without_its_constructor_as_dask_does(error: type[Exception]):
+    assert error.__new__(error, "asked for 9 blocks").args == ("asked for 9 blocks",)
+
+
+@pytest.mark.parametrize("error", CLASSES, ids=lambda error: error.__name__)
 def test_the_message_is_shown_as_it_was_written(error: type[Exception]):
     assert str(error("asked for 9 blocks")) == "asked for 9 blocks"
 

@@ -54,6 +54,8 @@ class Server:
     def stopped(self) -> Iterator[None]:
         """Keep it from answering."""
         self.process.send_signal(signal.SIGSTOP)
+        while not all(_is_stopped(thread) for thread in Path(f"/proc/{self.process.pid}/task").iterdir()):
+            time.sleep(0.001)  # threads that run on another core stop a little later
         try:
             yield
         finally:
@@ -64,6 +66,10 @@ class Server:
         """Bytes that the server has written, to files and to clients."""
         counts = Path(f"/proc/{self.process.pid}/io").read_text().split()
         return int(counts[counts.index("wchar:") + 1])
+
+
+def _is_stopped(thread: Path) -> bool:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def binary(name: str) -> str | None:
