@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Final, Literal, Protocol, cast, get_args
@@ -222,17 +223,21 @@ class KVLayout:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers, keys and values."""
-        return sum(self.piece_sizes)
+        return sum(self._piece_sizes)
 
     @property
     def piece_sizes(self) -> list[int]:
         """Width in bytes of every view that `views` returns, in the same order."""
+        return list(self._piece_sizes)
+
+    @cached_property
+    def _piece_sizes(self) -> tuple[int, ...]:
         sizes, found = self._sizes(), []
         for index in range(self.num_tensors):
             outer, inner = self._parts(index)
             width = prod(sizes[name] for name in inner) * self.itemsize
             found += [width] * prod(sizes[name] for name in outer)
-        return found
+        return tuple(found)
 
     @property
     def view_layers(self) -> list[int]:
@@ -383,7 +388,7 @@ class KVLayout:
         Raises:
             LayoutError: the rows have another shape, dtype or stride.
         """
-        return cut_rows(rows, self.piece_sizes)
+        return cut_rows(rows, self._piece_sizes)
 
     def fingerprint(self) -> str:
         """Return the SHA-256, in hexadecimal, of all fields that determine the bytes of a row.
@@ -495,12 +500,7 @@ def cut_rows(rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
             f"rows are {name} {list(shape)} with strides {list(rows.stride())}, "
             f"wanted uint8 [blocks, {sum(sizes)}] with contiguous rows"
         )
-    views: list[Tensor] = []
-    start = 0
-    for size in sizes:
-        views.append(rows[:, start : start + size])
-        start += size
-    return views
+    return list(rows.split_with_sizes(list(sizes), 1))
 
 
 def _derive_kind(shape: tuple[int, ...]) -> LayoutKind:

@@ -24,13 +24,11 @@ class Bound:
 
     def __init__(self, src: Sequence[Tensor], dst: Sequence[Tensor] | None) -> None:
         self._src, self._dst = list(src), None if dst is None else list(dst)
-        # One view of each storage: torch may move it, for example to share it with another process.
-        views = [*self._src, *(self._dst or ())]
-        self._memories = list({view.untyped_storage().data_ptr(): view for view in views}.values())
         # Views of one tensor share one version.
-        written = self._src if self._dst is None else self._dst
-        bases = [view if view._base is None else view._base for view in written]  # noqa: SLF001 (torch documents it)
-        self._versions = list({id(base): base for base in bases}.values())
+        self._versions = _bases(self._src if self._dst is None else self._dst)
+        # One tensor of each storage: torch may move it, for example to share it with another process.
+        bases = _bases([*self._src, *(self._dst or ())])
+        self._memories = list({base.untyped_storage().data_ptr(): base for base in bases}.values())
         self._bind()
 
     def _bind(self) -> None:
@@ -43,6 +41,12 @@ class Bound:
             self._bind()
         self._views.run(mapping, num_threads=torch.get_num_threads())
         increment_version(self._versions)
+
+
+def _bases(views: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors of which these are views, each once."""
+    bases = [view if view._base is None else view._base for view in views]  # noqa: SLF001 (torch documents it)
+    return list({id(base): base for base in bases}.values())
 
 
 def _between(src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping) -> None:
