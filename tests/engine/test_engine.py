@@ -260,6 +260,20 @@ def test_a_refused_call_submits_nothing(engine: CacheEngine, case: str):
     assert_rows(engine, rows)
 
 
+def test_blocks_are_any_ints(engine: CacheEngine):
+    rows = filled(engine)
+    for blocks in ([5, 2], (5, 2), np.array([5, 2], np.int32), np.array([5, 2], np.uint64)):
+        assert np.array_equal(engine.read("device", blocks), rows["device"][[5, 2]])
+        engine.write("device", blocks, rows["device"][[5, 2]])
+    assert engine.read("device", []).shape[0] == 0
+    for blocks in ([1.5], "ab", None, 3, [[1, 2]], [[1], [1, 2]], [2**70], np.array([True])):
+        with pytest.raises(MappingError, match=r"blocks are .*, must be ints \[n\]: an array or a sequence"):
+            engine.submit_read("device", blocks)
+        with pytest.raises(MappingError, match="blocks are "):
+            engine.submit_write("device", blocks, content(0, 1))
+    assert_rows(engine, rows)
+
+
 def test_empty_transfers_end_too(engine: CacheEngine):
     none = np.zeros(0, np.int64)
     empty = content(0)[np.zeros(BLOCKS, np.bool_)]

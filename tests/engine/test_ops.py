@@ -259,7 +259,7 @@ def test_ops_compile_as_one_graph(backend: str):
         SCATTER(rows, caches, torch.arange(4) + 2)
         return host[0] + 1
 
-    src, dst = caches_of(), caches_of(blocks=4)
+    src, dst = ([view.clone() for view in caches_of(blocks=blocks)] for blocks in (6, 4))
     wanted_src, wanted_dst = [t.clone() for t in src], [t.clone() for t in dst]
     rows, wanted_rows = (torch.zeros((4, 72), dtype=torch.uint8) for _ in range(2))
     step(wanted_src, wanted_dst, wanted_rows, SCATTERED)
@@ -268,6 +268,29 @@ def test_ops_compile_as_one_graph(backend: str):
     assert all(torch.equal(now, want) for now, want in zip(made, wanted, strict=True))
     assert torch.equal(result, dst[0] + 1)
     assert torch.equal(rows, torch.cat(dst, dim=1))
+
+
+# Inductor's own imports.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_compiled_code_writes_views_that_it_cuts_and_refuses_those_that_come_from_outside(backend: str):
+    def inside(cache: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        ops.move_blocks([cache[0], cache[1], cache[2]], pairs)
+        return cache + 1
+
+    def outside(views: list[torch.Tensor], pairs: torch.Tensor) -> torch.Tensor:
+        ops.move_blocks(views, pairs)
+        return views[0] + 1
+
+    cache = random_bytes(3, 6, 24)
+    wanted = cache.clone()
+    inside(wanted, SCATTERED)
+    compiled = torch.compile(inside, backend=backend, fullgraph=True)
+    assert torch.equal(compiled(cache, SCATTERED), wanted + 1)
+    assert torch.equal(cache, wanted)
+    for views in (list(cache), [cache[0], cache[1].detach()], [cache[0].clone(), cache[2]]):
+        with pytest.raises(Exception, match=r"caches\[1\] begins \d+ bytes into its storage, where torch.compile"):
+            torch.compile(outside, backend=backend, fullgraph=True)(views, SCATTERED)
+    assert torch.equal(cache, wanted)
 
 
 # Inductor's own imports.

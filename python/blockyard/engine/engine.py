@@ -16,7 +16,7 @@ from torch import Tensor
 from blockyard._core import Pairs, StepDecision
 from blockyard.engine.cuda.streams import CudaStreams, with_index
 from blockyard.engine.host_pool import OnFailure
-from blockyard.engine.mapping import Ids
+from blockyard.engine.mapping import IdList, IdPairs
 from blockyard.engine.memory import EngineTier, Memory, Rows
 from blockyard.engine.ops.library import prepare_device
 from blockyard.engine.plans import Kind, TransferPlan, moving, reading, writing
@@ -174,7 +174,7 @@ class CacheEngine:
     def submit(
         self,
         kind: Kind,
-        pairs: Ids,
+        pairs: IdPairs,
         *,
         tier: EngineTier = "device",
         after: Sequence[Transfer] = (),
@@ -190,7 +190,7 @@ class CacheEngine:
                 block is both read and written. `"move"` moves within a tier, as if all were read before any is written:
                 chains and rings are allowed. `"exchange"` swaps the two blocks of each pair; no block may repeat,
                 `(-1, -1)` is padding.
-            pairs: block ids (from, to), int64 `[n, 2]`; no destination repeats. They are copied.
+            pairs: block ids (from, to), ints `[n, 2]`; no destination repeats. They are copied.
             tier: tier of a copy, move or exchange. Compute does not touch the host, so `after_compute` has no effect
                 there.
             after: transfers that must end first.
@@ -218,7 +218,7 @@ class CacheEngine:
     def submit_read(
         self,
         tier: EngineTier,
-        blocks: Ids,
+        blocks: IdList,
         rows: Rows | None = None,
         *,
         after: Sequence[Transfer] = (),
@@ -229,7 +229,7 @@ class CacheEngine:
 
         Args:
             tier: `"device"` or `"host"`; see `submit` for this and the other arguments.
-            blocks: ids, int64 `[n]`; they may repeat. They are copied.
+            blocks: ids, ints `[n]`; they may repeat. They are copied.
             rows: destination, uint8 `[n, bytes_per_block]`, C-contiguous and writable, page-locked if host memory is;
                 must not be used by others until the transfer ends. None means fresh rows, which cost ten times as much
                 on a CPU.
@@ -248,7 +248,7 @@ class CacheEngine:
     def submit_write(
         self,
         tier: EngineTier,
-        blocks: Ids,
+        blocks: IdList,
         rows: Rows,
         *,
         after: Sequence[Transfer] = (),
@@ -260,7 +260,7 @@ class CacheEngine:
 
         Args:
             tier: `"device"` or `"host"`; see `submit` for this and the other arguments.
-            blocks: ids, int64 `[n]`, no repeats. They are copied.
+            blocks: ids, ints `[n]`, no repeats. They are copied.
             rows: uint8 `[n, bytes_per_block]`.
             after: transfers that must have ended before.
             after_compute: a place in compute that must have been reached before.
@@ -278,7 +278,7 @@ class CacheEngine:
 
     # ---- synchronous ----
 
-    def run(self, kind: Kind, pairs: Ids, *, tier: EngineTier = "device") -> None:
+    def run(self, kind: Kind, pairs: IdPairs, *, tier: EngineTier = "device") -> None:
         """Move blocks on the compute stream, after all open transfers; see `submit` for the arguments.
 
         On a CPU the blocks have moved when this returns. On CUDA the work is queued on the current stream, in the order
@@ -293,12 +293,12 @@ class CacheEngine:
         if len(plan.mapping):
             self._run(plan)
 
-    def read(self, tier: EngineTier, blocks: Ids) -> Rows:
+    def read(self, tier: EngineTier, blocks: IdList) -> Rows:
         """Copy blocks into fresh rows on the CPU, and wait for them.
 
         Args:
             tier: `"device"` or `"host"`.
-            blocks: ids, int64 `[n]`; they may repeat.
+            blocks: ids, ints `[n]`; they may repeat.
 
         Returns:
             uint8 `[n, bytes_per_block]`.
@@ -313,12 +313,12 @@ class CacheEngine:
         rows: Rows = cast("Tensor", plan.rows).numpy()
         return rows
 
-    def write(self, tier: EngineTier, blocks: Ids, rows: Rows) -> None:
+    def write(self, tier: EngineTier, blocks: IdList, rows: Rows) -> None:
         """Copy rows on the CPU into blocks; the rows can be reused when it returns.
 
         Args:
             tier: `"device"` or `"host"`.
-            blocks: ids, int64 `[n]`, no repeats.
+            blocks: ids, ints `[n]`, no repeats.
             rows: uint8 `[n, bytes_per_block]`.
 
         Raises:

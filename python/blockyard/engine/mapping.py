@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from blockyard._core import Mapping, expand_span
 from blockyard.errors import MappingError
 
-__all__ = ["IdPairs", "Ids", "unequal_pairs", "with_rows"]
+__all__ = ["IdList", "IdPairs", "Ids", "unequal_pairs", "with_rows"]
 
 Ids = NDArray[np.int64]
+IdList = NDArray[np.integer[Any]] | Sequence[int]
 IdPairs = NDArray[np.integer[Any]] | Sequence[Sequence[int]]
 
 
@@ -73,20 +74,32 @@ def _wide(ids: NDArray[np.integer[Any]], name: str) -> Ids:
     return ids.astype(np.int64, copy=False)
 
 
-def with_rows(blocks: Ids, num_blocks: int, *, written: bool) -> Mapping:
+def _ints(blocks: IdList) -> Ids:
+    try:
+        ids = np.asarray(blocks)
+    except ValueError:  # rows of different lengths
+        ids = np.asarray(None)
+    if not ids.size and ids.ndim == 1:
+        return np.zeros(0, np.int64)
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(blocks, np.ndarray) else repr(blocks)[:80]
+        raise MappingError(f"blocks are {found}, must be ints [n]: an array or a sequence")
+    return ids.astype(np.int64, copy=False)
+
+
+def with_rows(blocks: IdList, num_blocks: int, *, written: bool) -> Mapping:
     """Pair blocks with consecutive rows.
 
     Args:
-        blocks: int64 `[n]`; no repeats if they are `written`.
+        blocks: ints `[n]`; no repeats if they are `written`.
         num_blocks: blocks in the tier; ids are 0-based.
         written: whether blocks are written and rows read, or the other way round.
 
     Raises:
-        MappingError: dtype or shape is wrong, an id is out of range, or one repeats.
+        MappingError: they are no ints, have another shape, an id is out of range, or one repeats.
     """
-    if blocks.dtype != np.int64 or blocks.ndim != 1:
-        raise MappingError(f"blocks are {blocks.dtype} {list(blocks.shape)}, wanted int64 [n]")
-    sides = [(np.arange(len(blocks)), len(blocks)), (blocks, num_blocks)]
+    ids = _ints(blocks)
+    sides = [(np.arange(len(ids)), len(ids)), (ids, num_blocks)]
     (sources, src_blocks), (targets, dst_blocks) = sides if written else sides[::-1]
     pairs = np.column_stack((sources, targets))
     return Mapping(pairs, src_blocks=src_blocks, dst_blocks=dst_blocks, rule="swap")

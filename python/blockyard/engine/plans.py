@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from blockyard._core import Mapping
-from blockyard.engine.mapping import Ids, with_rows
+from blockyard.engine.mapping import IdList, IdPairs, with_rows
 from blockyard.engine.memory import EngineTier, Memory, Rows, Run, as_tensor
 from blockyard.engine.ops import bind
 from blockyard.engine.ops.checks import Rule
@@ -91,7 +91,7 @@ class TransferPlan(NamedTuple):
 
 
 def moving(
-    memory: Memory, kind: Kind, ids: Ids, tier: EngineTier, *, chunk: int | None, by_layer: bool = False
+    memory: Memory, kind: Kind, ids: IdPairs, tier: EngineTier, *, chunk: int | None, by_layer: bool = False
 ) -> TransferPlan:
     """Check a mapping of block ids, and combine it with the memory.
 
@@ -131,9 +131,9 @@ def moving(
 
 
 def reading(
-    memory: Memory, tier: EngineTier, blocks: Ids, *, chunk: int | None, into: Rows | None = None
+    memory: Memory, tier: EngineTier, blocks: IdList, *, chunk: int | None, into: Rows | None = None
 ) -> TransferPlan:
-    """Check block ids, int64 `[n]`, to copy into rows; None means fresh rows.
+    """Check block ids, ints `[n]`, to copy into rows; None means fresh rows.
 
     Raises:
         MappingError: an id is out of range.
@@ -149,9 +149,9 @@ def reading(
 
 
 def writing(
-    memory: Memory, tier: EngineTier, blocks: Ids, rows: Rows, *, chunk: int | None, copies: bool = False
+    memory: Memory, tier: EngineTier, blocks: IdList, rows: Rows, *, chunk: int | None, copies: bool = False
 ) -> TransferPlan:
-    """Check block ids, int64 `[n]` without repeats, to write from rows; raises MappingError, LayoutError.
+    """Check block ids, ints `[n]` without repeats, to write from rows; raises MappingError, LayoutError.
 
     Rows for a CUDA device are copied if they are not page-locked but staging memory is; with `copies` always.
     """
@@ -189,9 +189,15 @@ def _read_rows(memory: Memory, rows: Rows, count: int) -> Tensor:
     return tensor
 
 
-def _naming_tier(error: MappingError, memory: Memory, tiers: Sequence[EngineTier], ids: Ids) -> MappingError:
+def _naming_tier(
+    error: MappingError, memory: Memory, tiers: Sequence[EngineTier], ids: IdPairs | IdList
+) -> MappingError:
     """Add the tier of an id that is too large: its manager was created with another number of blocks."""
-    columns = np.asarray(ids).T if np.ndim(ids) == 2 else [np.asarray(ids)]
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # rows of different lengths
+        return error
+    columns = array.T if array.ndim == 2 else [array]
     for column, tier in zip(columns, tiers, strict=False):
         num_blocks = memory.num_blocks(tier)
         if column.dtype.kind in "iu" and column.size and column.max() >= num_blocks:

@@ -16,6 +16,7 @@ if that library cannot be loaded (`blockyard.engine.ops.library` says why).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -175,11 +176,13 @@ def _swap_fake(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
     _refuse_mixed("pairs", pairs, src=src, dst=dst)
     if len(src) != len(dst):
         raise LayoutError(f"src holds {len(src)} tensors, dst {len(dst)}")
+    _refuse_displaced("dst", dst)
 
 
 def _in_place_fake(caches: list[Tensor], pairs: Tensor) -> None:
     """Return nothing: the caches are changed in place."""
     _refuse_mixed("pairs", pairs, caches=caches)
+    _refuse_displaced("caches", caches)
 
 
 def _gather_fake(caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
@@ -190,6 +193,25 @@ def _gather_fake(caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
 def _scatter_fake(rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
     _refuse_mixed("blocks", blocks, caches=caches, rows=[rows])
     _check_width(rows, caches)
+    _refuse_displaced("caches", caches)
+
+
+def _refuse_displaced(name: str, written: list[Tensor]) -> None:
+    """Refuse views that come into compiled code and begin inside their storage.
+
+    Inductor of torch 2.11 copies the second and later ones from the wrong place, and drops what the op writes to them.
+    Such an input has a storage of its own here, which ends with it; a view that compiled code cuts shares its tensor's.
+    """
+    storages = Counter(view.untyped_storage()._cdata for view in written)  # noqa: SLF001 (torch's own modules use it)
+    for index, view in enumerate(written):
+        storage, start = view.untyped_storage(), view.storage_offset() * view.itemsize
+        end = start + sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True)) + 1
+        alone = storages[storage._cdata] == 1  # noqa: SLF001
+        if len(written) > 1 and start > 0 and alone and storage.nbytes() == end:
+            raise LayoutError(
+                f"{name}[{index}] begins {start} bytes into its storage, where torch.compile would lose what is "
+                "written: pass the whole tensor and cut it in compiled code, or call the op outside of compiled code"
+            )
 
 
 def _refuse_mixed(name: str, ids: Tensor, **lists: list[Tensor]) -> None:

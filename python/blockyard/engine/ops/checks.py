@@ -187,7 +187,10 @@ def mapping_of(rule: Rule, pairs: Tensor, src_blocks: int, dst_blocks: int) -> M
 
 def mapping_of_rows(blocks: Tensor, num_blocks: int, num_rows: int, *, written: bool) -> Mapping:
     """Check the blocks that go with rows, int64 `[n]` on the CPU; raises MappingError."""
-    mapping = with_rows(_on_cpu("blocks", blocks), num_blocks, written=written)
+    ids = _on_cpu("blocks", blocks)
+    if ids.dtype != np.int64 or ids.ndim != 1:
+        raise MappingError(f"blocks are {ids.dtype} {list(ids.shape)}, wanted int64 [n]")
+    mapping = with_rows(ids, num_blocks, written=written)
     if len(mapping) != num_rows:
         raise MappingError(f"{len(mapping)} blocks are named, there are {num_rows} rows")
     return mapping
