@@ -200,7 +200,7 @@ def _refuse_displaced(name: str, written: list[Tensor]) -> None:
     """Refuse views that come into compiled code and begin inside their storage.
 
     Inductor of torch 2.11 copies the second and later ones from the wrong place, and drops what the op writes to them.
-    Such an input has a storage of its own here, which ends with it; a view that compiled code cuts shares its tensor's.
+    Such an input here has its own storage, which ends with it; views that compiled code cuts share their tensor's.
     """
     storages = Counter(view.untyped_storage()._cdata for view in written)  # noqa: SLF001 (torch's own modules use it)
     for index, view in enumerate(written):
