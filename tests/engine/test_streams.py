@@ -1,9 +1,12 @@
 """The worker thread: what streams and events order is ordered, and what compute waits for soonest goes first."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
+from interrupts import CountedInterrupt
 
 from blockyard.engine import streams as streams_module
 from blockyard.engine.streams import STREAMS, WorkerStreams
@@ -187,3 +190,19 @@ def test_closing_runs_what_was_launched_and_refuses_more(streams: WorkerStreams)
     assert len(log) == 100
     with pytest.raises(BlockyardError, match="closed: nothing can be launched on 'in'"):
         streams.launch("in", lambda: None)
+
+
+def test_an_interrupt_at_any_place_of_a_launch_leaves_nothing_locked():
+    for place in itertools.count():
+        streams, done = WorkerStreams(), threading.Event()
+        interrupt = CountedInterrupt(place, (streams_module.__file__, threading.__file__))
+        streams.launch("out", lambda: None).synchronize()  # the thread runs
+        with suppress(KeyboardInterrupt), interrupt.armed():
+            streams.launch("out", lambda: None)
+        other = threading.Thread(target=streams.launch, args=("out", done.set), daemon=True)
+        other.start()
+        assert done.wait(10.0), f"nothing runs after an interrupt at {interrupt.where}"
+        streams.close()
+        if not interrupt.where:
+            break
+    assert place > 20

@@ -223,7 +223,7 @@ def test_many_threads_may_use_one_recorder(tmp_path: Path):
 def test_an_interrupt_at_any_line_loses_at_most_its_request(tmp_path: Path):
     for place in itertools.count():
         path = tmp_path / f"{place}.jsonl"
-        interrupt = CountedInterrupt(place, (module.__file__,))
+        interrupt = CountedInterrupt(place, (module.__file__, threading.__file__))
         with TraceRecorder(path, block_size=1) as recorder:
             with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
                 recorder.add("a", ["x"], 1)

@@ -279,7 +279,9 @@ class _Work:
         self.ready_blocks = self.pinned_blocks = 0
         self.failure: OutOfMemoryError | PageLockError | None = None
         self.locked: list[int] = []
-        self.changed, self.ended = threading.Condition(), False
+        # Enter the lock itself, not the condition: an interrupt within `Condition.__enter__` would leave it locked.
+        self.lock, self.ended = threading.RLock(), False
+        self.changed = threading.Condition(self.lock)
         self.thread: threading.Thread | None = None
         self.lost = False  # in a fork: page-locked memory was not inherited
         if self.locking:
@@ -297,18 +299,18 @@ class _Work:
             try:
                 self._make_ready(chunk, first * self.bytes_per_block, end * self.bytes_per_block)
             except (OutOfMemoryError, PageLockError) as error:
-                with self.changed:
+                with self.lock:
                     self.failure = error
                     self.changed.notify_all()
                 return
-            with self.changed:
+            with self.lock:
                 self.ready_blocks = end
                 self.pinned_blocks = end if self.locking else self.pinned_blocks
                 self.changed.notify_all()
 
     def wait(self, num_blocks: int) -> None:
         self.process.check()
-        with self.changed:
+        with self.lock:
             self.changed.wait_for(lambda: self.ready_blocks >= num_blocks or self.failure or self.ended)
             if self.ready_blocks >= num_blocks:
                 return
@@ -318,7 +320,7 @@ class _Work:
             raise type(self.failure)(*self.failure.args)
 
     def stop(self) -> None:
-        with self.changed:
+        with self.lock:
             self.ended = True
             self.changed.notify_all()
 
@@ -368,7 +370,7 @@ class _Work:
             except CaptureError as error:
                 if time.monotonic() + seconds > until or (self.ended and not even_ended):
                     return str(error)
-            with self.changed:
+            with self.lock:
                 self.changed.wait_for(lambda: self.ended and not even_ended, seconds)
             seconds *= 2
 

@@ -144,7 +144,9 @@ class WorkerStreams:
     def __init__(self, prepare: Callable[[], None] | None = None) -> None:
         self._process = Process("a worker stream")
         self._prepare = prepare
-        self._changed = threading.Condition()
+        # Enter the lock itself, not the condition: an interrupt within `Condition.__enter__` would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._queues: dict[StreamName, deque[_Item]] = {name: deque() for name in STREAMS}
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -157,7 +159,7 @@ class WorkerStreams:
         event = _WorkerEvent(self)
         own = [wait for wait in waits if isinstance(wait, _WorkerEvent) and wait.streams is self]
         foreign = [wait for wait in waits if not isinstance(wait, _Fired) and wait not in own]
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise BlockyardError(f"the streams are closed: nothing can be launched on {stream!r}")
             self._queues[stream].append(_Item(work, own, foreign, event))
@@ -182,7 +184,7 @@ class WorkerStreams:
         """Wait for all launched work. Idempotent; does nothing in a fork."""
         if not self._process.is_current:
             return
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
@@ -191,7 +193,7 @@ class WorkerStreams:
     def wait_for(self, reached: Callable[[], bool]) -> None:
         """Wait until the worker has reached a point. Raises ForkedError."""
         self._process.check()
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(reached)
 
     def _run_here(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event]) -> Event:
@@ -207,7 +209,7 @@ class WorkerStreams:
 
     def _give_up(self) -> None:
         """Let running work finish, and start nothing else."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             for item in [item for queue in self._queues.values() for item in queue]:
                 item.event.error = BlockyardError("the interpreter ended before this work began")
@@ -227,7 +229,7 @@ class WorkerStreams:
                     item.work()
                 except BaseException as error:  # noqa: BLE001 (whatever it is, the transfer reports it)
                     item.event.error = _reported(error)
-                with self._changed:
+                with self._lock:
                     item.event.fired = True
                     self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 (nothing may wait for an ended thread)
@@ -235,7 +237,7 @@ class WorkerStreams:
 
     def _abandon(self, error: BaseException) -> None:
         """End all queued work with an error: the thread is ending, so it cannot run."""
-        with self._changed:
+        with self._lock:
             for queue in self._queues.values():
                 for item in queue:
                     item.event.error, item.event.fired = _reported(error), True
@@ -245,7 +247,7 @@ class WorkerStreams:
 
     def _next(self) -> _Item | None:
         """Take the next work that may run; None ends the thread."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._closed or any(self._queues.values()), _IDLE_SECONDS)
             # Events fire only in this thread, so the oldest queued work never waits for an unfired one.
             for queue in self._queues.values():

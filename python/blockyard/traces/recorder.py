@@ -107,7 +107,9 @@ class TraceRecorder:
         self._lines: list[bytes] = []
         self._queued_bytes = 0
         self._num_requests = 0
-        self._changed = threading.Condition()
+        # Enter the lock itself, not the condition: an interrupt within `Condition.__enter__` would leave it locked.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._process = Process(f"recorder of {self._path}")
         self._is_recording, self._has_failed = True, False
         try:
@@ -155,7 +157,7 @@ class TraceRecorder:
         if not self.is_recording:
             return
         now = self._clock()
-        with self._changed:
+        with self._lock:
             if not self._is_recording:
                 return
             start = self._start = now if self._start is None else self._start
@@ -189,7 +191,7 @@ class TraceRecorder:
         """
         if not self.is_recording:
             return
-        with self._changed:
+        with self._lock:
             request = self._open.get(request_id)
             if request is None:
                 return
@@ -239,7 +241,7 @@ class TraceRecorder:
 
     def _end(self) -> None:
         """Let the thread write everything and end; does not wait."""
-        with self._changed:
+        with self._lock:
             if self._is_recording:
                 self._release(everything=True)
             self._is_recording = False
@@ -260,7 +262,7 @@ class TraceRecorder:
         good = 0
         try:
             while True:
-                with self._changed:
+                with self._lock:
                     if self._is_recording and self._queued_bytes < _FLUSH_BYTES:
                         self._changed.wait(_FLUSH_SECONDS)
                     lines, self._lines, self._queued_bytes = self._lines, [], 0
@@ -272,7 +274,7 @@ class TraceRecorder:
         except (OSError, MemoryError) as error:
             with contextlib.suppress(OSError):  # no half of a line, and no half of a gzip member
                 os.ftruncate(self._file, good)
-            with self._changed:
+            with self._lock:
                 self._stop(getattr(error, "strerror", None) or error)
         finally:
             with contextlib.suppress(OSError):
