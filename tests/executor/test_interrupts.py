@@ -150,6 +150,27 @@ def test_an_interrupt_at_any_place_ends_every_step_once(tmp_path: Path, polls: b
     assert raised > min(places, most) // 2
 
 
+def test_what_an_interrupted_collect_has_found_is_reported_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(_ticket: int) -> bool:
+        raise KeyboardInterrupt
+
+    with rig(tmp_path, polls=True) as made:
+        made.manager.swap_out(made.live)
+        decision = made.manager.take_decision()
+        made.executor.submit(decision)
+        with monkeypatch.context() as patched:
+            patched.setattr(made.executor, "is_awaited", interrupted)
+            until = time.monotonic() + 30.0
+            while made.executor._steps:
+                assert time.monotonic() < until
+                with pytest.raises(KeyboardInterrupt):
+                    made.executor.collect(decision.ticket)
+        assert [done.ticket for done in made.executor.collect(decision.ticket)] == [decision.ticket]
+        made.manager.complete(decision.ticket)
+
+
 # The first and last lines of threads are interrupted too, and nothing of ours is left to catch that.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("most", every(10))

@@ -342,8 +342,17 @@ class StepExecutor(Executor):
         """Make progress without waiting, and return the decisions that ended since the last call."""
         self._recover_from_interrupt()
         self._progress()
-        ended = list(self._done.values())
-        self._done = {}
+        # No call follows, so no interrupt can come before the caller has the result.
+        ended, self._done = list(self._done.values()), {}
+        return ended
+
+    def collect(self, ticket: int) -> list[StepDone]:
+        """As `Executor.collect`; an interrupted call has reported nothing."""
+        self._recover_from_interrupt()
+        self._progress()
+        if self.is_awaited(ticket):
+            self._finish(ticket)
+        ended, self._done = list(self._done.values()), {}  # as in `poll`
         return ended
 
     def wait(self, ticket: int) -> StepDone:
@@ -356,10 +365,7 @@ class StepExecutor(Executor):
             UnknownTicketError: no such decision is open, or it was already reported.
         """
         self._recover_from_interrupt()
-        while ticket in self._steps:
-            self._progress()
-            if ticket in self._steps:
-                self._wait_for_leg(self._steps[ticket].parts)
+        self._finish(ticket)
         done = self._done.get(ticket)
         if done is None:
             raise UnknownTicketError(f"decision {ticket} is not under way")
@@ -368,6 +374,13 @@ class StepExecutor(Executor):
         return done
 
     # ---- progress ----
+
+    def _finish(self, ticket: int) -> None:
+        """Wait for a decision to end."""
+        while ticket in self._steps:
+            self._progress()
+            if ticket in self._steps:
+                self._wait_for_leg(self._steps[ticket].parts)
 
     def _progress(self) -> None:
         if self._checked is not None:
