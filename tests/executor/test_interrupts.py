@@ -150,9 +150,7 @@ def test_an_interrupt_at_any_place_ends_every_step_once(tmp_path: Path, polls: b
     assert raised > min(places, most) // 2
 
 
-def test_what_an_interrupted_collect_has_found_is_reported_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_an_interrupted_collect_has_found_is_reported_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def interrupted(_ticket: int) -> bool:
         raise KeyboardInterrupt
 

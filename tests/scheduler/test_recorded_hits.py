@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from interrupts import CountedInterrupt
 
 from blockyard import BlockManager, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError
@@ -175,6 +179,60 @@ def test_an_aborted_request_is_recorded_with_what_it_generated(tmp_path: Path):
     runs, waits = read_trace(path)
     assert (runs.output_tokens, list(runs.output_hash_ids)) == (3, [1])
     assert (waits.output_tokens, list(waits.hash_ids), list(waits.output_hash_ids)) == (1, [0], [])
+
+
+def run_step(scheduler: Scheduler) -> None:
+    step = scheduler.schedule()
+    scheduler.complete(step.decision.ticket)
+    scheduler.update(step, np.full(step.num_draws, 9))
+
+
+def test_an_interrupted_call_that_is_not_made_again_neither_adds_nor_holds_back_a_line(tmp_path: Path):
+    for place in itertools.count():
+        path = tmp_path / f"{place}.jsonl"
+        interrupt = CountedInterrupt(place, ("scheduler/scheduler.py", "traces/recorder.py", "/threading.py"))
+        with TraceRecorder(path, block_size=BLOCK) as recorder:
+            manager = BlockManager(block_size=BLOCK, device_blocks=16, prefix_caching=True)
+            scheduler = Scheduler(manager, recorder=recorder)
+            scheduler.add(Request("first", [1, 2, 3, 4, 5, 6], max_tokens=5))
+            run_step(scheduler)
+            for call in (
+                partial(scheduler.add, Request("second", [1, 2, 3, 4, 5], max_tokens=2)),
+                partial(scheduler.abort, "first"),
+            ):
+                with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
+                    call()
+            left = set(scheduler._requests)
+            while scheduler.num_unfinished:
+                run_step(scheduler)
+            assert not recorder._order, f"interrupted at {interrupt.where}: requests are held back"
+        rows = [(row.input_tokens, row.output_tokens) for row in read_trace(path)]
+        was_added = interrupt.where == "" or "second" in left
+        assert [tokens for tokens, _ in rows] == [6, 5][: 1 + was_added], f"interrupted at {interrupt.where}"
+        assert rows[0][1] in ({1, 5} if "first" in left else {1}), f"interrupted at {interrupt.where}"
+        if not interrupt.where:
+            break
+    assert place > 100
+
+
+def test_an_abort_after_an_interrupted_step_is_recorded_with_what_was_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "trace.jsonl"
+    with TraceRecorder(path, block_size=BLOCK) as recorder:
+        scheduler = Scheduler(BlockManager(block_size=BLOCK, device_blocks=16), recorder=recorder)
+        scheduler.add(Request("a", [1, 2, 3, 4, 5, 6], max_tokens=30))
+        for _ in range(3):
+            run_step(scheduler)
+        with monkeypatch.context() as patched:
+            patched.setattr(scheduler._builder, "begin", fail)
+            with pytest.raises(KeyboardInterrupt):
+                scheduler.schedule()
+        scheduler.abort("a")
+    assert [row.output_tokens for row in read_trace(path)] == [3]
 
 
 def test_the_environment_makes_schedulers_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import itertools
 import json
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import forks
@@ -220,28 +220,40 @@ def test_many_threads_may_use_one_recorder(tmp_path: Path):
     assert {row.hash_ids[0] for row in rows} == {0}
 
 
-def test_an_interrupt_at_any_line_loses_at_most_its_request(tmp_path: Path):
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_an_interrupt_at_any_place_loses_at_most_the_call_that_it_hits(tmp_path: Path, is_made_again: bool):
     for place in itertools.count():
         path = tmp_path / f"{place}.jsonl"
         interrupt = CountedInterrupt(place, (module.__file__, threading.__file__))
         with TraceRecorder(path, block_size=1) as recorder:
-            with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
-                recorder.add("a", ["x"], 1)
-                recorder.add("b", ["x", "y"], 2)
-                recorder.finish("a", 5, ["z"])
-                recorder.finish("b", 5)
-            recorder.add("c", ["x", "y"], 9)
+            calls = [
+                partial(recorder.add, "a", ["x"], 1),
+                partial(recorder.add, "b", ["x", "y"], 2),
+                partial(recorder.finish, "a", 5, ["z"]),
+                partial(recorder.finish, "b", 5),
+                partial(recorder.add, "c", ["x", "y"], 9),
+                partial(recorder.finish, "c", 5),
+            ]
+            for call in calls:
+                try:
+                    with interrupt.armed():
+                        call()
+                except KeyboardInterrupt:  # noqa: PERF203 (each is made again)
+                    if is_made_again:
+                        call()
             recorder.finish("b", 5)
             recorder.finish("c", 5)
             assert not recorder._open.keys() - {"a"}, interrupt.where
         rows = read_trace(path)
-        assert (rows[-1].input_tokens, rows[-1].output_tokens) == (9, 5), interrupt.where
-        assert rows[-1].hash_ids[0] == rows[0].hash_ids[0], interrupt.where
-        assert len(rows) <= 3
+        found = [(row.input_tokens, row.output_tokens) for row in rows]
+        if is_made_again:
+            assert found == [(1, 5), (2, 5), (9, 5)], interrupt.where
+        assert set(found) <= {(1, 1), (1, 5), (2, 5), (9, 5)}, interrupt.where
+        assert len(found) >= 2, interrupt.where
+        assert len({row.hash_ids[0] for row in rows}) == 1, interrupt.where
         if not interrupt.where:
             break
     assert place > 50
-    assert len(rows) == 3
 
 
 def test_after_close_nothing_is_recorded(tmp_path: Path):

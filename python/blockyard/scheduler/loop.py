@@ -83,7 +83,9 @@ class CacheLoop:
             return
         what = f"the step of ticket {in_flight.decision.ticket}"
         if self.open is not None:
-            raise StepOrderError(f"{what} is not over: leave its `with` block, then give its tokens to update")
+            raise StepOrderError(
+                f"{what} is not over: leave its `with` block, then give its tokens to update, or give_up() to drop it"
+            )
         raise StepOrderError(f"{what} was not given to update: call update(step, sampled), or give_up() to drop it")
 
     def prepare(self) -> None:

@@ -128,17 +128,16 @@ class SequenceRows:
         """Replace the seats of a request's sequences by their tokens. Correct even while rows move."""
         for index, seat in enumerate(state.places):
             if isinstance(seat, int):
-                generated = self.tokens[seat, : state.request.max_tokens]
-                ends = np.flatnonzero(generated == NO_TOKEN)
-                generated = generated[: ends[0]] if len(ends) else generated
-                state.places[index] = np.concatenate((state.prompt, generated))
+                state.places[index] = np.concatenate((state.prompt, self.generated(state, index)))
 
-    def generated(self, state: RequestState) -> NDArray[np.uint32]:
-        """Copy the tokens that a request's first sequence has generated so far."""
-        place = state.places[0]
-        if state.outputs[0] is None and isinstance(place, int) and len(rows := self.find([place])):
-            return self.text(int(rows[0]), len(state.prompt))
-        return state.generated(0)
+    def generated(self, state: RequestState, index: int) -> NDArray[np.uint32]:
+        """Copy the tokens that a sequence of a request has generated so far. Correct even while rows move."""
+        seat = state.places[index]
+        if state.outputs[index] is not None or not isinstance(seat, int):
+            return state.generated(index)
+        generated = self.tokens[seat, : state.request.max_tokens]
+        ends = np.flatnonzero(generated == NO_TOKEN)
+        return generated[: ends[0] if len(ends) else len(generated)].copy()
 
     def find(self, seats: Iterable[int]) -> NDArray[np.int64]:
         """Return the rows of seats, in ascending order."""

@@ -51,9 +51,9 @@ class Scheduler:
     scheduler's `poll` and `drain`, not the cache's. Over a manager, the caller carries out decisions: `schedule`,
     `complete`, `update`. Requests may be added and aborted in between.
 
-    If a call raises, including `KeyboardInterrupt` and errors of `prefetch`, retry it or go on with the next step. An
-    `add` or `abort` that raised had no effect. A `complete` that raised must be retried. If the exception came in the
-    middle of a change, all requests start again from their tokens.
+    If a call raises, including `KeyboardInterrupt` and errors of `prefetch`, retry it, or call `give_up` and go on with
+    the next step. An `add` or `abort` that raised had no effect. A `complete` that raised must be retried. If the
+    exception came in the middle of a change, all requests start again from their tokens.
 
     Args:
         cache: a `KVCache` or `BlockManager` with one cache group; nothing else may admit sequences to it.
@@ -209,6 +209,7 @@ class Scheduler:
         except BaseException:
             self._interrupted = True
             self._requests.pop(request.request_id, None)
+            self._recording.drop(request.request_id)
             raise
 
     def abort(self, request_id: str) -> None:
@@ -220,12 +221,11 @@ class Scheduler:
         if (state := self._requests.get(request_id)) is None:
             raise InvalidArgumentError(f"request {request_id!r} is not in the scheduler")
         try:
+            generated = self._rows.generated(state, 0)
             if not self._interrupted:
-                self._recording.finish(request_id, self._rows.generated(state))
-                if state in self._refused:
-                    self._refused.remove(state)
+                self._refused = [other for other in self._refused if other is not state]
                 self._release(state)
-            self._close(state)
+            self._close(state, generated)
         except BaseException:
             self._interrupted = True
             self._requests[request_id] = state
@@ -410,7 +410,7 @@ class Scheduler:
         self._reported = self._refused + ended_states
         self._refused = []
         for state in self._reported:
-            self._close(state)
+            self._close(state, state.generated(0))
         return [state.finished() for state in self._reported]
 
     # ---- putting a step together ----
@@ -574,12 +574,12 @@ class Scheduler:
             self._leaving.append(state)
             self._drop_leaving()
 
-    def _close(self, state: RequestState) -> None:
-        self._recording.finish(state.request.request_id, state.generated(0))
+    def _close(self, state: RequestState, generated: NDArray[np.uint32]) -> None:
         state.alive = False
         if not self._interrupted:
             self._stop_tokens.remove(state.stops)
         del self._requests[state.request.request_id]
+        self._recording.finish(state.request.request_id, generated)
 
     # ---- a device that shrinks ----
 

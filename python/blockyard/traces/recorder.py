@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import compress, count, starmap
 from operator import index
 from pathlib import Path
 from types import TracebackType
@@ -173,8 +173,9 @@ class TraceRecorder:
                 (fields["session"],) = self._sessions.of([session])
             request = self._open.get(request_id)
             if request is None or request.has_ended:
-                self._open[request_id] = request = _Recorded(request_id, fields)
-                self._order.append(request)
+                self._open.pop(request_id, None)
+                # One C call puts it into both, whatever interrupts.
+                self._order.extend(map(self._open.setdefault, (request_id,), (_Recorded(request_id, fields),)))
                 self._held_ids += _REQUEST_IDS
             else:
                 self._held_ids -= len(request.fields["hash_ids"])
@@ -203,6 +204,15 @@ class TraceRecorder:
             del self._open[request_id]
             self._release()
 
+    def _drop(self, request_id: Hashable) -> None:
+        """Leave a request out that has not ended."""
+        with self._lock:
+            request = self._open.pop(request_id, None)
+            if request is not None and request in self._order:
+                self._order.remove(request)
+                self._held_ids -= _REQUEST_IDS + len(request.fields["hash_ids"])
+            self._release()
+
     def close(self) -> None:
         """Write what is left and close the file. Requests that have not ended get an output of 1. Idempotent."""
         if not self._process.is_current:
@@ -225,13 +235,14 @@ class TraceRecorder:
     def _release(self, *, everything: bool = False) -> None:
         """Hand lines to the thread: those of ended requests whose turn it is. The lock is held."""
         while self._order and (everything or self._order[0].has_ended or self._held_ids > _HELD_IDS):
-            request = self._order.popleft()
+            request = self._order[0]
             fields = request.fields
+            line = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+            # One C call moves it, whatever interrupts.
+            self._lines.extend(compress((line,), starmap(self._order.popleft, ((),))))
             self._held_ids -= _REQUEST_IDS + len(fields["hash_ids"]) + len(fields.get("output_hash_ids", ()))
             if not request.has_ended:
                 self._open.pop(request.request_id, None)
-            line = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-            self._lines.append(line)
             self._queued_bytes += len(line)
             self._num_requests += 1
         if self._queued_bytes >= _QUEUE_BYTES:
@@ -326,9 +337,15 @@ class TokenRecorder:
         self._recorder.add(request_id, keys, len(prompt))
         self._ends[request_id] = prompt[len(keys) * self._block_size :], keys[-1] if keys else None, extra
 
+    def drop(self, request_id: str) -> None:
+        """Leave a request out whose `add` was interrupted."""
+        if self._recorder is not None:
+            self._recorder._drop(request_id)  # noqa: SLF001 (one file, one concept)
+        self._ends.pop(request_id, None)
+
     def finish(self, request_id: str, generated: NDArray[np.uint32]) -> None:
         """Record that a request has ended; the second time nothing."""
-        end = self._ends.pop(request_id, None)
+        end = self._ends.get(request_id)
         if self._recorder is None or end is None:
             return
         tail, key, extra = end
@@ -336,6 +353,7 @@ class TokenRecorder:
         tokens = np.concatenate((tail, generated[:-1]))
         keys = chain_keys(tokens, block_size=self._block_size, parent=key, extra=extra)
         self._recorder.finish(request_id, len(generated), keys)
+        self._ends.pop(request_id, None)  # last: an interrupted call is made again
 
 
 class _Numbers:
@@ -358,7 +376,7 @@ class _Numbers:
         number = self._recent.get(known)  # twice in one call
         if number is not None:
             return number
-        number = self._older.pop(known, None)
+        number = self._older.get(known)
         if number is None:
             number = self._count
             self._count += 1
