@@ -95,7 +95,9 @@ class Machine(World):
         sequence.rest, sequence.noted = prompt[length:], length
         sequence.written = made.cached_tokens
         self.counts["hits"] += made.cached_tokens
+        rig.prompts, rig.hits = rig.prompts + 1, rig.hits + made.cached_tokens
         rig.sequences.append(sequence)
+        self.record_prompt(rig, sequence, prompt)
 
     def do_allocate_count(self, rig: Rig, op: Op) -> None:
         length = 1 + op.a % (5 * self.config.block_size)
@@ -377,6 +379,10 @@ class Machine(World):
 
     def do_time(self, rig: Rig, op: Op) -> None:
         self.clock.seconds += (0.05, 0.3, 0.6, 11.0)[op.a % 4] if op.b % 16 else 700.0
+
+    def do_scrape(self, rig: Rig, op: Op) -> None:
+        if rig.scrapes is not None:
+            rig.scrapes.scrape()
 
     def do_restart(self, rig: Rig, op: Op) -> None:
         """The process ends and another one opens the same prefix store."""

@@ -14,6 +14,7 @@ import torch
 from late_store import LateStore
 from memory_stores import Quotas
 from numpy.typing import NDArray
+from observed_cache import Scrapes
 from simulated_device import SimulatedStreams
 
 from blockyard import CacheGroup, KVCache, KVLayout, PrefixCaching
@@ -28,6 +29,7 @@ from blockyard.stores.threaded.runtime import Runtime, use_runtime
 LAYERS = 2
 MASK = (1 << 55) - 1
 MANY = 40_000  # host blocks, more than a block can have leases
+NEVER = 1e9  # what makes a swap too dear
 GROUPS = {
     "full": (CacheGroup.full_attention(),),
     "window": (CacheGroup.sliding_window(5),),
@@ -63,6 +65,12 @@ class Config:
     interrupts: float = 0.0
     scheduler: bool = False
     max_pinned: float = 0.5
+    loop: bool = False  # whether the scheduler runs the cache's steps itself
+    mode: str = "auto"  # of preemption
+    swap_cost: float = -1.0  # of a block, beside 1 for a token of a prompt; negative: `mode` decides
+    lookahead: int = 0
+    max_recorded: int = 0  # blocks that a recorder remembers; 0: there is none
+    scraped: bool = False
 
     @property
     def slides(self) -> bool:
@@ -97,7 +105,13 @@ def random_config(random: Random) -> Config:
         faulty_stores=random.random() < 0.5,
         interrupts=random.choice((0.0, 0.0, 0.1, 0.4)),
         max_pinned=random.choice((0.5, 0.9)),
-        scheduler=random.random() < 0.2,
+        scheduler=random.random() < 0.3,
+        loop=random.random() < 0.7,
+        mode=random.choice(("auto", "swap", "recompute")),
+        swap_cost=random.choice((-1.0, 0.0, 3.0, NEVER)),
+        lookahead=random.choice((0, 1, 3)),
+        max_recorded=random.choice((0, 8, 25, 1 << 20, (1 << 20) + 1)),
+        scraped=random.random() < 0.3,
     )
 
 
@@ -237,6 +251,8 @@ class Rig:
         self.named: set[int] = set()  # sequences that a step has named as lost, and no ticket's end yet
         self.cached: dict[tuple[str, int], bytes] = {}  # keys of all blocks that can be found
         self.disturbed = config.fail > 0 or config.staging < 64  # whether sequences may be lost
+        self.scrapes = Scrapes(self.cache) if config.scraped else None
+        self.prompts = self.hits = 0  # admitted with their token ids, and their tokens that were cached
 
     def stores(self) -> list[LateStore]:
         return [store for store in (self.store, self.kept) if store is not None]

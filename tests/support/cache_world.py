@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from cache_compute import Compute, cells_of
 from cache_rig import LAYERS, Cells, Clock, Config, Rig, Tracked, simulated
 from interrupts import CountedInterrupt
 from memory_stores import Quotas, tenant_of
+from observed_cache import Recording
 
 from blockyard._core import StoreJob
 from blockyard.cache import CacheStep, StepEnd
@@ -29,7 +31,11 @@ FILES = (
     "prefix_store/store.py",
     "prefix_store/writes.py",
     "engine/transfers.py",
+    "scheduler/acceptance.py",
     "scheduler/admission.py",
+    "scheduler/loop.py",
+    "scheduler/opened.py",
+    "scheduler/options.py",
     "scheduler/ranked_queue.py",
     "scheduler/request.py",
     "scheduler/rows.py",
@@ -37,6 +43,8 @@ FILES = (
     "scheduler/step.py",
     "scheduler/stop_tokens.py",
     "scheduler/swapping.py",
+    "traces/recorder.py",
+    "/threading.py",  # whose conditions are entered and left in Python
 )
 TIERS = ("device", "host", "external")
 SALTS = (None, None, None, None, None, None, b"", b"a tenant")
@@ -69,6 +77,8 @@ class World:
         self.interrupt: CountedInterrupt | None = None
         self.error: type[BaseException] = KeyboardInterrupt
         self.counts = {"hits": 0, "cells": 0, "lost": 0, "steps": 0, "interrupts": 0, "loads": 0}
+        most = config.max_recorded
+        self.recording = Recording(config.block_size, self.clock.monotonic, most) if most else None
         with simulated(self.clock):
             self.rigs = [self._open() for _ in range(config.caches)]
 
@@ -126,8 +136,39 @@ class World:
 
     def free(self, rig: Rig, batch: list[Tracked]) -> None:
         rig.manager.free([sequence.handle for sequence in batch])
+        for sequence in batch:
+            self.record_end(rig, sequence)
         rig.sequences = [sequence for sequence in rig.sequences if sequence not in batch]
         rig.freed += [sequence.handle for sequence in batch]
+
+    def record_prompt(self, rig: Rig, sequence: Tracked, prompt: list[int]) -> None:
+        """Record that a prompt has come, as an engine does that has no `Scheduler`."""
+        if (recording := self.recording) is not None:
+            name, values = (rig, sequence.handle), self.model(prompt, sequence.salt).values
+            request = recording.add(name, values)
+            call = partial(recording.recorder.add, name, recording.keys_of(values), len(prompt))
+            request.is_certain = self.tried(rig, call, again=recording.is_first(request))
+
+    def record_end(self, rig: Rig, sequence: Tracked) -> None:
+        """Record the end of a sequence, if its prompt was recorded."""
+        name, recording = (rig, sequence.handle), self.recording
+        if recording is not None and (request := recording.open.get(name)) is not None:
+            whole = sequence.child(0)
+            whole.add(sequence.rest)
+            output = max(0, len(whole.values) - request.input_tokens)
+            recording.finish(name, whole.values, range(output, output + 1))
+            keys = recording.keys_of(whole.values[:-1])[request.prompt_blocks :]
+            self.tried(rig, lambda: recording.recorder.finish(name, output, keys), again=True)
+
+    def tried(self, rig: Rig, call: Callable[[], object], *, again: bool) -> bool:
+        """Make a call. If it is interrupted, make it again or not. Returns whether it has returned."""
+        try:
+            self.risky(rig, call)
+        except Interrupted:
+            if not again and self.random.random() < 0.5:
+                return False
+            call()
+        return True
 
     def tables(self, rig: Rig) -> list[list[int]]:
         found = []
@@ -340,10 +381,19 @@ class World:
             rig.cache.give_back()
         executor = rig.cache.executor
         assert (executor.num_in_flight, executor.staged_bytes) == (0, 0), executor
+        if rig.scrapes is not None:
+            self.check_metrics(rig, rig.scrapes.scrape())
         if rig.prefixes is not None and len(self.rigs) == 1:
             assert rig.prefixes.wait(60.0), f"{rig.prefixes} never ends its writes"
             assert rig.prefixes.forget(), "forget refuses, and nothing is in use"
             self.weights += 1
+
+    def check_metrics(self, rig: Rig, sums: dict[str, float]) -> None:
+        """The metrics of a cache at rest say what was done with it."""
+        assert (sums["sequences"], sums["open_tickets"]) == (0, 0)
+        assert (sums["leased_blocks"], sums["pinned_blocks"]) == (0, 0)
+        assert sums["used_blocks"] == 0, f"{sums['used_blocks']} blocks are in use"
+        assert (sums["prompts_total"], sums["prefix_cache_hits_total"]) == (rig.prompts, rig.hits)
 
     def finish(self) -> None:
         """End the program."""
@@ -352,6 +402,8 @@ class World:
                 self.settle(rig)
                 rig.manager.check()
                 rig.cache.close()
+            if self.recording is not None:
+                self.recording.check()
 
     def close(self) -> None:
         """Let go of everything, whatever state it is in."""
@@ -359,3 +411,5 @@ class World:
             for rig in self.rigs:
                 with suppress(BaseException):
                     rig.cache.close()
+        if self.recording is not None:
+            self.recording.close()

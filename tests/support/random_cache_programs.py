@@ -49,8 +49,12 @@ WEIGHTS = {
     "end_load": 3,
     "write": 3,
     "end_write": 3,
+    "scrape": 2,
 }
-AT_RISK = {"step", "poll", "drain", "resize", "give_back", "prefetch", "store_poll", "store_quota", "forget"}
+AT_RISK = {
+    *("step", "poll", "drain", "resize", "give_back", "prefetch", "store_poll", "store_quota", "forget"),
+    *("allocate", "append", "free"),
+}
 
 
 @dataclass(frozen=True)

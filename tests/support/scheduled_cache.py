@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from cache_compute import cells_of
 from cache_machine import GOALS, Machine, Op
-from cache_rig import LAYERS, MANY, Cells, Config, Rig, Tracked, simulated
+from cache_rig import LAYERS, MANY, NEVER, Cells, Config, Rig, Tracked, simulated
 from cache_world import Interrupted
+from observed_cache import Scrapes
 
-from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError
 from blockyard.executor.executor import StepDone
-from blockyard.scheduler import Request, Scheduler, Step
+from blockyard.scheduler import Finished, PreemptionCosts, Request, Scheduler, Step
 
 PATIENCE = 300
 """Steps in a row that may do nothing."""
+VOCABULARY = 3
+CALM = Op("step", a=1, b=1, c=1, d=5)
+T = TypeVar("T")
 
 
 def scheduled(config: Config) -> Config:
@@ -39,17 +44,32 @@ class ScheduledMachine(Machine):
     def __init__(self, config: Config, without: Iterable[str] = ()) -> None:
         super().__init__(scheduled(config), without)
         (rig,) = self.rigs
-        self.scheduler = Scheduler(
-            rig.manager,
-            max_num_seqs=6,
-            max_num_batched_tokens=1 + config.device % 9,
-            preemption_mode=("auto", "swap", "recompute")[config.most % 3],
-            overlap_io=config.staging % 4 == 2,
-            prefetch=None if rig.prefixes is None else rig.prefixes.prefetch,
-        )
+        costs = PreemptionCosts(swap_block=max(config.swap_cost, 0.0), prefill_token=1.0)
+        with simulated(self.clock):
+            self.scheduler = Scheduler(
+                rig.cache if config.loop else rig.manager,
+                max_num_seqs=6,
+                max_num_batched_tokens=1 + config.device % 9,
+                preemption_mode=config.mode if config.swap_cost < 0 else costs,  # type: ignore[arg-type]
+                num_lookahead_tokens=config.lookahead,
+                overlap_io=config.staging % 4 == 2,
+                prefetch=None if rig.prefixes is None else rig.prefixes.prefetch,
+                recorder=None if self.recording is None else self.recording.recorder,
+            )
+        if rig.scrapes is not None:
+            rig.scrapes = Scrapes(rig.cache, self.scheduler)
         self.models: dict[tuple[str, int], Tracked] = {}
         self.requests: dict[str, Request] = {}
-        self.number = self.idle = 0
+        self.taken: dict[str, int] = {}  # tokens of first sequences that the scheduler surely has
+        self.number = self.idle = self.tokens = self.drafts = self.refusals = 0
+
+    def risky(self, rig: Rig, call: Callable[[], T]) -> T:
+        """Make a call that may be interrupted; if it is not, a later call of the operation may be."""
+        interrupt = self.interrupt
+        try:
+            return super().risky(rig, call)
+        finally:
+            self.interrupt = None if interrupt is None or interrupt.where else interrupt
 
     # ---- operations; what a scheduler does by itself is not done ----
 
@@ -58,31 +78,42 @@ class ScheduledMachine(Machine):
         prompt, salt = self.prompt(op)
         self.number += 1
         count = (1, 1, 2, 3)[op.d % 4]
-        request = Request(f"{self.number}", prompt, 1 + op.d // 8 % 9, count, op.d // 128 % 2, salt=salt)
-        if len(self.requests) < 6:
+        most = 1 + op.d // 8 % (3 * self.config.block_size + 3)
+        request = Request(f"{self.number}", prompt, most, count, op.d // 256 % 2, salt=salt)
+        is_first = self.recording is not None and not self.recording.requests
+        if len(self.requests) < 9:
             with suppress(OutOfBlocksError):
-                self.scheduler.add(request)
-                self.requests[request.request_id] = request
+                if self.tried(rig, lambda: self.scheduler.add(request), again=is_first):
+                    self.requests[request.request_id] = request
+                    if self.recording is not None:
+                        self.recording.add(request.request_id, self.model(prompt, salt).values)
 
     def do_free(self, rig: Rig, op: Op) -> None:
         """Abort a request."""
         if self.requests and not op.b % 4:
             name = list(self.requests)[op.a % len(self.requests)]
-            self.scheduler.abort(name)
-            del self.requests[name]
+            if self.tried(rig, lambda: self.scheduler.abort(name), again=False):
+                self.leave(self.requests[name])
+            elif self.recording is not None:
+                self.recording.open[name].was_cut = True
 
     def do_step(self, rig: Rig, op: Op) -> None:
-        self.schedule(rig, by_layer=op.b % 2 == 0)
+        self.schedule(rig, op)
 
     def do_append(self, rig: Rig, op: Op) -> None:
-        self.schedule(rig, by_layer=op.b % 2 == 0)
+        self.schedule(rig, op)
 
     def do_drain(self, rig: Rig, op: Op) -> None:
-        for _ in range(op.a % 8):
-            self.schedule(rig)
+        if self.config.loop and op.b % 2:
+            self.risky(rig, self.scheduler.drain)
+        for number in range(op.a % 8):
+            self.schedule(rig, CALM._replace(a=op.a + number))
 
     def do_poll(self, rig: Rig, op: Op) -> None:
-        self.finish_tickets(rig.cache.executor.poll())
+        if self.config.loop:
+            self.risky(rig, self.scheduler.poll)
+        else:
+            self.finish_tickets(rig, rig.cache.executor.poll())
 
     def do_defragment(self, rig: Rig, op: Op) -> None:
         with suppress(InvalidArgumentError):
@@ -92,47 +123,120 @@ class ScheduledMachine(Machine):
     def _nothing(self, rig: Rig, op: Op) -> None:
         """For what the scheduler does by itself, or what would need sequences of the machine's own."""
 
-    do_allocate_count = do_mark = do_swap = do_fork = do_fork_prefix = do_truncate = do_note = do_stale = _nothing
-    do_pin = do_priority = do_reset = do_forget = do_restart = do_swarm = do_load = do_end_load = do_write = (
-        do_end_write
-    ) = _nothing
+    do_swap = do_mark = do_step
+    do_fork = do_note = do_truncate = do_load = do_write = do_allocate
+    do_allocate_count = do_fork_prefix = do_stale = do_pin = do_priority = do_reset = do_forget = do_restart = _nothing
+    do_swarm = do_end_load = do_end_write = _nothing
 
     # ---- a step ----
 
-    def schedule(self, rig: Rig, *, by_layer: bool = False) -> None:
-        rig.cache.give_back()
+    def schedule(self, rig: Rig, op: Op) -> None:
+        """Run one step. If a call of it is interrupted, make the call again, or go on with the next step."""
         try:
-            step = self.risky(rig, self.scheduler.schedule)
+            self.run_step(rig, op)
         except Interrupted:
+            if self.config.loop:
+                self.scheduler.give_up()
+
+    def run_step(self, rig: Rig, op: Op) -> None:
+        interrupts = self.counts["interrupts"]
+        step = self.begin_step(rig, op)
+        if step is None:
             return
         self.counts["steps"] += 1
-        executor = rig.cache.executor
-        executor.submit(step.decision, by_layer=by_layer)
-        rig.open.add(step.decision.ticket)
-        found = self.compute(rig, step, by_layer=by_layer)
-        self.finish_tickets(executor.collect(step.decision.ticket))
+        self.tokens += len(step.token_ids)
+        texts = self.fill_in(step, op)
+        if op.d % 16 == 3:
+            self.do_free(rig, op._replace(b=0))
+        found = self.compute(rig, step, texts, by_layer=op.b % 2 == 0)
+        if not self.end_step(rig, step, fails=op.c % 32 == 0):
+            return
+        self.check_read(step, texts, found)
+        sampled, reached = self.sample(step, texts)
+        try:
+            finished = self.risky(rig, lambda: self.scheduler.update(step, sampled))
+        except Interrupted:
+            if op.d // 16 % 2:
+                raise
+            finished = self.scheduler.update(step, sampled)
+        if self.counts["interrupts"] == interrupts:
+            self.taken |= reached
+        for each in finished:
+            self.end(each)
+
+    def begin_step(self, rig: Rig, op: Op) -> Step | None:
+        """Decide a step, and start its transfers."""
+        lookahead = op.a // 3 % (self.config.lookahead + 1) if op.a % 3 else None
+        by_layer = op.b % 2 == 0
+        if not self.config.loop:
+            rig.cache.give_back()
+            step = self.risky(rig, lambda: self.scheduler.schedule(num_lookahead_tokens=lookahead))
+            rig.cache.executor.submit(step.decision, by_layer=by_layer)
+            rig.open.add(step.decision.ticket)
+            return step
+        try:
+            return self.risky(rig, lambda: self.scheduler.step(by_layer=by_layer, num_lookahead_tokens=lookahead))
+        except InvariantError as error:
+            assert rig.pins, f"nobody else holds a block: {error}"
+            self.unpin(rig)
+            return None
+
+    def end_step(self, rig: Rig, step: Step, *, fails: bool) -> bool:
+        """End a step's transfers as far as its tokens need them. Returns whether they can be taken."""
+        if self.config.loop:
+            kind = ZeroDivisionError if fails else None
+            self.risky(rig, lambda: step.__exit__(kind, None, None))
+            return not fails
+        self.finish_tickets(rig, rig.cache.executor.collect(step.decision.ticket))
         self.idle = 0 if step.rows else self.idle + 1
         assert self.idle < PATIENCE or not self.requests, f"{len(self.requests)} requests wait, and nothing happens"
-        self.update(step, found)
         if rig.prefixes is not None:
             rig.prefixes.poll()
+        return not fails
 
-    def finish_tickets(self, ended: list[StepDone]) -> None:
-        (rig,) = self.rigs
+    def finish_tickets(self, rig: Rig, ended: list[StepDone]) -> None:
         for done in ended:
             harmless = all(store.harmless for store in rig.stores())
             assert rig.disturbed or not harmless or not done.lost, f"{done.lost} is lost, and nothing has failed"
             rig.open.discard(done.ticket)
-            self.scheduler.complete(done.ticket, done.lost)
+            try:
+                self.risky(rig, lambda done=done: self.scheduler.complete(done.ticket, done.lost))  # type: ignore[misc]
+            except Interrupted:
+                self.scheduler.complete(done.ticket, done.lost)
 
-    def compute(self, rig: Rig, step: Step, *, by_layer: bool) -> list[list[Cells]]:
+    def fill_in(self, step: Step, op: Op) -> list[Tracked]:
+        """Fill in draft tokens, some of them right; return what the rows' tokens are, up to the step's."""
+        known = [self.tracked(*step.owner(row)) for row in range(step.rows)]
+        if step.num_draft_tokens and op.d % 3:
+            drafts = []
+            for row, most in enumerate((step.lengths[: step.decodes] - 1).tolist()):
+                text = known[row].child(0, int(step.start[row]) + 1)
+                for _ in range(most - (op.d % 3 == 1 and self.random.randrange(3) == 0) * most):
+                    is_right = self.random.random() < 0.8
+                    text.add([drawn(text, *step.owner(row)) if is_right else self.random.randrange(VOCABULARY)])
+                drafts.append(text.tokens[int(step.start[row]) + 1 :])
+            step.set_draft_token_ids(drafts)
+        self.drafts += step.num_draft_tokens
+        texts = []
+        for row, (first, end) in enumerate(
+            zip(step.query_start_loc[:-1].tolist(), step.query_start_loc[1:].tolist(), strict=True)
+        ):
+            start, tokens = int(step.start[row]), step.token_ids[first:end].tolist()
+            is_decode = row < step.decodes
+            texts.append(known[row].child(0, start + 1 if is_decode else start + len(tokens)))
+            texts[-1].add(tokens[1:] if is_decode else [])
+            assert texts[-1].tokens[start:] == tokens, f"row {row} has other tokens than request {step.owner(row)[0]}"
+        return texts
+
+    def compute(self, rig: Rig, step: Step, texts: list[Tracked], *, by_layer: bool) -> list[list[Cells]]:
         """Write and read as a model does; returns what each layer has read for each row."""
-        texts = [self.model_of(step, row) for row in range(step.rows)]
         size = self.config.block_size
         window = rig.groups[0][2]
         found: list[list[Cells]] = [[] for _ in texts]
         starts, ends = step.start.tolist(), (step.start + step.lengths).tolist()
-        written = [value for model, first, end in zip(texts, starts, ends, strict=True) for value in model[first:end]]
+        written = [
+            value for text, first, end in zip(texts, starts, ends, strict=True) for value in text.values[first:end]
+        ]
         slots, tables = step.slot_mapping.copy(), step.block_tables.astype(np.int64)
 
         def run(layer: int) -> None:
@@ -143,63 +247,96 @@ class ScheduledMachine(Machine):
                 found[row].append(cells[:, tables[row, at // size] * size + at % size])
 
         for layer in range(LAYERS):
-            if by_layer:
+            if by_layer and self.config.loop:
+                step.wait_for_layer(layer)
+            elif by_layer:
                 rig.cache.executor.wait_for_layer(step.decision.ticket, layer)
             rig.streams.compute(lambda layer=layer: run(layer))  # type: ignore[misc]
         rig.streams.fence().synchronize()
         return found
-
-    def model_of(self, step: Step, row: int) -> list[int]:
-        """Values of a row's tokens, to its end in this step."""
-        name, index = step.owner(row)
-        return self.tracked(name, index).values
 
     def tracked(self, name: str, index: int) -> Tracked:
         """What a sequence of a request has, by the tokens that it was given."""
         model = self.models.get((name, index))
         if model is None:
             request = self.requests[name]
-            model = self.models[name, index] = Tracked(0, request.salt, self.seed_of(request.salt))
-            model.add([int(token) for token in request.prompt])
+            model = self.models[name, index] = self.model([int(token) for token in request.prompt], request.salt)
         return model
 
-    def update(self, step: Step, found: list[list[Cells]]) -> None:
-        """Compare what was read, sample a token from it for each draw, and tell the scheduler."""
+    def live_rows(self, step: Step) -> list[int]:
+        """Rows whose tokens count: those of requests that were neither aborted meanwhile nor have lost bytes."""
+        return [
+            row
+            for row in range(step.rows)
+            if (step.void is None or not step.void[row]) and step.owner(row)[0] in self.requests
+        ]
+
+    def check_read(self, step: Step, texts: list[Tracked], found: list[list[Cells]]) -> None:
+        """Compare what was read with what these tokens have."""
         window = self.rigs[0].groups[0][2]
-        void = np.zeros(step.rows, np.bool_) if step.void is None else step.void
-        for row in range(step.rows):
-            name, _ = step.owner(row)
-            if void[row] or name not in self.requests:
-                continue
-            first, end = int(step.start[row]), int(step.start[row] + step.lengths[row])
-            values = self.model_of(step, row)
-            assert end <= len(values), f"request {name} is computed up to {end}, and has {len(values)} tokens"
+        for row in self.live_rows(step):
+            (name, _), first, values = step.owner(row), int(step.start[row]), texts[row].values
             begin = 0 if window is None else max(0, first + 1 - window)
             for layer, cells in enumerate(found[row]):
-                wanted = cells_of(np.array(values[begin:end], np.int64), layer)
-                self.counts["cells"] += end - begin
-                assert np.array_equal(cells, wanted), f"request {name}, tokens {first} to {end}: layer {layer} is wrong"
-        sampled = []
+                self.counts["cells"] += len(values) - begin
+                wanted = cells_of(np.array(values[begin:], np.int64), layer)
+                assert np.array_equal(cells, wanted), f"request {name}, from token {first}: layer {layer} is wrong"
+
+    def sample(self, step: Step, texts: list[Tracked]) -> tuple[list[int], dict[str, int]]:
+        """Sample a token for each draw, and accept draft tokens.
+
+        Returns:
+            The tokens, and how many each request's first sequence has once they are taken.
+        """
+        sampled, reached = [], {}
+        live = set(self.live_rows(step))
         for draw in step.draws():
-            model = self.tracked(draw.request_id, draw.sequence)
-            value = model.values[draw.position - 1] if draw.position <= len(model.values) else 0
-            sampled.append((value + 31 * draw.sequence) % 3)
-            if not void[draw.row]:
-                assert draw.position == len(model.tokens), f"request {draw.request_id} skips tokens"
+            text = texts[draw.row]
+            sampled.append(drawn(text, draw.request_id, draw.sequence, draw.position))
+            if draw.row not in live:
+                continue
+            model, first = self.tracked(draw.request_id, draw.sequence), int(step.start[draw.row]) + 1
+            assert draw.position <= len(model.tokens) or draw.position > first, (
+                f"request {draw.request_id} skips tokens"
+            )
+            is_accepted = text.tokens[: draw.position] == model.tokens[: draw.position]
+            if is_accepted and draw.position == len(model.tokens):
                 model.add([sampled[-1]])
-        for finished in self.scheduler.update(step, sampled):
-            self.end(finished.request, finished.outputs, early=finished.error is not None)
+            if is_accepted and not draw.sequence:
+                reached[draw.request_id] = draw.position + 1
+            assert not is_accepted or model.tokens[draw.position] == sampled[-1]
+        return sampled, reached
 
-    def end(self, request: Request, outputs: tuple[tuple[int, ...], ...], *, early: bool) -> None:
-        name = request.request_id
+    def end(self, finished: Finished) -> None:
+        """Check what a request has generated."""
+        request, name = finished.request, finished.request.request_id
+        self.refusals += finished.error is not None
+        assert name in self.requests, f"request {name} ends twice"
+        for index, tokens in enumerate(finished.outputs):
+            generated = self.tracked(name, index).tokens[len(request.prompt) :]
+            assert list(tokens) == generated[: len(tokens)], f"request {name} got other tokens"
+            assert finished.error or len(tokens) == request.max_tokens
+        self.taken[name] = len(request.prompt) + len(finished.outputs[0])
+        self.tracked(name, 0).cut(self.taken[name])
+        self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        """Forget a request, and note what its recording must say."""
+        name, prompt = request.request_id, len(request.prompt)
+        if self.recording is not None:
+            values = self.tracked(name, 0).values
+            self.recording.finish(name, values, range(self.taken.get(name, prompt) - prompt, len(values) + 1 - prompt))
         del self.requests[name]
-        for index, tokens in enumerate(outputs):
-            if not early:
-                assert len(tokens) == request.max_tokens
-                assert list(tokens) == self.tracked_tokens(request, index), f"request {name} got other tokens"
 
-    def tracked_tokens(self, request: Request, index: int) -> list[int]:
-        return self.models[request.request_id, index].tokens[len(request.prompt) :]
+    def check_metrics(self, rig: Rig, sums: dict[str, float]) -> None:
+        """The counters are those of the steps that were run."""
+        assert sums["num_requests_unfinished"] == sums["num_requests_running"] == sums["num_requests_swapped"] == 0
+        assert sums["refused_requests_total"] >= self.refusals  # some are aborted before they are reported
+        if not self.counts["interrupts"]:
+            assert sums["scheduled_tokens_total"] == self.tokens
+        stats = self.scheduler.stats()
+        if self.config.swap_cost == NEVER:
+            assert not stats.preempted_swap_host + stats.preempted_swap_external, f"a swap was too dear: {stats}"
 
     def finish(self) -> None:
         """Run all requests to their ends; every block is free then."""
@@ -211,6 +348,13 @@ class ScheduledMachine(Machine):
                 store.release()
             while self.requests or rig.open or rig.cache.executor.num_in_flight:
                 self.clock.seconds += 0.01
-                self.schedule(rig)
+                self.schedule(rig, CALM)
+            if self.config.loop:
+                self.scheduler.drain()
         # The scheduler takes the decisions: KVCache has no part in these.
         super().finish()
+
+
+def drawn(text: Tracked, _name: str, sequence: int, position: int | None = None) -> int:
+    """The token at a position of a sequence, by default the next one: it depends on all tokens before it."""
+    return (text.values[-1 if position is None else position - 1] + 31 * sequence) % VOCABULARY
