@@ -183,8 +183,10 @@ class _Session:
         return (*after, *(part for _, parts in sub_agents for part in parts))
 
     def _request(self, fields: dict[str, Any], after: tuple[int, ...], delay: float) -> TraceRequest:
-        ids = array("q")
-        for block in fields.get("blocks", []):
+        ids, blocks = array("q"), fields.get("blocks", [])
+        if not isinstance(blocks, list):
+            raise ValueError(f"blocks is {_shorten(blocks)}, not a list of [first id, count]")
+        for block in blocks:
             if not (isinstance(block, list) and len(block) == 2 and all(type(part) is int for part in block)):
                 raise ValueError(f"blocks has {_shorten(block)}, not [first id, count]")
             first, count = block
@@ -194,8 +196,8 @@ class _Session:
             self.end_id = max(self.end_id, self._first_id + first + count)
         return TraceRequest(
             arrival=0.0,
-            input_tokens=_length("in", max(fields.get("in", 0), 1)),
-            output_tokens=_length("out", max(fields.get("out", 0), 1)),
+            input_tokens=_session_length("in", fields),
+            output_tokens=_session_length("out", fields),
             hash_ids=ids,
             hash_tokens=self._hash_tokens,
             session=self._number,
@@ -253,6 +255,12 @@ def _length(name: str, value: object) -> int:
     if type(value) is not int or not 1 <= value <= MAX_TOKENS:
         raise ValueError(f"{name} is {_shorten(value)}, not a number of tokens from 1 to {MAX_TOKENS}")
     return value
+
+
+def _session_length(name: str, fields: dict[str, Any]) -> int:
+    """Check one count of tokens of a session, which may be 0 or missing."""
+    value = fields.get(name, 0)
+    return _length(name, 1 if value == 0 else value)
 
 
 def _shorten(value: object) -> str:
