@@ -13,6 +13,7 @@ from blockyard.prefix_store.loads import Loads
 from blockyard.prefix_store.writes import Writes
 from blockyard.scheduler.admission import Admission
 from blockyard.sim import FleetOptions
+from blockyard.sim.fleet.servers.redis_server import RedisLink
 from blockyard.stores import Completion, ThreadedStore, object_store, remote
 from blockyard.stores.redis import RedisStore, lists
 from blockyard.stores.threaded import batches, breaker, epochs, known_keys, order, store, value_format
@@ -298,6 +299,16 @@ def _no_salt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admission, "_hashed", hashed)
 
 
+def _no_transactions(patch: pytest.MonkeyPatch) -> None:
+    request = RedisLink._request
+
+    def one_by_one(self: Any, units: list[Any]) -> list[list[Any]]:
+        answers = iter(request(self, [[command] for unit in units for command in unit]))
+        return [[next(answers)[0] for _ in unit] for unit in units]
+
+    patch.setattr(RedisLink, "_request", one_by_one)
+
+
 _SERVING: dict[str, tuple[int, Patch]] = {
     "an empty block is given for one that is missing": (20, _empty_for_missing),
     "a failed load begins again for ever": (40, _loads_again_for_ever),
@@ -318,6 +329,7 @@ _REDIS: dict[str, tuple[int, Patch]] = {
         _script("set_quota", b"not has_dropped and", b"false and"),
     ),
     "blocks in no list stay": (80, _no_sweeps),
+    "a put is no transaction": (40, _no_transactions),
 }
 _FAULTS: dict[str, tuple[int, Patch]] = {
     "the record replaced whatever is there": (40, _unconditional),
@@ -357,6 +369,8 @@ _FLEETS: dict[str, dict[str, Any]] = {
     "batches of one key run in any order": {"kinds": ("slow", "repeat"), "store": "object"},
     "a key that failed is never read again": {"kinds": ("partition", "lossy")},
     "a quota waits for blocks that the server has lost": {"kinds": ("node_loss",)},
+    # Without faults only another engine's command between two of the put shows it.
+    "a put is no transaction": {"kinds": ()},
 }
 _ALL = (
     *((name, *fault, "calls", "both") for name, fault in _FAULTS.items()),

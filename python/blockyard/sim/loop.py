@@ -173,12 +173,6 @@ class Loop(Runtime):
         """Let a task wait for a time."""
         self.park(seconds)
 
-    def step_aside(self) -> None:
-        """Let other tasks go first, at times: code between two of these is not interrupted."""
-        task = self.current
-        if self.ready and task is not None and self.draw() < _ASIDE:
-            self.give_way(task)
-
     def give_way(self, task: Task) -> None:
         """Let the current task go on when it is drawn again."""
         self.ready.append(task)

@@ -1,14 +1,16 @@
 """`Link`: the network between one engine and the server, with faults.
 
-A request happens at the server in one instant, after its delay; the answer has its own delay. Both can be
-lost: the caller then waits for its time limit, and the request may have been carried out all the same, also after the
-caller has given up.
+A request is one step at the server, or several between which requests of others may come. It arrives after a delay, and
+the answer has its own delay. Both can be lost: the caller then waits for its time limit, and the request may have been
+carried out all the same, also after the caller has given up.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from math import log
 from typing import Any, Final, Protocol, TypeVar
 
@@ -21,6 +23,7 @@ DEADLINE: Final = 3.0  # seconds that the stores give a batch
 
 T = TypeVar("T")
 _USUAL_SECONDS: Final = 0.002
+_ASIDE: Final = 0.25  # how often requests of others may come between two steps
 
 
 class Server(Protocol):
@@ -57,6 +60,15 @@ class Server(Protocol):
         """Cut a stored value short."""
 
 
+@dataclass(eq=False)
+class _Request:
+    steps: tuple[Callable[[], Any], ...]
+    sent_at: float
+    ended: Event
+    answers: list[Any] = field(default_factory=list)
+    error: Exception | None = None
+
+
 class Link(ABC):
     """Carries requests, and their answers back.
 
@@ -82,48 +94,49 @@ class Link(ABC):
     def open(self, revision: str, bytes_per_block: int) -> RemoteStore:
         """Open a prefix store at the other end; `revision` as for `open_store`."""
 
-    def call(self, act: Callable[[], T]) -> T:
-        """Let the server act, and return its answer. What `act` raises of the error's class is an answer, too."""
+    def call(self, *steps: Callable[[], T]) -> list[T]:
+        """Let the server take steps, and return their answers. What a step raises of the error's class is raised."""
         loop = self._server.loop
         if self.is_dead:
             raise self._error("connection refused")
-        sent_at = loop.now
-
-        def serve() -> T:
-            self._server.caller = (self, sent_at)
-            return act()
-
-        ended = loop.event()
-        outcome: list[tuple[Any, Exception | None]] = []  # not of a generic alias, which takes 2 us to call
+        request = _Request(steps, loop.now, loop.event())
         for _ in range(1 + (loop.draw() < self.repeats)):
-            loop.call_later(self._delay(), lambda: self._arrive(serve, ended, outcome))
-        if not ended.wait(self._time_limit):
+            loop.call_later(self._delay(), partial(self._arrive, request))
+        if not request.ended.wait(self._time_limit):
             raise self._error("the request timed out")
-        result, error = outcome[0]
-        if error is not None:
-            raise error
-        found: T = result
-        return found
+        if request.error is not None:
+            raise request.error
+        return request.answers
 
     def heal(self) -> None:
         """End what is wrong with it."""
         self.is_cut, self.slowness, self.loss, self.repeats = False, 1.0, 0.0, 0.0
 
-    def _arrive(self, act: Callable[[], Any], ended: Event, outcome: list[Any]) -> None:
-        """Carry out a request, and send the answer."""
-        if self._is_lost() or ended.is_set():  # nobody repeats a request that was answered
-            return
+    def _arrive(self, request: _Request) -> None:
+        if not self._is_lost() and not request.ended.is_set():  # nobody repeats a request that was answered
+            self._serve(request, [])
+
+    def _serve(self, request: _Request, answers: list[Any]) -> None:
+        """Take the steps that are left, and send the answer."""
+        server, steps, error = self._server, request.steps, None
+        server.caller = (self, request.sent_at)
         try:
-            answer: tuple[Any, Exception | None] = (act(), None)
-        except (FileNotFoundError, self._error) as error:
-            answer = (None, error)
+            answers.append(steps[len(answers)]())
+            while len(answers) < len(steps):
+                if self.is_dead and server.loop.random.random() < 0.5:
+                    return  # the rest was not sent
+                if server.loop.draw() < _ASIDE:
+                    server.loop.call_later(self._delay(), partial(self._serve, request, answers))
+                    return
+                answers.append(steps[len(answers)]())
+        except (FileNotFoundError, self._error) as raised:
+            error = raised
+        server.loop.call_later(self._delay(), partial(self._answer, request, answers, error))
 
-        def land() -> None:
-            if not self._is_lost():
-                outcome.append(answer)
-                ended.set()
-
-        self._server.loop.call_later(self._delay(), land)
+    def _answer(self, request: _Request, answers: list[Any], error: Exception | None) -> None:
+        if not self._is_lost() and not request.ended.is_set():
+            request.answers, request.error = answers, error
+            request.ended.set()
 
     def _delay(self) -> float:
         return -log(1.0 - self._server.loop.draw()) * _USUAL_SECONDS * self.slowness * self._server.slowness

@@ -165,11 +165,11 @@ class ObjectLink(Link):
 
     def get(self, _client: object, path: str) -> _Object:
         """Return an object."""
-        return self.call(lambda: self.server.get(path))
+        return self.call(lambda: self.server.get(path))[0]
 
     def head(self, _client: object, path: str) -> dict[str, Any]:
         """Return what is known of an object."""
-        return self.call(lambda: self.server.get(path).meta)
+        return self.get(_client, path).meta
 
     def put(self, _client: object, path: str, value: memoryview, *, mode: Any = "overwrite", **_: Any) -> None:
         """Store an object."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -72,10 +73,11 @@ class RedisServer:
         Of several, a transaction, it runs none if it has no memory for the first.
         """
         first = self._try(unit[0])
-        if len(unit) == 1 or isinstance(first, StoreError):
+        if isinstance(first, StoreError):
             return [first] * len(unit)
         answers = [first, *map(self._try, unit[1:])]
-        self._check_bounds()
+        if unit[-1][0] == b"EVAL":
+            self._check_bounds()
         return answers
 
     def _try(self, command: list[bytes]) -> Any:
@@ -157,8 +159,8 @@ class RedisServer:
 class RedisLink(Link):
     """The way from one engine to the server, in place of `RedisClient`.
 
-    The commands of a request run one after the other; requests of others may come between, and of a killed engine's
-    last request only a part arrives.
+    A request is a pipeline: commands of others may come between two of its units, and of a killed engine's last request
+    only a part arrives.
     """
 
     def __init__(self, server: RedisServer) -> None:
@@ -230,18 +232,7 @@ class RedisLink(Link):
         """Do nothing: there is no connection that must be closed."""
 
     def _request(self, units: list[Unit]) -> list[list[Any]]:
-        return self.call(lambda: self._run(units))
-
-    def _run(self, units: list[Unit]) -> list[list[Any]]:
-        loop, answers, caller = self.server.loop, list[list[Any]](), self.server.caller
-        for unit in units:
-            if answers:
-                loop.step_aside()
-                if self.is_dead and loop.random.random() < 0.5:
-                    break  # the rest was not sent
-                self.server.caller = caller
-            answers.append(self.server.run(unit))
-        return answers
+        return self.call(*(partial(self.server.run, unit) for unit in units))
 
 
 def _is_record(value: object) -> bool:
