@@ -36,6 +36,7 @@ from sglang.version import __version__ as sglang_version
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import require_fit
 from blockyard.integrations.sglang.pages import as_bytes, restorable_pages
+from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
 from blockyard.stores.jobs import Steps
 from blockyard.stores.objects import PrefixObjects, store_url
 from blockyard.stores.url import read_bytes
@@ -72,6 +73,8 @@ class BlockyardLinker(UnifiedCacheLinker):
         InvalidArgumentError: an option is missing, unknown or wrong.
         StoreError: the store cannot be opened.
     """
+
+    _recorder: QueryRecorder | None = None
 
     def __init__(
         self,
@@ -124,6 +127,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._start(next(buffer.device for pool in self.pools.values() for buffer, _ in _parts(pool)))
+        self._recorder = record_queries([rank, params.pp_rank, params.attn_cp_rank], params.page_size)
 
     def _start(self, device: torch.device) -> None:
         self._changed = threading.Lock()
@@ -150,6 +154,8 @@ class BlockyardLinker(UnifiedCacheLinker):
         until = time.monotonic() + self._lookup_seconds
         expanded = self._group.resolve_transfers(transfers)
         keys = next((list(transfer.keys) for transfer in transfers if transfer.name == PoolName.KV), [])
+        if self._recorder is not None:
+            self._recorder.add_request(rid, keys)
         if not expanded or not keys:
             return []
         others = [transfer for transfer in expanded if transfer.name != PoolName.KV]
@@ -379,6 +385,8 @@ class BlockyardLinker(UnifiedCacheLinker):
         self._reads.close(cancel=True)
         for pool in (self._loads, self._stores):
             pool.shutdown(cancel_futures=True)
+        if self._recorder is not None:
+            self._recorder.close()
         self._objects.close()
 
 

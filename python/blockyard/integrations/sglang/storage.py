@@ -114,7 +114,8 @@ class BlockyardHiCache(HiCacheStorage):
                 object_bytes=self._main.page_bytes or _OTHER_BYTES,
                 fields={"engine": "sglang", "main": self._main.name, "rank": rank, "revision": self._revision},
             )
-            self._recorder = record_queries(config, getattr(mem_pool_host, "page_size", 1) or 1)
+            ranks = [config.tp_rank, config.pp_rank, config.attn_cp_rank, config.dcp_rank]
+            self._recorder = record_queries(ranks, getattr(mem_pool_host, "page_size", 1) or 1)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Register a pool of a hybrid model.
