@@ -12,8 +12,11 @@ from blockyard.prefix_store import PrefixStore
 from blockyard.prefix_store.loads import Loads
 from blockyard.prefix_store.writes import Writes
 from blockyard.scheduler.admission import Admission
+from blockyard.scheduler.loop import CacheLoop
 from blockyard.sim import FleetOptions
 from blockyard.sim.fleet.servers.redis_server import RedisLink
+from blockyard.sim.fleet.texts import BLOCK_SIZE
+from blockyard.sim.fleet.upkeep import Upkeep
 from blockyard.stores import Completion, ThreadedStore, object_store, remote
 from blockyard.stores.redis import RedisStore, lists
 from blockyard.stores.threaded import batches, breaker, epochs, known_keys, order, store, value_format
@@ -309,6 +312,22 @@ def _no_transactions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RedisLink, "_request", one_by_one)
 
 
+def _failed_moves_land(patch: pytest.MonkeyPatch) -> None:
+    end = CacheLoop._end
+
+    def pretend(self: Any, ticket: int, lost: Any, errors: Any) -> None:
+        end(self, ticket, [pairs for pairs in lost if pairs.src != pairs.dst], errors)
+
+    patch.setattr(CacheLoop, "_end", pretend)
+
+
+def _given_back_in_use(patch: pytest.MonkeyPatch) -> None:
+    def early(self: Any) -> None:
+        self._cells[:, self._manager.pool().num_blocks * BLOCK_SIZE :] = -1
+
+    patch.setattr(Upkeep, "give_back", early)
+
+
 _SERVING: dict[str, tuple[int, Patch]] = {
     "an empty block is given for one that is missing": (20, _empty_for_missing),
     "a failed load begins again for ever": (40, _loads_again_for_ever),
@@ -320,6 +339,8 @@ _SERVING: dict[str, tuple[int, Patch]] = {
     "blocks that were loaded count twice": (20, _loads_count_twice),
     "forget leaves what the engine has cached": (20, _forgets_below_alone),
     "prompts are hashed without their salt": (20, _no_salt),
+    "a failed move counts as landed": (40, _failed_moves_land),
+    "memory is given back while blocks use it": (40, _given_back_in_use),
 }
 _REDIS: dict[str, tuple[int, Patch]] = {
     "a full server drops nothing": (40, _script("settle", b"drop_beyond(tonumber(ARGV[1]))", b"")),
@@ -369,6 +390,7 @@ _FLEETS: dict[str, dict[str, Any]] = {
     "batches of one key run in any order": {"kinds": ("slow", "repeat"), "store": "object"},
     "a key that failed is never read again": {"kinds": ("partition", "lossy")},
     "a quota waits for blocks that the server has lost": {"kinds": ("node_loss",)},
+    "a failed move counts as landed": {"kinds": ("copy",)},
     # Without faults only another engine's command between two of the put shows it.
     "a put is no transaction": {"kinds": ()},
 }

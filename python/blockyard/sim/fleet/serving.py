@@ -26,6 +26,7 @@ from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.sim.fleet.servers.link import Link, Server
 from blockyard.sim.fleet.streams import SimulatedStreams
 from blockyard.sim.fleet.texts import BLOCK_SIZE, CELL_BYTES, Stamp, Texts
+from blockyard.sim.fleet.upkeep import DEVICE_BLOCKS, MAX_DEVICE_BLOCKS, MAX_PINNED, Upkeep, draw_defragmentation
 from blockyard.sim.fleet.watched_store import WatchedStore
 from blockyard.sim.loop import Loop
 from blockyard.stores.threaded.epochs import name_of
@@ -33,7 +34,6 @@ from blockyard.stores.threaded.runtime import use_runtime
 
 __all__ = ["ServingEngine"]
 
-_DEVICE_BLOCKS: Final = 12
 _HOST_BLOCKS: Final = 4
 _MOST_OPEN: Final = 4  # requests
 _STEP_SECONDS: Final = 0.03
@@ -47,27 +47,40 @@ _LAYOUT: Final = KVLayout("kv_first", 1, BLOCK_SIZE, num_kv_heads=1, head_size=1
 class _Life:
     """The parts of an engine from its start to its end; a `Cache` for its scheduler."""
 
-    def __init__(self, loop: Loop, link: Link, make_store: Callable[[Link], WatchedStore], writes: str) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        link: Link,
+        make_store: Callable[[Link], WatchedStore],
+        writes: str,
+        say: Callable[[str], None],
+    ) -> None:
         self.link = link
         self.streams = SimulatedStreams(loop)
         self.store = make_store(link)
-        self.engine = CacheEngine(_LAYOUT, device_blocks=_DEVICE_BLOCKS, host_blocks=_HOST_BLOCKS, streams=self.streams)
+        self.engine = CacheEngine(
+            _LAYOUT, device_blocks=MAX_DEVICE_BLOCKS, host_blocks=_HOST_BLOCKS, streams=self.streams
+        )
         self.executor = StepExecutor(self.engine)
         self.manager = BlockManager(
             block_size=BLOCK_SIZE,
-            device_blocks=_DEVICE_BLOCKS,
+            device_blocks=DEVICE_BLOCKS,
             host_blocks=_HOST_BLOCKS,
-            prefix_caching=PrefixCaching(host=True),
+            prefix_caching=PrefixCaching(host=True, max_pinned=MAX_PINNED),
         )
         self.prefix_store = PrefixStore(self.manager, self.engine, self.store, writes=writes)
-        self.scheduler = Scheduler(self, max_num_seqs=3, max_num_batched_tokens=8)
+        self.scheduler = Scheduler(
+            self, max_num_seqs=3, max_num_batched_tokens=8, defragment=draw_defragmentation(loop.random)
+        )
         tensor = self.engine.tensors[0].view(torch.int64).numpy()
         self.cells: NDArray[np.int64] = tensor.reshape(2, -1)
+        self.upkeep = Upkeep(self.manager, self.cells, loop.random, say)
         self.requests: dict[str, float] = {}  # that are open, and when each came
         self.forgot_at = 0.0  # when it last called `forget` to begin an epoch
 
     def give_back(self) -> None:
-        """Do nothing: the device does not shrink."""
+        """Give back the memory of blocks that a smaller pool no longer uses."""
+        self.upkeep.give_back()
 
 
 class ServingEngine:
@@ -129,7 +142,7 @@ class ServingEngine:
         self._lives += 1
         self.due.append(self.weights)  # so that the store knows which weights it has from now on
         with use_runtime(self.runtime):
-            return _Life(self.loop, self.server.connect(), self._open, self._writes)
+            return _Life(self.loop, self.server.connect(), self._open, self._writes, self._say)
 
     def _open(self, link: Link) -> WatchedStore:
         store = link.open(self.weights, BLOCK_SIZE * CELL_BYTES)
@@ -150,6 +163,7 @@ class ServingEngine:
                 self._add(life, self._prompt(), chance.randint(1, 4))
             if self._has_tenants and chance.random() < 0.02:
                 self._set_quota(life, chance.choice((None, 0, 2, 4)))
+            life.upkeep.act(self._prompt_with_keys)
             self._step(life)
         self._be_idle(life)
 
@@ -229,10 +243,17 @@ class ServingEngine:
         shared = [(7 * text + place) % 50 for place in range(chance.randint(1, 10))]
         return shared + [chance.randrange(50) for _ in range(chance.randint(0, 3))]
 
+    def _prompt_with_keys(self) -> tuple[list[int], bytes | None, list[int]]:
+        prompt, salt = self._prompt(), self._salt()
+        return prompt, salt, self._texts.digests(self.weights, salt, prompt)
+
+    def _salt(self) -> bytes | None:
+        return self.loop.random.choice(_SALTS) if self._has_tenants else None
+
     def _add(self, life: _Life, prompt: list[int], max_tokens: int) -> None:
         self.num_operations += 1
         name = f"{self.number}-{self.num_operations}"
-        salt = self.loop.random.choice(_SALTS) if self._has_tenants else None
+        salt = self._salt()
         life.scheduler.add(Request(name, prompt, max_tokens, salt=salt))
         life.requests[name] = self.loop.now
         self._say(f"request {name}: {prompt}, {max_tokens} tokens")
@@ -243,6 +264,7 @@ class ServingEngine:
         if scheduler.num_unfinished:
             with scheduler.step() as step:
                 read, sampled = self._compute(life, step)
+                life.upkeep.check_pins()
             self._check(step, read)
             for finished in scheduler.update(step, sampled):
                 self._end(life, finished)
@@ -312,6 +334,7 @@ class ServingEngine:
     def _be_idle(self, life: _Life) -> None:
         """Serve until no request is open, and nothing is in flight."""
         until = self.loop.now + 2 * _PATIENCE
+        life.upkeep.unpin_all()
         while not life.link.is_dead:
             self._step(life)
             if not life.requests:
