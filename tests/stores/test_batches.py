@@ -3,8 +3,13 @@
 import gc
 import os
 import select
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,6 +68,82 @@ def test_storage_that_hangs_costs_one_deadline_and_not_one_for_each_batch():
             time.sleep(0.01)
         assert get(store, 2) == ("", "")
         assert not store.stats().is_down
+
+
+@contextmanager
+def hanging_store(num_waiting: int, timeout: float) -> Iterator[tuple[KeyedStore, threading.Event, list[int]]]:
+    """A store with two threads that hang until the event is set, and the tickets of further gets, which wait."""
+    with KeyedStore() as store:
+        store.threads = 2
+        put(store, 2)
+        gate, begun = threading.Event(), threading.Semaphore(0)
+
+        def hang(name: str) -> None:
+            begun.release()
+            gate.wait(PATIENCE)
+
+        store.before, store.timeout_base = hang, 0.3
+        hung = [store.submit_get(names(2)[index : index + 1]) for index in range(2)]
+        assert all(begun.acquire(timeout=PATIENCE) for _ in hung)
+        store.timeout_base = timeout
+        waiting = [store.submit_get(names(1)) for _ in range(num_waiting)]
+        assert {store.wait(ticket).reasons for ticket in hung} == {("timeout",)}
+        yield store, gate, waiting
+        gate.set()
+
+
+def lines_of_a_poll(store: KeyedStore) -> tuple[int, list[int]]:
+    """How many lines of Python a poll runs, and the tickets that it returns."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        tickets = store.poll()
+    finally:
+        sys.settrace(before)
+    return count, tickets
+
+
+@pytest.mark.parametrize(("timeout", "reason"), [(PATIENCE, "unavailable"), (0.0, "timeout")])
+def test_the_work_of_a_poll_does_not_grow_with_the_batches_that_wait_for_hanging_storage(timeout: float, reason: str):
+    most = []
+    for num_waiting in (200, 2000):
+        with hanging_store(num_waiting, timeout) as (store, _, waiting):
+            left, lines = set(waiting), []
+            while left:
+                count, tickets = lines_of_a_poll(store)
+                assert tickets, "each poll ends some"
+                left.difference_update(tickets)
+                lines.append(count)
+            most.append(max(lines))
+            assert (reason,) in {store.wait(ticket).reasons for ticket in waiting}
+    assert most[1] < 1.2 * most[0]
+
+
+def test_the_event_of_a_store_is_readable_until_every_batch_that_waits_for_hanging_storage_was_polled():
+    with hanging_store(200, PATIENCE) as (store, _, waiting):
+        event, left = store.event_fd(), set(waiting)
+        while left:
+            assert select.select([event], [], [], PATIENCE)[0]
+            left.difference_update(store.poll())
+        assert not select.select([event], [], [], 0)[0]
+
+
+def test_batches_that_nobody_polled_while_storage_hung_go_on_when_it_answers():
+    with hanging_store(5, PATIENCE) as (store, gate, waiting):
+        assert store.wait(waiting[0]).reasons == ("unavailable",)
+        gate.set()
+        until = time.monotonic() + PATIENCE
+        while store.stats().is_down and time.monotonic() < until:
+            store.contains(names(1))
+            time.sleep(0.01)
+        assert [store.wait(ticket).reasons for ticket in waiting[1:]] == [("",)] * 4
 
 
 def test_storage_whose_errors_come_late_is_left_alone_until_a_probe_is_answered():

@@ -9,8 +9,10 @@ import traceback
 import weakref
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from heapq import heappop, heappush
+from itertools import islice
 from math import inf
 from typing import Final
 
@@ -30,6 +32,7 @@ __all__ = ["BatchStore"]
 _SLOWEST: Final = 16e6  # bytes per second; deadlines assume at least this rate
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
 _IDLE_SECONDS: Final = 0.5  # how long an idle thread waits for work: starting one costs as much as a small batch
+_GIVEN_UP_AT_ONCE: Final = 32  # batches that one `poll` gives up: thousands may wait when storage stops answering
 
 
 class BatchStore(ExternalStore):
@@ -52,7 +55,7 @@ class BatchStore(ExternalStore):
         self._buffers = Buffers()
         self._open: dict[int, Batch] = {}  # uncollected batches
         self._news: dict[int, Batch] = {}  # uncollected batches that ended since the last `poll`
-        self._first_deadline = inf  # at most the earliest deadline of the batches that have not ended
+        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, ticket); batches that have ended leave late
         self._order = BatchOrder()
         self._breaker = Breaker(self._runtime.monotonic)
         self._late: set[Batch] = set()  # puts that were given up but are still running
@@ -63,7 +66,8 @@ class BatchStore(ExternalStore):
         self._failures = FailureLog(self._runtime.monotonic)
         self._closed = False
         self._event: int | None = None
-        self._looking = False  # whether a lookup is running
+        self._refused: Iterator[int] = iter(())  # tickets open when storage stopped answering; `poll` goes through them
+        self._lookup: Batch | None = None  # the lookup that is ready or running
 
     @property
     @abstractmethod
@@ -93,7 +97,7 @@ class BatchStore(ExternalStore):
             if self._event is None:
                 self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                 weakref.finalize(self, os.close, self._event)
-                if self._news:
+                if self._news or self._breaker.is_down:
                     os.eventfd_write(self._event, 1)
             return self._event
 
@@ -102,16 +106,12 @@ class BatchStore(ExternalStore):
         self._process.check()
         self._failures.flush(self)  # here, since all workers may be hanging
         with self._lock:
-            now = self._runtime.monotonic()
-            if self._first_deadline < now:
-                for batch in self._open.values():
-                    if not batch.ended and batch.deadline < now:
-                        self._give_up(batch, "timeout")
-                waiting = (batch.deadline for batch in self._open.values() if not batch.ended)
-                self._first_deadline = min(waiting, default=inf)
+            are_left = self._give_up_some()
             if self._event is not None:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._event)
+                if are_left:
+                    os.eventfd_write(self._event, 1)
             news, self._news = self._news, {}
             # `forget` collects its own ticket.
             return [ticket for ticket, batch in news.items() if ticket in self._open and batch.kind != "forget"]
@@ -126,11 +126,11 @@ class BatchStore(ExternalStore):
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
                 result = batch.rows if batch.is_read and batch.rows is not None else np.zeros(shape, np.uint8)
                 left = min(batch.deadline - self._runtime.monotonic(), float("inf") if timeout is None else timeout)
-                self._changed.wait_for(lambda: batch.ended, max(0.0, left))
+                self._changed.wait_for(lambda: batch.ended or self._is_refused(batch), max(0.0, left))
             if batch is None or ticket not in self._open:
                 raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
             # Remove the ticket last, so that an interrupted call can be repeated, at worst for a miss.
-            self._give_up(batch, "timeout")
+            self._give_up(batch, "unavailable" if self._is_refused(batch) else "timeout")
             rows = batch.read
             reasons = batch.reasons if batch.spread is None else [batch.reasons[index] for index in batch.spread]
             if batch.is_read and rows is None:
@@ -213,7 +213,9 @@ class BatchStore(ExternalStore):
                 self._pending += num_bytes
                 batch.num_bytes = num_bytes
                 self._open[batch.ticket] = batch
-                self._first_deadline = min(self._first_deadline, batch.deadline)
+                for _ in range(2):  # of those who only `wait`, nobody else removes the batches that have ended
+                    self._drop_ended_deadline()
+                heappush(self._deadlines, (batch.deadline, batch.ticket))
                 self._count_misses(batch, batch.reasons[len(taken) :])
                 self._prepare(batch, names)
                 self._order.add(batch)
@@ -228,16 +230,17 @@ class BatchStore(ExternalStore):
                 raise
 
     def _make_ready(self, batch: Batch) -> None:
-        self._order.ready.append(batch)
-        self._call_thread()
+        self._order.ready[batch] = None
+        if not self._is_refused(batch):
+            self._call_thread()
 
     def _call_thread(self) -> None:
         """Make sure that a thread takes the ready batches; called with the lock held."""
-        if len(self._order.ready) <= self._idle:
+        if (1 if self._breaker.is_down else len(self._order.ready)) <= self._idle:
             self._work.notify()
             return
         # A probe must not wait for hanging calls, so it may have an additional thread.
-        if self._num_threads < self.threads + self._looking and not self._closed:
+        if self._num_threads < self.threads + (self._lookup is not None) and not self._closed:
             self._num_threads += 1
             try:
                 self._runtime.start_worker("blockyard-store", self._serve, self._stop)
@@ -273,19 +276,26 @@ class BatchStore(ExternalStore):
     def _next(self) -> Batch | None:
         """Wait for a batch. After a while without any, return None and count the thread as ended."""
         with self._lock:
-            if not self._order.ready and not self._closed:
+            if self._first_ready() is None and not self._closed:
                 self._idle += 1
                 try:
-                    self._work.wait_for(lambda: self._order.ready or self._closed, _IDLE_SECONDS)
+                    self._work.wait_for(lambda: self._first_ready() or self._closed, _IDLE_SECONDS)
                 finally:
                     self._idle -= 1
-            if not self._order.ready:
+            batch = self._first_ready()
+            if batch is None:
                 self._changed.notify_all()
                 self._num_threads -= 1
                 return None
-            batch = self._order.ready.popleft()
+            self._order.withdraw(batch)
             batch.running = True
             return batch
+
+    def _first_ready(self) -> Batch | None:
+        """Return the batch to run next; while the storage does not answer, only a lookup runs, as a probe."""
+        if self._breaker.is_down:
+            return self._lookup if self._lookup in self._order.ready else None
+        return next(iter(self._order.ready), None)
 
     def _serve_one(self, batch: Batch) -> None:
         rows, reasons, error = None, ["error"] * len(batch.names), None
@@ -363,7 +373,7 @@ class BatchStore(ExternalStore):
             batch.running = False
             self._late.discard(batch)
             if not batch.ticket:
-                self._looking = False
+                self._lookup = None
             elif not batch.ended:
                 batch.reasons = ["error"] * len(batch.reasons)
                 batch.ended = True
@@ -388,12 +398,46 @@ class BatchStore(ExternalStore):
     # ---- storage that does not answer; called with the lock held ----
 
     def _go_down(self) -> None:
-        """Give up waiting batches, and refuse new ones until a probe is answered."""
+        """Refuse batches until a probe is answered. Those that wait end as they are polled or collected."""
         if self._breaker.trip():
             self._failures.failed("it does not answer")
-        for batch in list(self._open.values()):
-            if not batch.ended and not batch.running:
+            self._refused = iter(list(self._open))
+            self._changed.notify_all()
+            if self._event is not None:
+                os.eventfd_write(self._event, 1)
+
+    def _is_refused(self, batch: Batch) -> bool:
+        """Return whether a batch waits for storage that does not answer."""
+        return self._breaker.is_down and not batch.running and batch.ticket > 0
+
+    def _give_up_some(self) -> bool:
+        """Give up overdue batches and refused ones. Returns whether some may be left.
+
+        At most `_GIVEN_UP_AT_ONCE`, since the caller may be an engine's thread; the next calls give up the others.
+        """
+        now = self._runtime.monotonic()
+        for _ in range(_GIVEN_UP_AT_ONCE):
+            if self._drop_ended_deadline():
+                continue
+            if not self._deadlines or self._deadlines[0][0] >= now:
+                break
+            self._give_up(self._open[self._deadlines[0][1]], "timeout")
+        tickets = list(islice(self._refused, _GIVEN_UP_AT_ONCE)) if self._breaker.is_down else []
+        for ticket in tickets:
+            batch = self._open.get(ticket)
+            if batch is not None and self._is_refused(batch):
                 self._give_up(batch, "unavailable")
+        return len(tickets) == _GIVEN_UP_AT_ONCE or (bool(self._deadlines) and self._deadlines[0][0] < now)
+
+    def _drop_ended_deadline(self) -> bool:
+        """Remove the first deadline if its batch has ended. Returns whether it had."""
+        if not self._deadlines:
+            return False
+        batch = self._open.get(self._deadlines[0][1])
+        is_ended = batch is None or batch.ended
+        if is_ended:
+            heappop(self._deadlines)
+        return is_ended
 
     def _refuses(self, now: float) -> bool:
         if self._breaker.is_probe_due(now):
@@ -402,14 +446,16 @@ class BatchStore(ExternalStore):
 
     def _look(self) -> None:
         """Start a lookup, unless one is running."""
-        if not self._looking and not self._closed:
-            self._looking = True
-            self._make_ready(Batch(0, "has", [], None, [], 0, inf, self._age))
+        if self._lookup is None and not self._closed:
+            self._lookup = Batch(0, "has", [], None, [], 0, inf, self._age)
+            self._make_ready(self._lookup)
 
     def _end_lookup(self, *, answered: bool) -> None:
-        self._looking = False
+        self._lookup = None
         if self._breaker.end_probe(answered=answered):
             self._failures.worked()
+            for _ in range(min(len(self._order.ready), self.threads)):
+                self._call_thread()
 
 
 def _is_same(rows: NDArray[np.uint8], others: NDArray[np.uint8]) -> bool:

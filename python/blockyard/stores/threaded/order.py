@@ -1,6 +1,6 @@
 """`BatchOrder`: decides which batch may run. Batches of the same slot or key run in the order of submission."""
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -48,11 +48,11 @@ class BatchOrder:
     """The waiting batches and the ready ones. The caller holds a lock.
 
     Attributes:
-        ready: batches that a thread may run, in order.
+        ready: batches that a thread may run, in order. In a dict, any of them is removed at once.
     """
 
     def __init__(self) -> None:
-        self.ready: deque[Batch] = deque()
+        self.ready: OrderedDict[Batch, None] = OrderedDict()
         self._last: dict[Name, Batch] = {}  # the latest batch of each slot or key, until it has ended
 
     def add(self, batch: Batch) -> None:
@@ -72,8 +72,7 @@ class BatchOrder:
 
     def withdraw(self, batch: Batch) -> None:
         """Remove a batch from those that threads may run."""
-        if batch in self.ready:
-            self.ready.remove(batch)
+        self.ready.pop(batch, None)
 
     def end(self, batch: Batch) -> list[Batch]:
         """Remove a batch that has ended; return the batches that no longer have to wait."""
@@ -97,7 +96,7 @@ class BatchOrder:
 
     def drop_lookups(self) -> None:
         """Remove lookups from the ready batches; no caller waits for them."""
-        self.ready = deque(batch for batch in self.ready if batch.ticket)
+        self.ready = OrderedDict.fromkeys(batch for batch in self.ready if batch.ticket)
 
     def rebuild(self, batches: Iterable[Batch]) -> list[Batch]:
         """Rebuild the order of these batches after an interrupted change; return those that do not have to wait.
@@ -105,7 +104,7 @@ class BatchOrder:
         Lookups stay unchanged.
         """
         self._last = {}
-        self.ready = deque(batch for batch in self.ready if not batch.ticket)
+        self.ready = OrderedDict.fromkeys(batch for batch in self.ready if not batch.ticket)
         waiting = list(batches)
         for batch in waiting:
             batch.before, batch.followers = 0, []
