@@ -1,5 +1,6 @@
 """The cache engine's asynchronous calls, on a worker thread and a simulated device, against plain numpy rows."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Literal
@@ -258,6 +259,19 @@ def test_a_refused_call_submits_nothing(engine: CacheEngine, case: str):
             engine.submit_read("host", np.array([1]), into)
     assert engine.transfers.open() == ()
     assert_rows(engine, rows)
+
+
+def test_a_caller_that_polls_without_a_pause_lets_the_worker_run():
+    interval = sys.getswitchinterval()
+    with make() as engine:
+        rows = filled(engine)
+        sys.setswitchinterval(600)  # until then no thread takes the interpreter's lock from another
+        try:
+            read = engine.submit_read("device", np.arange(BLOCKS))
+            assert any(read.done for _ in range(100_000))
+        finally:
+            sys.setswitchinterval(interval)
+        assert np.array_equal(read.rows, rows["device"])
 
 
 def test_blocks_are_any_ints(engine: CacheEngine):

@@ -8,6 +8,7 @@ calling thread on any device, for work between memory of the host.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,11 +111,14 @@ class _WorkerEvent:
         self.streams = streams
 
     def query(self) -> bool:
+        if not self.fired:
+            # Else a caller that asks without a pause holds the interpreter's lock for 5 ms before the worker gets it.
+            time.sleep(0)
         return self.fired
 
     def synchronize(self) -> None:
         if not self.fired:
-            self.streams.wait_for(self.query)
+            self.streams.wait_for(lambda: self.fired)
 
 
 @dataclass(slots=True)
