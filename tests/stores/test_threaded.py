@@ -77,6 +77,18 @@ def read(store: ExternalStore, slots: list[int]) -> tuple[tuple[str, ...], NDArr
     return found.reasons, found.rows
 
 
+def test_a_caller_that_polls_without_a_pause_lets_the_threads_run():
+    interval = sys.getswitchinterval()
+    with MemoryStore() as store:
+        sys.setswitchinterval(600)  # until then no thread takes the interpreter's lock from another
+        try:
+            ticket = store.submit_write(np.array([0]), rows(1))
+            assert any(store.poll() == [ticket] for _ in range(100_000))
+        finally:
+            sys.setswitchinterval(interval)
+        assert store.wait(ticket).reasons == ("",)
+
+
 # ---- what goes wrong is a miss ----
 
 
