@@ -85,17 +85,15 @@ class Writes:
 
     def advance(self) -> None:
         """Advance all writes as far as possible, and start others; never waits."""
-        self._reading = [write for write in self._reading if not self._hand_over(write)]
+        self._reading = [write for write in self._reading if not (write.transfer.done and self._hand_over(write))]
         # A hanging store has thousands of batches and no answers.
         answers = self._store.num_answers
         if self._num_answers != answers:
             self._putting = [write for write in self._putting if not self._take_answer(write)]
             self._num_putting = sum(len(write.job) for write in self._putting)
             self._num_answers = answers
-        while not self._is_closed:
-            room = self._max_blocks - self.num_blocks
-            if room < 1:
-                return
+        room = self._max_blocks - self.num_blocks
+        while room > 0 and not self._is_closed:
             job = keep(self._jobs, self._store_jobs.begin_write, min(room, self._blocks_at_once))
             if not len(job):
                 self._jobs.remove(job)
@@ -108,9 +106,13 @@ class Writes:
                 self._stats.unwritten_blocks += len(job)
                 self._begin_span(job).end(error, written_blocks=0)
                 return
-            self._reading.append(Write(job, rows, transfer, self._begin_span(job)))
-            if self._hand_over(self._reading[-1]):
+            write = Write(job, rows, transfer, self._begin_span(job))
+            self._reading.append(write)
+            if transfer.done and self._hand_over(write):
                 del self._reading[-1]
+                if write.batch is None:
+                    continue
+            room -= len(job)
 
     def wait_for_engine(self) -> None:
         """Wait until the engine has read the blocks of all started writes."""
