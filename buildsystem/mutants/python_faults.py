@@ -314,7 +314,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         PREFIXES,
         [
             (
-                "        self._count(int(answer.ok.sum()) + len(write.job) - len(answer.ok))",
+                "        self._count(len(write.job) - unwritten)",
                 "        self._count(len(write.job))",
             ),
             (

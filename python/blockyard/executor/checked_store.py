@@ -59,8 +59,8 @@ class Answer(NamedTuple):
     @property
     def are_rows_free(self) -> bool:
         """Whether the store no longer uses the rows that it was given: after a miss a thread of its may still."""
-        return self.error is None and bool(
-            self.ok.all()
+        return self.error is None and (
+            np.count_nonzero(self.ok) == len(self.ok)
             or all(good or reason in NOTHING_READ for good, reason in zip(self.ok, self.reasons, strict=True))
         )
 
@@ -103,6 +103,7 @@ class CheckedStore:
         self._runtime = runtime()
         self._process = Process("a connection to a store")
         self._bytes_per_block = bytes_per_block
+        self._no_rows = np.zeros((0, bytes_per_block), np.uint8)
         self._open: dict[int, PendingBatch] = {}
         self._ended: dict[int, None] = {}  # of these, those that the store has reported
         self._answers: list[tuple[PendingBatch, object]] = []
@@ -257,7 +258,7 @@ class CheckedStore:
 
     def _checked(self, batch: PendingBatch, ticket: int, answer: object) -> Answer:
         """Take an answer whose arrays are those of the batch, and no other."""
-        none = np.zeros((0, self._bytes_per_block), dtype=np.uint8)
+        none = self._no_rows
         if isinstance(answer, Completion):
             rows = none if batch.out is None else answer.rows
             shape = (0 if batch.out is None else batch.count, self._bytes_per_block)
@@ -284,7 +285,7 @@ class CheckedStore:
         return Answer(np.zeros(batch.count, dtype=np.bool_), none, self._refusal(batch, error))
 
     def _log_failure(self, log: FailureLog, answer: Completion) -> None:
-        if answer.ok.all():
+        if np.count_nonzero(answer.ok) == len(answer.ok):
             log.worked()
         elif reasons := _FAILURES.intersection(answer.reasons):
             log.failed(self._store.stats().last_error or ", ".join(sorted(reasons)))

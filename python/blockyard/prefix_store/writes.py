@@ -169,8 +169,8 @@ class Writes:
         answer = None if write.batch is None else write.batch.answer
         if answer is None:
             return False
-        self._count(int(answer.ok.sum()) + len(write.job) - len(answer.ok))
-        unwritten = int(len(answer.ok) - answer.ok.sum())
+        unwritten = len(answer.ok) - np.count_nonzero(answer.ok)
+        self._count(len(write.job) - unwritten)
         self._stats.unwritten_blocks += unwritten
         if unwritten:
             self._log.note(answer.reasons)
@@ -192,11 +192,12 @@ class Writes:
         """Put the blocks that the store lacks; False if it refuses them."""
         job = write.job
         is_new = ~self._store.contains(job.keys)
-        if not is_new.any():
+        num_new = np.count_nonzero(is_new)
+        if not num_new:
             return True
         owners = Owners(job.tenants, job.parents)
         keys = job.keys
-        if not is_new.all():
+        if num_new < len(keys):
             keys, rows, owners = keys[is_new], rows[is_new], Owners(*(of[is_new] for of in owners))
         try:
             write.batch = self._store.put(keys, rows, owners)
