@@ -6,10 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from blockyard import Scheduler
+from blockyard.replay import engine
 from blockyard.replay.engine import EngineOptions, Times, replay_times
 from blockyard.replay.history import History
 from blockyard.replay.step_time import LinearStepTime
+from blockyard.scheduler.step import Step
 from blockyard.traces import TraceRequest
 
 STEP = LinearStepTime(fixed=0.01, prefill_token=1e-3, decode_row=0.0, context_token=0.0)
@@ -95,3 +100,46 @@ def test_the_history_has_what_each_tier_holds():
     assert last["host (blocks)", "size"] == 64
     assert last["device (blocks)", "size"] == OPTIONS.device_blocks
     assert {span.track for span in history.timeline.spans} >= {"steps", "device to host"}
+
+
+class Stored:
+    """How many blocks the store has at the end of each step."""
+
+    def __init__(self) -> None:
+        self.at: dict[float, int] = {}
+
+    def step(self, _start: float, end: float, _step: Step, _scheduler: Scheduler, stored: int) -> None:
+        self.at[end] = stored
+
+    def copies(self, start: float, end: float, way: str, blocks: int) -> None:
+        pass
+
+
+prompts = st.builds(
+    lambda at, first, blocks, outputs: TraceRequest(
+        at, 64 * blocks + 1, outputs, tuple(range(first, first + blocks)), 64.0
+    ),
+    st.floats(0, 2),
+    st.integers(0, 20),
+    st.integers(1, 12),
+    st.integers(1, 60),
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(prompts, min_size=1, max_size=6), st.sampled_from([5e7, 2e8, 1e9]), st.sampled_from([0, 100]))
+def test_steps_decided_at_once_write_as_those_decided_one_by_one(
+    requests: list[TraceRequest], bandwidth: float, host_blocks: int
+):
+    # No answer fills a block: it would be written once the steps that were decided at once have ended.
+    options: Any = {"block_size": 64, "bytes_per_block": 8 << 20, "host_blocks": host_blocks}
+    options |= {"host_bandwidth": bandwidth, "store_write_bandwidth": bandwidth}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_MOST_STEPS", 1)
+        one_by_one = Stored()
+        plain = replay_times(requests, replace(OPTIONS, **options), STEP, watch=one_by_one)
+    at_once = Stored()
+    times = replay_times(requests, replace(OPTIONS, **options), STEP, watch=at_once)
+    assert times.last_token.tolist() == plain.last_token.tolist()
+    assert (times.steps, times.store) == (plain.steps, plain.store)
+    assert at_once.at == {end: one_by_one.at[end] for end in at_once.at}

@@ -28,7 +28,8 @@ __all__ = ["EngineOptions", "StepTime", "Times", "Watch", "replay_times"]
 _MOST_STEPS: Final = 64
 """Steps of plain decoding that the scheduler decides at once, as for a model that computes several tokens a step.
 
-What comes out is the same, but cached blocks may be evicted in another order, as their stamps are those of steps.
+What comes out is the same, but blocks that they fill are published once all are computed, and cached blocks may be
+evicted in another order, as their stamps are those of steps.
 """
 _IDLE_SECONDS: Final = 0.01
 """Between looks at loads while there is nothing to compute, as engines do."""
@@ -389,9 +390,17 @@ class _Replay:
 
     def _next_event(self) -> float:
         """When something happens that no step decides; infinite if nothing is under way."""
+        return min(self._next_change(), inf if self._tier is None else self._tier.next_write)
+
+    def _next_change(self) -> float:
+        """When something happens that a step's decision may depend on."""
         copies = self._open[0][0] if self._open else inf
         requests = self._clients.due[0][0] if self._clients.due else inf
-        return min(copies, requests, inf if self._tier is None else self._tier.next_event)
+        if self._tier is None:
+            return min(copies, requests)
+        if self._tier.prefixes.num_open:  # a prompt that loads waits for room, answers, or its deadline
+            return min(copies, requests, self._tier.next_load, self._tier.next_write)
+        return min(copies, requests, self._tier.next_load)
 
     def _land(self) -> None:
         if self._tier is not None:
@@ -424,7 +433,7 @@ class _Replay:
         """How many steps to decide at once: as long as nothing can happen but one more token for each sequence."""
         if not self._is_plain:
             return 1
-        until = self._next_event()
+        until = self._next_change()
         while self._ends and self._ends[0] <= self._decoded:
             heapq.heappop(self._ends)
         fit = (until - self._now) / self._last_took + 1 if self._last_took else 1
@@ -495,10 +504,14 @@ class _Replay:
         decodes, start, lengths = step.decodes, step.start, step.lengths
         prefill = list(zip(start[decodes:].tolist(), lengths[decodes:].tolist(), strict=True))
         most = int(lengths[:decodes].min()) if decodes and not prefill else 1
-        until = self._next_event()
+        until, written = self._next_change(), inf if self._tier is None else self._tier.next_write
         now, context = begin, start[:decodes] + 1
         count, last = 0, begin
         while count < 1 or (count < most and now < until):
+            if count and now >= written and self._tier is not None:
+                self._now = now
+                self._tier.prefixes.poll()
+                written = self._tier.next_write
             last = now
             now += self._step_time.seconds(prefill, context + count)
             count += 1

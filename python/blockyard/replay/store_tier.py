@@ -24,11 +24,11 @@ from blockyard.stores.threaded.runtime import Runtime, use_runtime
 
 __all__ = ["StoreTier"]
 
-_KEY_BYTES: Final = 32
+_KEY: Final = np.dtype("V32")
 
 
 class Alarms:
-    """When the next transfer ends."""
+    """When the transfers of one direction end."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
@@ -64,15 +64,18 @@ class _Engine:
     """Copies between blocks and rows, as `CacheEngine` does."""
 
     def __init__(
-        self, bytes_per_block: int, to_device: Link, to_host: Link, clock: Callable[[], float], alarms: Alarms
+        self, bytes_per_block: int, links: tuple[Link, Link], clock: Callable[[], float], alarms: tuple[Alarms, Alarms]
     ) -> None:
+        self._rows = np.empty((0, bytes_per_block), np.uint8)
         self.layout = SimpleNamespace(bytes_per_block=bytes_per_block)
         self.memory = SimpleNamespace(buffers=self)
-        self._to_device, self._to_host, self._clock, self._alarms = to_device, to_host, clock, alarms
+        (self._to_device, self._to_host), self._clock, (self._loads, self._writes) = links, clock, alarms
 
     def take(self, count: int, size: int) -> NDArray[np.uint8]:
-        """Return rows that nobody writes to."""
-        return np.empty((count, size), np.uint8)
+        """Return rows, the same for all, as nobody reads or writes them."""
+        if count > len(self._rows):
+            self._rows = np.empty((count, size), np.uint8)
+        return self._rows[:count]
 
     def give(self, rows: NDArray[np.uint8]) -> None:
         """Take rows back."""
@@ -85,16 +88,16 @@ class _Engine:
 
     def submit_write(self, tier: str, _blocks: object, rows: NDArray[np.uint8], **_: object) -> _Transfer:
         """Start to copy rows to blocks."""
-        return self._copy(self._to_device, tier, rows)
+        return self._copy(self._to_device, self._loads, tier, rows)
 
     def submit_read(self, tier: str, _blocks: object, rows: NDArray[np.uint8], **_: object) -> _Transfer:
         """Start to copy blocks to rows."""
-        return self._copy(self._to_host, tier, rows)
+        return self._copy(self._to_host, self._writes, tier, rows)
 
-    def _copy(self, link: Link, tier: str, rows: NDArray[np.uint8]) -> _Transfer:
+    def _copy(self, link: Link, alarms: Alarms, tier: str, rows: NDArray[np.uint8]) -> _Transfer:
         due = self._clock()
         if tier == "device":
-            due = self._alarms.add(link.send(due, rows.nbytes))
+            due = alarms.add(link.send(due, rows.nbytes))
         return _Transfer(self._clock, due, rows)
 
 
@@ -102,10 +105,15 @@ class _Store(ExternalStore):
     """Storage with a size, a bandwidth and a latency; evicts the least recently used block."""
 
     def __init__(
-        self, num_blocks: int, bytes_per_block: int, link: tuple[Link, Link], clock: Callable[[], float], alarms: Alarms
+        self,
+        num_blocks: int,
+        bytes_per_block: int,
+        links: tuple[Link, Link],
+        clock: Callable[[], float],
+        alarms: tuple[Alarms, Alarms],
     ) -> None:
         self._num_blocks, self._bytes_per_block = num_blocks, bytes_per_block
-        (self._read, self._write), self._clock, self._alarms = link, clock, alarms
+        (self._read, self._write), self._clock, (self._loads, self._writes) = links, clock, alarms
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._open: list[tuple[float, int]] = []
         self._answers: dict[int, Completion] = {}
@@ -131,7 +139,9 @@ class _Store(ExternalStore):
             self._blocks[key] = None
             self._blocks.move_to_end(key)
         self.written_blocks += len(keys)
-        return self._answer(self._write, np.ones(len(keys), np.bool_), rows[:0])
+        num_bytes = len(keys) * self._bytes_per_block
+        due = self._writes.add(self._write.send(self._clock(), num_bytes))
+        return self._answer(due, np.ones(len(keys), np.bool_), rows[:0], [""] * len(keys))
 
     def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
         """Read blocks."""
@@ -140,9 +150,11 @@ class _Store(ExternalStore):
         for name, is_there in zip(names, found.tolist(), strict=True):
             if is_there:
                 self._blocks.move_to_end(name)
-        self.read_blocks += int(found.sum())
+        num_found = int(found.sum())
+        self.read_blocks += num_found
         rows = np.empty((len(names), self._bytes_per_block), np.uint8) if rows is None else rows
-        return self._answer(self._read, found, rows)
+        due = self._loads.add(self._read.send(self._clock(), num_found * self._bytes_per_block))
+        return self._answer(due, found, rows, ["" if there else "absent" for there in found.tolist()])
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
         """Refuse: it has keys."""
@@ -184,19 +196,17 @@ class _Store(ExternalStore):
         """Close it."""
         return True
 
-    def _answer(self, link: Link, found: NDArray[np.bool_], rows: NDArray[np.uint8]) -> int:
+    def _answer(self, due: float, found: NDArray[np.bool_], rows: NDArray[np.uint8], reasons: list[str]) -> int:
         self._tickets += 1
-        due = self._alarms.add(link.send(self._clock(), int(found.sum()) * self._bytes_per_block))
         heapq.heappush(self._open, (due, self._tickets))
-        reasons = ["" if there else "absent" for there in found.tolist()]
         self._answers[self._tickets] = Completion(self._tickets, found, rows, reasons)
         return self._tickets
 
 
 def _names(keys: Keys) -> list[bytes]:
     if isinstance(keys, np.ndarray):
-        data = keys.tobytes()
-        return [data[start : start + _KEY_BYTES] for start in range(0, len(data), _KEY_BYTES)]
+        names: list[bytes] = keys.view(_KEY)[:, 0].tolist()
+        return names
     return list(keys)
 
 
@@ -234,18 +244,24 @@ class StoreTier:
         copies: tuple[Link, Link],
         clock: Callable[[], float],
     ) -> None:
-        self._alarms, self._clock = Alarms(), clock
-        self._store = _Store(num_blocks, bytes_per_block, storage, clock, self._alarms)
-        engine: Any = _Engine(bytes_per_block, *copies, clock, self._alarms)
+        self._clock, self._loads, self._writes = clock, Alarms(), Alarms()
+        alarms = (self._loads, self._writes)
+        self._store = _Store(num_blocks, bytes_per_block, storage, clock, alarms)
+        engine: Any = _Engine(bytes_per_block, copies, clock, alarms)
         with use_runtime(_Clock(clock)):
             self.prefixes = PrefixStore(
                 manager, engine, self._store, writes=writes, max_staging=max(256 << 20, 4 * bytes_per_block)
             )
 
     @property
-    def next_event(self) -> float:
-        """When the next copy or batch ends; infinite if none is under way."""
-        return self._alarms.next_after(self._clock())
+    def next_load(self) -> float:
+        """When the next copy or batch of a load ends; infinite if none is under way."""
+        return self._loads.next_after(self._clock())
+
+    @property
+    def next_write(self) -> float:
+        """The same for writes. While no prompt loads, it changes nothing but the store and what may be written next."""
+        return self._writes.next_after(self._clock())
 
     @property
     def stats(self) -> StoreStats:
