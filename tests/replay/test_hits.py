@@ -163,7 +163,7 @@ def test_bad_arguments_are_named(policy: str, device: int, host: int, message: s
 
 
 def test_a_trace_without_blocks_of_one_size_is_refused():
-    with pytest.raises(InvalidArgumentError, match="hash ids of no tokens"):
+    with pytest.raises(InvalidArgumentError, match="no request has hash ids"):
         PackedTrace.of([TraceRequest(0.0, 5, 1)])
     with pytest.raises(InvalidArgumentError, match=r"hash ids of \[4.0, 8.0\] tokens"):
         PackedTrace.of([TraceRequest(0.0, 9, 1, (1,), 4.0), TraceRequest(0.0, 9, 1, (1,), 8.0)])

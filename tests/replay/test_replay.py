@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -77,6 +82,25 @@ def test_an_executor_of_another_kind_is_refused():
         pass
 
 
+def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch):
+    distributed = pytest.importorskip("distributed", reason="distributed is not installed")
+
+    def times_out(_address: str) -> None:
+        raise OSError("Timed out")
+
+    with (
+        pytest.raises(InvalidArgumentError, match="executor dask:// cannot be reached"),
+        open_executor(None, "dask://"),
+    ):
+        pass
+    monkeypatch.setattr(distributed, "Client", times_out)
+    with (
+        pytest.raises(InvalidArgumentError, match="executor dask://host:1 cannot be reached: Timed out"),
+        open_executor(None, "dask://host:1"),
+    ):
+        pass
+
+
 def test_the_command_prints_a_table_and_the_same_bytes_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     trace = str(write(tmp_path))
     command = ["replay", trace, "--device-blocks", "8,100%", "--host-blocks", "0,8", "--jobs", "1", "--window", "0.5"]
@@ -115,4 +139,20 @@ def test_a_trace_without_hash_ids_is_refused(tmp_path: Path, capsys: pytest.Capt
     path = tmp_path / "lengths.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 17, "output_length": 1}')
     assert main(["replay", str(path), "--jobs", "1"]) == 2
-    assert "hash ids of no tokens" in capsys.readouterr().err
+    assert "no request has hash ids" in capsys.readouterr().err
+
+
+def test_on_ctrl_c_the_processes_of_a_replay_end_at_once_and_say_nothing(tmp_path: Path):
+    sizes = ",".join(map(str, range(8, 1000)))
+    options = ["--jobs", "2", "--device-blocks", sizes, "-q", "--step-time", "1e-3,0,0,0"]
+    command = [sys.executable, "-m", "blockyard", "replay", str(write(tmp_path)), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until = time.monotonic() + 60.0
+    while len(children.read_text().split()) < 3:  # two that replay, and one that Python has beside them
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    assert process.communicate(timeout=60) == (None, "")
+    assert process.returncode == 130

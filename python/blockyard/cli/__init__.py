@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: from argparse, for `--help`, `--version` (0) and an unusable command line (2).
     """
     _replace_closed_streams()
+    with contextlib.suppress(AttributeError):  # a stream of the caller's own
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files may be any bytes
     try:
         try:
             code = _run(arguments)
@@ -64,9 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         options = make_parser().parse_args(arguments)
-        for name in ("output", "html", "trace_events"):
-            if (path := getattr(options, name, None)) is not None:
-                _check_file(path)
+        _check_files(options)
         with _orderly_end():
             result: Result = getattr(commands, options.command)(options)
         return _write(result, options)
@@ -105,9 +106,20 @@ def _write(result: Result, options: argparse.Namespace) -> int:
 
 
 def _save(path: Path, write: Callable[[Path], None]) -> bool:
-    """Write a file. Returns False, and says why, if that fails."""
+    """Write a file, all of it or nothing. Returns False, and says why, if that fails."""
     try:
-        write(path)
+        if (path.exists() and not path.is_file()) or not os.access(path.absolute().parent, os.W_OK):
+            write(path)  # a pipe or a device, or the only file of its folder that may be written
+            return True
+        whole = path.resolve()
+        part = whole.with_name(f".{whole.name}.{os.getpid()}")
+        try:
+            write(part)
+            if whole.exists():
+                shutil.copymode(whole, part)
+            part.replace(whole)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         _complain(f"cannot write {path}: {error.strerror or error}")
         return False
@@ -115,7 +127,7 @@ def _save(path: Path, write: Callable[[Path], None]) -> bool:
 
 
 def _save_report(result: Result, options: argparse.Namespace, path: Path) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         _format(result, options, file)
 
 
@@ -126,6 +138,22 @@ def _format(result: Result, options: argparse.Namespace, stream: TextIO) -> None
         head = {"command": options.command, "version": __version__, "exit_code": result.exit_code}
         stream.write(json.dumps(head | result.data, indent=2) + "\n")
     stream.flush()
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, or that the command also reads, before it runs."""
+    used: set[Path] = set()
+    for name in ("traces", "trace", "path", "fit", "model_config"):
+        value = getattr(options, name, None)
+        used |= {path.resolve() for path in (value if isinstance(value, list) else [value]) if isinstance(path, Path)}
+    for name in ("output", "html", "trace_events"):
+        if (path := getattr(options, name, None)) is None:
+            continue
+        _check_file(path)
+        if path.is_file() or not path.exists():
+            if path.resolve() in used:
+                raise InvalidArgumentError(f"cannot write {path}: the command uses this file for something else")
+            used.add(path.resolve())
 
 
 def _check_file(path: Path) -> None:

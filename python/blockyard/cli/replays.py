@@ -32,6 +32,8 @@ __all__ = ["engine_of", "modes_of", "names_of", "replay", "show_step", "step_tim
 
 _MILLISECONDS: Final = 1e3
 _BYTES_PER_TOKEN: Final = 131072  # of Llama-3.1-8B in bfloat16
+_NEED_TIMES: Final = ("trace_events", "model_config", "sessions", "bytes_per_token")
+"""Options that say nothing about hits."""
 _MANY_BLOCKS: Final = 2**20
 """Of an engine whose run is fitted: it is taken for one that preempted nothing."""
 
@@ -40,6 +42,9 @@ def replay(options: argparse.Namespace) -> Result:
     """Send traces through caches, or serve them by engines."""
     pictures.require(options)
     step_time = step_time_of(options)
+    for name in _NEED_TIMES if step_time is None else ():
+        if getattr(options, name) is not None:
+            raise InvalidArgumentError(f"{_option(name)} is given without --step-time, --fit or --system, needs one")
     traces = [(path, read_trace(path, first=options.first)) for path in options.traces]
     with (
         open_executor(options.jobs, options.executor) as executor,
@@ -85,7 +90,10 @@ def _hits(
 ) -> Result:
     reports = []
     for path, requests in traces:
-        trace = PackedTrace.of(requests)
+        try:
+            trace = PackedTrace.of(requests)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{path}: {error}") from None
         caches = _caches(options, trace.num_distinct)
         first, show_done = int(len(trace) * options.window), partial(show_step, view, len(caches), "caches")
         reports.append((path, trace, sweep(trace, caches, first=first, executor=executor, show=show_done)))
@@ -128,9 +136,27 @@ def show_step(view: Progress, count: int, what: str, done: int) -> None:
 
 
 def _caches(options: argparse.Namespace, distinct: int) -> list[tuple[str, int, int]]:
-    sizes = product(read_blocks(options.device_blocks, distinct), read_blocks(options.host_blocks, distinct))
-    caches = [(policy, max(device, 1), host) for device, host in sizes for policy in names_of(options.policies)]
-    return [cache for cache in caches if cache[0] != OPTIMAL or not cache[2]]  # it has no host tier
+    policies = names_of(options.policies)
+    caches = [(policy, max(device, 1), host) for device, host in _sizes(options, distinct) for policy in policies]
+    found = [cache for cache in caches if cache[0] != OPTIMAL or not cache[2]]  # it has no host tier
+    if not found:
+        raise InvalidArgumentError(f"--host-blocks is {options.host_blocks}, must be 0 with --policies {OPTIMAL} alone")
+    return found
+
+
+def _sizes(options: argparse.Namespace, distinct: int) -> list[tuple[int, int]]:
+    """Return each size of the device pool with each of the host tier."""
+    found = []
+    for name in ("device_blocks", "host_blocks"):
+        try:
+            found.append(read_blocks(getattr(options, name), distinct))
+        except InvalidArgumentError as error:  # noqa: PERF203 (two options)
+            raise InvalidArgumentError(f"{_option(name)}: {error}") from None
+    return list(product(*found))
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def names_of(text: str) -> list[str]:
@@ -198,12 +224,15 @@ def _times(
 
 def _engines(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> list[EngineOptions]:
     distinct = _distinct(requests, options.block_size)
-    sizes = product(read_blocks(options.device_blocks, distinct), read_blocks(options.host_blocks, distinct))
     modes = modes_of(options)
     policies = [policy for policy in names_of(options.policies) if policy != OPTIMAL]  # it is no policy of an engine
+    if not policies:
+        raise InvalidArgumentError(
+            f"--policies is {options.policies!r}, needs a policy that engines have: lru, adaptive"
+        )
     return [
         replace(engine_of(options, max(device, 1)), host_blocks=host, preemption_mode=mode, eviction=policy)
-        for (device, host), policy, mode in product(list(sizes), policies, modes)
+        for (device, host), policy, mode in product(_sizes(options, distinct), policies, modes)
     ]
 
 

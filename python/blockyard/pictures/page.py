@@ -114,7 +114,7 @@ def write_html(path: Path, title: str, figures: Mapping[str, Figure], facts: Map
         plotly=get_plotlyjs(),
         figures="[" + ",\n".join(map(_figure, figures, figures.values())) + "]",
     )
-    path.write_text(page, encoding="utf-8")
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def _figure(heading: str, figure: Figure) -> str:

@@ -376,7 +376,10 @@ class _Replay:
 
     def _add(self, number: int) -> None:
         self._is_plain = False
-        row = self._requests[number]
+        row, options = self._requests[number], self._options
+        if row.input_tokens + row.output_tokens > options.device_blocks * options.block_size:
+            self._refuse(number)  # before its text takes memory
+            return
         try:
             text = _text(row, number)
             prompt = text[: row.input_tokens]
@@ -385,8 +388,11 @@ class _Replay:
             if row.output_hash_ids:
                 self._answers[number] = text
         except OutOfBlocksError:
-            self._refused += 1
-            self._clients.answer(number, self._now)
+            self._refuse(number)
+
+    def _refuse(self, number: int) -> None:
+        self._refused += 1
+        self._clients.answer(number, self._now)
 
     def _next_event(self) -> float:
         """When something happens that no step decides; infinite if nothing is under way."""

@@ -49,9 +49,11 @@ class PackedTrace:
                 fraction of a token.
         """
         sizes = {request.hash_tokens for request in requests if len(request.hash_ids)}
+        if not sizes:
+            raise InvalidArgumentError("no request has hash ids: which prompts begin alike is not known")
         if len(sizes) != 1 or (size := sizes.pop()) != int(size):
             raise InvalidArgumentError(
-                f"requests have hash ids of {sorted(sizes) or 'no'} tokens, must all have ids of one whole number"
+                f"requests have hash ids of {sorted(sizes) or size} tokens, must all have ids of one whole number"
             )
         block_tokens = int(size)
         input_tokens = np.array([request.input_tokens for request in requests], np.int64)

@@ -205,7 +205,7 @@ def make_plan(
         show: called with the number of choices that are done.
 
     Raises:
-        InvalidArgumentError: an option is out of range.
+        InvalidArgumentError: an option is out of range, or no request fits the device.
     """
     engines = []
     for host, store, policy, mode in product(host_gib, store_gib, policies, preemption_modes):
@@ -216,6 +216,9 @@ def make_plan(
             replace(engine, host_blocks=blocks[0], store_blocks=blocks[1], eviction=policy, preemption_mode=mode)
         )
     served = serve_all(requests, engines, step_time, executor=executor, show=show)
+    if all(one.times.refused == len(requests) for one in served):
+        least = min(-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests)
+        raise InvalidArgumentError(f"device_blocks is {engine.device_blocks}, the shortest request needs {least}")
     choices = sorted((Choice(one, prices.of(one.options)) for one in served), key=lambda one: one.per_million_tokens)
     marked, quickest = [], float("inf")
     for choice in choices:

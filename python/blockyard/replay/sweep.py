@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -91,7 +92,12 @@ def run_all(calls: Sequence[Callable[[], T]], executor: Executor | None, show: C
             found.append(call())
             show(done)
         return found
-    futures = [executor.submit(call) for call in calls]
+    # The processes that this starts inherit that Ctrl-C is blocked: their parent alone acts on it.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        futures = [executor.submit(call) for call in calls]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     for done, _ in enumerate(as_completed(futures), 1):
         show(done)
     return [future.result() for future in futures]
@@ -139,7 +145,7 @@ def open_executor(jobs: int | None, url: str | None) -> Iterator[Executor | None
     """Open what runs the replays: processes of this machine, or a cluster by its URL, `dask://HOST:PORT`.
 
     Raises:
-        InvalidArgumentError: the URL is of no known kind.
+        InvalidArgumentError: the URL is of no known kind, or no cluster answers there.
         MissingExtraError: the library of the cluster is not installed.
     """
     if url is None:
@@ -147,7 +153,7 @@ def open_executor(jobs: int | None, url: str | None) -> Iterator[Executor | None
         if jobs == 1:
             yield None
         else:
-            with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            with _open_pool(jobs) as pool:
                 yield pool
         return
     if not url.startswith(_DASK):
@@ -156,6 +162,21 @@ def open_executor(jobs: int | None, url: str | None) -> Iterator[Executor | None
         from distributed import Client  # noqa: PLC0415 (optional)
     except ModuleNotFoundError as error:
         raise missing("--executor dask", error) from None
-    client: Any = Client("tcp://" + url.removeprefix(_DASK))  # type: ignore[no-untyped-call]
+    try:
+        client: Any = Client("tcp://" + url.removeprefix(_DASK))  # type: ignore[no-untyped-call]
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"executor {url} cannot be reached: {error}") from error
     with client:
         yield client.get_executor()
+
+
+@contextmanager
+def _open_pool(jobs: int) -> Iterator[Executor]:
+    """Open processes that end with the block, even if an exception ends it before their work."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in tuple(pool._processes.values()):  # noqa: SLF001 (`terminate_workers` is new in Python 3.14)
+                process.terminate()
+            raise
