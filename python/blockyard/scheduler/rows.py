@@ -135,9 +135,9 @@ class SequenceRows:
         seat = state.places[index]
         if state.outputs[index] is not None or not isinstance(seat, int):
             return state.generated(index)
-        generated = self.tokens[seat, : state.request.max_tokens]
+        generated: NDArray[np.uint32] = self.tokens[seat, : state.request.max_tokens].copy()
         ends = np.flatnonzero(generated == NO_TOKEN)
-        return generated[: ends[0] if len(ends) else len(generated)].copy()
+        return generated[: ends[0]] if len(ends) else generated
 
     def find(self, seats: Iterable[int]) -> NDArray[np.int64]:
         """Return the rows of seats, in ascending order."""
