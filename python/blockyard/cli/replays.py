@@ -152,7 +152,7 @@ def _sizes(options: argparse.Namespace, distinct: int) -> list[tuple[int, int]]:
             found.append(read_blocks(getattr(options, name), distinct))
         except InvalidArgumentError as error:  # noqa: PERF203 (two options)
             raise InvalidArgumentError(f"{_option(name)}: {error}") from None
-    return list(product(*found))
+    return [(device, host) for device, host in product(*found)]
 
 
 def _option(name: str) -> str:
