@@ -54,6 +54,11 @@ def test_a_long_run_uses_more_keys_than_redis_holds():
     assert not simulate_fleet(7, FleetOptions(work="calls", store="redis", seconds=8.0), []).broken
 
 
+def test_an_engine_killed_while_it_ends_its_requests_leaves_its_forget_to_its_next_life():
+    faults = "server_clock:-1:2.219:10.886,partition:0:2.339:0.148,crash:0:2.744:0.034,lossy:2:4:2.067"
+    assert not simulate_fleet(1045, FleetOptions(work="serving", store="redis"), read_faults(faults)).broken
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     most, options = planted(name, monkeypatch)

@@ -154,6 +154,8 @@ class ServingEngine:
         while self.loop.now < until and not life.link.is_dead:
             if self.due:
                 self._be_idle(life)
+                if life.link.is_dead:
+                    break
                 revision = self.due.pop(0)
                 if not self._forget(life, revision) and chance.random() < 0.5:
                     self.due.append(revision)
