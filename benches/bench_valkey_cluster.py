@@ -44,6 +44,7 @@ from servers import Server, serving_cluster, serving_replica
 
 BLOCK_BYTES, KEYS, BATCH = 16 << 10, 1500, 8
 TIMEOUT_BASE = 2.0
+PATIENCE = 120.0  # for processes to start
 DEADLINE = TIMEOUT_BASE + BATCH * BLOCK_BYTES / 16e6
 SLOTS = 4096  # blocks that the cluster has room for: nothing is evicted
 
@@ -143,7 +144,10 @@ def run(
             assert store.wait(store.submit_put([key_of(0)], row_of(0)[None])).ok.all()
             number = _node_of(primaries, store._prefix + store._record.key)  # noqa: SLF001 (no store tells it)
         number = number if lost == "record" else (number + 1) % len(primaries)
-        pool = stack.enter_context(get_context("spawn").Pool(processes))
+        context = get_context("spawn")
+        started = context.Barrier(processes + 1)  # the time begins when all processes have started
+        pool = stack.enter_context(context.Pool(processes, started.wait, (PATIENCE,)))
+        started.wait(PATIENCE)
         until = time.time() + seconds
         results = [pool.apply_async(work, (url, seed, until)) for seed in range(processes)]
         time.sleep(seconds / 3)
