@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -76,6 +77,7 @@ class Load:
         tier: where blocks were loaded to; "" before the first.
         miss: why it ended without the rest; "" while there is no reason.
         span: of the whole load.
+        legs: spans of what is read and copied, from before an interrupt can come.
     """
 
     prompt: HashedPrompt
@@ -91,6 +93,7 @@ class Load:
     tier: str = ""
     miss: str = ""
     span: Span = NO_SPAN
+    legs: list[Span] = field(default_factory=list)
 
 
 class Prefetch:
@@ -259,7 +262,8 @@ class Loads:
         keys, rows = np.ascontiguousarray(keys[:count]), self._buffers.take(count, self._size)
         with suppress(StoreError):
             batch = self._store.get(keys, rows)
-            load.read = Read(keys, batch, rows, load.span.begin("store_read", blocks=count, bytes=rows.nbytes))
+            begin_leg = partial(load.span.begin, blocks=count, bytes=rows.nbytes)
+            load.read = Read(keys, batch, rows, keep(load.legs, begin_leg, "store_read"))
         return load.read is not None or self._finish(load, "error")
 
     def _take_rows(self, load: Load, read: Read) -> bool:
@@ -291,8 +295,9 @@ class Loads:
             self._end_job(job, [False] * len(job))
             return self._finish(load, "copy_failed")
         load.tier = job.tier
-        span = load.span.begin("transfer", blocks=len(blocks), bytes=rows.nbytes, source="staging", target=job.tier)
-        load.copy = Copy(job, transfer, landed, count < len(ok), span)
+        sizes = {"blocks": len(blocks), "bytes": rows.nbytes}
+        begin_leg = partial(load.span.begin, source="staging", target=job.tier, **sizes)
+        load.copy = Copy(job, transfer, landed, count < len(ok), keep(load.legs, begin_leg, "transfer"))
         return True
 
     def _take_copies(self, load: Load, copy: Copy) -> bool:
@@ -300,6 +305,7 @@ class Loads:
             return False
         has_landed = copy.transfer.error is None
         copy.span.end(copy.transfer.error)
+        load.legs.clear()
         found = self._end_job(copy.job, copy.landed & has_landed)
         self._give_back(load.read)
         load.read = load.copy = None
@@ -346,9 +352,8 @@ class Loads:
 
     def _end_spans(self, load: Load, miss: str) -> None:
         """End a load's span, and that of the leg under way."""
-        for leg in (load.read, load.copy):
-            if leg is not None:
-                leg.span.end(miss_reason=miss)
+        for leg in load.legs:
+            leg.end(miss_reason=miss)
         found = load.tokens // self._manager.block_size
         load.span.end(
             hit_tokens=load.tokens,
