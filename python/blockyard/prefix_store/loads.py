@@ -295,8 +295,7 @@ class Loads:
             self._end_job(job, [False] * len(job))
             return self._finish(load, "copy_failed")
         load.tier = job.tier
-        sizes = {"blocks": len(blocks), "bytes": rows.nbytes}
-        begin_leg = partial(load.span.begin, source="staging", target=job.tier, **sizes)
+        begin_leg = partial(load.span.begin, blocks=len(blocks), bytes=rows.nbytes, source="staging", target=job.tier)
         load.copy = Copy(job, transfer, landed, count < len(ok), keep(load.legs, begin_leg, "transfer"))
         return True
 
