@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +52,7 @@ def test_a_prompt_is_found_after_a_restart(tmp_path: Path, host: int):
         assert cache.serve(tokens(1, 11)) == 0
         assert cache.prefixes.wait(60)
         assert (cache.prefixes.stats().written_blocks, cache.prefixes.stats().unwritten_blocks) == (2, 0)
+        assert json.dumps(cache.prefixes.stats().written_blocks) == "2"
     with checked(url, host=host) as cache:
         assert cache.manager.prefix.lookup(tokens(1, 30)).tokens == 0, "nothing is promised before it is there"
         fetch = cache.fetch(tokens(1, 30))

@@ -59,7 +59,7 @@ class Answer(NamedTuple):
     @property
     def are_rows_free(self) -> bool:
         """Whether the store no longer uses the rows that it was given: after a miss a thread of its may still."""
-        return self.error is None and (
+        return self.error is None and bool(
             np.count_nonzero(self.ok) == len(self.ok)
             or all(good or reason in NOTHING_READ for good, reason in zip(self.ok, self.reasons, strict=True))
         )

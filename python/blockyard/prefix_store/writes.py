@@ -169,7 +169,7 @@ class Writes:
         answer = None if write.batch is None else write.batch.answer
         if answer is None:
             return False
-        unwritten = len(answer.ok) - np.count_nonzero(answer.ok)
+        unwritten = len(answer.ok) - int(np.count_nonzero(answer.ok))
         self._count(len(write.job) - unwritten)
         self._stats.unwritten_blocks += unwritten
         if unwritten:
@@ -192,7 +192,7 @@ class Writes:
         """Put the blocks that the store lacks; False if it refuses them."""
         job = write.job
         is_new = ~self._store.contains(job.keys)
-        num_new = np.count_nonzero(is_new)
+        num_new = int(np.count_nonzero(is_new))
         if not num_new:
             return True
         owners = Owners(job.tenants, job.parents)
