@@ -40,8 +40,8 @@ STORE_FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         THREADED,
         [
             (
-                '            self._give_up(batch, "timeout")\n            rows = batch.read\n',
-                "            rows = batch.read\n",
+                '            self._give_up(batch, "unavailable" if self._is_refused(batch) else "timeout")\n',
+                "",
             ),
             ('        if batch.running and batch.kind == "put":\n            self._late.add(batch)\n', ""),
             (
