@@ -6,7 +6,7 @@ import gc
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,7 @@ from simulated_device import SimulatedStore
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
 from blockyard.executor.executor import StepDone, StepExecutor
+from blockyard.executor.parallel import ParallelExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.stores import Completion, ExternalStore, open_store
 
@@ -167,6 +168,41 @@ def test_what_an_interrupted_collect_has_found_is_reported_by_the_next(tmp_path:
                     made.executor.collect(decision.ticket)
         assert [done.ticket for done in made.executor.collect(decision.ticket)] == [decision.ticket]
         made.manager.complete(decision.ticket)
+
+
+@pytest.mark.parametrize("most", every(60))
+@pytest.mark.parametrize("call", ["poll", "collect", "wait"])
+def test_an_interrupt_at_any_place_of_parallel_ranks_ends_every_decision_once(call: str, most: int):
+    def run(interrupt: Interrupt) -> None:
+        manager = BlockManager(block_size=4, device_blocks=BLOCKS, host_blocks=BLOCKS, watermark=0.0)
+        handles = manager.allocate(counts=[12, 8])
+        manager.complete(manager.take_decision().ticket)
+        with ExitStack() as stack:
+            engines = [
+                stack.enter_context(CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS)) for _ in range(2)
+            ]
+            executor = ParallelExecutor([StepExecutor(engine) for engine in engines])
+            stack.enter_context(interrupt.installed())
+            for move in (manager.swap_out, manager.swap_in, manager.swap_out):
+                move(handles)
+                decision = manager.take_decision()
+                executor.submit(decision)
+                ended: list[StepDone] = []
+                until = time.monotonic() + 30.0
+                while not ended:
+                    assert time.monotonic() < until, interrupt.where
+                    with suppress(KeyboardInterrupt), interrupt.armed():
+                        if call == "wait":
+                            ended.append(executor.wait(decision.ticket))
+                        else:
+                            ended = executor.poll() if call == "poll" else executor.collect(decision.ticket)
+                assert [(done.ticket, done.lost) for done in ended] == [(decision.ticket, ())]
+                assert executor.poll() == []
+                manager.complete(decision.ticket)
+
+    places, raised = sweep(("executor/parallel.py",), run, KeyboardInterrupt, most=most, seed=len(call))
+    assert places > 15
+    assert raised > min(places, most) // 2
 
 
 # The first and last lines of threads are interrupted too, and nothing of ours is left to catch that.

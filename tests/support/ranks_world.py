@@ -73,8 +73,11 @@ class Faulty(Wrapper):
 class Forgetful(ParallelExecutor):
     """Drops what ranks other than the first have lost: a wrong merge, for tests of the tests."""
 
-    def _note(self, ended: "list[list[StepDone]]") -> None:  # type: ignore[override]
-        super()._note([ended[0], *([done._replace(lost=()) for done in some] for some in ended[1:])])
+    def _note(self) -> None:
+        self._answers = [
+            (rank, [done._replace(lost=()) if rank else done for done in reported]) for rank, reported in self._answers
+        ]
+        super()._note()
 
 
 class World:

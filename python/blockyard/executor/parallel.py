@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from itertools import starmap
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from blockyard.executor.executor import Executor, StepDone
 from blockyard.executor.remote import RemoteExecutor
 
 __all__ = ["ParallelExecutor"]
+
+T = TypeVar("T")
 
 
 class ParallelExecutor(Executor):
@@ -55,6 +58,7 @@ class ParallelExecutor(Executor):
             raise InvalidArgumentError("executors is empty, must have one for each rank")
         self.executors = tuple(executors)
         self._reports: dict[int, dict[int, StepDone]] = {}  # by ticket and rank, until all ranks have reported
+        self._answers: list[tuple[int, list[StepDone]]] = []  # by rank, of which the reports have no entries yet
 
     def __repr__(self) -> str:
         return f"ParallelExecutor({len(self.executors)} ranks, reported by some: {sorted(self._reports)})"
@@ -93,16 +97,18 @@ class ParallelExecutor(Executor):
 
     def poll(self) -> list[StepDone]:
         """Return the decisions that ended on all ranks since the last call; never waits for a transfer."""
-        self._note(self._ask_all("poll"))
-        return self._complete()
+        self._take("poll")
+        # No call follows, so no interrupt can come before the caller has the result.
+        merged, self._reports = self._sort_out()
+        return merged
 
     def collect(self, ticket: int) -> list[StepDone]:
         """Return the decisions that ended, including this one if a rank awaits it; see `Executor`."""
-        self._note(self._ask_all("collect", ticket))
-        ended = self._complete()
+        self._take("collect", ticket)
         if any(done.lost for done in self._reports.get(ticket, {}).values()):
-            ended.append(self.wait(ticket))
-        return ended
+            self._finish(ticket)
+        merged, self._reports = self._sort_out()  # as in `poll`
+        return merged
 
     def wait(self, ticket: int) -> StepDone:
         """Wait until every rank has ended a decision; `poll` will not report it.
@@ -110,6 +116,30 @@ class ParallelExecutor(Executor):
         Raises:
             UnknownTicketError: it is not open on some rank. The others have ended it.
         """
+        self._note()
+        self._finish(ticket)
+        merged = _merged(ticket, self._reports[ticket])
+        del self._reports[ticket]
+        return merged
+
+    def _ask_all(self, name: str, *arguments: object) -> list[Any]:
+        """Call a method on every rank, on all workers concurrently."""
+        return [answer() for answer in [_begin(executor, name, *arguments) for executor in self.executors]]
+
+    def _take(self, name: str, *arguments: object) -> None:
+        """Ask all ranks which decisions ended; after an interrupt the next call goes on with what they said."""
+        for rank, answer in enumerate([_begin(executor, name, *arguments) for executor in self.executors]):
+            self._answers.extend(_one(rank, answer))
+        self._note()
+
+    def _note(self) -> None:
+        for rank, reported in self._answers:
+            for done in reported:
+                self._reports.setdefault(done.ticket, {})[rank] = done
+        self._answers = []
+
+    def _finish(self, ticket: int) -> None:
+        """Wait until every rank has reported a decision. Raises UnknownTicketError."""
         reports = self._reports.setdefault(ticket, {})
         answers = {
             rank: _begin(executor, "wait", ticket)
@@ -119,27 +149,18 @@ class ParallelExecutor(Executor):
         unknown: UnknownTicketError | None = None
         for rank, answer in answers.items():
             try:
-                reports[rank] = answer()
+                reports.update(_one(rank, answer))
             except UnknownTicketError as error:  # noqa: PERF203 (the others must still end)
                 unknown = unknown or error
-        del self._reports[ticket]
         if unknown is not None:
+            del self._reports[ticket]
             raise unknown
-        return _merged(ticket, reports)
 
-    def _ask_all(self, name: str, *arguments: object) -> list[Any]:
-        """Call a method on every rank, on all workers concurrently."""
-        return [answer() for answer in [_begin(executor, name, *arguments) for executor in self.executors]]
-
-    def _note(self, ended: Iterable[list[StepDone]]) -> None:
-        for rank, reported in enumerate(ended):
-            for done in reported:
-                self._reports.setdefault(done.ticket, {})[rank] = done
-
-    def _complete(self) -> list[StepDone]:
-        """Remove and return the decisions reported by all ranks."""
-        whole = [ticket for ticket, reports in self._reports.items() if len(reports) == len(self.executors)]
-        return [_merged(ticket, self._reports.pop(ticket)) for ticket in whole]
+    def _sort_out(self) -> tuple[list[StepDone], dict[int, dict[int, StepDone]]]:
+        """Return the decisions that all ranks have reported, and the reports of the others."""
+        whole = {ticket for ticket, reports in self._reports.items() if len(reports) == len(self.executors)}
+        merged = [_merged(ticket, reports) for ticket, reports in self._reports.items() if ticket in whole]
+        return merged, {ticket: reports for ticket, reports in self._reports.items() if ticket not in whole}
 
 
 def _begin(executor: Executor, name: str, *arguments: object) -> Callable[[], Any]:
@@ -147,6 +168,11 @@ def _begin(executor: Executor, name: str, *arguments: object) -> Callable[[], An
     if isinstance(executor, RemoteExecutor):
         return executor.begin(name, *arguments)
     return partial(getattr(executor, name), *arguments)
+
+
+def _one(rank: int, answer: Callable[[], T]) -> Iterator[tuple[int, T]]:
+    """Ask a rank once the result is iterated over: from C code, so that no interrupt can come before it is kept."""
+    return zip((rank,), starmap(answer, ((),)), strict=True)
 
 
 def _merged(ticket: int, reports: dict[int, StepDone]) -> StepDone:

@@ -153,12 +153,7 @@ class ServingEngine:
         chance, life = self.loop.random, self.life
         while self.loop.now < until and not life.link.is_dead:
             if self.due:
-                self._be_idle(life)
-                if life.link.is_dead:
-                    break
-                revision = self.due.pop(0)
-                if not self._forget(life, revision) and chance.random() < 0.5:
-                    self.due.append(revision)
+                self._forget_due(life)
             elif (chance.random() < self._forgets or life.store.is_forgotten) and chance.random() < 0.2:
                 self.due.append(chance.choice((None, *WEIGHTS)))
             if len(life.requests) < _MOST_OPEN and chance.random() < 0.3:
@@ -363,6 +358,14 @@ class ServingEngine:
                 f"engine {self.number}: counts {stats.hit_blocks} blocks loaded and {stats.written_blocks} written, "
                 f"the store gave {watched.hits} and took {watched.stored}"
             )
+
+    def _forget_due(self, life: _Life) -> None:
+        """Call `forget` for a due revision, once idle; if it is killed before, its next life does."""
+        self._be_idle(life)
+        if not life.link.is_dead:
+            revision = self.due.pop(0)
+            if not self._forget(life, revision) and self.loop.random.random() < 0.5:
+                self.due.append(revision)
 
     def _forget(self, life: _Life, revision: str | None) -> bool:
         if life.link.is_dead:
