@@ -66,6 +66,8 @@ def make_environment(interpreter: str, folder: Path, repo: Path) -> Path:
     python = folder / "bin" / "python"
     for command in (["venv", "--python", interpreter, folder], ["pip", "install", "--python", python, "-r", pins]):
         done = subprocess.run([UV, *command, "--quiet"], capture_output=True, text=True, check=False)
+        if done.returncode and "CI" not in os.environ:
+            pytest.skip(f"cannot set up another Python to compare with: {done.stderr.strip()[:200]}")
         assert done.returncode == 0, done.stderr
     return python
 
