@@ -67,7 +67,8 @@ class TierProgram(Caller):
             assert found[3] == "MISS"
             loaded = self.job(self.tier.submit_load, KEYS[:3], [4, 5, 6])
             good.append(stored and loaded and found == ["HIT", "HIT", "HIT", "MISS"])
-            assert self.tier._store.stats().pending_bytes == 0
+            # A call that was interrupted and made again may have begun its job twice.
+            settled(lambda: not self.tier._store.stats().pending_bytes, "a job is left")
         assert sum(good) >= 2
         self.call(self.tier.shutdown)
         self.tier.shutdown()

@@ -108,13 +108,17 @@ class StoreJobs:
         """
         self._process.check()
         job = _Job(lane, steps)
-        with self._lock:
-            if self._closed:
-                raise StoreError("jobs over a store are closed")
-            if not self._has_thread:
-                self._start()
-            self._waiting[lane].append(job)
-            os.eventfd_write(self._wake, 1)
+        try:
+            with self._lock:
+                if self._closed:
+                    raise StoreError("jobs over a store are closed")
+                if not self._has_thread:
+                    self._start()
+                self._waiting[lane].append(job)
+                os.eventfd_write(self._wake, 1)
+        except BaseException:
+            job.future.cancel()  # the caller of an interrupted call submits it again
+            raise
         return job.future
 
     def close(self, *, cancel: bool = False, timeout: float | None = None) -> None:

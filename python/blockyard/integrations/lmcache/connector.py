@@ -97,7 +97,8 @@ class BlockyardConnector:
         self._event = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
         self._ids = itertools.count(1)
         self._changed = threading.RLock()  # reentrant: an operation may end within `_submit`
-        self._open: dict[int, _Operation] = {}  # operations with completions not yet drained
+        self._open: dict[int, _Operation] = {}  # operations with completions not yet drained, and:
+        self._drained: tuple[int, ...] = ()  # those that the last call of `drain_completions` returned
         self._closed = False
         self._jobs = self._objects.jobs("blockyard-lmcache", _LANES)
 
@@ -138,14 +139,22 @@ class BlockyardConnector:
         As LMCache expects, a lookup, load or deletion succeeds with any number of keys, a store only with all. Only one
         thread at a time may call this.
         """
-        with self._changed:
-            if not self._event.closed:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._event.fileno())
-            ended = {ticket: one for ticket, one in self._open.items() if one.future.done()}
-            done = [one.completion(ticket) for ticket, one in ended.items()]
-            left = {ticket: one for ticket, one in self._open.items() if ticket not in ended}
-            self._open = left  # last, so that the next call returns what this one does not
+        try:
+            with self._changed:
+                for ticket in self._drained:
+                    self._open.pop(ticket, None)
+                self._drained = ()
+                if not self._event.closed:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._event.fileno())
+                ended = {ticket: one for ticket, one in self._open.items() if one.future.done()}
+                done = [one.completion(ticket) for ticket, one in ended.items()]
+                drained = tuple(ended)
+        except BaseException:
+            with contextlib.suppress(ValueError):  # it is closed
+                os.eventfd_write(self._event.fileno(), 1)  # the next call returns what this one does not
+            raise
+        self._drained = drained  # no call follows, so no interrupt can come before the caller has the result
         return done
 
     def close(self) -> None:

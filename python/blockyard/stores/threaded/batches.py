@@ -335,8 +335,8 @@ class BatchStore(ExternalStore):
     def _end(self, batch: Batch, reasons: list[str]) -> None:
         """End a batch with these reasons."""
         batch.reasons[: len(reasons)] = reasons
+        self._news[batch.ticket] = batch  # first: `_recover` tells nobody of a batch that has ended
         batch.ended = True
-        self._news[batch.ticket] = batch
         self._count_misses(batch, reasons)
         if batch.kind in {"write", "put", "read", "get"}:
             self._blocks[not batch.is_read] += reasons.count("")
