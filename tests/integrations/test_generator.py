@@ -192,7 +192,7 @@ def test_draft_tokens_change_no_token_of_chunked_prompts_with_a_prefix_store(mod
         with open_generator(model, tmp_path, **options, **drafts) as generator:
             assert generate(generator, *work) == wanted
             assert_drafts_were_used(generator.scheduler.stats())
-            assert turn == 0 or generator.scheduler.stats().cached_tokens > 0
+            assert turn == 0 or generator.cache.prefix_store.stats().hit_blocks > 0  # the pool may lose them again
 
 
 def test_a_text_that_repeats_itself_is_drafted_from_its_prompt(model):
