@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import itertools
 import sys
 import threading
@@ -16,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 LOOKS = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
@@ -69,6 +70,69 @@ def _places(code: CodeType, *, signals: bool) -> frozenset[int]:
     return frozenset(found)
 
 
+At = Callable[[CodeType, int], None]
+"""Is called before an instruction, with its code and offset, and may raise there."""
+
+if sys.version_info < (3, 12):
+
+    @contextmanager
+    def _watched(files: tuple[str, ...], wants: Callable[[CodeType], bool], at: At, *, threads: bool) -> Iterator[None]:
+        """Call `at` in wanted code of the files: in this thread and, if `threads`, in those that start inside."""
+
+        def enter(frame: FrameType, _event: str, _value: object) -> Any:
+            if not (frame.f_code.co_filename.endswith(files) and wants(frame.f_code)):
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            return step
+
+        def step(frame: FrameType, event: str, _value: object) -> Any:
+            if event == "opcode":
+                at(frame.f_code, frame.f_lasti)
+            return step
+
+        before = sys.gettrace()
+        if threads:
+            threading.settrace(enter)
+        sys.settrace(enter)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+            threading.settrace(before)  # type: ignore[arg-type]
+
+else:
+    # CPython 3.12 crashes if a trace function raises at an opcode, so its successor is used.
+    _TOOL = 4
+    _EVENTS = sys.monitoring.events
+
+    @functools.cache
+    def _instrument(files: tuple[str, ...], _modules: int) -> None:
+        """Let the files' functions have events from now on: without a callback these cost little."""
+        if sys.monitoring.get_tool(_TOOL) is None:
+            sys.monitoring.use_tool_id(_TOOL, "interrupts")
+        codes = [found.__code__ for found in gc.get_objects() if type(found) is FunctionType]
+        codes = [code for code in codes if code.co_filename.endswith(files)]
+        for code in codes:
+            sys.monitoring.set_local_events(_TOOL, code, _EVENTS.INSTRUCTION)
+            codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+
+    @contextmanager
+    def _watched(files: tuple[str, ...], wants: Callable[[CodeType], bool], at: At, *, threads: bool) -> Iterator[None]:
+        """Call `at` in wanted code of the files: in this thread or, if `threads`, in all."""
+        mine = threading.get_ident()
+
+        def step(code: CodeType, offset: int) -> None:
+            if wants(code) and (threads or threading.get_ident() == mine) and code.co_filename.endswith(files):
+                at(code, offset)
+
+        _instrument(files, len(sys.modules))
+        before = sys.monitoring.register_callback(_TOOL, _EVENTS.INSTRUCTION, step)
+        try:
+            yield
+        finally:
+            sys.monitoring.register_callback(_TOOL, _EVENTS.INSTRUCTION, before)
+
+
 class CountedInterrupt:
     """Raises in this thread at the place of a given number.
 
@@ -89,26 +153,15 @@ class CountedInterrupt:
     @contextmanager
     def armed(self) -> Iterator[None]:
         """Interrupt code that runs inside."""
-        before = sys.gettrace()
-        sys.settrace(self._enter)
-        try:
+        with _watched(self._files, lambda _: not self.where, self._at, threads=False):
             yield
-        finally:
-            sys.settrace(before)
 
-    def _enter(self, frame: FrameType, _event: str, _value: object) -> Any:
-        if self.where or not frame.f_code.co_filename.endswith(self._files):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._step
-
-    def _step(self, frame: FrameType, event: str, _value: object) -> Any:
-        if event == "opcode" and not self.where and frame.f_lasti in self._places(frame.f_code):
+    def _at(self, code: CodeType, offset: int) -> None:
+        if not self.where and offset in self._places(code):
             self._left -= 1
             if self._left < 0:
-                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                self.where = str(Place(code, offset, in_main=True))
                 raise self._error
-        return self._step
 
 
 class Interrupt:
@@ -137,15 +190,8 @@ class Interrupt:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Watch this thread and those that start inside."""
-        before = sys.gettrace()
-        if not self._signals:
-            threading.settrace(self._enter)
-        sys.settrace(self._enter)
-        try:
+        with _watched(self.files, self._wants, self._at, threads=not self._signals):
             yield
-        finally:
-            sys.settrace(before)
-            threading.settrace(before)  # type: ignore[arg-type]
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -156,28 +202,20 @@ class Interrupt:
         finally:
             self._armed = False
 
-    def _enter(self, frame: FrameType, _event: str, _value: object) -> Any:
-        code = frame.f_code
-        if self.where or (self.place is not None and self.place.code is not code):
-            return None
-        if not code.co_filename.endswith(self.files):
-            return None
-        frame.f_trace_opcodes = True
-        frame.f_trace_lines = False
-        return self._step
+    def _wants(self, code: CodeType) -> bool:
+        return not self.where and (self.place is None or self.place.code is code)
 
-    def _step(self, frame: FrameType, event: str, _value: object) -> Any:
-        if event != "opcode" or self.where or frame.f_lasti not in _places(frame.f_code, signals=self._signals):
-            return self._step
+    def _at(self, code: CodeType, offset: int) -> None:
+        if self.where or offset not in _places(code, signals=self._signals):
+            return
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and not self._armed:
-            return self._step
-        place = Place(frame.f_code, frame.f_lasti, in_main)
+            return
+        place = Place(code, offset, in_main)
         self.seen[place] += 1
         if place == self.place and self.seen[place] == self.count:
             self.where = f"{self.error.__name__} at {place}, {self.count}"
             raise self.error
-        return self._step
 
 
 def sweep(
