@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,11 @@ from transformers import PreTrainedModel
 
 from blockyard import BlockManager, progress
 from blockyard.cli import main
-from blockyard.demo import serve
+from blockyard.demo import run, serve
 from blockyard.demo.models import bytes_per_block, load_model
 from blockyard.demo.report import SABOTAGE_KINDS, Difference, Report
 from blockyard.demo.run import DemoOptions, compare, make_report, pool_sizes
-from blockyard.demo.workload import WorkItem, text_workload
+from blockyard.demo.workload import StandardText, WorkItem, text_workload
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StoreURLError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.progress import Progress
@@ -31,15 +32,28 @@ SMALL = DemoOptions(
     prompt_tokens=(16, 96),
     output_tokens=(32, 96),
     num_device_blocks=24,
-    num_host_blocks=6,
+    num_host_blocks=4,
 )
 SWAPS = [(kind, tier) for kind in ("swap_out", "swap_in") for tier in ("host", "external")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Cut prompts from seeded lines: the standard library differs between Pythons, and with it what is swapped."""
+    folder, random = tmp_path_factory.mktemp("text"), np.random.default_rng(0)
+    for number in range(4):
+        lines = random.integers(33, 127, (400, 40), dtype=np.uint8)
+        lines[:, -1] = ord("\n")
+        (folder / f"{number}.py").write_bytes(lines.tobytes())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run, "StandardText", partial(StandardText, folder))
+        yield
 
 
 @pytest.fixture(autouse=True)
 def reference_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the unpaged model once for each workload: its tokens depend on nothing else."""
-    run = serve.reference
+    reference = serve.reference
 
     def remembered(model: PreTrainedModel, items: Sequence[WorkItem], view: Progress) -> tuple[serve.Outputs, float]:
         key = (
@@ -47,7 +61,7 @@ def reference_once(monkeypatch: pytest.MonkeyPatch) -> None:
             *((item.request_id, item.prompt.tobytes(), str(item.sampling)) for item in items),
         )
         if key not in _REMEMBERED:
-            _REMEMBERED[key] = run(model, items, view)
+            _REMEMBERED[key] = reference(model, items, view)
         return _REMEMBERED[key]
 
     monkeypatch.setattr(serve, "reference", remembered)
