@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from servers import Server, serving, serving_cluster
 
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
 from blockyard.stores import ExternalStore, Owners, open_store
+from blockyard.stores.redis import RedisStore
 from blockyard.stores.redis.lists import SEGMENTS
 
 WIDTH = 500
@@ -138,6 +140,38 @@ def test_blocks_whose_list_the_server_has_lost_count_again(server: Server, clien
         eventually(lambda: not client.exists(*client.keys("*:sweep*") or [b"none"]))
         assert len(values(client)) == client.zcard(client.keys("*:order")[0]) == 20
         assert hits(store, chain(1, 8)) == 8, "newer blocks stay"
+
+
+@pytest.mark.parametrize("loses", ["by_failover", "by_eviction"])
+def test_a_sweep_of_which_the_server_lost_a_step_runs_again(server: Server, client: "redis.Redis", loses: str):
+    """The sweeper does not notice the loss, and must not report that every block is listed."""
+    with opened(server) as store, opened(server) as other:
+        assert isinstance(store, RedisStore)
+        assert all(put(store, chain(0, 20)))
+        eventually(lambda: not client.keys("*:sweep*") and not store._is_sweeping)
+        client.delete(*client.keys("*:order"))
+        losses = list[bytes]()
+
+        def run(commands: list[list[bytes]]) -> Any:
+            if losses or not any(store._lists[0]._scripts.adopt in command for command in commands):
+                return real.run(commands)
+            losses.extend(client.keys("*:order") + client.keys("*:sweep*"))
+            before = {name: client.dump(name) for name in losses}
+            answer = real.run(commands)
+            if loses == "by_eviction":
+                client.delete(*client.keys("*:order"))
+                put(other, chain(2, 1))
+                return answer
+            for name, value in before.items():
+                client.restore(name, 1000 if name.endswith(b"sweeper") else 0, value, replace=True)
+            return answer
+
+        real = store._client
+        store._client = SimpleNamespace(put=real.put, get=real.get, run=run, close=real.close)
+        assert all(put(store, chain(1, 4)))
+        eventually(lambda: losses and not store._is_sweeping)
+        eventually(lambda: put(store, chain(1, 4)) and not client.keys("*:sweep*"))
+        assert client.zcard(client.keys("*:order")[0]) == len(values(client)) >= 24
 
 
 def test_no_batch_is_half_stored(server: Server, client: "redis.Redis"):

@@ -97,12 +97,15 @@ class ListsMachine(RuleBasedStateMachine):
         names = sorted(self.model.uses)
         self.client.delete(PREFIX + b"order")
         self.model.uses.clear()
-        gone = [name_of(*block) for block in deleted]
+        self.put([deleted[0]], owned=False)
+        gone = [name_of(*block) for block in deleted[1:]]
         self.run(self.lists.drop(gone))
-        self.run(self.lists.adopt(names))
+        self.run(self.lists.begin_sweep(b"sweep"))
+        assert self.run(self.lists.adopt(b"sweep", 0, names)) == [1]
         self.model.adopt([name for name in names if name not in gone])
-        self.run(self.lists.end_sweep())
-        assert not self.client.exists(PREFIX + b"sweep")
+        assert self.run(self.lists.end_sweep(b"sweep", 0)) == [0], "a step is missing"
+        assert self.run(self.lists.end_sweep(b"sweep", 1)) == [1]
+        assert not self.client.exists(PREFIX + b"sweep", PREFIX + b"sweeper")
 
     @invariant()
     def server_and_model_agree(self):

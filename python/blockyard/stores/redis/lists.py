@@ -7,7 +7,7 @@ blocks, and no client's clock matters.
 |---|---|
 | `order` | sorted set: names of blocks by their last use, numbered by the server |
 | `sweep` | exists while unlisted blocks may be stored: the list was empty when a block arrived |
-| `sweeper` | exists while a process searches for unlisted blocks |
+| `sweeper` | the sweep that is under way, and how many steps of it the server has carried out |
 | `quotas`, `held` | hashes: the quota of each tenant, and the number of blocks it has |
 | `owners` | hash: the tenant of a block, and the preceding block of its prompt |
 | `kids` | hash: how many blocks with an owner follow a block |
@@ -15,6 +15,9 @@ blocks, and no client's clock matters.
 
 One transaction stores a batch of blocks and runs the script `_SETTLE`, which lists them and drops excess blocks. A
 client killed at any point leaves no unlisted block and no block beyond the limits.
+
+A sweep lists the blocks that no list has, in steps. If the server loses a step (it fails over to a replica that is
+behind, or evicts the list), it refuses the later ones, so `sweep` stays until another sweep has found every block.
 
 A server has one segment. In a cluster, blocks are spread by name over `SEGMENTS` segments, each with its share of the
 store's size. All keys of a segment share a hash slot.
@@ -28,6 +31,7 @@ __all__ = ["SEGMENTS", "Lists"]
 SEGMENTS: Final = 64
 _SPAN: Final = 4096  # use numbers reserved for one batch; its first block gets the highest, so it is evicted last
 _AT_ONCE: Final = 1000  # blocks that one script drops or adopts
+_SWEEP_SECONDS: Final = 60  # how long a sweeper that died keeps others from sweeping
 
 _USE: Final = """
 local order, prefix = KEYS[1], string.sub(KEYS[1], 1, -6)
@@ -113,7 +117,10 @@ end
 # ARGV: maximum number of blocks, number of names, the names, and their owners if they have any. Returns whether a sweep
 # is due, whether quotas exist, and the indexes of the blocks that were not kept.
 _SETTLE: Final = """
-if not last then redis.call('SET', prefix .. 'sweep', 1) end
+if not last then
+  redis.call('SET', prefix .. 'sweep', 1)
+  redis.call('DEL', prefix .. 'sweeper')  -- it may have listed blocks in the list that was lost
+end
 local count, uses = tonumber(ARGV[2]), {}
 for i = 1, count do
   uses[2 * i - 1], uses[2 * i] = use - i, ARGV[2 + i]
@@ -150,12 +157,25 @@ end
 
 _DROP: Final = "for i = 1, #ARGV do drop(ARGV[i]) end"
 
-# ARGV: maximum number of blocks, and names of stored blocks that the sweep found. Unlisted ones will be evicted first.
+# ARGV: the sweep's progress. Returns 0 if the server has lost a step. An empty list may have lost some, too.
+_ON_SWEEP: Final = """
+if not last or redis.call('GET', prefix .. 'sweeper') ~= ARGV[1] then return 0 end
+"""
+
+# ARGV: the sweep's progress before and after, maximum number of blocks, and names of stored blocks that it found.
+# Unlisted ones will be evicted first.
 _ADOPT: Final = """
-for i = 2, #ARGV do
+redis.call('SET', prefix .. 'sweeper', ARGV[2], 'EX', SECONDS)
+for i = 4, #ARGV do
   if redis.call('EXISTS', prefix .. ARGV[i]) == 1 then redis.call('ZADD', order, 'NX', 0, ARGV[i]) end
 end
-drop_beyond(tonumber(ARGV[1]))
+drop_beyond(tonumber(ARGV[3]))
+return 1
+""".replace("SECONDS", str(_SWEEP_SECONDS))
+
+_END_SWEEP: Final = """
+redis.call('DEL', prefix .. 'sweep', prefix .. 'sweeper')
+return 1
 """
 
 # ARGV: a tenant, and its quota or an empty string. Returns whether the tenant still exceeds its quota.
@@ -188,6 +208,7 @@ class _Scripts(NamedTuple):
     touch: bytes
     drop: bytes
     adopt: bytes
+    end_sweep: bytes
     set_quota: bytes
 
 
@@ -199,7 +220,8 @@ def _scripts(*, has_quotas: bool) -> _Scripts:
         dropping + (_OWNING if has_quotas else "") + _SETTLE,
         _USE + (_OWNERS + _TOUCH + _TOUCH_LEAVES if has_quotas else _TOUCH),
         dropping + _DROP,
-        dropping + _ADOPT,
+        dropping + _ON_SWEEP + _ADOPT,
+        _USE + _ON_SWEEP + _END_SWEEP,
         dropping + _SET_QUOTA if has_quotas else "",
     )
     return _Scripts(*(script.encode() for script in scripts))
@@ -232,10 +254,6 @@ class Lists:
         """Delete blocks."""
         return self._run(self._scripts.drop, *names)
 
-    def adopt(self, names: Iterable[bytes]) -> list[bytes]:
-        """List stored blocks that are not listed yet."""
-        return self._run(self._scripts.adopt, self._capacity, *names)
-
     def set_quota(self, tenant: bytes, num_blocks: int | None) -> list[bytes]:
         """Set the quota of a tenant, named by 16 bytes."""
         return self._run(self._scripts.set_quota, tenant, b"" if num_blocks is None else b"%d" % num_blocks)
@@ -244,17 +262,23 @@ class Lists:
         """Read how many blocks a tenant has, and its quota."""
         return [[b"HGET", self.prefix + key, tenant] for key in (b"held", b"quotas")]
 
-    def begin_sweep(self, seconds: int) -> list[bytes]:
-        """Become the sweeper for `seconds`, unless another process is."""
-        return [b"SET", self.prefix + b"sweeper", b"1", b"NX", b"EX", b"%d" % seconds]
+    def begin_sweep(self, token: bytes) -> list[bytes]:
+        """Begin a sweep, unless another is under way. The token is unique."""
+        return [b"SET", self.prefix + b"sweeper", _progress(token, 0), b"NX", b"EX", b"%d" % _SWEEP_SECONDS]
 
-    def go_on_sweeping(self, seconds: int) -> list[bytes]:
-        """Stay the sweeper for `seconds` more."""
-        return [b"EXPIRE", self.prefix + b"sweeper", b"%d" % seconds]
+    def adopt(self, token: bytes, step: int, names: Iterable[bytes]) -> list[bytes]:
+        """List stored blocks that are not listed yet; the first step is 0. Answers 0 if earlier steps were lost."""
+        before, after = _progress(token, step), _progress(token, step + 1)
+        return self._run(self._scripts.adopt, before, after, self._capacity, *names)
 
-    def end_sweep(self) -> list[bytes]:
-        """Record that every block is listed."""
-        return [b"DEL", self.prefix + b"sweep", self.prefix + b"sweeper"]
+    def end_sweep(self, token: bytes, steps: int) -> list[bytes]:
+        """Record that every block is listed, unless the server has lost some of the steps."""
+        return self._run(self._scripts.end_sweep, _progress(token, steps))
 
     def _run(self, script: bytes, *words: bytes) -> list[bytes]:
         return [b"EVAL", script, b"1", self._order, *words]
+
+
+def _progress(token: bytes, steps: int) -> bytes:
+    """Return what the server has of a sweep after some of its steps."""
+    return b"%b:%d" % (token, steps)

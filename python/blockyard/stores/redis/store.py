@@ -24,7 +24,6 @@ _BYTES: Final = (1 << 20) + 64 * HEADER  # a mebibyte of blocks of 16 KiB or mor
 _CONNECT_SECONDS: Final = 2.0
 _SWAP_TTL: Final = 86_400.0
 _SLOTS: Final = 16_384  # hash slots of a cluster
-_SWEEP_SECONDS: Final = 60  # how long a sweeper that died keeps others from sweeping
 _SCANNED: Final = 1000  # names per step of a sweep
 _MOST_IN_SLOT: Final = 1 << 22
 _REPLACE: Final = b"""
@@ -377,17 +376,21 @@ class RedisStore(RemoteStore):
         return True
 
     def _sweep_segment(self, lists: Lists) -> None:
-        if self._accepted([lists.begin_sweep(_SWEEP_SECONDS)])[0] is None:
+        """List the blocks of a segment that no list has. If the server loses a step, a later put requests it again."""
+        token, step = self._runtime.random_bytes(16), 0
+        if self._accepted([lists.begin_sweep(token)])[0] is None:
             return
         length = len(lists.prefix) + 32
         record = self._prefix + self._record.key
         for found in self._scan(lists.prefix):
             names = [name[-32:] for name in found if len(name) == length and name != record]
-            for start in range(0, len(names), _SCANNED):
-                self._accepted([lists.go_on_sweeping(_SWEEP_SECONDS), lists.adopt(names[start : start + _SCANNED])])
+            for start in range(0, len(names) or 1, _SCANNED):  # a step without names, too, keeps others from sweeping
+                if not self._accepted([lists.adopt(token, step, names[start : start + _SCANNED])])[0]:
+                    return
+                step += 1
             if self._closed:
                 return
-        self._accepted([lists.end_sweep()])
+        self._accepted([lists.end_sweep(token, step)])
 
     def _scan(self, prefix: bytes) -> Iterator[list[bytes]]:
         """Iterate over the names that begin with a prefix."""

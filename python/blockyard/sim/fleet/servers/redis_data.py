@@ -104,12 +104,6 @@ class RedisData:
     def _exists(self, *keys: bytes) -> int:
         return sum(key in self.values for key in keys)
 
-    def _expire(self, key: bytes, seconds: bytes) -> int:
-        if key not in self.values:
-            return 0
-        self.expires[key] = self._clock() + int(seconds)
-        return 1
-
     def _scan(self, _cursor: bytes, _match: bytes, pattern: bytes, *_: bytes) -> list[Any]:
         return [b"0", [name for name in self.values if name.startswith(pattern[:-1])]]
 
