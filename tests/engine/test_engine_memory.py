@@ -108,9 +108,10 @@ def test_numbers_of_blocks_that_cannot_be_are_refused(sizes: dict[str, int], mes
 
 def test_missing_device_memory_raises_with_its_bytes():
     layout = KVLayout("kv_first", 8, 1024, 64, 256, "float32")
-    wanted = 10**6 * layout.bytes_per_block
-    with pytest.raises(OutOfMemoryError, match=f"device_blocks is 1000000: cpu gives no {wanted} bytes"):
-        Memory(layout, device_blocks=10**6, host_blocks=0)
+    blocks = 10**9  # beyond the address space: a system that overcommits memory would grant less, and fail on use
+    wanted = blocks * layout.bytes_per_block
+    with pytest.raises(OutOfMemoryError, match=f"device_blocks is {blocks}: cpu gives no {wanted} bytes"):
+        Memory(layout, device_blocks=blocks, host_blocks=0)
 
 
 @pytest.mark.parametrize(
