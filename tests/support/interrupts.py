@@ -190,6 +190,8 @@ class Interrupt:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Watch this thread and those that start inside."""
+        if sys.version_info >= (3, 12):
+            _instrument.cache_clear()  # modules may have been imported anew
         with _watched(self.files, self._wants, self._at, threads=not self._signals):
             yield
 
