@@ -35,6 +35,7 @@ class _Operation:
     future: Future[list[bool]]
     count: int
     is_put: bool
+    is_seen: bool = False  # by a `drain_completions` that has its completion
 
     def completion(self, ticket: int) -> _Completion:
         raised = None if self.future.cancelled() else self.future.exception()
@@ -149,6 +150,8 @@ class BlockyardConnector:
                         os.eventfd_read(self._event.fileno())
                 ended = {ticket: one for ticket, one in self._open.items() if one.future.done()}
                 done = [one.completion(ticket) for ticket, one in ended.items()]
+                for one in ended.values():
+                    one.is_seen = True
                 drained = tuple(ended)
         except BaseException:
             with contextlib.suppress(ValueError):  # it is closed
@@ -193,7 +196,8 @@ class BlockyardConnector:
     def _tell(self, ticket: int, _future: Future[list[bool]]) -> None:
         """Signal the descriptor for an ended operation."""
         with self._changed:
-            if ticket in self._open and not self._event.closed:
+            operation = self._open.get(ticket)
+            if operation is not None and not operation.is_seen and not self._event.closed:
                 os.eventfd_write(self._event.fileno(), 1)
 
 
