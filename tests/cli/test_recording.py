@@ -91,7 +91,7 @@ def test_options_of_the_program_are_the_programs(tmp_path: Path) -> None:
 
 @contextmanager
 def recorded(tmp_path: Path, trap: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Record a shell program that has set its trap. It has a session of its own, and `nohup` does not reach it."""
+    """Start to record a shell program in its own session, out of reach of `nohup`, and wait until its trap is set."""
     ready = tmp_path / "ready"
     program = f"{trap}; touch {ready}; while :; do sleep 0.05; done"
     command = [sys.executable, "-m", "blockyard", "record", str(tmp_path / "t.jsonl"), "--", "sh", "-c", program]

@@ -8,14 +8,13 @@ calling thread on any device, for work between memory of the host.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias
 
 from blockyard.errors import BlockyardError, CaptureError
-from blockyard.workers import Process, start_worker
+from blockyard.workers import Polls, Process, start_worker
 
 __all__ = ["PIECE_BYTES", "STREAMS", "Event", "StreamName", "Streams", "WorkerStreams", "refuse_capture"]
 
@@ -112,8 +111,7 @@ class _WorkerEvent:
 
     def query(self) -> bool:
         if not self.fired:
-            # Else a caller that asks without a pause holds the interpreter's lock for 5 ms before the worker gets it.
-            time.sleep(0)
+            self.streams.polls.note()
         return self.fired
 
     def synchronize(self) -> None:
@@ -147,6 +145,7 @@ class WorkerStreams:
 
     def __init__(self, prepare: Callable[[], None] | None = None) -> None:
         self._process = Process("a worker stream")
+        self.polls = Polls()
         self._prepare = prepare
         # Enter the lock itself, not the condition: an interrupt within `Condition.__enter__` would leave it locked.
         self._lock = threading.RLock()

@@ -24,15 +24,14 @@ from blockyard.errors import StoreError, UnknownTicketError
 from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.stores.threaded.breaker import Breaker
 from blockyard.stores.threaded.order import Batch, BatchKind, BatchOrder, Name
-from blockyard.stores.threaded.runtime import MACHINE, runtime
-from blockyard.workers import Buffers, Process
+from blockyard.stores.threaded.runtime import runtime
+from blockyard.workers import Buffers, Polls, Process
 
 __all__ = ["BatchStore"]
 
 _SLOWEST: Final = 16e6  # bytes per second; deadlines assume at least this rate
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
 _IDLE_SECONDS: Final = 0.5  # how long an idle thread waits for work: starting one costs as much as a small batch
-_RESTLESS: Final = 0.0005  # seconds between polls of a caller that does nothing else
 _GIVEN_UP_AT_ONCE: Final = 32  # batches that one `poll` gives up: thousands may wait when storage stops answering
 
 
@@ -63,7 +62,7 @@ class BatchStore(ExternalStore):
         self._tickets = self._num_threads = self._pending = 0
         self._misses: Counter[str] = Counter()
         self._blocks = {True: 0, False: 0}  # written, read
-        self._polled_at = 0.0
+        self._polls = Polls()
         self._errors, self._errors_in_a_row, self._last_error = 0, 0, ""
         self._failures = FailureLog(self._runtime.monotonic)
         self._closed = False
@@ -107,10 +106,8 @@ class BatchStore(ExternalStore):
         """Return the tickets that ended since the last call; see `ExternalStore.poll`."""
         self._process.check()
         self._failures.flush(self)  # here, since all workers may be hanging
-        polled_at, self._polled_at = self._polled_at, MACHINE.monotonic()
-        if self._open and self._polled_at - polled_at < _RESTLESS:
-            # Else a caller that does nothing but poll holds the interpreter's lock for 5 ms before a thread gets it.
-            MACHINE.sleep(0)
+        if self._open:
+            self._polls.note()
         with self._lock:
             are_left = self._give_up_some()
             if self._event is not None:
