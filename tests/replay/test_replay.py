@@ -144,7 +144,7 @@ def test_a_trace_without_hash_ids_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 def test_on_ctrl_c_the_processes_of_a_replay_end_at_once_and_say_nothing(tmp_path: Path):
     sizes = ",".join(map(str, range(8, 1000)))
-    options = ["--jobs", "2", "--device-blocks", sizes, "-q", "--step-time", "1e-3,0,0,0"]
+    options = ["--jobs", "2", "--block-size", "4", "--device-blocks", sizes, "-q", "--step-time", "1e-3,0,0,0"]
     command = [sys.executable, "-m", "blockyard", "replay", str(write(tmp_path)), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
