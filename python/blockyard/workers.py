@@ -9,11 +9,13 @@ this aborts the process and loses its exit code and traceback.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from itertools import starmap
 from typing import Final, TypeVar
 
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 
 from blockyard.errors import ForkedError
 
-__all__ = ["Buffers", "Polls", "Process", "RateLimit", "keep", "missing", "start_worker"]
+__all__ = ["Buffers", "Polls", "Process", "RateLimit", "keep", "missing", "open_event", "start_worker"]
 
 _EXTRAS: Final = {
     "aiconfigurator_core": "tables",
@@ -48,6 +50,7 @@ _EXTRAS: Final = {
 
 _RESTLESS_SECONDS: Final = 0.0005  # between polls of a caller that does nothing else
 _PARTING_SECONDS: Final = 10.0
+_ATTEMPTS, _PAUSE_SECONDS = 10, 0.1  # of a thread that lacks memory
 _KEPT_BYTES: Final = 256 << 20  # kept for reuse
 _LOGGED_SECONDS: Final = 60.0
 T = TypeVar("T")
@@ -111,6 +114,18 @@ def keep(into: list[T], call: Callable[..., T], *arguments: object) -> T:
     return into[-1]
 
 
+def open_event(owner: object) -> int:
+    """Open an event descriptor that is closed when its owner is collected, even if an exception ends this call."""
+    opened: list[int] = []
+    weakref.finalize(owner, _close, opened)
+    return keep(opened, os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 def missing(what: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     """Name the extra that installs a missing module; return the error itself if none does.
 
@@ -151,7 +166,7 @@ def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -
 
     Args:
         name: name of the thread.
-        run: the thread's work.
+        run: the thread's work. After a `MemoryError`, which may come before its first line, it is called again.
         stop: makes `run` return soon; called when the interpreter ends.
 
     Returns:
@@ -161,8 +176,8 @@ def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -
     def work() -> None:
         try:
             run()
-        except MemoryError:  # at thread start; whoever needs a thread starts another
-            _log.warning("thread %s ends for lack of memory", name)
+        except MemoryError:
+            _try_again(name, run)
         finally:
             _running.pop(thread, None)
 
@@ -174,6 +189,16 @@ def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -
         _running.pop(thread, None)
         raise
     return thread
+
+
+def _try_again(name: str, run: Callable[[], None]) -> None:
+    """Do a thread's work that failed for lack of memory. Somebody may wait for it without end."""
+    for _ in range(_ATTEMPTS):
+        time.sleep(_PAUSE_SECONDS)
+        with contextlib.suppress(MemoryError):
+            run()
+            return
+    _log.warning("thread %s ends for lack of memory", name)
 
 
 def _fresh(num_bytes: int) -> NDArray[np.uint8]:

@@ -143,6 +143,23 @@ def test_a_worker_that_dies_between_two_pieces_of_work_ends_all_that_is_queued(
     assert again.error is None
 
 
+def test_a_worker_that_lacks_memory_before_its_first_line_begins_a_little_later(
+    streams: WorkerStreams, monkeypatch: pytest.MonkeyPatch
+):
+    serve, fails = streams._serve, [MemoryError] * 3
+
+    def begin() -> None:
+        if fails:
+            raise fails.pop()
+        serve()
+
+    monkeypatch.setattr(streams, "_serve", begin)
+    event = streams.launch("in", lambda: None)
+    event.synchronize()
+    assert event.error is None
+    assert not fails
+
+
 def test_compute_is_the_calling_thread(streams: WorkerStreams):
     gate = Gate()
     event = streams.launch("in", gate)

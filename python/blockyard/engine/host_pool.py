@@ -277,7 +277,7 @@ class _Work:
         self.locker, self.on_failure, self.problem = locker, on_failure, problem
         self.locking = locker is not None
         self.ready_blocks = self.pinned_blocks = 0
-        self.failure: OutOfMemoryError | PageLockError | None = None
+        self.failure: MemoryError | PageLockError | None = None
         self.locked: list[int] = []
         # Enter the lock itself, not the condition: an interrupt within `Condition.__enter__` would leave it locked.
         self.lock, self.ended = threading.RLock(), False
@@ -295,10 +295,12 @@ class _Work:
         for chunk, first in enumerate(self.firsts):
             if self.ended:
                 return
+            if first < self.ready_blocks:
+                continue  # called again: see `start_worker`
             end = min(first + self.chunk_blocks, self.num_blocks)
             try:
                 self._make_ready(chunk, first * self.bytes_per_block, end * self.bytes_per_block)
-            except (OutOfMemoryError, PageLockError) as error:
+            except (MemoryError, PageLockError) as error:
                 with self.lock:
                     self.failure = error
                     self.changed.notify_all()

@@ -11,7 +11,6 @@ import os
 import select
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, wait
@@ -23,7 +22,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from blockyard.errors import StoreError
 from blockyard.stores import Completion, ExternalStore
-from blockyard.workers import Process, keep, start_worker
+from blockyard.workers import Process, keep, open_event, start_worker
 
 __all__ = ["Steps", "StoreJobs", "run"]
 
@@ -97,8 +96,7 @@ class StoreJobs:
         self._turns = threading.Lock()  # guards all below
         self._running: list[_Job] = []
         self._ended: set[int] = set()  # ended tickets, not processed yet
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._wake)
+        self._wake = open_event(self)
 
     def submit(self, lane: str, steps: Steps[T]) -> Future[T]:
         """Start a job; never waits. Its future can be cancelled until the job starts.

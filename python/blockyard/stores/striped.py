@@ -8,7 +8,6 @@ import os
 import select
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from blockyard._core import Completion, StoreStats
 from blockyard.errors import MappingError, OutOfMemoryError, StoreError, UnknownTicketError
 from blockyard.stores.arguments import check_read_rows, check_rows, check_slots, checked_keys
 from blockyard.stores.base import ExternalStore, Keys, Owners, no_keys_error
+from blockyard.workers import open_event
 
 __all__ = ["StripedStore"]
 
@@ -65,8 +65,7 @@ class StripedStore(ExternalStore):
         self._next = 1
         self._failed = 0  # blocks of disks that could not be opened
         self._events: select.epoll | None = None
-        self._at_once = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable while `_ended` is not empty
-        weakref.finalize(self, os.close, self._at_once)
+        self._at_once = open_event(self)  # readable while `_ended` is not empty
 
     @property
     def num_slots(self) -> int:

@@ -6,7 +6,6 @@ the work of a batch.
 
 import os
 import traceback
-import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.stores.threaded.breaker import Breaker
 from blockyard.stores.threaded.order import Batch, BatchKind, BatchOrder, Name
 from blockyard.stores.threaded.runtime import runtime
-from blockyard.workers import Buffers, Polls, Process
+from blockyard.workers import Buffers, Polls, Process, open_event
 
 __all__ = ["BatchStore"]
 
@@ -96,10 +95,10 @@ class BatchStore(ExternalStore):
         self._process.check()
         with self._lock:
             if self._event is None:
-                self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                weakref.finalize(self, os.close, self._event)
+                event = open_event(self)
                 if self._news or self._breaker.is_down:
-                    os.eventfd_write(self._event, 1)
+                    os.eventfd_write(event, 1)
+                self._event = event
             return self._event
 
     def poll(self) -> list[int]:
