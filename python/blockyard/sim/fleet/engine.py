@@ -314,7 +314,7 @@ class SimulatedEngine:
             elif batch.kind == "put":
                 batch.puts[index].confirmed_at = self.loop.now
             else:
-                self.oracle.deletions.setdefault(key, []).append((batch.at, self.loop.now))
+                self.oracle.confirm_deletion(key, batch.at, self.loop.now)
 
     def _judge_miss(self, batch: _Pending, key: int, reason: str) -> None:
         if not reason:

@@ -55,6 +55,7 @@ class Oracle:
         forgetting: names of weights for which an engine may be beginning an epoch, and until when.
         beginning: of these, where the engine does not join an epoch that others have begun.
         deletions: of each key, those that were confirmed: submitted and confirmed at.
+        rolled_back_at: when the server last failed over. It may have lost what was submitted before.
         unsettled_at: of each key, when a deletion last may have removed it; of -1, when a fault or a `forget` last may
             have removed all.
         may_evict: the server drops blocks to make room, or after a time.
@@ -64,6 +65,7 @@ class Oracle:
     weights_changed_at: float = 0.0
     lost_at: float = 0.0
     deletions: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    rolled_back_at: float = -1.0
     records: list[tuple[float, Epoch]] = field(default_factory=list)
     forgetting: dict[bytes, float] = field(default_factory=dict)
     beginning: dict[bytes, float] = field(default_factory=dict)
@@ -103,6 +105,7 @@ class Oracle:
     def roll_back(self, record: bytes | None, to: float, now: float) -> None:
         """Take note that the server has only what it stored before a time, and this record."""
         self.unsettle(-1, now)
+        self.rolled_back_at = now
         for key, found in self.deletions.items():
             self.deletions[key] = [(began, ended) for began, ended in found if ended < to]
         epoch = None if record is None else Epoch.read(record)
@@ -126,6 +129,27 @@ class Oracle:
         before = sum(at < began_at for at, _ in self.records)
         if not any(epoch.name == name for _, epoch in self.records[before if begins else max(0, before - 1) :]):
             raise BrokenPromiseError("forget was confirmed, and the storage does not know")
+
+    def confirm_deletion(self, key: int, submitted_at: float, now: float) -> None:
+        """Take note that a deletion was confirmed, unless a failover may have undone it before its answer came."""
+        if submitted_at > self.rolled_back_at:
+            self.deletions.setdefault(key, []).append((submitted_at, now))
+
+    def check_changed(self, computed_at: float, asked_at: float, changed_at: float) -> None:
+        """Check that a block was computed after all were forgotten; a failover may undo a `forget`.
+
+        Args:
+            computed_at: when the block was.
+            asked_at: when an engine submitted the read that found it.
+            changed_at: `weights_changed_at` at that time.
+
+        Raises:
+            BrokenPromiseError: it must no longer be found.
+        """
+        if computed_at < changed_at and asked_at > self.rolled_back_at:
+            raise BrokenPromiseError(
+                f"found a block of {computed_at:.3f} s, all were forgotten at {changed_at:.3f} s"
+            )
 
     def unsettle(self, key: int, now: float) -> None:
         """Take note that a key, or -1 for all, may be gone from now on."""
@@ -172,10 +196,7 @@ class Oracle:
             raise BrokenPromiseError(f"key {key}: found the block of key {put.key}")
         if put.weights != weights:
             raise BrokenPromiseError(f"key {key}: an engine with weights {weights!r} found a block of {put.weights!r}")
-        if put.submitted_at < changed_at:
-            raise BrokenPromiseError(
-                f"key {key}: found a block of {put.submitted_at:.3f} s, all were forgotten at {changed_at:.3f} s"
-            )
+        self.check_changed(put.submitted_at, asked_at, changed_at)
         for submitted_at, confirmed_at in self.deletions.get(key, ()):
             is_before = put.confirmed_at is not None and put.confirmed_at < submitted_at
             if is_before and confirmed_at < asked_at:

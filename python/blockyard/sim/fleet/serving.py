@@ -146,7 +146,7 @@ class ServingEngine:
 
     def _open(self, link: Link) -> WatchedStore:
         store = link.open(self.weights, BLOCK_SIZE * CELL_BYTES)
-        return WatchedStore(store, self.oracle, self._texts, self.weights)
+        return WatchedStore(store, self.loop, self.oracle, self._texts, self.weights)
 
     def run(self, until: float) -> None:
         """Serve until a time, then finish what is left."""

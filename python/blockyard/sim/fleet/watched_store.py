@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.sim.fleet.texts import Texts
+from blockyard.sim.loop import Loop
 from blockyard.stores import Completion, ExternalStore, Owners, StoreStats
 from blockyard.stores.arguments import checked_keys
 from blockyard.stores.base import Keys
@@ -23,6 +24,7 @@ class _Batch:
     kind: str
     keys: list[bytes]
     weights: str
+    at: float
     changed_at: float
 
 
@@ -31,6 +33,7 @@ class WatchedStore(ExternalStore):
 
     Args:
         store: that has the blocks.
+        loop: gives time.
         oracle: knows since when the weights count.
         texts: knows what blocks must hold.
 
@@ -45,14 +48,14 @@ class WatchedStore(ExternalStore):
         is_forgotten: a read said so since this was set to False.
     """
 
-    def __init__(self, store: RemoteStore, oracle: Oracle, texts: Texts, weights: str) -> None:
+    def __init__(self, store: RemoteStore, loop: Loop, oracle: Oracle, texts: Texts, weights: str) -> None:
         self.store, self.weights = store, weights
         self.reasons: Counter[str] = Counter()
         self.hits = self.stored = 0
         self.reads: Counter[bytes] = Counter()
         self.broken: BrokenPromiseError | None = None
         self.is_forgotten = False
-        self._oracle, self._texts = oracle, texts
+        self._loop, self._oracle, self._texts = loop, oracle, texts
         self._open: dict[int, _Batch] = {}
 
     def __repr__(self) -> str:
@@ -85,7 +88,7 @@ class WatchedStore(ExternalStore):
         """Check blocks, and store them."""
         names = [bytes(key) for key in checked_keys(keys)]
         for key, row in zip(names, rows, strict=True):
-            self._check(row, key, self.weights, 0.0)
+            self._check(row, key, self.weights)
         return self._note("put", names, self.store.submit_put(keys, rows, owners))
 
     def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
@@ -136,7 +139,7 @@ class WatchedStore(ExternalStore):
         self.hits += found
         self.is_forgotten |= "forgotten" in done.reasons
         for index in np.flatnonzero(done.ok):
-            self._check(done.rows[index], batch.keys[index], batch.weights, batch.changed_at)
+            self._check(done.rows[index], batch.keys[index], batch.weights, batch)
         return done
 
     def stats(self) -> StoreStats:
@@ -147,16 +150,14 @@ class WatchedStore(ExternalStore):
         """Close the store."""
         return self.store.close(timeout)
 
-    def _check(self, row: NDArray[np.uint8], key: bytes, weights: str, changed_at: float) -> None:
+    def _check(self, row: NDArray[np.uint8], key: bytes, weights: str, found_by: _Batch | None = None) -> None:
         try:
             first = min(stamp.at for stamp in self._texts.check_block(row, key, weights))
-            if first < changed_at:
-                raise BrokenPromiseError(
-                    f"found a block that was computed at {first:.3f} s, all were forgotten at {changed_at:.3f} s"
-                )
+            if found_by is not None:
+                self._oracle.check_changed(first, found_by.at, found_by.changed_at)
         except BrokenPromiseError as error:
             self.broken = self.broken or error
 
     def _note(self, kind: str, keys: list[bytes], ticket: int) -> int:
-        self._open[ticket] = _Batch(kind, keys, self.weights, self._oracle.weights_changed_at)
+        self._open[ticket] = _Batch(kind, keys, self.weights, self._loop.now, self._oracle.weights_changed_at)
         return ticket

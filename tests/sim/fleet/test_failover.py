@@ -1,0 +1,112 @@
+"""A failover undoes deletions and `forget`; the oracle allows that, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from blockyard.sim.fleet.engine import SimulatedEngine
+from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
+from blockyard.sim.fleet.servers.object_server import RECORD_BYTES
+from blockyard.sim.fleet.servers.redis_server import RedisServer
+from blockyard.sim.loop import Loop
+from blockyard.stores.threaded.runtime import use_runtime
+from blockyard.stores.value import HEADER
+
+KEY = 7
+
+
+class Scene:
+    """Engines over one Redis server, which fails over when it is told to."""
+
+    def __init__(self) -> None:
+        self.loop, self.oracle = Loop(1), Oracle()
+        self.server = RedisServer(self.loop, self._see, capacity=100)
+        self.began = 0.0
+        self.engines = [
+            SimulatedEngine(self.loop, self.server, self.oracle, number, lambda _: None, (0.0, 0.0))
+            for number in range(2)
+        ]
+
+    def play(self, act: Callable[[Scene], None]) -> None:
+        self.loop.start("play", lambda: act(self))
+        with use_runtime(self.loop):
+            self.loop.run()
+
+    def stop_replica(self) -> None:
+        self.began = self.loop.now
+        self.server.stop_replica()
+
+    def fail_over(self) -> None:
+        """Lose what the server was told since `stop_replica`."""
+        self.loop.sleep(0.5)  # requests are under way for milliseconds
+        self.server.fail_over()
+        self.oracle.roll_back((self.server.record() or b"")[HEADER:], self.began, self.loop.now)
+        self.loop.sleep(0.5)
+
+    def put(self) -> None:
+        self.engines[0].put([KEY])
+        self.engines[0].collect_all()
+        self.loop.sleep(0.1)
+
+    def get(self) -> None:
+        """Read the block; the oracle judges what is found."""
+        self.engines[0].get([KEY])
+        self.engines[0].collect_all()
+        self.loop.sleep(0.1)
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def _see(self, value: bytes) -> None:
+        if len(value) == RECORD_BYTES:
+            there = self.server.record()
+            self.oracle.see_record(value[HEADER:], self.loop.now, replaces=there and there[HEADER:])
+
+
+def test_a_deletion_whose_answer_comes_after_a_failover_may_be_undone():
+    def act(scene: Scene) -> None:
+        scene.put()
+        scene.stop_replica()
+        scene.engines[1].delete([KEY])
+        scene.fail_over()
+        scene.engines[1].collect_all()
+        scene.loop.sleep(0.1)
+        scene.get()
+        assert scene.engines[0].reasons[""] == 2, "the block is there again"
+        scene.close()
+
+    Scene().play(act)
+
+
+def test_a_deletion_that_was_submitted_after_a_failover_counts():
+    def act(scene: Scene) -> None:
+        scene.put()
+        scene.stop_replica()
+        scene.fail_over()
+        values = dict(scene.server.data.values)
+        scene.engines[1].delete([KEY])
+        scene.engines[1].collect_all()
+        scene.loop.sleep(0.1)
+        scene.server.data.values = values
+        scene.get()
+
+    with pytest.raises(BrokenPromiseError, match="key 7: found a block whose deletion was confirmed"):
+        Scene().play(act)
+
+
+def test_a_read_that_waits_during_a_failover_may_find_what_was_forgotten_before():
+    def act(scene: Scene) -> None:
+        scene.put()
+        scene.stop_replica()
+        assert scene.engines[1].forget(None)
+        scene.engines[0].link._delay = lambda: 0.7  # type: ignore[method-assign]
+        scene.engines[0].get([KEY])
+        scene.fail_over()
+        scene.engines[0].collect_all()
+        scene.close()
+        assert scene.engines[0].reasons == {"": 2}
+
+    Scene().play(act)
