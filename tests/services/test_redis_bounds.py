@@ -95,6 +95,38 @@ def test_older_prompts_of_the_tenant_make_room_for_newer_ones(server: Server, cl
         assert store.quota(NOBODY) is None
 
 
+@pytest.mark.parametrize("again", ["without_a_quota", "without_owners"])
+def test_a_tenants_block_that_is_stored_again_is_used(server: Server, client: "redis.Redis", again: str):
+    with opened(server) as store:
+        store.set_quota(TENANT, 3)
+        for seed in range(3):
+            assert put(store, chain(seed, 1)) == [True]
+        if again == "without_a_quota":
+            store.set_quota(TENANT, None)
+            assert put(store, chain(0, 1)) == [True]
+        else:
+            assert store.wait(store.submit_put(chain(0, 1), np.ones((1, WIDTH), np.uint8))).ok.all()
+        store.set_quota(TENANT, 2)
+        assert [hits(store, chain(seed, 1)) for seed in range(3)] == [1, 0, 1]
+
+
+def test_tenants_that_name_each_others_blocks_lose_only_their_own(server: Server, client: "redis.Redis"):
+    """Keys depend on the salt, so engines never do that."""
+    other, (first,), (child,) = hashlib.sha256(b"another").digest(), chain(0, 1), chain(1, 1)
+    with opened(server) as store:
+        store.set_quota(TENANT, 1)
+        store.set_quota(other, 1)
+        assert put(store, [child], parent=first, tenant=other) == [True]
+        assert put(store, [first]) == [True]
+        assert put(store, [first], tenant=other) == [True]
+        assert store.quota(TENANT) == store.quota(other) == (1, 1)
+        assert put(store, chain(2, 1), tenant=other) == [True]
+        assert put(store, chain(3, 1), tenant=other) == [True]
+        assert hits(store, [first]) == 1
+        assert put(store, chain(4, 1)) == [True], "no block of its own follows the first"
+        assert [hits(store, keys) for keys in ([first], [child], chain(3, 1))] == [0, 0, 1]
+
+
 def test_a_lower_quota_holds_at_once_and_none_ends_it(server: Server, client: "redis.Redis"):
     with opened(server, 3000) as store:
         store.set_quota(TENANT, 2600)

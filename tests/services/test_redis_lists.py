@@ -46,9 +46,9 @@ class ListsMachine(RuleBasedStateMachine):
             pipe.execute_command(*command)
         return list(pipe.execute())
 
-    def put(self, blocks: list[tuple[bytes, tuple[int, ...]]], *, owned: bool) -> None:
+    def put(self, blocks: list[tuple[bytes, tuple[int, ...]]], *, owned: bool, whose: bytes | None = None) -> None:
         names = [name_of(*block) for block in blocks]
-        owners = [(tenant, name_of(tenant, path[:-1]) if len(path) > 1 else b"") for tenant, path in blocks]
+        owners = [(whose or tenant, name_of(tenant, path[:-1]) if len(path) > 1 else b"") for tenant, path in blocks]
         owned = owned and self.has_quotas
         settle = self.lists.settle(names, [tenant + parent for tenant, parent in owners] if owned else None)
         was_empty = not self.model.uses
@@ -62,9 +62,9 @@ class ListsMachine(RuleBasedStateMachine):
         first = min(first, len(path) - 1)
         self.put([(tenant, path[: length + 1]) for length in range(first, len(path))], owned=owned)
 
-    @rule(blocks=BLOCKS, owned=st.booleans())
-    def put_any(self, blocks: list[tuple[bytes, tuple[int, ...]]], owned: bool):
-        self.put(blocks, owned=owned)
+    @rule(blocks=BLOCKS, owned=st.booleans(), whose=st.none() | TENANT)
+    def put_any(self, blocks: list[tuple[bytes, tuple[int, ...]]], owned: bool, whose: bytes | None):
+        self.put(blocks, owned=owned, whose=whose)
 
     @rule(blocks=BLOCKS)
     def read(self, blocks: list[tuple[bytes, tuple[int, ...]]]):
@@ -119,9 +119,9 @@ class ListsMachine(RuleBasedStateMachine):
         owners = {name: (owner[:16], owner[16:]) for name, owner in client.hgetall(PREFIX + b"owners").items()}
         assert owners == model.owners
         kids: dict[bytes, int] = {}
-        for _, parent in model.owners.values():
+        for tenant, parent in model.owners.values():
             if parent:
-                kids[parent] = kids.get(parent, 0) + 1
+                kids[tenant + parent] = kids.get(tenant + parent, 0) + 1
         assert {name: int(count) for name, count in client.hgetall(PREFIX + b"kids").items()} == kids
         for tenant in TENANTS:
             held, most = self.run(*self.lists.quota(tenant))

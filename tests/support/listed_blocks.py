@@ -14,7 +14,7 @@ class ListedBlocks:
         self.quotas: dict[bytes, int] = {}
         self.was_set = False  # whether a quota was ever set
         self.owners: dict[bytes, tuple[bytes, bytes]] = {}  # of blocks that count: tenant, and the block before
-        self.late: set[bytes] = set()  # leaves that were put without the block before them
+        self.late: set[bytes] = set()  # leaves that were new when the block before them was missing
         self._batch = 0
 
     def order(self) -> list[bytes]:
@@ -27,7 +27,7 @@ class ListedBlocks:
 
     def leaves(self, tenant: bytes) -> list[bytes]:
         """A tenant's blocks that none follows, first to go first."""
-        parents = {parent for _, parent in self.owners.values()}
+        parents = {parent for of, parent in self.owners.values() if of == tenant}
         use = lambda name: (NEVER if name in self.late else self.uses[name], name)  # noqa: E731
         return sorted(self.held(tenant) - parents, key=use)
 
@@ -44,10 +44,8 @@ class ListedBlocks:
         """Use blocks; those that are not there stay away."""
         known = set(self.uses)
         self._use(names)
-        for name in names:
-            if name not in known:
-                self.uses.pop(name, None)
-            self.late.discard(name)
+        for name in set(names) - known:
+            self.uses.pop(name)
 
     def drop(self, name: bytes) -> None:
         """Delete a block."""
@@ -72,13 +70,16 @@ class ListedBlocks:
     def _use(self, names: list[bytes]) -> None:
         self._batch += 1
         self.uses.update((name, (self._batch, -index)) for index, name in enumerate(names))
+        self.late.difference_update(names)
 
     def _own(self, name: bytes, tenant: bytes, parent: bytes) -> None:
-        self.owners.setdefault(name, (tenant, parent))
-        is_late = bool(parent) and parent not in self.uses
-        if name in self.leaves(tenant):
-            (self.late.add if is_late else self.late.discard)(name)
-        self.late.discard(parent)
+        if name not in self.owners:
+            self.owners[name] = (tenant, parent)
+            self.late -= {parent} & self.held(tenant)  # no leaf now
+            if parent and parent not in self.uses and name in self.leaves(tenant):
+                self.late.add(name)
+        elif self.owners[name][0] != tenant:
+            return
         self._enforce(tenant)
 
     def _enforce(self, tenant: bytes) -> None:

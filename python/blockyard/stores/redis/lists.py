@@ -10,8 +10,8 @@ blocks, and no client's clock matters.
 | `sweeper` | the sweep that is under way, and how many steps of it the server has carried out |
 | `quotas`, `held` | hashes: the quota of each tenant, and the number of blocks it has |
 | `owners` | hash: the tenant of a block, and the preceding block of its prompt |
-| `kids` | hash: how many blocks with an owner follow a block |
-| `leaves:TENANT` | sorted set: the tenant's blocks that no block follows, by their last use |
+| `kids` | hash: how many of a tenant's blocks follow a block, by tenant and block |
+| `leaves:TENANT` | sorted set: the tenant's blocks that none of its blocks follows, by their last use |
 
 One transaction stores a batch of blocks and runs the script `_SETTLE`, which lists them and drops excess blocks. A
 client killed at any point leaves no unlisted block and no block beyond the limits.
@@ -40,6 +40,7 @@ local use = (math.floor((tonumber(last) or 0) / SPAN) + 2) * SPAN
 """.replace("SPAN", str(_SPAN))
 
 _NOBODYS: Final = """
+local function touch_leaves() end
 local function disown() end
 """
 
@@ -48,6 +49,13 @@ local owners, kids, held, quotas = prefix .. 'owners', prefix .. 'kids', prefix 
 
 local function leaves(tenant) return prefix .. 'leaves:' .. tenant end
 
+local function touch_leaves(names)
+  if redis.call('EXISTS', owners) == 0 then return end
+  for i, owner in ipairs(redis.call('HMGET', owners, unpack(names))) do
+    if owner then redis.call('ZADD', leaves(string.sub(owner, 1, 16)), 'XX', use - i, names[i]) end
+  end
+end
+
 local function disown(name)
   local owner = redis.call('HGET', owners, name)
   if not owner then return end
@@ -55,9 +63,9 @@ local function disown(name)
   redis.call('HDEL', owners, name)
   redis.call('ZREM', leaves(tenant), name)
   redis.call('HINCRBY', held, tenant, -1)
-  if parent == '' or redis.call('HINCRBY', kids, parent, -1) > 0 then return end
-  redis.call('HDEL', kids, parent)
-  if redis.call('HEXISTS', owners, parent) == 1 then
+  if parent == '' or redis.call('HINCRBY', kids, owner, -1) > 0 then return end
+  redis.call('HDEL', kids, owner)
+  if string.sub(redis.call('HGET', owners, parent) or '', 1, 16) == tenant then
     redis.call('ZADD', leaves(tenant), redis.call('ZSCORE', order, parent) or 0, parent)
   end
 end
@@ -100,15 +108,17 @@ local function own(name, score, tenant, parent)
   local quota = tonumber(redis.call('HGET', quotas, tenant))
   -- An earlier block of the batch may have evicted it.
   if not quota or not redis.call('ZSCORE', order, name) then return end
-  if parent ~= '' and not redis.call('ZSCORE', order, parent) then score = 0 end
   if redis.call('HSETNX', owners, name, tenant .. parent) == 1 then
     redis.call('HINCRBY', held, tenant, 1)
     if parent ~= '' then
-      redis.call('HINCRBY', kids, parent, 1)
+      if not redis.call('ZSCORE', order, parent) then score = 0 end
+      redis.call('HINCRBY', kids, tenant .. parent, 1)
       redis.call('ZREM', leaves(tenant), parent)
     end
+  elseif string.sub(redis.call('HGET', owners, name), 1, 16) ~= tenant then
+    return
   end
-  if redis.call('HEXISTS', kids, name) == 0 then redis.call('ZADD', leaves(tenant), score, name) end
+  if redis.call('HEXISTS', kids, tenant .. name) == 0 then redis.call('ZADD', leaves(tenant), score, name) end
   drop_of(tenant, quota, 1)
   if tonumber(redis.call('HGET', held, tenant)) > quota then drop(name) end  -- the server has lost its leaves
 end
@@ -121,11 +131,13 @@ if not last then
   redis.call('SET', prefix .. 'sweep', 1)
   redis.call('DEL', prefix .. 'sweeper')  -- it may have listed blocks in the list that was lost
 end
-local count, uses = tonumber(ARGV[2]), {}
+local count, uses, names = tonumber(ARGV[2]), {}, {}
 for i = 1, count do
-  uses[2 * i - 1], uses[2 * i] = use - i, ARGV[2 + i]
+  names[i] = ARGV[2 + i]
+  uses[2 * i - 1], uses[2 * i] = use - i, names[i]
 end
 redis.call('ZADD', order, unpack(uses))
+touch_leaves(names)
 for i = 1, #ARGV - 2 - count do
   local owner = ARGV[2 + count + i]
   own(ARGV[2 + i], use - i, string.sub(owner, 1, 16), string.sub(owner, 17))
@@ -146,13 +158,7 @@ _TOUCH: Final = """
 local uses = {}
 for i = 1, #ARGV do uses[2 * i - 1], uses[2 * i] = use - i, ARGV[i] end
 redis.call('ZADD', order, 'XX', unpack(uses))
-"""
-_TOUCH_LEAVES: Final = """
-if redis.call('EXISTS', owners) == 1 then
-  for i, owner in ipairs(redis.call('HMGET', owners, unpack(ARGV))) do
-    if owner then redis.call('ZADD', leaves(string.sub(owner, 1, 16)), 'XX', use - i, ARGV[i]) end
-  end
-end
+touch_leaves(ARGV)
 """
 
 _DROP: Final = "for i = 1, #ARGV do drop(ARGV[i]) end"
@@ -218,7 +224,7 @@ def _scripts(*, has_quotas: bool) -> _Scripts:
     dropping = _USE + whose + _DROPPING + (_DROPPING_OF if has_quotas else "")
     scripts = (
         dropping + (_OWNING if has_quotas else "") + _SETTLE,
-        _USE + (_OWNERS + _TOUCH + _TOUCH_LEAVES if has_quotas else _TOUCH),
+        _USE + whose + _TOUCH,
         dropping + _DROP,
         dropping + _ON_SWEEP + _ADOPT,
         _USE + _ON_SWEEP + _END_SWEEP,
