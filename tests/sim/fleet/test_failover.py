@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from blockyard.sim import FleetOptions, read_faults, simulate_fleet
 from blockyard.sim.fleet.engine import SimulatedEngine
 from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.sim.fleet.servers.object_server import RECORD_BYTES
@@ -64,6 +65,12 @@ class Scene:
         if len(value) == RECORD_BYTES:
             there = self.server.record()
             self.oracle.see_record(value[HEADER:], self.loop.now, replaces=there and there[HEADER:])
+
+
+def test_a_replica_may_have_a_damaged_record():
+    faults = read_faults(",".join(f"damage:-1:{at}:1" for at in (0.5, 0.52, 0.54)) + ",failover:-1:0.56:0.5")
+    for seed in range(20):
+        assert not simulate_fleet(seed, FleetOptions(work="calls", store="redis", seconds=1.5), faults).broken
 
 
 def test_a_deletion_whose_answer_comes_after_a_failover_may_be_undone():

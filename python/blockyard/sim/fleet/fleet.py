@@ -239,7 +239,7 @@ class _Fleet:
             self.oracle.may_evict = self._has_tenants or capacity < max(CAPACITY, num_keys) or ttl > 0
         self.engines: list[Engine] = []
         self._has_ended = False
-        self._record = b""  # the last that the server stored
+        self._records: set[bytes] = set()  # that the server has stored; another one is damaged
 
     def run(self) -> None:
         """Run the fleet and fill in the report."""
@@ -300,8 +300,8 @@ class _Fleet:
         if len(value) != RECORD_BYTES:
             return
         there = self.server.record()
-        replaces = there[HEADER:] if there is not None and there == self._record else None
-        self._record = value
+        replaces = there[HEADER:] if there is not None and there in self._records else None
+        self._records.add(value)
         link, sent_at = self.server.caller or (None, 0.0)
         writers = [engine for engine in self.engines if engine.link is link]
         if replaces is None and any(engine.was_told(sent_at) for engine in writers):
@@ -344,8 +344,9 @@ class _Fleet:
         began = self.loop.now
         self.loop.sleep(seconds)
         server.fail_over()
-        self._record = server.record() or b""
-        self.oracle.roll_back(self._record[HEADER:] or None, began, self.loop.now)
+        record = server.record()
+        whole = record[HEADER:] if record is not None and record in self._records else None
+        self.oracle.roll_back(whole, began, self.loop.now)
         self._say("failover ends", -1)
 
     def _disturb(self, fault: Fault, engine: Engine | None) -> None:
