@@ -110,6 +110,17 @@ def test_a_tenants_block_that_is_stored_again_is_used(server: Server, client: "r
         assert [hits(store, chain(seed, 1)) for seed in range(3)] == [1, 0, 1]
 
 
+def test_a_lost_list_does_not_make_a_tenants_older_blocks_the_newest(server: Server, client: "redis.Redis"):
+    with opened(server) as store:
+        store.set_quota(TENANT, 2)
+        for seed in range(4):
+            assert put(store, chain(seed, 1)) == [True]
+        client.delete(*client.keys("*:order"))
+        assert hits(store, chain(3, 1)) == 1
+        assert put(store, chain(4, 1)) == [True]
+        assert [hits(store, chain(seed, 1)) for seed in range(5)] == [0, 0, 0, 1, 1]
+
+
 def test_tenants_that_name_each_others_blocks_lose_only_their_own(server: Server, client: "redis.Redis"):
     """Keys depend on the salt, so engines never do that."""
     other, (first,), (child,) = hashlib.sha256(b"another").digest(), chain(0, 1), chain(1, 1)

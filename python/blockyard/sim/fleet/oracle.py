@@ -147,9 +147,7 @@ class Oracle:
             BrokenPromiseError: it must no longer be found.
         """
         if computed_at < changed_at and asked_at > self.rolled_back_at:
-            raise BrokenPromiseError(
-                f"found a block of {computed_at:.3f} s, all were forgotten at {changed_at:.3f} s"
-            )
+            raise BrokenPromiseError(f"found a block of {computed_at:.3f} s, all were forgotten at {changed_at:.3f} s")
 
     def unsettle(self, key: int, now: float) -> None:
         """Take note that a key, or -1 for all, may be gone from now on."""

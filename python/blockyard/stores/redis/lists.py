@@ -35,8 +35,12 @@ _SWEEP_SECONDS: Final = 60  # how long a sweeper that died keeps others from swe
 
 _USE: Final = """
 local order, prefix = KEYS[1], string.sub(KEYS[1], 1, -6)
-local last = redis.call('ZREVRANGE', order, 0, 0, 'WITHSCORES')[2]
-local use = (math.floor((tonumber(last) or 0) / SPAN) + 2) * SPAN
+
+local function newest(list) return tonumber(redis.call('ZREVRANGE', list, 0, 0, 'WITHSCORES')[2]) end
+local function use_after(last) return (math.floor((last or 0) / SPAN) + 2) * SPAN end
+
+local last = newest(order)
+local use = use_after(last)
 """.replace("SPAN", str(_SPAN))
 
 _NOBODYS: Final = """
@@ -48,6 +52,14 @@ _OWNERS: Final = """
 local owners, kids, held, quotas = prefix .. 'owners', prefix .. 'kids', prefix .. 'held', prefix .. 'quotas'
 
 local function leaves(tenant) return prefix .. 'leaves:' .. tenant end
+
+if not last then  -- it may have been lost, and leaves keep the numbers of their uses
+  local latest = 0
+  for _, tenant in ipairs(redis.call('HKEYS', held)) do
+    latest = math.max(latest, newest(leaves(tenant)) or 0)
+  end
+  use = use_after(latest)
+end
 
 local function touch_leaves(names)
   if redis.call('EXISTS', owners) == 0 then return end

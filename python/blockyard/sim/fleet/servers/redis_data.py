@@ -118,6 +118,9 @@ class RedisData:
     def _hgetall(self, key: bytes) -> list[bytes]:
         return [word for pair in self._hash(key).items() for word in pair]
 
+    def _hkeys(self, key: bytes) -> list[bytes]:
+        return list(self._hash(key))
+
     def _hexists(self, key: bytes, field: bytes) -> int:
         return int(field in self._hash(key))
 
