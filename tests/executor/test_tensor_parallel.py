@@ -10,6 +10,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
+from memory_stores import MemoryStore
 from ranks_world import Forgetful, World
 
 from blockyard import CacheEngine, KVLayout, Pairs, StepDecision, StepExecutor
@@ -124,10 +125,58 @@ def test_a_decision_that_a_rank_refuses_is_raised_and_ends():
     executor = ParallelExecutor([small, own_executor()])
     with pytest.raises(MappingError):
         executor.submit(out(1, 5))
+    with pytest.raises(UnknownTicketError, match="decision 1 is under way already"):
+        executor.submit(out(1, 5))
     done = executor.wait(1)
     assert [pairs.ids.tolist() for pairs in done.lost] == [[[5, 5]]]
     executor.submit(out(2, 1))
     assert executor.wait(2).lost == ()
+
+
+@pytest.mark.parametrize("call", ["poll", "collect", "wait"])
+def test_a_decision_that_a_rank_did_not_start_ends_on_all_and_is_lost(call: str):
+    store = MemoryStore(bytes_per_block=LAYOUT.bytes_per_block)
+    store.num_slots = 8
+    with_store = StepExecutor(CacheEngine(LAYOUT, device_blocks=8), store)
+    executor = ParallelExecutor([with_store, own_executor()])
+    with pytest.raises(MappingError, match="name the external tier, and there is none"):
+        executor.submit(StepDecision(1, [("swap_out", Pairs("device", "external", [(5, 5)]))]))
+    ended: list[StepDone] = []
+    calls = {"poll": executor.poll, "collect": lambda: executor.collect(1), "wait": lambda: [executor.wait(1)]}
+    while not ended:
+        ended = calls[call]()
+    assert [[pairs.ids.tolist() for pairs in done.lost] for done in ended] == [[[[5, 5]]]]
+    assert executor.poll() == []
+
+
+class Forgetting(Wrapper):
+    """Knows no decision any more, and raises once when asked for those that ended."""
+
+    raises = True
+
+    def poll(self) -> list[StepDone]:
+        if self.raises:
+            self.raises = False
+            raise StoreError("no answer")
+        return []
+
+    def wait(self, ticket: int) -> StepDone:
+        raise UnknownTicketError(f"decision {ticket} is not under way")
+
+
+def test_an_error_of_one_rank_costs_no_report_of_another():
+    with worker(Losing(own_executor(), 2)) as remote:
+        executor = ParallelExecutor([own_executor(), Forgetting(own_executor()), remote])
+        executor.submit(out(1, 1, 2))
+        executor.submit(out(2, 3))
+        with pytest.raises(StoreError, match="no answer"):
+            executor.collect(1)
+        ended: list[StepDone] = []
+        while not ended:
+            ended = executor.collect(1)
+        assert [[pairs.ids.tolist() for pairs in done.lost] for done in ended] == [[[[1, 1], [2, 2]]]]
+        assert executor.wait(2).ticket == 2
+        assert executor.poll() == []
 
 
 def test_a_worker_answers_as_its_executor_does():

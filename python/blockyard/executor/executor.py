@@ -33,7 +33,7 @@ from blockyard.errors import (
 )
 from blockyard.executor.checked_store import CheckedStore
 from blockyard.executor.legs import Legs
-from blockyard.executor.parts import Part, cut, written
+from blockyard.executor.parts import Part, all_written, cut
 from blockyard.stores.base import ExternalStore, MissLog
 from blockyard.tracing import Span, begin
 from blockyard.types import Histogram
@@ -106,7 +106,7 @@ class _OpenDecision:
     def lost(self) -> tuple[Pairs, ...]:
         """The pairs known so far to be lost, in order of discovery."""
         if self.failed is not None:
-            return tuple(written(kind, pairs) for kind, pairs in self.decision.transfers())
+            return all_written(self.decision)
         known = sorted((part for part in self.parts if part.lost), key=lambda part: part.number)
         missed = [part.missed for part in self.parts if part.lost is None and part.missed is not None]
         return (*chain.from_iterable(part.lost or () for part in known), *missed)

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import starmap
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Pairs, StepDecision
-from blockyard.errors import BlockyardError, InvalidArgumentError, UnknownTicketError
+from blockyard.errors import BlockyardError, InvalidArgumentError, UnknownTicketError, WorkerError
 from blockyard.executor.executor import Executor, StepDone
+from blockyard.executor.parts import all_written
 from blockyard.executor.remote import RemoteExecutor
 
 __all__ = ["ParallelExecutor"]
 
-T = TypeVar("T")
+
+class _OpenDecision(NamedTuple):
+    """A decision that not all ranks have reported, and the reports of those that have."""
+
+    decision: StepDecision
+    reports: dict[int, StepDone]
 
 
 class ParallelExecutor(Executor):
     """Submits each decision to every rank, and reports it when all ranks have carried it out.
 
     Block ids are the same on every rank, because each holds its share of every block's heads. A block lost by one rank
-    is lost for all: the report contains the union of the ranks' losses, so that the manager drops the sequence.
+    is lost for all: the report contains the union of the ranks' losses, so that the manager drops the sequence. A rank
+    that does not know a decision, for instance because it refused it, counts as having lost all of it.
+
+    An exception from outside, such as `KeyboardInterrupt`, may end any call. If it ends `submit`, the decision is
+    reported as completely lost, or nothing was started. Any other call can be retried.
 
     Args:
         executors: one for each rank, rank 0 first. Each has an engine with the same numbers of blocks and, if there is
@@ -57,27 +67,39 @@ class ParallelExecutor(Executor):
         if not executors:
             raise InvalidArgumentError("executors is empty, must have one for each rank")
         self.executors = tuple(executors)
-        self._reports: dict[int, dict[int, StepDone]] = {}  # by ticket and rank, until all ranks have reported
-        self._answers: list[tuple[int, list[StepDone]]] = []  # by rank, of which the reports have no entries yet
+        self._open: dict[int, _OpenDecision] = {}  # by ticket, until all ranks have reported
+        self._answers: list[tuple[int, list[StepDone]]] = []  # by rank, of which the open decisions have no entries yet
+        self._submitting: StepDecision | None = None  # if set when a call begins, that submission was interrupted
 
     def __repr__(self) -> str:
-        return f"ParallelExecutor({len(self.executors)} ranks, reported by some: {sorted(self._reports)})"
+        return f"ParallelExecutor({len(self.executors)} ranks, under way: decisions {sorted(self._open)})"
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
         """Start to carry out a decision on every rank; see `StepExecutor.submit`.
 
         Raises:
-            BlockyardError: raised by the first rank that refuses it; the others have started it. Call `wait` to end it.
+            BlockyardError: raised by the first rank that refuses it; the others have started it. Call `wait` to end it;
+                all of it is reported as lost.
+            UnknownTicketError: its ticket is already in use; nothing was started.
         """
-        refused: BlockyardError | None = None
+        self._recover_from_interrupt()
+        if decision.ticket in self._open:
+            raise UnknownTicketError(f"decision {decision.ticket} is under way already")
+        self._submitting = decision
+        refused: dict[int, BlockyardError] = {}
         # Workers start first, so that they run concurrently with this process.
-        for executor in sorted(self.executors, key=lambda each: not isinstance(each, RemoteExecutor)):
+        for rank in sorted(range(len(self.executors)), key=lambda rank: not _is_remote(self.executors[rank])):
             try:
-                executor.submit(decision, by_layer=by_layer)
+                self.executors[rank].submit(decision, by_layer=by_layer)
             except BlockyardError as error:  # noqa: PERF203 (the others must still start)
-                refused = refused or error
-        if refused is not None:
-            raise refused
+                refused[rank] = error
+        reports: dict[int, StepDone] = {}
+        self._wait_for(decision, refused, reports)
+        reports.update((rank, _all_lost(decision, error)) for rank, error in refused.items())
+        self._open[decision.ticket] = _OpenDecision(decision, reports)
+        self._submitting = None
+        if refused:
+            raise next(iter(refused.values()))
 
     def wait_for_layer(self, ticket: int, layer: int) -> None:
         """Make compute of this process wait for one layer of a step's loads; workers wait for theirs."""
@@ -86,93 +108,140 @@ class ParallelExecutor(Executor):
 
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
         """Return the pairs known so far to be lost on any rank."""
+        self._recover_from_interrupt()
         found = [pairs for lost in self._ask_all("lost", ticket) for pairs in lost]
-        found += [pairs for done in self._reports.get(ticket, {}).values() for pairs in done.lost]
-        return _union(found)
+        return _union([*found, *self._reported_lost(ticket)])
 
     def is_awaited(self, ticket: int) -> bool:
         """Whether any rank's compute has read blocks that the decision loads, or any rank has lost some."""
-        known = any(done.lost for done in self._reports.get(ticket, {}).values())
-        return any(self._ask_all("is_awaited", ticket)) or known
+        self._recover_from_interrupt()
+        return any(self._ask_all("is_awaited", ticket)) or bool(self._reported_lost(ticket))
 
     def poll(self) -> list[StepDone]:
         """Return the decisions that ended on all ranks since the last call; never waits for a transfer."""
         self._take("poll")
         # No call follows, so no interrupt can come before the caller has the result.
-        merged, self._reports = self._sort_out()
+        merged, self._open = self._sort_out()
         return merged
 
     def collect(self, ticket: int) -> list[StepDone]:
         """Return the decisions that ended, including this one if a rank awaits it; see `Executor`."""
         self._take("collect", ticket)
-        if any(done.lost for done in self._reports.get(ticket, {}).values()):
+        if self._reported_lost(ticket):
             self._finish(ticket)
-        merged, self._reports = self._sort_out()  # as in `poll`
+        merged, self._open = self._sort_out()  # as in `poll`
         return merged
 
     def wait(self, ticket: int) -> StepDone:
         """Wait until every rank has ended a decision; `poll` will not report it.
 
         Raises:
-            UnknownTicketError: it is not open on some rank. The others have ended it.
+            UnknownTicketError: no such decision is open.
         """
-        self._note()
-        self._finish(ticket)
-        merged = _merged(ticket, self._reports[ticket])
-        del self._reports[ticket]
+        self._recover_from_interrupt()
+        merged = _merged(ticket, self._finish(ticket))
+        del self._open[ticket]
         return merged
 
-    def _ask_all(self, name: str, *arguments: object) -> list[Any]:
-        """Call a method on every rank, on all workers concurrently."""
-        return [answer() for answer in [_begin(executor, name, *arguments) for executor in self.executors]]
-
-    def _take(self, name: str, *arguments: object) -> None:
-        """Ask all ranks which decisions ended; after an interrupt the next call goes on with what they said."""
-        for rank, answer in enumerate([_begin(executor, name, *arguments) for executor in self.executors]):
-            self._answers.extend(_one(rank, answer))
+    def _recover_from_interrupt(self) -> None:
+        """End a decision whose submission was interrupted, all of it as lost, and note what ranks have reported."""
+        if (decision := self._submitting) is not None:
+            reports: dict[int, StepDone] = {}
+            self._wait_for(decision, range(len(self.executors)), reports)
+            why = BlockyardError("a call of the executor was interrupted, and whether the blocks landed is not known")
+            reports[0] = _all_lost(decision, why)
+            self._open[decision.ticket] = _OpenDecision(decision, reports)
+            self._submitting = None
         self._note()
 
     def _note(self) -> None:
         for rank, reported in self._answers:
             for done in reported:
-                self._reports.setdefault(done.ticket, {})[rank] = done
+                if done.ticket in self._open:
+                    self._open[done.ticket].reports[rank] = done
         self._answers = []
 
-    def _finish(self, ticket: int) -> None:
-        """Wait until every rank has reported a decision. Raises UnknownTicketError."""
-        reports = self._reports.setdefault(ticket, {})
-        answers = {
-            rank: _begin(executor, "wait", ticket)
-            for rank, executor in enumerate(self.executors)
-            if rank not in reports
-        }
-        unknown: UnknownTicketError | None = None
-        for rank, answer in answers.items():
-            try:
-                reports.update(_one(rank, answer))
-            except UnknownTicketError as error:  # noqa: PERF203 (the others must still end)
-                unknown = unknown or error
-        if unknown is not None:
-            del self._reports[ticket]
-            raise unknown
+    def _take(self, name: str, *arguments: object) -> None:
+        """Ask all ranks which decisions ended; after an exception the next call goes on with what they said."""
+        self._recover_from_interrupt()
+        _ask([(rank, _begin(each, name, *arguments)) for rank, each in enumerate(self.executors)], self._answers.extend)
+        self._note()
 
-    def _sort_out(self) -> tuple[list[StepDone], dict[int, dict[int, StepDone]]]:
-        """Return the decisions that all ranks have reported, and the reports of the others."""
-        whole = {ticket for ticket, reports in self._reports.items() if len(reports) == len(self.executors)}
-        merged = [_merged(ticket, reports) for ticket, reports in self._reports.items() if ticket in whole]
-        return merged, {ticket: reports for ticket, reports in self._reports.items() if ticket not in whole}
+    def _ask_all(self, name: str, *arguments: object) -> list[Any]:
+        """Call a method on every rank."""
+        found: list[tuple[int, Any]] = []
+        _ask([(rank, _begin(each, name, *arguments)) for rank, each in enumerate(self.executors)], found.extend)
+        return [answer for _, answer in found]
+
+    def _wait_for(self, decision: StepDecision, ranks: Iterable[int], reports: dict[int, StepDone]) -> None:
+        """Wait until ranks have ended a decision. One that does not know it counts as having lost all of it."""
+        answers = [(rank, _begin(self.executors[rank], "wait", decision.ticket)) for rank in ranks]
+        _ask(answers, reports.update, decision)
+
+    def _finish(self, ticket: int) -> dict[int, StepDone]:
+        """Wait until every rank has reported a decision. Raises UnknownTicketError."""
+        if ticket not in self._open:
+            raise UnknownTicketError(f"decision {ticket} is not under way")
+        decision, reports = self._open[ticket]
+        self._wait_for(decision, [rank for rank in range(len(self.executors)) if rank not in reports], reports)
+        return reports
+
+    def _reported_lost(self, ticket: int) -> list[Pairs]:
+        """Return what is lost of a decision, on the ranks that have reported it."""
+        known = self._open.get(ticket)
+        return [pairs for done in known.reports.values() for pairs in done.lost] if known else []
+
+    def _sort_out(self) -> tuple[list[StepDone], dict[int, _OpenDecision]]:
+        """Return the decisions that all ranks have reported, and the others."""
+        whole = {ticket for ticket, known in self._open.items() if len(known.reports) == len(self.executors)}
+        merged = [_merged(ticket, self._open[ticket].reports) for ticket in self._open if ticket in whole]
+        return merged, {ticket: known for ticket, known in self._open.items() if ticket not in whole}
+
+
+def _is_remote(executor: Executor) -> bool:
+    return isinstance(executor, RemoteExecutor)
 
 
 def _begin(executor: Executor, name: str, *arguments: object) -> Callable[[], Any]:
     """Send a call to a worker, or prepare it for a local executor. Returns a function that returns the answer."""
-    if isinstance(executor, RemoteExecutor):
+    if not isinstance(executor, RemoteExecutor):
+        return partial(getattr(executor, name), *arguments)
+    try:
         return executor.begin(name, *arguments)
-    return partial(getattr(executor, name), *arguments)
+    except WorkerError as error:  # raised once the other ranks have been asked, too
+        return partial(_raise, error)
 
 
-def _one(rank: int, answer: Callable[[], T]) -> Iterator[tuple[int, T]]:
-    """Ask a rank once the result is iterated over: from C code, so that no interrupt can come before it is kept."""
-    return zip((rank,), starmap(answer, ((),)), strict=True)
+def _raise(error: WorkerError) -> NoReturn:
+    raise error
+
+
+def _ask(
+    answers: Sequence[tuple[int, Callable[[], Any]]],
+    take: Callable[[Iterable[tuple[int, Any]]], object],
+    decision: StepDecision | None = None,
+) -> None:
+    """Hand each rank's answer to `take`; a rank that does not know the decision has lost all of it.
+
+    Raises the first other error once all have answered.
+    """
+    failure: Exception | None = None
+    for rank, answer in answers:
+        try:
+            # From C code, so that no interrupt can come between an answer and its place.
+            take(zip((rank,), starmap(answer, ((),)), strict=True))
+        except Exception as error:  # noqa: BLE001, PERF203 (the others must still answer)
+            if decision is not None and isinstance(error, UnknownTicketError):
+                take([(rank, _all_lost(decision, error))])
+            else:
+                failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _all_lost(decision: StepDecision, error: Exception) -> StepDone:
+    """Return the report of a decision that is completely lost."""
+    return StepDone(decision.ticket, all_written(decision), (error,))
 
 
 def _merged(ticket: int, reports: dict[int, StepDone]) -> StepDone:

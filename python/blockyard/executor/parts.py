@@ -15,7 +15,7 @@ from blockyard.engine.transfers import Transfer
 from blockyard.executor.checked_store import PendingBatch
 from blockyard.tracing import NO_SPAN, Span
 
-__all__ = ["Part", "cut", "written"]
+__all__ = ["Part", "all_written", "cut", "written"]
 
 _WITHIN: Final = ("copy", "move", "exchange")
 
@@ -192,3 +192,8 @@ def written(kind: str, pairs: Pairs) -> Pairs:
     if kind != "exchange":
         return pairs
     return Pairs(pairs.src, pairs.dst, np.concatenate((pairs.ids, pairs.ids[:, ::-1])))
+
+
+def all_written(decision: StepDecision) -> tuple[Pairs, ...]:
+    """Return the pairs of a decision, each with every written block as a destination: what it can lose."""
+    return tuple(written(kind, pairs) for kind, pairs in decision.transfers())

@@ -14,7 +14,7 @@ from typing import Any, Final
 from blockyard._core import Pairs, StepDecision
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError, WorkerError
 from blockyard.executor.executor import Executor, StepDone
-from blockyard.executor.parts import written
+from blockyard.executor.parts import all_written
 
 __all__ = ["ANSWER_SECONDS", "RemoteExecutor", "serve_executor"]
 
@@ -202,8 +202,7 @@ class _Worker:
         except BlockyardError as error:
             with suppress(UnknownTicketError):
                 self._executor.wait(decision.ticket)
-            lost = tuple(written(kind, pairs) for kind, pairs in decision.transfers())
-            self._refused[decision.ticket] = StepDone(decision.ticket, lost, (error,))
+            self._refused[decision.ticket] = StepDone(decision.ticket, all_written(decision), (error,))
 
     def _call(self, name: str, *arguments: Any) -> object:
         refused = self._refused

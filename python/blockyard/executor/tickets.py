@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from blockyard._core import BlockManager, StepDecision
 from blockyard.errors import BlockyardError, StepOrderError, UnknownTicketError
 from blockyard.executor.executor import StepDone, StepExecutor
-from blockyard.executor.parts import written
+from blockyard.executor.parts import all_written
 from blockyard.workers import keep
 
 __all__ = ["StepEnd", "Tickets"]
@@ -138,5 +138,4 @@ class Tickets:
 
 def _lost(decision: StepDecision, error: BaseException) -> StepDone:
     """Return the report of a decision that is completely lost."""
-    lost = tuple(written(kind, pairs) for kind, pairs in decision.transfers())
-    return StepDone(decision.ticket, lost, (error,) if isinstance(error, Exception) else ())
+    return StepDone(decision.ticket, all_written(decision), (error,) if isinstance(error, Exception) else ())
