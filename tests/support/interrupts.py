@@ -43,9 +43,19 @@ class Place(NamedTuple):
         return f"{self.code.co_filename.rpartition('/')[2]}:{line} {self.code.co_name}+{self.offset}"
 
 
-@functools.cache
+_KNOWN: dict[tuple[int, bool], tuple[CodeType, frozenset[int]]] = {}
+"""What `_places` has found, by the id of a code: its hash takes longer. The code is kept, so the id stays its own."""
+
+
 def _places(code: CodeType, *, signals: bool) -> frozenset[int]:
     """Offsets of the instructions before which an exception may come."""
+    known = _KNOWN.get((id(code), signals))
+    if known is None:
+        known = _KNOWN[id(code), signals] = (code, _find_places(code, signals=signals))
+    return known[1]
+
+
+def _find_places(code: CodeType, *, signals: bool) -> frozenset[int]:
     instructions = list(dis.get_instructions(code))
     found = set()
     starts = [index for index, at in enumerate(instructions) if at.starts_line]
@@ -80,7 +90,7 @@ if sys.version_info < (3, 12):
         """Call `at` in wanted code of the files: in this thread and, if `threads`, in those that start inside."""
 
         def enter(frame: FrameType, _event: str, _value: object) -> Any:
-            if not (frame.f_code.co_filename.endswith(files) and wants(frame.f_code)):
+            if not (wants(frame.f_code) and frame.f_code.co_filename.endswith(files)):
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
             return step
@@ -143,25 +153,29 @@ class CountedInterrupt:
 
     Attributes:
         where: the place, once it was reached.
+        passed: places before it that were reached.
     """
 
     def __init__(self, place: int, files: tuple[str, ...], error: type[BaseException] = KeyboardInterrupt) -> None:
-        self.where = ""
-        self._left, self._files, self._error = place, files, error
+        self.where, self.passed = "", 0
+        self._place, self._files, self._error = place, files, error
         self._places = functools.partial(_places, signals=issubclass(error, KeyboardInterrupt))
 
     @contextmanager
     def armed(self) -> Iterator[None]:
         """Interrupt code that runs inside."""
+        if self.where:
+            yield
+            return
         with _watched(self._files, lambda _: not self.where, self._at, threads=False):
             yield
 
     def _at(self, code: CodeType, offset: int) -> None:
         if not self.where and offset in self._places(code):
-            self._left -= 1
-            if self._left < 0:
+            if self.passed == self._place:
                 self.where = str(Place(code, offset, in_main=True))
                 raise self._error
+            self.passed += 1
 
 
 class Interrupt:
