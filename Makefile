@@ -56,6 +56,8 @@ NATIVE := cuda/*.cu cuda/*.cpp cuda/*.h tests/*.cpp tests/kernels/* benches/gpu/
 
 SHELL := /bin/sh
 # rustup's folder comes last: it is missing from the path of many non-login shells.
+# Tests import the same modules in hundreds of processes: from bytecode, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
