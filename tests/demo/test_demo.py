@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from blockyard import BlockManager, progress
 from blockyard.cli import main
-from blockyard.demo import run, serve
+from blockyard.demo import models, run, serve
+from blockyard.demo.demo_model import demo_config, demo_model
 from blockyard.demo.models import bytes_per_block, load_model
 from blockyard.demo.report import SABOTAGE_KINDS, Difference, Report
 from blockyard.demo.run import DemoOptions, compare, make_report, pool_sizes
@@ -34,6 +35,7 @@ SMALL = DemoOptions(
     num_device_blocks=24,
     num_host_blocks=4,
 )
+BLOCK_BYTES = 8192
 SWAPS = [(kind, tier) for kind in ("swap_out", "swap_in") for tier in ("host", "external")]
 
 
@@ -47,6 +49,15 @@ def same_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         (folder / f"{number}.py").write_bytes(lines.tobytes())
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(run, "StandardText", partial(StandardText, folder))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def smaller_model() -> Iterator[None]:
+    """Let the demo's model be smaller: what the scheduler does to its blocks depends on lengths alone."""
+    config = demo_config(num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(models, "demo_model", partial(demo_model, config))
         yield
 
 
@@ -97,7 +108,7 @@ def test_report_counts_what_went_through_the_file(report: Report) -> None:
     assert report.swap_store.read_blocks == report.blocks("swap_in", "external")
     assert report.swap_store.checksum_failures == 0
     assert report.swap_store.misses == {}
-    assert all(row.bytes == row.blocks * 65536 for row in report.transfers)
+    assert all(row.bytes == row.blocks * BLOCK_BYTES for row in report.transfers)
 
 
 def test_report_counts_requests_and_peaks(report: Report) -> None:
