@@ -1,6 +1,6 @@
 """Deterministic simulation: the real code of stores in virtual time, over modelled servers that fail.
 
-One seed is one run: the same calls in the same order, the same faults, the same log. See docs/operate/simulation.md.
+A seed determines the whole run: the calls and their order, the faults, the log. See docs/operate/simulation.md.
 """
 
 from blockyard.sim.fleet.campaign import Campaign, run_campaign

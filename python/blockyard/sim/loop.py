@@ -1,11 +1,11 @@
-"""`Loop`: tasks in virtual time. One thread, one clock, one source of chance, so one seed is one run.
+"""`Loop`: tasks in virtual time. One thread, one clock and one random generator, so a seed determines the whole run.
 
-A task is a function that runs until it waits: for a lock, an event or a time. Which task goes on next is drawn. Time
-passes only when all tasks wait, and then jumps to the first that waits for a time.
+A task is a function that runs until it waits: for a lock, an event or a time. The loop draws the next task at random.
+Time passes only when all tasks wait; then it jumps to the earliest timer.
 
-Tasks are greenlets, so code that blocks runs as it is: `greenlet` is a small, well-kept library, and switches in a
-fraction of a microsecond, where threads that pass a baton need tens. A task that waits switches to the next one itself,
-and what never waits, such as the way of a message, is a call of `call_later`, which needs no task.
+Tasks are greenlets, so blocking code runs unchanged. A switch takes a fraction of a microsecond; threads that take
+turns would need tens. A waiting task switches directly to the next one. Work that never waits, such as delivering a
+message, goes through `call_later` and needs no task.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ except ModuleNotFoundError as error:
 __all__ = ["Condition", "Event", "Lock", "Loop", "StuckError", "Task"]
 
 
-_ASIDE: Final = 0.25  # how often another task goes first, if there is one
+_ASIDE: Final = 0.25  # probability that another ready task runs before a lock is taken
 
 
 class StuckError(BlockyardError):
-    """All tasks wait, and none for a time."""
+    """All tasks wait, and no timer can wake one."""
 
 
 class Task:
-    """A function that runs in a loop; as a thread, for who started it.
+    """A function that runs in a loop; its starter may treat it like a thread.
 
     Attributes:
         name: for messages.
-        greenlet: runs it; this and the rest are the loop's.
-        waits: grows with each wait, so that a late timer wakes nobody.
-        was_woken: not by a timer.
+        greenlet: runs the function. Only the loop uses this and the attributes below.
+        waits: grows with each wait, so that the timer of an earlier wait is ignored.
+        was_woken: whether the last wait ended by `wake`, not by a timer.
     """
 
     __slots__ = ("_ended", "_has_ended", "_run", "greenlet", "name", "waits", "was_woken")
@@ -73,18 +73,18 @@ class Task:
 
 
 class Loop(Runtime):
-    """Runs tasks one at a time, each until it waits; a `Runtime` for the code within.
+    """Runs tasks one at a time, each until it waits. It is the `Runtime` of the simulated code.
 
     Args:
-        seed: of all chance.
+        seed: seed of `random`.
 
     Attributes:
         now: seconds since the start.
-        random: the only source of chance.
-        draw: returns a number from 0 to 1 of `random`.
-        tasks: those that have not ended, in order.
-        ready: those that wait for nothing.
-        current: the one that runs; None outside of tasks.
+        random: the only source of randomness.
+        draw: `random.random`.
+        tasks: the tasks that have not ended, in order.
+        ready: the tasks that can run.
+        current: the running task; None outside of tasks.
     """
 
     def __init__(self, seed: int) -> None:
@@ -95,11 +95,11 @@ class Loop(Runtime):
         self.ready: list[Task] = []
         self.current: Task | None = None
         self.home = getcurrent()
-        # When, which one of these, what to call or whom to wake, and the task's `waits`.
+        # Heap of (time, number, function to call or task to wake, the task's `waits` when it began to wait).
         self._timers: list[tuple[float, int, Callable[[], object] | Task, int]] = []
         self._num_timers = 0
         self._failure: BaseException | None = None
-        self._starting: Task | None = None  # has no greenlet that runs yet
+        self._starting: Task | None = None  # its greenlet has not started yet
 
     # ---- the runtime ----
 
@@ -108,7 +108,7 @@ class Loop(Runtime):
         return self.now
 
     def random_bytes(self, count: int) -> bytes:
-        """Return drawn bytes."""
+        """Return random bytes of the seed."""
         return self.random.randbytes(count)
 
     def lock(self) -> Lock:
@@ -134,7 +134,7 @@ class Loop(Runtime):
     # ---- tasks ----
 
     def start(self, name: str, run: Callable[[], Any]) -> Task:
-        """Start a task. What it raises ends the run."""
+        """Start a task. An exception in it ends the run."""
 
         def guarded() -> None:
             try:
@@ -149,7 +149,7 @@ class Loop(Runtime):
         return task
 
     def call_later(self, seconds: float, call: Callable[[], object]) -> None:
-        """Call a function that never waits and takes no lock, in some seconds. What it raises ends the run."""
+        """Call a function after some seconds. It must not wait or take a lock; an exception in it ends the run."""
         self._num_timers = number = self._num_timers + 1
         heappush(self._timers, (self.now + seconds, number, call, -1))
 
@@ -161,7 +161,7 @@ class Loop(Runtime):
         """
         while (task := self._starting or self._next()) is not None:
             self.current, self._starting = task, None
-            task.greenlet.switch()  # until a task has ended or is to start, or none can go on
+            task.greenlet.switch()  # returns when a task ends or must be started, or when no task can run
             self.current = None
             if self._failure is not None:
                 failure, self._failure = self._failure, None
@@ -170,16 +170,16 @@ class Loop(Runtime):
             raise StuckError(f"all tasks wait for each other: {', '.join(task.name for task in self.tasks)}")
 
     def sleep(self, seconds: float) -> None:
-        """Let a task wait for a time."""
+        """Let the current task sleep."""
         self.park(seconds)
 
     def give_way(self, task: Task) -> None:
-        """Let the current task go on when it is drawn again."""
+        """Let other ready tasks run before the current one continues."""
         self.ready.append(task)
         self._leave(task)
 
     def park(self, timeout: float | None = None) -> bool:
-        """Let the current task wait until it is woken. Returns False if the time was up first."""
+        """Let the current task wait until it is woken. Returns False on timeout."""
         task = self.current
         if task is None:
             raise StuckError("only a task can wait")
@@ -192,13 +192,13 @@ class Loop(Runtime):
         return task.was_woken
 
     def wake(self, task: Task) -> None:
-        """Let a parked task go on."""
+        """Make a parked task ready."""
         task.waits += 1
         task.was_woken = True
         self.ready.append(task)
 
     def _leave(self, task: Task) -> None:
-        """Run others until it is this task's turn."""
+        """Run other tasks until it is this task's turn."""
         try:
             following = self._next()
         except BaseException as error:  # noqa: BLE001 (raised by `run`)
@@ -209,11 +209,11 @@ class Loop(Runtime):
         if following is not None and following.greenlet:
             following.greenlet.switch()
             return
-        self._starting = following  # a greenlet starts as deep as whoever starts it
+        self._starting = following  # `run` starts it: started here, it would nest in this task's stack
         self.home.switch()
 
     def _next(self) -> Task | None:
-        """Draw the task that goes on, once it is time. Returns None if all wait for each other."""
+        """Draw the next task, advancing time if none is ready. Returns None if all wait for each other."""
         ready, timers = self.ready, self._timers
         while not ready:
             if not timers:
@@ -233,7 +233,7 @@ class Loop(Runtime):
 
 
 class Lock:
-    """A lock that its holder may take again. Others may go before each time it is taken."""
+    """A reentrant lock. Another task may run before each acquisition."""
 
     __slots__ = ("_depth", "_holder", "_loop", "_waiting")
 
@@ -244,7 +244,7 @@ class Lock:
         self._waiting: list[Task] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1.0) -> bool:  # noqa: FBT001, FBT002, ARG002 (as `threading.Lock`)
-        """Take the lock, waiting for it."""
+        """Take the lock; wait for it if `blocking`."""
         loop = self._loop
         task = loop.current
         if task is None or self._holder is task:
@@ -270,7 +270,7 @@ class Lock:
                 self._loop.wake(self._waiting.pop(int(self._loop.draw() * len(self._waiting))))
 
     def give_up(self) -> int:
-        """Release the lock, however often it was taken. Returns how often."""
+        """Release the lock completely. Returns how often it was taken."""
         depth, self._depth = self._depth, 1
         self.release()
         return depth
@@ -293,7 +293,7 @@ class Condition:
         self._waiting: list[Task] = []
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Release the lock, wait to be notified, and take it again. Returns False if the time is up first."""
+        """Release the lock, wait to be notified, and take the lock again. Returns False on timeout."""
         task = self._loop.current
         if task is None:
             raise StuckError("only a task can wait")
@@ -306,7 +306,7 @@ class Condition:
         return was_notified
 
     def wait_for(self, is_met: Callable[[], Any], timeout: float | None = None) -> Any:
-        """Wait until a condition is met, or the time is up. Returns what `is_met` returned last."""
+        """Wait until a condition is met, or until the timeout. Returns the last result of `is_met`."""
         until = inf if timeout is None else self._loop.now + timeout
         found = is_met()
         while not found and self._loop.now < until:
@@ -322,7 +322,7 @@ class Condition:
             n -= 1
 
     def notify_all(self) -> None:
-        """Wake all tasks that wait."""
+        """Wake all waiting tasks."""
         while self._waiting:
             self._loop.wake(self._waiting.pop(0))
 
@@ -344,17 +344,17 @@ class Event:
         self._waiting: list[Task] = []
 
     def is_set(self) -> bool:
-        """Return whether it is set."""
+        """Return whether the flag is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Set it, and wake all tasks that wait."""
+        """Set the flag, and wake all waiting tasks."""
         self._is_set = True
         while self._waiting:
             self._loop.wake(self._waiting.pop(0))
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set. Returns False if the time was up first."""
+        """Wait until the flag is set. Returns False on timeout."""
         task = self._loop.current
         if not self._is_set and task is not None:
             self._waiting.append(task)

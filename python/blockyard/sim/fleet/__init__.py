@@ -1,1 +1,1 @@
-"""The simulated fleet: engines with real stores over one modelled server, the faults, and what checks them."""
+"""The simulated fleet: engines with real stores over one modelled server, faults, and checks."""

@@ -1,4 +1,4 @@
-"""Many seeds of a fleet, and the shortest list of faults that still breaks a promise."""
+"""Runs many seeds of a fleet, and shrinks a failure to the fewest faults that still cause it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from blockyard.sim.fleet.fleet import FleetOptions, FleetReport, digest_of, simu
 
 __all__ = ["Campaign", "run_campaign", "shrink"]
 
-_AT_ONCE: Final = 8  # seeds that a process is given
+_AT_ONCE: Final = 8  # seeds handed to a process at a time
 
 
 @dataclass
 class Campaign:
-    """What many seeds came to.
+    """The results of many seeds.
 
     Attributes:
-        options: of each fleet.
-        num_seeds: that were run.
-        num_operations: calls of all engines of all seeds.
-        faults: how often each kind happened.
-        reasons: how all blocks ended, "" for those that came or went.
-        digest: of all logs, in the order of the seeds.
-        failure: the run that broke a promise, with the fewest faults that do; None if none did.
+        options: the options of every fleet.
+        num_seeds: number of seeds that were run.
+        num_operations: number of calls by all engines of all seeds.
+        faults: how often each kind of fault happened.
+        reasons: the reasons of all blocks read or written, "" for success.
+        digest: digest of all logs, in the order of the seeds.
+        failure: the run that broke a promise, with the fewest faults that break it; None if none did.
     """
 
     options: FleetOptions
@@ -56,7 +56,7 @@ class Campaign:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
+        """Return a JSON-serializable dictionary."""
         found: dict[str, Any] = {
             "work": self.options.work,
             "store": self.options.store,
@@ -88,14 +88,14 @@ def run_campaign(
     jobs: int = 1,
     show: Callable[[int], object] = bool,
 ) -> Campaign:
-    """Run fleets, one for each seed, until one breaks a promise. The result does not depend on `jobs`.
+    """Run one fleet per seed, until one breaks a promise. The result does not depend on `jobs`.
 
     Args:
-        seeds: of the fleets.
-        options: of each.
-        faults: in place of those drawn.
-        jobs: processes that share the seeds. They are spawned: a script needs `if __name__ == "__main__"`.
-        show: is called with the number of seeds that are done.
+        seeds: seeds of the fleets.
+        options: options of every fleet.
+        faults: used instead of drawn faults; None draws them.
+        jobs: number of processes. They are spawned: a script needs `if __name__ == "__main__"`.
+        show: called with the number of seeds that are done.
     """
     found, digests = Campaign(options), list[str]()
     with _reports(list(seeds), partial(_run, options=options, faults=faults), jobs) as reports:
@@ -116,7 +116,7 @@ def run_campaign(
 def _run(seed: int, options: FleetOptions, faults: list[Fault] | None) -> FleetReport:
     report = simulate_fleet(seed, options, faults)
     if not report.broken:
-        report.log.clear()  # nobody reads it, and it is most of what a process sends
+        report.log.clear()  # it is not needed, and would be most of the data that a process sends
     return report
 
 
@@ -137,7 +137,7 @@ def _start() -> None:
 
 
 def shrink(report: FleetReport, options: FleetOptions) -> FleetReport:
-    """Leave out faults one by one until each that is left is needed to break a promise."""
+    """Remove faults one by one until every remaining fault is needed to break a promise."""
     place = 0
     while place < len(report.faults):
         fewer = report.faults[:place] + report.faults[place + 1 :]

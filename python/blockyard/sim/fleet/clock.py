@@ -1,4 +1,4 @@
-"""`EngineRuntime`: the runtime of one engine in a fleet: the loop's, with its own clock, which is wrong."""
+"""`EngineRuntime`: the loop's runtime with one engine's own clock, which may be wrong."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["EngineRuntime"]
 
 
 class EngineRuntime(Runtime):
-    """A loop whose clock starts anywhere, and jumps.
+    """The runtime of one engine. Its clock starts at a random time, and can jump.
 
     Args:
-        loop: gives the rest.
+        loop: does everything else.
 
     Attributes:
-        ahead: seconds by which the clock is ahead of where it would be.
+        ahead: seconds by which the clock has jumped ahead.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -31,15 +31,15 @@ class EngineRuntime(Runtime):
         return self._start + self._loop.now + self.ahead
 
     def sleep(self, seconds: float) -> None:
-        """Let the task wait."""
+        """Let the task sleep."""
         self._loop.sleep(seconds)
 
-    def wait_readable(self, descriptor: int, seconds: float) -> None:  # noqa: ARG002 (the store's, which no task writes)
-        """Let the task wait."""
+    def wait_readable(self, descriptor: int, seconds: float) -> None:  # noqa: ARG002 (no task waits on descriptors)
+        """Let the task sleep; descriptors are real, and time is not."""
         self._loop.sleep(seconds)
 
     def random_bytes(self, count: int) -> bytes:
-        """Return drawn bytes."""
+        """Return random bytes of the loop's seed."""
         return self._loop.random_bytes(count)
 
     def lock(self) -> Any:

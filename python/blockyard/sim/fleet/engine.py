@@ -1,4 +1,4 @@
-"""`SimulatedEngine`: one engine of a fleet. A real store, used at random, over a link that fails."""
+"""`SimulatedEngine`: one engine of a fleet, making random calls to a real store over a faulty link."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ NUM_KEYS: Final = 8
 WEIGHTS: Final = ("", "step-1", "step-2")
 CLOCK_STEP: Final = 5.0  # seconds by which a clock jumps
 _TENANTS: Final = 2
-_LATE_SECONDS: Final = 5.0  # for which a request that was given up may still arrive
-NEW_KEYS: Final = 6  # a second
-_HIDDEN: Final = 3.0  # seconds after a failure in which a key may be said to be absent
+_LATE_SECONDS: Final = 5.0  # how long an abandoned request may still arrive
+NEW_KEYS: Final = 6  # per second
+_HIDDEN: Final = 3.0  # seconds after a failure during which the store may report a key as absent
 _IN_FLIGHT: Final = 5
 
 
 def key_of(key: int) -> bytes:
-    """Return the 32 bytes of a key's number."""
+    """Return a key's number as 32 bytes."""
     return key.to_bytes(32, "little")
 
 
 @dataclass(eq=False)
 class _Pending:
-    """A batch that is not collected."""
+    """A batch that has not been collected."""
 
     kind: str
     ticket: int
@@ -53,23 +53,23 @@ class _Pending:
 
 
 class SimulatedEngine:
-    """Puts, gets, deletes and forgets blocks until the work is over.
+    """Puts, gets, deletes and forgets blocks until its time is up.
 
     Args:
-        loop: gives time, tasks and chance.
-        server: that all engines share.
-        oracle: sees what they do.
-        number: of the engine.
-        log: gets a line for each call and answer.
-        shares: of deletions and of `forget` among its calls.
-        has_tenants: blocks have tenants, whose quotas change.
+        loop: provides time, tasks and randomness.
+        server: shared by all engines.
+        oracle: records what all engines do.
+        number: number of this engine.
+        log: called with a line for each call and answer.
+        shares: shares of its calls that are deletions, and `forget`.
+        has_tenants: whether blocks have tenants, whose quotas change.
 
     Attributes:
-        weights: the name of those that it computes with.
-        due: revisions for which it calls `forget` as soon as it can.
-        called_at: when it made the call of the store that it waits for; None if it waits for none.
-        num_operations: calls so far.
-        reasons: of all blocks, "" for those that came or went.
+        weights: name of the weights that it computes with.
+        due: revisions for which it must call `forget` as soon as it can.
+        called_at: start of the blocking store call in progress; None if there is none.
+        num_operations: number of calls so far.
+        reasons: the reasons of all blocks read or written, "" for success.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class SimulatedEngine:
         self._log, self._shares = log, shares
         self._pending: list[_Pending] = []
         self._counted: Counter[str] = Counter()
-        self._ok_at = inf  # when a block first came or went since it opened the store, or forgot: it has an epoch
-        self._forgotten_at: float | None = None  # when it learned that its weights no longer count
-        self._asked_at = 0.0  # when it submitted the read that told it
-        self._forgot_at = 0.0  # when its last call of `forget` ended
+        self._ok_at = inf  # first success since it opened the store or forgot; from then on it has an epoch
+        self._forgotten_at: float | None = None  # when it learned that its weights were forgotten
+        self._asked_at = 0.0  # when it submitted the read that revealed this
+        self._forgot_at = 0.0  # end of its last `forget` call
         self._last_put: dict[int, Put] = {}
-        self._failed_at: dict[int, float] = {}  # when a key's block last failed to come or go
+        self._failed_at: dict[int, float] = {}  # last failed read or write of each key
         self._has_tenants = has_tenants
-        self._sure_at = 0.0  # since when its clock has been right for long enough
+        self._sure_at = 0.0  # time from which its last clock jump no longer matters
         self.runtime = EngineRuntime(loop)
         self.link = server.connect()
         self.store = self._open()
@@ -109,7 +109,7 @@ class SimulatedEngine:
             return self.link.open(self.weights, BLOCK_BYTES)
 
     def run(self, until: float) -> None:
-        """Work until a time, then collect what is left."""
+        """Work until a time, then collect the remaining batches."""
         chance, link = self.loop.random, self.link
         while self.loop.now < until and not link.is_dead:
             if len(self._pending) >= _IN_FLIGHT or (self._pending and chance.random() < 0.4):
@@ -122,25 +122,25 @@ class SimulatedEngine:
             self.collect_all()
 
     def crash(self) -> None:
-        """Die at once. What was sent still arrives."""
+        """Die at once. Requests already sent still arrive."""
         link, store = self.link, self.store
         link.is_dead = True
         self._pending.clear()
         self.loop.start("killed", lambda: store.close(0.0))
 
     def restart(self) -> None:
-        """Come back with no memory, and the weights that it had."""
+        """Restart with empty memory and the same weights."""
         self.link, self._counted = self.server.connect(), Counter()
         self._ok_at, self._forgotten_at = inf, None
         self._last_put, self._failed_at = {}, {}
         self.store = self._open()
 
     def heal(self) -> None:
-        """End what is wrong with its link."""
+        """End all faults of its link."""
         self.link.heal()
 
     def turn_clock(self, ahead: float) -> None:
-        """Let the engine's clock jump."""
+        """Set how far the engine's clock is ahead."""
         self.runtime.ahead = ahead
         self._sure_at = self.loop.now + 2 * CLOCK_STEP
 
@@ -150,7 +150,7 @@ class SimulatedEngine:
             self._collect(0)
 
     def close(self) -> None:
-        """Close the store, which must hold nothing back."""
+        """Close the store, and check that no bytes are in flight and its counters match the answers."""
         stats = self.store.stats()
         counted = Counter({reason: count for reason, count in self._counted.items() if reason})
         if stats.pending_bytes:
@@ -163,17 +163,17 @@ class SimulatedEngine:
             raise BrokenPromiseError(f"engine {self.number}: calls go on a minute after the last deadline")
 
     def read_again(self) -> None:
-        """Read all that it has stored."""
+        """Read every block that it has stored."""
         if self._last_put:
             self.get(list(self._last_put))
             self.collect_all()
 
     def was_told(self, at: float) -> bool:
-        """Return whether it knew at a time that its weights had been forgotten."""
+        """Return whether it knew at time `at` that its weights had been forgotten."""
         return self._forgotten_at is not None and at > self._forgotten_at
 
     def works(self) -> bool:
-        """Store blocks; return whether all of them then come back."""
+        """Store blocks and read them; return whether all are found."""
         keys = list(range(NUM_KEYS))
         for act in (self.put, self.get):
             before = self.reasons[""]
@@ -207,7 +207,7 @@ class SimulatedEngine:
         return said == "ok"
 
     def lift_quotas(self) -> bool:
-        """Let tenants keep as many blocks as they like. Returns whether the store confirmed it."""
+        """Remove all quotas. Returns whether the store confirmed it."""
         return not self._has_tenants or all(self._set_quota(tenant, None) for tenant in range(_TENANTS))
 
     def put(self, keys: list[int]) -> None:
@@ -230,7 +230,7 @@ class SimulatedEngine:
         self._submit("delete", keys, [], None, lambda: self.store.submit_delete([key_of(key) for key in keys]))
 
     def _owners(self, keys: list[int]) -> Owners:
-        """Return whose the blocks are: each follows the key before."""
+        """Return the owners of the blocks: a tenant's blocks follow each other by key."""
         tenants = [(key % _TENANTS).to_bytes(32, "little") for key in keys]
         parents = [key_of(max(0, key - _TENANTS)) for key in keys]
         return Owners(*(np.frombuffer(b"".join(of), np.uint8).reshape(-1, 32) for of in (tenants, parents)))
@@ -247,7 +247,7 @@ class SimulatedEngine:
 
     def _act(self) -> None:
         chance = self.loop.random
-        first = int(self.loop.now * NEW_KEYS)  # fresh keys all the time, shared by all engines
+        first = int(self.loop.now * NEW_KEYS)  # all engines move on to new keys together
         keys = chance.sample(range(first, first + NUM_KEYS), chance.randint(1, 3))
         deletes, forgets = self._shares
         draw = chance.random()
@@ -280,7 +280,7 @@ class SimulatedEngine:
         batch, store, link = self._pending.pop(place), self.store, self.link
         began = self.loop.now
         done = store.wait(batch.ticket)
-        if link.is_dead:  # killed while it waited: nobody has this answer
+        if link.is_dead:  # killed while it waited: the answer is lost
             return
         if self.loop.now - began > DEADLINE + 1.0 + (CLOCK_STEP if batch.at < self._sure_at else 0.0):
             raise BrokenPromiseError(
@@ -291,7 +291,7 @@ class SimulatedEngine:
         self._say(f"{batch.ticket}: {','.join(reason or 'ok' for reason in done.reasons)}")
         self._judge(batch, done)
         if batch.rows is not None and not set(done.reasons) & {"timeout", "closed"}:
-            batch.rows[:] = 7  # the caller's again
+            batch.rows[:] = 7  # the caller may reuse its rows now
 
     def _judge(self, batch: _Pending, done: Completion) -> None:
         """Check an answer against what the fleet has done."""
@@ -319,10 +319,10 @@ class SimulatedEngine:
     def _judge_miss(self, batch: _Pending, key: int, reason: str) -> None:
         if not reason:
             return
-        # One that failed, and was not collected, may have hidden the key.
+        # Another batch may have failed and hidden the key, but not been collected yet.
         is_unsure = any(key in other.keys and other.at <= batch.at for other in self._pending)
         is_unsure |= batch.at < self._failed_at.get(key, -inf) + _HIDDEN
-        # A clock that was turned back hides keys for longer, and lets puts land under an old epoch.
+        # After its clock jumps back, a store hides keys for longer and may put blocks under an old epoch.
         is_unsure |= (put := self._last_put.get(key)) is not None and put.submitted_at < self._sure_at
         if reason == "absent" and batch.kind == "get" and not is_unsure:
             self.oracle.check_absent(put, key, batch.at)

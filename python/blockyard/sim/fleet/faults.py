@@ -1,4 +1,4 @@
-"""The faults of a simulated fleet. They are drawn from the seed up front, so that each can be left out."""
+"""The faults of a simulated fleet. They are drawn from the seed in advance, so that any of them can be left out."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ __all__ = ["FAULTS", "OF_REDIS", "OF_SERVING", "Fault", "draw_faults", "read_fau
 
 FAULTS: Final = {
     "lossy": "an engine loses a third of its requests and answers",
-    "repeat": "an engine sends each request twice, as a client that tries again",
-    "slow": "an engine's way to the server is 100 times slower",
-    "partition": "nothing reaches the server, or comes back from it",
-    "crash": "an engine is killed; it comes back when the fault ends",
+    "repeat": "an engine sends each request twice, like a client that retries",
+    "slow": "an engine's link to the server is 100 times slower",
+    "partition": "an engine's requests do not reach the server, nor its answers the engine",
+    "crash": "an engine is killed; it restarts when the fault ends",
     "clock": "an engine's clock jumps ahead, and back when the fault ends",
     "forget": "an engine calls forget",
     "update": "all engines get the same new weights, and call forget for them",
     "copy": "half of an engine's copies fail: loads, stores and swaps",
-    "gray": "the server answers everybody 300 times slower",
-    "full": "the server refuses to store",
-    "node_loss": "the server loses half of what it has stored",
+    "gray": "the server answers all engines 300 times slower",
+    "full": "the server refuses writes",
+    "node_loss": "the server loses half of its data",
     "record_loss": "the server loses the epoch's record",
     "damage": "a byte of a stored value changes",
     "torn": "a stored value is cut short",
-    "failover": "the server goes on with what it had when the fault began",
+    "failover": "when the fault ends, the server's data is what it was when the fault began",
     "server_clock": "the server's clock jumps an hour ahead",
 }
 OF_REDIS: Final = frozenset({"failover", "server_clock"})
-"""Kinds that happen to Redis servers alone."""
+"""Kinds that only affect Redis servers."""
 OF_SERVING: Final = frozenset({"copy"})
-"""Kinds that happen to engines that serve prompts alone."""
+"""Kinds that only affect engines that serve prompts."""
 _ALL_ENGINES: Final = {"gray", "full", "node_loss", "record_loss", "damage", "torn", "update", *OF_REDIS}
-_LASTS: Final = (0.05, 0.5, 0.5, 3.0, 3.0, 20.0)  # at most, in seconds
-_TOGETHER: Final = 0.4  # of the faults begin as another begins or ends
+_LASTS: Final = (0.05, 0.5, 0.5, 3.0, 3.0, 20.0)  # maximum durations to choose from, in seconds
+_TOGETHER: Final = 0.4  # share of faults that begin when another one begins or ends
 
 
 class Fault(NamedTuple):
-    """A fault: its kind, the engine (-1: the server), when it begins and how long it lasts, in seconds."""
+    """A fault: its kind, engine (-1 for the server), start and duration in seconds."""
 
     kind: str
     engine: int
@@ -50,7 +50,7 @@ class Fault(NamedTuple):
 
 
 def draw_faults(seed: int, *, kinds: tuple[str, ...], engines: int, count: int, until: float) -> list[Fault]:
-    """Return the faults of a seed, in order of time. Some come together: one alone seldom breaks anything."""
+    """Return the faults of a seed, in order of time. Some coincide, since a single fault seldom breaks anything."""
     chance, found = random.Random(f"faults {seed}"), list[Fault]()
     for _ in range(count if kinds else 0):
         kind = chance.choice(kinds)
@@ -65,7 +65,7 @@ def draw_faults(seed: int, *, kinds: tuple[str, ...], engines: int, count: int, 
 
 
 def read_faults(text: str) -> list[Fault]:
-    """Read faults as they are printed: `kind:engine:at:seconds`, separated by commas, or `none`.
+    """Parse faults as they are printed: `kind:engine:at:seconds`, separated by commas, or `none`.
 
     Raises:
         InvalidArgumentError: the text is malformed, or names an unknown kind.

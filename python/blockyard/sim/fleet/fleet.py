@@ -1,7 +1,7 @@
 """A fleet of engines over one shared store: random work, random faults, and promises that are checked at every answer.
 
-The store's code is the real one: batches, deadlines, breaker, known keys, epochs and their protocol. Time, threads,
-chance, network and server are the simulation's.
+The store's code is real: batches, deadlines, breaker, known keys, epochs and their protocol. Time, threads, randomness,
+network and server are simulated.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ STORES: Final = ("object", "redis", "both")
 WORK: Final = ("calls", "serving", "both")
 _QUIET_SECONDS: Final = 12.0
 _RECOVERY_SECONDS: Final = 60.0
-_SWEEP_SECONDS: Final = 70.0  # for which a process that was killed keeps others from sweeping
-_CALL_SECONDS: Final = 15.0  # that a call may take which waits for the store
-_MOST_SECONDS: Final = 300.0  # after the work, in which all must have ended
+_SWEEP_SECONDS: Final = 70.0  # how long a killed sweeper keeps others from sweeping
+_CALL_SECONDS: Final = 15.0  # maximum duration of a blocking call of the store
+_MOST_SECONDS: Final = 300.0  # how long after the work everything must have ended
 _OF_LINK: Final[dict[str, tuple[str, Any, Any]]] = {
     "lossy": ("loss", 1 / 3, 0.0),
     "repeat": ("repeats", 1.0, 0.0),
@@ -48,17 +48,16 @@ _OF_LINK: Final[dict[str, tuple[str, Any, Any]]] = {
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """How a fleet is run.
+    """How to run a fleet.
 
     Attributes:
-        engines: that share the store, 1 to 64.
-        seconds: of random work, in virtual time.
-        num_faults: drawn for each seed.
-        kinds: of faults, see `FAULTS`.
-        work: what engines do: `"calls"` of their stores at random, or `"serving"` prompts with a scheduler, a block
-            manager and a prefix store above, which needs torch; by default that of two seeds in four is serving.
-        store: of all fleets, `"object"` or `"redis"`; by default that of an even seed is an object store, that of an
-            odd one Redis.
+        engines: number of engines that share the store, 1 to 64.
+        seconds: duration of the random work, in virtual time.
+        num_faults: number of faults drawn for each seed.
+        kinds: kinds of faults to draw, see `FAULTS`.
+        work: what engines do: `"calls"` makes random calls of their stores; `"serving"` serves prompts with a
+            scheduler, a block manager and a prefix store, and needs torch; `"both"` serves for half of the seeds.
+        store: `"object"`, `"redis"`, or `"both"`: an object store with even seeds, Redis with odd ones.
     """
 
     engines: int = 3
@@ -93,15 +92,15 @@ class FleetOptions:
 
 @dataclass
 class FleetReport:
-    """What a run of one seed came to.
+    """The result of one seed.
 
     Attributes:
-        seed: of the run.
-        faults: that happened.
+        seed: seed of the run.
+        faults: the faults that happened.
         broken: the promise that was broken, "" if none was.
-        num_operations: calls of all engines.
-        reasons: how the blocks of all batches ended, "" for those that came or went.
-        digest: of the log: equal for equal runs.
+        num_operations: number of calls by all engines.
+        reasons: the reasons of all blocks read or written, "" for success.
+        digest: digest of the log; equal runs have equal digests.
         log: a line for each call, answer and fault.
     """
 
@@ -120,9 +119,9 @@ def simulate_fleet(
     """Run a fleet once.
 
     Args:
-        seed: of all chance; the same seed and options give the same run.
-        options: the defaults if None.
-        faults: in place of those drawn for the seed.
+        seed: the same seed and options give the same run.
+        options: None for the defaults.
+        faults: used instead of the faults drawn for the seed.
 
     Returns:
         The report; `broken` says what went wrong.
@@ -144,7 +143,7 @@ def simulate_fleet(
 
 
 def digest_of(lines: Iterable[str]) -> str:
-    """Return 16 digits that differ where the lines do."""
+    """Return a digest of lines, 16 hexadecimal digits."""
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
@@ -162,7 +161,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def _logged(lines: list[str]) -> Iterator[None]:
-    """Take the log lines of a run."""
+    """Collect the log lines of a run."""
     logger, handler = logging.getLogger("blockyard"), _Lines(lines)
     before, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
@@ -184,7 +183,7 @@ class Engine(Protocol):
 
     @property
     def link(self) -> Link:
-        """The way to the server."""
+        """The link to the server."""
 
     def run(self, until: float) -> None:
         """Work until a time."""
@@ -193,34 +192,34 @@ class Engine(Protocol):
         """Die at once."""
 
     def restart(self) -> None:
-        """Come back."""
+        """Start again."""
 
     def heal(self) -> None:
-        """End what is wrong with its link and its copies."""
+        """End all faults of its link and its copies."""
 
     def turn_clock(self, ahead: float) -> None:
-        """Let the engine's clock jump."""
+        """Set how far the engine's clock is ahead."""
 
     def collect_all(self) -> None:
-        """End what is under way."""
+        """Finish everything in flight."""
 
     def read_again(self) -> None:
-        """Read what it has stored."""
+        """Read every block that it has stored."""
 
     def forget(self, revision: str | None) -> bool:
         """Forget all blocks."""
 
     def lift_quotas(self) -> bool:
-        """Let tenants keep as many blocks as they like."""
+        """Remove all quotas."""
 
     def was_told(self, at: float) -> bool:
-        """Return whether it knew at a time that its weights had been forgotten."""
+        """Return whether it knew at time `at` that its weights had been forgotten."""
 
     def works(self) -> bool:
         """Return whether blocks can be stored and found."""
 
     def close(self) -> None:
-        """Close the store, which must hold nothing back."""
+        """Close the store, and check that no bytes are in flight."""
 
 
 class _Fleet:
@@ -235,11 +234,11 @@ class _Fleet:
             self._has_tenants = loop.random.random() < 0.3
             capacity, ttl = loop.random.choice(((CAPACITY, 0.0), (CAPACITY, 0.0), (NUM_KEYS, 0.0), (CAPACITY, 1.5)))
             self.server = RedisServer(loop, self._see, capacity=capacity, ttl=ttl)
-            num_keys = NUM_KEYS + int(options.seconds * NEW_KEYS)  # that engines use in all
+            num_keys = NUM_KEYS + int(options.seconds * NEW_KEYS)  # used by all engines together
             self.oracle.may_evict = self._has_tenants or capacity < max(CAPACITY, num_keys) or ttl > 0
         self.engines: list[Engine] = []
         self._has_ended = False
-        self._records: set[bytes] = set()  # that the server has stored; another one is damaged
+        self._records: set[bytes] = set()  # records that the server has stored; any other is damaged
 
     def run(self) -> None:
         """Run the fleet and fill in the report."""
@@ -247,8 +246,8 @@ class _Fleet:
         try:
             self.loop.start("fleet", self._work)
             self.loop.start("watchdog", self._watch)
-            self.loop.run()  # until no thread of a store is left
-        except BlockyardError as error:  # a promise that was broken, or what no call may raise here
+            self.loop.run()  # returns once no thread of a store is left
+        except BlockyardError as error:  # a broken promise, or an error that no call may raise here
             report.broken = str(error)
             report.log.append(report.broken)
         report.num_operations = sum(engine.num_operations for engine in self.engines)
@@ -256,18 +255,18 @@ class _Fleet:
             report.reasons.update(engine.reasons)
 
     def _watch(self) -> None:
-        """Notice what never ends."""
+        """Detect calls and runs that never end."""
         while not self._has_ended:
             self.loop.sleep(_CALL_SECONDS / 2)
             late = [engine for engine in self.engines if (engine.called_at or inf) < self.loop.now - _CALL_SECONDS]
             if late:
                 raise BrokenPromiseError(f"engine {late[0].number}: a call takes more than {_CALL_SECONDS:g} s")
             if self.loop.now > self.options.seconds + _MOST_SECONDS:
-                raise BrokenPromiseError(f"{_MOST_SECONDS:g} s after the work something goes on")
+                raise BrokenPromiseError(f"the run has not ended {_MOST_SECONDS:g} s after the work")
 
     def _work(self) -> None:
         loop, options = self.loop, self.options
-        # Where all is forgotten again and again, little of the rest can be checked.
+        # If engines forget often, little else can be checked.
         shares = loop.random.choice(((0.0, 0.0), (0.02, 0.005), (0.06, 0.04)))
         self.engines = [self._engine(number, shares) for number in range(options.engines)]
         tasks = [loop.start("engine", partial(engine.run, options.seconds)) for engine in self.engines]
@@ -296,7 +295,7 @@ class _Fleet:
         return made
 
     def _see(self, value: bytes) -> None:
-        """Check a value that the server stores, if it is the epoch's record."""
+        """Check a value that is about to be stored, if it is the epoch's record."""
         if len(value) != RECORD_BYTES:
             return
         there = self.server.record()
@@ -305,11 +304,11 @@ class _Fleet:
         link, sent_at = self.server.caller or (None, 0.0)
         writers = [engine for engine in self.engines if engine.link is link]
         if replaces is None and any(engine.was_told(sent_at) for engine in writers):
-            raise BrokenPromiseError("an engine wrote the lost record again, and knew that its weights were forgotten")
+            raise BrokenPromiseError("an engine replaced the lost record, but knew that its weights were forgotten")
         self.oracle.see_record(value[HEADER:], self.loop.now, replaces=replaces)
 
     def _suffer(self, fault: Fault) -> None:
-        """Let a fault begin and end."""
+        """Begin a fault at its time, and end it."""
         loop, server = self.loop, self.server
         loop.sleep(fault.at)
         engine = self.engines[fault.engine] if 0 <= fault.engine < len(self.engines) else None
@@ -339,7 +338,7 @@ class _Fleet:
             self._disturb(fault, engine)
 
     def _fail_over(self, server: RedisServer, seconds: float) -> None:
-        """Let a server lose what it has stored in some time."""
+        """Let a server lose what it stores during the next seconds."""
         server.stop_replica()
         began = self.loop.now
         self.loop.sleep(seconds)
@@ -350,17 +349,17 @@ class _Fleet:
         self._say("failover ends", -1)
 
     def _disturb(self, fault: Fault, engine: Engine | None) -> None:
-        """Let something be worse for a time."""
+        """Change one attribute for the duration of a fault."""
         target, name, value, usual = self._target(fault, engine)
         if target is None:
             return
         setattr(target, name, value)
         self.loop.sleep(fault.seconds)
-        setattr(target, name, usual)  # also if another fault of this kind has begun meanwhile
+        setattr(target, name, usual)  # even if another fault of this kind has begun in the meantime
         self._say(f"{fault.kind} ends", fault.engine)
 
     def _spoil(self, kind: str) -> None:
-        """Let what is stored go or change."""
+        """Lose or change stored data, or the server's clock."""
         server = self.server
         self.oracle.unsettle(-1, self.loop.now)
         if kind == "node_loss":
@@ -375,7 +374,7 @@ class _Fleet:
             server.clock_step += 3600.0
 
     def _target(self, fault: Fault, engine: Engine | None) -> tuple[Any, str, Any, Any]:
-        """Return what a fault changes, which attribute, and its values with and without the fault."""
+        """Return the object and attribute that a fault changes, and the values with and without the fault."""
         if fault.kind == "gray":
             return self.server, "slowness", 300.0, 1.0
         if fault.kind == "full":
@@ -387,7 +386,7 @@ class _Fleet:
         return engine.link, *_OF_LINK[fault.kind]
 
     def _end_faults(self) -> None:
-        """End all faults, and wait until nobody has a reason to be careful."""
+        """End all faults, and wait until no engine expects failures any longer."""
         self.server.slowness, self.server.is_full = 1.0, False
         for engine in self.engines:
             engine.heal()
@@ -395,7 +394,7 @@ class _Fleet:
         self.loop.sleep(_QUIET_SECONDS)
 
     def _recover(self) -> None:
-        """Every engine can forget, store and find blocks."""
+        """Check that every engine can forget, store and find blocks again."""
         until = self.loop.now + _RECOVERY_SECONDS
         for engine in self.engines:
             while not engine.forget("last"):

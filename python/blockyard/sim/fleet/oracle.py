@@ -1,4 +1,4 @@
-"""What must hold in a fleet, whatever fails. It sees all engines and the server's record at once."""
+"""The promises that must hold in a fleet, whatever fails. The oracle sees all engines and the server's record."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from blockyard.stores.threaded.epochs import Epoch
 __all__ = ["BLOCK_BYTES", "BrokenPromiseError", "Oracle", "Put"]
 
 BLOCK_BYTES: Final = 80
-_LATE: Final = 1.5  # seconds for which an engine may go on with an epoch that no longer counts, and some
+_LATE: Final = 1.5  # how long an engine may keep using an epoch that has ended, in seconds, with a margin
 
 
 class BrokenPromiseError(BlockyardError):
-    """A store did what it promises never to do."""
+    """A store broke one of its promises."""
 
 
 @dataclass(eq=False)
 class Put:
-    """A block that an engine submitted, and what became of it."""
+    """A block that an engine submitted, and when the store confirmed it."""
 
     number: int
     key: int
@@ -37,7 +37,7 @@ class Put:
 
     @cached_property
     def data(self) -> bytes:
-        """Its bytes: who they are of, and filler that depends on it."""
+        """Its bytes: a text that identifies the put, and filler derived from it."""
         head = f"{self.number:08d} {self.key:04d} {self.weights:<16}".encode()
         filler = hashlib.blake2b(head, digest_size=BLOCK_BYTES - len(head)).digest()
         return head + filler
@@ -45,20 +45,20 @@ class Put:
 
 @dataclass
 class Oracle:
-    """All puts, deletions and changes of weights, as they happened.
+    """All puts, deletions and changes of weights so far.
 
     Attributes:
-        puts: by number.
-        weights_changed_at: since when the weights of the server's record have counted first.
-        lost_at: when a record last took the place of a lost or damaged one: its engine may not know what was forgotten.
-        records: that the server stored, and when.
-        forgetting: names of weights for which an engine may be beginning an epoch, and until when.
-        beginning: of these, where the engine does not join an epoch that others have begun.
-        deletions: of each key, those that were confirmed: submitted and confirmed at.
-        rolled_back_at: when the server last failed over. It may have lost what was submitted before.
-        unsettled_at: of each key, when a deletion last may have removed it; of -1, when a fault or a `forget` last may
-            have removed all.
-        may_evict: the server drops blocks to make room, or after a time.
+        puts: all puts; a put's number is its index.
+        weights_changed_at: when the weights in the server's record first became valid.
+        lost_at: when a lost or damaged record was last replaced; its writer may not know what was forgotten.
+        records: the records that the server stored, each with its time.
+        forgetting: until when an engine may be beginning or joining an epoch, by name of its weights.
+        beginning: the same, only for engines that may not join another engine's epoch.
+        deletions: the confirmed deletions of each key: when each was submitted and confirmed.
+        rolled_back_at: when the server last failed over; it may have lost anything submitted before that.
+        unsettled_at: when a deletion may last have removed each key; under -1, when a fault or a `forget` may last have
+            removed all keys.
+        may_evict: whether the server drops blocks to make room, or after a time.
     """
 
     puts: list[Put] = field(default_factory=list)
@@ -74,15 +74,15 @@ class Oracle:
     _since: dict[tuple[bytes, ...], float] = field(default_factory=dict)
 
     def see_record(self, new: bytes, now: float, *, replaces: bytes | None) -> None:
-        """Check the epoch's record that the server stores, in place of one that was whole, if it was."""
+        """Check an epoch's record that the server stores; `replaces` is the intact record it replaces, if any."""
         epoch = Epoch.read(new)
         if replaces is not None and Epoch.read(replaces)[1:] != epoch[1:]:
             if now > self.forgetting.get(epoch.name, -1.0):
-                raise BrokenPromiseError("other weights count, and no engine has called forget for them")
+                raise BrokenPromiseError("the weights changed, but no engine has called forget for the new ones")
             if epoch.name == Epoch.read(replaces).name and now > self.beginning.get(epoch.name, -1.0):
-                raise BrokenPromiseError("an epoch took the place of one that it should have joined")
+                raise BrokenPromiseError("an engine began an epoch instead of joining one with the same name")
         self.records.append((now, epoch))
-        # Where the record was lost, weights that counted before may count again; those of nobody's `forget` always may.
+        # After the record was lost, earlier weights may be valid again; those before the first `forget` always may.
         if any(epoch.weights):
             self.weights_changed_at = self._since.setdefault(epoch[1:], now)
         else:
@@ -91,7 +91,7 @@ class Oracle:
             self.lost_at = now
 
     def begin_forget(self, name: bytes, *, begins: bool) -> Callable[[float], None]:
-        """Take note of a call of `forget`. Returns what to call when it ends: with until when it may still arrive."""
+        """Record a call of `forget`. When it ends, call the result with the time until which it may still arrive."""
         kinds = [self.forgetting, self.beginning] if begins else [self.forgetting]
         for until in kinds:
             until[name] = inf
@@ -103,7 +103,7 @@ class Oracle:
         return end
 
     def roll_back(self, record: bytes | None, to: float, now: float) -> None:
-        """Take note that the server has only what it stored before a time, and this record."""
+        """Record that the server has rolled back to time `to`, and to this record."""
         self.unsettle(-1, now)
         self.rolled_back_at = now
         for key, found in self.deletions.items():
@@ -116,22 +116,22 @@ class Oracle:
         self.lost_at = now
 
     def put(self, key: int, weights: str, now: float) -> Put:
-        """Take note of a block that is being submitted."""
+        """Record a block that is being submitted."""
         self.puts.append(Put(len(self.puts), key, weights, now))
         return self.puts[-1]
 
     def check_forgot(self, name: bytes, began_at: float, *, begins: bool) -> None:
-        """Check that a `forget` that was confirmed has begun an epoch of this name, or joined one unless it `begins`.
+        """Check that a confirmed `forget` began an epoch of this name, or joined one if not `begins`.
 
         Raises:
-            BrokenPromiseError: no record of that name has counted since the call.
+            BrokenPromiseError: no record with that name has been valid since the call.
         """
         before = sum(at < began_at for at, _ in self.records)
         if not any(epoch.name == name for _, epoch in self.records[before if begins else max(0, before - 1) :]):
-            raise BrokenPromiseError("forget was confirmed, and the storage does not know")
+            raise BrokenPromiseError("forget was confirmed, but the storage has no record of it")
 
     def confirm_deletion(self, key: int, submitted_at: float, now: float) -> None:
-        """Take note that a deletion was confirmed, unless a failover may have undone it before its answer came."""
+        """Record that a deletion was confirmed, unless a failover may have undone it before its answer arrived."""
         if submitted_at > self.rolled_back_at:
             self.deletions.setdefault(key, []).append((submitted_at, now))
 
@@ -139,30 +139,32 @@ class Oracle:
         """Check that a block was computed after all were forgotten; a failover may undo a `forget`.
 
         Args:
-            computed_at: when the block was.
+            computed_at: when the block was computed.
             asked_at: when an engine submitted the read that found it.
             changed_at: `weights_changed_at` at that time.
 
         Raises:
-            BrokenPromiseError: it must no longer be found.
+            BrokenPromiseError: the block must no longer be found.
         """
         if computed_at < changed_at and asked_at > self.rolled_back_at:
-            raise BrokenPromiseError(f"found a block of {computed_at:.3f} s, all were forgotten at {changed_at:.3f} s")
+            raise BrokenPromiseError(
+                f"found a block computed at {computed_at:.3f} s; all were forgotten at {changed_at:.3f} s"
+            )
 
     def unsettle(self, key: int, now: float) -> None:
-        """Take note that a key, or -1 for all, may be gone from now on."""
+        """Record that a key may be gone from now on; -1 for all keys."""
         self.unsettled_at[key] = now
 
     def check_absent(self, put: Put | None, key: int, asked_at: float) -> None:
-        """Check that a block may be absent that an engine has put itself.
+        """Check that a block which an engine has put may be absent.
 
         Args:
-            put: the engine's last one of this key, if the store has confirmed it.
-            key: that it asked for.
+            put: the engine's last put of this key.
+            key: the key it read.
             asked_at: when it submitted the read.
 
         Raises:
-            BrokenPromiseError: nothing has happened since that could have removed it.
+            BrokenPromiseError: the put was confirmed, and nothing since then could have removed the block.
         """
         last = max(self.unsettled_at.get(-1, 0.0), self.weights_changed_at) + _LATE
         last = max(last, self.unsettled_at.get(key, 0.0))
@@ -178,13 +180,13 @@ class Oracle:
 
         Args:
             row: the block.
-            key: that it was asked for.
-            weights: those of the engine when it asked.
+            key: the key that the engine read.
+            weights: the engine's weights when it submitted the read.
             asked_at: when it submitted the read.
             changed_at: `weights_changed_at` at that time.
 
         Raises:
-            BrokenPromiseError: it is not the block, or must no longer be found.
+            BrokenPromiseError: it is another block, or one that must no longer be found.
         """
         number = bytes(row[:8])
         put = self.puts[int(number)] if number.isdigit() and int(number) < len(self.puts) else None

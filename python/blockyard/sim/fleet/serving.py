@@ -1,6 +1,7 @@
-"""`ServingEngine`: one engine of a fleet that serves prompts. A real scheduler, block manager and prefix store.
+"""`ServingEngine`: one engine of a fleet that serves prompts with a real scheduler, block manager and prefix store.
 
-Its copies run in virtual time, and its model writes what `Texts` says. Whatever a step reads is compared with that.
+Its copies run in virtual time, and its model writes the keys and values of `Texts`. Everything that a step reads is
+compared with them.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ __all__ = ["ServingEngine"]
 _HOST_BLOCKS: Final = 4
 _MOST_OPEN: Final = 4  # requests
 _STEP_SECONDS: Final = 0.03
-_PATIENCE: Final = 12.0  # seconds within which a request ends, whatever fails
-_MOST_READS: Final = 8  # of one key for one request
-_LATE_SECONDS: Final = 5.0  # for which a `forget` that was given up may still arrive
+_PATIENCE: Final = 12.0  # seconds within which a request must end, whatever fails
+_MOST_READS: Final = 8  # reads of one key per request
+_LATE_SECONDS: Final = 5.0  # how long an abandoned `forget` may still arrive
 _SALTS: Final = (None, b"a tenant")
 _LAYOUT: Final = KVLayout("kv_first", 1, BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype="int64")
 
 
 class _Life:
-    """The parts of an engine from its start to its end; a `Cache` for its scheduler."""
+    """The parts of an engine from its start until it is killed or closed; its scheduler's `Cache`."""
 
     def __init__(
         self,
@@ -75,33 +76,33 @@ class _Life:
         tensor = self.engine.tensors[0].view(torch.int64).numpy()
         self.cells: NDArray[np.int64] = tensor.reshape(2, -1)
         self.upkeep = Upkeep(self.manager, self.cells, loop.random, say)
-        self.requests: dict[str, float] = {}  # that are open, and when each came
+        self.requests: dict[str, float] = {}  # arrival times of the open requests
         self.forgot_at = 0.0  # when it last called `forget` to begin an epoch
 
     def give_back(self) -> None:
-        """Give back the memory of blocks that a smaller pool no longer uses."""
+        """Release the memory that a smaller pool no longer uses."""
         self.upkeep.give_back()
 
 
 class ServingEngine:
-    """Serves random prompts until the work is over.
+    """Serves random prompts until its time is up.
 
     Args:
-        loop: gives time, tasks and chance.
-        server: that all engines share.
-        oracle: sees what they do.
+        loop: provides time, tasks and randomness.
+        server: shared by all engines.
+        oracle: records what all engines do.
         texts: what their models compute.
-        number: of the engine.
-        log: gets a line for each event.
-        forgets: share of `forget` among what it does.
-        has_tenants: tenants have quotas, which change.
+        number: number of this engine.
+        log: called with a line for each event.
+        forgets: how often it calls `forget`.
+        has_tenants: whether tenants have quotas, which change.
 
     Attributes:
-        weights: the name of those that it computes with.
-        due: revisions for which it calls `forget` as soon as it can.
-        called_at: when it made the call of the store that it waits for; None if it waits for none.
-        num_operations: requests, and calls of the store.
-        reasons: of all blocks, "" for those that came or went.
+        weights: name of the weights that it computes with.
+        due: revisions for which it must call `forget` as soon as it can.
+        called_at: start of the blocking store call in progress; None if there is none.
+        num_operations: number of requests and of store calls.
+        reasons: the reasons of all blocks read or written, "" for success.
     """
 
     def __init__(
@@ -130,17 +131,17 @@ class ServingEngine:
 
     @property
     def link(self) -> Link:
-        """The way to the server."""
+        """The link to the server."""
         return self.life.link
 
     @property
     def streams(self) -> SimulatedStreams:
-        """Its copies."""
+        """The streams of its copies."""
         return self.life.streams
 
     def _begin(self) -> _Life:
         self._lives += 1
-        self.due.append(self.weights)  # so that the store knows which weights it has from now on
+        self.due.append(self.weights)  # tells the store which weights this process computes with
         with use_runtime(self.runtime):
             return _Life(self.loop, self.server.connect(), self._open, self._writes, self._say)
 
@@ -149,7 +150,7 @@ class ServingEngine:
         return WatchedStore(store, self.loop, self.oracle, self._texts, self.weights)
 
     def run(self, until: float) -> None:
-        """Serve until a time, then finish what is left."""
+        """Serve until a time, then finish the open requests."""
         chance, life = self.loop.random, self.life
         while self.loop.now < until and not life.link.is_dead:
             if self.due:
@@ -165,31 +166,31 @@ class ServingEngine:
         self._be_idle(life)
 
     def crash(self) -> None:
-        """Die at once. What was sent still arrives."""
+        """Die at once. Requests already sent still arrive."""
         life = self.life
         life.link.is_dead = True
         self.loop.start("killed", lambda: life.store.close(0.0))
 
     def restart(self) -> None:
-        """Come back with no memory, and the weights that it had."""
+        """Restart with empty memory and the same weights."""
         self.reasons += self.life.store.reasons
         self.life = self._begin()
 
     def heal(self) -> None:
-        """End what is wrong with its link and its copies."""
+        """End all faults of its link and its copies."""
         self.link.heal()
         self.streams.loss = 0.0
 
     def turn_clock(self, ahead: float) -> None:
-        """Let the engine's clock jump."""
+        """Set how far the engine's clock is ahead."""
         self.runtime.ahead = ahead
 
     def collect_all(self) -> None:
-        """Serve what is open."""
+        """Serve the open requests."""
         self._be_idle(self.life)
 
     def read_again(self) -> None:
-        """Do nothing: prompts come again."""
+        """Do nothing: prompts repeat anyway."""
 
     def forget(self, revision: str | None) -> bool:
         """Forget all blocks. Returns whether the store confirmed it."""
@@ -197,17 +198,17 @@ class ServingEngine:
         return self._forget(self.life, revision)
 
     def lift_quotas(self) -> bool:
-        """Let tenants keep as many blocks as they like. Returns whether the store confirmed it."""
+        """Remove all quotas. Returns whether the store confirmed it."""
         return not self._has_tenants or self._set_quota(self.life, None)
 
-    def was_told(self, at: float) -> bool:  # noqa: ARG002 (engines that call the store themselves check it)
-        """Return False."""
+    def was_told(self, at: float) -> bool:  # noqa: ARG002
+        """Return False: `SimulatedEngine` checks this."""
         return False
 
     def works(self) -> bool:
         """Serve a prompt; return whether its blocks then come from the store."""
         life, prompt = self.life, list(range(1, 4 * BLOCK_SIZE + 2))
-        for _ in range(2):  # with "second_use" blocks are stored when they are used again
+        for _ in range(2):  # "second_use" stores blocks on their second use
             self._add(life, prompt, 1)
             self._be_idle(life)
         fetch = None
@@ -218,7 +219,7 @@ class ServingEngine:
         return self._writes == "back" or (fetch is not None and fetch.tokens == 4 * BLOCK_SIZE)
 
     def close(self) -> None:
-        """Close the store; nothing may be held."""
+        """Close the store, and check that nothing is still in use."""
         life = self.life
         self._be_idle(life)
         self._check_idle(life)
@@ -231,10 +232,10 @@ class ServingEngine:
         life.executor.end_spans()
         life.engine.close()
 
-    # ---- what it does ----
+    # ---- its work ----
 
     def _prompt(self) -> list[int]:
-        """Return a prompt: the beginning of one that engines share now, and some other tokens."""
+        """Return a prompt: the beginning of a text that all engines use now, and some random tokens."""
         chance = self.loop.random
         text = int(self.loop.now) + chance.randrange(2)
         shared = [(7 * text + place) % 50 for place in range(chance.randint(1, 10))]
@@ -272,14 +273,18 @@ class ServingEngine:
         self.loop.sleep(_STEP_SECONDS)
         oldest = min(life.requests.values(), default=inf)
         if self.loop.now > oldest + _PATIENCE and not life.link.is_dead:
-            raise BrokenPromiseError(f"engine {self.number}: a request of {oldest:.3f} s has not ended")
+            raise BrokenPromiseError(f"engine {self.number}: the request added at {oldest:.3f} s has not ended")
         if max(life.store.reads.values(), default=0) > _MOST_READS * (1 + len(life.requests)):
             raise BrokenPromiseError(f"engine {self.number}: reads a block again and again")
         if not life.requests:
             life.store.reads.clear()
 
     def _compute(self, life: _Life, step: Step) -> tuple[list[tuple[list[int], ...]], list[int]]:
-        """Write the new tokens of all rows. Returns what each row reads, and its right keys; and the tokens sampled."""
+        """Write the new tokens of all rows.
+
+        Returns:
+            For each row its expected keys, and the keys and values that it reads; then the sampled tokens.
+        """
         stamp = self._texts.stamp(Stamp((self.number, self._lives), self.weights, self.loop.now))
         read: list[tuple[list[int], ...]] = []
         digests = [
@@ -303,19 +308,19 @@ class ServingEngine:
         return None if owner is None else owner[0].request.salt
 
     def _check(self, step: Step, read: list[tuple[list[int], ...]]) -> None:
-        """Check what rows have read, but for those whose blocks are known to be lost."""
+        """Check what each row has read, except rows whose blocks are known to be lost."""
         for row, (right, keys, values) in enumerate(read):
             if step.void is not None and step.void[row]:
                 continue
             who = f"engine {self.number}: request {step.owner(row)[0]}"
             if keys != right:
                 wrong = next(at for at, key in enumerate(keys) if key != right[at])
-                raise BrokenPromiseError(f"{who} reads another token than its own at {wrong} of {len(keys)}")
+                raise BrokenPromiseError(f"{who} reads another token than its own at position {wrong} of {len(keys)}")
             for value in values:
                 stamp = self._texts.stamps[value]
                 is_own = stamp.engine == (self.number, self._lives)
                 if stamp.weights != self.weights or (is_own and stamp.at < self.life.forgot_at):
-                    raise BrokenPromiseError(f"{who} reads a block of {stamp.at:.3f} s, which was forgotten")
+                    raise BrokenPromiseError(f"{who} reads a forgotten block, computed at {stamp.at:.3f} s")
 
     def _end(self, life: _Life, finished: Finished) -> None:
         request, outputs = finished.request, finished.outputs[0]
@@ -329,7 +334,7 @@ class ServingEngine:
         self._say(f"request {request.request_id} took {self.loop.now - began:.3f} s")
 
     def _be_idle(self, life: _Life) -> None:
-        """Serve until no request is open, and nothing is in flight."""
+        """Serve until no request is open and nothing is in flight."""
         until = self.loop.now + 2 * _PATIENCE
         life.upkeep.unpin_all()
         while not life.link.is_dead:
@@ -339,14 +344,14 @@ class ServingEngine:
                 if not life.prefix_store.num_open and not life.prefix_store.waiting_blocks:
                     return
             if self.loop.now > until:
-                raise BrokenPromiseError(f"engine {self.number}: blocks wait for the store, and it takes none")
+                raise BrokenPromiseError(f"engine {self.number}: blocks wait for the store, but it accepts none")
 
     def _check_idle(self, life: _Life) -> None:
-        """Check that nothing is leased or stranded, and that counters add up."""
+        """Check that no block is leased or leaked, and that the counters add up."""
         life.scheduler.drain()
         stats, watched = life.prefix_store.stats(), life.store
         if not life.manager.prefix.reset() or life.manager.stats().open_tickets:
-            raise BrokenPromiseError(f"engine {self.number}: blocks are in use, and no request is")
+            raise BrokenPromiseError(f"engine {self.number}: blocks are in use, but no request is open")
         for tier in ("device", "host"):
             pool = life.manager.pool(tier)
             if pool.num_free != pool.num_blocks:
@@ -360,7 +365,7 @@ class ServingEngine:
             )
 
     def _forget_due(self, life: _Life) -> None:
-        """Call `forget` for a due revision, once idle; if it is killed before, its next life does."""
+        """Call `forget` for a due revision, once idle; if it is killed first, its next life does."""
         self._be_idle(life)
         if not life.link.is_dead:
             revision = self.due.pop(0)
@@ -377,7 +382,7 @@ class ServingEngine:
         self.called_at = began_at
         life.store.is_forgotten = False
         self.weights = life.store.weights = weights
-        if revision is None:  # else it may join an epoch in which it has stored blocks
+        if revision is None:  # otherwise it may join an epoch in which it has already stored blocks
             life.forgot_at = self.loop.now
         try:
             if not life.prefix_store.forget(revision):

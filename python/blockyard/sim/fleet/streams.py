@@ -1,4 +1,4 @@
-"""`SimulatedStreams`: the streams of one engine's copies, in virtual time."""
+"""`SimulatedStreams`: one engine's copy streams in virtual time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockyard.sim.loop import Loop
 __all__ = ["SimulatedStreams"]
 
 _USUAL_SECONDS: Final = 0.001
-_SLOW: Final = 200.0  # as one copy in ten is
+_SLOW: Final = 200.0  # one copy in ten is slower by this factor
 
 
 class CopyError(BlockyardError):
@@ -42,10 +42,10 @@ class _Fires:
 
 
 class SimulatedStreams:
-    """Streams whose copies take a drawn time; see `blockyard.engine.streams.Streams`. Compute is the calling task.
+    """Streams whose copies take a random time; see `blockyard.engine.streams.Streams`. Compute is the calling task.
 
     Args:
-        loop: gives time and chance.
+        loop: provides time and randomness.
 
     Attributes:
         loss: share of copies that fail.
@@ -82,7 +82,7 @@ class SimulatedStreams:
         return _Fires(self._loop).run(lambda: None)
 
     def capturing(self) -> bool:
-        """Return False: there are no graphs."""
+        """Return False: there are no CUDA graphs."""
         return False
 
     def order_compute(self, event: Event) -> None:

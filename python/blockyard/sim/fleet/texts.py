@@ -1,4 +1,4 @@
-"""What a model computes for tokens, in a simulation: numbers that tell which tokens, weights and time they are of."""
+"""What a simulated model computes: numbers that identify the tokens, the weights and the step they come from."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Stamp(NamedTuple):
     """One step of one engine.
 
     Attributes:
-        engine: which one, and which of its lives.
-        weights: with which it computed.
-        at: when.
+        engine: number of the engine, and of its life.
+        weights: name of its weights.
+        at: time of the step.
     """
 
     engine: tuple[int, int]
@@ -41,12 +41,12 @@ class _Text(NamedTuple):
 
 @dataclass
 class Texts:
-    """All that engines have computed.
+    """Everything that the engines have computed.
 
-    The key of a token is a digest of the weights, the salt and all tokens up to it; its value is the number of a stamp.
+    A token's key is a digest of the weights, the salt and all tokens up to it. Its value is the number of a stamp.
 
     Attributes:
-        stamps: by number.
+        stamps: the stamps; a stamp's number is its index.
     """
 
     stamps: list[Stamp] = field(default_factory=list)
@@ -71,19 +71,19 @@ class Texts:
 
     @staticmethod
     def next_token(digest: int) -> int:
-        """Return the token that the model says after one of this key."""
+        """Return the token that the model samples after a token with this key."""
         return (digest >> 20) % _TOKENS
 
     def check_block(self, row: NDArray[np.uint8], key: bytes, weights: str) -> list[Stamp]:
-        """Check a block of a store. Returns when each of its tokens was computed.
+        """Check a block of a store. Returns the stamp of each token.
 
         Args:
-            row: its bytes.
-            key: under which it is stored.
-            weights: of the engine that stores or finds it.
+            row: the block's bytes.
+            key: the key under which it is stored.
+            weights: weights of the engine that stores or finds it.
 
         Raises:
-            BrokenPromiseError: it is not the block of this key, or of other weights.
+            BrokenPromiseError: the block belongs to another key or to other weights.
         """
         keys, values = np.ascontiguousarray(row).view(np.int64).reshape(2, BLOCK_SIZE).tolist()
         text = self._texts.get(keys[-1])

@@ -20,16 +20,16 @@ _CHANGE: Final = re.compile(r"(?P<kind>forget|quota)(?:s of)? .*")
 _REQUEST: Final = re.compile(r"request (?P<name>[\d-]+): \[(?P<prompt>.*)\], (?P<tokens>\d+) tokens")
 _TOOK: Final = re.compile(r"request (?P<name>[\d-]+) took .*")
 _NO_END: Final = {"crash", "clock"}
-"""Faults that last, and whose end is not in the log."""
+"""Faults with a duration whose end is not in the log."""
 _COUNTED: Final = {"get": ("reads (blocks)", "hits", "misses"), "put": ("writes (blocks)", "stored", "not stored")}
 
 
 def fleet_timeline(report: FleetReport) -> Timeline:
-    """Return what a fleet did: a track for the faults and one for each engine.
+    """Return what a fleet did: one track for the faults, and one for each engine.
 
-    A span of an engine that serves is a request, until its last token. A span of one that calls the store reaches from
-    the submission of a batch until the engine collected it, with its reasons. Batches and requests of a killed engine
-    have no end and are left out.
+    On the track of a serving engine, a span is a request, from its arrival to its last token. On the track of an engine
+    that calls its store, a span is a batch, from its submission until it is collected. Batches and requests of a killed
+    engine never end, and are left out.
     """
     reader = _Reader(report)
     for line in report.log:

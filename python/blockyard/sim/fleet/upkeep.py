@@ -1,4 +1,4 @@
-"""`Upkeep`: what changes the pool of a serving engine while it serves: resizes, pins, and moves of blocks."""
+"""`Upkeep`: resizes, pins and block moves in the pool of a serving engine while it serves."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _GOALS: Final[tuple[tuple[Goal, ...], ...]] = (
 )
 _GARBAGE: Final = -1
 _RESIZES: Final = 0.04
-"""Share of all steps."""
+"""Share of steps that resize the pool."""
 _PINS: Final = 0.1
-"""Share of all steps in which a prompt is pinned, and of those in which one is unpinned."""
+"""Share of steps that pin a prompt; an equal share unpins one."""
 
 
 def draw_defragmentation(chance: Random) -> DefragPolicy | None:
-    """Return the moves that a scheduler decides in each step, often none."""
+    """Draw a defragmentation policy for a scheduler, often None."""
     goals = chance.choice(_GOALS)
     if not goals:
         return None
@@ -45,23 +45,23 @@ def draw_defragmentation(chance: Random) -> DefragPolicy | None:
 
 
 class Upkeep:
-    """Resizes the device pool, pins prompts, and overwrites blocks whose memory a smaller pool gives back.
+    """Resizes the device pool, pins prompts, and overwrites the memory that a smaller pool no longer uses.
 
     Args:
-        manager: of the pool.
+        manager: manages the pool.
         cells: keys and values of the device's slots, int64 `[2, slots]`.
-        chance: decides what is done.
-        say: is called with a line for each change.
+        chance: source of randomness.
+        say: called with a log line for each change.
     """
 
     def __init__(
         self, manager: BlockManager, cells: NDArray[np.int64], chance: Random, say: Callable[[str], None]
     ) -> None:
         self._manager, self._cells, self._chance, self._say = manager, cells, chance, say
-        self._pins: dict[int, list[int]] = {}  # with the right keys of their tokens
+        self._pins: dict[int, list[int]] = {}  # the expected keys of each pin's tokens
 
     def act(self, draw_prompt: Callable[[], tuple[list[int], bytes | None, list[int]]]) -> None:
-        """Change the pool, at times.
+        """Sometimes resize the pool, pin a prompt, or unpin one.
 
         Args:
             draw_prompt: returns a prompt to pin, its salt, and the keys of its tokens.
@@ -75,27 +75,25 @@ class Upkeep:
             self._unpin(self._chance.choice(list(self._pins)))
 
     def give_back(self) -> None:
-        """Overwrite what is beyond the last block that the pool uses."""
+        """Overwrite the memory beyond the last block in use."""
         self._cells[:, self._manager.defrag.progress().extent * BLOCK_SIZE :] = _GARBAGE
 
     def unpin_all(self) -> None:
-        """End all pins."""
+        """Remove all pins."""
         for pin in list(self._pins):
             self._unpin(pin)
 
     def check_pins(self) -> None:
-        """Check the keys of all pinned blocks, as a step reads them.
+        """Check the keys in all pinned blocks, as a step would read them.
 
         Raises:
-            BrokenPromiseError: one is another.
+            BrokenPromiseError: a pinned block holds other keys.
         """
         for pin, keys in self._pins.items():
             blocks = np.asarray(self._manager.pins.blocks(pin), np.int64)
             found = self._cells[0].reshape(-1, BLOCK_SIZE)[blocks].ravel().tolist()
             if found != keys:
-                raise BrokenPromiseError(
-                    f"pin {pin} has other keys than those of its prompt in blocks {blocks.tolist()}"
-                )
+                raise BrokenPromiseError(f"blocks {blocks.tolist()} of pin {pin} do not hold the keys of its prompt")
 
     def _resize(self, blocks: int) -> None:
         try:

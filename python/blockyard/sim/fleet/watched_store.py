@@ -1,4 +1,4 @@
-"""`WatchedStore`: a store whose blocks are checked as they go in and come out."""
+"""`WatchedStore`: wraps a store and checks every block written to it or read from it."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class WatchedStore(ExternalStore):
     """Passes all calls on to a store.
 
     Args:
-        store: that has the blocks.
-        loop: gives time.
-        oracle: knows since when the weights count.
-        texts: knows what blocks must hold.
+        store: holds the blocks.
+        loop: provides the time.
+        oracle: knows when the current weights became valid.
+        texts: knows what each block must hold.
 
     Attributes:
         store: as given.
-        weights: with which the engine computes.
-        reasons: of all blocks, "" for those that came or went.
-        hits: blocks found.
-        stored: blocks confirmed.
+        weights: the engine's current weights.
+        reasons: the reasons of all blocks read or written, "" for success.
+        hits: number of blocks found.
+        stored: number of blocks whose write was confirmed.
         reads: how often each key was read.
-        broken: the first promise that was broken. It is not raised here, where it would be one more miss.
-        is_forgotten: a read said so since this was set to False.
+        broken: the first broken promise. Raised here, it would only count as another miss.
+        is_forgotten: a read missed as `"forgotten"` since the caller last set this to False.
     """
 
     def __init__(self, store: RemoteStore, loop: Loop, oracle: Oracle, texts: Texts, weights: str) -> None:
@@ -63,7 +63,7 @@ class WatchedStore(ExternalStore):
 
     @property
     def num_slots(self) -> int:
-        """Blocks that the store can hold."""
+        """Number of blocks that the store can hold."""
         return self.store.num_slots
 
     @property
@@ -73,7 +73,7 @@ class WatchedStore(ExternalStore):
 
     @property
     def keeps_quotas(self) -> bool:  # type: ignore[override]
-        """Whether it has quotas."""
+        """Whether the store keeps quotas."""
         return self.store.keeps_quotas
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
@@ -98,7 +98,7 @@ class WatchedStore(ExternalStore):
         return self._note("get", names, self.store.submit_get(keys, rows))
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
-        """Return which keys are known to be there."""
+        """Return which keys are known to have a block."""
         return self.store.contains(keys)
 
     def lacks(self, keys: Keys) -> NDArray[np.bool_]:
@@ -114,11 +114,11 @@ class WatchedStore(ExternalStore):
         self.store.set_quota(tenant, num_blocks)
 
     def quota(self, tenant: bytes) -> tuple[int, int] | None:
-        """Return what a tenant has."""
+        """Return a tenant's block count and quota."""
         return self.store.quota(tenant)
 
     def event_fd(self) -> int:
-        """Return a descriptor that is readable when there is news."""
+        """Return a descriptor that is readable after a ticket has ended."""
         return self.store.event_fd()
 
     def poll(self) -> list[int]:

@@ -1,1 +1,1 @@
-"""The modelled servers of a fleet, and the links from its engines to them."""
+"""The modelled servers of a fleet, and the links between them and its engines."""

@@ -1,8 +1,8 @@
 """`Link`: the network between one engine and the server, with faults.
 
-A request is one step at the server, or several between which requests of others may come. It arrives after a delay, and
-the answer has its own delay. Both can be lost: the caller then waits for its time limit, and the request may have been
-carried out all the same, also after the caller has given up.
+A request takes one or more steps at the server; other requests may run between two steps. It arrives after a delay, and
+so does the answer. Either can be lost. The caller then waits for its time limit, but the server may still carry out the
+request, even after the caller has given up.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from blockyard.stores.remote import RemoteStore
 
 __all__ = ["DEADLINE", "Link", "Server"]
 
-DEADLINE: Final = 3.0  # seconds that the stores give a batch
+DEADLINE: Final = 3.0  # the stores' timeout for a batch, in seconds
 
 T = TypeVar("T")
 _USUAL_SECONDS: Final = 0.002
-_ASIDE: Final = 0.25  # how often requests of others may come between two steps
+_ASIDE: Final = 0.25  # probability that other requests may run between two steps
 
 
 class Server(Protocol):
-    """A modelled server, and what goes wrong with it.
+    """A modelled server, and its faults.
 
     Attributes:
-        loop: gives time and chance.
+        loop: provides time and randomness.
         slowness: factor of all delays.
-        is_full: it refuses to store.
-        caller: whose request it serves, and when that was sent.
+        is_full: whether it refuses writes.
+        caller: the link whose request is being served, and when that request was sent.
     """
 
     caller: tuple[Link, float] | None
@@ -42,13 +42,13 @@ class Server(Protocol):
     is_full: bool
 
     def connect(self) -> Link:
-        """Return the way there from one engine."""
+        """Return a link for one engine."""
 
     def record(self) -> bytes | None:
-        """Return the epoch's record, damaged or not."""
+        """Return the epoch's record, even if it is damaged."""
 
     def lose(self, share: float) -> None:
-        """Lose that share of what is stored."""
+        """Lose that share of the stored data."""
 
     def lose_record(self) -> None:
         """Lose the epoch's record."""
@@ -70,16 +70,16 @@ class _Request:
 
 
 class Link(ABC):
-    """Carries requests, and their answers back.
+    """Carries requests and their answers.
 
     Args:
-        server: at the other end.
+        server: the server.
         time_limit: seconds after which a caller gives up.
-        error: what is raised then.
+        error: exception to raise then.
 
     Attributes:
-        is_cut: nothing arrives, either way.
-        is_dead: the engine was killed: it sends no more, but what it has sent still arrives.
+        is_cut: whether everything is lost, in both directions.
+        is_dead: the engine was killed: it sends nothing more, but requests already sent still arrive.
         slowness: factor of this link's delays.
         loss: share of requests and answers that are lost.
         repeats: share of requests that are sent twice.
@@ -92,10 +92,10 @@ class Link(ABC):
 
     @abstractmethod
     def open(self, revision: str, bytes_per_block: int) -> RemoteStore:
-        """Open a prefix store at the other end; `revision` as for `open_store`."""
+        """Open a prefix store on the server; `revision` as for `open_store`."""
 
     def call(self, *steps: Callable[[], T]) -> list[T]:
-        """Let the server take steps, and return their answers. What a step raises of the error's class is raised."""
+        """Run steps on the server, and return their answers. Errors of the link's class are raised here."""
         loop = self._server.loop
         if self.is_dead:
             raise self._error("connection refused")
@@ -109,15 +109,15 @@ class Link(ABC):
         return request.answers
 
     def heal(self) -> None:
-        """End what is wrong with it."""
+        """End all faults of this link."""
         self.is_cut, self.slowness, self.loss, self.repeats = False, 1.0, 0.0, 0.0
 
     def _arrive(self, request: _Request) -> None:
-        if not self._is_lost() and not request.ended.is_set():  # nobody repeats a request that was answered
+        if not self._is_lost() and not request.ended.is_set():  # clients do not repeat an answered request
             self._serve(request, [])
 
     def _serve(self, request: _Request, answers: list[Any]) -> None:
-        """Take the steps that are left, and send the answer."""
+        """Run the remaining steps, and send the answer."""
         server, steps, error = self._server, request.steps, None
         server.caller = (self, request.sent_at)
         try:

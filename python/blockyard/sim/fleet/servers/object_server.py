@@ -1,4 +1,4 @@
-"""A model of an object store. It has the functions of obstore that `ObjectStore` calls."""
+"""A model of an object store, with the functions of obstore that `ObjectStore` calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from blockyard.stores.value import HEADER
 __all__ = ["CAPACITY", "RECORD_BYTES", "ObjectLink", "ObjectServer"]
 
 CAPACITY: Final = 32  # blocks
-RECORD_BYTES: Final = HEADER + EPOCH_BYTES  # of the epoch
+RECORD_BYTES: Final = HEADER + EPOCH_BYTES  # size of the epoch's record
 
 _TIME_LIMIT: Final = 1.0
 
@@ -26,7 +26,7 @@ class _ServerError(Exception):
 
 
 class _AlreadyExistsError(_ServerError):
-    """There is an object under this path."""
+    """The path already has an object."""
 
 
 class _PreconditionError(_ServerError):
@@ -56,17 +56,17 @@ class _Object:
 
 
 class ObjectServer:
-    """The objects, and what goes wrong with them.
+    """The objects, and the server's faults.
 
     Attributes:
-        objects: by path.
-        is_full: it refuses to store.
+        objects: objects by path.
+        is_full: whether it refuses writes.
         slowness: factor of all delays.
-        num_changes: of the objects.
+        num_changes: number of writes, to number the objects' tags.
 
     Args:
-        loop: gives time and chance.
-        watch: is called with each value that is about to be stored.
+        loop: provides time and randomness.
+        watch: called with each value that is about to be stored.
     """
 
     def __init__(self, loop: Loop, watch: Callable[[bytes], None]) -> None:
@@ -98,16 +98,16 @@ class ObjectServer:
         return self.objects[path]
 
     def delete(self, paths: list[str]) -> None:
-        """Delete objects; those that are absent are deleted already."""
+        """Delete objects; ignore absent ones."""
         for path in paths:
             self.objects.pop(path, None)
 
     def connect(self) -> ObjectLink:
-        """Return the way there from one engine."""
+        """Return a link for one engine."""
         return ObjectLink(self)
 
     def record(self) -> bytes | None:
-        """Return the epoch's record, damaged or not."""
+        """Return the epoch's record, even if it is damaged."""
         return next((there.value for there in self.objects.values() if len(there.value) == RECORD_BYTES), None)
 
     def lose_record(self) -> None:
@@ -116,7 +116,7 @@ class ObjectServer:
             del self.objects[path]
 
     def lose(self, share: float) -> None:
-        """Lose objects, as with a node."""
+        """Lose a share of the objects, as with a lost node."""
         for path in [path for path in self.objects if self.loop.random.random() < share]:
             del self.objects[path]
 
@@ -134,7 +134,7 @@ class ObjectServer:
             self.objects[path] = _Object(value[: self.loop.random.randrange(HEADER)], self.objects[path].tag)
 
     def _any(self) -> str:
-        """Draw an object that is whole, often the record; "" if there is none."""
+        """Draw the path of an object that is not torn, often the record; "" if there is none."""
         paths = [path for path, there in self.objects.items() if len(there.value) > HEADER]
         records = [path for path in paths if len(self.objects[path].value) == RECORD_BYTES]
         if not paths:
@@ -143,7 +143,7 @@ class ObjectServer:
 
 
 class ObjectLink(Link):
-    """The way from one engine to the server, in place of the module obstore."""
+    """The link from one engine to the server; it replaces the module obstore."""
 
     exceptions = _exceptions
 
@@ -152,7 +152,7 @@ class ObjectLink(Link):
         self.server = server
 
     def open(self, revision: str, bytes_per_block: int) -> ObjectStore:
-        """Open the store at the other end."""
+        """Open a store on the server."""
         return ObjectStore(
             read_url(f"s3://bucket?size=1MiB&connections=4&timeout_base={DEADLINE}"),
             bytes_per_block=bytes_per_block,
@@ -168,7 +168,7 @@ class ObjectLink(Link):
         return self.call(lambda: self.server.get(path))[0]
 
     def head(self, _client: object, path: str) -> dict[str, Any]:
-        """Return what is known of an object."""
+        """Return an object's metadata."""
         return self.get(_client, path).meta
 
     def put(self, _client: object, path: str, value: memoryview, *, mode: Any = "overwrite", **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""A model of what a Redis server keeps: the commands that `RedisStore` sends, and its scripts, run by Lua itself."""
+"""A model of a Redis database: the commands that `RedisStore` sends, and its scripts, run by a real Lua interpreter."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _GROWING: Final = {b"SET", b"HSET", b"HSETNX", b"HINCRBY", b"ZADD"}
 
 
 class RedisData:
-    """The keys of one database, by name, in the order in which they came.
+    """The keys of one database, in the order of insertion.
 
     Values are bytes, hashes (`dict[bytes, bytes]`) and sorted sets (`dict[bytes, float]`).
 
     Args:
         clock: returns the server's time in seconds.
-        watch: is called with each string that is about to be stored.
+        watch: called with each string that is about to be stored.
 
     Attributes:
-        values: by name; those that have expired go when they are touched.
-        expires: when keys with a time to live go.
-        is_full: commands that need memory are refused.
+        values: values by key; the next command removes expired ones.
+        expires: when keys with a time to live expire.
+        is_full: whether commands that need memory are refused.
     """
 
     def __init__(self, clock: Callable[[], float], watch: Callable[[bytes], None]) -> None:
@@ -45,7 +45,7 @@ class RedisData:
         """Run a command. Returns an int, bytes, None or a list.
 
         Raises:
-            StoreError: the server refuses it.
+            StoreError: the server refuses the command.
         """
         name, *words = command
         if self.is_full and name in _GROWING:
@@ -57,17 +57,17 @@ class RedisData:
         answer = act(*words)
         if name != b"GET":
             for key in words[:1]:
-                if self.values.get(key) == {}:  # an empty hash or set is none
+                if self.values.get(key) == {}:  # Redis removes empty hashes and sets
                     self.drop(key)
         return answer
 
     def copy(self) -> tuple[dict[bytes, Any], dict[bytes, float]]:
-        """Return what a replica has now."""
+        """Return a copy of the data, for a replica."""
         values = {name: dict(value) if isinstance(value, dict) else value for name, value in self.values.items()}
         return values, dict(self.expires)
 
     def drop(self, key: bytes) -> bool:
-        """Delete a key. Returns whether it was there."""
+        """Delete a key. Returns whether it existed."""
         self.expires.pop(key, None)
         return self.values.pop(key, None) is not None
 
@@ -189,10 +189,10 @@ class RedisData:
 
 
 class _Scripts:
-    """Lua, and the scripts that it has compiled. One script runs at a time.
+    """The Lua interpreter and its compiled scripts. One script runs at a time.
 
     Attributes:
-        data: what `redis.call` acts on.
+        data: the database that `redis.call` acts on.
     """
 
     def __init__(self) -> None:
@@ -203,17 +203,17 @@ class _Scripts:
         self._compiled: dict[bytes, Any] = {}
 
     def run(self, script: bytes, keys: list[bytes], words: list[bytes]) -> Any:
-        """Run a script as Redis does. What `redis.call` raises ends it; what it has changed stays."""
+        """Run a script as Redis does: an error of `redis.call` ends it, but its changes so far stay."""
         function = self._compiled.get(script)
         if function is None:
             function = self._compiled[script] = self._lua.eval(b"function(KEYS, ARGV) " + script + b" end")
         try:
             return self._answer(function(self._table(*keys), self._table(*words)))
-        except LuaError as error:  # else what `redis.call` has raised
+        except LuaError as error:  # an error of `redis.call` is raised as it is
             raise StoreError(str(error)) from None
 
     def _call(self, *words: Any) -> Any:
-        """`redis.call`: the answer as Lua takes it."""
+        """Run `redis.call`, and convert the answer to Lua."""
         if self.data is None:
             raise StoreError("redis.call outside of a script")
         answer = self.data.run([word if isinstance(word, bytes) else _number(word) for word in words])
@@ -222,7 +222,7 @@ class _Scripts:
         return False if answer is None else answer
 
     def _answer(self, found: Any) -> Any:
-        """Return what a script has returned as Redis answers it."""
+        """Convert a script's result to Redis's answer."""
         if found is None or found is False:
             return None
         if isinstance(found, bytes):

@@ -1,4 +1,4 @@
-"""A model of a Redis server, and of the client that `RedisStore` calls."""
+"""A model of a Redis server, and of the client that `RedisStore` uses."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Unit = list[list[bytes]]  # commands that run in one step
 
 
 class RedisServer:
-    """The keys, and what goes wrong with them.
+    """The keys, and the server's faults.
 
     Attributes:
         data: the keys.
         slowness: factor of all delays.
         clock_step: seconds by which the server's clock is ahead.
-        may_miscount: keys were lost, so its lists may not have all blocks.
+        may_miscount: keys were lost, so the lists may lack blocks.
 
     Args:
-        loop: gives time and chance.
-        watch: is called with each value that is about to be stored.
+        loop: provides time and randomness.
+        watch: called with each value that is about to be stored.
         capacity: maximum number of blocks.
         ttl: seconds after which it drops a block; 0 for never.
     """
@@ -52,7 +52,7 @@ class RedisServer:
 
     @property
     def is_full(self) -> bool:
-        """Whether it refuses to store."""
+        """Whether it refuses writes."""
         return self.data.is_full
 
     @is_full.setter
@@ -60,7 +60,7 @@ class RedisServer:
         self.data.is_full = is_full
 
     def connect(self) -> RedisLink:
-        """Return the way there from one engine."""
+        """Return a link for one engine."""
         return RedisLink(self)
 
     def record(self) -> bytes | None:
@@ -68,9 +68,9 @@ class RedisServer:
         return next((value for value in self.data.values.values() if _is_record(value)), None)
 
     def run(self, unit: Unit) -> list[Any]:
-        """Run commands in one step. Returns the answers; what it refuses is a StoreError.
+        """Run commands in one step. Returns the answers; a refused command's is a StoreError.
 
-        Of several, a transaction, it runs none if it has no memory for the first.
+        Several commands are a transaction: if the first is refused for lack of memory, none runs.
         """
         first = self._try(unit[0])
         if isinstance(first, StoreError):
@@ -87,7 +87,7 @@ class RedisServer:
             return error
 
     def lose(self, share: float) -> None:
-        """Lose keys, those of lists too, as a server does that evicts by itself."""
+        """Lose keys, including lists, like a server that evicts on its own."""
         self.may_miscount = True
         for name in [name for name in self.data.values if self.loop.random.random() < share]:
             self.data.drop(name)
@@ -110,7 +110,7 @@ class RedisServer:
             self.data.values[name] = self.data.values[name][: self.loop.random.randrange(HEADER)]
 
     def _any(self) -> bytes:
-        """Draw a value that is whole, often the record; b"" if there is none."""
+        """Draw the key of a value that is not torn, often the record; b"" if there is none."""
         names = [name for name, value in self.data.values.items() if isinstance(value, bytes) and len(value) > HEADER]
         records = [name for name in names if _is_record(self.data.values[name])]
         if not names:
@@ -122,12 +122,12 @@ class RedisServer:
         self._replica = self.data.copy()
 
     def fail_over(self) -> None:
-        """Go on with the replica: what was stored since `stop_replica` is lost."""
+        """Switch to the replica: everything stored since `stop_replica` is lost."""
         self.data.values, self.data.expires = self._replica
         self._replica = self.data.copy()
 
     def num_unlisted(self) -> int:
-        """Return how many blocks no list has."""
+        """Return how many blocks are in no list."""
         orders = [value for name, value in self.data.values.items() if name.endswith(b":order")]
         return sum(all(name[-32:] not in order for order in orders) for name in self._blocks())
 
@@ -142,7 +142,7 @@ class RedisServer:
         """Check that no more blocks are stored than the store's size and quotas allow.
 
         Raises:
-            BrokenPromiseError: there are more.
+            BrokenPromiseError: a limit is exceeded.
         """
         if self.may_miscount:
             return
@@ -157,10 +157,10 @@ class RedisServer:
 
 
 class RedisLink(Link):
-    """The way from one engine to the server, in place of `RedisClient`.
+    """The link from one engine to the server; it replaces `RedisClient`.
 
-    A request is a pipeline: commands of others may come between two of its units, and of a killed engine's last request
-    only a part arrives.
+    A request is a pipeline of units. Other engines' commands may run between two units, and only part of a killed
+    engine's last request may arrive.
     """
 
     def __init__(self, server: RedisServer) -> None:
@@ -168,7 +168,7 @@ class RedisLink(Link):
         self.server = server
 
     def open(self, revision: str, bytes_per_block: int) -> RedisStore:
-        """Open the store at the other end."""
+        """Open a store on the server."""
         return RedisStore(
             read_url(f"redis://server?size=1MiB&timeout_base={DEADLINE}&ttl={self.server.ttl}"),
             bytes_per_block=bytes_per_block,
@@ -229,7 +229,7 @@ class RedisLink(Link):
         return [answer for (answer,) in self._request([[command] for command in commands])], None
 
     def close(self) -> None:
-        """Do nothing: there is no connection that must be closed."""
+        """Do nothing: there is no connection to close."""
 
     def _request(self, units: list[Unit]) -> list[list[Any]]:
         return self.call(*(partial(self.server.run, unit) for unit in units))
