@@ -107,7 +107,7 @@ def test_a_trace_that_cannot_be_replayed_is_named(tmp_path: Path, capsys: pytest
     path = tmp_path / "azure.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
     assert replay(path) == 2
-    assert f"{path}: no request has hash ids: which prompts begin alike is not known" in capsys.readouterr().err
+    assert f"{path}: no request has hash ids, so shared prefixes are unknown" in capsys.readouterr().err
 
 
 def test_a_plan_for_a_device_that_holds_no_request_recommends_nothing(trace: Path, capsys: pytest.CaptureFixture[str]):

@@ -152,8 +152,8 @@ def test_a_host_tier_finds_what_the_device_evicted(traces: Path):
     ("policy", "device", "host", "message"),
     [
         ("clock", 5, 0, "policy is 'clock', must be one of lru, adaptive, optimal"),
-        ("lru", 0, 0, "the pool has 0 device and 0 host blocks"),
-        ("lru", 5, -1, "the pool has 5 device and -1 host blocks"),
+        ("lru", 0, 0, "device_blocks is 0, host_blocks 0, must be"),
+        ("lru", 5, -1, "device_blocks is 5, host_blocks -1, must be"),
         ("optimal", 5, 1, "host_blocks is 1, must be 0 with policy 'optimal'"),
     ],
 )

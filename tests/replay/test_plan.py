@@ -54,8 +54,8 @@ def test_the_cheapest_is_recommended_that_keeps_the_limit():
     assert quick.recommended.host_gib > 1
     nothing = plan(max_ttft=1e-6)
     assert nothing.recommended is None
-    assert nothing.sentence().startswith("No choice has 90 % of first tokens within 1e-06 s; the quickest has them")
-    with pytest.raises(InvalidArgumentError, match="no choice keeps max_ttft, 1e-06 seconds"):
+    assert nothing.sentence().startswith("No choice gives 90 % of first tokens within 1e-06 s; the fastest gives them")
+    with pytest.raises(InvalidArgumentError, match="max_ttft is 1e-06 seconds, and no choice is that fast"):
         nothing.configuration()
 
 
@@ -137,7 +137,7 @@ def test_the_command_prints_choices_recommendation_and_configuration(
 
 def test_the_command_needs_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", str(write(tmp_path))]) == 2
-    assert "plan needs how long a step takes: --step-time, --fit or --system" in capsys.readouterr().err
+    assert "plan needs step times: give --step-time, --fit or --system" in capsys.readouterr().err
 
 
 def test_replay_serves_engines_where_a_step_has_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

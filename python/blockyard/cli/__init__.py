@@ -1,4 +1,4 @@
-"""The `blockyard` command; `blockyard --help` lists what it does, `docs/cli.md` describes its JSON.
+"""The `blockyard` command; `blockyard --help` lists what it does, `docs/reference/cli.md` describes its JSON.
 
 `options` has the command line, `commands` what each command does, and this file the rest: output, errors, signals.
 """
@@ -87,7 +87,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _write(result: Result, options: argparse.Namespace) -> int:
-    """Write what was found where it is wanted; if a file cannot be written, on standard output.
+    """Write the result to the files asked for; if a file cannot be written, to standard output.
 
     Returns:
         The exit code.

@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 _MOST_LOGGED: Final = 20
-"""Lines of a failed simulation that are shown as text; JSON has all."""
+"""Maximum number of log lines shown for a failed simulation; JSON has all."""
 _MOST_SHOWN: Final = 20
-"""Damaged slots that are listed as text."""
+"""Maximum number of damaged slots listed as text."""
 _LOOK_SECONDS: Final = 0.2
-"""Between looks at how much `fsck` has read."""
+"""Seconds between updates of the progress of `fsck`."""
 
 
 def demo(options: argparse.Namespace) -> Result:
@@ -152,12 +152,12 @@ def replay(options: argparse.Namespace) -> Result:
 
 
 def record(options: argparse.Namespace) -> Result:
-    """Run a program, and add up what its engines recorded."""
+    """Run a program, and sum up what its engines recorded."""
     return recording.record(options)
 
 
 def plan(options: argparse.Namespace) -> Result:
-    """Find the tiers and policies that are worth their money."""
+    """Find the tiers and policies that are worth their cost."""
     from blockyard.cli import plans  # noqa: PLC0415 (only this command needs it)
 
     return plans.plan(options)

@@ -210,7 +210,7 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
         "--prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="share the blocks of prompts that begin alike",
+        help="share the blocks of prompts with a common beginning",
     )
     group.add_argument(
         "--max-num-batched-tokens",
@@ -263,8 +263,8 @@ def _add_simulate(commands: Any) -> None:
         "--work",
         choices=("calls", "serving", "both"),
         default="both",
-        help="what engines do: random calls of the store, or serving prompts with a scheduler above it, which needs "
-        "torch; both: the first for two seeds, then the second for two",
+        help="what engines do: calls: random calls of the store; serving: serve prompts with a scheduler above the "
+        "store, needs torch; both: two seeds of calls, then two of serving, and so on",
     )
     command.add_argument(
         "--store",
@@ -279,7 +279,7 @@ def _add_simulate(commands: Any) -> None:
         "--seconds", type=_factor, default=4.0, metavar="X", help="virtual seconds of random work for each seed"
     )
     command.add_argument(
-        "--jobs", type=_count(1), metavar="N", help="processes to use, default: one a core; they change no result"
+        "--jobs", type=_count(1), metavar="N", help="processes (default: one per core); the results do not depend on it"
     )
     which = command.add_mutually_exclusive_group()
     which.add_argument(
@@ -301,7 +301,7 @@ def _add_replay(commands: Any) -> None:
     command = _add_command(
         commands,
         "replay",
-        "send the prompts of traces through caches of many sizes and policies, and say how many tokens each finds",
+        "run the prompts of traces through caches of many sizes and policies, and say how many tokens each finds",
         "replay trace.jsonl",
         "replay trace.jsonl --device-blocks 2%,10% --host-blocks 0,20%",
         "replay sessions.jsonl.gz --policies lru --format json",
@@ -321,19 +321,19 @@ def _add_replay(commands: Any) -> None:
         metavar="SIZES",
         help="sizes of the device pool: numbers of blocks, or percentages of the trace's distinct blocks",
     )
-    command.add_argument("--host-blocks", default="0", metavar="SIZES", help="sizes of the host tier, given likewise")
+    command.add_argument("--host-blocks", default="0", metavar="SIZES", help="sizes of the host tier, in the same form")
     command.add_argument(
         "--policies",
         default="lru,adaptive,optimal",
         metavar="NAMES",
-        help="eviction policies: lru, adaptive; optimal knows the future and is the ceiling for a device pool",
+        help="eviction policies: lru, adaptive; optimal knows the future, so no policy of a device pool does better",
     )
     command.add_argument(
         "--window",
         type=_share,
         default=0.0,
         metavar="X",
-        help="share of the requests, at the head of the trace, that only fill the cache and are not counted",
+        help="share of the requests, from the start of the trace, that fill the cache and are not counted",
     )
     command.add_argument("--jobs", type=_count(1), metavar="N", help="processes (default: one for each core)")
     command.add_argument("--executor", metavar="URL", help="run on a Dask cluster instead: dask://HOST:PORT")
@@ -345,20 +345,23 @@ def _add_plan(commands: Any) -> None:
     command = _add_command(
         commands,
         "plan",
-        "serve a trace by engines with other tiers and policies, and say which are worth their money",
+        "serve a trace with engines of different tiers and policies, and say which are worth their cost",
         "plan trace.jsonl --step-time 0.01,4e-5,2e-5,9e-8 --max-ttft 1",
         "plan trace.jsonl --step-time 0.01,4e-5,2e-5,9e-8 --html plan.html",
     )
     command.add_argument("trace", type=Path, metavar="TRACE", help="a trace, as of `blockyard replay`")
     command.add_argument("--first", type=_count(1), metavar="N", help="requests of the trace to read (default: all)")
     command.add_argument("--device-blocks", type=_count(1), default=20000, metavar="N", help="blocks on the device")
-    command.add_argument("--host-gib", type=_numbers, default=(0.0, 32.0, 128.0), metavar="LIST", help="host memory")
-    command.add_argument("--store-gib", type=_numbers, default=(0.0, 1024.0), metavar="LIST", help="sizes of the store")
+    command.add_argument("--host-gib", type=_numbers, default="0,32,128", metavar="LIST", help="sizes of host memory")
+    command.add_argument("--store-gib", type=_numbers, default="0,1024", metavar="LIST", help="sizes of the store")
     command.add_argument("--policies", default="adaptive", metavar="NAMES", help="eviction policies: lru, adaptive")
     command.add_argument(
-        "--max-ttft", type=_factor, metavar="X", help="seconds within which 90 %% of first tokens must come"
+        "--max-ttft",
+        type=_factor,
+        metavar="X",
+        help="limit of the time to first token in seconds, for 90 %% of requests",
     )
-    prices = command.add_argument_group("prices, an hour, in any currency")
+    prices = command.add_argument_group("prices per hour, in any currency")
     prices.add_argument("--device-price", type=_factor, default=2.5, metavar="X", help="accelerators of one engine")
     prices.add_argument("--host-price", type=_factor, default=0.005, metavar="X", help="a GiB of host memory")
     prices.add_argument("--store-price", type=_factor, default=0.0002, metavar="X", help="a GiB of the store")
@@ -370,23 +373,24 @@ def _add_plan(commands: Any) -> None:
 
 def _add_engine_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group(
-        "times", "With one of the first three, whole engines serve the trace in virtual time, by the real scheduler."
+        "times",
+        "With --step-time, --fit or --system, whole engines with the real scheduler serve the trace in virtual time.",
     )
     step_time = group.add_mutually_exclusive_group()
     step_time.add_argument(
         "--step-time",
         type=_four,
         metavar="A,B,C,D",
-        help="seconds of a step: A, and B for each prompt token, C for each decoding sequence, D for each cached token "
-        "that attention reads",
+        help="seconds per step: A, plus B per prompt token, C per decoding sequence, D per cached token that attention "
+        "reads",
     )
     step_time.add_argument(
-        "--fit", type=Path, metavar="FILE", help="find these four from a run of your engine: its requests.jsonl"
+        "--fit", type=Path, metavar="FILE", help="fit these four numbers to a run of your engine: its requests.jsonl"
     )
     step_time.add_argument(
         "--system",
         metavar="NAME",
-        help="take measured operators of this machine, such as h100_sxm; needs --model-config",
+        help="use operator times measured on this machine, such as h100_sxm; needs --model-config",
     )
     group.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
     group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens per block of the engine")
@@ -397,16 +401,16 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         "--prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="share the blocks of prompts that begin alike",
+        help="share the blocks of prompts with a common beginning",
     )
     group.add_argument(
-        "--sessions", type=_count(1), metavar="N", help="conversations at a time (default: as they come)"
+        "--sessions", type=_count(1), metavar="N", help="conversations at a time (default: all, as they arrive)"
     )
     group.add_argument(
         "--bytes-per-token",
         type=_count(1),
         metavar="N",
-        help="keys and values of a token, all layers (default: by --model-config, else 131072)",
+        help="bytes of a token's keys and values, all layers (default: from --model-config, else 131072)",
     )
     group.add_argument(
         "--host-bandwidth", type=_factor, default=25.0, metavar="X", help="GB/s between device and host, each way"
@@ -417,8 +421,8 @@ def _add_record(commands: Any) -> None:
     command = _add_command(
         commands,
         "record",
-        "run a program and record the requests of its engines: times, lengths, and which prompts begin alike, but no "
-        "text; the exit code is the program's",
+        "run a program and record the requests of its engines: times, lengths, and which prompts share a beginning, "
+        "but no text; the exit code is the program's",
         "record traffic.jsonl.gz -- vllm serve MODEL --kv-transfer-config ...",
         "record traffic.jsonl -q -- python my_engine.py",
     )

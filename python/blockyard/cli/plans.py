@@ -1,4 +1,4 @@
-"""`blockyard plan`: which tiers and policies are worth their money for a trace."""
+"""`blockyard plan`: which tiers and policies are worth their cost for a trace."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["plan"]
 
 
 def plan(options: argparse.Namespace) -> Result:
-    """Serve a trace by every choice, and recommend one."""
+    """Serve a trace with every choice, and recommend one."""
     pictures.require(options)
     step_time = replays.step_time_of(options)
     if step_time is None:
-        raise InvalidArgumentError("plan needs how long a step takes: --step-time, --fit or --system")
+        raise InvalidArgumentError("plan needs step times: give --step-time, --fit or --system")
     requests = read_trace(options.trace, first=options.first)
     policies, modes = replays.names_of(options.policies), replays.modes_of(options)
     count = len(options.host_gib) * len(options.store_gib) * len(policies) * len(modes)
@@ -79,7 +79,7 @@ def _show(found: Plan, stream: TextIO) -> None:
         times = f"{served.times.hit_rate:>6.1%} {choice.ttft:>10.3f} s {tpot.mean() * 1e3 if len(tpot) else 0:>8.1f}"
         mark = " *" if choice.is_best else ""
         print(f"{sizes} {times} {choice.per_hour:>9.3f} {choice.per_million_tokens:>16.4f}{mark}", file=stream)
-    print(f"* no choice is both cheaper and quicker\n\n{found.sentence()}", file=stream)
+    print(f"* no other choice is both cheaper and faster\n\n{found.sentence()}", file=stream)
     if found.recommended is not None:
         cache, vllm = found.configuration()
         print(f"\n{cache}", file=stream)

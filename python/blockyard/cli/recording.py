@@ -1,4 +1,4 @@
-"""`blockyard record`: runs a program whose engines record their requests, and adds up what they recorded."""
+"""`blockyard record`: runs a program whose engines record their requests, and sums up what they recorded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["record"]
 
 
 def record(options: argparse.Namespace) -> Result:
-    """Run a program, and add up what its engines recorded."""
+    """Run a program, and sum up what its engines recorded."""
     code, found, problem = run_recorded(options.path, options.program), {}, ""
     for path in recordings(options.path):
         try:
@@ -100,7 +100,7 @@ class TraceContents:
 
 
 def read_contents(path: Path) -> TraceContents:
-    """Add up a recording; one without requests has zeros.
+    """Sum up a recording; one without requests has zeros.
 
     Raises:
         TraceError: the file cannot be read, or a line is malformed.
@@ -122,7 +122,7 @@ def read_contents(path: Path) -> TraceContents:
 
 
 class _Relay:
-    """Passes signals on to the program instead of ending before it does; those that come before it runs, too."""
+    """Passes signals on to the program instead of ending first; also those that arrive before the program runs."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

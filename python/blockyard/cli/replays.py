@@ -1,4 +1,4 @@
-"""`blockyard replay`: hits of caches without time, or whole engines in virtual time."""
+"""`blockyard replay`: cache hits without a model of time, or whole engines in virtual time."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = ["engine_of", "modes_of", "names_of", "replay", "show_step", "step_tim
 _MILLISECONDS: Final = 1e3
 _BYTES_PER_TOKEN: Final = 131072  # of Llama-3.1-8B in bfloat16
 _NEED_TIMES: Final = ("trace_events", "model_config", "sessions", "bytes_per_token")
-"""Options that say nothing about hits."""
+"""Options that have no effect on hits."""
 _MANY_BLOCKS: Final = 2**20
-"""Of an engine whose run is fitted: it is taken for one that preempted nothing."""
+"""Pool size assumed for `--fit`: large enough that the engine preempted nothing."""
 
 
 def replay(options: argparse.Namespace) -> Result:
-    """Send traces through caches, or serve them by engines."""
+    """Run traces through caches, or serve them with engines."""
     pictures.require(options)
     step_time = step_time_of(options)
     for name in _NEED_TIMES if step_time is None else ():
@@ -56,7 +56,7 @@ def replay(options: argparse.Namespace) -> Result:
 
 
 def step_time_of(options: argparse.Namespace) -> StepTime | None:
-    """Return how long a step takes; None if it is not asked for."""
+    """Return the step times that the options ask for, or None."""
     if options.system is not None:
         from blockyard.replay.step_time.tables import TableStepTime  # noqa: PLC0415 (it needs the tables)
 
@@ -145,7 +145,7 @@ def _caches(options: argparse.Namespace, distinct: int) -> list[tuple[str, int, 
 
 
 def _sizes(options: argparse.Namespace, distinct: int) -> list[tuple[int, int]]:
-    """Return each size of the device pool with each of the host tier."""
+    """Return every combination of device pool and host tier sizes."""
     found = []
     for name in ("device_blocks", "host_blocks"):
         try:
@@ -184,7 +184,7 @@ def _share_of(part: int, whole: int) -> str:
 
 
 def _way(point: Point, hits: dict[tuple[int, str], int]) -> str:
-    """How much of the way from LRU to the optimum a policy goes, at one size without a host tier."""
+    """How far a policy gets from LRU to the optimum, at one size without a host tier."""
     worst, best = (hits.get((point.device_blocks, name), 0) for name in ("lru", OPTIMAL))
     if point.policy in {"lru", OPTIMAL} or point.host_blocks or best <= worst or not worst:
         return ""
@@ -273,7 +273,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _distinct(requests: Sequence[TraceRequest], block_size: int) -> int:
-    """Distinct blocks of the prompts; all of them if the trace does not tell which are equal."""
+    """Distinct blocks of the prompts; all blocks if the trace has no hash ids."""
     if any(len(request.hash_ids) for request in requests):
         trace = PackedTrace.of(requests)
         return trace.num_distinct * trace.block_tokens // block_size

@@ -1,1 +1,1 @@
-"""Replays of traces through the real block manager and scheduler: hit rates, times, and what a size is worth."""
+"""Replays traces through the real block manager and scheduler, to predict hit rates, times and costs."""

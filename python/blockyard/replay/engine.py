@@ -1,4 +1,4 @@
-"""`replay_times`: one engine in virtual time. The real scheduler and block manager; compute and copies are models."""
+"""`replay_times`: one engine in virtual time. Scheduler and block manager are real; compute and copies are modelled."""
 
 from __future__ import annotations
 
@@ -26,42 +26,43 @@ if TYPE_CHECKING:
 __all__ = ["EngineOptions", "StepTime", "Times", "Watch", "replay_times"]
 
 _MOST_STEPS: Final = 64
-"""Steps of plain decoding that the scheduler decides at once, as for a model that computes several tokens a step.
+"""Maximum number of plain decoding steps that the scheduler decides at once, as if a step computed several tokens.
 
-What comes out is the same, but blocks that they fill are published once all are computed, and cached blocks may be
-evicted in another order, as their stamps are those of steps.
+The results are the same, except that the blocks they fill are published together, and cached blocks may be evicted in
+another order, since their last use is counted in decided steps.
 """
 _IDLE_SECONDS: Final = 0.01
-"""Between looks at loads while there is nothing to compute, as engines do."""
+"""Time between polls of loads while there is nothing to compute, as in engines."""
 _OWN_TOKENS: Final = 2**31
-"""Tokens from here on are a request's own: no other prompt has them."""
+"""Token ids from here on are unique to one request."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """One engine: its pool, its scheduler, and what its copies take.
+    """Options of one engine: its pools, its scheduler, and the speed of its copies.
 
     Attributes:
         device_blocks: blocks on the device.
         host_blocks: blocks on the host, for swaps and for cached blocks that the device evicts.
-        block_size: tokens of a block; the trace's hash ids must stand for a multiple of it.
-        max_num_seqs: sequences in a step.
-        max_num_batched_tokens: tokens in a step.
-        preemption_mode: as of `Scheduler`; `"auto"` compares what a swap and a recompute cost here.
-        eviction: as of `PrefixCaching`.
+        block_size: tokens per block; each hash id of the trace must cover a multiple of it.
+        max_num_seqs: maximum number of sequences in a step.
+        max_num_batched_tokens: maximum number of tokens in a step.
+        preemption_mode: as for `Scheduler`; `"auto"` compares the costs of a swap and a recompute in this replay.
+        eviction: as for `PrefixCaching`.
         prefix_caching: whether prompts share blocks.
-        watermark: share of the device blocks that no prompt may take, as of `BlockManager`.
+        watermark: share of the device blocks that admission keeps free, as for `BlockManager`.
         bytes_per_block: bytes of a block, all layers.
-        host_bandwidth: bytes a second between device and host, each way.
-        host_latency: seconds that each batch of copies takes beside its bytes.
-        store_blocks: blocks that a prefix store holds, below device and host; 0 for none.
-        store_writes: which blocks go there, as of `PrefixStore`.
-        store_read_bandwidth: bytes a second from it.
-        store_write_bandwidth: bytes a second to it.
-        store_latency: seconds that each batch takes beside its bytes.
-        async_scheduling: whether a step is decided while the one before it is computed, as vLLM does. Then a request
-            waits for up to one step more, and a seat stays empty for one step.
-        max_concurrent_sessions: conversations at a time; the next begins when one ends. None: all as they come.
+        host_bandwidth: bytes per second between device and host, in each direction.
+        host_latency: seconds per batch of copies, in addition to the time for its bytes.
+        store_blocks: blocks that the prefix store below device and host can hold; 0 for no store.
+        store_writes: which blocks are written to the store, as for `PrefixStore`.
+        store_read_bandwidth: bytes per second read from the store.
+        store_write_bandwidth: bytes per second written to the store.
+        store_latency: seconds per batch, in addition to the time for its bytes.
+        async_scheduling: whether each step is decided while the previous one is computed, as vLLM does. Then a request
+            waits for up to one more step, and a freed seat stays empty for one step.
+        max_concurrent_sessions: maximum number of conversations at a time; when one ends, the next begins. None for no
+            limit.
     """
 
     device_blocks: int
@@ -87,23 +88,23 @@ class EngineOptions:
 
 @dataclass(eq=False)
 class Times:
-    """When things happened, in seconds from the start; NaN for requests that were refused.
+    """The times of a replay in seconds from its start, and its counters. Refused requests have NaN.
 
     Attributes:
-        arrival: of each request, float64 `[r]`.
+        arrival: when each request arrived, float64 `[r]`.
         queued: when the engine saw it, float64 `[r]`.
         scheduled: when its first step was decided, float64 `[r]`.
-        first_token: float64 `[r]`.
-        last_token: float64 `[r]`.
-        output_tokens: int64 `[r]`.
-        refused: requests that can never fit.
+        first_token: when its first token was sampled, float64 `[r]`.
+        last_token: when its last token was sampled, float64 `[r]`.
+        output_tokens: number of tokens it generates, int64 `[r]`.
+        refused: number of requests that can never fit.
         seconds: end of the last step.
-        steps: steps with compute.
-        busy_seconds: of compute.
+        steps: number of steps with compute.
+        busy_seconds: total time of compute.
         scheduler: counters of the scheduler.
-        store: counters of the prefix store's storage; None without one.
-        hit_rate: prompt tokens found cached for each that was looked up, recomputed prompts included.
-        loaded_blocks: cached blocks that came from the host.
+        store: counters of the prefix store's storage; None without a store.
+        hit_rate: share of the looked-up prompt tokens that were cached; recomputed prompts are looked up again.
+        loaded_blocks: number of cached blocks loaded from the host.
     """
 
     arrival: NDArray[np.float64]
@@ -123,18 +124,18 @@ class Times:
 
     @property
     def ttft(self) -> NDArray[np.float64]:
-        """Time to first token of each finished request, seconds."""
+        """Time to first token of each finished request, in seconds."""
         return _known(self.first_token - self.arrival)
 
     @property
     def tpot(self) -> NDArray[np.float64]:
-        """Time per output token after the first of each finished request with more than one, seconds."""
+        """Time per output token after the first, in seconds, of each finished request with more than one."""
         more = self.output_tokens > 1
         return _known((self.last_token - self.first_token)[more] / (self.output_tokens[more] - 1))
 
     @property
     def latency(self) -> NDArray[np.float64]:
-        """From arrival to last token of each finished request, seconds."""
+        """Time from arrival to last token of each finished request, in seconds."""
         return _known(self.last_token - self.arrival)
 
 
@@ -155,18 +156,18 @@ class StepTime(Protocol):
 
 
 class Watch(Protocol):
-    """Sees what a replay does."""
+    """Observes a replay."""
 
     def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:
-        """A step was computed, and `stored` blocks are in the prefix store; it may stand for many of plain decoding."""
+        """A step was computed; it may stand for many plain decoding steps. The prefix store has `stored` blocks."""
 
     def copies(self, start: float, end: float, way: str, blocks: int) -> None:
-        """Blocks went to or from the host; `way` is the transfer's kind."""
+        """Blocks were copied to or from the host; `way` is the kind of transfer."""
 
 
 @dataclass
 class _Clients:
-    """Who asks what, and when: arrivals in order, and requests that wait for answers."""
+    """The clients: which requests arrive when, and which wait for the answers to others."""
 
     requests: Sequence[TraceRequest]
     limit: int | None
@@ -195,7 +196,7 @@ class _Clients:
         heapq.heapify(self.due)
 
     def take(self, now: float) -> list[int]:
-        """Take out the requests that have come by now."""
+        """Remove and return the requests that have arrived by now."""
         taken = []
         while self.due and self.due[0][0] <= now:
             when, number = heapq.heappop(self.due)
@@ -204,7 +205,7 @@ class _Clients:
         return taken
 
     def answer(self, number: int, now: float) -> None:
-        """Note the answer to a request: what waited for it may follow."""
+        """Record the answer to a request; requests that waited for it become due."""
         for follower in self._followers[number]:
             self._waits[follower] -= 1
             if not self._waits[follower]:
@@ -228,18 +229,18 @@ def replay_times(
 ) -> Times:
     """Serve a trace in virtual time.
 
-    The scheduler decides every step as it does in an engine. A step begins when the loads that it needs have arrived;
-    stores go on in the background, and hold their blocks until they have landed. A request that waits for answers
-    comes its `delay` after the last of them.
+    The scheduler decides every step as in a real engine. A step begins when its loads have arrived. Stores continue in
+    the background, and hold their blocks until they have landed. A request that waits for answers arrives its `delay`
+    after the last of them.
 
     Args:
         requests: the trace.
-        options: the engine.
-        step_time: how long a step computes.
-        watch: sees every step and copy.
+        options: options of the engine.
+        step_time: predicts how long a step computes.
+        watch: observes every step and copy.
 
     Raises:
-        InvalidArgumentError: an option is out of range, or a block is no part of a hash id.
+        InvalidArgumentError: an option is out of range, or does not fit the trace's hash ids.
         InvariantError: nothing can run although requests wait.
     """
     return _Replay(requests, options, step_time, watch).run()
@@ -282,25 +283,25 @@ class _Replay:
             overlap_io=True,
             prefetch=None if self._tier is None else self._tier.prefixes.prefetch,
         )
-        self._open: list[tuple[float, int]] = []  # when each ticket's copies have landed
+        self._open: list[tuple[float, int]] = []  # heap of (when a ticket's copies have landed, ticket)
         self._clients = _Clients(requests, options.max_concurrent_sessions)
         self._queued = np.full(len(requests), np.nan)
         self._scheduled = np.full(len(requests), np.nan)
         self._first = np.full(len(requests), np.nan)
         self._last = np.full(len(requests), np.nan)
-        self._answers: dict[int, NDArray[np.uint32]] = {}  # texts of open requests whose answers the trace knows
+        self._answers: dict[int, NDArray[np.uint32]] = {}  # texts of open requests whose answers the trace has
         self._decided_at = 0.0  # when the next step is decided
-        self._arrived: deque[int] = deque()  # requests for which there is no seat, as the engine sees it
-        self._seats = self._ended = 0  # in use, as the engine sees it; freed by the step in flight
+        self._arrived: deque[int] = deque()  # requests that wait for a seat, as far as the engine knows
+        self._seats = self._ended = 0  # seats in use as far as the engine knows, and those freed by the step in flight
         self._steps = self._refused = 0
         self._busy = self._last_took = 0.0
         self._is_plain = False  # the last step computed only decodes, and nothing has happened since
         self._last_rows = 0
-        self._decoded = 0  # steps with decodes
-        self._ends: list[int] = []  # values of `_decoded` at which requests end, if none is preempted
+        self._decoded = 0  # number of steps with decodes
+        self._ends: list[int] = []  # heap of the values of `_decoded` at which requests end unless one is preempted
 
     def _preemption(self) -> PreemptionMode | PreemptionCosts:
-        """Return what a preemption does: for `"auto"`, the costs to compare, if anything can be swapped."""
+        """Return the scheduler's preemption mode: for `"auto"` with a host, the costs to compare."""
         if self._options.preemption_mode != "auto" or not self._options.host_blocks:
             return self._options.preemption_mode
         none, few, many = np.zeros(0, np.int64), 1, min(1024, self._options.max_num_batched_tokens)
@@ -367,7 +368,7 @@ class _Replay:
         )
 
     def _take_in(self) -> None:
-        """Hand over the requests that the engine knows, while it sees seats for them."""
+        """Give arrived requests to the scheduler, as long as the engine knows of free seats."""
         taken = self._clients.take(self._decided_at)
         self._queued[taken] = self._decided_at
         self._arrived.extend(taken)
@@ -395,11 +396,11 @@ class _Replay:
         self._clients.answer(number, self._now)
 
     def _next_event(self) -> float:
-        """When something happens that no step decides; infinite if nothing is under way."""
+        """Return the time of the next event that no step decides; infinite if nothing is in flight."""
         return min(self._next_change(), inf if self._tier is None else self._tier.next_write)
 
     def _next_change(self) -> float:
-        """When something happens that a step's decision may depend on."""
+        """Return the time of the next event that a step's decision may depend on."""
         copies = self._open[0][0] if self._open else inf
         requests = self._clients.due[0][0] if self._clients.due else inf
         if self._tier is None:
@@ -416,7 +417,7 @@ class _Replay:
             self._scheduler.complete(heapq.heappop(self._open)[1])
 
     def _copy(self, step: Step) -> float:
-        """Queue a step's copies; return when what it computes with has arrived."""
+        """Queue a step's copies; return when its loads have arrived."""
         loads = stores = 0
         for kind, pairs in step.decision.transfers():
             if pairs.dst == "device":
@@ -436,7 +437,7 @@ class _Replay:
         return loaded
 
     def _plain_steps(self) -> int:
-        """How many steps to decide at once: as long as nothing can happen but one more token for each sequence."""
+        """Return how many steps to decide at once: those that can only add one token to each sequence."""
         if not self._is_plain:
             return 1
         until = self._next_change()
@@ -483,12 +484,12 @@ class _Replay:
             self._clients.answer(number, self._now)
         if self._options.async_scheduling:  # the next step is decided before this one's ends are known
             self._seats, self._ended = self._seats - self._ended, len(ended)
-        # A step that preempts admits nothing, so that the one after it may.
+        # A step that preempts admits nothing, so the next step may.
         self._is_plain = decodes == step.rows == self._last_rows and not ended
         self._last_rows = step.rows
 
     def _sample(self, step: Step, count: int) -> NDArray[np.uint32]:
-        """Return what `count` steps generate: the answers that the trace knows, else zeros."""
+        """Return the tokens that `count` steps generate: the trace's answers where it has them, otherwise zeros."""
         decodes = step.decodes
         if not self._answers:
             if step.num_draft_tokens != decodes * (count - 1):
@@ -506,7 +507,7 @@ class _Replay:
         return np.concatenate(parts[: step.samples])
 
     def _model_steps(self, step: Step, begin: float) -> tuple[int, float, float]:
-        """How many steps of the model a decided step stands for, and when the last one begins and ends."""
+        """Return how many model steps a decided step stands for, and when the last one begins and ends."""
         decodes, start, lengths = step.decodes, step.start, step.lengths
         prefill = list(zip(start[decodes:].tolist(), lengths[decodes:].tolist(), strict=True))
         most = int(lengths[:decodes].min()) if decodes and not prefill else 1
@@ -524,12 +525,12 @@ class _Replay:
         return count, last, now
 
     def _skip(self) -> None:
-        """Nothing to compute: go on when something happens."""
+        """Advance the clock to the next event, since there is nothing to compute."""
         later = self._next_event()
         if self._tier is not None and self._tier.prefixes.num_open:
             later = min(later, self._now + _IDLE_SECONDS)  # a load may pass its deadline
         if later == inf:
-            raise InvariantError(f"{self._scheduler.num_unfinished} requests wait, and nothing is under way")
+            raise InvariantError(f"{self._scheduler.num_unfinished} requests wait, but nothing is in flight")
         self._now = self._decided_at = max(self._now, later)
 
 
@@ -539,10 +540,7 @@ def _counts(stats: StoreStats) -> dict[str, int]:
 
 
 def _text(row: TraceRequest, number: int) -> NDArray[np.uint32]:
-    """Token ids of a prompt and its answer, which are equal where the hash ids are.
-
-    Answers are a request's own where the trace does not tell which they are.
-    """
+    """Return the token ids of a prompt and its answer: equal for equal hash ids, otherwise unique to the request."""
     text = np.full(row.input_tokens + row.output_tokens, _OWN_TOKENS + number, np.uint32)
     if size := int(row.hash_tokens):
         whole = row.input_tokens // size

@@ -1,4 +1,4 @@
-"""`History`: what an engine in virtual time did, as a timeline."""
+"""`History`: the timeline of an engine in virtual time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _COPIES: Final = {"swap_in": "host to device", "swap_out": "device to host"}
 
 
 class History:
-    """Fills a timeline: steps, copies, and how full each tier is.
+    """Records steps, copies and the use of each tier in a timeline.
 
     Attributes:
-        timeline: what has happened so far.
+        timeline: the timeline so far.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class History:
         self._values: dict[tuple[str, str], float] = {}
 
     def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:
-        """Note a step, and what the pools and queues hold."""
+        """Record a step, and the contents of the pools and queues."""
         kind = "decode" if step.decodes == step.rows else "prefill" if not step.decodes else "prefill and decode"
         args = {"sequences": step.rows, "tokens": len(step.token_ids)}
         self.timeline.add(Span("steps", kind, start, end, args))
@@ -44,7 +44,7 @@ class History:
         self._count("requests", "swapped", start, swapped)
 
     def copies(self, start: float, end: float, way: str, blocks: int) -> None:
-        """Note a batch of copies."""
+        """Record a batch of copies."""
         self.timeline.add(Span(_COPIES[way], way, start, end, {"blocks": blocks}))
 
     def _count(self, panel: str, name: str, time: float, value: float) -> None:

@@ -1,4 +1,4 @@
-"""Hits of a cache of one size and policy: each prompt goes through a real `BlockManager`, one at a time."""
+"""Counts the hits of a cache of one size and policy: sends one prompt at a time through a real `BlockManager`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["OPTIMAL", "POLICIES", "Hits", "replay_hits"]
 POLICIES: Final = ("lru", "adaptive")
 OPTIMAL: Final = "optimal"
 _TOKENS: Final = 2
-"""Tokens of a block in the manager: its number and a zero, so that a tail of one token fills no block."""
+"""Tokens of a block in the manager: the block's number and a zero, so that a tail of one token fills no block."""
 
 
 @dataclass(frozen=True, eq=False)
 class Hits:
-    """What a cache of one size and policy found.
+    """The hits of a cache of one size and policy.
 
     Attributes:
         policy: the eviction policy.
         device_blocks: size of the pool.
         host_blocks: size of the host tier.
-        device: blocks that each request found on the device, int64 `[r]`.
-        host: blocks that it found on the host, int64 `[r]`.
-        too_long: requests that need more blocks than the pool has; they are left out.
+        device: number of blocks that each request found on the device, int64 `[r]`.
+        host: number of blocks that each request found on the host, int64 `[r]`.
+        too_long: number of requests that need more blocks than the pool has; they are left out.
     """
 
     policy: str
@@ -43,10 +43,10 @@ class Hits:
 
 
 def replay_hits(trace: PackedTrace, policy: str, device_blocks: int, *, host_blocks: int = 0) -> Hits:
-    """Send every prompt through a pool: found, computed, freed, before the next one comes.
+    """Send every prompt through a pool. Each is looked up, computed and freed before the next one comes.
 
-    Blocks that the device evicts move to the host, if there is one. Answers are cached where the trace tells which they
-    are, as recordings do; else the next turn of a conversation brings them in its prompt.
+    Blocks that the device evicts move to the host, if there is one. Answers are cached if the trace identifies them, as
+    recordings do; otherwise they enter the cache with the next turn's prompt.
 
     Args:
         trace: the requests.
@@ -60,7 +60,9 @@ def replay_hits(trace: PackedTrace, policy: str, device_blocks: int, *, host_blo
     if policy not in (*POLICIES, OPTIMAL):
         raise InvalidArgumentError(f"policy is {policy!r}, must be one of {', '.join((*POLICIES, OPTIMAL))}")
     if device_blocks < 1 or host_blocks < 0:
-        raise InvalidArgumentError(f"the pool has {device_blocks} device and {host_blocks} host blocks, needs 1 and 0")
+        raise InvalidArgumentError(
+            f"device_blocks is {device_blocks}, host_blocks {host_blocks}, must be at least 1 and 0"
+        )
     if policy == OPTIMAL and host_blocks:
         raise InvalidArgumentError(f"host_blocks is {host_blocks}, must be 0 with policy 'optimal'")
     too_long = int((trace.needed > device_blocks).sum())
@@ -101,7 +103,7 @@ def _replay(
         if needed[number] > device_blocks:
             continue
         prompt, answer = tokens[start:end], tokens[end : starts[number + 1]]
-        if len(answer):  # the tail is the beginning of its first block
+        if len(answer):  # the prompt's tail is the beginning of the answer's first block
             prompt, answer = np.append(prompt, answer[:tail]), answer[tail:]
         elif tail:
             prompt = np.append(prompt, np.zeros(tail, np.uint32))
@@ -120,7 +122,7 @@ def _replay(
 
 
 def _make_room(manager: BlockManager, prompt: NDArray[np.uint32], needed: int, device_blocks: int) -> int:
-    """Copy to the host what the prompt will evict, as the steps between two prompts do; return its hits there."""
+    """Copy to the host the blocks that the prompt will evict, as an engine's steps would. Returns its host hits."""
     hit = manager.prefix.lookup(prompt)
     empty = device_blocks - manager.stats().cached_blocks["device"]
     ahead = needed - (hit.tokens // _TOKENS - hit.host_blocks) - empty

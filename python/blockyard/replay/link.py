@@ -1,4 +1,4 @@
-"""`Link`: what copies take between two memories."""
+"""`Link`: the time that copies between two memories take."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ __all__ = ["Link"]
 
 
 class Link:
-    """One way between two memories: batches go one after the other.
+    """One direction between two memories, which carries one batch at a time.
 
     Attributes:
-        free_at: when the last batch has arrived.
-        bytes: that went this way.
+        free_at: when the last queued batch arrives.
+        bytes: total bytes sent.
     """
 
     def __init__(self, bandwidth: float, latency: float) -> None:
@@ -19,7 +19,7 @@ class Link:
         self.bytes = 0
 
     def send(self, now: float, size: int) -> float:
-        """Return when a batch that is queued now has arrived."""
+        """Queue a batch; return when it arrives."""
         self.bytes += size
         self.free_at = max(now, self.free_at) + self._latency + size / self._bandwidth
         return self.free_at

@@ -1,4 +1,4 @@
-"""The most hits that any eviction policy could have: it knows all requests."""
+"""The maximum hits of any eviction policy, computed with knowledge of all future requests."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["optimal_hits"]
 
 
 def optimal_hits(trace: PackedTrace, blocks: int) -> NDArray[np.int64]:
-    """Count the hits of the policy that evicts the block whose next use is furthest (Belady).
+    """Count the hits of the policy that evicts the block whose next use is furthest away (Belady).
 
-    The next use of a block never comes after that of a block behind it in a prompt. So the cached blocks with one next
-    use are the beginning of one prompt, and their number says which they are: the cost grows with the next uses of a
-    prompt, not with its blocks.
+    A block's next use is never later than that of the blocks after it in a prompt. So the cached blocks that share a
+    next use are the beginning of one prompt, and their number identifies them. The cost therefore grows with the number
+    of distinct next uses in a prompt, not with its blocks.
 
     Args:
         trace: the requests, served one at a time.
         blocks: size of the pool.
 
     Returns:
-        Blocks that each request finds cached, int64 `[r]`; 0 for a request that is longer than the pool.
+        Number of blocks that each request finds cached, int64 `[r]`; 0 for a request that is longer than the pool.
     """
     needed, findable = trace.needed.tolist(), trace.hittable.tolist()
     uses = trace.next_uses(trace.needed <= blocks)
-    cached: dict[int, int] = {}  # blocks by next use
-    furthest: list[int] = []  # the next uses, the furthest first
+    cached: dict[int, int] = {}  # number of cached blocks by next use
+    furthest: list[int] = []  # heap of negated next uses
     total = 0
     hits = np.zeros(len(trace), np.int64)
     for number, (start, end) in enumerate(zip(trace.starts[:-1].tolist(), trace.starts[1:].tolist(), strict=True)):
@@ -56,7 +56,7 @@ def optimal_hits(trace: PackedTrace, blocks: int) -> NDArray[np.int64]:
             before = cached.get(use, 0)
             cached[use] = before + stop - begin
             if before and use != NEVER and stop > findable[number]:
-                # Those that it had already are blocks of this request that it could not find.
+                # The blocks cached before belong to this request, which could not find them.
                 cached[use] = max(stop, findable[number] + before) - begin
             total += cached[use] - before
     return hits

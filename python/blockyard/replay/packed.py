@@ -1,4 +1,4 @@
-"""`PackedTrace`: the blocks of a trace's prompts as flat arrays, which replay fast and travel to other processes."""
+"""`PackedTrace`: the blocks of a trace's prompts as flat arrays, fast to replay and to send to other processes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from blockyard.traces import TraceRequest
 __all__ = ["NEVER", "PackedTrace"]
 
 NEVER: Final = np.iinfo(np.int64).max
-"""Request number of a use that never comes."""
+"""Next use of a block that is never used again."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedTrace:
-    """The full blocks of every prompt and its answer. Two blocks have one number if they and all before them are equal.
+    """The full blocks of every prompt and its answer. Blocks that end equal beginnings have the same number.
 
     Attributes:
-        block_tokens: tokens of a block.
-        blocks: numbers of all requests' full blocks, request by request, int64 `[n]`, from 0 to `num_distinct - 1`.
-        starts: where each request's blocks begin in `blocks`, and the end of the last, int64 `[r + 1]`.
+        block_tokens: tokens per block.
+        blocks: the full blocks of all requests, one request after the other, int64 `[n]`; from 0 to `num_distinct - 1`.
+        starts: index in `blocks` of each request's first block, and the end of the last request, int64 `[r + 1]`.
         input_tokens: prompt lengths, int64 `[r]`.
-        num_distinct: distinct blocks.
-        answer_blocks: how many of each request's blocks end in its answer, int64 `[r]`: the last ones.
+        num_distinct: number of distinct blocks.
+        answer_blocks: how many of each request's last blocks end in its answer, int64 `[r]`.
     """
 
     block_tokens: int
@@ -40,20 +40,20 @@ class PackedTrace:
 
     @classmethod
     def of(cls, requests: Sequence[TraceRequest]) -> PackedTrace:
-        """Pack the requests of a trace, one block for each hash id that covers a whole block.
+        """Pack the requests of a trace: one block per hash id that covers a whole block.
 
-        Answers count where the ids of the prompt reach its end.
+        Answers are included where the prompt's ids reach its end.
 
         Raises:
-            InvalidArgumentError: no request has hash ids, or they stand for different numbers of tokens, or for a
-                fraction of a token.
+            InvalidArgumentError: no request has hash ids, or ids cover different numbers of tokens, or not a whole
+                number.
         """
         sizes = {request.hash_tokens for request in requests if len(request.hash_ids)}
         if not sizes:
-            raise InvalidArgumentError("no request has hash ids: which prompts begin alike is not known")
+            raise InvalidArgumentError("no request has hash ids, so shared prefixes are unknown")
         if len(sizes) != 1 or (size := sizes.pop()) != int(size):
             raise InvalidArgumentError(
-                f"requests have hash ids of {sorted(sizes) or size} tokens, must all have ids of one whole number"
+                f"requests have hash ids of {sorted(sizes) or size} tokens, all ids must cover the same whole number"
             )
         block_tokens = int(size)
         input_tokens = np.array([request.input_tokens for request in requests], np.int64)
@@ -86,32 +86,32 @@ class PackedTrace:
 
     @property
     def has_tail(self) -> NDArray[np.bool_]:
-        """Whether each prompt goes on after its full blocks, bool `[r]`."""
+        """Whether each prompt has more tokens than its full blocks, bool `[r]`."""
         return self.input_tokens > self.prompt_blocks * self.block_tokens
 
     @property
     def needed(self) -> NDArray[np.int64]:
-        """Blocks that each request takes in all, int64 `[r]`."""
+        """Total blocks that each request needs, int64 `[r]`."""
         rest = self.input_tokens - self.prompt_blocks * self.block_tokens
         return np.maximum(self.prompt_blocks + -(-rest // self.block_tokens), self.num_blocks)
 
     @property
     def hittable(self) -> NDArray[np.int64]:
-        """Blocks of each prompt that can be found cached: its last token is always computed, int64 `[r]`."""
+        """Blocks of each prompt that can be hits, int64 `[r]`; its last token is always computed."""
         return np.maximum(self.prompt_blocks - ~self.has_tail, 0)
 
     def next_uses(self, served: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """For each of `blocks`, the next request that can find it cached; `NEVER` if none does. int64 `[n]`.
+        """For each of `blocks`, the next request that can find it cached, or `NEVER`, int64 `[n]`.
 
         Args:
-            served: which requests are served at all, bool `[r]`.
+            served: which requests are served, bool `[r]`.
         """
         owners = np.repeat(np.arange(len(self)), self.num_blocks)
         depths = np.arange(len(self.blocks)) - np.repeat(self.starts[:-1], self.num_blocks)
         order = np.argsort(self.blocks, kind="stable")
         findable = (depths < np.repeat(self.hittable * served, self.num_blocks))[order]
         last_of_block = np.append(np.diff(self.blocks[order]) != 0, True) if len(order) else np.zeros(0, bool)
-        # From the back: the place of the next findable use after each place, within the uses of one block.
+        # For each use in `order`, the place of the next findable use; computed from the back.
         places = np.where(findable, np.arange(len(order)), len(order))
         after = np.append(np.minimum.accumulate(places[::-1])[::-1][1:], len(order)) if len(order) else places
         ends = np.nonzero(last_of_block)[0]
@@ -125,7 +125,7 @@ class PackedTrace:
 
 
 def _number(ids: NDArray[np.int64], starts: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-    """Give one number to each pair of an id and all the ids before it; return the numbers, and how many there are."""
+    """Number the blocks: equal ids get one number only after equal ids. Returns the numbers, and how many there are."""
     distinct, dense = np.unique(ids, return_inverse=True)
     parents = np.append(np.int64(-1), dense[:-1]) if len(dense) else dense
     begins = starts[:-1][starts[:-1] < starts[1:]]

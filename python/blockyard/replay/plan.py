@@ -1,4 +1,4 @@
-"""Plans: which host memory, which store and which policy are worth their money for a trace."""
+"""Plans: which host memory, store and policy pay off for a trace."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn
 
 @dataclass(frozen=True)
 class Prices:
-    """What an hour costs, in any currency.
+    """Prices per hour, in any currency.
 
     Attributes:
-        device: of the accelerators of one engine.
-        host_gib: of a GiB of host memory.
-        store_gib: of a GiB of the store.
+        device: price of one engine's accelerators.
+        host_gib: price of a GiB of host memory.
+        store_gib: price of a GiB of the store.
     """
 
     device: float
@@ -38,7 +38,7 @@ class Prices:
     store_gib: float
 
     def of(self, options: EngineOptions) -> float:
-        """Return what an hour of one engine costs."""
+        """Return the price of one engine per hour."""
         host, store = (count * options.bytes_per_block / GIB for count in (options.host_blocks, options.store_blocks))
         return self.device + host * self.host_gib + store * self.store_gib
 
@@ -49,8 +49,8 @@ class Choice:
 
     Attributes:
         served: how it served the trace.
-        per_hour: what an hour of it costs.
-        is_best: no other choice is both cheaper a token and quicker.
+        per_hour: its price per hour.
+        is_best: whether no other choice is both cheaper per token and faster.
     """
 
     served: Served
@@ -59,7 +59,7 @@ class Choice:
 
     @property
     def per_million_tokens(self) -> float:
-        """What a million generated tokens cost if the engine is always busy."""
+        """Cost of a million generated tokens if the engine is always busy."""
         times = self.served.times
         done = ~np.isnan(times.last_token)
         tokens = times.output_tokens[done].sum()
@@ -67,22 +67,22 @@ class Choice:
 
     @property
     def ttft(self) -> float:
-        """The 90th percentile of the time to first token, seconds."""
+        """90th percentile of the time to first token, in seconds."""
         times = self.served.times.ttft
         return float(np.quantile(times, _QUANTILE)) if len(times) else float("inf")
 
     @property
     def host_gib(self) -> float:
-        """Host memory, GiB."""
+        """Host memory in GiB."""
         return self.served.options.host_blocks * self.served.options.bytes_per_block / GIB
 
     @property
     def store_gib(self) -> float:
-        """Size of the store, GiB."""
+        """Size of the store in GiB."""
         return self.served.options.store_blocks * self.served.options.bytes_per_block / GIB
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
+        """Return a JSON-serializable dictionary."""
         return self.served.as_dict() | {
             "host_gib": self.host_gib,
             "store_gib": self.store_gib,
@@ -94,12 +94,12 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All choices, and the one to take.
+    """All choices, and the recommended one.
 
     Attributes:
-        choices: in the order of cost a token.
-        recommended: the cheapest that keeps the limit of the time to first token; None if none does.
-        max_ttft: that limit, seconds; infinite without one.
+        choices: the choices, in the order of their cost per token.
+        recommended: the cheapest choice whose time to first token is within the limit; None if there is none.
+        max_ttft: that limit in seconds; infinite without one.
     """
 
     choices: Sequence[Choice]
@@ -107,31 +107,31 @@ class Plan:
     max_ttft: float
 
     def sentence(self) -> str:
-        """Return a sentence about what to take, and why."""
+        """Return a sentence that recommends a choice and says why."""
         if self.recommended is None:
             quickest = min(self.choices, key=lambda choice: choice.ttft)
             return (
-                f"No choice has 90 % of first tokens within {self.max_ttft:g} s; the quickest has them within "
+                f"No choice gives 90 % of first tokens within {self.max_ttft:g} s; the fastest gives them within "
                 f"{quickest.ttft:.3g} s: {_words(quickest)}."
             )
         choice = self.recommended
         most = max(self.choices, key=lambda other: other.per_million_tokens)
         why = "the cheapest" if self.max_ttft == float("inf") else f"the cheapest within {self.max_ttft:g} s"
         return (
-            f"Take {_words(choice)}: {choice.per_million_tokens:.3g} a million generated tokens and 90 % of first "
-            f"tokens within {choice.ttft:.3g} s; it is {why}, and the dearest costs {most.per_million_tokens:.3g}."
+            f"Take {_words(choice)}: {choice.per_million_tokens:.3g} per million generated tokens, and 90 % of first "
+            f"tokens within {choice.ttft:.3g} s. It is {why}; the most expensive costs {most.per_million_tokens:.3g}."
         )
 
     def configuration(self) -> tuple[str, dict[str, Any] | None]:
         """Return the recommended engine as arguments of `KVCache`, and as vLLM's `--kv-transfer-config`.
 
-        That needs host memory: without it, there is nothing to give vLLM.
+        The second is None without host memory, since vLLM's offloading needs it.
 
         Raises:
             InvalidArgumentError: nothing is recommended.
         """
         if self.recommended is None:
-            raise InvalidArgumentError(f"no choice keeps max_ttft, {self.max_ttft:g} seconds")
+            raise InvalidArgumentError(f"max_ttft is {self.max_ttft:g} seconds, and no choice is that fast")
         options = self.recommended.served.options
         host = options.host_blocks * options.bytes_per_block
         store = options.store_blocks * options.bytes_per_block
@@ -152,7 +152,7 @@ class Plan:
         return f"KVCache(layout, {', '.join(lines)})", vllm if host else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
+        """Return a JSON-serializable dictionary."""
         found: dict[str, Any] = {
             "recommendation": self.sentence(),
             "choices": [choice.as_dict() for choice in self.choices],
@@ -189,19 +189,19 @@ def make_plan(
     executor: Executor | None = None,
     show: Callable[[int], object] = bool,
 ) -> Plan:
-    """Serve a trace by every choice, and find those that are worth their money.
+    """Serve a trace with every choice, and recommend one.
 
     Args:
         requests: the trace.
-        engine: what all choices share.
-        step_time: how long a step takes.
-        prices: what an hour costs.
-        host_gib: sizes of the host tier to try, GiB.
-        store_gib: sizes of the store to try, GiB.
+        engine: options that all choices share.
+        step_time: predicts how long a step takes.
+        prices: prices per hour.
+        host_gib: sizes of the host tier to try, in GiB.
+        store_gib: sizes of the store to try, in GiB.
         policies: eviction policies to try.
-        preemption_modes: to try; only one where there is no host memory, as nothing can be swapped.
-        max_ttft: seconds within which 90 % of first tokens must come.
-        executor: runs the replays; this thread if None.
+        preemption_modes: preemption modes to try; without host memory only the first, since nothing can be swapped.
+        max_ttft: time in seconds within which 90 % of first tokens must arrive.
+        executor: runs the replays; None for this thread.
         show: called with the number of choices that are done.
 
     Raises:
@@ -228,11 +228,11 @@ def make_plan(
 
 
 def bytes_per_token(config: Mapping[str, Any], *, dtype: str | None = None) -> int:
-    """Bytes of the keys and values of one token, over all layers of a model.
+    """Return the bytes of one token's keys and values, over all layers of a model.
 
     Args:
-        config: of a Hugging Face model.
-        dtype: of the cache, such as `"bfloat16"`; the model's if None.
+        config: a Hugging Face `config.json`, parsed.
+        dtype: dtype of the cache, such as `"bfloat16"`; None for the model's.
 
     Raises:
         InvalidArgumentError: the config lacks a number, or the dtype is unknown.
@@ -243,7 +243,7 @@ def bytes_per_token(config: Mapping[str, Any], *, dtype: str | None = None) -> i
         head_size = int(text.get("head_dim") or text["hidden_size"] // heads)
         kv_heads = int(text.get("num_key_value_heads") or heads)
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"config has no usable {error}, is it the config.json of a model?") from None
+        raise InvalidArgumentError(f"config has no usable {error}; is it a model's config.json?") from None
     name = dtype or str(text.get("torch_dtype") or text.get("dtype") or "bfloat16")
     if name not in _DTYPE_BYTES:
         raise InvalidArgumentError(f"dtype is {name!r}, must be one of {', '.join(_DTYPE_BYTES)}")

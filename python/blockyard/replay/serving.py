@@ -1,4 +1,4 @@
-"""Many engines over one trace: the times, rates and counters of each."""
+"""Serves one trace with many engines, and summarizes the times, rates and counters of each."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Served:
     """How one engine served a trace.
 
     Attributes:
-        options: the engine.
-        times: what happened when.
+        options: options of the engine.
+        times: times of its requests and steps.
     """
 
     options: EngineOptions
@@ -34,18 +34,18 @@ class Served:
 
     @property
     def output_rate(self) -> float:
-        """Generated tokens for each second from the first arrival to the last token."""
+        """Generated tokens per second, from the start to the last token."""
         done = ~np.isnan(self.times.last_token)
         return float(self.times.output_tokens[done].sum() / self.times.seconds) if self.times.seconds else 0.0
 
     @property
     def preemptions(self) -> int:
-        """How often a request was preempted."""
+        """Number of preemptions."""
         stats = self.times.scheduler
         return stats.preempted_swap_host + stats.preempted_swap_external + stats.preempted_recompute
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it; times in seconds."""
+        """Return a JSON-serializable dictionary; times are in seconds."""
         times = self.times
         return {
             "engine": asdict(self.options),
@@ -65,7 +65,7 @@ class Served:
 
 
 def summary(values: NDArray[np.float64]) -> dict[str, float]:
-    """Return mean and quantiles of times; empty for none."""
+    """Return the mean and quantiles of times; empty without any."""
     if not len(values):
         return {}
     quantiles = np.quantile(values, QUANTILES).tolist()
@@ -81,17 +81,17 @@ def serve_all(
     executor: Executor | None = None,
     show: Callable[[int], object] = bool,
 ) -> list[Served]:
-    """Serve a trace by many engines, each alone.
+    """Serve a trace with each of many engines.
 
     Args:
         requests: the trace.
-        engines: of each replay.
-        step_time: how long their steps take.
-        executor: runs the replays; this thread if None.
+        engines: options of each engine.
+        step_time: predicts how long a step takes.
+        executor: runs the replays; None for this thread.
         show: called with the number of engines that are done.
 
     Returns:
-        One for each engine, in their order.
+        One result per engine, in the same order.
 
     Raises:
         InvalidArgumentError: an option is out of range.

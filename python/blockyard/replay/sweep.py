@@ -1,4 +1,4 @@
-"""Sweeps: one trace through caches of many sizes and policies, on all cores or on a cluster."""
+"""Sweeps: replay one trace through caches of many sizes and policies, on all cores or on a cluster."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _DASK: Final = "dask://"
 
 @dataclass(frozen=True)
 class Point:
-    """One cache, and what it found.
+    """The hits of one cache, within a window of the trace.
 
     Attributes:
         policy: eviction policy.
         device_blocks: blocks on the device.
         host_blocks: blocks on the host.
-        hit_tokens: prompt tokens found, in the window.
+        hit_tokens: prompt tokens found in the window.
         host_hit_tokens: those of them that were found on the host.
-        total_tokens: prompt tokens of the window.
-        too_long: requests that do not fit the device, of the whole trace.
+        total_tokens: prompt tokens in the window.
+        too_long: requests of the whole trace that do not fit the device.
     """
 
     policy: str
@@ -47,11 +47,11 @@ class Point:
 
     @property
     def hit_rate(self) -> float:
-        """Found tokens for each prompt token."""
+        """Share of the prompt tokens that were found."""
         return self.hit_tokens / self.total_tokens if self.total_tokens else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
+        """Return a JSON-serializable dictionary."""
         return asdict(self) | {"hit_rate": self.hit_rate}
 
 
@@ -67,13 +67,13 @@ def sweep(
 
     Args:
         trace: the requests.
-        caches: policy, device blocks and host blocks of each.
-        first: the window begins with this request; those before it only fill the cache.
-        executor: runs the replays; this thread if None.
+        caches: policy, device blocks and host blocks of each cache.
+        first: the first request of the window; earlier ones only fill the cache.
+        executor: runs the replays; None for this thread.
         show: called with the number of caches that are done.
 
     Returns:
-        One point for each cache, in their order.
+        One point per cache, in the same order.
 
     Raises:
         InvalidArgumentError: a policy is unknown, or a size out of range.
@@ -119,7 +119,7 @@ def _measure(trace: PackedTrace, cache: tuple[str, int, int], first: int) -> Poi
 
 
 def read_blocks(text: str, distinct: int) -> list[int]:
-    """Read sizes: numbers of blocks, or percentages of the trace's distinct blocks, separated by commas.
+    """Parse sizes: numbers of blocks, or percentages of the trace's distinct blocks, separated by commas.
 
         >>> read_blocks("1%,50", 1000)
         [10, 50]

@@ -74,5 +74,5 @@ def test_a_request_that_can_never_fit_raises():
 
 
 def test_a_cache_without_blocks_raises():
-    with pytest.raises(InvalidArgumentError, match="0 blocks of 16 tokens"):
+    with pytest.raises(InvalidArgumentError, match="num_blocks is 0, block_size 16"):
         serve(requests((0.0, 1, 1)), SECOND, limits(blocks=0))

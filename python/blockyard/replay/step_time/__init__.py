@@ -1,4 +1,4 @@
-"""How long an engine takes for a step: predicted from measured operators, or fitted to a run of one's own engine."""
+"""Predicts how long an engine's steps take, from measured operators or from a recorded run of your own engine."""
 
 from blockyard.replay.engine import StepTime
 from blockyard.replay.step_time.linear import LinearStepTime

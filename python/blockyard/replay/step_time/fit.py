@@ -23,7 +23,7 @@ _CLOSE: Final = 1e-3
 def fit_run(
     run: EngineRun, limits: EngineLimits, make: Callable[..., StepTime], *, first: int | None = None
 ) -> tuple[float, ...]:
-    """Find the four numbers with which `serve` comes closest to a run; see `LinearStepTime.fit_requests`.
+    """Find the four numbers with which `serve` matches a run best; see `LinearStepTime.fit_requests`.
 
     Args:
         run: the recorded run.
@@ -38,7 +38,7 @@ def fit_run(
         served = serve(run, make(*numbers), limits)
         work, seconds = _sums(run, served, known)
         found = _nonnegative_least_squares(work, seconds)
-        numbers = tuple(((np.array(numbers) + found) / 2).tolist())  # half way: which steps there are depends on them
+        numbers = tuple(((np.array(numbers) + found) / 2).tolist())  # only half way: the steps depend on the numbers
         after = work @ np.array(numbers)
         if before.shape == after.shape and np.abs(after / np.maximum(before, 1e-12) - 1).max() < _CLOSE:
             break
@@ -47,13 +47,13 @@ def fit_run(
 
 
 def _guess(run: EngineRun) -> tuple[float, ...]:
-    """Start from a step that takes the median time between tokens, and prompts that take the shortest first token's."""
+    """Guess from the median time between tokens, and the shortest time to first token per prompt token."""
     prompt = float(np.min((run.first_token - run.scheduled) / run.input_tokens))
     return float(np.median(run.tpot)) / 2, prompt / 2, 0.0, 0.0
 
 
 def _sums(run: EngineRun, served: ServedRun, known: slice) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Work of the steps of each request, `[2n, 4]`, and how long the engine took: to the first token, and after it."""
+    """Return the work of each request's steps, `[2n, 4]`, and their time: to the first token, and after it."""
     total = np.vstack((np.zeros(4), np.cumsum(served.work, axis=0)))
     first, token, last = served.first_step[known], served.token_step[known] + 1, served.last_step[known] + 1
     seconds = np.concatenate(((run.first_token - run.scheduled)[known], (run.last_token - run.first_token)[known]))

@@ -1,4 +1,4 @@
-"""`LinearStepTime`: four numbers, given or fitted to a run of one's own engine."""
+"""`LinearStepTime`: a linear model of a step's time, with given coefficients or fitted to a recorded run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["LinearStepTime"]
 
 @dataclass(frozen=True)
 class LinearStepTime:
-    """A step's time as a sum: `fixed`, and so much for each token and row.
+    """A step's time as a sum: `fixed`, and a time for each token and row.
 
     Attributes:
-        fixed: seconds of a step with nothing in it.
+        fixed: seconds of an empty step.
         prefill_token: seconds per prompt token that the step computes.
         decode_row: seconds per decoding row.
-        context_token: seconds per cached token that attention reads: the contexts of all decoding rows, and what comes
-            before a prompt chunk.
+        context_token: seconds per cached token that attention reads: the contexts of all decoding rows, and the tokens
+            before each prompt chunk.
 
     Example:
         >>> import numpy as np
@@ -56,9 +56,8 @@ class LinearStepTime:
     def fit_requests(cls, path: str | Path, limits: EngineLimits, *, first: int | None = None) -> LinearStepTime:
         """Fit the four numbers to a run of an engine.
 
-        The run is replayed with the real scheduler to find which steps each request took part in; then the numbers
-        whose sums over these steps come closest to the recorded times are found by least squares, and the run is
-        replayed with them, until they no longer change.
+        Replays the run with the real scheduler to find each request's steps, then finds the numbers whose sums over
+        these steps match the recorded times best, by least squares. Repeats both until the numbers no longer change.
 
         Args:
             path: `requests.jsonl` of the run; see `EngineRun.read`.

@@ -1,4 +1,4 @@
-"""Measured operators of `aiconfigurator-core`, and what its tables leave out of a step of vLLM."""
+"""Measured operators of `aiconfigurator-core`, and the parts of a vLLM step that its tables leave out."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = ["KVCacheDtype", "Operators"]
 KVCacheDtype: TypeAlias = Literal["auto", "fp8"]
 
 _QUERY_TILE: Final = 64
-"""Query tokens that a thread block of FlashAttention 2 computes over a paged cache: `kBlockM` in vLLM's
+"""Query tokens that one thread block of FlashAttention 2 computes over a paged cache: `kBlockM` in vLLM's
 flash_fwd_launch_template.h, `run_mha_fwd_splitkv_dispatch`."""
 
 _TILE_PROMPT: Final = 8192
-"""Prompt length at which the rate of that kernel is read from the table: long enough that all its tiles are full."""
+"""Prompt length at which that kernel's rate is read from the table: long enough to fill all its tiles."""
 
 _GREEDY: Final = (10, 2)
-"""Bytes per logit and kernels of vLLM's `Sampler` at temperature 0: to float32, argmax."""
+"""Bytes per logit, and number of kernels, of vLLM's `Sampler` at temperature 0: to float32, argmax."""
 
 _RANDOM: Final = (42, 6)
-"""At other temperatures: to float32, divide by it, softmax, exponential noise, divide by that, argmax."""
+"""The same at other temperatures: to float32, divide by the temperature, softmax, exponential noise, divide, argmax."""
 
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -46,16 +46,16 @@ class Operators:
     """Seconds of the operators of one model on one kind of GPU.
 
     Args:
-        config: a Hugging Face `config.json`, read.
+        config: a Hugging Face `config.json`, parsed.
         system: a system of `aiconfigurator-core`, such as `"h100_sxm"` or `"rtx_pro_6000_server"`.
-        engine_version: version of vLLM; picks the newest all-reduce table that is not newer. None: the newest.
+        engine_version: version of vLLM, which selects the newest all-reduce table up to it; None for the newest table.
         tensor_parallel_size: GPUs that share each layer.
         enable_expert_parallel: whether they share the experts of a layer instead of splitting each.
         kv_cache_dtype: type of keys and values.
         greedy: whether tokens are sampled at temperature 0.
 
     Raises:
-        InvalidArgumentError: the tables do not have the system, the model or this way to split it.
+        InvalidArgumentError: the tables do not cover the system, the model or this parallelism.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Operators:
     # ---- from the tables ----
 
     def body(self, tokens: int) -> float:
-        """Everything that a step computes per token, but attention: all layers, and the embedding."""
+        """All work per token except attention: all layers, and the embedding."""
         engine = self._engine
         seconds = _seconds(engine.evaluate_context_ops(self._body, batch_size=1, s=tokens, x=tokens))
         # Rotary embedding of queries and keys, in place; keys and values copied into the cache.
@@ -147,11 +147,11 @@ class Operators:
         return _seconds(self._engine.evaluate_context_ops(self._prefill, batch_size=1, s=computed, prefix=cached))
 
     def mixed_token(self) -> float:
-        """Seconds that a decoding row takes longer for each token of context if its step also has prompts.
+        """Extra seconds per token of context for a decoding row whose step also has prompts.
 
-        FlashAttention 2 then computes a whole tile of queries for the one token of the row, and does not share it
-        between the heads of a group. Each thread block takes most of the shared memory, so nothing hides the time.
-        Other kernels, or a separate call for the decoding rows: 0.
+        FlashAttention 2 then computes a whole tile of queries for the row's single token, and does not share it between
+        the heads of a group. Each thread block takes most of the shared memory, so nothing hides the time. With other
+        kernels, or a separate call for the decoding rows, this is 0.
         """
         if not self._is_flash_attention_2():
             return 0.0
@@ -173,7 +173,7 @@ class Operators:
     # ---- what the tables leave out ----
 
     def _memory(self, num_bytes: float, kernels: int) -> float:
-        """Kernels that only move memory, as `aiconfigurator-core` estimates its own: a share of the bandwidth."""
+        """Estimate kernels that only move memory, as `aiconfigurator-core` does: by a share of the bandwidth."""
         rate = self._gpu["mem_bw"] * self._gpu["mem_bw_empirical_scaling_factor"]
         return float(num_bytes / rate + kernels * self._gpu["mem_empirical_constant_latency"])
 
@@ -214,7 +214,7 @@ def _seconds(operators: list[tuple[str, float, float, str]]) -> float:
 
 
 def _names(evaluate: Any) -> list[str]:
-    """Names of the operators of a list, which has no length: ask until there is none."""
+    """Return the names of a list's operators. The list has no length, so read until it ends."""
     names: list[str] = []
     try:
         while True:

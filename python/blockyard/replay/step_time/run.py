@@ -27,8 +27,8 @@ class EngineLimits:
         block_size: tokens of a block.
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step.
-        async_scheduling: whether a step is scheduled while the one before it is computed, as vLLM does by default. Then
-            a request waits for up to one step more, and a seat stays empty for one step.
+        async_scheduling: whether each step is scheduled while the previous one is computed, as vLLM does by default.
+            Then a request waits for up to one more step, and a freed seat stays empty for one step.
     """
 
     num_blocks: int
@@ -45,11 +45,11 @@ class EngineRun:
     Attributes:
         input_tokens: prompt lengths.
         output_tokens: tokens generated.
-        arrival: when the server got the request; on another clock than the rest.
-        queued: when the scheduler got it.
+        arrival: when the server received the request; on another clock than the rest.
+        queued: when the scheduler received it.
         scheduled: when its first step was scheduled.
-        first_token: when its first token was there.
-        last_token: when its last token was there.
+        first_token: when its first token was ready.
+        last_token: when its last token was ready.
     """
 
     input_tokens: NDArray[np.int64]
@@ -123,14 +123,14 @@ class EngineRun:
 
 
 def check_limits(limits: EngineLimits) -> None:
-    """Check what the scheduler does not.
+    """Check the limits that the scheduler does not check.
 
     Raises:
         InvalidArgumentError: the cache is empty.
     """
     if limits.num_blocks < 1 or limits.block_size < 1:
         raise InvalidArgumentError(
-            f"the cache has {limits.num_blocks} blocks of {limits.block_size} tokens, needs at least 1 of 1"
+            f"num_blocks is {limits.num_blocks}, block_size {limits.block_size}, each must be at least 1"
         )
 
 

@@ -1,4 +1,4 @@
-"""Serves a run's requests in virtual time: the real scheduler decides each step, a `StepTime` how long it takes."""
+"""Serves a run's requests in virtual time: the real scheduler decides the steps, a `StepTime` predicts their times."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ServedRun:
 
     Attributes:
         run: the requests, with predicted times.
-        work: what each step computed, `[steps, 4]`: 1, prompt tokens, decoding rows, cached tokens read.
-        first_step: step in flight or next when each request was scheduled, `[requests]`.
-        token_step: step that gave its first token.
-        last_step: step that gave its last token.
+        work: work of each step, `[steps, 4]`: 1, prompt tokens, decoding rows, cached tokens read.
+        first_step: for each request, the step in flight when it was scheduled, or else the next one, `[requests]`.
+        token_step: the step that sampled its first token, `[requests]`.
+        last_step: the step that sampled its last token, `[requests]`.
     """
 
     run: EngineRun
@@ -91,17 +91,17 @@ def serve(run: EngineRun, step_time: StepTime, limits: EngineLimits) -> ServedRu
 
 
 class _Log:
-    """Notes what each step computes, and when: a `StepTime`, and the `Watch` of its replay.
+    """Records the work and time of each step, as both the `StepTime` and the `Watch` of a replay.
 
     Attributes:
-        work: of each step, as of `ServedRun`.
+        work: work of each step, as in `ServedRun`.
     """
 
     def __init__(self, step_time: StepTime) -> None:
         self.work: list[tuple[int, int, int, int]] = []
         self._step_time = step_time
         self._took: list[float] = []
-        self._begins: list[tuple[float, int]] = []  # when steps decided at once begin, and how many were before them
+        self._begins: list[tuple[float, int]] = []  # for steps decided at once: their start, and how many end with them
 
     def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
         """Return the seconds of one step."""
@@ -111,12 +111,12 @@ class _Log:
         return self._took[-1]
 
     def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:  # noqa: ARG002
-        """Note when steps began."""
+        """Record when steps began."""
         before = self._begins[-1][1] if self._begins else 0
         self._begins += [(start, len(self._took))] if before < len(self._took) else []
 
     def copies(self, start: float, end: float, way: str, blocks: int) -> None:
-        """Nothing is copied."""
+        """Do nothing: without a host, nothing is copied."""
 
     def times(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return when each step began and ended, float64 `[steps]`."""

@@ -1,4 +1,4 @@
-"""`Surface`: a function of two numbers, by bilinear interpolation on a grid, in a microsecond."""
+"""`Surface`: bilinear interpolation of a function of two numbers on a grid; a call takes about a microsecond."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TableStepTime`: step times of vLLM from measured operators."""
+"""`TableStepTime`: predicts vLLM's step times from measured operators."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _LONGEST: Final = 131_072
 class TableStepTime:
     """Predicts a step of vLLM on a GPU that `aiconfigurator-core` has measured.
 
-    Requires `pip install "blockyard[tables]"`. A step is the sum of its matrix products, normalizations and all-reduces
-    for all its tokens; of attention, for the decoding rows and for each prompt chunk; and of logits and sampling. The
-    tables are read once, at the start: a call then takes microseconds, and the object can be pickled.
+    Requires `pip install "blockyard[tables]"`. A step's time is the sum of the matrix products, normalizations and
+    all-reduces for all its tokens, of attention for the decoding rows and for each prompt chunk, and of logits and
+    sampling. The constructor reads the tables; a call then takes microseconds. The object can be pickled.
 
-    Assumed: CUDA graphs, 16-bit activations, no pipeline or data parallelism, no speculative decoding, no adapters, and
-    a CPU that prepares each step while the GPU computes the one before.
+    It assumes CUDA graphs, 16-bit activations, no pipeline or data parallelism, no speculative decoding, no adapters,
+    and a CPU that prepares each step while the GPU computes the previous one.
 
     Args:
         config: the model's Hugging Face `config.json`: a path to it or to its folder, or its contents.
         system: name of the GPU, such as `"h100_sxm"`, `"h200_sxm"`, `"l40s"` or `"rtx_pro_6000_server"`.
-        engine_version: version of vLLM, such as `"0.19.0"`: all-reduces are taken from the newest table that is not
-            newer. None: the newest.
+        engine_version: version of vLLM, such as `"0.19.0"`, which selects the newest all-reduce table up to it; None
+            for the newest table.
         tensor_parallel_size: GPUs that share each layer.
-        enable_expert_parallel: whether they share out the experts of a mixture-of-experts model.
+        enable_expert_parallel: whether the experts of a mixture-of-experts model are distributed over these GPUs.
         max_num_seqs: vLLM's limit of sequences in a step.
         max_num_batched_tokens: vLLM's limit of tokens in a step.
         kv_cache_dtype: `"auto"` for the model's own 16 bits, or `"fp8"`.
@@ -125,7 +125,7 @@ def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _points(last: int) -> list[int]:
-    """Two at least, eight to the octave from 8 on, and `last`."""
+    """Return grid points from 1 to `last`: at least two, and eight per power of two from 8 on."""
     points = {1, 2, 4, last, last + 1} | {
         size * part // 8 for size in (2**power for power in range(3, last.bit_length())) for part in range(8, 16)
     }
@@ -133,7 +133,7 @@ def _points(last: int) -> list[int]:
 
 
 def _each(function: Callable[[int], float], last: int) -> list[float]:
-    """Values at 0 to `last`, measured at every 8th up to 512, then at every 64th."""
+    """Return a function's values from 0 to `last`, evaluated at every 8th up to 512, then at every 64th."""
     points = sorted({1, 2, 4, last, *range(8, min(last, 512), 8), *range(512, last, 64)})
     values = np.interp(np.arange(last + 1), points, [function(point) for point in points])
     values[0] = 0.0
@@ -142,5 +142,5 @@ def _each(function: Callable[[int], float], last: int) -> list[float]:
 
 
 def _at(values: list[float], index: int) -> float:
-    """Value at `index`; beyond the end, in proportion."""
+    """Return the value at `index`; beyond the end, extrapolate in proportion."""
     return values[index] if index < len(values) else values[-1] * index / (len(values) - 1)
