@@ -12,11 +12,13 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import starmap
+from types import FrameType
 from typing import Final, TypeVar
 
 import numpy as np
@@ -24,7 +26,17 @@ from numpy.typing import NDArray
 
 from blockyard.errors import ForkedError
 
-__all__ = ["Buffers", "Polls", "Process", "RateLimit", "keep", "missing", "open_event", "start_worker"]
+__all__ = [
+    "Buffers",
+    "Polls",
+    "Process",
+    "RateLimit",
+    "interrupts_blocked",
+    "keep",
+    "missing",
+    "open_event",
+    "start_worker",
+]
 
 _EXTRAS: Final = {
     "aiconfigurator_core": "tables",
@@ -138,6 +150,31 @@ def missing(what: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     if extra is None:
         return error
     return ModuleNotFoundError(f'{what} needs {module}: pip install "blockyard[{extra}]"', name=module)
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Block Ctrl-C while processes start: they inherit this, and their parent alone acts on it.
+
+    In this process, one that comes meanwhile is handled at the end of the context.
+    """
+    from multiprocessing import resource_tracker  # noqa: PLC0415 (only who starts processes needs it)
+
+    resource_tracker.ensure_running()  # its start unblocks the signal
+    handler = signal.getsignal(signal.SIGINT)
+    is_handled = callable(handler) and threading.current_thread() is threading.main_thread()
+    caught: list[tuple[int, FrameType | None]] = []
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        if is_handled:  # another thread may still receive the signal, which Python then handles in this one
+            signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if is_handled:
+            signal.signal(signal.SIGINT, handler)
+    if caught and callable(handler):
+        handler(*caught[0])
 
 
 class RateLimit:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -312,6 +312,36 @@ def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(commands, "demo", interrupt)
     assert run("demo") == 130
+
+
+@pytest.mark.parametrize("command", ["simulate", "replay"])
+def test_ctrl_c_while_processes_start_prints_no_traceback_and_leaves_none(command: str, tmp_path: Path) -> None:
+    pytest.importorskip("greenlet")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]}\n' * 50_000)
+    arguments = ["simulate", "--seeds", "9999"] if command == "simulate" else ["replay", str(trace)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "blockyard", *arguments, "--jobs", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+        def has_loaded_numpy() -> bool:
+            maps = [Path(f"/proc/{pid}/maps") for pid in children.read_text().split()]
+            return any("multiarray" in file.read_text() for file in maps)
+
+        try:
+            while not has_loaded_numpy():  # then it has still to load our modules
+                assert process.poll() is None
+            os.killpg(process.pid, signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, [line for line in said.splitlines() if "..." not in line]) == (130, [])
 
 
 def test_the_help_shows_no_default_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:

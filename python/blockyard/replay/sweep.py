@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any, Final, TypeVar
 from blockyard.errors import InvalidArgumentError
 from blockyard.replay.hits import replay_hits
 from blockyard.replay.packed import PackedTrace
-from blockyard.workers import missing
+from blockyard.workers import interrupts_blocked, missing
 
 __all__ = ["Point", "open_executor", "read_blocks", "run_all", "sweep"]
 
@@ -92,12 +91,8 @@ def run_all(calls: Sequence[Callable[[], T]], executor: Executor | None, show: C
             found.append(call())
             show(done)
         return found
-    # The processes that this starts inherit that Ctrl-C is blocked: their parent alone acts on it.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with interrupts_blocked():  # this starts the processes
         futures = [executor.submit(call) for call in calls]
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     for done, _ in enumerate(as_completed(futures), 1):
         show(done)
     return [future.result() for future in futures]
@@ -179,4 +174,6 @@ def _open_pool(jobs: int) -> Iterator[Executor]:
         except BaseException:
             for process in tuple(pool._processes.values()):  # noqa: SLF001 (`terminate_workers` is new in Python 3.14)
                 process.terminate()
+            # Python before 3.12.1 waits for ever for its thread that writes to them (gh-94777).
+            pool._call_queue._reader.close()  # type: ignore[attr-defined]  # noqa: SLF001
             raise

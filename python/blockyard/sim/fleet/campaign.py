@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shlex
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 from blockyard.sim.fleet.faults import FAULTS, Fault
 from blockyard.sim.fleet.fleet import FleetOptions, FleetReport, digest_of, simulate_fleet
+from blockyard.workers import interrupts_blocked
 
 __all__ = ["Campaign", "run_campaign", "shrink"]
 
@@ -127,13 +127,10 @@ def _reports(seeds: list[int], run: Callable[[int], FleetReport], jobs: int) -> 
     if jobs <= 1:
         yield map(run, seeds)
         return
-    with get_context("spawn").Pool(jobs, _start) as pool:
+    with ExitStack() as stack:
+        with interrupts_blocked():
+            pool = stack.enter_context(get_context("spawn").Pool(jobs))
         yield pool.imap(run, seeds, _AT_ONCE)
-
-
-def _start() -> None:
-    """Prepare a process that runs seeds: its parent alone acts on Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def shrink(report: FleetReport, options: FleetOptions) -> FleetReport:
