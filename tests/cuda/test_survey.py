@@ -129,6 +129,8 @@ def test_the_benchmark_runs_every_direction_and_judges_the_goals(
     bench = load(repo, "bench_transfer.py", monkeypatch)
     monkeypatch.setattr(bench, "shapes", lambda **_: [(8192, 160), (65536, 32)])
     monkeypatch.setattr(bench, "GOAL_BYTES", 1 << 20)
+    monkeypatch.setattr(bench, "MATRIX", 64)
+    monkeypatch.setattr(bench, "COMPUTE_SECONDS", 1e-3)
     monkeypatch.setattr(bench, "pool_figures", lambda _: {"pool_gb_s": 1.0})
     monkeypatch.setattr(sys, "argv", ["bench", "--no-calibrate", "--repeat", "1"])
     assert bench.main() == 0
