@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from blockyard.demo.demo_model import demo_model
+from blockyard.demo.demo_model import demo_config, demo_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -47,7 +47,7 @@ def test_the_offload_example_loads_and_evicts_whatever_the_size_of_a_chunk(
 
 
 def test_the_example_that_serves_a_model_gives_its_texts(tmp_path: Path):
-    model = demo_model()
+    model = demo_model(demo_config(num_layers=1, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2))
     model.save_pretrained(tmp_path)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
