@@ -255,6 +255,7 @@ def test_close_keeps_its_timeout_and_reports_unwritten_blocks(caplog: pytest.Log
         assert time.monotonic() - began < 1.8
         (said,) = [record.getMessage() for record in caplog.records if record.name == "blockyard.prefix_store"]
         assert said.startswith("4 blocks were not written to ")
+        goes.set()
 
 
 @pytest.fixture
