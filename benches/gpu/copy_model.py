@@ -9,11 +9,11 @@ device; the caller's own time is left out. Staged copies are walked part by part
 from itertools import pairwise
 
 MIB = 1 << 20
-# Bytes a microsecond: the link, and a kernel of 12 blocks of threads between a slot and the device's views.
+# Bytes a microsecond: the link, and a kernel of 12 thread blocks between a slot and the device's views.
 LINK, SCATTER = 55.3e3, 600e3
 # A plain copy within the device, each byte counted once.
 COPY = 2090e3
-# Kernels: of few blocks of threads over the link, and of all multiprocessors within the device.
+# Kernels: of few thread blocks over the link, and of all multiprocessors within the device.
 KERNEL = {"h2d": 51.1e3, "d2h": 52.5e3, "d2d": 1900e3}
 # From the first command of a copy to its first byte; of a kernel; from an event to work of another stream.
 START, LAUNCH, EVENT = 8.0, 4.0, 2.0

@@ -148,7 +148,7 @@ def test_a_crash_costs_calibration_the_case_under_way(tmp_path: Path, monkeypatc
     table = calibrate.calibrate_device(0, lines.append)
     # The case that crashed is not tried again, nor those before it.
     assert measured[0] == ("h2d", 16384, 16)
-    assert "h2d 4096 x 16: the process ended while it was measured, it is left out" in lines
+    assert "h2d 4096 x 16: left out, since a process died measuring it" in lines
     assert [table.strategy("h2d", size, 16) for size in (1024, 4096, 16384)] == ["kernel", "batch", "kernel"]
     assert table.batch_pieces == 2048
     assert strategy.read_table(strategy.table_path("card")) == table

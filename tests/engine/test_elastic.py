@@ -311,11 +311,11 @@ def test_the_device_is_waited_for_before_memory_goes_and_not_when_none_does():
 
 @pytest.mark.parametrize("blocks", [0, -1, 9])
 def test_sizes_out_of_range_are_refused_with_the_numbers(blocks: int):
-    with pytest.raises(InvalidArgumentError, match=f"{blocks} blocks of at most 8"):
+    with pytest.raises(InvalidArgumentError, match=f"num_blocks is {blocks}, must be 1 to max_blocks, 8"):
         ElasticCache(LAYOUT, num_blocks=blocks, max_blocks=8)
     with (
         ElasticCache(LAYOUT, num_blocks=8, max_blocks=8) as cache,
-        pytest.raises(InvalidArgumentError, match=f"{blocks} blocks are wanted, there may be 1 to 8"),
+        pytest.raises(InvalidArgumentError, match=f"num_blocks is {blocks}, must be 1 to max_blocks, 8"),
     ):
         cache.resize(blocks)
 

@@ -110,7 +110,7 @@ def test_missing_device_memory_raises_with_its_bytes():
     layout = KVLayout("kv_first", 8, 1024, 64, 256, "float32")
     blocks = 10**9  # beyond the address space: a system that overcommits memory would grant less, and fail on use
     wanted = blocks * layout.bytes_per_block
-    with pytest.raises(OutOfMemoryError, match=f"device_blocks is {blocks}: cpu gives no {wanted} bytes"):
+    with pytest.raises(OutOfMemoryError, match=f"device_blocks is {blocks}: cannot allocate {wanted} bytes on cpu"):
         Memory(layout, device_blocks=blocks, host_blocks=0)
 
 

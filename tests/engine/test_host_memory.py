@@ -75,7 +75,7 @@ def test_memory_that_runs_out_is_an_error_with_numbers(monkeypatch: pytest.Monke
     mapping = HostMapping(SIZE)
     monkeypatch.setattr(mapping, "_advise", lambda *_: errno.ENOMEM)
     with pytest.raises(
-        OutOfMemoryError, match=f"bytes 4096 to 8192 of {SIZE} could not be had: Cannot allocate"
+        OutOfMemoryError, match=f"cannot allocate bytes 4096 to 8192 of {SIZE}: Cannot allocate"
     ) as caught:
         mapping.populate(4096, 8192)
     assert caught.value.wanted == SIZE
@@ -101,7 +101,7 @@ def test_memory_comes_from_the_node_that_is_preferred(monkeypatch: pytest.Monkey
     assert "N0=" in line
     assert mapping.prefer(900).startswith("memory near NUMA node 900: ")
     monkeypatch.setattr(host_memory.platform, "machine", lambda: "pdp11")
-    assert mapping.prefer(0) == "no NUMA policy is known on pdp11"
+    assert mapping.prefer(0) == "setting a NUMA policy is not supported on pdp11"
 
 
 @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("0", 0), ("-1\n", None), ("?", None), (None, None)])

@@ -74,7 +74,7 @@ def test_a_small_pool_is_ready_at_once_and_starts_no_thread():
         assert not pool.rows.any()
         assert threading.active_count() == before
         pool.wait(7)
-        with pytest.raises(InvalidArgumentError, match="8 blocks are waited for, the host pool has 7"):
+        with pytest.raises(InvalidArgumentError, match="num_blocks is 8, the host pool has 7"):
             pool.wait(8)
 
 

@@ -337,6 +337,6 @@ def test_while_a_graph_is_recorded_work_goes_into_it_and_counts_as_done():
 def test_a_decision_of_the_external_tier_is_refused_before_anything_moves(engine: CacheEngine, kind, src, dst):
     wanted = state(engine)
     copy = ("copy", Pairs("device", "device", ids((0, 1))))
-    with pytest.raises(MappingError, match=f"1 pairs of kind '{kind}' name the external tier, and there is none"):
+    with pytest.raises(MappingError, match=f"1 pairs of kind '{kind}' name the external tier, but there is none"):
         engine.execute(StepDecision(1, [copy, (kind, Pairs(src, dst, ids((0, 1))))]))
     assert_state(engine, wanted)

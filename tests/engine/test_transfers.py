@@ -53,7 +53,7 @@ def test_a_transfer_is_done_when_its_event_has_fired():
     book = transfers()
     first, second = start(book), start(book)
     assert not first.done
-    assert repr(first) == "Transfer(under way)"
+    assert repr(first) == "Transfer(in flight)"
     assert book.outstanding("out") == 20
     assert first.wait() is first
     assert (first.done, first.error, first.rows, repr(first)) == (True, None, None, "Transfer(landed)")
@@ -93,7 +93,7 @@ def test_a_failed_transfer_raises_in_wait_and_ends_once():
 def test_a_full_stream_refuses_or_waits_as_the_caller_chooses():
     book = transfers(limit=25)
     start(book, num_bytes=20)
-    with pytest.raises(TransferQueueFullError, match=r"20 bytes are under way on stream 'out', 10 more .* limit of 25"):
+    with pytest.raises(TransferQueueFullError, match=r"20 bytes are in flight on stream 'out', 10 more .* limit of 25"):
         book.make_room("out", 10, "refuse")
     book.make_room("in", 25, "refuse")
     book.make_room("out", 5, "refuse")
@@ -117,7 +117,7 @@ def test_a_layer_that_there_is_not_is_refused():
     book = transfers()
     load = book.submit("in", plan("in", pairs(), 3, [lambda: None] * 3, layers=(0, 1, 2)))
     for layer in (-1, 3):
-        with pytest.raises(InvalidArgumentError, match=f"layer {layer} of a transfer, there are 3"):
+        with pytest.raises(InvalidArgumentError, match=f"layer is {layer}, must be 0 to 2"):
             load.order_compute(layer)
     book.synchronize()
     load.order_compute(3)

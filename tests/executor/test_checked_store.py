@@ -153,7 +153,7 @@ def raising(error: Exception) -> Callable[..., Any]:
         ("submit_write", raising(ConnectionResetError("gone")), "ConnectionResetError: gone"),
         ("submit_write", lambda *_: "7", "'str' object cannot be interpreted as an integer"),
         ("wait", raising(OSError("cut")), "OSError: cut"),
-        ("wait", lambda *_: None, "the answer is a NoneType, a Completion is needed"),
+        ("wait", lambda *_: None, "the answer is a NoneType, must be a Completion"),
         (
             "wait",
             lambda ticket, *_: Completion(ticket, np.ones(1, bool), np.zeros((0, SIZE), np.uint8), []),
@@ -237,7 +237,7 @@ def test_of_two_batches_with_one_ticket_neither_is_believed():
 
 def test_sizes_are_compared_when_engine_and_store_meet():
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
-        with pytest.raises(InvalidArgumentError, match=f"blocks have {2 * SIZE} bytes, those of the .* layout {SIZE}"):
+        with pytest.raises(InvalidArgumentError, match=f"blocks have {2 * SIZE} bytes, must have {SIZE} as in"):
             StepExecutor(engine, SimulatedStore(BLOCKS, 2 * SIZE, seed=0))
         executor = StepExecutor(engine, SimulatedStore(1, SIZE, seed=0))
         swap = ("swap_out", Pairs("device", "host", np.zeros((0, 2), np.int64)))

@@ -232,13 +232,13 @@ def test_what_the_device_fails_is_reported_with_its_error():
 
 def test_a_decision_that_cannot_be_carried_out_is_refused(engine: CacheEngine):
     executor = StepExecutor(engine)
-    with pytest.raises(MappingError, match="external tier, and there is none"):
+    with pytest.raises(MappingError, match="external tier, but there is none"):
         executor.submit(StepDecision(1, [("swap_out", pairs("device", "external", (0, 0)))]))
-    with pytest.raises(MappingError, match="'swap_in' name the external tier, and there is none"):
+    with pytest.raises(MappingError, match="'swap_in' name the external tier, but there is none"):
         executor.submit(StepDecision(1, [("swap_in", pairs("external", "host", (0, 0)))]))
     assert executor.num_in_flight == 0
     executor.submit(StepDecision(1, [("swap_out", pairs("device", "host", (0, 1)))]))
-    with pytest.raises(UnknownTicketError, match="decision 1 is under way already"):
+    with pytest.raises(UnknownTicketError, match="decision 1 is already in flight"):
         executor.submit(StepDecision(1, []))
     with pytest.raises(InvalidArgumentError, match="max_staging is 0 bytes"):
         StepExecutor(engine, max_staging=0)
@@ -284,7 +284,7 @@ def test_blocks_that_there_are_not_lose_the_whole_decision(engine: CacheEngine):
         executor.submit(StepDecision(1, swaps))
     done = executor.wait(1)
     assert {(p.src, p.dst) for p in done.lost} == {("device", "host"), ("host", "device")}
-    with pytest.raises(UnknownTicketError, match="decision 1 is not under way"):
+    with pytest.raises(UnknownTicketError, match="decision 1 is not in flight"):
         executor.wait(1)
 
 

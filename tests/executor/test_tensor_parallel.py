@@ -184,7 +184,7 @@ def test_a_worker_answers_as_its_executor_does():
         executor = ParallelExecutor([own_executor(), remote])
         executor.submit(out(3, 4, 5))
         assert [pairs.ids.tolist() for pairs in executor.wait(3).lost] == [[[4, 4]]]
-        with pytest.raises(UnknownTicketError, match=r"rank 1: .*decision 3 is not under way"):
+        with pytest.raises(UnknownTicketError, match=r"rank 1: .*decision 3 is not in flight"):
             remote.wait(3)
         assert remote.lost(3) == ()
         assert not remote.is_awaited(3)
@@ -256,7 +256,7 @@ def test_a_worker_that_ends_or_hangs_is_an_error_in_bounded_time():
 def test_after_an_interrupt_before_an_answer_the_worker_is_not_used_any_more():
     with worker(own_executor()) as remote:
         remote.begin("poll")  # an interrupt keeps the caller from reading the answer
-        with pytest.raises(WorkerError, match="rank 1 was asked, and the call ended before its answer"):
+        with pytest.raises(WorkerError, match="a call of rank 1 was interrupted before its answer"):
             remote.poll()
 
 

@@ -52,15 +52,15 @@ class CacheEngine:
     Each kind of transfer exists in two forms, and they may be mixed.
 
     *Asynchronous*: `submit`, `submit_read` and `submit_write` return a `Transfer`. Work runs on separate streams (on a
-    *    CPU: in a worker thread), after all compute queued before the call, or before `after_compute`, a point marked
-    *    by `fence`; after the transfers in `after`; and in order with earlier work of the same direction. There is no
-    *    other ordering. Compute does not wait for transfers unless told by `Transfer.order_compute`. Where loads and
-    *    stores share a worker, loads go first, and `prefetch` loads after other loads. Prefetches run in submission
-    *    order; loads of one block keep their order.
+    CPU: in a worker thread). It runs after all compute queued before the call, or up to `after_compute`, a point marked
+    by `fence`; after the transfers in `after`; and in order with earlier work of the same direction. There is no other
+    ordering. Compute waits for a transfer only if you call `Transfer.order_compute`. Where loads and stores share a
+    worker, loads go first, and `prefetch` loads after other loads. Prefetches run in submission order; loads of one
+    block keep their order.
 
     *Synchronous*: `run`, `read`, `write` and `execute` submit the same transfers to the compute stream, after all open
-    *    transfers. On a CPU the work runs in the calling thread and is done when the call returns. On CUDA it is queued
-    *    on the current stream, and the CPU does not wait, except in `read`.
+    transfers. On a CPU the work runs in the calling thread and is done when the call returns. On CUDA it is queued on
+    the current stream, and the CPU does not wait, except in `read`.
 
     A CUDA graph can capture only `run` and `execute`, once all transfers have ended. While one is being captured on the
     current stream, every other call, including `Transfer`'s, raises `CaptureError` before touching a stream; graph and
@@ -92,13 +92,13 @@ class CacheEngine:
 
     Attributes:
         layout: as given.
-        device: where the device's tensors are.
+        device: device of the tensors.
         memory: the blocks of both tiers.
-        transfers: those that are open.
-        streams: what runs their work.
+        transfers: the open transfers.
+        streams: run the transfers.
         counters: what has landed so far, by (source, destination) tier; reads and writes of rows do not count.
-        seconds: how long transfers to the host (`"write"`) and back (`"read"`) took, from their submission to when
-            their end was seen.
+        seconds: how long transfers to the host (`"write"`) and back (`"read"`) took, from submission until their end
+            was noticed.
 
     Raises:
         InvalidArgumentError: a number of blocks or bytes is too small, `on_host_failure` is invalid, or `pin_memory` is
@@ -233,8 +233,8 @@ class CacheEngine:
             rows: destination, uint8 `[n, bytes_per_block]`, C-contiguous and writable, page-locked if host memory is;
                 must not be used by others until the transfer ends. None means fresh rows, which cost ten times as much
                 on a CPU.
-            after: transfers that must have ended before.
-            after_compute: a place in compute that must have been reached before.
+            after: transfers that must end first.
+            after_compute: a point in compute that must be reached first.
             on_full: whether to `"wait"` or to `"refuse"`.
 
         Raises:
@@ -262,8 +262,8 @@ class CacheEngine:
             tier: `"device"` or `"host"`; see `submit` for this and the other arguments.
             blocks: ids, ints `[n]`, no repeats. They are copied.
             rows: uint8 `[n, bytes_per_block]`.
-            after: transfers that must have ended before.
-            after_compute: a place in compute that must have been reached before.
+            after: transfers that must end first.
+            after_compute: a point in compute that must be reached first.
             prefetch: the blocks are not needed yet; has no effect for the host.
             on_full: whether to `"wait"` or to `"refuse"`.
 
@@ -286,7 +286,7 @@ class CacheEngine:
 
         Raises:
             MappingError: the mapping is malformed or out of range; nothing was moved.
-            CaptureError: a graph is being captured, and transfers are open or the blocks are the host's.
+            CaptureError: a graph is being captured, and transfers are open or the blocks are on the host.
         """
         self.transfers.process.check()
         plan = moving(self.memory, kind, pairs, tier, chunk=None)
@@ -338,7 +338,7 @@ class CacheEngine:
             decision: transfers within the device or the host, and between the two.
 
         Returns:
-            The pairs that did not land: none.
+            An empty list: all pairs have landed, or the call raises.
 
         Raises:
             MappingError: an id is out of range, or a transfer is of the external tier.
@@ -346,7 +346,7 @@ class CacheEngine:
         """
         for kind, pairs in decision.transfers():
             if "external" in (pairs.src, pairs.dst):
-                raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, and there is none")
+                raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, but there is none")
         for kind, pairs in decision.transfers():
             self.run(kind, pairs.ids, tier="host" if pairs.src == pairs.dst == "host" else "device")  # type: ignore[arg-type]
         return []
@@ -460,7 +460,7 @@ class CacheEngine:
 
 
 def wait_for_engines(memory: Tensor, first: int) -> None:
-    """Wait for all engines' transfers that touch blocks of a device cache; a fork has none.
+    """Wait for all engines' transfers that touch blocks of a device cache; in a fork there are none.
 
     Args:
         memory: memory of the cache's tensors, uint8 `[bytes]`.

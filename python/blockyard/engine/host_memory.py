@@ -45,7 +45,7 @@ class HostMapping:
 
     def __init__(self, num_bytes: int, *, file: int | None = None, offset: int = 0) -> None:
         if num_bytes < 0:
-            raise InvalidArgumentError(f"{num_bytes} bytes are wanted, must be at least 0")
+            raise InvalidArgumentError(f"num_bytes is {num_bytes}, must be at least 0")
         self.num_bytes = num_bytes
         try:
             if file is None:
@@ -54,7 +54,7 @@ class HostMapping:
             else:
                 self._memory = mmap.mmap(file, num_bytes, mmap.MAP_SHARED, offset=offset)
         except (OSError, OverflowError, ValueError) as error:
-            message = f"the system gives no {num_bytes} bytes for host blocks: {error}"
+            message = f"cannot allocate {num_bytes} bytes for host blocks: {error}"
             raise OutOfMemoryError(message, num_bytes) from error
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         start = -whole.data_ptr() % _HUGE_PAGE if file is None else 0
@@ -70,11 +70,11 @@ class HostMapping:
             node: the node's number.
 
         Returns:
-            Why that is impossible; empty if it is not.
+            Why this failed; empty on success.
         """
         call = _MBIND.get(platform.machine())
         if call is None:
-            return f"no NUMA policy is known on {platform.machine()}"
+            return f"setting a NUMA policy is not supported on {platform.machine()}"
         bits = 8 * ctypes.sizeof(ctypes.c_ulong)
         words = (ctypes.c_ulong * (node // bits + 1))()
         words[node // bits] = 1 << node % bits
@@ -100,7 +100,7 @@ class HostMapping:
         problem = self._advise(_POPULATE_WRITE, first, end)
         if problem in {errno.ENOMEM, errno.EFAULT}:
             raise OutOfMemoryError(
-                f"bytes {first} to {end} of {self.num_bytes} could not be had: {os.strerror(problem)}",
+                f"cannot allocate bytes {first} to {end} of {self.num_bytes}: {os.strerror(problem)}",
                 self.num_bytes,
             )
         return not problem

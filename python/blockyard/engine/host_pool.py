@@ -44,7 +44,7 @@ class Locker(Protocol):
         """Page-lock a range. Returns why it could not be; empty on success.
 
         Raises:
-            CaptureError: not now.
+            CaptureError: a graph capture forbids it now.
         """
 
     def unlock(self, address: int) -> str:
@@ -124,7 +124,8 @@ class HostPool:
     ) -> None:
         if num_blocks < 0 or bytes_per_block < 1 or chunk_bytes < 1:
             raise InvalidArgumentError(
-                f"{num_blocks} blocks of {bytes_per_block} bytes in chunks of {chunk_bytes}: wanted at least 0, 1 and 1"
+                f"num_blocks is {num_blocks}, bytes_per_block {bytes_per_block}, chunk_bytes {chunk_bytes}, must be at "
+                f"least 0, 1 and 1"
             )
         if on_failure not in get_args(OnFailure):
             raise InvalidArgumentError(f"on_failure is {on_failure!r}, must be one of {get_args(OnFailure)}")
@@ -224,7 +225,7 @@ class HostPool:
             BlockyardError: the pool is closed.
         """
         if num_blocks > self.num_blocks:
-            raise InvalidArgumentError(f"{num_blocks} blocks are waited for, the host pool has {self.num_blocks}")
+            raise InvalidArgumentError(f"num_blocks is {num_blocks}, the host pool has {self.num_blocks}")
         if num_blocks > self._work.ready_blocks:
             self._work.wait(num_blocks)
 
@@ -255,7 +256,7 @@ class HostPool:
 
 
 class _Work:
-    """The thread's work. It has no reference to the pool, so that a dropped pool is collected."""
+    """The thread's work. It holds no reference to the pool, so that a dropped pool is collected."""
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ def with_rows(blocks: IdList, num_blocks: int, *, written: bool) -> Mapping:
         written: whether blocks are written and rows read, or the other way round.
 
     Raises:
-        MappingError: they are no ints, have another shape, an id is out of range, or one repeats.
+        MappingError: they are not ints, have another shape, an id is out of range, or one repeats.
     """
     ids = _ints(blocks)
     sides = [(np.arange(len(ids)), len(ids)), (ids, num_blocks)]

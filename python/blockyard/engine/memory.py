@@ -53,7 +53,7 @@ class Memory:
             memory from there on (`"unpinned"`), which copies slowly; `host_pool.problem` says why.
 
     Attributes:
-        tensors: the device's.
+        tensors: the device's tensors.
         pin_memory: whether host and staging memory is page-locked.
         host_pool: owns the host's memory.
         host_rows: uint8 `[host_blocks, bytes_per_block]`.
@@ -154,13 +154,13 @@ class Memory:
             if (src, dst, number) not in self._bound:
                 chosen = [at for layer in layers for at in self.by_layer()[layer]]
                 views = [[self.views[tier][at] for at in chosen] for tier in (src, dst)]
-                # A layer whose bytes come with another's has nothing left to do.
+                # A group may have no views of its own, if its layers share those of earlier ones.
                 self._bound[src, dst, number] = bind(*views) if chosen else _nothing
         runs = [self._bound[src, dst, number] for number in range(len(groups))]
         return runs, [number for number, layers in enumerate(groups) for _ in layers]
 
     def layer_groups(self, least_bytes: int) -> list[list[int]]:
-        """Group adjacent layers, as few as together have `least_bytes` per block; the last group may have more."""
+        """Group adjacent layers: as few as have `least_bytes` per block together. The last group may have more."""
         groups: list[list[int]] = []
         held = least_bytes
         for layer, places in enumerate(self.by_layer()):
@@ -169,7 +169,7 @@ class Memory:
                 held = 0
             groups[-1].append(layer)
             held += sum(self.views["device"][at].shape[1] for at in places)
-        # The remaining layers would be too few for the copy engines.
+        # The last group is too small: merge it into the one before.
         if held < least_bytes and len(groups) > 1:
             rest = groups.pop()
             groups[-1] += rest
@@ -240,7 +240,9 @@ def _zeros(layout: BlockLayout, blocks: int, device: torch.device) -> list[Tenso
         ]
     except RuntimeError as error:
         size = blocks * layout.bytes_per_block
-        raise OutOfMemoryError(f"device_blocks is {blocks}: {device} gives no {size} bytes: {error}") from error
+        raise OutOfMemoryError(
+            f"device_blocks is {blocks}: cannot allocate {size} bytes on {device}: {error}"
+        ) from error
 
 
 def as_tensor(array: NDArray[np.generic]) -> Tensor:

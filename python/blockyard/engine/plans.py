@@ -47,14 +47,14 @@ class TransferPlan(NamedTuple):
 
     Attributes:
         kind: one of `KINDS`, or `"read"` or `"write"`.
-        src: `"device"`, `"host"` or `"rows"` (the caller's).
+        src: `"device"`, `"host"`, or `"rows"` for the caller's rows.
         dst: the same.
         mapping: mapping of block ids; for a read or write one side is row numbers.
         num_bytes: bytes moved.
         pieces: pieces of work, at least one.
         layers: for each layer its piece, if pieces are in layer order; else empty.
-        kept: memory to keep alive until it has ended.
-        rows: rows that it fills for the caller.
+        kept: memory to keep alive until the transfer has ended.
+        rows: the rows that a read fills.
     """
 
     kind: str

@@ -21,7 +21,7 @@ __all__ = ["PIECE_BYTES", "STREAMS", "Event", "StreamName", "Streams", "WorkerSt
 StreamName: TypeAlias = Literal["copy", "in", "host", "out", "compute", "caller"]
 
 STREAMS: Final[tuple[StreamName, ...]] = ("copy", "in", "host", "out")
-"""The streams that are not the caller's. If they share a worker, earlier ones are served first."""
+"""The streams besides the caller's two. If they share a worker, earlier ones are served first."""
 
 PIECE_BYTES: Final = 8 << 20
 """Maximum bytes per piece of work if streams share a worker, so that a load waits for at most one piece of a store."""
@@ -131,11 +131,11 @@ class _Item:
 
 
 class WorkerStreams:
-    """All streams but the caller's, served by one thread that starts with the first work and ends after a second idle.
+    """All streams except the caller's, served by one thread that starts with the first work and ends when idle.
 
     Among streams whose next work may run, the first in `STREAMS` is served. Work that waits for another device's event
-    blocks all streams until it fires. At interpreter shutdown, running work finishes and the rest is dropped. A fork
-    has no such thread: `launch` and unfired events raise `ForkedError` there.
+    blocks all streams until the event fires. At interpreter shutdown, running work finishes and the rest is dropped. A
+    fork has no such thread: there, `launch` and unfired events raise `ForkedError`.
 
     Args:
         prepare: called in the thread before its first work.

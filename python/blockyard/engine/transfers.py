@@ -49,7 +49,7 @@ class Transfer:
         self.rows: NDArray[np.uint8] | None = None
 
     def __repr__(self) -> str:
-        return f"Transfer({'under way' if self in self._transfers else self.error or 'landed'})"
+        return f"Transfer({'in flight' if self in self._transfers else self.error or 'landed'})"
 
     @property
     def done(self) -> bool:
@@ -121,8 +121,8 @@ class _Job:
         """Whether it uses a device block with at least this id."""
         return any(self.plan.mapping.reach[column] > first for column in self.plan.device_columns)
 
-    def writes_what(self, other: _Job) -> bool:
-        """Whether both write a common block. For two loads, which read nothing that a load writes."""
+    def writes_same_block(self, other: _Job) -> bool:
+        """Whether two loads write a common block; loads conflict in no other way."""
         return bool(np.isin(self.plan.mapping.pairs[:, 1], other.plan.mapping.pairs[:, 1]).any())
 
 
@@ -149,9 +149,8 @@ class Transfers:
         self._ahead: deque[tuple[Event, int]] = deque()  # their launched pieces, with their bytes
         self._outstanding: dict[StreamName, int] = {}
         self._submitted = 0
-        self._in_critical_section = (
-            False  # set while a call changes the fields above; if set when one begins, the last was interrupted
-        )
+        # Set while a call changes the fields above; if set when a call begins, the last call was interrupted.
+        self._in_critical_section = False
 
     def __contains__(self, transfer: Transfer) -> bool:
         return transfer in self._open
@@ -189,8 +188,8 @@ class Transfers:
         while self.outstanding(stream) and self.outstanding(stream) + num_bytes > self._max_outstanding:
             if on_full == "refuse":
                 raise TransferQueueFullError(
-                    f"{self.outstanding(stream)} bytes are under way on stream {stream!r}, {num_bytes} more would be "
-                    f"over the limit of {self._max_outstanding}"
+                    f"{self.outstanding(stream)} bytes are in flight on stream {stream!r}, {num_bytes} more would "
+                    f"exceed the limit of {self._max_outstanding}"
                 )
             oldest = next(job for job in self._open.values() if job.stream == stream)
             self._start(oldest)
@@ -292,7 +291,7 @@ class Transfers:
             return
         layers = job.plan.layers
         if layer is not None and layers and not 0 <= layer < len(layers):
-            raise InvalidArgumentError(f"layer {layer} of a transfer, there are {len(layers)}")
+            raise InvalidArgumentError(f"layer is {layer}, must be 0 to {len(layers) - 1}")
         self._start(job)
         self.streams.order_compute(job.end if layer is None or not layers else job.events[layers[layer]])
 
@@ -309,17 +308,17 @@ class Transfers:
     def _job(self, transfer: Transfer) -> _Job | None:
         """Return the job of a transfer; None if it has ended."""
         if transfer._transfers is not self:  # noqa: SLF001 (its own module)
-            raise InvalidArgumentError("a transfer of another engine was given")
+            raise InvalidArgumentError("the transfer belongs to another engine")
         return self._open.get(transfer)
 
     def _recover_from_interrupt(self) -> None:
-        """After an interrupt, fail what the interrupted call had started to launch, as its progress is unknown."""
+        """After an interrupt, fail the transfers that the interrupted call was launching: their progress is unknown."""
         if not self._in_critical_section:
             return
         for stream in {job.stream for job in self._open.values()}:
             self.streams.launch(stream, _nothing).synchronize()
         for job in tuple(self._open.values()):
-            error = BlockyardError("the transfer was under way when a call of the engine was interrupted")
+            error = BlockyardError("the transfer was being launched when a call of the engine was interrupted")
             self._end(job, error if job.pieces or not job.events else None)
         self._open, self._outstanding = {}, {}
         self._queue.clear()
@@ -337,7 +336,7 @@ class Transfers:
             self._start(other)
         if job.stream == "in":
             # Loads of one block keep their order, whether or not they are waited for.
-            for other in [other for other in self._queue if other.number < job.number and other.writes_what(job)]:
+            for other in [other for other in self._queue if other.number < job.number and other.writes_same_block(job)]:
                 self._start(other)
         while job.pieces:
             self._launch_piece(job)
@@ -350,7 +349,7 @@ class Transfers:
         event = self.streams.launch(job.stream, job.plan.in_range(job.pieces[0]), tuple(job.waits()))
         job.events.append(event)
         job.pieces.popleft()
-        # Later work on the stream comes after the same events; and chains of transfers must not grow forever.
+        # Later work on the stream runs after these events anyway, and chains of transfers must not grow forever.
         job.after, job.after_compute = (), None
 
     def _prefetch(self) -> None:

@@ -1,8 +1,8 @@
-"""An external store as the executor needs it: whatever the store does, every batch has one answer.
+"""`CheckedStore`: wraps an external store so that every batch gets exactly one answer, whatever the store does.
 
-A plug-in may raise anything, answer with arrays of another shape, repeat, invent or lose tickets. Each of these is a
-batch of misses, with its error. The log `blockyard.executor` has a line for each call and class of error, at most one a
-minute.
+A plug-in may raise any exception, answer with arrays of the wrong shape, or repeat, invent or lose tickets. Each of
+these turns a batch into misses, with an error. The log `blockyard.executor` gets at most one line per minute for each
+call and class of error.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from blockyard.workers import Process, RateLimit
 __all__ = ["Answer", "CheckedStore", "PendingBatch"]
 
 NOTHING_READ: Final = {"absent", "empty"}
-"""Reasons of misses for which no byte was read."""
+"""Reasons of misses for which the store read no bytes."""
 _FAILURES: Final = {"io", "timeout", "unavailable"}
 OVERDUE_SECONDS: Final = 600.0
-"""A batch that the store has not reported by then is given up."""
+"""A batch that the store does not report within this time is given up."""
 _COLLECTED_AT_ONCE: Final = 64
-"""Batches that one `poll` collects: a store that is declared down reports thousands."""
+"""Maximum number of batches that one `poll` collects: a store that goes down may report thousands at once."""
 
 _log = logging.getLogger("blockyard.executor")
 
 
 class Answer(NamedTuple):
-    """What became of one batch.
+    """The outcome of one batch.
 
     Attributes:
-        ok: whether each block came back or went in, bool `[n]`.
-        rows: the blocks that were read, uint8 `[n, bytes_per_block]`; of no use for writes.
-        error: why all of them are misses, if it is not the storage that says so.
-        reasons: why each is a miss, if it is the storage that says so.
+        ok: whether each block was read or written, bool `[n]`.
+        rows: the blocks that were read, uint8 `[n, bytes_per_block]`; empty for writes.
+        error: why all blocks are misses, if the store failed instead of answering.
+        reasons: the store's reason for each block, if it answered.
     """
 
     ok: NDArray[np.bool_]
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 
     @property
     def are_rows_free(self) -> bool:
-        """Whether the store no longer uses the rows that it was given: after a miss a thread of its may still."""
+        """Whether the store has finished with the batch's rows. After a miss, one of its threads may still use them."""
         return self.error is None and bool(
             np.count_nonzero(self.ok) == len(self.ok)
             or all(good or reason in NOTHING_READ for good, reason in zip(self.ok, self.reasons, strict=True))
@@ -67,7 +67,7 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PendingBatch:
-    """A batch that the store has, until it has an answer."""
+    """A batch submitted to the store; `answer` is set when it ends."""
 
     what: str
     count: int
@@ -82,12 +82,12 @@ class CheckedStore:
 
     Args:
         store: the external store.
-        bytes_per_block: of the engine's blocks.
+        bytes_per_block: bytes of the engine's blocks.
 
     Attributes:
-        num_slots: of the store.
-        num_answers: that batches have got; who waits for many batches need not ask each while it stays.
-        seconds: how long batches took from their submission to when their end was seen, by `"read"` and `"write"`.
+        num_slots: number of slots of the store.
+        num_answers: number of answers so far; while it does not change, no waiting batch has ended.
+        seconds: how long batches took from submission until their end was noticed, by `"read"` and `"write"`.
 
     Raises:
         InvalidArgumentError: the store's blocks have another size.
@@ -96,7 +96,7 @@ class CheckedStore:
     def __init__(self, store: ExternalStore, bytes_per_block: int) -> None:
         if store.bytes_per_block != bytes_per_block:
             raise InvalidArgumentError(
-                f"the store's blocks have {store.bytes_per_block} bytes, those of the engine's layout {bytes_per_block}"
+                f"the store's blocks have {store.bytes_per_block} bytes, must have {bytes_per_block} as in the engine"
             )
         self.num_slots = store.num_slots
         self._store = store
@@ -105,32 +105,32 @@ class CheckedStore:
         self._bytes_per_block = bytes_per_block
         self._no_rows = np.zeros((0, bytes_per_block), np.uint8)
         self._open: dict[int, PendingBatch] = {}
-        self._ended: dict[int, None] = {}  # of these, those that the store has reported
+        self._ended: dict[int, None] = {}  # open batches that the store has reported as ended
         self._answers: list[tuple[PendingBatch, object]] = []
-        self._failures = None if isinstance(store, BatchStore) else FailureLog()  # that one logs by itself
+        self._failures = None if isinstance(store, BatchStore) else FailureLog()  # a BatchStore logs its own failures
         self._limit = RateLimit(self._runtime.monotonic)
         self._repeated: set[int] = set()
-        self._strays = 0  # calls that were interrupted, and whose ticket is not known
-        self._polling = False  # if it is set when `poll` begins, the last call was interrupted
+        self._strays = 0  # interrupted submissions, whose tickets are unknown
+        self._polling = False  # if set when `poll` begins, the last call was interrupted
         self.num_answers = 0
         self.seconds = {"read": Histogram(), "write": Histogram()}
 
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> PendingBatch:
-        """Start to write blocks; the rows are the store's from now on, nobody else may write to them.
+        """Start to write blocks. From now on the store owns the rows: nothing else may write to them.
 
         Args:
-            slots: where to, int64 `[n]`.
-            rows: uint8 `[n, bytes_per_block]`.
+            slots: slots to write, int64 `[n]`.
+            rows: the blocks, uint8 `[n, bytes_per_block]`.
 
         Raises:
-            StoreError: the store did not take it.
+            StoreError: the store refused the batch.
         """
         return self._submit(PendingBatch("write", len(slots)), partial(self._store.submit_write, slots, rows))
 
     def read(self, slots: NDArray[np.int64], out: NDArray[np.uint8]) -> PendingBatch:
         """Start to read blocks into rows; see `write`.
 
-        The rows are the store's until the batch has an answer, and for longer unless its `are_rows_free`.
+        The store owns the rows until the batch has an answer whose `are_rows_free` is true.
         """
         return self._submit(PendingBatch("read", len(slots), out), partial(self._store.submit_read, slots, out))
 
@@ -149,11 +149,11 @@ class CheckedStore:
         return self._submit(PendingBatch("get", len(keys), out), partial(self._store.submit_get, keys, out))
 
     def contains(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Return which keys the store says it has, bool `[n]`; none if it says anything else."""
+        """Return which keys the store reports to have, bool `[n]`; all False if its answer is invalid."""
         return self._ask(self._store.contains, keys)
 
     def lacks(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Return which keys the store says it lacks, bool `[n]`; none if it says anything else."""
+        """Return which keys the store reports to lack, bool `[n]`; all False if its answer is invalid."""
         return self._ask(self._store.lacks, keys)
 
     def _ask(self, call: Callable[[NDArray[np.uint8]], object], keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -168,15 +168,15 @@ class CheckedStore:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the store has a batch."""
+        """Whether any batch is open."""
         return bool(self._open or self._strays)
 
     def poll(self) -> None:
-        """Pass their answers to batches that have ended, at most `_COLLECTED_AT_ONCE` of them; never waits."""
+        """Collect the answers of ended batches, at most `_COLLECTED_AT_ONCE` per call; never waits."""
         if not self.is_busy:
             return
         interrupted, self._polling = self._polling, True
-        # What the store reported to a call that was interrupted is not known: every batch is asked for.
+        # The reports to an interrupted call are lost, so ask for every batch.
         for ticket in list(self._open) if interrupted else self._reported():
             if ticket in self._open:
                 self._ended[ticket] = None
@@ -189,7 +189,7 @@ class CheckedStore:
         self._polling = False
 
     def wait(self, batch: PendingBatch) -> None:
-        """Wait until a batch has an answer. After an interrupt it can be called again."""
+        """Wait until a batch has an answer. Can be retried after an interrupt."""
         self._take_in()
         if batch.answer is None:
             self._collect(batch, max(0.0, batch.since + OVERDUE_SECONDS - self._runtime.monotonic()))
@@ -206,7 +206,7 @@ class CheckedStore:
             raise self._refusal(batch, error) from error
         other = self._open.get(batch.ticket)
         if other is not None or batch.ticket in self._repeated:
-            # Whose blocks the store will hand over is not known, now and under this number for good.
+            # It is unknown whose blocks this ticket stands for, so it is never used again.
             twice = StoreError(f"the store has issued ticket {batch.ticket} twice")
             self._strays -= 1
             self._repeated.add(batch.ticket)
@@ -218,7 +218,7 @@ class CheckedStore:
         return batch
 
     def _reported(self) -> list[int]:
-        """Tickets that the store calls ended, and those for which it has had its time."""
+        """Return the tickets that the store reports as ended, and the overdue ones."""
         try:
             found = [operator.index(ticket) for ticket in self._store.poll()]
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
@@ -232,7 +232,7 @@ class CheckedStore:
 
     def _collect(self, batch: PendingBatch, timeout: float) -> None:
         try:
-            # Run by C code as a whole, so no interrupt can come between the store's answer and the list.
+            # Runs entirely in C: no interrupt can come between the store's answer and the list.
             self._answers.extend(zip((batch,), map(self._store.wait, (batch.ticket,), (timeout,)), strict=True))
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
             self._answers.append((batch, error))
@@ -244,12 +244,12 @@ class CheckedStore:
             self._store.wait(ticket, 0.0)
 
     def _take_in(self) -> None:
-        """Give batches the answers that the store gave."""
+        """Check the collected answers and pass them to their batches."""
         while self._answers:
             batch, answer = self._answers[0]
             if batch.answer is None:
                 checked = self._checked(batch, batch.ticket, answer)
-                self.num_answers += 1  # first: who looks before the answer is there looks again
+                self.num_answers += 1  # first, so that a caller who polls in between looks again
                 batch.answer = checked
                 self.seconds["write" if batch.out is None else "read"].observe(self._runtime.monotonic() - batch.since)
             self._ended.pop(batch.ticket, None)
@@ -257,7 +257,7 @@ class CheckedStore:
             del self._answers[0]
 
     def _checked(self, batch: PendingBatch, ticket: int, answer: object) -> Answer:
-        """Take an answer whose arrays are those of the batch, and no other."""
+        """Convert the store's answer. If it does not fit the batch, return misses."""
         none = self._no_rows
         if isinstance(answer, Completion):
             rows = none if batch.out is None else answer.rows
@@ -270,18 +270,18 @@ class CheckedStore:
                 and rows.shape == shape
                 and len(answer.reasons) == batch.count
             ):
-                # What the engine copies from while the caller goes on must be memory that torch takes.
+                # The engine copies from these rows asynchronously, so they must be memory that torch accepts.
                 rows = rows if rows.flags.carray else np.require(rows, requirements=("C", "W"))
                 if self._failures is not None:
                     self._log_failure(self._failures, answer)
                 return Answer(answer.ok.copy(), rows, reasons=tuple(map(str, answer.reasons)))
             found = f"ticket {answer.ticket}, ok {_of(answer.ok)}, rows {_of(rows)}, {len(answer.reasons)} reasons"
             wanted = f"ticket {ticket}, ok bool [{batch.count}], rows uint8 {list(shape)}, {batch.count} reasons"
-            error: Exception = StoreError(f"the answer has {found}; {wanted} is needed")
+            error: Exception = StoreError(f"the answer has {found}; must have {wanted}")
         elif isinstance(answer, Exception):
             error = answer
         else:
-            error = StoreError(f"the answer is a {type(answer).__name__}, a Completion is needed")
+            error = StoreError(f"the answer is a {type(answer).__name__}, must be a Completion")
         return Answer(np.zeros(batch.count, dtype=np.bool_), none, self._refusal(batch, error))
 
     def _log_failure(self, log: FailureLog, answer: Completion) -> None:
@@ -292,7 +292,7 @@ class CheckedStore:
         log.flush(self._store)
 
     def _refusal(self, batch: PendingBatch, why: Exception) -> StoreError:
-        """Return the error of a batch that is lost, and log it."""
+        """Return the error of a lost batch, and log it."""
         error = StoreError(f"{batch.what} of {batch.count} blocks with the external tier is lost: {_describe(why)}")
         error.__cause__ = why
         if self._may_log(batch.what, why):
@@ -300,12 +300,12 @@ class CheckedStore:
         return error
 
     def _may_log(self, call: str, error: Exception) -> bool:
-        """Return whether to log a line: one a minute for each call and class of error."""
+        """Return whether to log a line: at most one per minute for each call and class of error."""
         return self._limit.passes(f"{call} {type(error).__name__}")
 
 
 def _describe(error: Exception) -> str:
-    """Its class and message on one line, even if it cannot be turned into text."""
+    """Return an error's class and message on one line, even if its `str` raises."""
     return " ".join("".join(traceback.format_exception_only(error)).split())
 
 

@@ -1,13 +1,13 @@
 """Carries out the decisions of steps with the copy engine and the external store.
 
-Transfers overlap compute, and storage I/O overlaps both. A step of an engine whose scheduler leaves sequences that are
-still loading out of steps (`overlap_io`):
+Transfers overlap compute, and storage I/O overlaps both. One step of an engine, whose scheduler leaves sequences out of
+steps while they load from storage (`overlap_io`):
 
     step = scheduler.schedule()
     executor.submit(step.decision)                      # compute waits only for what it needs
     sampled = model(step)
     for done in executor.collect(step.decision.ticket):
-        scheduler.finish(done.ticket, done.lost)
+        scheduler.complete(done.ticket, done.lost)
     finished = scheduler.update(step, sampled)
 
 To wait instead, call `execute`, which returns when all bytes have landed or are known to be lost.
@@ -50,7 +50,7 @@ class StepDone(NamedTuple):
     Attributes:
         ticket: the decision's ticket; call `manager.complete(ticket, lost)` next.
         lost: pairs that did not land.
-        errors: the causes, if more is known than that a block did not come back.
+        errors: the causes, where they are known.
     """
 
     ticket: int
@@ -65,13 +65,13 @@ class Executor(Protocol):
         """Start to carry out a decision, before the step's compute is queued."""
 
     def wait_for_layer(self, ticket: int, layer: int) -> None:
-        """Let compute that is queued from now on wait for one layer of a step's loads."""
+        """Make compute queued from now on wait for one layer of a step's loads."""
 
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
         """Return the pairs of a running decision known so far to be lost."""
 
     def is_awaited(self, ticket: int) -> bool:
-        """Whether a decision is running, and compute has read blocks that it loads or has lost."""
+        """Whether a running decision must end before its step's results are valid."""
 
     def poll(self) -> list[StepDone]:
         """Return the decisions that ended since the last call and were not waited for; never waits."""
@@ -104,7 +104,7 @@ class _OpenDecision:
     failed: Exception | None = None
 
     def lost(self) -> tuple[Pairs, ...]:
-        """The pairs known so far to be lost, in order of discovery."""
+        """Return the pairs known so far to be lost, in order of discovery."""
         if self.failed is not None:
             return all_written(self.decision)
         known = sorted((part for part in self.parts if part.lost), key=lambda part: part.number)
@@ -112,7 +112,7 @@ class _OpenDecision:
         return (*chain.from_iterable(part.lost or () for part in known), *missed)
 
     def done(self) -> StepDone:
-        """The report of this decision."""
+        """Return the report of this decision."""
         if self.failed is not None:
             return StepDone(self.decision.ticket, self.lost(), (self.failed,))
         ended = sorted(self.parts, key=lambda part: part.number)
@@ -189,10 +189,10 @@ class StepExecutor(Executor):
         # If set when a call begins, that submission was interrupted.
         self._submitting: _OpenDecision | None = None
         self._executing: StepDecision | None = None
-        self._unfinished = 0  # submissions that did not reach their end, since the last that did
+        self._unfinished = 0  # submissions that raised since the last one that succeeded
 
     def __repr__(self) -> str:
-        return f"StepExecutor(under way: decisions {sorted(self._steps)}, not reported: {sorted(self._done)})"
+        return f"StepExecutor(decisions in flight: {sorted(self._steps)}, not reported: {sorted(self._done)})"
 
     @property
     def num_in_flight(self) -> int:
@@ -201,7 +201,7 @@ class StepExecutor(Executor):
 
     @property
     def is_failing(self) -> bool:
-        """Whether the last two submissions, or more, ended by an exception: the device may be lost."""
+        """Whether at least the last two submissions raised, so that the device may be lost."""
         return self._unfinished > 1
 
     @property
@@ -218,11 +218,11 @@ class StepExecutor(Executor):
         """Carry out a decision and wait until all its bytes have landed or are known to be lost.
 
         Args:
-            decision: transfers, in the order in which they are safe to run. A decision that an interrupted call has
-                started is waited for.
+            decision: transfers, in the order in which they are safe to run. If an interrupted call has started this
+                decision, the call only waits for it.
 
         Returns:
-            The pairs that did not land: a slot could not be written, or not read back intact.
+            The pairs that did not land, because a block could not be written or did not come back intact.
 
         Raises:
             MappingError, UnknownTicketError: as for `submit`.
@@ -237,9 +237,9 @@ class StepExecutor(Executor):
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
         """Start to carry out a decision, before the step's compute is queued.
 
-        Unless the decision is a `prefetch`, this waits, at most until the store's deadline, for the store to answer for
-        each block that it swaps in to the device. `lost` then names the blocks that did not arrive. The loads of a
-        prefetch run when no other load is in flight.
+        Unless the decision is a `prefetch`, this waits until the store has answered for each block that the decision
+        swaps in to the device, at most until the store's deadline. `lost` then returns the blocks that did not arrive.
+        The loads of a prefetch run when no other load is in flight.
 
         Args:
             decision: transfers, in the order in which they are safe to run.
@@ -255,7 +255,7 @@ class StepExecutor(Executor):
         self._recover_from_interrupt()
         ticket = decision.ticket
         if ticket in self._steps or ticket in self._done:
-            raise UnknownTicketError(f"decision {ticket} is under way already")
+            raise UnknownTicketError(f"decision {ticket} is already in flight")
         self._refuse(decision.transfers())
         self._order_layers()
         earlier_reads, parts = self._cut(decision, self.engine.fence(), by_layer=by_layer)
@@ -286,7 +286,7 @@ class StepExecutor(Executor):
         self._unfinished = 0
 
     def end_spans(self) -> None:
-        """End the spans of what is under way, because nobody will take its end."""
+        """End the spans of everything in flight, because its end will not be collected."""
         for part in self._parts():
             self._legs.end_spans(part, miss_reason="closed")
 
@@ -303,13 +303,13 @@ class StepExecutor(Executor):
         )
 
     def _order_layers(self) -> None:
-        """Make compute wait for loads whose layers are no longer waited for, because the body of their step raised."""
+        """Make compute wait for loads by layer of an earlier step, whose body raised before it waited for them."""
         for part in self._parts():
             if part.by_layer and part.transfer is not None:
                 part.transfer.order_compute()
 
     def wait_for_layer(self, ticket: int, layer: int) -> None:
-        """Let compute that is queued from now on wait for one layer of a step's loads.
+        """Make compute queued from now on wait for one layer of a step's loads.
 
         Args:
             ticket: the ticket of a decision submitted `by_layer`.
@@ -325,9 +325,9 @@ class StepExecutor(Executor):
         return ticket in self._steps or ticket in self._done
 
     def is_awaited(self, ticket: int) -> bool:
-        """Whether a decision has not ended, and compute has read blocks that it loads or a loss is known.
+        """Whether a running decision must end before its step's results are valid.
 
-        Results computed from it are only known to be correct when such a decision has ended.
+        That is so if compute reads blocks that it loads, or if a loss is already known.
         """
         step = self._steps.get(ticket)
         return step is not None and (step.read or bool(step.lost()))
@@ -368,7 +368,7 @@ class StepExecutor(Executor):
         self._finish(ticket)
         done = self._done.get(ticket)
         if done is None:
-            raise UnknownTicketError(f"decision {ticket} is not under way")
+            raise UnknownTicketError(f"decision {ticket} is not in flight")
         # No call follows, so no interrupt can come before the caller has the result.
         del self._done[ticket]
         return done
@@ -429,7 +429,7 @@ class StepExecutor(Executor):
                 del self._steps[ticket]
 
     def _await_store_reads(self, step: _OpenDecision) -> None:
-        """Wait for the storage reads that the step's compute depends on, and make compute wait for the engine legs."""
+        """Wait for the storage reads that the step's compute needs, then order compute after the engine's copies."""
         waited = [part for part in step.parts if part.reads_store or part.kind in {"copy", "exchange"}]
         parts = [part for part in waited if part.writes_device]
         while awaited := [part for part in parts if part.pending]:
@@ -441,7 +441,7 @@ class StepExecutor(Executor):
         for part in parts:
             if part.transfer is not None:
                 part.transfer.order_compute()
-        self._take_in()  # on a CPU these have ended, and failures are known
+        self._take_in()  # on a CPU these copies have ended, so their failures are known
 
     def _wait_for_leg(self, parts: Iterable[Part]) -> None:
         """Wait for one running leg, preferably of these parts; `_progress` processes it."""
@@ -450,7 +450,7 @@ class StepExecutor(Executor):
                 continue
             self._legs.wait(part)
             return
-        raise InvariantError("parts of a decision wait, and nothing is under way")
+        raise InvariantError("parts of a decision wait, but nothing is in flight")
 
     def _parts(self) -> Iterator[Part]:
         """Yield the parts of all running decisions, in submission order."""
@@ -464,7 +464,7 @@ class StepExecutor(Executor):
             return
         # No copy may be in flight when the leases end. The store orders its operations by slot.
         self.engine.transfers.synchronize()
-        error = BlockyardError("a call of the executor was interrupted, and whether the blocks landed is not known")
+        error = BlockyardError("a call of the executor was interrupted: it is unknown whether the blocks landed")
         if part is not None:
             self._legs.lose(part, error)
         if step is not None:
@@ -486,7 +486,7 @@ class StepExecutor(Executor):
             if "external" not in {pairs.src, pairs.dst}:
                 continue  # the engine checks them on submission
             if self._checked is None:
-                raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, and there is none")
+                raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, but there is none")
             for tier, ids in ((pairs.src, pairs.ids[:, 0]), (pairs.dst, pairs.ids[:, 1])):
                 num_slots = self._checked.num_slots if tier == "external" else self.engine.num_blocks(tier)
                 if len(ids) and ids.max() >= num_slots:

@@ -35,8 +35,8 @@ class Legs:
     Args:
         engine: owner of the device and host blocks.
         external: the external store, where there is one.
-        max_bytes: that may be staged; a part that is larger goes alone.
-        log: of what the store reports.
+        max_bytes: maximum bytes of staging rows; a larger part runs alone.
+        log: logs the store's misses.
 
     Attributes:
         launching: the part whose leg is being submitted. If set when a call begins, the last call was interrupted, and
@@ -62,7 +62,7 @@ class Legs:
         """Return why a part must wait for staging room, or ''; `staged` bytes are in use."""
         num_bytes = len(part.pairs) * self._engine.memory.bytes_per_block
         full = staged and staged + num_bytes > self._max_bytes
-        return f"{staged} bytes are staged, at most {self._max_bytes} may be" if full else ""
+        return f"{staged} bytes are staged, the limit is {self._max_bytes}" if full else ""
 
     def begin(self, part: Part) -> None:
         """Submit a part's first leg.
@@ -123,13 +123,13 @@ class Legs:
         gone, number = tuple(pairs for pairs in lost if len(pairs)), next(self._numbers)
         if part.lost is None:
             self.end_spans(part, error, lost_blocks=sum(map(len, gone)))
-            # No call comes between these, so no interrupt does.
+            # No call in between, so no interrupt either.
             part.must_have_started = part.ordered_after = ()
             part.error, part.number, part.lost = error, number, gone
 
     @staticmethod
     def end_spans(part: Part, error: Exception | None = None, **attributes: Value) -> None:
-        """End the spans of a part and of its leg under way."""
+        """End the spans of a part and of its running leg."""
         part.leg.end(error)
         part.span.end(error, **attributes)
 
@@ -163,7 +163,7 @@ class Legs:
         self.launching = None
 
     def _engine_write(self, part: Part, answer: Answer) -> None:
-        """Write the blocks that the store has read; the others are lost."""
+        """Write the blocks that the store has read; the rest are lost."""
         rows, came = answer.rows, part.pairs
         part.leg.end(answer.error)
         if self._log is not None and not answer.ok.all():
@@ -201,7 +201,7 @@ class Legs:
 
     def _store(self) -> CheckedStore:
         if self._external is None:
-            raise MappingError("a transfer names the external tier, and there is none")
+            raise MappingError("a transfer names the external tier, but there is none")
         return self._external
 
 

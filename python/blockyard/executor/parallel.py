@@ -113,7 +113,7 @@ class ParallelExecutor(Executor):
         return _union([*found, *self._reported_lost(ticket)])
 
     def is_awaited(self, ticket: int) -> bool:
-        """Whether any rank's compute has read blocks that the decision loads, or any rank has lost some."""
+        """Whether a rank must end the decision before its step's results are valid, or a rank has reported a loss."""
         self._recover_from_interrupt()
         return any(self._ask_all("is_awaited", ticket)) or bool(self._reported_lost(ticket))
 

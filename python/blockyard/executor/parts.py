@@ -29,21 +29,21 @@ class Part:
     Attributes:
         kind: kind of the transfer.
         pairs: its block ids.
-        after_compute: the place in compute before which it does not begin.
+        after_compute: the point in compute before which it does not start.
         must_have_started: parts of its step that must have an engine transfer or have ended before this one starts. It
             runs after them.
         ordered_after: parts, also of other steps, that it runs after if they are running when it starts.
         by_layer: whether it is a load that arrives layer by layer.
-        prefetch: whether it is a load that is not waited for.
+        prefetch: whether it is a load that compute does not wait for.
         transfer: its leg with the engine, once started.
         batch: its leg with the store, once started.
         rows: the buffer between a leg with the engine and one with the store.
-        missed: pairs that are known to be lost while others are still under way.
+        missed: pairs already known to be lost while others are still in flight.
         lost: the pairs that did not land; None until it has ended.
-        error: why, if more is known than that a block did not come back.
-        number: of its end, rising.
-        span: of the whole part.
-        leg: of the leg under way, if it has two.
+        error: the cause of the loss, if known.
+        number: increases with each part that ends.
+        span: span of the whole part.
+        leg: span of the running leg, if the part has two.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Part:
 
     @property
     def pending(self) -> bool:
-        """Whether it has no transfer yet that others could be ordered after."""
+        """Whether it has neither ended nor a transfer that others could be ordered after."""
         return self.lost is None and self.transfer is None
 
     @property
@@ -105,7 +105,7 @@ class Part:
 
     @property
     def staged(self) -> bool:
-        """Whether it holds staged rows."""
+        """Whether it holds staging rows."""
         if self.lost is not None:
             return False
         if self.writes_store:  # the store accounts for rows it was given
@@ -124,9 +124,9 @@ def cut(
     """Split a decision into parts, device reads first.
 
     Args:
-        decision: what is carried out.
-        named: parts of the other running decisions that it names in `after`.
-        after_compute: the point in compute before which none of it starts.
+        decision: the decision to split.
+        named: parts of the other running decisions that its `after` names.
+        after_compute: the point in compute before which no part starts.
         chunk_blocks: maximum number of blocks in a part with the external tier.
         by_layer: whether its loads arrive layer by layer.
 
@@ -143,9 +143,9 @@ def cut(
     own = reads if decision.ticket in decision.after else ()
     earlier_reads = tuple(part for part in (*named, *own) if part.reads_device)
     loads: list[Part] = []
-    store_reads: list[Part] = []  # and parts that wait for them
+    store_reads: list[Part] = []  # with the parts that wait for them
     within: list[Part] = []
-    awaited: set[tuple[str, int]] = set()  # blocks that these will write
+    awaited: set[tuple[str, int]] = set()  # blocks that `store_reads` will write
     for kind, pairs in transfers:
         if pairs.src == "external":
             awaited.update((pairs.dst, block) for block in pairs.ids[:, 1].tolist())

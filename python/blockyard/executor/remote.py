@@ -56,7 +56,7 @@ class RemoteExecutor(Executor):
         return lost
 
     def is_awaited(self, ticket: int) -> bool:
-        """Whether a decision is under way, and compute has read what it loads or has lost."""
+        """Whether a running decision must end before its step's results are valid."""
         return bool(self.begin("is_awaited", ticket)())
 
     def poll(self) -> list[StepDone]:
@@ -97,7 +97,7 @@ class RemoteExecutor(Executor):
             A function that waits for the answer and returns it. Call it before the next `begin`.
         """
         if self._is_asked and not self._failure:
-            self._failure = f"{self.name} was asked, and the call ended before its answer: start it again"
+            self._failure = f"a call of {self.name} was interrupted before its answer: restart the worker"
         self._send(name, *arguments)
         self._is_asked = True
         return self._answer
@@ -185,11 +185,11 @@ class _Worker:
             return None
         if name in {"tell", "ask"}:
             if self._run is None:
-                raise WorkerError("a message came, and serve_executor has no `run`")
+                raise WorkerError("received a message, but serve_executor was called without `run`")
             found = self._run(arguments[0], self._ticket)
             return ("result", found) if name == "ask" else None
         if name not in _CALLS:
-            raise WorkerError(f"{name!r} is no call of an executor")
+            raise WorkerError(f"an executor has no call {name!r}")
         try:
             return "answer", _with_errors(self._call(name, *arguments), _text)
         except UnknownTicketError as error:
@@ -218,7 +218,7 @@ class _Worker:
 
 
 def _with_errors(value: Any, change: Callable[[Exception], str]) -> Any:
-    """Replace the errors in an executor's reports, as those of a plug-in might not pickle."""
+    """Replace the errors in an executor's reports, since a plug-in's errors might not pickle."""
     if isinstance(value, list):
         return [_with_errors(done, change) for done in value]
     if isinstance(value, StepDone):

@@ -58,7 +58,7 @@ class Tickets:
         return len(self._open)
 
     def refuse_others(self, call: str) -> None:
-        """Refuse a call of the cache while something else ends the manager's tickets: it would steal their reports.
+        """Refuse a call of the cache while something else ends the manager's tickets: it would take their reports.
 
         Raises:
             StepOrderError: a ticket is open that was taken elsewhere.
@@ -119,7 +119,7 @@ class Tickets:
         for decision in list(self._open):
             ticket = decision.ticket
             if ticket not in self._done and not self._executor.is_open(ticket):
-                why = "a call was interrupted, and whether the blocks landed is not known"
+                why = "a call was interrupted: it is unknown whether the blocks landed"
                 self._end(_lost(decision, BlockyardError(why)))
 
     def _end(self, done: StepDone) -> None:

@@ -37,24 +37,25 @@ PIECE_BYTES: Final = tuple(1 << power for power in range(10, 21))
 COUNTS: Final = (16, 128, 1024, 8192, 50_000)
 _MOST_BYTES = 1 << 30
 _REPEAT = 5
-# Pieces of one batched call, and a copy of many small pieces to tell them apart by.
+# Pieces per batched call to try, and the number and size of the pieces to compare them with.
 BATCH_SIZES: Final = (512, 1024, 2048)
 _BATCHED_PIECES, _BATCHED_BYTES = 8192, 8192
-# Fewer are safer with drivers that fail: more must be faster by this.
+# Short batches are safer with faulty drivers: a longer one must be faster by this factor.
 _BATCH_GAIN = 1.02
-# A strategy that takes multiprocessors from compute must be this much faster. On an H200 compute keeps all of its rate
-# beside a batch, .98 beside staging and .7 beside the kernel (docs/benchmarks/copies.md).
+# A strategy that takes multiprocessors from compute must be faster by this factor. On an H200, concurrent compute keeps
+# its full rate with batches, .98 of it with staging, and .7 with the kernel (docs/benchmarks/copies.md).
 _HANDICAP: Final[dict[StrategyName, float]] = {"batch": 1.0, "staged": 1.03, "kernel": 1.3}
-# Of pieces larger than any that was measured.
+# For pieces larger than any measured.
 _USUAL: Final[StrategyName] = "batch"
-# Rows of the host that pieces lie in, as in an engine's host pool, and the most views that one launch takes.
+# Bytes of the host rows that hold the pieces, as in an engine's host pool, and the maximum views of one launch.
 _ROW_BYTES, _MOST_VIEWS = 1 << 20, 256
-# Numbers of blocks of threads that are tried, on pieces of one size and number, and what a slower one may lose.
+# Numbers of thread blocks to try, the size and number of pieces to try them on, and how much slower than the best the
+# chosen number may be.
 _BLOCKS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 _BLOCKS_SHAPE: Final = (8192, 8192)
 _NEARLY = 1.03
-# Random bytes are drawn once and repeated: a GiB of them takes seconds. No block's size divides this, so no two blocks
-# have the same bytes.
+# Random bytes are drawn once and repeated, since a GiB of them would take seconds. No block size divides this length,
+# so no two blocks have the same bytes.
 _DRAWN = (16 << 20) + 43
 Measure = Callable[[int, int], dict[StrategyName, float]]
 Blocks = dict[StrategyName, int]
@@ -64,8 +65,8 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
     """Measure one CUDA device and keep the table for all processes of this user.
 
     Args:
-        index: the device's.
-        say: takes one line for each measured pair of size and count.
+        index: index of the device.
+        say: called with one line for each measured case.
 
     Returns:
         The table.
@@ -80,7 +81,7 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
         batch_pieces = choose_batch_pieces(
             lambda most: journal.measure(f"batches of {most}", lambda: {"batch": measure_batches(index, most)})
         )
-        say(f"batches of up to {batch_pieces} pieces" if batch_pieces else "no batches: the process ended in one")
+        say(f"batches of up to {batch_pieces} pieces" if batch_pieces else "no batches: a process died measuring one")
         use_batch_pieces(index, batch_pieces)
         for direction in DIRECTIONS:
             rules += _measure_direction(index, direction, journal, say)
@@ -97,13 +98,13 @@ def _measure_direction(
 ) -> tuple[Rule, ...]:
     counted = journal.measure(f"{direction} blocks", lambda: {"kernel": float(measure_blocks(index, direction))})
     blocks: Blocks = {"kernel": int(counted["kernel"])} if counted else {}
-    say(f"{direction} blocks of threads: {blocks}")
+    say(f"{direction} thread blocks: {blocks}")
 
     def measure(size: int, count: int) -> dict[StrategyName, float]:
         case = f"{direction} {size} x {count}"
         taken = journal.measure(case, lambda: measure_strategies(index, direction, size, count, blocks))
         if not taken:
-            say(f"{case}: the process ended while it was measured, it is left out")
+            say(f"{case}: left out, since a process died measuring it")
             return {_USUAL: float("inf")}
         rates = ", ".join(f"{strategy} {size * count / s / 1e9:6.1f} GB/s" for strategy, s in taken.items())
         say(f"{direction} {size:8d} bytes x {count:6d}: {rates}")
@@ -113,13 +114,13 @@ def _measure_direction(
 
 
 def choose_batch_pieces(measure: Callable[[int], dict[StrategyName, float]]) -> int:
-    """Return the pieces of one batched call: more than the fewest only where that is faster.
+    """Return the number of pieces per batched call: the smallest, unless a larger one is faster.
 
     Args:
-        measure: gives the seconds of a copy in batches of that many pieces, nothing if the process ended meanwhile.
+        measure: returns the seconds of a copy in batches of that length; empty if a process died measuring it.
 
     Returns:
-        0, for no batches, if the shortest could not be measured. Batches longer than one that failed are not tried.
+        0 for no batches, if even the shortest could not be measured. Batches longer than one that failed are not tried.
     """
     chosen, best = 0, float("inf")
     for most in BATCH_SIZES:
@@ -148,11 +149,11 @@ def choose_rules(
     """Turn measurements into rules: for each count and size the fastest strategy, if it is worth its multiprocessors.
 
     Args:
-        direction: what is measured.
-        measure: gives the seconds of each strategy for (bytes of a piece, number of pieces).
+        direction: direction of the copies.
+        measure: returns the seconds of each strategy for (bytes of a piece, number of pieces).
         sizes: bytes of a piece, ascending.
         counts: numbers of pieces, ascending; the last stands for all larger ones.
-        blocks: of threads, for strategies that do not take `usual_blocks`.
+        blocks: thread blocks of the strategies that do not use `usual_blocks`.
 
     Returns:
         Rules for copies in that direction. A rule for staging is followed by one for copies that cannot be staged.
@@ -183,7 +184,7 @@ def choose_rules(
 
 
 def choose_blocks(taken: dict[int, float]) -> int:
-    """Return the least number of blocks of threads that takes hardly longer than the best, by the seconds of each."""
+    """Return the smallest number of thread blocks that is nearly as fast as the best, given the seconds of each."""
     best = min(taken.values())
     return min(blocks for blocks, seconds in taken.items() if seconds <= best * _NEARLY)
 
@@ -191,17 +192,17 @@ def choose_blocks(taken: dict[int, float]) -> int:
 def measure_strategies(
     index: int, direction: Direction, size: int, count: int, blocks: Blocks
 ) -> dict[StrategyName, float]:
-    """Time scattered pieces by each strategy that the device has; see `_Pieces`.
+    """Time copies of scattered pieces by each strategy of the device; see `_Pieces`.
 
     Args:
-        index: the device's.
-        direction: of the copies.
+        index: index of the device.
+        direction: direction of the copies.
         size: bytes of a piece.
         count: number of pieces.
-        blocks: of threads, for strategies that do not take `usual_blocks`.
+        blocks: thread blocks of the strategies that do not use `usual_blocks`.
 
     Returns:
-        Seconds of each strategy, the best of some; by the clock of the host, its own time included.
+        Seconds of each strategy, the best of several runs, by the host's clock; launch overhead is included.
 
     Raises:
         BlockyardError: a strategy delivers other bytes than a plain copy.
@@ -215,11 +216,11 @@ def measure_strategies(
 
 
 def measure_blocks(index: int, direction: Direction) -> int:
-    """Find how many blocks of threads of the kernel keep the link busy.
+    """Find how many thread blocks of the kernel keep the link busy.
 
     Args:
-        index: the device's.
-        direction: of the copies.
+        index: index of the device.
+        direction: direction of the copies.
 
     Raises:
         BlockyardError: the kernel delivers other bytes than a plain copy.
@@ -229,13 +230,13 @@ def measure_blocks(index: int, direction: Direction) -> int:
 
 
 def views_and_blocks(size: int, count: int) -> tuple[int, int]:
-    """Lay out about `count` pieces of `size` bytes: give the views and blocks."""
+    """Lay out about `count` pieces of `size` bytes; return the numbers of views and blocks."""
     views = max(1, min(_MOST_VIEWS, _ROW_BYTES // size, count))
     return views, count // views
 
 
 class _Pieces:
-    """Scattered pieces of one size: views that are apart on the device, and contiguous in page-locked rows."""
+    """Scattered pieces of one size: separate views on the device, contiguous page-locked rows on the host."""
 
     def __init__(self, device: torch.device, direction: Direction, size: int, count: int) -> None:
         self.device, self.direction, self.size, self.count = device, direction, size, count
@@ -255,7 +256,7 @@ class _Pieces:
             rows_of[self.pairs[:, 1].to(rows_of.device)] = chosen.to(rows_of.device)
 
     def measure(self, strategy: StrategyName, blocks: int) -> float:
-        """Return the seconds of a copy by one strategy, the best of some; raises BlockyardError."""
+        """Return the seconds of a copy by one strategy, the best of several runs; raises BlockyardError."""
         self._written().zero_()
         with force_strategy(self.device.index, strategy, blocks):
             seconds = _best(lambda: swap_blocks(self.src, self.dst, self.pairs))
@@ -292,13 +293,13 @@ def _best(work: Callable[[], None]) -> float:
 
 @dataclass(frozen=True)
 class CalibratedDevice:
-    """A device that was measured.
+    """A calibrated device.
 
     Attributes:
-        index: the device's.
+        index: index of the device.
         path: file with its table.
-        table: what copies of this device use from now on.
-        lines: one for each measured case.
+        table: the table that copies of this device use from now on.
+        lines: one line for each measured case.
     """
 
     index: int
@@ -309,12 +310,12 @@ class CalibratedDevice:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `blockyard calibrate` did.
+    """The result of `blockyard calibrate`.
 
     Attributes:
-        devices: those that were measured.
-        problem: why not all were; empty if they were.
-        exit_code: 0, also where there is no device to measure; 1 if one cannot be measured.
+        devices: the measured devices.
+        problem: why some device was not measured; empty if all were.
+        exit_code: 1 if a device cannot be measured; otherwise 0, even without any device.
     """
 
     devices: tuple[CalibratedDevice, ...] = ()
@@ -326,7 +327,7 @@ def run_calibrate(progress: Callable[[str], AbstractContextManager[Progress]]) -
     """Calibrate every CUDA device of this machine.
 
     Args:
-        progress: opens a view for a device of that name.
+        progress: opens a progress view for the device of that name.
     """
     if not torch.cuda.is_available():
         return Calibration(problem="no CUDA device that torch can use: nothing was measured or saved")

@@ -1,4 +1,4 @@
-"""Makes CUDA calls possible that another thread's graph capture would forbid."""
+"""Allows CUDA calls that another thread's graph capture would otherwise forbid."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def relaxed_capture() -> Iterator[None]:
 
 
 def _exchange(mode: ctypes.c_int) -> bool:
-    """Set this thread's mode, and store the former one in `mode`. Returns whether that was possible."""
+    """Set this thread's capture mode, and store the previous one in `mode`. Returns whether it succeeded."""
     driver = load_driver()
     # The runtime's own call would create a context on the first device.
     return driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
@@ -43,7 +43,7 @@ def _exchange(mode: ctypes.c_int) -> bool:
 
 @cache
 def load_driver() -> ctypes.CDLL | None:
-    """Load the driver's library; None if there is none, and so no captures either."""
+    """Load the driver's library; None without a driver, when there can be no captures either."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

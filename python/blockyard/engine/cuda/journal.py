@@ -55,7 +55,7 @@ class Journal:
         return figures
 
     def close(self) -> None:
-        """Remove the file, as everything was measured."""
+        """Remove the file, since everything was measured."""
         self._path.unlink(missing_ok=True)
 
     def _write(self, case: str, figures: object) -> None:
@@ -64,7 +64,7 @@ class Journal:
             file.write("\n" + json.dumps([case, figures]))
 
     def _read(self, key: Mapping[str, str]) -> bool:
-        """Read what an earlier process wrote. Returns whether there is anything with this key."""
+        """Read the file of an earlier process. Returns whether it exists and has this key."""
         try:
             first, *lines = self._path.read_text(encoding="utf-8").splitlines()
             if json.loads(first) != key:

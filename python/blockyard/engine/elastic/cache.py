@@ -90,7 +90,7 @@ class ElasticCache:
         tensors: tensors spanning `max_blocks`, group by group.
 
     Raises:
-        InvalidArgumentError: a number is out of range, or the system cannot take memory back.
+        InvalidArgumentError: a number is out of range, or the system cannot release parts of a mapping.
         LayoutError: torch has no such dtype.
         OutOfMemoryError: there is not enough memory.
 
@@ -115,7 +115,7 @@ class ElasticCache:
         memory: Memory | None = None,
     ) -> None:
         if not 1 <= num_blocks <= max_blocks:
-            raise InvalidArgumentError(f"{num_blocks} blocks of at most {max_blocks}: wanted 1 to {max_blocks}")
+            raise InvalidArgumentError(f"num_blocks is {num_blocks}, must be 1 to max_blocks, {max_blocks}")
         groups = [group for _, group in layout.groups] if isinstance(layout, GroupedLayout) else [layout]
         shapes = [(shape, group) for group in groups for shape, _ in group.tensor_shapes(max_blocks)]
         places = [(group, index) for group in groups for index in range(group.num_tensors)]
@@ -168,7 +168,7 @@ class ElasticCache:
         if self._closed:
             raise BlockyardError("the elastic cache is closed")
         if not 1 <= num_blocks <= self.max_blocks:
-            raise InvalidArgumentError(f"{num_blocks} blocks are wanted, there may be 1 to {self.max_blocks}")
+            raise InvalidArgumentError(f"num_blocks is {num_blocks}, must be 1 to max_blocks, {self.max_blocks}")
         if num_blocks < self._num_blocks:
             wait_for_engines(self._memory.tensor, num_blocks)
         before, after = self._chunks(self._num_blocks), self._chunks(num_blocks)
@@ -188,9 +188,7 @@ class ElasticCache:
     def close(self) -> None:
         """Free all memory, once copy engine transfers over it have ended. Idempotent.
 
-        The tensors must no longer be touched.
-
-        The addresses are released with the last tensor over them.
+        Do not touch the tensors afterwards. The addresses are released with the last tensor over them.
         """
         if not self._closed:
             self._closed = True
@@ -247,8 +245,8 @@ class ElasticCache:
 def plane_spans(layout: KVLayout, num_blocks: int, index: int = 0) -> Iterator[tuple[int, int]]:
     """Yield where the planes of one tensor begin, and how many bytes a block has in each.
 
-    A plane belongs to one index of the dimensions before the block dimension: in `[2, blocks, ...]` K is one plane, V
-    another. Within a plane the blocks are consecutive.
+    There is one plane per index of the dimensions before the block dimension: in `[2, blocks, ...]`, K is one plane and
+    V another. Within a plane the blocks are consecutive.
 
     Args:
         layout: layout of the tensors, which have no padding.
@@ -296,7 +294,7 @@ def reserve(
         from blockyard.engine.elastic.cuda import DeviceMemory  # noqa: PLC0415 - needs CUDA's bindings
 
         return DeviceMemory(sizes, device=kind, chunk_bytes=chunk_bytes, planes=planes)
-    raise InvalidArgumentError(f"device is {kind}, elastic caches are for cpu and cuda")
+    raise InvalidArgumentError(f"device is {kind}, must be cpu or cuda for an elastic cache")
 
 
 def _length(spans: Iterable[Span]) -> int:

@@ -37,7 +37,7 @@ class HostMemory:
 
     def __init__(self, sizes: Sequence[int], *, chunk_bytes: int | None = None) -> None:
         if not hasattr(mmap.mmap, "madvise") or not hasattr(mmap, "MADV_DONTNEED"):
-            raise InvalidArgumentError("this system cannot take back pages of a mapping: madvise is missing")
+            raise InvalidArgumentError("this system cannot release pages of a mapping: madvise is missing")
         self.chunk = mmap.PAGESIZE if chunk_bytes is None else chunk_bytes
         if self.chunk < 1 or self.chunk % mmap.PAGESIZE:
             raise InvalidArgumentError(f"chunk_bytes is {self.chunk}, must be a multiple of {mmap.PAGESIZE}")
@@ -46,7 +46,7 @@ class HostMemory:
         try:
             self._map = mmap.mmap(-1, total, flags=flags)
         except OSError as error:
-            raise OutOfMemoryError(f"{total} bytes of addresses cannot be had: {error.strerror}", total) from error
+            raise OutOfMemoryError(f"cannot reserve {total} bytes of addresses: {error.strerror}", total) from error
         with contextlib.suppress(OSError):  # a system without huge pages
             self._map.madvise(mmap.MADV_NOHUGEPAGE)
         # The array keeps the mapping alive, and the tensor the array.

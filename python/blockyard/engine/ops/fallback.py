@@ -45,7 +45,9 @@ def _refuse_capture(*tensors: Tensor) -> None:
             with torch.cuda.device(tensor.device):  # torch checks only the current device
                 capturing = torch.cuda.is_current_stream_capturing()
             if capturing:
-                raise CaptureError("without the op library a mapping is copied to the device: no graph can hold that")
+                raise CaptureError(
+                    "without the op library, a graph cannot capture this copy: it sends ids to the device"
+                )
 
 
 BY_TORCH = checks.CopyOps(_copy, _change)

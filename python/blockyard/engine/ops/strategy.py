@@ -191,7 +191,7 @@ def use_cached(index: int) -> StrategyTable | None:
 def force_strategy(index: int, strategy: StrategyName, blocks: int | None = None) -> Iterator[None]:
     """Use one strategy for all copies of a device; afterwards the table applies again.
 
-    Copies that it cannot handle (see `Rule`) use `default_strategy`. If None, `blocks` is `usual_blocks`.
+    Copies that it cannot handle (see `Rule`) use `default_strategy`. If `blocks` is None, it is `usual_blocks`.
     """
     table = use_cached(index)
     blocks = usual_blocks(strategy) if blocks is None else blocks
