@@ -133,8 +133,8 @@ class World:
         for slot, tag in writes:
             block, offset = divmod(slot, BLOCK_SIZE)
             for rank, engine in enumerate(self.engines):
-                for layer, cache in enumerate(engine.tensors):
-                    cache[:, block, offset, 0] = torch.from_numpy(token(rank, layer, tag))
+                for layer, held in enumerate(engine.tensors):
+                    held[:, block, offset, 0] = torch.from_numpy(token(rank, layer, tag))
         for done in self.executor.collect(decision.ticket):
             self._end(done)
 

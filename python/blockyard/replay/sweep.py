@@ -174,6 +174,6 @@ def _open_pool(jobs: int) -> Iterator[Executor]:
         except BaseException:
             for process in tuple(pool._processes.values()):  # noqa: SLF001 (`terminate_workers` is new in Python 3.14)
                 process.terminate()
-            # Python before 3.12.1 waits for ever for its thread that writes to them (gh-94777).
+            # Python before 3.12.1 waits forever for its thread that writes to them (gh-94777).
             pool._call_queue._reader.close()  # type: ignore[attr-defined]  # noqa: SLF001
             raise
