@@ -139,7 +139,7 @@ def test_a_decision_that_a_rank_did_not_start_ends_on_all_and_is_lost(call: str)
     store.num_slots = 8
     with_store = StepExecutor(CacheEngine(LAYOUT, device_blocks=8), store)
     executor = ParallelExecutor([with_store, own_executor()])
-    with pytest.raises(MappingError, match="name the external tier, and there is none"):
+    with pytest.raises(MappingError, match="name the external tier, but there is none"):
         executor.submit(StepDecision(1, [("swap_out", Pairs("device", "external", [(5, 5)]))]))
     ended: list[StepDone] = []
     calls = {"poll": executor.poll, "collect": lambda: executor.collect(1), "wait": lambda: [executor.wait(1)]}
