@@ -363,10 +363,10 @@ def test_a_size_that_holds_too_little_is_refused():
 
 
 def test_a_block_that_its_own_batch_has_dropped_counts_towards_no_quota(server: Server, client: "redis.Redis"):
-    """Block 4 takes the place of block 2, which comes again in the same batch; block 3 stays."""
-    tenant, keys, rows = b"t" * 32, keys_of(5), rows_of(5)
-    parents = np.frombuffer(bytes(32) + b"".join(keys[:2]) + bytes(64), np.uint8).reshape(-1, 32)
-    tenants = np.frombuffer(5 * tenant, np.uint8).reshape(-1, 32)
+    """Block 3 takes the place of block 2, which comes again in the same batch."""
+    tenant, keys, rows = b"t" * 32, keys_of(4), rows_of(4)
+    parents = np.frombuffer(bytes(32) + b"".join(keys[:2]) + bytes(32), np.uint8).reshape(-1, 32)
+    tenants = np.frombuffer(4 * tenant, np.uint8).reshape(-1, 32)
     with opened(server) as store:
         assert isinstance(store, RedisStore)
 
@@ -375,10 +375,9 @@ def test_a_block_that_its_own_batch_has_dropped_counts_towards_no_quota(server: 
             names = [keys[index] for index in chosen]
             return store.wait(store.submit_put(names, rows[list(chosen)], owners)).ok.tolist()
 
-        store.set_quota(tenant, 4)
+        store.set_quota(tenant, 3)
         assert stored(0, 1, 2) == [True] * 3
-        assert stored(3) == [True]
-        assert stored(4, 2) == [True, False]
-        assert store.wait(store.submit_get(keys)).ok.tolist() == [True, True, False, True, True]
-        assert store.quota(tenant) == (4, 4)
-        assert client.hlen(store._prefix + b"owners") == 4
+        assert stored(3, 2) == [True, False]
+        assert store.wait(store.submit_get(keys)).ok.tolist() == [True, True, False, True]
+        assert store.quota(tenant) == (3, 3)
+        assert client.hlen(store._prefix + b"owners") == 3
