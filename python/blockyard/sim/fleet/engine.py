@@ -170,7 +170,9 @@ class SimulatedEngine:
 
     def was_told(self, at: float) -> bool:
         """Return whether it knew at time `at` that its weights had been forgotten."""
-        return self._forgotten_at is not None and at > self._forgotten_at
+        if self._forgotten_at is None or at <= self._forgotten_at:
+            return False
+        return not self.oracle.has_counted(name_of(self.weights), self._asked_at)
 
     def works(self) -> bool:
         """Store blocks and read them; return whether all are found."""

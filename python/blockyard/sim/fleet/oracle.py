@@ -130,6 +130,10 @@ class Oracle:
         if not any(epoch.name == name for _, epoch in self.records[before if begins else max(0, before - 1) :]):
             raise BrokenPromiseError("forget was confirmed, but the storage has no record of it")
 
+    def has_counted(self, name: bytes, since: float) -> bool:
+        """Return whether weights of this name have counted again: a record was lost and written anew."""
+        return any(at >= since and epoch.name == name for at, epoch in self.records)
+
     def confirm_deletion(self, key: int, submitted_at: float, now: float) -> None:
         """Record that a deletion was confirmed, unless a failover may have undone it before its answer arrived."""
         if submitted_at > self.rolled_back_at:

@@ -1,4 +1,4 @@
-"""A failover undoes deletions and `forget`; the oracle allows that, and nothing more."""
+"""A failover undoes deletions and `forget`, and a record is lost; the oracle allows what follows, and nothing more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Scene:
         self.began = 0.0
         self.engines = [
             SimulatedEngine(self.loop, self.server, self.oracle, number, lambda _: None, (0.0, 0.0))
-            for number in range(2)
+            for number in range(3)
         ]
 
     def play(self, act: Callable[[Scene], None]) -> None:
@@ -46,9 +46,9 @@ class Scene:
         self.oracle.roll_back((self.server.record() or b"")[HEADER:], self.began, self.loop.now)
         self.loop.sleep(0.5)
 
-    def put(self) -> None:
-        self.engines[0].put([KEY])
-        self.engines[0].collect_all()
+    def put(self, number: int = 0) -> None:
+        self.engines[number].put([KEY])
+        self.engines[number].collect_all()
         self.loop.sleep(0.1)
 
     def get(self) -> None:
@@ -102,6 +102,24 @@ def test_a_deletion_that_was_submitted_after_a_failover_counts():
 
     with pytest.raises(BrokenPromiseError, match="key 7: found a block whose deletion was confirmed"):
         Scene().play(act)
+
+
+def test_an_engine_whose_weights_count_again_may_write_a_lost_record():
+    def act(scene: Scene) -> None:
+        scene.put(2)
+        scene.put()
+        assert scene.engines[1].forget("step-1")
+        scene.get()
+        assert scene.engines[0].was_told(scene.loop.now)
+        scene.server.lose_record()
+        scene.loop.sleep(1.0)
+        scene.put(2)  # it has not heard of that
+        scene.put()
+        assert scene.engines[0].reasons == {"": 2, "forgotten": 1}
+        assert not scene.engines[0].was_told(scene.loop.now)
+        scene.close()
+
+    Scene().play(act)
 
 
 def test_a_read_that_waits_during_a_failover_may_find_what_was_forgotten_before():
