@@ -11,11 +11,12 @@ Random bytes are numbered by the order in which a state has them, so equal state
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from state_search import explore
 
 from blockyard.errors import StoreError
 from blockyard.stores.threaded.epochs import Epoch, ForgottenError, Record, SharedEpoch
@@ -328,26 +329,5 @@ def search(model: Model, most: int) -> int:
             return drawn(count)
 
     with use_runtime(Numbered()):
-        start = numbered(model.start())
-        came_from: dict[State, tuple[State, str] | None] = {start: None}
-        todo = deque([start])
-        while todo:
-            state = todo.popleft()
-            try:
-                for what, after in model.steps(state):
-                    found = numbered(after)
-                    if found not in came_from:
-                        came_from[found] = (state, what)
-                        todo.append(found)
-            except WrongHitError as error:
-                raise WrongHitError(f"{error}, after: {'; '.join(_steps_to(state, came_from))}") from None
-            assert len(came_from) <= most, f"more than {most} states"
-        return len(came_from)
-
-
-def _steps_to(state: State, came_from: dict[State, tuple[State, str] | None]) -> list[str]:
-    steps = []
-    while (before := came_from[state]) is not None:
-        state, what = before
-        steps.append(what)
-    return steps[::-1]
+        steps = lambda state: ((what, numbered(after)) for what, after in model.steps(state))  # noqa: E731
+        return explore(numbered(model.start()), steps, most, WrongHitError)

@@ -6,8 +6,8 @@ blocks, and no client's clock matters.
 | key, after the prefix of a segment | content |
 |---|---|
 | `order` | sorted set: names of blocks by their last use, numbered by the server |
-| `sweep` | exists while unlisted blocks may be stored: the list was empty when a block arrived |
-| `sweeper` | the sweep that is under way, and how many steps of it the server has carried out |
+| `listed` | exists once a sweep has listed every block; a block that arrives while `order` is empty deletes it |
+| `sweeper` | the sweep that is under way, and the server that carries it out |
 | `quotas`, `held` | hashes: the quota of each tenant, and the number of blocks it has |
 | `owners` | hash: the tenant of a block, and the preceding block of its prompt |
 | `kids` | hash: how many of a tenant's blocks follow a block, by tenant and block |
@@ -16,15 +16,17 @@ blocks, and no client's clock matters.
 One transaction stores a batch of blocks and runs the script `_SETTLE`, which lists them and drops excess blocks. A
 client killed at any point leaves no unlisted block and no block beyond the limits.
 
-A sweep lists the blocks that no list has, in steps. If the server loses a step (it fails over to a replica that is
-behind, or evicts the list), it refuses the later ones, so `sweep` stays until another sweep has found every block.
+A sweep lists the blocks that no list has, in steps. The server refuses further steps once a replica has taken its place
+or the list is gone, since earlier steps may be lost, deletions undone, and cursors of `SCAN` mean nothing to another
+server. Then another sweep begins. `INFO` tells servers apart; if it is forbidden, a sweep does not notice a failover.
 
 A server has one segment. In a cluster, blocks are spread by name over `SEGMENTS` segments, each with its share of the
 store's size. All keys of a segment share a hash slot.
 """
 
-from collections.abc import Iterable
-from typing import Final, NamedTuple
+from binascii import crc_hqx
+from collections.abc import Generator
+from typing import Any, Final, NamedTuple
 
 __all__ = ["SEGMENTS", "Lists"]
 
@@ -32,6 +34,9 @@ SEGMENTS: Final = 64
 _SPAN: Final = 4096  # use numbers reserved for one batch; its first block gets the highest, so it is evicted last
 _AT_ONCE: Final = 1000  # blocks that one script drops or adopts
 _SWEEP_SECONDS: Final = 60  # how long a sweeper that died keeps others from sweeping
+_SCANNED: Final = 1000  # names per step of a sweep
+_SLOTS: Final = 16_384  # hash slots of a cluster
+_MOST_IN_SLOT: Final = 1 << 22
 
 _USE: Final = """
 local order, prefix = KEYS[1], string.sub(KEYS[1], 1, -6)
@@ -140,8 +145,7 @@ end
 # is due, whether quotas exist, and the indexes of the blocks that were not kept.
 _SETTLE: Final = """
 if not last then
-  redis.call('SET', prefix .. 'sweep', 1)
-  redis.call('DEL', prefix .. 'sweeper')  -- it may have listed blocks in the list that was lost
+  redis.call('DEL', prefix .. 'listed', prefix .. 'sweeper')  -- the sweeper may have filled the list that was lost
 end
 local count, uses, names = tonumber(ARGV[2]), {}, {}
 for i = 1, count do
@@ -155,10 +159,7 @@ for i = 1, #ARGV - 2 - count do
   own(ARGV[2 + i], use - i, string.sub(owner, 1, 16), string.sub(owner, 17))
 end
 drop_beyond(tonumber(ARGV[1]))
-local answer = {0, 0}
-if redis.call('EXISTS', prefix .. 'sweep', prefix .. 'quotas') > 0 then
-  answer = {redis.call('EXISTS', prefix .. 'sweep'), redis.call('EXISTS', prefix .. 'quotas')}
-end
+local answer = {1 - redis.call('EXISTS', prefix .. 'listed'), redis.call('EXISTS', prefix .. 'quotas')}
 for i = 1, has_dropped and count or 0 do
   if not redis.call('ZSCORE', order, ARGV[2 + i]) then answer[#answer + 1] = i - 1 end
 end
@@ -175,24 +176,49 @@ touch_leaves(ARGV)
 
 _DROP: Final = "for i = 1, #ARGV do drop(ARGV[i]) end"
 
-# ARGV: the sweep's progress. Returns 0 if the server has lost a step. An empty list may have lost some, too.
-_ON_SWEEP: Final = """
-if not last or redis.call('GET', prefix .. 'sweeper') ~= ARGV[1] then return 0 end
+# ARGV: the token of a sweep, 16 bytes. `run_id` differs from that of a replica which answers in the server's place, and
+# `master_replid` changes with each failover, also back to a former server.
+_SWEEPER: Final = """
+local function id(section, field)
+  local info = redis.pcall('INFO', section)
+  return type(info) == 'string' and string.match(info, field .. ':(%x+)') or ''
+end
+local server = id('server', 'run_id') .. id('replication', 'master_replid')
+local sweeper = ARGV[1] .. server
 """
 
-# ARGV: the sweep's progress before and after, maximum number of blocks, and names of stored blocks that it found.
-# Unlisted ones will be evicted first.
+# Returns None if another sweep is under way here.
+_BEGIN_SWEEP: Final = """
+local other = redis.call('GET', prefix .. 'sweeper')
+if other and string.sub(other, #ARGV[1] + 1) == server then return end
+return redis.call('SET', prefix .. 'sweeper', sweeper, 'EX', SECONDS)
+""".replace("SECONDS", str(_SWEEP_SECONDS))
+
+# Returns None if the sweep is no longer under way here. An empty list may have been lost.
+_ON_SWEEP: Final = """
+if not last or redis.call('GET', prefix .. 'sweeper') ~= sweeper then return end
+"""
+
+# ARGV: the token, and a cursor or nothing and a slot. Returns the next cursor, and keys.
+_SCAN: Final = """
+if ARGV[3] then return {'0', redis.call('CLUSTER', 'GETKEYSINSLOT', ARGV[3], MOST_IN_SLOT)} end
+return redis.call('SCAN', ARGV[2], 'MATCH', prefix .. '*', 'COUNT', SCANNED)
+""".replace("MOST_IN_SLOT", str(_MOST_IN_SLOT)).replace("SCANNED", str(_SCANNED))
+
+# ARGV: the token, maximum number of blocks, and names of stored blocks that the sweep found. Unlisted ones will be
+# evicted first.
 _ADOPT: Final = """
-redis.call('SET', prefix .. 'sweeper', ARGV[2], 'EX', SECONDS)
-for i = 4, #ARGV do
+redis.call('EXPIRE', prefix .. 'sweeper', SECONDS)
+for i = 3, #ARGV do
   if redis.call('EXISTS', prefix .. ARGV[i]) == 1 then redis.call('ZADD', order, 'NX', 0, ARGV[i]) end
 end
-drop_beyond(tonumber(ARGV[3]))
+drop_beyond(tonumber(ARGV[2]))
 return 1
 """.replace("SECONDS", str(_SWEEP_SECONDS))
 
 _END_SWEEP: Final = """
-redis.call('DEL', prefix .. 'sweep', prefix .. 'sweeper')
+redis.call('DEL', prefix .. 'sweeper')
+redis.call('SET', prefix .. 'listed', 1)
 return 1
 """
 
@@ -225,6 +251,8 @@ class _Scripts(NamedTuple):
     settle: bytes
     touch: bytes
     drop: bytes
+    begin_sweep: bytes
+    scan: bytes
     adopt: bytes
     end_sweep: bytes
     set_quota: bytes
@@ -238,8 +266,10 @@ def _scripts(*, has_quotas: bool) -> _Scripts:
         dropping + (_OWNING if has_quotas else "") + _SETTLE,
         _USE + whose + _TOUCH,
         dropping + _DROP,
-        dropping + _ON_SWEEP + _ADOPT,
-        _USE + _ON_SWEEP + _END_SWEEP,
+        _USE + _SWEEPER + _BEGIN_SWEEP,
+        _USE + _SWEEPER + _ON_SWEEP + _SCAN,
+        dropping + _SWEEPER + _ON_SWEEP + _ADOPT,
+        _USE + _SWEEPER + _ON_SWEEP + _END_SWEEP,
         dropping + _SET_QUOTA if has_quotas else "",
     )
     return _Scripts(*(script.encode() for script in scripts))
@@ -280,23 +310,36 @@ class Lists:
         """Read how many blocks a tenant has, and its quota."""
         return [[b"HGET", self.prefix + key, tenant] for key in (b"held", b"quotas")]
 
-    def begin_sweep(self, token: bytes) -> list[bytes]:
-        """Begin a sweep, unless another is under way. The token is unique."""
-        return [b"SET", self.prefix + b"sweeper", _progress(token, 0), b"NX", b"EX", b"%d" % _SWEEP_SECONDS]
+    def sweep(self, token: bytes, record: bytes) -> Generator[list[bytes], Any, None]:
+        """Yield the commands of a sweep, one after the other; send each its answer.
 
-    def adopt(self, token: bytes, step: int, names: Iterable[bytes]) -> list[bytes]:
-        """List stored blocks that are not listed yet; the first step is 0. Answers 0 if earlier steps were lost."""
-        before, after = _progress(token, step), _progress(token, step + 1)
-        return self._run(self._scripts.adopt, before, after, self._capacity, *names)
+        Does nothing if another sweep is under way. If the server may have lost a step, a later put requests another.
 
-    def end_sweep(self, token: bytes, steps: int) -> list[bytes]:
-        """Record that every block is listed, unless the server has lost some of the steps."""
-        return self._run(self._scripts.end_sweep, _progress(token, steps))
+        Args:
+            token: unique, 16 bytes.
+            record: the key of the epoch's record, which is no block.
+        """
+        if (yield self._run(self._scripts.begin_sweep, token)) is None:
+            return
+        where, length = self._where(), len(self.prefix) + 32
+        while True:
+            page = yield self._run(self._scripts.scan, token, *where)
+            if page is None:
+                return
+            names = [key[-32:] for key in page[1] if len(key) == length and key != record]
+            for start in range(0, len(names) or 1, _SCANNED):  # a step without names, too, keeps others from sweeping
+                found = names[start : start + _SCANNED]
+                if (yield self._run(self._scripts.adopt, token, self._capacity, *found)) is None:
+                    return
+            if page[0] == b"0":
+                break
+            where = [page[0]]
+        yield self._run(self._scripts.end_sweep, token)
+
+    def _where(self) -> list[bytes]:
+        """Return where a sweep begins: at a cursor, or in the segment's slot."""
+        tag = self.prefix.partition(b"{")[2].partition(b"}")[0]
+        return [b"", b"%d" % (crc_hqx(tag, 0) % _SLOTS)] if tag else [b"0"]
 
     def _run(self, script: bytes, *words: bytes) -> list[bytes]:
         return [b"EVAL", script, b"1", self._order, *words]
-
-
-def _progress(token: bytes, steps: int) -> bytes:
-    """Return what the server has of a sweep after some of its steps."""
-    return b"%b:%d" % (token, steps)

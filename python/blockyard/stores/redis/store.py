@@ -1,7 +1,7 @@
 """`RedisStore`: blocks on a Redis or Valkey server or cluster; `blockyard.stores.redis` describes it."""
 
-from binascii import crc_hqx
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Any, Final
 
@@ -23,9 +23,6 @@ _KEYS: Final = 512  # keys per round trip
 _BYTES: Final = (1 << 20) + 64 * HEADER  # a mebibyte of blocks of 16 KiB or more, with their headers
 _CONNECT_SECONDS: Final = 2.0
 _SWAP_TTL: Final = 86_400.0
-_SLOTS: Final = 16_384  # hash slots of a cluster
-_SCANNED: Final = 1000  # names per step of a sweep
-_MOST_IN_SLOT: Final = 1 << 22
 _REPLACE: Final = b"""
 local there = redis.call('GET', KEYS[1])
 if (there or '') ~= ARGV[1] then return there end
@@ -376,35 +373,12 @@ class RedisStore(RemoteStore):
         return True
 
     def _sweep_segment(self, lists: Lists) -> None:
-        """List the blocks of a segment that no list has. If the server loses a step, a later put requests it again."""
-        token, step = self._runtime.random_bytes(16), 0
-        if self._accepted([lists.begin_sweep(token)])[0] is None:
-            return
-        length = len(lists.prefix) + 32
-        record = self._prefix + self._record.key
-        for found in self._scan(lists.prefix):
-            names = [name[-32:] for name in found if len(name) == length and name != record]
-            for start in range(0, len(names) or 1, _SCANNED):  # a step without names, too, keeps others from sweeping
-                if not self._accepted([lists.adopt(token, step, names[start : start + _SCANNED])])[0]:
-                    return
-                step += 1
-            if self._closed:
-                return
-        self._accepted([lists.end_sweep(token, step)])
-
-    def _scan(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """Iterate over the names that begin with a prefix."""
-        tag = prefix.partition(b"{")[2].partition(b"}")[0]
-        if tag:
-            slot = crc_hqx(tag, 0) % _SLOTS
-            yield self._accepted([[b"CLUSTER", b"GETKEYSINSLOT", b"%d" % slot, b"%d" % _MOST_IN_SLOT]])[0] or []
-            return
-        cursor = b"0"
-        while True:
-            cursor, names = self._accepted([[b"SCAN", cursor, b"MATCH", prefix + b"*", b"COUNT", b"%d" % _SCANNED]])[0]
-            yield names
-            if cursor == b"0":
-                return
+        """List the blocks of a segment that no list has."""
+        sweep = lists.sweep(self._runtime.random_bytes(16), self._prefix + self._record.key)
+        with suppress(StopIteration):
+            command = next(sweep)
+            while not self._closed:
+                command = sweep.send(self._accepted([command])[0])
 
     def _ask(self) -> None:
         self._accepted([[b"EXISTS", self._prefix]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any, Final
 
 from blockyard.errors import StoreError
@@ -33,12 +34,16 @@ class RedisData:
         values: values by key; the next command removes expired ones.
         expires: when keys with a time to live expire.
         is_full: whether commands that need memory are refused.
+        server: which of two servers answers.
+        num_failovers: how often one server has taken the place of the other.
+        keys_per_scan: keys that each SCAN visits; a real server takes a hint.
     """
 
     def __init__(self, clock: Callable[[], float], watch: Callable[[bytes], None]) -> None:
         self.values: dict[bytes, Any] = {}
         self.expires: dict[bytes, float] = {}
         self.is_full = False
+        self.server, self.num_failovers, self.keys_per_scan = 0, 0, 8
         self._clock, self._watch = clock, watch
 
     def run(self, command: list[bytes]) -> Any:
@@ -104,8 +109,26 @@ class RedisData:
     def _exists(self, *keys: bytes) -> int:
         return sum(key in self.values for key in keys)
 
-    def _scan(self, _cursor: bytes, _match: bytes, pattern: bytes, *_: bytes) -> list[Any]:
-        return [b"0", [name for name in self.values if name.startswith(pattern[:-1])]]
+    def _expire(self, key: bytes, seconds: bytes) -> int:
+        if key in self.values:
+            self.expires[key] = self._clock() + int(seconds)
+        return int(key in self.values)
+
+    def _info(self, section: bytes) -> bytes:
+        if section == b"server":
+            return b"run_id:%040x\r\n" % self.server
+        return b"master_replid:%040x\r\n" % self.num_failovers
+
+    def _scan(self, cursor: bytes, _match: bytes, pattern: bytes, _count: bytes, _num: bytes) -> list[Any]:
+        """Return a few names. Each server has its own order."""
+        salt, count = b"%d" % self.server, self.keys_per_scan
+        order = {
+            1 + int.from_bytes(blake2b(name, digest_size=6, salt=salt).digest(), "big"): name for name in self.values
+        }
+        later = sorted(place for place in order if place >= int(cursor))
+        found = [order[place] for place in later[:count]]
+        following = b"%d" % later[count] if len(later) > count else b"0"
+        return [following, [name for name in found if name.startswith(pattern[:-1])]]
 
     # ---- hashes ----
 
@@ -199,7 +222,7 @@ class _Scripts:
         self.data: RedisData | None = None
         self._lua = LuaRuntime(encoding=None, unpack_returned_tuples=True)
         self._table = self._lua.eval("function(...) return {...} end")
-        self._lua.globals()[b"redis"] = self._lua.table_from({b"call": self._call})
+        self._lua.globals()[b"redis"] = self._lua.table_from({b"call": self._call, b"pcall": self._call})
         self._compiled: dict[bytes, Any] = {}
 
     def run(self, script: bytes, keys: list[bytes], words: list[bytes]) -> Any:
@@ -218,8 +241,12 @@ class _Scripts:
             raise StoreError("redis.call outside of a script")
         answer = self.data.run([word if isinstance(word, bytes) else _number(word) for word in words])
         if isinstance(answer, list):
-            return self._table(*(False if word is None else word for word in answer))
+            return self._list(answer)
         return False if answer is None else answer
+
+    def _list(self, words: list[Any]) -> Any:
+        each = [self._list(word) if isinstance(word, list) else False if word is None else word for word in words]
+        return self._table(*each)
 
     def _answer(self, found: Any) -> Any:
         """Convert a script's result to Redis's answer."""

@@ -125,6 +125,7 @@ class RedisServer:
         """Switch to the replica: everything stored since `stop_replica` is lost."""
         self.data.values, self.data.expires = self._replica
         self._replica = self.data.copy()
+        self.data.server, self.data.num_failovers = 1 - self.data.server, self.data.num_failovers + 1
 
     def num_unlisted(self) -> int:
         """Return how many blocks are in no list."""

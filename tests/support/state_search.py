@@ -1,0 +1,49 @@
+"""Every state that steps lead to, breadth first, so that a failure comes with the fewest steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+State = TypeVar("State")
+
+
+def explore(
+    start: State, steps: Callable[[State], Iterable[tuple[str, State]]], most: int, error: type[AssertionError]
+) -> int:
+    """Search all states, at most `most`.
+
+    Args:
+        start: hashable, as all states.
+        steps: gives what can follow a state, with its name.
+        most: number of states.
+        error: what `steps` raises for a state that is wrong.
+
+    Returns:
+        How many states there are.
+
+    Raises:
+        AssertionError: of the class `error`, with the steps that lead there.
+    """
+    came_from: dict[State, tuple[State, str] | None] = {start: None}
+    todo = deque([start])
+    while todo:
+        state = todo.popleft()
+        try:
+            for what, after in steps(state):
+                if after not in came_from:
+                    came_from[after] = (state, what)
+                    todo.append(after)
+        except error as raised:
+            raise error(f"{raised}, after: {'; '.join(_steps_to(state, came_from))}") from None
+        assert len(came_from) <= most, f"more than {most} states"
+    return len(came_from)
+
+
+def _steps_to(state: State, came_from: dict[State, tuple[State, str] | None]) -> list[str]:
+    steps = []
+    while (before := came_from[state]) is not None:
+        state, what = before
+        steps.append(what)
+    return steps[::-1]
