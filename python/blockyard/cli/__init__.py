@@ -24,6 +24,7 @@ from blockyard import __version__
 from blockyard.cli import commands
 from blockyard.cli.options import make_parser
 from blockyard.cli.result import EXIT_BAD_USAGE, Result
+from blockyard.cli.unused import refuse_unused
 from blockyard.errors import BlockyardError, InvalidArgumentError, InvariantError
 from blockyard.workers import missing
 
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         options = make_parser().parse_args(arguments)
+        refuse_unused(options)
         _check_files(options)
         with _orderly_end():
             result: Result = getattr(commands, options.command)(options)

@@ -129,6 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
     fsck.add_argument("--repair", action="store_true", help="wipe the slots of damaged blocks")
     for command in commands.choices.values():
         _add_output_options(command)
+        command.set_defaults(default_of=command.get_default)
     return parser
 
 

@@ -32,8 +32,6 @@ __all__ = ["engine_of", "modes_of", "names_of", "replay", "show_step", "step_tim
 
 _MILLISECONDS: Final = 1e3
 _BYTES_PER_TOKEN: Final = 131072  # of Llama-3.1-8B in bfloat16
-_NEED_TIMES: Final = ("trace_events", "model_config", "sessions", "bytes_per_token")
-"""Options that have no effect on hits."""
 _MANY_BLOCKS: Final = 2**20
 """Pool size assumed for `--fit`: large enough that the engine preempted nothing."""
 
@@ -42,9 +40,6 @@ def replay(options: argparse.Namespace) -> Result:
     """Run traces through caches, or serve them with engines."""
     pictures.require(options)
     step_time = step_time_of(options)
-    for name in _NEED_TIMES if step_time is None else ():
-        if getattr(options, name) is not None:
-            raise InvalidArgumentError(f"{_option(name)} is given without --step-time, --fit or --system, needs one")
     traces = [(path, read_trace(path, first=options.first)) for path in options.traces]
     with (
         open_executor(options.jobs, options.executor) as executor,
