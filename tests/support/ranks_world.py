@@ -1,7 +1,7 @@
 """Tensor-parallel ranks in one process, each with engine, store and faults of its own, and a model of their bytes."""
 
+import functools
 import random
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -191,7 +191,7 @@ class World:
         return list(range(self.next_tag - count, self.next_tag))
 
 
-@cache
+@functools.cache
 def token(rank: int, layer: int, tag: int) -> NDArray[np.uint8]:
     """A token's K and V on one rank and layer, uint8 `[2, HEAD_BYTES]`."""
     return np.random.default_rng([rank, layer, tag]).integers(0, 255, (2, HEAD_BYTES), dtype=np.uint8)
