@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from blockyard.demo.demo_model import demo_model
+from blockyard.demo.demo_model import demo_config, demo_model
 from blockyard.demo.history import History
 from blockyard.demo.serve import Faults, Served, serve
 from blockyard.demo.workload import StandardText, text_workload
@@ -18,7 +18,8 @@ from blockyard.timeline import Timeline
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, Faults, Timeline]:
-    model, faults, timeline = demo_model(), Faults(corrupt=3, seed=1), Timeline("step")
+    config = demo_config(num_layers=1, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2)
+    model, faults, timeline = demo_model(config), Faults(corrupt=3, seed=1), Timeline("step")
     items = text_workload(10, seed=0, prompt_tokens=(16, 60), output_tokens=(24, 60), text=StandardText())
     url = f"file://{tmp_path_factory.mktemp('store')}?size=16MiB"
     with (

@@ -9,6 +9,7 @@ import pytest
 import torch
 from servers import serving
 
+from blockyard.demo import models
 from blockyard.demo.demo_model import demo_config, demo_model
 from blockyard.demo.executors import SteadyExecutor, Wrapper
 from blockyard.demo.run import DemoOptions, make_report
@@ -160,7 +161,8 @@ def test_ranks_share_a_server_and_a_rank_that_dies_ends_the_driver_with_its_name
     assert [process.returncode for process in processes] == [-9]
 
 
-def test_the_demo_compares_every_token_of_several_ranks():
+def test_the_demo_compares_every_token_of_several_ranks(model, monkeypatch):
+    monkeypatch.setattr(models, "demo_model", lambda **_: model)
     report = make_report(
         DemoOptions(
             device="cpu",
