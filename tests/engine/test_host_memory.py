@@ -64,10 +64,10 @@ def test_nothing_is_a_size():
 
 
 def test_unavailable_memory_is_an_error_with_numbers():
-    with pytest.raises(OutOfMemoryError, match=f"no {1 << 60} bytes for host blocks") as caught:
+    with pytest.raises(OutOfMemoryError, match=f"cannot allocate {1 << 60} bytes for host blocks") as caught:
         HostMapping(1 << 60)
     assert caught.value.wanted == 1 << 60
-    with pytest.raises(InvalidArgumentError, match="-1 bytes"):
+    with pytest.raises(InvalidArgumentError, match="num_bytes is -1"):
         HostMapping(-1)
 
 

@@ -255,7 +255,7 @@ def test_chunks_hold_whole_blocks_and_end_with_a_page(bytes_per_block: int, chun
 
 @pytest.mark.parametrize("numbers", [(-1, 8, 1), (1, 0, 1), (1, 8, 0)])
 def test_numbers_that_make_no_pool_are_refused(numbers: tuple[int, int, int]):
-    with pytest.raises(InvalidArgumentError, match=f"{numbers[0]} blocks of {numbers[1]} bytes"):
+    with pytest.raises(InvalidArgumentError, match=f"num_blocks is {numbers[0]}, bytes_per_block {numbers[1]}, "):
         HostPool(numbers[0], numbers[1], chunk_bytes=numbers[2])
 
 

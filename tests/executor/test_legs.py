@@ -139,4 +139,4 @@ def test_what_is_refused_leaves_nothing_being_launched_and_an_end_comes_once():
     assert str(part.error) == "first"
     other = Part("swap_in", pairs("external", "host", (0, 0), (1, 1)), engine.fence())
     assert legs.full(other, 0) == "", "a part that is larger than the limit goes alone"
-    assert legs.full(other, 1) == f"1 bytes are staged, at most {SIZE} may be"
+    assert legs.full(other, 1) == f"1 bytes are staged, the limit is {SIZE}"
