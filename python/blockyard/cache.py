@@ -82,7 +82,7 @@ class KVCache:
         groups: cache groups, see `BlockManager`.
         watermark: see `BlockManager`.
         reuse_order: see `BlockManager`.
-        namespace: identifies everything besides the layout that determines a block's bytes: any bytes;
+        namespace: identifies everything that a block's bytes depend on, except the layout: any bytes;
             `store_namespace` derives them from the model, its weight revision and other inputs. A store treats blocks
             of another namespace or layout as misses.
         max_staging: maximum bytes of staging memory for transfers to or from a store, an int or text.

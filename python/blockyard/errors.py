@@ -75,7 +75,7 @@ class UnknownTicketError(BlockyardError, KeyError):
 
 
 class StepOrderError(BlockyardError):
-    """A step's calls came out of order; nothing was changed. The message says what to call."""
+    """A step's calls were made out of order; nothing was changed. The message says what to call."""
 
 
 class InvalidArgumentError(BlockyardError, ValueError):

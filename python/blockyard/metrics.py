@@ -53,13 +53,13 @@ _Source: TypeAlias = KVCache | Scheduler | BlockManager | ExternalStore | Offloa
 
 @dataclass(frozen=True)
 class _Spec:
-    """One metric: how it is read, off what `stats` of its source gives or the source itself."""
+    """One metric, and how to read it from its source or from what the source's `stats` returns."""
 
     name: str
     text: str
     read: Callable[[Any], float | Mapping[str, float]]
     label: str = ""
-    """Of the keys that `read` gives; '': it gives one number."""
+    """Label of the keys that `read` returns; "" if it returns one number."""
 
 
 def _by_tier(name: str, text: str, attribute: str) -> _Spec:
@@ -75,7 +75,7 @@ def _usage(stats: Any) -> dict[str, float]:
 
 
 _MANAGER_GAUGES: Final = (
-    _Spec("kv_cache_usage_perc", "Part of a tier's blocks in use, 0 to 1.", _usage, "tier"),
+    _Spec("kv_cache_usage_perc", "Share of a tier's blocks in use, 0 to 1.", _usage, "tier"),
     _by_tier("blocks", "Blocks of a tier.", "num_blocks"),
     _by_tier("used_blocks", "Blocks in use: referenced, or leased by transfers.", "used_blocks"),
     _by_tier("leased_blocks", "Blocks that transfers lease.", "leased_blocks"),
@@ -88,10 +88,10 @@ _MANAGER_COUNTERS: Final = (
     _one("steps", "Decisions taken."),
     _one("prompts", "Prompts admitted with their token ids."),
     _Spec("prefix_cache_queries", "Tokens of prompts looked up.", lambda stats: stats.hit_tokens + stats.missed_tokens),
-    _one("prefix_cache_hits", "Tokens of prompts that need not be computed.", "hit_tokens"),
+    _one("prefix_cache_hits", "Tokens of prompts found in the prefix cache.", "hit_tokens"),
     _one("host_hit_blocks", "Cached blocks of prompts that only the host had.", "loaded_blocks"),
     _one("merged_blocks", "Blocks computed twice and merged into one."),
-    _one("copied_blocks", "Copies on write."),
+    _one("copied_blocks", "Blocks copied on write."),
     _by_tier("evicted_blocks", "Cached blocks evicted.", "evicted_blocks"),
     _by_tier("swapped_out_blocks", "Blocks swapped out to a tier.", "swapped_out_blocks"),
     _by_tier("swapped_in_blocks", "Blocks swapped in from a tier.", "swapped_in_blocks"),
@@ -103,12 +103,12 @@ _SCHEDULER_GAUGES: Final = (
     _one("num_requests_running", "Requests that run.", "num_running"),
     _one("num_requests_swapped", "Requests whose blocks are swapped out.", "num_swapped"),
     _one("num_requests_loading", "Requests held back while the prefix store loads their prompts.", "num_loading"),
-    _one("num_requests_unfinished", "Requests added and not ended.", "num_unfinished"),
+    _one("num_requests_unfinished", "Requests that have not ended.", "num_unfinished"),
 )
 _SCHEDULER_COUNTERS: Final = (
     _Spec(
         "num_preemptions",
-        "Requests preempted, by what became of their blocks.",
+        "Requests preempted, by what happened to their blocks.",
         lambda stats: {
             "swap_host": stats.preempted_swap_host,
             "swap_external": stats.preempted_swap_external,
@@ -124,14 +124,19 @@ _SCHEDULER_COUNTERS: Final = (
     _one("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
 )
 _PREFIX_STORE_COUNTERS: Final = (
-    _one("prefix_store_prefetches", "Prompts that lacked blocks when they were prefetched.", "prefetches"),
+    _one("prefix_store_prefetches", "Prefetches of prompts that lacked blocks.", "prefetches"),
     _one("prefix_store_hit_blocks", "Blocks loaded from the prefix store.", "hit_blocks"),
     _one("prefix_store_hit_bytes", "Bytes loaded from the prefix store.", "hit_bytes"),
-    _Spec("prefix_store_misses", "Blocks or prompts not served, by reason.", lambda s: _MISSES | s.misses, "reason"),
+    _Spec(
+        "prefix_store_misses",
+        "Prefetches that did not load all missing blocks, by reason.",
+        lambda stats: _MISSES | stats.misses,
+        "reason",
+    ),
     _one("prefix_store_written_blocks", "Blocks written to the prefix store, or there already.", "written_blocks"),
     _one("prefix_store_written_bytes", "Bytes written to the prefix store.", "written_bytes"),
-    _one("prefix_store_unwritten_blocks", "Blocks not written to the prefix store.", "unwritten_blocks"),
-    _one("prefix_store_forgets", "How often all was forgotten, as for new weights.", "forgets"),
+    _one("prefix_store_unwritten_blocks", "Blocks that could not be written to the prefix store.", "unwritten_blocks"),
+    _one("prefix_store_forgets", "Calls of forget, as for new weights.", "forgets"),
 )
 _STORE_GAUGES: Final = (
     _Spec("store_up", "1 if a store answers, 0 if its breaker refuses all batches.", lambda stats: not stats.is_down),
@@ -145,13 +150,13 @@ _STORE_COUNTERS: Final = (
     _one("store_read_blocks", "Blocks read.", "read_blocks"),
     _one("store_read_bytes", "Bytes read.", "read_bytes"),
     _Spec("store_misses", "Blocks not read or written, by reason.", lambda s: _STORE_MISSES | s.misses, "reason"),
-    _one("store_damaged_blocks", "Blocks read back other than they were written, and refused.", "damaged_blocks"),
+    _one("store_damaged_blocks", "Blocks that failed their check when they were read.", "damaged_blocks"),
     _one("store_errors", "Errors of a store.", "errors"),
     _one("store_evicted_blocks", "Blocks evicted.", "evicted_blocks"),
 )
 _OFFLOAD_GAUGES: Final = (
     _one("offload_chunks", "Chunks of the host cache.", "num_chunks"),
-    _one("offload_free_chunks", "Chunks that a store can have: empty, or to be evicted.", "num_free"),
+    _one("offload_free_chunks", "Chunks that are empty or can be evicted.", "num_free"),
     _one("offload_stored_keys", "Keys that are hits.", "num_stored"),
     _one("offload_storing_keys", "Keys whose chunks are being written.", "num_storing"),
 )
@@ -164,15 +169,14 @@ class Collector:
     Args:
         sources: objects of this process that belong together: a `KVCache`, which brings its manager and its stores, a
             `Scheduler`, which brings its manager, a `BlockManager`, an `OffloadManager`, or stores.
-        labels: of every metric, to tell several collectors of a registry apart.
-        sample_rate: part of the blocks of which is measured how long they stay cached, above 0 to 1.
-        tenants: tenants whose quotas are exported: salts by what stands in the label `tenant`; None as a salt is for
-            prompts without one. A scrape waits for the prefix store to know what they keep there.
+        labels: labels of every metric, to tell several collectors of a registry apart.
+        sample_rate: share of the blocks whose time in the cache is measured, above 0 to 1.
+        tenants: tenants whose quotas are exported: values of the label `tenant`, and the salt of each; the salt None
+            is for prompts without one. A scrape waits for the prefix store to know what they keep there.
 
     Raises:
         ImportError: prometheus-client is not installed; raised on import.
-        InvalidArgumentError: a source is none of these, two of them have the same part each, or the rate is out of
-            range.
+        InvalidArgumentError: a source has another type, two sources have the same part, or the rate is out of range.
     """
 
     def __init__(
@@ -246,11 +250,13 @@ class Collector:
 
     def _keep(self, kind: str, found: object) -> None:
         if self._objects.setdefault(kind, found) is not found:
-            raise InvalidArgumentError(f"two sources have a {kind} each: give each a Collector, and labels")
+            raise InvalidArgumentError(f"two sources have a {kind} each: give each its own Collector with labels")
 
     def _keep_store(self, name: str, store: ExternalStore) -> None:
         if self._stores.setdefault(name, store) is not store:
-            raise InvalidArgumentError(f"two stores would have the label {name!r}: give each a Collector, and labels")
+            raise InvalidArgumentError(
+                f"two stores would have the label {name!r}: give each its own Collector with labels"
+            )
 
     def _of_residency(self, manager: BlockManager) -> Iterator[Metric]:
         found = manager.prefix.residency()
@@ -268,20 +274,22 @@ class Collector:
             for tier, by_direction in self._seconds.items()
             for direction, found in by_direction.items()
         }
-        text = "How long transfers to and from a tier took, from their submission to when their end was seen."
+        text = "How long transfers to and from a tier took, from submission until their end was noticed."
         return self._histogram("transfer_seconds", text, ("tier", "direction"), rows)
 
     def _of_prefix_store(self, source: PrefixStore) -> Iterator[Metric]:
         stats = source.stats()
         yield from self._counters(_PREFIX_STORE_COUNTERS, {"": stats})
-        waiting = _one("prefix_store_waiting_blocks", "Blocks to be written, and not there yet.", "waiting_blocks")
+        waiting = _one(
+            "prefix_store_waiting_blocks", "Blocks that wait to be written, or are being written.", "waiting_blocks"
+        )
         yield from self._gauges((waiting,), {"": source})
         found = stats.load_seconds
         rows = {(): (found.bounds, found.counts, found.sum)}
         yield self._histogram("prefix_store_load_seconds", "How long prefetches took.", (), rows)
 
     def _of_tenants(self, *, is_down: bool) -> Iterator[Metric]:
-        """Quotas of the tenants that were named: on the device, and in the prefix store unless it does not answer."""
+        """Quotas of the named tenants: on the device, and in the prefix store unless it does not answer."""
         manager, prefix_store = self._objects.get("manager"), self._objects.get("prefix store")
         if manager is not None:
             held = {name: manager.prefix.quota(salt) or (0, None) for name, salt in self._tenants.items()}

@@ -19,7 +19,7 @@ LINE_SECONDS: Final = 10.0
 
 
 class Progress(Protocol):
-    """A view of work under way."""
+    """A view of work in progress."""
 
     def step(self, done: int, total: int, note: str = "") -> None:
         """Show that `done` of `total` are finished."""
@@ -46,7 +46,7 @@ class _Lines:
             self._say(f": {done} of {total}{f', {note}' if note else ''}")
 
     def _say(self, text: str) -> None:
-        with suppress(OSError):  # a closed pipe: the work goes on
+        with suppress(OSError):  # a closed pipe: the work continues
             print(f"{self._label}{text}", file=sys.stderr, flush=True)
 
 
@@ -90,7 +90,7 @@ def _bar(label: str) -> Iterator[Progress]:
         bars.TimeElapsedColumn(),
         bars.TextColumn("{task.fields[note]}"),
     )
-    # Standard output is the report's alone: rich must not redirect it to its console.
+    # Only the report goes to standard output: rich must not redirect it to its console.
     with bars.Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
         task = bar.add_task(label, total=None, count="", note="")
 

@@ -36,7 +36,7 @@ class Span:
 
         Args:
             name: follows `blockyard.`.
-            attributes: `blockyard.` comes before their names; those that are "" are left out.
+            attributes: recorded under their names with the prefix `blockyard.`; those that are "" are left out.
         """
         return self
 
@@ -112,7 +112,7 @@ def instrument(tracer_provider: trace.TracerProvider | None = None) -> None:
 
 
 def uninstrument() -> None:
-    """Begin no more spans; those that have begun still end."""
+    """Stop creating spans; open spans still end."""
     global _tracer  # noqa: PLW0603
     _tracer = None
 

@@ -100,11 +100,11 @@ def test_a_grouped_layout_has_one_block_size():
         ({"device_blocks": 4, "swap_store_bytes": "1TiB"}, "swap_store_bytes is 1TiB, but swap_store is no URL"),
         (
             {"device_blocks": 4, "swap_store": "memory://a?size=1MiB", "swap_store_bytes": "2MiB"},
-            r"'memory://a\?size=1MiB' has size=1MiB and swap_store_bytes is 2MiB, give one of them",
+            r"'memory://a\?size=1MiB' has size=1MiB, but swap_store_bytes is 2MiB: give only one of them",
         ),
         (
             {"device_blocks": 4, "prefix_store": "memory://a?timeout_base=9&size=1MiB", "prefix_store_bytes": "2MiB"},
-            "has size=1MiB and prefix_store_bytes is 2MiB",
+            "has size=1MiB, but prefix_store_bytes is 2MiB",
         ),
         ({"max_device_blocks": 4}, "max_device_blocks needs device_blocks"),
     ],

@@ -82,7 +82,7 @@ def test_a_root_dir_is_made_for_its_owner_alone_and_any_path_is_one(tmp_path: Pa
     PrefixObjects(url, object_bytes=100, fields={}).close()
     assert (tmp_path / "a folder" / "100%" / "rank" / "blockyard-prefix.slab").exists()
     assert (tmp_path / "a folder" / "100%").stat().st_mode & 0o077 == 0
-    with pytest.raises(InvalidArgumentError, match="must be exactly one of them"):
+    with pytest.raises(InvalidArgumentError, match="must give exactly one of them"):
         store_url(None, None, 0, "")
 
 

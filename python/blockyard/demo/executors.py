@@ -45,7 +45,7 @@ class Wrapper(Executor):
         return self._inner.lost(ticket)
 
     def is_awaited(self, ticket: int) -> bool:
-        """Whether a decision is under way, and compute has read what it loads or has lost."""
+        """Whether a decision is in flight, and compute has read what it loads or has lost."""
         return self._inner.is_awaited(ticket)
 
     def poll(self) -> list[StepDone]:

@@ -88,7 +88,7 @@ def pareto_figure(
     better: Literal["lower", "higher"] = "lower",
     recommended: str | None = None,
 ) -> Figure:
-    """Draw choices, and the front: those that no other choice beats on one axis without losing on the other.
+    """Draw choices, and the front: those that no other choice beats on one axis without being worse on the other.
 
     Args:
         choices: position of each, by name.

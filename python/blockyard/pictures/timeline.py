@@ -81,7 +81,7 @@ def _reach(timeline: Timeline) -> tuple[float, float]:
 
 
 def _panels(timeline: Timeline, end: float) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Return the points of each counter of each track; a line goes on until the end."""
+    """Return the points of each counter of each track; each line extends to the end."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for counter in sorted(timeline.counters, key=lambda counter: counter.time):
         found.setdefault(counter.track, {}).setdefault(counter.name, []).append((counter.time, counter.value))
@@ -166,7 +166,7 @@ def _bars(timeline: Timeline, pixel: float) -> list[dict[str, Any]]:
 
 
 def _merged(spans: Sequence[Span], pixel: float) -> list[tuple[Span, int]]:
-    """Return the spans of a lane, with how many spans each stands for: those of one name on a pixel are one."""
+    """Merge the spans of a lane that have one name and fall on one pixel; return each with its number of spans."""
     found, last = list[tuple[Span, int]](), dict[str, int]()
     for span in spans:
         place = last.get(span.name)

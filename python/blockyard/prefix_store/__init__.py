@@ -3,8 +3,8 @@
 A prompt whose beginning may be in the store is *prefetched* before it is admitted:
 
     fetch = prefixes.prefetch(prompt)       # starts loading; never waits
-    ...                                     # steps go on
-    if fetch.done:                          # loaded, or given up: `lookup` and `allocate` are now exact
+    ...                                     # meanwhile, run steps
+    if fetch.done:                          # loaded or given up: `lookup` and `allocate` now see all hits
         sequence = manager.allocate(prompt)
 
 The bytes are read into staging rows and verified there. Only then do they get host blocks (device blocks if the host

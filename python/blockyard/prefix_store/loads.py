@@ -1,7 +1,8 @@
 """Loads the beginnings of prompts from a prefix store.
 
-A load waits for room, then the store reads its blocks into our rows, then the engine copies these into the manager's
-blocks. It repeats with the blocks still missing until none are, one does not arrive, or its deadline has passed.
+A load waits for room, then the store reads its blocks into staging rows, then the engine copies the rows into the
+manager's blocks. It repeats this with the blocks still missing, until none are, one does not arrive, or its deadline
+passes.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ PROBED: Final = 4
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """A store read: the blocks of these keys, uint8 `[n, 32]`, into our rows.
+    """A store read: the blocks of these keys, uint8 `[n, 32]`, into staging rows.
 
-    The rows belong to the store until the batch has an answer.
+    The store owns the rows until the batch has an answer.
     """
 
     keys: NDArray[np.uint8]
@@ -47,9 +48,9 @@ class Read:
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A copy from rows to the blocks of a job. `landed` tells which of the job's blocks these are, bool `[n]`.
+    """A copy from rows to the blocks of a job. `landed` marks the blocks that it writes, bool `[n]`.
 
-    If `is_last`, the next block did not arrive.
+    If `is_last`, the next block of the prompt did not arrive.
     """
 
     job: StoreJob
@@ -61,23 +62,23 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A prompt whose beginning is looked for in the store.
+    """The load of a prompt's beginning.
 
     Attributes:
-        prompt: with its keys.
+        prompt: the prompt with its keys.
         keys: keys of the blocks that no tier has, uint8 `[n, 32]`.
         began: start time, on the monotonic clock.
         until: deadline.
         tokens: number of tokens loaded.
         brought: keys of the blocks that were loaded.
-        is_behind: another load reads the same blocks.
-        read: what the store reads; None before.
-        copy: what the engine copies, of what was read; None before.
-        done: nothing more is loaded.
-        tier: where blocks were loaded to; "" before the first.
-        miss: why it ended without the rest; "" while there is no reason.
-        span: of the whole load.
-        legs: spans of what is read and copied, from before an interrupt can come.
+        is_behind: whether it waits for another load that reads the same blocks.
+        read: the store read in progress, or the one being copied; None if there is none.
+        copy: the copy in progress; None if there is none.
+        done: whether the load has ended.
+        tier: the tier that blocks were loaded to; "" before the first.
+        miss: why a block did not arrive; "" if all did so far.
+        span: span of the whole load.
+        legs: spans of the read and the copy in progress, so that an interrupted call leaves none open.
     """
 
     prompt: HashedPrompt
@@ -126,7 +127,7 @@ class Prefetch:
         return self._load.done
 
     def __repr__(self) -> str:
-        state = "done" if self._load.done else "under way"
+        state = "done" if self._load.done else "in progress"
         return f"Prefetch({len(self.prompt)} tokens, {self.tokens} loaded, {state})"
 
 
@@ -137,9 +138,9 @@ class Loads:
         manager: the manager of the blocks.
         engine: copies them.
         store: the store.
-        stats: takes the counts.
-        log: of what the store reports.
-        max_bytes: of blocks on their way.
+        stats: counters to update.
+        log: logs the store's misses.
+        max_bytes: maximum bytes of blocks in flight.
 
     Attributes:
         open: unfinished loads.
@@ -323,14 +324,14 @@ class Loads:
         return True
 
     def _seconds_for(self, keys: NDArray[np.uint8]) -> float:
-        """Return the time that loading blocks may take."""
+        """Return the timeout for the bytes of these blocks."""
         return len(keys) * self._size / 200e6
 
     def _give_up(self, load: Load) -> None:
-        """The deadline has passed: continue without the store.
+        """End a load whose deadline has passed: its prompt continues without the store.
 
-        Other prompts do the same until the store answers something. Then one prompt at a time tries it, until one
-        succeeds in time.
+        Other prompts do the same until the store answers anything. Then one prompt at a time tries the store again,
+        until one succeeds in time.
         """
         if load.read is not None:
             self._abandoned.append(load.read)
@@ -350,7 +351,7 @@ class Loads:
         return True
 
     def _end_spans(self, load: Load, miss: str) -> None:
-        """End a load's span, and that of the leg under way."""
+        """End a load's span, and those of its read and copy in progress."""
         for leg in load.legs:
             leg.end(miss_reason=miss)
         found = load.tokens // self._manager.block_size
@@ -388,14 +389,14 @@ def _reason(answer: Answer, index: int) -> str:
 def _rows_of(
     job: StoreJob, keys: NDArray[np.uint8], rows: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_]]:
-    """Find the blocks of a job that were read: their ids, their rows, and which of the job's they are, bool `[n]`.
+    """Find the blocks of a job that were read: their ids, their rows, and a mask over the job's blocks, bool `[n]`.
 
-    `rows` are the blocks of `keys`, which all arrived.
+    `rows` holds the blocks of `keys`; all of them arrived.
     """
     count = len(job)
     if np.array_equal(job.keys, keys[:count]):
         return job.blocks, rows[:count], np.ones(count, np.bool_)
-    # Blocks may have come or gone since the keys were requested.
+    # Blocks may have been loaded or evicted since the keys were requested.
     index = {key.tobytes(): at for at, key in enumerate(keys)}
     at = np.array([index.get(key.tobytes(), -1) for key in job.keys])
     return job.blocks[at >= 0], np.ascontiguousarray(rows[at[at >= 0]]), at >= 0

@@ -16,15 +16,15 @@ class PrefixStoreStats:
 
     Attributes:
         prefetches: prefetched prompts with missing blocks.
-        hit_blocks: blocks loaded and then findable.
+        hit_blocks: blocks loaded from the store into the cache.
         hit_bytes: their bytes.
-        misses: blocks or prompts that got no block from the store, by reason: `"absent"`, `"timeout"`, `"no_room"`,
+        misses: prefetches that did not load all missing blocks, by reason: `"absent"`, `"timeout"`, `"no_room"`,
             `"unavailable"`, `"copy_failed"` and the store's own reasons. Prompts whose first block is known to be
             missing in the store count as `"absent"`, see `ExternalStore.lacks`.
         written_blocks: blocks that the store accepted or already had.
         written_bytes: their bytes.
-        unwritten_blocks: blocks that it has not. Those that a call of the manager took first, and those that the store
-            refused, for instance beyond a quota, count here too.
+        unwritten_blocks: blocks that were not written: because the manager reused them first, a copy failed, or the
+            store refused them, for instance beyond a quota.
         load_seconds: how long prefetches took.
         forgets: calls of `PrefixStore.forget` that the store confirmed.
     """

@@ -101,12 +101,11 @@ class PrefixStore:
         self._writes = Writes(manager, engine, checked, self._stats, log, max_bytes)
         if writes == "never":
             self._writes.close()
-        self._in_critical_section = (
-            False  # set while a call makes changes; if set when a call begins, the last was interrupted
-        )
+        # Set while a call makes changes; if set when a call begins, the last call was interrupted.
+        self._in_critical_section = False
 
     def __repr__(self) -> str:
-        return f"PrefixStore({self.store!r}, {self.num_open} prefetches, {len(self._writes)} writes under way)"
+        return f"PrefixStore({self.store!r}, {self.num_open} prefetches, {len(self._writes)} writes in flight)"
 
     @property
     def num_open(self) -> int:
@@ -163,10 +162,10 @@ class PrefixStore:
 
         Args:
             timeout: seconds to wait; None waits forever.
-            until: wait for this to return true instead.
+            until: if given, wait until this returns true instead.
 
         Returns:
-            Whether that happened in time.
+            False on timeout.
         """
         end = None if timeout is None else self._runtime.monotonic() + timeout
         met = until or (lambda: not self._writes)

@@ -35,7 +35,7 @@ PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
 
 @dataclass(frozen=True)
 class PreemptionCosts:
-    """What it costs to bring a preempted sequence back: each victim is swapped or recomputed, as is cheaper.
+    """The costs of bringing a preempted sequence back. Each victim is swapped or recomputed, whichever is cheaper.
 
     Args:
         swap_block: seconds to load a block from the host.
@@ -67,7 +67,7 @@ Goal = tuple[GoalName, int] | tuple[GoalName, int, int]
 
 @dataclass(frozen=True)
 class DefragPolicy:
-    """Defragmentation of the device pool: block moves that are decided once per step, along with it.
+    """Defragmentation of the device pool: block moves that are decided together with each step.
 
     Args:
         goals: most important first. `("free_tail", 0)` keeps the tail that a shrinking pool gives back free of blocks,
@@ -97,7 +97,7 @@ class DefragPolicy:
         """Make the goals immutable, and raise now what the manager would raise in the middle of a step."""
         object.__setattr__(self, "goals", tuple(self.goals))
         if not self.goals:
-            raise InvalidArgumentError("there are no goals, wanted at least one")
+            raise InvalidArgumentError("there are no goals, must be at least one")
         for name in ("max_moves", "max_bytes", "block_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -151,7 +151,7 @@ def swaps(mode: PreemptionMode | PreemptionCosts, rows: SequenceRows, gone: NDAr
 
 
 def lookahead_of_step(wanted: int | None, most: int) -> int:
-    """Return the draft tokens per sequence of one step, of a scheduler that has at most `most`.
+    """Return the draft tokens per sequence of one step; `most` is the scheduler's maximum.
 
     Raises:
         InvalidArgumentError: `wanted` is out of range.

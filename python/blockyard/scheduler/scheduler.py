@@ -51,9 +51,9 @@ class Scheduler:
     scheduler's `poll` and `drain`, not the cache's. Over a manager, the caller carries out decisions: `schedule`,
     `complete`, `update`. Requests may be added and aborted in between.
 
-    If a call raises, including `KeyboardInterrupt` and errors of `prefetch`, retry it, or call `give_up` and go on with
-    the next step. An `add` or `abort` that raised had no effect. A `complete` that raised must be retried. If the
-    exception came in the middle of a change, all requests start again from their tokens.
+    If a call raises, including `KeyboardInterrupt` and errors of `prefetch`, retry it, or call `give_up` and continue
+    with the next step. An `add` or `abort` that raised had no effect. A `complete` that raised must be retried. If the
+    exception interrupted a change, all requests start again from their tokens.
 
     Args:
         cache: a `KVCache` or `BlockManager` with one cache group; nothing else may admit sequences to it.

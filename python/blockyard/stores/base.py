@@ -409,7 +409,7 @@ class MissLog:
 
     Args:
         store: the name in the log line.
-        clock: returns the time in seconds; the machine's if None.
+        clock: returns the time in seconds; None for the system's clock.
     """
 
     def __init__(self, store: object, clock: Callable[[], float] | None = None) -> None:

@@ -44,9 +44,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
-from blockyard.errors import ForkedError, StoreError, StoreFullError
+from blockyard.errors import ForkedError, StoreError
 from blockyard.stores.base import ExternalStore, Use
-from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
+from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, positive, seconds
 from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.threaded.epochs import Epoch, Record
 from blockyard.stores.url import StoreURL
@@ -143,16 +143,9 @@ def open_object_store(
         ForkedError: this process is a fork of one that has used an object store.
     """
     found = read_url(url)
-    fit = None if found.size is None else found.size // (HEADER + bytes_per_block)
-    if fit is None and num_slots is None:
-        found.parts.reject(found.parts.host or found.parts.path, "needs ?size=, for example ?size=1TiB")
-    if fit is not None and fit < (num_slots or 1):
-        raise StoreFullError(
-            f"{found.parts.url!r}: size holds {fit} blocks of {HEADER + bytes_per_block} bytes, must hold at least "
-            f"{num_slots or 1}"
-        )
+    blocks = count_slots(found.parts, found.size, bytes_per_block, num_slots, example="1TiB")
     store = ObjectStore(
-        found, bytes_per_block=bytes_per_block, num_slots=num_slots or fit or 1, namespace=namespace, use=use, **options
+        found, bytes_per_block=bytes_per_block, num_slots=blocks, namespace=namespace, use=use, **options
     )
     try:
         store.ping()
@@ -228,7 +221,7 @@ class ObjectStore(RemoteStore):
         keys: list[bytes],
         last: Callable[[], None] | None = None,
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        """Do what `_fetch` does; `last` is called after the last block's call has begun."""
+        """Like `_fetch`; `last` is called after the last block's call has begun."""
         headers, sums = np.zeros((len(keys), HEADER), np.uint8), np.zeros((len(keys), 16), np.uint8)
         paths, missed = [self._path(name) for name in names], ["error"] * len(keys)
         is_large = self._format.width >= _SUMMED_ALONE
@@ -283,12 +276,12 @@ class ObjectStore(RemoteStore):
         return there
 
     def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """Return the row that says which blocks count, of whatever length: a torn one must be replaced, too."""
+        """Return the row that identifies the valid blocks, whatever its length: a torn row must be replaced, too."""
         try:
             return np.frombuffer(bytes(self._ob.get(self._client, self._path(key)).bytes()), np.uint8)
         except FileNotFoundError:
             return None
-        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+        except Exception as error:  # noqa: BLE001 (any exception of the client)
             raise self._public(error) from None
 
     def replace_epoch(
@@ -344,12 +337,12 @@ class ObjectStore(RemoteStore):
 
         def check_early() -> None:
             if check.is_due:
-                with suppress(Exception):  # then it is read below
+                with suppress(Exception):  # read again below
                     self._epochs.read_for(check)
 
         if out is None or not self._is_read_whole:
             self._calls.each(2, lambda part: check_early() if part else found.extend(self._fetch(names, keys)))
-        else:  # last, so that one read serves the batches that begin meanwhile
+        else:  # the check comes last, so that one read of the record serves all batches that have begun by then
             found.extend(self._fetch_into(out, names, keys, last=check_early))
         rows, reasons, _ = found
         return self._epochs.read_for(check), rows, reasons
@@ -441,9 +434,7 @@ class ObjectStore(RemoteStore):
     def _each_of(self, total: int, call: Callable[[int], None], last: Callable[[], None] | None = None) -> set[int]:
         """Make all calls, and return which failed: one failed object does not fail the others.
 
-        Once most calls fail, no further ones are made.
-
-        `last` is one more call, whose end does not count.
+        Once most calls fail, no further ones are made. `last` is an additional call whose failure does not count.
 
         Raises:
             StoreError: every call failed.

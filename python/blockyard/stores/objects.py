@@ -47,7 +47,7 @@ def require_one(root_dir: str | None, url: str | None) -> None:
         InvalidArgumentError: both are given, or neither.
     """
     if (root_dir is None) == (url is None):
-        raise InvalidArgumentError(f"root_dir is {root_dir!r} and url is {url!r}, must be exactly one of them")
+        raise InvalidArgumentError(f"root_dir is {root_dir!r} and url is {url!r}, must give exactly one of them")
 
 
 def store_url(root_dir: str | None, url: str | None, size: int | str, part: str) -> str:
@@ -97,15 +97,15 @@ class PrefixObjects:
         return StoreJobs(self._store, name, lanes)
 
     def put(self, keys: Sequence[str], sizes: Sequence[int], read: Callable[[int], NDArray[np.uint8]]) -> list[bool]:
-        """Store objects, replacing others under their keys; return which are stored. See `put_steps`."""
+        """Store objects, replacing others under their keys; return which were stored. See `put_steps`."""
         return run(self._store, self.put_steps(keys, sizes, read))
 
     def put_steps(
         self, keys: Sequence[str], sizes: Sequence[int], read: Callable[[int], NDArray[np.uint8]]
     ) -> Steps[list[bool]]:
-        """Store objects, in place of others under their keys; return which are stored.
+        """Store objects, replacing others under their keys; return which were stored.
 
-        If one is not, its key may be left empty or with the old bytes, but never with parts of both.
+        If an object is not stored, its key may be left empty or with the old bytes, but never with parts of both.
 
         Args:
             keys: keys of the objects.

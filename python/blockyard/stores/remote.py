@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
-from blockyard.errors import StoreError
+from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import Keys, Use, no_keys_error
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.url import StoreURL, parse_size
-from blockyard.stores.value import check_parts
+from blockyard.stores.value import HEADER, check_parts
 
-__all__ = ["SIZE", "RemoteStore", "batched", "count", "positive", "seconds"]
+__all__ = ["SIZE", "RemoteStore", "batched", "count", "count_slots", "positive", "seconds"]
 
 SIZE: Final = "a size, for example 2GiB, 500MB or plain bytes"
 _REMOVED_AT_ONCE: Final = 512
@@ -140,6 +140,24 @@ def batched(rows: NDArray[np.uint8], most_rows: int, most_bytes: int) -> Iterato
     """Split rows into parts of at most `most_rows` rows and `most_bytes` bytes, but at least one row."""
     size = min(most_rows, max(1, most_bytes // max(1, rows.shape[1])))
     return (slice(start, start + size) for start in range(0, len(rows), size))
+
+
+def count_slots(parts: StoreURL, size: int | None, bytes_per_block: int, num_slots: int | None, *, example: str) -> int:
+    """Return the number of blocks that a store holds: `num_slots`, or as many values as fit into `size`.
+
+    Raises:
+        StoreURLError: neither is given; the message suggests the size `example`.
+        StoreFullError: `size` holds too few blocks.
+    """
+    if size is None:
+        if num_slots is None:
+            parts.reject(parts.host or parts.path, f"needs ?size=, for example ?size={example}")
+        return num_slots or 1
+    width = HEADER + bytes_per_block
+    fit, least = size // width, num_slots or 1
+    if fit < least:
+        raise StoreFullError(f"{parts.url!r}: size holds {fit} blocks of {width} bytes, must hold at least {least}")
+    return num_slots or fit
 
 
 # ---- parsers of URL options ----

@@ -46,7 +46,7 @@ def sized_url(url: str, name: str, space: int | str | None) -> str:
         return url
     given = re.search(r"[?&](size=[^&]*)", url)
     if given:
-        raise InvalidArgumentError(f"{public_url(url)!r} has {given[1]} and {name} is {space}, give one of them")
+        raise InvalidArgumentError(f"{public_url(url)!r} has {given[1]}, but {name} is {space}: give only one of them")
     return f"{url}{'&' if '?' in url else '?'}size={space}"
 
 

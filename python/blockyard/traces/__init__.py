@@ -1,4 +1,4 @@
-"""Request traces: when requests came, how long they were, and which prompts begin alike. No text.
+"""Request traces: when requests arrived, how long they were, and which prompts share a beginning. No text.
 
 `read_trace` recognises the format by content, with the standard library alone; every line and number is bounded.
 `TraceRecorder` writes a trace while an engine serves.

@@ -23,7 +23,7 @@ Parser = Callable[[str], Iterable[Row]]
 
 
 def parser_for(text: str) -> tuple[Parser, bool]:
-    """Choose the parser by the first line that has text; also tells if that line is a header.
+    """Choose the parser by the first line that has text; also says if that line is a header.
 
     Raises:
         ValueError: no format begins so.
@@ -115,10 +115,10 @@ def _azure(text: str) -> Iterable[Row]:
 
 
 class _Sessions:
-    """The agent sessions of kv-cache-tester: one a line, with think times and sub-agents, whose ids are the session's.
+    """The agent sessions of kv-cache-tester, one per line, with think times, and sub-agents with the session's ids.
 
-    A request waits for the answer before it in its agent; a sub-agent's first one for the answer that started it. The
-    request that follows a sub-agent waits for it, too, if it came after the sub-agent's recorded end.
+    A request waits for its agent's previous answer; a sub-agent's first request for the answer that started the
+    sub-agent. A request after a sub-agent also waits for it, if it arrived after the sub-agent's recorded end.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class _Session:
     """One session: its rows, and the ids that they use.
 
     Args:
-        number: of the session.
+        number: the session's number.
         first_row: index of its first row in the trace.
         first_id: ids below it belong to other sessions.
         hash_tokens: tokens of a block.
@@ -154,9 +154,9 @@ class _Session:
     def read_agent(
         self, requests: object, *, start: float, ended: float, after: tuple[int, ...], depth: int
     ) -> tuple[int, ...]:
-        """Read the requests of one agent, whose clock starts at `start`; return what its end consists of.
+        """Read the requests of one agent, whose clock starts at `start`; return the requests whose answers end it.
 
-        The answers `after`, which its first request waits for, came at `ended`.
+        The answers `after`, which its first request waits for, arrived at `ended`.
         """
         if not isinstance(requests, list) or depth > MAX_SESSION_DEPTH:
             raise ValueError(f"requests is {_shorten(requests)}, not a list of at most {MAX_SESSION_DEPTH} levels")

@@ -1,4 +1,4 @@
-"""Writes a trace while an engine serves: times, lengths, and which prompts begin alike. No text, no keys."""
+"""Writes a trace while an engine serves: times, lengths, and which prompts share a beginning. No text, no keys."""
 
 from __future__ import annotations
 
@@ -135,13 +135,13 @@ class TraceRecorder:
     def add(
         self, request_id: Hashable, keys: Sequence[Hashable], input_tokens: int, *, session: Hashable | None = None
     ) -> None:
-        """Record that a request has come.
+        """Record that a request has arrived.
 
         Args:
             request_id: the caller's name for it. If a request of that name has not ended, this replaces all of it
-                but its time.
+                except its time.
             keys: a key for each full block of the prompt, equal for equal blocks after equal beginnings: `chain_keys`,
-                or the engine's own. None is kept or written.
+                or the engine's own. Keys are neither kept nor written.
             input_tokens: length of the prompt, at least 1.
             session: the conversation that the request belongs to, if known.
 
@@ -329,7 +329,7 @@ class TokenRecorder:
         self._ends: dict[str, tuple[NDArray[np.uint32], bytes | None, bytes]] = {}
 
     def add(self, request_id: str, prompt: NDArray[np.uint32], salt: bytes | None, lora_id: int) -> None:
-        """Record that a request has come; see `Request`."""
+        """Record that a request has arrived; see `Request`."""
         if self._recorder is None or not self._recorder.is_recording:
             return
         extra = f"{lora_id} ".encode() + (b"" if salt is None else b"salt " + salt)
@@ -338,13 +338,13 @@ class TokenRecorder:
         self._ends[request_id] = prompt[len(keys) * self._block_size :], keys[-1] if keys else None, extra
 
     def drop(self, request_id: str) -> None:
-        """Leave a request out whose `add` was interrupted."""
+        """Leave out a request whose `add` was interrupted."""
         if self._recorder is not None:
             self._recorder._drop(request_id)  # noqa: SLF001 (one file, one concept)
         self._ends.pop(request_id, None)
 
     def finish(self, request_id: str, generated: NDArray[np.uint32]) -> None:
-        """Record that a request has ended; the second time nothing."""
+        """Record that a request has ended; a second call has no effect."""
         end = self._ends.get(request_id)
         if self._recorder is None or end is None:
             return
@@ -357,7 +357,7 @@ class TokenRecorder:
 
 
 class _Numbers:
-    """Numbers things from 0 in order of first sight, and remembers at least the last half of `limit`."""
+    """Numbers things from 0 in the order in which they first appear; remembers at least the last half of `limit`."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit // 2
@@ -366,7 +366,7 @@ class _Numbers:
         self._older: dict[int, int] = {}
 
     def of(self, things: Sequence[Hashable]) -> list[int]:
-        """Return the number of each; a hash of 64 bits stands for the thing."""
+        """Return the number of each thing; things are known by their 64-bit hashes."""
         hashes = list(map(hash, things))
         found = list(map(self._recent.get, hashes))
         each = zip(hashes, found, strict=True)

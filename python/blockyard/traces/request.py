@@ -19,11 +19,11 @@ class TraceRequest:
         arrival: seconds since the trace's first request.
         input_tokens: prompt length in tokens, at least 1.
         output_tokens: tokens generated, at least 1.
-        hash_ids: ids of the prompt's blocks; two prompts with equal leading ids begin alike. Empty if unknown.
-        hash_tokens: tokens that one hash id stands for; a fraction after scaling, 0 if there are no ids.
-        session: number of the conversation that the request belongs to; None if the trace does not tell.
-        after: indices, in the trace, of the requests whose answers this one waits for. Then `arrival` is when it came
-            as it was recorded.
+        hash_ids: ids of the prompt's blocks; prompts with equal leading ids share their beginning. Empty if unknown.
+        hash_tokens: tokens that one hash id covers; a fraction after scaling, 0 if there are no ids.
+        session: number of the conversation that the request belongs to; None if unknown.
+        after: indices, in the trace, of the requests whose answers this one waits for. Then `arrival` is when it
+            arrived in the recorded run.
         delay: seconds from the last of these answers to this request.
         output_hash_ids: ids of the full blocks after those of `hash_ids`, whose last tokens were generated. Empty if
             unknown: only a `TraceRecorder` writes them.

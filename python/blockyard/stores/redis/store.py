@@ -13,7 +13,7 @@ from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, Owners, Use, check_quota, quotaless
 from blockyard.stores.redis.lists import SEGMENTS, Lists
 from blockyard.stores.redis.url import RedisURL, read_url
-from blockyard.stores.remote import RemoteStore, batched
+from blockyard.stores.remote import RemoteStore, batched, count_slots
 from blockyard.stores.threaded.epochs import Epoch, Record
 from blockyard.stores.value import HEADER
 
@@ -57,15 +57,7 @@ def open_redis(
         StoreError: the server does not answer or refuses the password, or a PEM file cannot be read.
     """
     found = read_url(url)
-    fit = None if found.size is None else found.size // (HEADER + bytes_per_block)
-    if fit is None and num_slots is None:
-        found.parts.reject(found.parts.host or found.parts.path, "needs ?size=, for example ?size=2GiB")
-    if fit is not None and fit < (num_slots or 1):
-        raise StoreFullError(
-            f"{found.parts.url!r}: size holds {fit} blocks of {HEADER + bytes_per_block} bytes, must hold at least "
-            f"{num_slots or 1}"
-        )
-    blocks = num_slots or fit or 1
+    blocks = count_slots(found.parts, found.size, bytes_per_block, num_slots, example="2GiB")
     if found.client["cluster"] and use == "prefix" and blocks < SEGMENTS:
         raise StoreFullError(f"{found.parts.url!r}: there is room for {blocks} blocks, a cluster needs {SEGMENTS}")
     store = RedisStore(

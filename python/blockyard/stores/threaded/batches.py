@@ -54,7 +54,7 @@ class BatchStore(ExternalStore):
         self._buffers = Buffers()
         self._open: dict[int, Batch] = {}  # uncollected batches
         self._news: dict[int, Batch] = {}  # uncollected batches that ended since the last `poll`
-        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, ticket); batches that have ended leave late
+        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, ticket); ended batches are removed later
         self._order = BatchOrder()
         self._breaker = Breaker(self._runtime.monotonic)
         self._late: set[Batch] = set()  # puts that were given up but are still running
@@ -127,7 +127,7 @@ class BatchStore(ExternalStore):
             if batch is not None:
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
                 result = batch.rows if batch.is_read and batch.rows is not None else np.zeros(shape, np.uint8)
-                left = min(batch.deadline - self._runtime.monotonic(), float("inf") if timeout is None else timeout)
+                left = min(batch.deadline - self._runtime.monotonic(), inf if timeout is None else timeout)
                 self._changed.wait_for(lambda: batch.ended or self._is_refused(batch), max(0.0, left))
             if batch is None or ticket not in self._open:
                 raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
@@ -215,7 +215,7 @@ class BatchStore(ExternalStore):
                 self._pending += num_bytes
                 batch.num_bytes = num_bytes
                 self._open[batch.ticket] = batch
-                for _ in range(2):  # of those who only `wait`, nobody else removes the batches that have ended
+                for _ in range(2):  # without calls of `poll`, nothing else removes batches that have ended
                     self._drop_ended_deadline()
                 heappush(self._deadlines, (batch.deadline, batch.ticket))
                 self._count_misses(batch, batch.reasons[len(taken) :])
@@ -331,7 +331,7 @@ class BatchStore(ExternalStore):
     def _end(self, batch: Batch, reasons: list[str]) -> None:
         """End a batch with these reasons."""
         batch.reasons[: len(reasons)] = reasons
-        self._news[batch.ticket] = batch  # first: `_recover` tells nobody of a batch that has ended
+        self._news[batch.ticket] = batch  # first, since `_recover` does not report a batch that has ended
         batch.ended = True
         self._count_misses(batch, reasons)
         if batch.kind in {"write", "put", "read", "get"}:

@@ -6,8 +6,8 @@ A store has one *record* for all its processes: the current epoch. It changes on
 - A process reads and writes under the epoch that it opened with, began, or joined by name. `forget` begins a new epoch,
   or joins the current one if that has the revision's name.
 - Block names are derived from the epoch's token, so blocks put under another epoch are never found.
-- Each batch of reads checks the record as it was at some time since the batch began; concurrent batches share a read of
-  it. Once the record has other weights, the process finds and stores nothing until it calls `forget`.
+- Each batch of reads checks a record that was read after the batch began; concurrent batches share one read of it. Once
+  the record has other weights, the process finds and stores nothing until it calls `forget`.
 - If the record is lost, a process replaces it with a new token for the same weights, and processes with these weights
   continue under it. A process that has learned that its weights were forgotten does not replace it.
 
@@ -113,8 +113,8 @@ class RecordCheck:
     """One batch's check of the record.
 
     Attributes:
-        is_due: no read of the record has begun since the batch did.
-        record: what the first such read brought.
+        is_due: whether no read of the record has begun since the batch did.
+        record: the result of the first such read; None before it.
     """
 
     is_due: bool = True
@@ -302,7 +302,7 @@ class SharedEpoch:
         return self.answer(due, self.read())
 
     def take_due(self) -> list[RecordCheck]:
-        """Return the checks that a read of the record answers that begins now."""
+        """Return the checks that a read of the record beginning now will answer."""
         with self._lock:
             due, self._due = self._due, []
         for check in due:
@@ -311,7 +311,7 @@ class SharedEpoch:
 
     @staticmethod
     def answer(due: list[RecordCheck], record: Record) -> Record:
-        """Give checks the record that was read for them. Returns it."""
+        """Give checks the record that was read for them, and return it."""
         for check in due:
             check.record = record
         return record

@@ -80,7 +80,7 @@ class ValueFormat:
                 self._note(error)
 
     def is_encoded(self, rows: NDArray[np.uint8]) -> bool:
-        """Return whether rows hold the output of a codec, padded with zeros."""
+        """Return whether rows have the width of values that hold a codec's output, padded with zeros."""
         return self.codec is not None and rows.shape[-1] == self.width
 
     def stored(self, row: NDArray[np.uint8]) -> memoryview:
