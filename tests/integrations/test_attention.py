@@ -112,8 +112,8 @@ def test_only_the_mapped_slots_of_one_layer_are_written():
         ([0, 0], [1, 1], [[0]], [0, 1], r"shape \[1, 1\] for 2 sequences"),
         ([0], [2], [[0]], [0], r"shape \[1\] for 2 tokens"),
         ([3], [2], [[0]], [0, 1], "sees 2 blocks, its block table has 1"),
-        ([0], [0], [[0]], [], "1 token or more"),
-        ([-1], [1], [[0]], [0], "start of 0 or more"),
+        ([0], [0], [[0]], [], "at least 1 token"),
+        ([-1], [1], [[0]], [0], "start of at least 0"),
         ([], [], np.zeros((0, 1), int), [], "a step of 0 sequences"),
     ],
 )

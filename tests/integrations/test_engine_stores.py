@@ -147,5 +147,5 @@ def test_a_load_that_is_sabotaged_shows(
 
 @pytest.mark.parametrize("options", [{}, {"root_dir": "/tmp", "url": "faulty://one"}])
 def test_wrong_options_are_refused_by_name(open_engine: Any, options: dict[str, Any]):
-    with pytest.raises(InvalidArgumentError, match="must be exactly one of them"):
+    with pytest.raises(InvalidArgumentError, match="must give exactly one of them"):
         open_engine(options)

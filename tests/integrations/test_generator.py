@@ -350,7 +350,12 @@ def test_requests_may_come_go_and_stop_early(model, work, wanted, tmp_path):
     [
         ([[1], []], SamplingParams(), InvalidArgumentError, r"'generate-1' has shape \[0\]"),
         ([[1], [259]], SamplingParams(), InvalidArgumentError, "tokens from 259 to 259, the vocabulary has 259"),
-        ([[1], [1]], [SamplingParams()], InvalidArgumentError, "2 prompts have 1 sampling params"),
+        (
+            [[1], [1]],
+            [SamplingParams()],
+            InvalidArgumentError,
+            "params has 1 entries, must have one for each of 2 prompts",
+        ),
         ([[1]], SamplingParams(max_tokens=40_000), InvalidArgumentError, "1 .* 40000 tokens, the model has 32768"),
         ([[1], [1] * 200], SamplingParams(), OutOfBlocksError, "needs up to 54 device blocks"),
     ],
@@ -531,5 +536,5 @@ def test_a_caller_that_stops_early_aborts_the_rest(model, tmp_path):
         assert generator.num_unfinished == 0
         generator.drain()
         generator.manager.check()
-        with pytest.raises(InvalidArgumentError, match="max_new_tokens is 3, params have max_tokens"):
+        with pytest.raises(InvalidArgumentError, match="max_new_tokens is 3, but params have max_tokens"):
             next(generator.generate([[1]], SamplingParams(), max_new_tokens=3))

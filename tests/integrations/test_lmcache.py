@@ -79,7 +79,7 @@ def test_a_load_that_hangs_keeps_no_lookup_waiting_and_a_closed_connector_takes_
         ({"kv_dtype": ""}, "kv_dtype is ''"),
         ({"part": "1K"}, "part is '1K'"),
         ({"part": 1024}, "must be 4KiB to 64MiB"),
-        ({"url": None}, "must be exactly one of them"),
+        ({"url": None}, "must give exactly one of them"),
     ],
 )
 def test_wrong_options_are_refused_by_name(lmcache: Any, change: dict[str, Any], message: str):

@@ -235,7 +235,7 @@ def test_what_is_told_of_sequences_that_never_come_is_bounded(
 def test_an_endpoint_that_cannot_be_had_is_refused(endpoint: str):
     with pytest.raises(InvalidArgumentError, match="endpoint is 'nowhere'"):
         EventPublisher("nowhere", block_size=SIZE)
-    with pytest.raises(InvalidArgumentError, match="at least 1 each"):
+    with pytest.raises(InvalidArgumentError, match="must be at least 1"):
         EventPublisher(endpoint, block_size=0)
     publisher = EventPublisher(endpoint, block_size=SIZE)
     publisher.close()

@@ -38,7 +38,7 @@ def test_a_share_of_memory_out_of_range_is_refused(model: PagedModel, share: flo
 
 
 def test_room_for_less_than_a_block_is_refused(model: PagedModel):
-    with pytest.raises(InvalidArgumentError, match="one block takes 8192 bytes"):
+    with pytest.raises(InvalidArgumentError, match="a block has 8192 bytes"):
         available_blocks(model, kv_cache_space=8191)
 
 

@@ -271,7 +271,7 @@ def test_caches_of_another_shape_are_refused(llama):
     [
         (259, 0, "token ids go from 259 to 259, the vocabulary has 259"),
         (-1, 0, "token ids go from -1"),
-        (1, 2**15, "position 32768 of a model for 32768 positions"),
+        (1, 2**15, "position is 32768, the model has 32768 positions"),
     ],
 )
 def test_tokens_outside_the_model_are_refused(llama, token, start, shown):

@@ -100,8 +100,8 @@ def test_the_capacity_is_the_bytes_over_those_of_a_chunk(vllm: SimpleNamespace):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "nothing given, wanted one of host_bytes and cpu_bytes_to_use"),
-        ({"host_bytes": 640, "cpu_bytes_to_use": 640}, "given, wanted one of"),
+        ({}, "neither is given, must be exactly one of host_bytes and cpu_bytes_to_use"),
+        ({"host_bytes": 640, "cpu_bytes_to_use": 640}, "host_bytes and cpu_bytes_to_use is given, must be exactly one"),
         ({"host_bytes": 63}, "host_bytes is 63: 63 bytes hold no chunk of 64 bytes; did you mean"),
         ({"host_bytes": -1}, "host_bytes is -1"),
         ({"host_bytes": True}, "host_bytes is True"),

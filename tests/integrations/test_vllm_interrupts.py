@@ -149,7 +149,7 @@ class WorkerProgram(Caller):
             try:
                 submit(number, *(both[::-1] if is_load else both))
             except InvalidArgumentError as error:  # it was interrupted after it had begun
-                assert "under way already" in str(error)
+                assert "already in flight" in str(error)
         until = time.monotonic() + PATIENCE
         while number not in self.ended:
             self.call(self.worker.wait, {number})

@@ -73,7 +73,7 @@ def test_a_removed_or_cleared_chunk_is_gone(vllm: SimpleNamespace, policy: Any):
             policy.remove(key)
     for n in range(4):  # all places are free again
         add(vllm, policy, KEYS[n], n)
-    with pytest.raises(BlockyardError, match="would be more than 4 chunks"):
+    with pytest.raises(BlockyardError, match="would exceed 4 chunks"):
         add(vllm, policy, KEYS[5], 5)
     policy.clear()
     assert policy.evict(1, set()) is None

@@ -157,5 +157,5 @@ def test_a_version_without_chunks_in_the_context_records_nothing_and_says_so_onc
         manager.on_new_request(SimpleNamespace(req_id=name, kv_hints=None))
         Requests(vllm, manager).end_step(name)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "requests are not recorded: this version of vLLM does not note their chunks"
+        "requests are not recorded: this version of vLLM does not list their chunks"
     ]

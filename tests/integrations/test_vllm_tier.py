@@ -205,8 +205,8 @@ def test_the_store_stays_within_its_size(vllm: SimpleNamespace, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"root_dir": None}, InvalidArgumentError, "must be exactly one of them"),
-        ({"url": "file:///x"}, InvalidArgumentError, "must be exactly one of them"),
+        ({"root_dir": None}, InvalidArgumentError, "must give exactly one of them"),
+        ({"url": "file:///x"}, InvalidArgumentError, "must give exactly one of them"),
         ({"size": 100}, StoreFullError, "100"),
     ],
 )

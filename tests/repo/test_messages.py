@@ -51,9 +51,7 @@ def test_a_prefix_store_needs_prefix_caching():
 def test_a_model_given_by_name_is_to_be_loaded():
     with pytest.raises(UnsupportedModelError) as error:
         Generator("gpt2")  # type: ignore[arg-type]
-    assert str(error.value) == (
-        "model is 'gpt2', must be a model that is loaded: AutoModelForCausalLM.from_pretrained('gpt2')"
-    )
+    assert str(error.value) == ("model is 'gpt2', must be a loaded model: AutoModelForCausalLM.from_pretrained('gpt2')")
 
 
 def test_a_store_that_forgets_its_base_class_is_told_so():

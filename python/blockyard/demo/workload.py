@@ -128,7 +128,7 @@ def text_workload(
         raise InvalidArgumentError(f"a workload of {requests} requests was asked for, at least 1 is needed")
     for name, (low, high) in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
         if not 1 <= low <= high:
-            raise InvalidArgumentError(f"{name} goes from {low} to {high}, it must be a range from 1")
+            raise InvalidArgumentError(f"{name} goes from {low} to {high}, must be a range from 1")
     text = text or StandardText()
     items = []
     for index in range(requests):

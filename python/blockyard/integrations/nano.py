@@ -127,7 +127,7 @@ class BlockManager:
         self.moves = 0
         self._running: dict[int, _Running] = {}
         self._lost: set[int] = set()  # sequences that can only be deallocated
-        # What a call has taken from the manager. If it is still set, the call raised before it returned everything.
+        # What a call has taken from the manager. If the flag is set when a call begins, the last call was interrupted.
         self._in_critical_section = False
         self._decisions: list[_core.StepDecision] = []
         self._opened: list[_core.Sequence] = []
@@ -404,7 +404,7 @@ class BlockManager:
         entry.sequence.block_table.clear()
         self._running.pop(id(entry.sequence), None)
 
-    # ---- below the surface ----
+    # ---- internals ----
 
     def _defragment(self, goal: Goal, number: int, max_moves: int) -> int:
         # The previous step's blocks count as being filled, but its writes are queued, and moves run after them.

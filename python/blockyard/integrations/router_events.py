@@ -1,8 +1,8 @@
 """Events of the prefix cache for routers, in vLLM's format and over the same kind of ZMQ stream (`kv-events`).
 
     publisher = EventPublisher("tcp://*:5557", block_size=16)
-    publisher.know(prompt, salt=b"tenant-a")          # before its events: they then carry its tokens and salt
-    publisher.publish(manager.prefix.take_events())   # once a step
+    publisher.know(prompt, salt=b"tenant-a")          # before its events, so that they carry its tokens and salt
+    publisher.publish(manager.prefix.take_events())   # once per step
 
 A message has three frames: topic, number (8 bytes, big-endian), and a MessagePack array of time, events and
 data-parallel rank. `BlockStored` and `BlockRemoved` name the medium: `GPU`, `CPU` or `STORAGE`. A router that tracks
@@ -144,7 +144,7 @@ class EventPublisher:
         data_parallel_rank: int = 0,
     ) -> None:
         if block_size < 1 or buffer_steps < 1:
-            raise InvalidArgumentError(f"block_size is {block_size}, buffer_steps is {buffer_steps}: at least 1 each")
+            raise InvalidArgumentError(f"block_size is {block_size}, buffer_steps {buffer_steps}, must be at least 1")
         self._block_size, self._rank, self._topic = block_size, data_parallel_rank, topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
@@ -177,9 +177,7 @@ class EventPublisher:
         lora_name: str | None = None,
         cache_group: int = 0,
     ) -> None:
-        """Remember what the keys of a sequence's full blocks cover, for their events; arguments as in `export_keys`.
-
-        Forgotten when the blocks have left all media.
+        """Remember what the keys of a sequence's full blocks cover, until the blocks have left all media.
 
         Args:
             tokens: tokens of the sequence so far.

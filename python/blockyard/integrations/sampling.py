@@ -49,16 +49,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 1), ("n", 1), ("top_k", 0)):
             if getattr(self, name) < least:
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)}, it must be at least {least}")
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)}, must be at least {least}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidArgumentError(f"temperature is {self.temperature}, it must be finite and at least 0")
+            raise InvalidArgumentError(f"temperature is {self.temperature}, must be finite and at least 0")
         if not 0 < self.top_p <= 1:
-            raise InvalidArgumentError(f"top_p is {self.top_p}, it must be above 0 and at most 1")
+            raise InvalidArgumentError(f"top_p is {self.top_p}, must be above 0 and at most 1")
         if not 0 <= self.seed < SEED_LIMIT:
-            raise InvalidArgumentError(f"seed is {self.seed}, it must be from 0 to 2^64 - 1")
+            raise InvalidArgumentError(f"seed is {self.seed}, must be from 0 to 2^64 - 1")
         for token in self.stops:
             if token < 0:
-                raise InvalidArgumentError(f"a token that ends a sequence is {token}, ids start at 0")
+                raise InvalidArgumentError(f"a stop token is {token}, must be at least 0")
 
     @property
     def greedy(self) -> bool:
@@ -97,7 +97,7 @@ def sample(logits: ArrayLike, params: SamplingParams, sequence_index: int, posit
     """
     scores = np.asarray(logits, dtype=np.float64)
     if scores.ndim != 1 or scores.size == 0:
-        raise InvalidArgumentError(f"logits have shape {list(scores.shape)}, [vocab] was expected")
+        raise InvalidArgumentError(f"logits have shape {list(scores.shape)}, must be [vocab]")
     best = int(np.argmax(scores))
     if not np.isfinite(scores[best]):  # argmax finds NaN first, then plus infinity
         raise InvalidArgumentError(f"logits of {scores.size} tokens have {scores[best]} as their largest value")

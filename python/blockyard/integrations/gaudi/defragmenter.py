@@ -107,7 +107,7 @@ class OnlineDefragmenter:
             if not isinstance(limit, int) or not 0 <= limit <= most:
                 raise InvalidArgumentError(f"{name} is {limit!r}, must be an int, 0 to {most}")
         if goals is not None and not goals:
-            raise InvalidArgumentError("there are no goals, wanted at least one: switch off with enabled=False")
+            raise InvalidArgumentError("there are no goals, must be at least one: switch off with enabled=False")
         if negative not in {"refuse", "pass"}:
             raise InvalidArgumentError(f"negative is {negative!r}, must be 'refuse' or 'pass'")
         self.threshold = threshold
@@ -454,7 +454,7 @@ def _threshold() -> int:
 
 def _listed(blocks: Blocks) -> list[int]:
     if isinstance(blocks, range) and len(blocks[: _MOST_ITEMS + 1]) > _MOST_ITEMS:
-        raise InvalidArgumentError(f"blocks are {blocks!r}, must be at most {_MOST_ITEMS}")
+        raise InvalidArgumentError(f"blocks is {blocks!r}, must have at most {_MOST_ITEMS} ids")
     return blocks.tolist() if isinstance(blocks, np.ndarray) else list(blocks)
 
 

@@ -1,4 +1,4 @@
-"""`CacheSwapUtils`, with the interface of Gaudi's: swaps blocks of an engine's caches, pair by pair.
+"""`CacheSwapUtils`, with the interface of vllm-gaudi's class: swaps blocks of an engine's caches, pair by pair.
 
 The caches are pairs (keys, values), one per layer, each a flat tensor of slots `[blocks * block_size, ...]`; with MLA
 there are only keys, and the values are None.

@@ -35,7 +35,7 @@ class _Operation:
     future: Future[list[bool]]
     count: int
     is_put: bool
-    is_seen: bool = False  # by a `drain_completions` that has its completion
+    is_seen: bool = False  # whether a `drain_completions` has its completion
 
     def completion(self, ticket: int) -> _Completion:
         raised = None if self.future.cancelled() else self.future.exception()
@@ -98,8 +98,8 @@ class BlockyardConnector:
         self._event = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
         self._ids = itertools.count(1)
         self._changed = threading.RLock()  # reentrant: an operation may end within `_submit`
-        self._open: dict[int, _Operation] = {}  # operations with completions not yet drained, and:
-        self._drained: tuple[int, ...] = ()  # those that the last call of `drain_completions` returned
+        self._open: dict[int, _Operation] = {}  # operations not drained yet, and those in `_drained`
+        self._drained: tuple[int, ...] = ()  # operations that the last `drain_completions` returned
         self._closed = False
         self._jobs = self._objects.jobs("blockyard-lmcache", _LANES)
 

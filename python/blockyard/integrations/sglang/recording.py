@@ -1,4 +1,4 @@
-"""Records to a trace what SGLang looks up in its storage."""
+"""Records SGLang's storage lookups to a trace."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MOST_PAGES: Final = 1 << 18
 
 
 class QueryRecorder:
-    """Records each lookup as a request whose prompt is the pages before the lookup and those that it asks for.
+    """Records each lookup as a request. Its prompt consists of the pages before the lookup and those looked up.
 
     Args:
-        recorder: its blocks are pages.
+        recorder: a recorder whose blocks are pages.
     """
 
     def __init__(self, recorder: TraceRecorder) -> None:
@@ -40,7 +40,7 @@ class QueryRecorder:
             self._record(prompt, 0)
 
     def add_request(self, request_id: str, keys: Sequence[str]) -> None:
-        """Record the first lookup of a request, with the pages that earlier lookups had before these.
+        """Record the first lookup of a request, with the pages that came before these in earlier lookups.
 
         SGLang never looks up the page of a prompt's last token.
         """
@@ -55,7 +55,7 @@ class QueryRecorder:
         self._record(prompt, 1)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining requests."""
         self._recorder.close()
 
     def _pages_before(self, key: str) -> list[str]:
@@ -77,10 +77,10 @@ def _drop_oldest(entries: dict[str, Any], most: int) -> None:
 
 
 def record_queries(ranks: Sequence[int], page_size: int) -> QueryRecorder | None:
-    """Record if `BLOCKYARD_RECORD` is set, on the first of the ranks, which all look up the same pages.
+    """Return a recorder if `BLOCKYARD_RECORD` is set and this is the first rank; all ranks look up the same pages.
 
     Args:
-        ranks: of this process, in each dimension.
+        ranks: this process's rank in each dimension of parallelism.
         page_size: tokens of a page.
     """
     recorder = None if any(ranks) else record_from_environment(page_size)

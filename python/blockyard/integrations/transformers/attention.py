@@ -89,13 +89,13 @@ def paged_attention(
     """
     name = type(module).__name__
     if blockyard_step is None:
-        raise UnsupportedModelError(f"{name} was called without the step: the model drops keyword arguments on the way")
+        raise UnsupportedModelError(f"{name} was called without the step: the model does not pass on keyword arguments")
     for what, asked in (("soft-capping", softcap), ("attention sinks", s_aux)):
         if asked is not None:
-            raise UnsupportedModelError(f"{name} uses {what}, which paged attention does not serve yet")
+            raise UnsupportedModelError(f"{name} uses {what}, which paged attention does not support yet")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
-        raise UnsupportedModelError(f"{name} has no layer_idx, so its cache is not known")
+        raise UnsupportedModelError(f"{name} has no layer_idx, so its cache is unknown")
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return blockyard_step.attend(LayerCall(layer, query, key, value, factor, sliding_window)), None
 
@@ -160,7 +160,9 @@ class StepInput:
         """
         n, tables = len(self.lengths), self.block_tables
         if n == 0 or self.lengths.min() < 1 or self.starts.min() < 0:
-            raise InvalidArgumentError(f"a step of {n} sequences: each needs 1 token or more and a start of 0 or more")
+            raise InvalidArgumentError(
+                f"a step of {n} sequences: each must have at least 1 token and a start of at least 0"
+            )
         if tables.ndim != 2 or len(tables) != n:
             raise InvalidArgumentError(f"block tables have shape {list(tables.shape)} for {n} sequences")
         tokens = int(self.lengths.sum())

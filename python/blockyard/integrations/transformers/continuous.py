@@ -37,7 +37,7 @@ class _Pool(CachePool):
     def __init__(self, num_sectors: int, num_allocators: int, num_reserved_sectors: int = 2) -> None:
         if num_allocators != 1:
             raise UnsupportedModelError(
-                f"the model has {num_allocators} types of attention, blockyard_allocator serves one: full attention"
+                f"the model has {num_allocators} types of attention, blockyard_allocator supports only full attention"
             )
         self._blocks: PrefixCachingAllocator | None = None
         super().__init__(num_sectors, num_allocators, num_reserved_sectors)

@@ -69,7 +69,7 @@ class Output:
             InvalidArgumentError: the prompts were token ids.
         """
         if self.texts is None:
-            raise InvalidArgumentError("the prompts were token ids: read tokens, or give text prompts")
+            raise InvalidArgumentError("the prompts were token ids: read `tokens`, or pass text prompts")
         return self.texts[0]
 
 
@@ -219,7 +219,7 @@ class Generator:
         model = self.model
         if tokens.ndim != 1 or len(tokens) == 0:
             raise InvalidArgumentError(
-                f"the prompt of {request_id!r} has shape {list(tokens.shape)}, [tokens] is needed"
+                f"the prompt of {request_id!r} has shape {list(tokens.shape)}, must be [tokens], not empty"
             )
         if tokens.min() < 0 or tokens.max() >= model.vocab_size:
             raise InvalidArgumentError(
@@ -270,8 +270,8 @@ class Generator:
     def step(self) -> list[Finished]:
         """Run one step: decide, start block transfers, compute, sample, and complete landed transfers.
 
-        Transfers overlap compute: a layer is computed once its loads have arrived, stores drain in the background, and
-            sequences from the external tier join a later step. If nothing can be computed, the step waits for them.
+        Transfers overlap compute: a layer is computed once its loads have arrived, stores continue in the background,
+        and sequences from the external tier join a later step. If nothing can be computed, the step waits for them.
 
         If the executor or model raises, or the step is interrupted, the error propagates to the caller, and the step's
         requests start again from their tokens. The next step returns the requests that had already finished.
@@ -344,13 +344,15 @@ class Generator:
         if params is None:
             params = SamplingParams() if max_new_tokens is None else SamplingParams(max_tokens=max_new_tokens)
         elif max_new_tokens is not None:
-            raise InvalidArgumentError(f"max_new_tokens is {max_new_tokens}, params have max_tokens: give one of them")
+            raise InvalidArgumentError(f"max_new_tokens is {max_new_tokens}, but params have max_tokens: give only one")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
-            raise InvalidArgumentError(f"{len(prompts)} prompts have {len(each)} sampling params")
+            raise InvalidArgumentError(
+                f"params has {len(each)} entries, must have one for each of {len(prompts)} prompts"
+            )
         self._abort_left()
         if self.num_unfinished:
-            raise InvalidArgumentError(f"{self.num_unfinished} requests are under way")
+            raise InvalidArgumentError(f"{self.num_unfinished} other requests are running, must be 0 for generate")
         is_text = any(isinstance(prompt, str) for prompt in prompts)
         names = {f"generate-{index}": index for index in range(len(prompts))}
         try:

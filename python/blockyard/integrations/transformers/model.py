@@ -102,8 +102,8 @@ class PagedModel:
         for layer, cache in enumerate(device_caches):
             if cache.device != self.device or not cache.is_contiguous():
                 raise InvalidArgumentError(
-                    f"cache {layer} is on {cache.device} with strides {list(cache.stride())}; "
-                    f"contiguous caches on {self.device} were expected"
+                    f"cache {layer} is on {cache.device} with strides {list(cache.stride())}, "
+                    f"must be contiguous and on {self.device}"
                 )
         self._caches = list(device_caches)
 
@@ -156,7 +156,7 @@ class PagedModel:
         ends = np.cumsum(where.lengths)
         positions = np.arange(len(tokens)) + np.repeat(where.starts - (ends - where.lengths), where.lengths)
         if self.max_model_len is not None and positions.max() >= self.max_model_len:
-            raise InvalidArgumentError(f"position {positions.max()} of a model for {self.max_model_len} positions")
+            raise InvalidArgumentError(f"position is {positions.max()}, the model has {self.max_model_len} positions")
         wanted = ends - 1 if logits_indices is None else logits_indices.astype(np.int64)
         if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(tokens):
             raise InvalidArgumentError(
@@ -193,7 +193,7 @@ class PagedModel:
         if not apart <= limit:
             raise UnsupportedModelError(
                 f"{type(model).__name__} gives other logits when paged: {apart:.2g} standard deviations apart, "
-                f"{limit:.2g} are rounding; its attention depends on what the interface does not tell"
+                f"rounding explains {limit:.2g}; its attention uses more than the attention interface passes on"
             )
 
 

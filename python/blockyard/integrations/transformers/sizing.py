@@ -44,7 +44,7 @@ def available_blocks(
         InvalidArgumentError: the utilization is not in (0, 1], or not even one block fits.
     """
     if not 0 < memory_utilization <= 1:
-        raise InvalidArgumentError(f"memory_utilization is {memory_utilization}, it must be above 0 and at most 1")
+        raise InvalidArgumentError(f"memory_utilization is {memory_utilization}, must be above 0 and at most 1")
     size = model.layout.bytes_per_block
     host = int(memory_utilization * available_memory())
     if model.device.type == "cuda":
@@ -53,7 +53,7 @@ def available_blocks(
         free = min(kv_cache_space, host)
         host -= free
     if free < size:
-        raise InvalidArgumentError(f"one block takes {size} bytes, the device has {max(free, 0)} to spare")
+        raise InvalidArgumentError(f"a block has {size} bytes, only {max(free, 0)} are free on the device")
     return free // size, max(0, min(swap_space, host)) // size
 
 
@@ -79,7 +79,7 @@ def _free_cuda_memory(model: PagedModel, utilization: float, tokens: int) -> int
 
 
 def available_memory() -> int:
-    """Return how many bytes of main memory this process may still use, limited by the machine or its control group."""
+    """Return how many bytes of main memory this process can still use, within the limits of machine and cgroup."""
     text = Path("/proc/meminfo").read_text(encoding="ascii") if Path("/proc/meminfo").exists() else ""
     found = [int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable:")]
     available = found[0] if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

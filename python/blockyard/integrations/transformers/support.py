@@ -75,7 +75,7 @@ def paged_copy(model: PreTrainedModel) -> PreTrainedModel:
     """
     if isinstance(model, str):
         load = f"AutoModelForCausalLM.from_pretrained({model!r})"
-        raise UnsupportedModelError(f"model is {model!r}, must be a model that is loaded: {load}")
+        raise UnsupportedModelError(f"model is {model!r}, must be a loaded model: {load}")
     name = type(model).__name__
     reason = _config_reason(model) or _class_reason(model)
     if reason:
@@ -108,7 +108,7 @@ def cache_shape(paged: PreTrainedModel) -> CacheShape:
     if sorted(recorder.seen) != list(range(layers)):
         raise UnsupportedModelError(
             f"{name} has {layers} layers, {len(recorder.seen)} of them called the attention interface: "
-            "layers with other state are not served yet"
+            "layers with other state are not supported yet"
         )
     shapes = set(recorder.seen.values())
     if len(shapes) != 1:
@@ -165,12 +165,12 @@ class _Recorder:
 def _config_reason(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
-        return "is an encoder-decoder model, decoder-only ones are served"
+        return "is an encoder-decoder model, must be decoder-only"
     if not getattr(config, "is_causal", True):
         return "attends in both directions"
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds - {"full_attention"} and kinds != {"sliding_attention"}:
-        return f"has layers of kind {', '.join(sorted(kinds))}, only one kind of attention is served yet"
+        return f"has layers of kind {', '.join(sorted(kinds))}, only one kind of attention is supported yet"
     rope = getattr(config, "rope_parameters", None) or {}
     types = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
     for kind in BATCH_DEPENDENT_ROPE:
@@ -181,7 +181,7 @@ def _config_reason(model: PreTrainedModel) -> str | None:
 
 def _class_reason(model: PreTrainedModel) -> str | None:
     if getattr(model, "_is_stateful", False):
-        return "keeps recurrent state, which is not served yet"
+        return "keeps recurrent state, which is not supported yet"
     if not (model._supports_attention_backend and model._can_set_attn_implementation()):  # noqa: SLF001
         return "does not use transformers' attention interface, which paged attention plugs into"
     if model.get_output_embeddings() is None:

@@ -269,7 +269,7 @@ class BlockyardManager(OffloadingManager):
             else:
                 counts.pop(key, None)
 
-    # ---- the rest of a step ----
+    # ---- the end of a step, and resets ----
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Expire overdue stores so that lookups stop waiting, and look up misses in the external store."""
@@ -288,7 +288,7 @@ class BlockyardManager(OffloadingManager):
         vLLM 0.32 does not report when that is. Then only vLLM, whose transfers are ordered, gets chunks; the external
         store gets none until a transfer that all workers started after the reset has ended.
 
-        vLLM also resets when it goes to sleep and when weights change, without telling which. Unless the weights are
+        vLLM resets both when it goes to sleep and when weights change, and does not say which. Unless the weights are
         known to stay the same, the external store forgets everything, in the background.
         """
         self._settle()

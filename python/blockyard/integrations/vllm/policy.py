@@ -47,7 +47,7 @@ class _Policy(CachePolicy):
             InvalidArgumentError: the key already has a chunk, or the cache is full; nothing is changed.
         """
         if key in self._chunks or len(self._chunks) >= self.cache_capacity:
-            known = "has a chunk already" if key in self._chunks else f"would be more than {self.cache_capacity} chunks"
+            known = "has a chunk already" if key in self._chunks else f"would exceed {self.cache_capacity} chunks"
             raise InvalidArgumentError(f"key is {key!r}, which {known}")
         try:
             self._order.prepare_store([key])

@@ -18,13 +18,13 @@ _FIRST_GROUP: Final = bytes(4)
 
 
 class ChunkRecorder:
-    """Records each request with the chunks that vLLM has noted in its context, of its first cache group.
+    """Records each request with the chunks of the first cache group that vLLM lists in its context.
 
     When a request is first scheduled, these are its prompt's chunks; when it ends, also those that the answer filled.
-    vLLM does not tell lengths in tokens, so they are those of whole chunks, at least one token.
+    vLLM does not pass on lengths in tokens, so recorded lengths are whole chunks, and at least one token.
 
     Args:
-        recorder: its blocks are chunks.
+        recorder: a recorder whose blocks are chunks.
     """
 
     def __init__(self, recorder: TraceRecorder) -> None:
@@ -33,11 +33,11 @@ class ChunkRecorder:
         self._prompt_chunks: dict[str, int] = {}
 
     def add(self, context: ReqContext) -> None:
-        """Record that a request has come."""
+        """Record that a request has arrived."""
         if not self._recorder.is_recording:
             return
         if not hasattr(context, "_offload_key_positions"):
-            _LOG.warning("requests are not recorded: this version of vLLM does not note their chunks")
+            _LOG.warning("requests are not recorded: this version of vLLM does not list their chunks")
             self._recorder.close()
             return
         self._new[context.req_id] = context
@@ -60,7 +60,7 @@ class ChunkRecorder:
         self._recorder.finish(context.req_id, len(keys) * self._recorder.block_size, keys)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining requests."""
         self._recorder.close()
 
     def _keys(self, context: Any) -> list[OffloadKey]:

@@ -177,7 +177,8 @@ def _external(options: Any) -> _External | None:
 def _host_bytes(options: Any, bytes_per_chunk: int) -> int:
     given = {name: options[name] for name in ("host_bytes", "cpu_bytes_to_use") if options.get(name) is not None}
     if len(given) != 1:
-        raise InvalidArgumentError(f"{sorted(given) or 'nothing'} given, wanted one of host_bytes and cpu_bytes_to_use")
+        found = " and ".join(given) or "neither"
+        raise InvalidArgumentError(f"{found} is given, must be exactly one of host_bytes and cpu_bytes_to_use")
     ((name, value),) = given.items()
     if isinstance(value, float) and value.is_integer():  # as JSON may write it
         value = int(value)

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores import open_store
 from blockyard.stores.jobs import Steps, StoreJobs
+from blockyard.stores.objects import require_one
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
 
@@ -113,8 +114,7 @@ class BlockyardTier(SecondaryTierManager):
             tier_type=tier_type,
             backpressure_detector=backpressure_detector,
         )
-        if (root_dir is None) == (url is None):
-            raise InvalidArgumentError(f"root_dir is {root_dir!r} and url is {url!r}, must be exactly one of them")
+        require_one(root_dir, url)
         self._rows = _rows(primary_kv_view)
         width = int(self._rows.shape[1])
         self._store = open_store(

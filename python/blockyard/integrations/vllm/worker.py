@@ -105,7 +105,7 @@ class BlockyardWorker(OffloadingWorker):
         starts = [sum(widths[:index]) for index in range(len(widths))]
         width = sum(widths) if block_bytes is None else block_bytes
         if sum(widths) > width:
-            raise InvalidArgumentError(f"kv_caches have {sum(widths)} bytes a block, block_bytes is {width}")
+            raise InvalidArgumentError(f"kv_caches have {sum(widths)} bytes per block, block_bytes is {width}")
         self._region = region
         self._host = HostPool.for_device(
             num_chunks * blocks_per_chunk,
@@ -196,7 +196,7 @@ class BlockyardWorker(OffloadingWorker):
     ) -> bool:
         refuse_capture(self._streams)
         if job_id in self._jobs:
-            raise InvalidArgumentError(f"job_id is {job_id}, which is under way already")
+            raise InvalidArgumentError(f"job_id is {job_id}, which is already in flight")
         chunks = np.asarray(host.block_ids, np.int64)
         mappings = self._mappings(device, chunks, to)
         job = _Job(sum(len(mapping) * self._block_bytes[group] for group, mapping in mappings))
