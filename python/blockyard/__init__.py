@@ -1,7 +1,7 @@
-"""Blockyard tracks the blocks of a paged KV cache for LLM engines, and moves them.
+"""Blockyard tracks and moves the blocks of a paged KV cache for LLM engines.
 
-`BlockManager` decides who can run, and which blocks to copy or move. `CacheEngine` and `StepExecutor` carry out
-decisions between device, host and external storage. `KVCache` creates them all from one set of sizes.
+`BlockManager` decides which sequences can run and which blocks to copy or move. `CacheEngine` and `StepExecutor`
+execute its decisions between device, host and external storage. `KVCache` creates all of them from one set of sizes.
 
     scheduler -> BlockManager -> StepDecision -> StepExecutor -> CacheEngine (device, host), store (external)
 
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    # Loaded on first use: some need torch, and all import this module's package.
+    # Loaded on first use: some need torch, and all of them import this package.
     _MODULES = {
         "CacheEngine": "blockyard.engine",
         "KVCache": "blockyard.cache",

@@ -33,17 +33,17 @@ __all__ = ["CacheStep", "Health", "KVCache", "StepEnd"]
 
 _log = logging.getLogger("blockyard.cache")
 _MOST_BLOCKS: Final = (1 << 31) - 1
-"""Of one tier."""
+"""Maximum number of blocks of a tier."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """Whether a cache works, for the probes of an orchestrator.
+    """Whether a cache works, for an orchestrator's probes.
 
     Attributes:
-        ok: False once the cache is closed, and while its steps fail again and again: the engine should restart. A store
-            that fails costs hits but stops nobody, so `ok` stays True.
-        reasons: what is wrong, one line each, stores included; empty if all is well.
+        ok: False once the cache is closed, and while its steps fail repeatedly: the engine should restart. A failing
+        store costs hits but stops nothing, so `ok` stays True.
+        reasons: problems, one line each, including those of stores; empty if there are none.
     """
 
     ok: bool
@@ -51,34 +51,34 @@ class Health:
 
 
 class KVCache:
-    """The paged KV cache of one device: `manager` decides, `executor` carries out its decisions.
+    """The paged KV cache of one device: `manager` decides, `executor` executes its decisions.
 
     The cache takes each decision and ends its ticket: call `step`, not `manager.take_decision`. With a
-    `Scheduler(cache)`, call the scheduler's `step`, `poll` and `drain` instead, which do the same.
+    `Scheduler(cache)`, call the scheduler's `step`, `poll` and `drain` instead; they call the cache's.
 
     Args:
         layout: layout of the device's tensors.
         tensors: existing tensors, as accepted by `layout.views`; None means to allocate them.
         device: device to allocate the tensors on, such as `"cuda:0"`.
         device_blocks: number of device blocks; None means as many as the tensors hold.
-        max_device_blocks: maximum number of device blocks for `resize`. The tensors then return memory to the system
-            when the device shrinks. None: `device_blocks`, with ordinary memory.
+        max_device_blocks: maximum number of device blocks for `resize`. Memory then returns to the system
+        when the device shrinks. None means `device_blocks`, in ordinary memory.
         host_blocks: number of blocks in host memory.
-        host_bytes: instead of `host_blocks`, bytes of host memory: an int or text such as `"64GiB"`.
+        host_bytes: size of host memory in bytes, instead of `host_blocks`: an int or text such as `"64GiB"`.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
         swap_store: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store; `close` closes it.
         external_blocks: number of that store's slots to use; None, or more than it has, means all. Ranks of a
-            tensor-parallel model use as many as the smallest of their stores has.
-        swap_store_bytes: instead of `size` in that URL, the store's size in bytes: an int or text such as `"1TiB"`.
+        tensor-parallel model use as many slots as their smallest store has.
+        swap_store_bytes: size of the store in bytes, instead of `size` in its URL: an int or text such as `"1TiB"`.
         prefix_caching: a bool or `PrefixCaching`, see `BlockManager`.
         prefix_store: URL of a store for cached blocks, such as `"file:///var/prefixes?size=1TiB"`, or a store opened
             with `use="prefix"`; `close` closes it. Prompts find blocks there that this or another process computed
             earlier, see `PrefixStore`. Requires prefix caching and a `namespace`.
-        prefix_store_bytes: instead of `size` in that URL, the store's size in bytes.
+        prefix_store_bytes: size of the store in bytes, instead of `size` in its URL.
         prefix_writes: which blocks are written to it: `"through"`, `"back"`, `"second_use"` or `"never"`, see
             `PrefixStore`.
-        prefetch_timeout_base: minimum timeout in seconds for loading a prompt from the store, plus one for every 200 MB
-            to load.
+        prefetch_timeout_base: minimum timeout in seconds for loading a prompt from the store; each 200 MB to load add a
+        second.
         groups: cache groups, see `BlockManager`.
         watermark: see `BlockManager`.
         reuse_order: see `BlockManager`.
@@ -94,7 +94,7 @@ class KVCache:
         swap_store: the external store that backs the external tier, or None.
         executor: the `StepExecutor`.
         prefix_store: the `PrefixStore`, or None.
-        elastic: the memory under the tensors, with `max_device_blocks`; else None.
+        elastic: the memory behind the tensors with `max_device_blocks`; otherwise None.
 
     Raises:
         InvalidArgumentError: a size is out of range, missing or given twice.
@@ -204,8 +204,8 @@ class KVCache:
             by_layer: loads from the host arrive layer by layer; the model waits for each layer with
                 `CacheStep.wait_for_layer`.
             prefetch: do not wait for loads that the step does not compute with. Until the step's ticket has ended, the
-                manager refuses to append to those sequences or to return their block tables. The step does wait if it
-                has already appended to one of them, see `BlockManager.take_decision`.
+                manager refuses to append to those sequences or to return their block tables. The step waits anyway if
+                it has already appended to one of them, see `BlockManager.take_decision`.
 
         Returns:
             The step, a context manager: its body computes, its exit completes landed transfers.
@@ -230,10 +230,10 @@ class KVCache:
     def poll(self) -> list[StepEnd]:
         """End the tickets whose transfers have ended since the last call; never waits.
 
-        Also advances loads and writes of the prefix store. Call it about every 10 ms while there is nothing to compute,
-        so that an idle engine's blocks reach the store.
+        Also advances loads and writes of the prefix store. While there is nothing to compute, call it about every
+        10 ms, so that an idle engine's blocks reach the store.
 
-        An exception, even `KeyboardInterrupt`, loses no `StepEnd`: the next call reports what this one could not.
+        If an exception interrupts the call, even `KeyboardInterrupt`, the next call reports the ended tickets.
 
         Raises:
             StepOrderError: as for `step`.
@@ -245,7 +245,7 @@ class KVCache:
         return self._tickets.report()
 
     def drain(self) -> list[StepEnd]:
-        """Wait for all started transfers, and end their tickets.
+        """Wait for all started transfers and end their tickets.
 
         Raises:
             StepOrderError: as for `step`.
@@ -261,10 +261,10 @@ class KVCache:
         `give_back`.
 
         Args:
-            blocks: at most `max_device_blocks`, or as many as the tensors hold.
+            blocks: new number of blocks, at most `max_device_blocks` or what the tensors hold.
 
         Returns:
-            What is still in use beyond the end.
+            The blocks that are still in use beyond the new end.
 
         Raises:
             InvalidArgumentError: the tensors are too small for `blocks` blocks, or the manager needs more.
@@ -277,14 +277,14 @@ class KVCache:
             self.elastic.resize(blocks)
         before, progress = self.manager.pool().num_blocks, self.manager.defrag.resize(blocks)
         fields = {"blocks": blocks, "blocks_before": before, "blocks_in_use": progress.live + progress.held}
-        _log.info("the device has %d blocks, had %d; %d of those that go are in use", *fields.values(), extra=fields)
+        _log.info("the device has %d blocks, had %d; %d removed ones are in use", *fields.values(), extra=fields)
         return progress
 
     def give_back(self) -> Resized | None:
-        """Return the memory of device blocks that a smaller pool no longer uses to the system; `step` does this too.
+        """Return memory that a smaller device pool no longer uses to the system; `step` does this too.
 
         Returns:
-            The bytes returned; None if there were none, or without `max_device_blocks`.
+            The number of bytes returned; None if there were none, or without `max_device_blocks`.
         """
         if self.elastic is None:
             return None
@@ -321,7 +321,7 @@ class KVCache:
     def close(self) -> None:
         """Wait for transfers, close engine and store, and free all memory. Idempotent.
 
-        After an exception it can be called again.
+        It can be called again after an exception.
         """
         self._is_closed = True
         with contextlib.ExitStack() as stack:
@@ -369,13 +369,13 @@ class CacheStep:
     """One step of a `KVCache`: its transfers run while the body of the `with` statement computes.
 
     If the body raises, the transfers continue and a later `KVCache.poll` ends their ticket. The manager assumes that
-    the body has written its tokens, as it does if `KVCache.step` raises: free those sequences and start again.
+    the body has written its tokens, also if `KVCache.step` raises: free those sequences and start them again.
 
     Attributes:
         decision: the step's transfers.
         lost: sequences known to have lost bytes, uint64 `[n]`: do not compute them. They can only be freed and started
             again. The `StepEnd` of the step's ticket names them too.
-        ended: after the step, the tickets that ended by then, this step's or older ones.
+        ended: tickets, of this step or older ones, that had ended when the step ended.
     """
 
     def __init__(self, cache: KVCache, decision: StepDecision, lost: NDArray[np.uint64]) -> None:
@@ -385,15 +385,15 @@ class CacheStep:
         self._cache = cache
 
     def wait_for_layer(self, layer: int) -> None:
-        """Make compute queued from now on wait for a layer's loads; on a CPU, wait for them now."""
+        """Make compute that is queued later wait for a layer's loads; on a CPU, wait for them now."""
         self._cache.executor.wait_for_layer(self.decision.ticket, layer)
 
     def finish(self) -> list[StepEnd]:
         """Complete landed transfers, as the end of the `with` statement does.
 
         Returns:
-            The tickets that have ended. Waits for this step's only if the step waited for loads, or is known to have
-            lost some.
+            The tickets that have ended. Waits for this step's ticket only if the step waited for loads, or is known to
+            have lost some.
         """
         tickets = self._cache._tickets  # noqa: SLF001 (one file, one concept)
         tickets.end(self._cache.executor.collect(self.decision.ticket))
@@ -424,9 +424,9 @@ def _prefix_caching(*, given: bool | PrefixCaching, host: int) -> bool | PrefixC
 
 def _check_device(tensors: Sequence[Tensor] | None, blocks: int | None, most: int | None) -> None:
     if most is not None and (tensors is not None or blocks is None):
-        raise InvalidArgumentError("max_device_blocks needs device_blocks, and makes the tensors itself")
+        raise InvalidArgumentError("max_device_blocks needs device_blocks, and allocates the tensors itself")
     if tensors is None and blocks is None:
-        raise InvalidArgumentError("device_blocks is None, must be an int where no tensors are given")
+        raise InvalidArgumentError("device_blocks is None, must be an int without tensors")
 
 
 def _elastic(
@@ -459,7 +459,7 @@ def _sized(
     if num_bytes is None:
         return store
     if not isinstance(store, str):
-        raise InvalidArgumentError(f"{name}_bytes is {num_bytes}, but {name} is no URL")
+        raise InvalidArgumentError(f"{name}_bytes is {num_bytes}, but {name} is not a URL")
     read_bytes(f"{name}_bytes", num_bytes, holds=size)
     return sized_url(store, f"{name}_bytes", num_bytes)
 
@@ -475,10 +475,10 @@ def _store(swap_store: str | ExternalStore | None, size: int, namespace: bytes) 
 
 
 def _trouble(store: ExternalStore) -> str:
-    """Say in one line why a store's blocks are misses; empty if it works."""
+    """Return one line that says why a store's blocks are misses; empty if it works."""
     try:
         stats = store.stats()
-    except Exception as error:  # noqa: BLE001 (whatever a plug-in raises is no fault of the cache)
+    except Exception as error:  # noqa: BLE001 (a plug-in may raise anything)
         return f"stats() raised {type(error).__name__}: {error}"
     if stats.is_down:
         return "it does not answer, its blocks are misses"

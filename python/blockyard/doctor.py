@@ -1,6 +1,6 @@
-"""Describes this installation, what is wrong with it and what to do: `blockyard doctor`.
+"""`blockyard doctor`: describes this installation, its problems and how to solve them.
 
-It changes nothing. A broken part is reported, not raised.
+It changes nothing. Broken parts are reported; they raise nothing.
 """
 
 import importlib.util
@@ -26,11 +26,11 @@ _PACKAGE = Path(__file__).parent
 _OLDEST_TORCH = (2, 11)
 _WITHOUT = "blocks are copied by plain torch calls instead"
 _OPTIONAL: Final = ("transformers", "rich", "prometheus-client", "obstore", "msgspec", "pyzmq", "cuda-bindings")
-"""Packages of the extras, torch apart."""
+"""Packages of the extras, except torch."""
 _CPU_FEATURES: Final = {"x86_64": ("sha_ni", "avx2", "avx512f"), "aarch64": ("sha2", "asimd")}
-"""What hashes of prompts and checksums of blocks are faster with."""
+"""CPU features that speed up hashes of prompts and checksums of blocks."""
 _NVIDIA: Final = Path("/dev/nvidiactl")
-"""There while a driver of NVIDIA is loaded."""
+"""A file that exists while an NVIDIA driver is loaded."""
 
 _BUILD_FOR_IT: Final = "build with BLOCKYARD_CUDA_ARCHS=<major><minor> of its compute capability"
 
@@ -44,8 +44,8 @@ class Check:
     Attributes:
         name: the part, in snake_case.
         status: `ok`; `warn` if it is missing or slower than it could be; `fail` if it is broken.
-        found: what was found, in words.
-        advice: what to do; empty if there is nothing to do.
+        found: description of what was found.
+        advice: what to do; empty if nothing needs to be done.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Check:
 
 @dataclass(frozen=True)
 class OpLibrary:
-    """The op library, as far as known without loading it.
+    """What is known about the op library without loading it.
 
     Attributes:
-        path: the library's file, or None if it is missing.
-        reason: why it is missing; empty if it is not.
-        torch: version of the torch headers it was compiled with.
-        cuda: CUDA release it was compiled with.
+        path: the library's file; None if it is missing.
+        reason: why it is missing; empty if it is there.
+        torch: version of the torch headers that it was compiled with.
+        cuda: CUDA release that it was compiled with.
         archs: targets of its kernels, such as "sm_90" (machine code) or "compute_80" (PTX).
         compiler: the C++ compiler and its version.
     """
@@ -79,7 +79,7 @@ def run_doctor(view: Progress, package: Path = _PACKAGE) -> list[Check]:
     """Check every part of the installation.
 
     Args:
-        view: called before what may take seconds.
+        view: progress, updated before each slow check.
         package: folder of the installed package.
     """
     library = find_op_library(package)
@@ -108,7 +108,7 @@ def find_op_library(package: Path = _PACKAGE) -> OpLibrary:
         package: folder of the installed package.
 
     Returns:
-        What was found; `path` is None with a `reason` if there is no library.
+        What is known; `path` is None with a `reason` if there is no library.
     """
     path = package / "_ops.so"
     try:
@@ -116,7 +116,7 @@ def find_op_library(package: Path = _PACKAGE) -> OpLibrary:
     except (OSError, ValueError) as error:
         if path.is_file():
             return OpLibrary(path)
-        return OpLibrary(None, f"_ops.so is missing and so is the build's record ({type(error).__name__}: {error})")
+        return OpLibrary(None, f"_ops.so and the build's record are missing ({type(error).__name__}: {error})")
     if not written.get("built"):
         return OpLibrary(None, f"built without the op library: {written.get('reason', 'unknown')}")
     if not path.is_file():
@@ -132,7 +132,7 @@ def check_op_library(library: OpLibrary) -> Check:
             "op_library",
             "fail" if gone else "warn",
             library.reason,
-            "install Blockyard again" if gone else "install a wheel, or build beside torch with BLOCKYARD_CUDA=require",
+            "install Blockyard again" if gone else "install a wheel, or build with torch and BLOCKYARD_CUDA=require",
         )
     oldest = ".".join(map(str, _OLDEST_TORCH))
     archs = ", ".join(f"{arch} (PTX)" if arch.startswith("compute_") else arch for arch in library.archs)
@@ -153,21 +153,21 @@ def check_memory_lock(*, has_device: bool) -> Check:
     if not has_device:
         return Check("memory_lock_limit", "ok", f"{found}; it matters only with a CUDA device")
     advice = "ulimit -l unlimited; in systemd LimitMEMLOCK=infinity; in Docker --ulimit memlock=-1"
-    return Check("memory_lock_limit", "warn", f"{found}: a larger host pool may not get page-locked", advice)
+    return Check("memory_lock_limit", "warn", f"{found}: a larger host pool may fail to be page-locked", advice)
 
 
 def check_direct_io(folder: Path) -> Check:
-    """Return whether files in a folder can bypass the page cache."""
+    """Check whether files in a folder can bypass the page cache."""
     try:
         os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600))
     except OSError as error:
-        found = f"{folder} refuses it ({error.strerror}): a file store there goes through the page cache"
-        return Check("direct_io", "warn", found, "put stores on a local ext4 or xfs; elsewhere set TMPDIR for the demo")
+        found = f"{folder} does not support it ({error.strerror}): a file store there goes through the page cache"
+        return Check("direct_io", "warn", found, "put stores on a local ext4 or xfs disk; for the demo, set TMPDIR")
     return Check("direct_io", "ok", f"works in {folder}")
 
 
 def worst(checks: list[Check]) -> Status:
-    """Return the worst status: the installation's."""
+    """Return the worst status, which is the installation's status."""
     order: tuple[Status, ...] = ("ok", "warn", "fail")
     return max((check.status for check in checks), key=order.index)
 
@@ -177,7 +177,7 @@ def explain_torch(version: str) -> str:
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= _OLDEST_TORCH:
         return ""
     oldest = ".".join(map(str, _OLDEST_TORCH))
-    return f"no: it needs torch {oldest} or newer, found {version}, which lacks parts of the stable ABI; {_WITHOUT}"
+    return f"no: it needs torch {oldest} or newer, found {version}, which lacks part of the stable ABI; {_WITHOUT}"
 
 
 def explain_device(name: str, capability: tuple[int, int], archs: tuple[str, ...]) -> tuple[str, bool]:
@@ -189,7 +189,7 @@ def explain_device(name: str, capability: tuple[int, int], archs: tuple[str, ...
         archs: targets of the library.
 
     Returns:
-        The name and how kernels run there: as compiled, from PTX, or not at all; and whether they run.
+        The device's name with how kernels run on it (as compiled, from PTX, or not at all), and whether they run.
     """
     major, minor = capability
     title = f"{name} (compute capability {major}.{minor})"
@@ -260,7 +260,7 @@ def _try_loading(library: OpLibrary, torch: ModuleType | None) -> Check:
     loading = load_library(library.path, library.path.with_suffix(".json"))
     if loading.loaded:
         return Check(name, "ok", f"yes, found {loading.found}")
-    advice = "install a build of torch, a driver and an op library of one CUDA release"
+    advice = "install torch, a driver and an op library for the same CUDA release"
     return Check(name, "fail", f"no: {loading.reason}; {_WITHOUT}", advice)
 
 
@@ -270,11 +270,11 @@ def _check_devices(library: OpLibrary, torch: ModuleType | None) -> list[Check]:
         return [Check(name, "ok", "not looked for, without torch")]
     if not torch.version.cuda:
         advice = "install a torch that is built for CUDA" if _NVIDIA.exists() else ""
-        return [Check(name, "warn" if advice else "ok", "none, torch is built without CUDA", advice)]
+        return [Check(name, "warn" if advice else "ok", "none: torch is built without CUDA", advice)]
     if not torch.cuda.is_available():
         found = "none that torch can use; caches live in CPU tensors"
         if _NVIDIA.exists():
-            advice = "nvidia-smi says what the driver serves; torch needs the same CUDA release or an older one"
+            advice = "nvidia-smi shows the driver's CUDA release; torch needs the same or an older one"
             return [Check(name, "fail", found, advice)]
         return [Check(name, "ok", found)]
     from blockyard.engine.ops.strategy import read_table, table_path  # noqa: PLC0415 - it imports torch
@@ -289,7 +289,7 @@ def _check_devices(library: OpLibrary, torch: ModuleType | None) -> list[Check]:
         checks.append(Check(name, "ok" if runs else "fail", f"cuda:{index} {found}", "" if runs else _BUILD_FOR_IT))
         table = read_table(table_path(title))
         if table is None or table.torch_cuda != torch.version.cuda:
-            found = f"cuda:{index} has no measured copy strategies: copies may be slower than they could be"
+            found = f"cuda:{index} has no measured copy strategies: copies may be slower than necessary"
             checks.append(Check("copy_strategies", "warn", found, "blockyard calibrate"))
         else:
             checks.append(Check("copy_strategies", "ok", f"cuda:{index}: {table_path(title)}"))

@@ -36,13 +36,13 @@ class BlockyardError(Exception):
 
 
 class OutOfBlocksError(BlockyardError):
-    """A tier has fewer free blocks than the call asked for; nothing was changed.
+    """A tier has fewer free blocks than the call needs; nothing was changed.
 
     Attributes:
         tier: `"device"`, `"host"` or `"external"`.
-        wanted: blocks that the call needed in all.
-        free: blocks that were free.
-        total: blocks in the tier.
+        wanted: total number of blocks that the call needed.
+        free: number of free blocks.
+        total: number of blocks in the tier.
     """
 
     def __init__(self, message: str, tier: str = "device", wanted: int = 0, free: int = 0, total: int = 0) -> None:
@@ -83,11 +83,11 @@ class InvalidArgumentError(BlockyardError, ValueError):
 
 
 class MappingError(InvalidArgumentError):
-    """Block ids are out of range, repeated among destinations, or malformed; nothing was copied."""
+    """Block ids are out of range, repeated as destinations, or malformed; nothing was copied."""
 
 
 class LayoutError(InvalidArgumentError):
-    """Cache tensors do not have the layout that was declared."""
+    """Cache tensors do not have the declared layout."""
 
 
 class TransferQueueFullError(BlockyardError):
@@ -95,11 +95,11 @@ class TransferQueueFullError(BlockyardError):
 
 
 class ForkedError(BlockyardError):
-    """A copy engine or host pool was used in a fork, where its threads and page-locked memory do not exist."""
+    """A copy engine, host pool or store was used in a fork, where its threads and page-locked memory do not exist."""
 
 
 class CaptureError(BlockyardError):
-    """The operation, such as a copy, is not possible while a CUDA graph is being captured; nothing was done."""
+    """The operation is not possible while a CUDA graph is being captured; nothing was done."""
 
 
 class PageLockError(BlockyardError):
@@ -107,7 +107,7 @@ class PageLockError(BlockyardError):
 
     Attributes:
         wanted: size of the whole pool, in bytes.
-        ready: bytes already page-locked.
+        ready: number of bytes already page-locked.
     """
 
     def __init__(self, message: str, wanted: int = 0, ready: int = 0) -> None:
@@ -123,7 +123,7 @@ class OutOfMemoryError(MemoryError, BlockyardError):
     """The device or system does not have the memory, or the address space, that a call needs; nothing was changed.
 
     Attributes:
-        wanted: total bytes requested; 0 if the error came from a driver call that does not report it.
+        wanted: total number of bytes requested; 0 if the failed driver call does not report it.
     """
 
     def __init__(self, message: str, wanted: int = 0) -> None:
@@ -143,7 +143,7 @@ class StoreError(BlockyardError):
 
 
 class StoreURLError(StoreError, ValueError):
-    """A store's URL is malformed; the message shows the wrong part."""
+    """A store's URL is malformed; the message shows the faulty part."""
 
 
 class StoreFullError(StoreError):
@@ -151,11 +151,11 @@ class StoreFullError(StoreError):
 
 
 class TraceError(BlockyardError, ValueError):
-    """A trace file is unreadable; the message names the line."""
+    """A trace file cannot be read or written; the message names the file and, if known, the line."""
 
 
 class UnsupportedModelError(BlockyardError):
-    """The model does not use the attention interface that paged attention plugs into."""
+    """The model does not use the attention interface that paged attention replaces."""
 
 
 class WorkerError(BlockyardError):

@@ -6,8 +6,8 @@
     REGISTRY.register(Collector(cache, scheduler, labels={"engine": "0"}))
     start_http_server(9400)
 
-A scrape reads the counters that the objects keep anyway. Only how long blocks stay cached is measured for it, on a
-sample of the blocks. `docs/operate/metrics.md` lists the metrics.
+A scrape reads counters that exist anyway. Only the residency of blocks is measured for the collector, on a sample of
+the blocks. `docs/operate/metrics.md` lists the metrics.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ except ModuleNotFoundError as error:
 
 __all__ = ["Collector"]
 
-# Reasons for misses, exported from the first scrape on. A plug-in may add its own.
+# Reasons for misses that are exported from the first scrape on. Plug-ins may add others.
 _STORE_MISSES: Final = dict.fromkeys(
     (
         *("empty", "lost", "absent", "forgotten", "io", "error", "timeout", "unavailable", "closed"),
@@ -78,9 +78,9 @@ _MANAGER_GAUGES: Final = (
     _Spec("kv_cache_usage_perc", "Share of a tier's blocks in use, 0 to 1.", _usage, "tier"),
     _by_tier("blocks", "Blocks of a tier.", "num_blocks"),
     _by_tier("used_blocks", "Blocks in use: referenced, or leased by transfers.", "used_blocks"),
-    _by_tier("leased_blocks", "Blocks that transfers lease.", "leased_blocks"),
-    _by_tier("cached_blocks", "Blocks that the prefix cache finds.", "cached_blocks"),
-    _by_tier("pinned_blocks", "Blocks that pins keep.", "pinned_blocks"),
+    _by_tier("leased_blocks", "Blocks leased by transfers.", "leased_blocks"),
+    _by_tier("cached_blocks", "Blocks in the prefix cache.", "cached_blocks"),
+    _by_tier("pinned_blocks", "Blocks kept by pins.", "pinned_blocks"),
     _one("sequences", "Open sequences."),
     _Spec("open_tickets", "Steps whose transfers have not ended.", lambda stats: len(stats.open_tickets)),
 )
@@ -96,11 +96,11 @@ _MANAGER_COUNTERS: Final = (
     _by_tier("swapped_out_blocks", "Blocks swapped out to a tier.", "swapped_out_blocks"),
     _by_tier("swapped_in_blocks", "Blocks swapped in from a tier.", "swapped_in_blocks"),
     _one("moved_blocks", "Blocks moved by defragmentation."),
-    _one("cancelled_moves", "Moves given up: the block was written, freed or leased meanwhile."),
-    _one("failed_moves", "Moves whose bytes did not land."),
+    _one("cancelled_moves", "Moves cancelled because the block was written, freed or leased in the meantime."),
+    _one("failed_moves", "Moves whose transfer failed."),
 )
 _SCHEDULER_GAUGES: Final = (
-    _one("num_requests_running", "Requests that run.", "num_running"),
+    _one("num_requests_running", "Running requests.", "num_running"),
     _one("num_requests_swapped", "Requests whose blocks are swapped out.", "num_swapped"),
     _one("num_requests_loading", "Requests held back while the prefix store loads their prompts.", "num_loading"),
     _one("num_requests_unfinished", "Requests that have not ended.", "num_unfinished"),
@@ -117,9 +117,9 @@ _SCHEDULER_COUNTERS: Final = (
         "mode",
     ),
     _one("scheduled_tokens", "Tokens scheduled.", "tokens"),
-    _one("lost_sequences", "Sequences that lost bytes in a transfer and started again.", "lost"),
+    _one("lost_sequences", "Sequences restarted because a transfer lost blocks.", "lost"),
     _one("refused_requests", "Requests ended because the device became too small.", "refused"),
-    _one("spec_decode_num_drafts", "Rows that computed draft tokens."),
+    _one("spec_decode_num_drafts", "Rows with draft tokens."),
     _one("spec_decode_num_draft_tokens", "Draft tokens computed."),
     _one("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
 )
@@ -139,10 +139,10 @@ _PREFIX_STORE_COUNTERS: Final = (
     _one("prefix_store_forgets", "Calls of forget, as for new weights.", "forgets"),
 )
 _STORE_GAUGES: Final = (
-    _Spec("store_up", "1 if a store answers, 0 if its breaker refuses all batches.", lambda stats: not stats.is_down),
-    _one("store_cached_blocks", "Blocks of a store that can be read.", "cached_blocks"),
-    _one("store_pending_bytes", "Bytes of blocks in flight and of results not collected.", "pending_bytes"),
-    _one("store_errors_in_a_row", "Errors of a store since it answered last.", "errors_in_a_row"),
+    _Spec("store_up", "1 if a store responds, 0 if its breaker rejects all batches.", lambda stats: not stats.is_down),
+    _one("store_cached_blocks", "Readable blocks in a store.", "cached_blocks"),
+    _one("store_pending_bytes", "Bytes of blocks in flight and of uncollected results.", "pending_bytes"),
+    _one("store_errors_in_a_row", "Errors of a store since its last successful operation.", "errors_in_a_row"),
 )
 _STORE_COUNTERS: Final = (
     _one("store_written_blocks", "Blocks written.", "written_blocks"),
@@ -164,7 +164,7 @@ _OFFLOAD_COUNTERS: Final = (_one("offload_evicted_keys", "Keys evicted.", "num_e
 
 
 class Collector:
-    """Metrics for a registry of `prometheus_client`, under names that begin with `blockyard_`.
+    """Metrics for a `prometheus_client` registry; their names begin with `blockyard_`.
 
     Args:
         sources: objects of this process that belong together: a `KVCache`, which brings its manager and its stores, a
@@ -262,8 +262,8 @@ class Collector:
         found = manager.prefix.residency()
         for name, text in (
             ("lifetime", "How long sampled blocks were cached before they were evicted."),
-            ("idle_before_evict", "How long sampled blocks lay unused before they were evicted."),
-            ("reuse_gap", "How long sampled blocks lay unused before a prompt used them again."),
+            ("idle_before_evict", "How long sampled blocks were unused before they were evicted."),
+            ("reuse_gap", "How long sampled blocks were unused before a prompt used them again."),
         ):
             rows = {(tier,): (stays.bounds, *getattr(stays, name)) for tier, stays in found.items()}
             yield self._histogram(f"kv_block_{name}_seconds", text, ("tier",), rows)
@@ -305,7 +305,7 @@ class Collector:
         counted = {name: count for name, (count, _) in found.items()}
         limits = {name: inf if most is None else most for name, (_, most) in found.items()}
         specs = (
-            _Spec(used, f"What counts towards a tenant's quota {where}.", lambda both: both[0], "tenant"),
+            _Spec(used, f"Usage that counts towards a tenant's quota {where}.", lambda both: both[0], "tenant"),
             _Spec(quota, f"A tenant's quota {where}.", lambda both: both[1], "tenant"),
         )
         return self._gauges(specs, {"": (counted, limits)})
@@ -342,7 +342,7 @@ class Collector:
 
 
 def _kept(store: PrefixStore, salt: bytes | None, *, is_down: bool) -> tuple[float, float]:
-    """What a tenant keeps in a prefix store, and its quota; not a number if the store does not say."""
+    """Return a tenant's usage of a prefix store and its quota; NaN if the store does not report them."""
     if is_down:
         return nan, nan
     try:

@@ -1,4 +1,4 @@
-"""A host cache below an engine's own block manager: tracks which chunks hold which keys, for its offload connector."""
+"""`OffloadManager`: tracks the chunks of a host cache, for the offload connector of an engine with its own manager."""
 
 from blockyard._core import OffloadManager, PreparedStore
 

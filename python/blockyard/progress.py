@@ -1,4 +1,4 @@
-"""How far a command is, on standard error: a bar of rich's on a terminal, else a plain line now and then."""
+"""Progress of a command on standard error: a rich bar on a terminal, otherwise occasional plain lines."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Final, Protocol
 __all__ = ["Progress", "show_progress"]
 
 FIRST_SECONDS: Final = 1.0
-"""What takes less shows no plain line."""
+"""Minimum duration of work that prints plain lines."""
 LINE_SECONDS: Final = 10.0
-"""Between two plain lines."""
+"""Interval between plain lines."""
 
 
 class Progress(Protocol):
@@ -31,7 +31,7 @@ class _Silent:
 
 
 class _Lines:
-    """Plain lines: what runs, once it has run for a second, and then how far it is."""
+    """Plain lines: the label once the work has run for a second, then its progress."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -55,11 +55,11 @@ def show_progress(label: str, *, quiet: bool) -> Iterator[Progress]:
     """Show progress on standard error within the context.
 
     Args:
-        label: what is running.
-        quiet: show nothing.
+        label: name of the work.
+        quiet: whether to show nothing.
 
     Yields:
-        The view, to be called now and then. Without a call, it shows that something runs.
+        The view to update. Until its first update it shows only that the work is running.
     """
     if quiet:
         yield _Silent()

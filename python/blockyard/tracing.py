@@ -2,10 +2,10 @@
 
     from blockyard import tracing
 
-    tracing.instrument()     # spans go to the tracer provider that the application has set
+    tracing.instrument()     # spans go to the application's tracer provider
 
-`docs/operate/tracing.md` lists the spans and their attributes. The sampler of the provider decides which are recorded.
-A span begins where its work is submitted and ends where the caller takes the completion, in `poll` or at the end of a
+`docs/operate/tracing.md` lists the spans and their attributes. The provider's sampler decides which ones are recorded.
+A span begins when its work is submitted and ends when the caller takes the completion, in `poll` or at the end of a
 step.
 """
 
@@ -27,7 +27,7 @@ Value: TypeAlias = str | int
 
 
 class Span:
-    """A span that nobody records; neither are those within it. `NO_SPAN` is the only one."""
+    """A span that is not recorded, nor are the spans within it. `NO_SPAN` is the only instance."""
 
     __slots__ = ()
 
@@ -41,11 +41,11 @@ class Span:
         return self
 
     def end(self, error: Exception | None = None, **attributes: Value) -> None:
-        """End it; only the first call counts.
+        """End the span. Idempotent.
 
         Args:
-            error: what failed.
-            attributes: that are known by now, see `begin`.
+            error: the error if the work failed.
+            attributes: attributes that became known since `begin`, in the same form.
         """
 
 
@@ -53,11 +53,11 @@ NO_SPAN = Span()
 
 
 class _Tracer:
-    """Makes the spans of one OpenTelemetry tracer."""
+    """Creates spans with an OpenTelemetry tracer."""
 
     def __init__(self, provider: trace.TracerProvider | None) -> None:
         try:
-            from opentelemetry import trace  # noqa: PLC0415 (only who traces needs it)
+            from opentelemetry import trace  # noqa: PLC0415 (optional)
         except ModuleNotFoundError as error:
             raise missing("blockyard.tracing", error) from None
         self.api = trace
@@ -96,18 +96,18 @@ def begin(name: str, **attributes: Value) -> Span:
 
 
 def instrument(tracer_provider: trace.TracerProvider | None = None) -> None:
-    """Make spans from now on, for all caches of this process.
+    """Create spans from now on, for all caches of this process.
 
-    The parent of a span is the caller's current span: for a prefetch that of the call of `prefetch` or `Scheduler.add`,
-    else that of the step or `poll` that begins the work.
+    The parent of a span is the caller's current span: for a prefetch, the span around `prefetch` or `Scheduler.add`;
+    otherwise the span around the step or `poll` that begins the work.
 
     Args:
-        tracer_provider: takes the spans; by default the one that the application has set or will set.
+        tracer_provider: receives the spans; by default the provider that the application has set or will set.
 
     Raises:
         ImportError: OpenTelemetry is not installed.
     """
-    global _tracer  # noqa: PLW0603 (like the provider, it is the process's)
+    global _tracer  # noqa: PLW0603 (one per process, like the provider)
     _tracer = _Tracer(tracer_provider)
 
 

@@ -44,12 +44,12 @@ _SECONDS: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05
 
 @dataclass
 class Histogram:
-    """How long things took, in seconds.
+    """A histogram of durations, in seconds.
 
     Attributes:
-        bounds: upper ends of the ranges; the last range has no end.
-        counts: durations in each range.
-        sum: of all durations.
+        bounds: upper bounds of the buckets; one more bucket has no bound.
+        counts: number of durations in each bucket.
+        sum: sum of all durations.
     """
 
     bounds: ClassVar[tuple[float, ...]] = _SECONDS
@@ -57,6 +57,6 @@ class Histogram:
     sum: float = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count a duration. One thread calls this."""
+        """Count a duration. Must be called by one thread only."""
         self.counts[bisect_left(self.bounds, seconds)] += 1
         self.sum += seconds

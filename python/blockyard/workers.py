@@ -1,9 +1,9 @@
-"""Shared by the copy engine and the stores: threads, reusable buffers, results that survive an interrupt, log limits.
+"""Helpers of the copy engine and the stores: threads, reusable buffers, results that survive interrupts, log limits.
 
-Worker threads stop before the interpreter shuts down, and using them after a fork raises an error.
+Worker threads stop before the interpreter shuts down. Using them after a fork raises an error.
 
-Python stops any thread still running at shutdown the next time it takes the interpreter lock. Inside torch's C++ code
-this aborts the process and loses its exit code and traceback.
+At shutdown, Python ends any thread that is still running when it next takes the interpreter lock. Inside torch's C++
+code this aborts the process, which loses its exit code and traceback.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ _EXTRAS: Final = {
     "yaml": "tables",
     "zmq": "events",
 }
-"""Modules that Blockyard imports only where they are used, each with the extra of pyproject.toml that installs it."""
+"""Modules that Blockyard imports only where needed, with the extra of pyproject.toml that installs each."""
 
-_RESTLESS_SECONDS: Final = 0.0005  # between polls of a caller that does nothing else
+_RESTLESS_SECONDS: Final = 0.0005  # polls closer together than this come from a caller that does nothing else
 _PARTING_SECONDS: Final = 10.0
 _ATTEMPTS, _PAUSE_SECONDS = 10, 0.1  # of a thread that lacks memory
 _KEPT_BYTES: Final = 256 << 20  # kept for reuse
 _LOGGED_SECONDS: Final = 60.0
 T = TypeVar("T")
 _log = logging.getLogger("blockyard.workers")
-_running: dict[threading.Thread, Callable[[], None]] = {}  # each with the call that stops it
+_running: dict[threading.Thread, Callable[[], None]] = {}  # threads and the calls that stop them
 
 
 class Process:
-    """The process that created an object. Only this process can use the object's threads.
+    """The process that created an object. Only it can use the object's threads.
 
     Args:
-        what: name of the object, for the message.
+        what: name of the object for messages.
     """
 
     def __init__(self, what: str) -> None:
@@ -83,39 +83,39 @@ class Process:
 
     @property
     def is_current(self) -> bool:
-        """Whether the current process is this one, not a fork of it."""
+        """Whether this is still the current process, not a fork of it."""
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Raise in a fork, where waiting for the threads, or for a lock that one of them held, would hang.
+        """Raise in a fork, where waiting for a thread, or for a lock that one of them held, would hang.
 
         Raises:
             ForkedError: this is a fork.
         """
         if os.getpid() != self._pid:
             raise ForkedError(
-                f"{self._what} was made by process {self._pid}, this is its fork {os.getpid()}: make one here"
+                f"{self._what} was created by process {self._pid}, this is its fork {os.getpid()}: create one here"
             )
 
 
 class Polls:
-    """The polls of one object: lets other threads run while its caller does nothing but poll.
+    """Tracks the polls of an object, and lets other threads run while its caller does nothing but poll.
 
-    Else a thread waits up to 5 ms for the interpreter's lock each time that it needs it.
+    Otherwise another thread would wait up to 5 ms every time it needs the interpreter's lock.
     """
 
     def __init__(self) -> None:
         self._at = 0.0
 
     def note(self) -> None:
-        """Note a poll that found nothing; a second one within half a millisecond offers the lock."""
+        """Note a poll that found nothing; a second one within half a millisecond yields the lock."""
         before, self._at = self._at, time.monotonic()
         if self._at - before < _RESTLESS_SECONDS:
             time.sleep(0)
 
 
 def keep(into: list[T], call: Callable[..., T], *arguments: object) -> T:
-    """Call, and append the result to a list.
+    """Make a call and append its result to a list.
 
     Both happen in C, so if `call` is C code too, no `KeyboardInterrupt` can come between them.
 
@@ -142,8 +142,8 @@ def missing(what: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     """Name the extra that installs a missing module; return the error itself if none does.
 
     Args:
-        what: what needs the module, in the user's words.
-        error: the failed import.
+        what: what needs the module, in words that the user knows.
+        error: error of the failed import.
     """
     module = (error.name or "").partition(".")[0]
     extra = _EXTRAS.get(module)
@@ -178,18 +178,18 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 class RateLimit:
-    """Lets one log line of a kind through a minute.
+    """Allows one log line of each kind per minute.
 
     Args:
-        clock: returns the time in seconds; the machine's if None.
+        clock: function that returns the time in seconds; the machine's clock if None.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or (lambda: time.monotonic())  # noqa: PLW0108 (tests replace the clock)
-        self._passed: dict[str, float] = {}  # kinds of the last minute
+        self._passed: dict[str, float] = {}  # kinds logged in the last minute
 
     def passes(self, kind: str) -> bool:
-        """Return whether to write a line of this kind now."""
+        """Return whether to log a line of this kind now."""
         now = self._clock()
         self._passed = {known: at for known, at in self._passed.items() if now < at + _LOGGED_SECONDS}
         if kind in self._passed:
@@ -199,7 +199,7 @@ class RateLimit:
 
 
 def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -> threading.Thread:
-    """Start a thread that ends before the interpreter does.
+    """Start a thread that ends before the interpreter shuts down.
 
     Args:
         name: name of the thread.
@@ -248,7 +248,7 @@ class Buffers:
     The first use of fresh memory costs as much as copying it, or far more if it is page-locked.
 
     Args:
-        make: returns a uint8 array of at least the given number of bytes.
+        make: function that returns a uint8 array of at least the given number of bytes.
         max_bytes: maximum number of bytes to keep.
     """
 
@@ -262,7 +262,7 @@ class Buffers:
         """Return a uint8 array `[count, width]` with arbitrary contents."""
         size, array = count * width, None
         with self._lock:
-            for index in range(len(self._free) - 1, -1, -1):  # the most recently used is in the CPU cache
+            for index in range(len(self._free) - 1, -1, -1):  # the most recently used one is in the CPU cache
                 if size <= self._free[index].nbytes <= 2 * size:
                     array = self._free.pop(index)
                     break

@@ -77,7 +77,7 @@ def test_a_library_that_was_not_built_is_explained(tmp_path: Path):
         "op_library",
         "warn",
         "built without the op library: no torch headers at build time",
-        "install a wheel, or build beside torch with BLOCKYARD_CUDA=require",
+        "install a wheel, or build with torch and BLOCKYARD_CUDA=require",
     )
     assert "there is none" in found["op_library_loads"].found
     assert doctor.worst(list(found.values())) == "warn"
@@ -251,7 +251,7 @@ def test_direct_io_is_tried_in_the_folder(tmp_path: Path):
     assert doctor.check_direct_io(tmp_path).found.endswith(str(tmp_path))
     refused = doctor.check_direct_io(Path("/proc"))
     assert refused.status == "warn"
-    assert refused.found.startswith("/proc refuses it")
+    assert refused.found.startswith("/proc does not support it")
 
 
 def test_features_of_the_cpu_are_named_if_they_are_there_and_if_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -80,7 +80,7 @@ def test_what_cannot_run_is_bad_usage(
 def test_a_program_without_an_engine_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "t.jsonl"
     assert record(path, "true") == 0
-    assert f"{path} has no requests: does true serve with Blockyard?" in capsys.readouterr().err
+    assert f"{path} has no requests: does true use Blockyard?" in capsys.readouterr().err
 
 
 def test_options_of_the_program_are_the_programs(tmp_path: Path) -> None:

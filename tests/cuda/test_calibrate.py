@@ -248,8 +248,8 @@ def test_the_command_says_what_it_measured_and_where_it_saved_it(
     assert cli.main(["calibrate"]) == 0
     printed = capsys.readouterr()
     assert printed.out == (
-        f"h2d 1024 bytes x 16: batch 7.0 GB/s\ncuda:0 card: saved to {one_device}; processes that start from now on "
-        f"choose their copy strategies by it\n"
+        f"h2d 1024 bytes x 16: batch 7.0 GB/s\ncuda:0 card: saved to {one_device}; new processes choose "
+        f"their copy strategies from it\n"
     )
     assert printed.err == "cuda:0: 1 of 95, h2d 1024 bytes x 16: batch 7.0 GB/s\n"
     assert cli.main(["calibrate", "--format", "json", "-q"]) == 0

@@ -72,7 +72,7 @@ def test_differences_are_shown_before_the_verdict() -> None:
 
 def test_ties_are_told_and_do_not_count_as_differences() -> None:
     tied = replace(REPORT, ties=[Difference("text-18", 0, 92, 49, 7)])
-    assert dict(rows(tied))["ties in rounding, decided alike"] == "text-18 sequence 0 token 92"
+    assert dict(rows(tied))["ties in rounding, resolved like the paged run"] == "text-18 sequence 0 token 92"
     assert printed(tied).endswith("generate run: 48/48 (1 by a tie in rounding)\n")
     assert tied.exit_code == 0
 
@@ -101,12 +101,12 @@ def test_damage_that_was_read_and_not_detected_exits_1() -> None:
 def test_damage_that_was_never_read_exits_2() -> None:
     unread = replace(REPORT, damage=Damage(20, 9, 0, 0))
     assert unread.exit_code == 2
-    assert "nothing was put to the test" in printed(unread)
+    assert "nothing was tested" in printed(unread)
 
 
 def test_sabotage_is_told() -> None:
     table = dict(rows(replace(REPORT, sabotage=Sabotage("copy", 0, ""))))
-    assert table["dropped on purpose"] == "nothing: 0 blocks of kind copy were due in this run"
+    assert table["dropped on purpose"] == "nothing: 0 blocks of kind copy were transferred in this run"
 
 
 def test_blocks_are_summed_by_kind_and_tier() -> None:

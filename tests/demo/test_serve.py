@@ -62,7 +62,7 @@ def test_requests_that_arrive_together_start_together() -> None:
 
 
 def test_damage_without_an_external_tier_raises() -> None:
-    with pytest.raises(InvalidArgumentError, match="2 blocks should be damaged, but there is no external tier"):
+    with pytest.raises(InvalidArgumentError, match="2 blocks: there is no external tier"):
         Generator(MODEL, device_blocks=16, host_blocks=4, wrap_executor=Faults(corrupt=2).wrap)
 
 

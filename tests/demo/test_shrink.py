@@ -64,7 +64,7 @@ def test_the_report_shows_the_pool_before_and_after(report: Report) -> None:
     print_report(report, stream)
     text = stream.getvalue()
     assert re.search(r"device pool shrunk +. 48 to 24 blocks at step \d+, ended \d+ steps later", text)
-    assert re.search(r"memory given back +. 1572864 bytes; resident set fell by \d+ bytes at once", text)
+    assert re.search(r"memory released +. 1572864 bytes; resident set fell by \d+ bytes immediately", text)
     assert text.splitlines()[-1].endswith("16/16")
 
 
@@ -74,7 +74,7 @@ def test_a_pool_that_the_largest_request_does_not_fit_is_refused_with_the_number
 
 
 def test_a_pool_cannot_shrink_to_what_it_has() -> None:
-    with pytest.raises(InvalidArgumentError, match="to shrink to 48 blocks, it has 48"):
+    with pytest.raises(InvalidArgumentError, match="cannot shrink to 48 blocks, it has 48"):
         make_report(replace(OPTIONS, shrink_to=48))
 
 

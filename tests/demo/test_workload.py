@@ -97,9 +97,9 @@ def test_folder_without_python_files_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ((0, (1, 4), (1, 4)), "a workload of 0 requests"),
-        ((1, (0, 4), (1, 4)), "prompt_tokens goes from 0 to 4"),
-        ((1, (1, 4), (5, 4)), "output_tokens goes from 5 to 4"),
+        ((0, (1, 4), (1, 4)), "requests is 0"),
+        ((1, (0, 4), (1, 4)), "prompt_tokens is 0 to 4"),
+        ((1, (1, 4), (5, 4)), "output_tokens is 5 to 4"),
     ],
 )
 def test_impossible_workload_raises(arguments: tuple[int, tuple[int, int], tuple[int, int]], complaint: str) -> None:
@@ -143,5 +143,5 @@ def test_request_longer_than_the_model_says_how_to_scale(text: StandardText) -> 
 
 
 def test_empty_trace_raises() -> None:
-    with pytest.raises(InvalidArgumentError, match="trace of 0 requests"):
+    with pytest.raises(InvalidArgumentError, match="trace has 0 requests"):
         trace_workload([])

@@ -37,11 +37,11 @@ def test_sizes_and_strides_of_joined_names_are_those_of_the_tensor_unjoined(kind
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("planes", "not one of kv_first, blocks_first, rocm, flat, nor names of layers, kv, "),
-        ("blocks*tokens*tokens dim", "nothing twice"),
-        ("blocks tokens heads*", "nor names"),
-        ("blocks tokens dim | blocks tokens dim | blocks tokens dim", "parts the keys of a layer from its values"),
-        ("layers blocks tokens dim | layers blocks tokens dim", "parts the keys of a layer from its values"),
+        ("planes", "neither one of kv_first, blocks_first, rocm, flat nor made of the names layers, kv, "),
+        ("blocks*tokens*tokens dim", "without repeats"),
+        ("blocks tokens heads*", "nor made of the names"),
+        ("blocks tokens dim | blocks tokens dim | blocks tokens dim", "layers and kv are not allowed"),
+        ("layers blocks tokens dim | layers blocks tokens dim", "layers and kv are not allowed"),
     ],
 )
 def test_other_kinds_are_refused(kind: str, message: str):

@@ -66,7 +66,7 @@ def test_tensors_that_there_are_already_are_used_and_checked(memory: Memory):
     assert mine[0].view(torch.uint8).sum() == 7
     with pytest.raises(LayoutError, match="device_blocks is 6, must be 5, the blocks of the tensors"):
         Memory(layout, device_blocks=6, host_blocks=3, tensors=mine)
-    with pytest.raises(LayoutError, match="1 tensors were given"):
+    with pytest.raises(LayoutError, match="got 1 tensors"):
         Memory(layout, device_blocks=5, host_blocks=3, tensors=mine[:1])
 
 

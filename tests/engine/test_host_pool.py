@@ -355,7 +355,7 @@ def test_a_fork_does_not_inherit_page_locked_memory():
 
     def check() -> None:
         for use in (lambda: pool.rows, lambda: pool.wait(1), lambda: pool.wait(pool.num_blocks)):
-            with pytest.raises(ForkedError, match="a host pool was made by process"):
+            with pytest.raises(ForkedError, match="a host pool was created by process"):
                 use()
         # Nobody else gets the addresses, which go with the pool.
         assert [mapping_of(address + chunk * CHUNK)[0] for chunk in range(CHUNKS)] == ["---p"] * CHUNKS

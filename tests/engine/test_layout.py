@@ -285,11 +285,11 @@ def test_a_backend_that_parts_the_elements_of_a_head_is_understood():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("2 blocks kv tokens heads dim", r"dimensions \[0, 2\] .* wanted one of size 2"),
-        ("3 blocks tokens heads dim", r"dimensions \[0\] .* wanted one of size 2"),
-        ("kv blocks tokens heads dim+1", "dimension 4 .* follows dim and more"),
-        ("kv blocks heads dim", "must name dim, and blocks and tokens or slots"),
-        ("blocks blocks tokens dim", "and nothing twice"),
+        ("2 blocks kv tokens heads dim", r"dimensions \[0, 2\] .* must be one of size 2"),
+        ("3 blocks tokens heads dim", r"dimensions \[0\] .* must be one of size 2"),
+        ("kv blocks tokens heads dim+1", "dimension 4 .* depends on dim and more"),
+        ("kv blocks heads dim", "needs dim, and blocks and tokens or slots"),
+        ("blocks blocks tokens dim", "without repeats"),
     ],
 )
 def test_a_backend_whose_shapes_are_ambiguous_is_refused(words: str, message: str):
@@ -300,17 +300,17 @@ def test_a_backend_whose_shapes_are_ambiguous_is_refused(words: str, message: st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "tokens heads dim blocks"}, "must not stand apart one by one"),
-        ({"kind": "blocks slots dim"}, "must name dim, and blocks and tokens or slots"),
-        ({"kind": "blocks blocks tokens dim"}, "nothing twice"),
+        ({"kind": "tokens heads dim blocks"}, "blocks must not be the innermost"),
+        ({"kind": "blocks slots dim"}, "needs dim, and blocks and tokens or slots"),
+        ({"kind": "blocks blocks tokens dim"}, "without repeats"),
         ({"kind": "blocks tokens dim"}, "num_kv_heads is 3, 'blocks tokens dim' has no heads"),
         ({"tensors_per_layer": 2}, "'kv_first' allows 1"),
-        ({"kind": "blocks heads dim/x tokens"}, "must name dim"),
-        ({"kind": "blocks heads dim/x dim tokens x"}, "must name dim"),
-        ({"kind": "kv blocks tokens dim | kv blocks tokens dim"}, "parts the keys of a layer from its values"),
+        ({"kind": "blocks heads dim/x tokens"}, "needs dim"),
+        ({"kind": "blocks heads dim/x dim tokens x"}, "needs dim"),
+        ({"kind": "kv blocks tokens dim | kv blocks tokens dim"}, "layers and kv are not allowed"),
         ({"kind": "rocm", "head_size": 12}, "x is 8, must divide head_size, which is 12"),
         ({"kind": "rocm", "x": 3}, "x is 3, must divide head_size, which is 8"),
-        ({"kind": "planes"}, "not one of kv_first, blocks_first, rocm, flat, nor names of layers"),
+        ({"kind": "planes"}, "neither one of kv_first, blocks_first, rocm, flat nor made of the names layers"),
         ({"split": 3}, "split is 3, must be 0 to 2"),
     ],
 )
@@ -321,7 +321,7 @@ def test_kinds_that_cannot_be_are_refused(changes: dict, message: str):
 
 def test_slots_need_their_block_size():
     tensors = [torch.zeros(12, 3, 8)]
-    with pytest.raises(LayoutError, match="give the block size"):
+    with pytest.raises(LayoutError, match="pass block_size"):
         KVLayout.from_tensors(tensors, kind="slots heads dim")
     with pytest.raises(LayoutError, match=r"shape \[12, 3, 8\], slots heads dim wants \[10, 3, 8\]"):
         KVLayout.from_tensors(tensors, kind="slots heads dim", block_size=5)
@@ -331,7 +331,7 @@ def test_slots_need_their_block_size():
 
 def test_flat_blocks_need_their_block_size_and_have_one_head_unless_told():
     tensors = [torch.zeros(2, 5, 4 * 3 * 8)]
-    with pytest.raises(LayoutError, match="give the block size"):
+    with pytest.raises(LayoutError, match="pass block_size"):
         KVLayout.from_tensors(tensors, kind="flat")
     assert KVLayout.from_tensors(tensors, kind="flat", block_size=4) == make(
         kind="flat", num_layers=1, num_kv_heads=1, head_size=24, dtype="float32"
@@ -367,21 +367,21 @@ def test_separate_keys_and_values_are_interleaved():
     assert [float(tensor[0, 0, 0]) for tensor in tensors] == [0, 2, 1, 3]
     layout = KVLayout.from_tensors(tensors, kind="blocks tokens dim", tensors_per_layer=2)
     assert (layout.num_layers, layout.view_layers) == (2, [0, 0, 1, 1])
-    with pytest.raises(LayoutError, match="2 tensors of keys, 1 of values"):
+    with pytest.raises(LayoutError, match="2 tensors of keys and 1 of values"):
         interleave(keys, values[:1])
 
 
 def test_two_blocks_are_ambiguous():
-    with pytest.raises(LayoutError, match=r"\[2, 2, 4, 3, 8\] fits more than one layout"):
+    with pytest.raises(LayoutError, match=r"\[2, 2, 4, 3, 8\] matches more than one layout"):
         KVLayout.from_tensors([torch.zeros(2, 2, 4, 3, 8)])
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ([], "0 were given"),
+        ([], "got 0 tensors"),
         ([torch.zeros(2, 5, 4, 8)], "tensor 0 has 4 dimensions"),
-        ([torch.zeros(3, 5, 4, 3, 8)], r"\[3, 5, 4, 3, 8\] fits no layout"),
+        ([torch.zeros(3, 5, 4, 3, 8)], r"\[3, 5, 4, 3, 8\] matches no layout"),
         ([torch.zeros(2, 5, 4, 3, 8), torch.zeros(2, 6, 4, 3, 8)], r"tensor 1 has shape \[2, 6, 4, 3, 8\]"),
         ([torch.zeros(2, 5, 4, 3, 8), torch.zeros(2, 5, 4, 3, 8, dtype=torch.int32)], "tensor 1 is int32"),
         ([torch.zeros(1, 5, 4, 3, 8).expand(2, 5, 4, 3, 8)], "its blocks overlap"),
@@ -405,7 +405,7 @@ def test_keys_and_values_may_alternate_in_memory():
 
 
 def test_views_refuse_another_number_of_layers():
-    with pytest.raises(LayoutError, match="1 tensors were given, the layout has 2 layers in 2"):
+    with pytest.raises(LayoutError, match="got 1 tensors, the layout has 2 layers in 2"):
         make().views(caches(make(num_layers=1), 3))
 
 
@@ -426,10 +426,10 @@ def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "heads_first"}, "'heads_first' is not one of kv_first, blocks_first"),
+        ({"kind": "heads_first"}, "'heads_first' is neither one of kv_first, blocks_first"),
         ({"num_layers": 0}, "num_layers is 0"),
         ({"head_size": -3}, "head_size is -3"),
-        ({"dtype": "float7"}, "dtype is 'float7', must be a name"),
+        ({"dtype": "float7"}, "dtype is 'float7', must be one of"),
         ({"dtype": "float16", "itemsize": 4}, "itemsize is 4 bytes, float16 has 2"),
     ],
 )

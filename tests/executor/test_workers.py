@@ -193,7 +193,7 @@ def test_every_call_of_an_engine_fails_at_once_in_a_fork_and_close_returns(locke
 
         def check() -> None:
             for name, call in ENGINE_CALLS.items():
-                with pytest.raises(ForkedError, match=f"a copy engine was made by process {os.getppid()}"):
+                with pytest.raises(ForkedError, match=f"a copy engine was created by process {os.getppid()}"):
                     call(held.engine, held.transfer)
                 assert held.engine.transfers._submitted == 1, name
             with pytest.raises(ForkedError, match="a worker stream was made by"):

@@ -152,4 +152,4 @@ def test_replay_serves_engines_where_a_step_has_a_time(tmp_path: Path, capsys: p
     assert {"prefill", "decode"} <= names
     assert "TTFT of rows.jsonl" in page.read_text()
     assert main([*command, "--preemption-modes", "drop"]) == 2
-    assert "--preemption-modes has 'drop', must be among" in capsys.readouterr().err
+    assert "--preemption-modes has 'drop', must be one of" in capsys.readouterr().err

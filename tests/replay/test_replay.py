@@ -119,7 +119,7 @@ def test_the_command_prints_a_table_and_the_same_bytes_again(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--window", "1"], "argument --window: '1' is not a number from 0 to below 1"),
+        (["--window", "1"], "argument --window: '1' is not a number of at least 0 and below 1"),
         (["--policies", "clock"], "policy is 'clock', must be one of lru, adaptive, optimal"),
         (["--device-blocks", "x"], "size 'x' is neither a number nor a percentage"),
     ],

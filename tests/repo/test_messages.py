@@ -29,8 +29,9 @@ def test_a_dtype_that_is_not_known_lists_the_names(dtype: Any):
     with pytest.raises(LayoutError) as error:
         KVLayout("kv_first", dtype=dtype, **SIZES)
     assert str(error.value) == (
-        f"dtype is {dtype!r}, must be a name, or come with its itemsize: bfloat16, float16, float32, float64, "
-        f"float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz, int16, int32, int64, int8, uint8"
+        f"dtype is {dtype!r}, must be one of bfloat16, float16, float32, float64, "
+        f"float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz, int16, int32, int64, int8, uint8, "
+        f"or be given with its itemsize"
     )
 
 

@@ -531,7 +531,7 @@ def test_a_store_in_a_fork_says_that_it_is_not_there_and_close_returns():
                 store.stats,
                 lambda: store.wait(ticket),
             ):
-                with pytest.raises(ForkedError, match="a store was made by"):
+                with pytest.raises(ForkedError, match="a store was created by"):
                     call()
             assert store.close()
 

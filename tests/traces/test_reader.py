@@ -75,7 +75,7 @@ def test_limit_reads_no_further_than_it_must(tmp_path: Path) -> None:
 
 
 def test_limit_below_one_raises(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="first 0 requests"):
+    with pytest.raises(InvalidArgumentError, match="first is 0, must be at least 1"):
         read_trace(write(tmp_path, mooncake()), first=0)
 
 

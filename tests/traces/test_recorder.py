@@ -273,7 +273,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path):
             TraceRecorder(path, **options)
     with TraceRecorder(path, block_size=4) as recorder:
         for keys, tokens in ((["x"], 3), ([], 0), ([], 2**31)):
-            with pytest.raises(InvalidArgumentError, match="keys of full blocks alone"):
+            with pytest.raises(InvalidArgumentError, match="keys of full blocks only"):
                 recorder.add("a", keys, tokens)
         with pytest.raises(TraceError, match=r"cannot record to .*File exists"):
             TraceRecorder(path, block_size=4)

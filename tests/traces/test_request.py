@@ -24,7 +24,7 @@ def test_scaling_never_makes_a_request_vanish(prompt: int, output: int, scale: f
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_scaling_by_nonsense_raises(scale: float) -> None:
-    with pytest.raises(InvalidArgumentError, match="a positive number is needed"):
+    with pytest.raises(InvalidArgumentError, match="must be a positive number"):
         scale_lengths([], scale)
 
 

@@ -130,7 +130,7 @@ def test_a_resize_is_in_the_log(lines: list[logging.LogRecord]):
         cache.manager.allocate(40)
         cache.resize(8)
     (line,) = lines
-    assert line.getMessage() == "the device has 8 blocks, had 16; 2 of those that go are in use"
+    assert line.getMessage() == "the device has 8 blocks, had 16; 2 removed ones are in use"
     assert (line.name, line.levelname) == ("blockyard.cache", "INFO")
     assert fields(line, "blocks", "blocks_before", "blocks_in_use") == (8, 16, 2)
 

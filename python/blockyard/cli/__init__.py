@@ -1,6 +1,6 @@
 """The `blockyard` command; `blockyard --help` lists what it does, `docs/reference/cli.md` describes its JSON.
 
-`options` has the command line, `commands` what each command does, and this file the rest: output, errors, signals.
+`options` defines the command line and `commands` runs each command; this file handles output, errors and signals.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: from argparse, for `--help`, `--version` (0) and an unusable command line (2).
     """
     _replace_closed_streams()
-    with contextlib.suppress(AttributeError):  # a stream of the caller's own
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files may be any bytes
+    with contextlib.suppress(AttributeError):  # the caller may have replaced the stream
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # file names may be any bytes
     try:
         try:
             code = _run(arguments)
-        finally:  # `--help` ends by an exception
+        finally:  # `--help` ends with an exception
             sys.stdout.flush()
     except OSError as error:
         _complain(f"cannot write standard output: {error.strerror or error}")
@@ -75,7 +75,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _write(result, options)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Exception as error:  # Python would exit with 1, which means that something was found wrong
+    except Exception as error:  # Python would exit with 1, which means "something is wrong"
         if isinstance(error, OSError) and error.filename is None and error.errno in _UNWRITABLE:
             raise
         if isinstance(error, BlockyardError) and not isinstance(error, InvariantError):
@@ -108,10 +108,10 @@ def _write(result: Result, options: argparse.Namespace) -> int:
 
 
 def _save(path: Path, write: Callable[[Path], None]) -> bool:
-    """Write a file, all of it or nothing. Returns False, and says why, if that fails."""
+    """Write a file completely or not at all. Report a failure and return False."""
     try:
         if (path.exists() and not path.is_file()) or not os.access(path.absolute().parent, os.W_OK):
-            write(path)  # a pipe or a device, or the only file of its folder that may be written
+            write(path)  # a pipe, a device, or a file in a read-only folder
             return True
         whole = path.resolve()
         part = whole.with_name(f".{whole.name}.{os.getpid()}")
@@ -143,7 +143,7 @@ def _format(result: Result, options: argparse.Namespace, stream: TextIO) -> None
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Refuse files that cannot be written, or that the command also reads, before it runs."""
+    """Before the command runs, reject output files that cannot be written or that it also reads."""
     used: set[Path] = set()
     for name in ("traces", "trace", "path", "fit", "model_config"):
         value = getattr(options, name, None)
@@ -159,7 +159,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _check_file(path: Path) -> None:
-    """Refuse a file that cannot be written, before the command runs."""
+    """Reject a file that cannot be written."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise InvalidArgumentError(f"cannot write {path}: {folder} is not a folder")
@@ -175,14 +175,14 @@ def _complain(line: str) -> None:
 
 
 def _replace_closed_streams() -> None:
-    """Discard what goes to a stream that the caller has closed."""
+    """Discard output to a stream that the caller has closed."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (until the end)
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (open until exit)
 
 
 def _forget_output() -> None:
-    """Drop what could not be written; else Python tries again at exit and changes the exit code."""
+    """Discard unwritten output; otherwise Python retries at exit and changes the exit code."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a file
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -191,7 +191,7 @@ def _forget_output() -> None:
 
 @contextlib.contextmanager
 def _orderly_end() -> Iterator[None]:
-    """On SIGTERM or SIGHUP, still remove the files that the program made."""
+    """Remove temporary files even when SIGTERM or SIGHUP ends the program."""
     # Ignored signals stay ignored: `nohup` ignores SIGHUP.
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     caught = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}

@@ -1,6 +1,6 @@
-"""What each command does: one function a command, from the parsed options to a `Result`.
+"""The commands: one function each, from the parsed options to a `Result`.
 
-Torch is imported in the commands that need it, so that bad usage is refused at once.
+Only the commands that need torch import it, so that bad usage is rejected at once.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _LOOK_SECONDS: Final = 0.2
 
 
 def demo(options: argparse.Namespace) -> Result:
-    """Serve a workload from three tiers, and compare every token."""
+    """Serve a workload from three tiers, and compare every token with an unpaged run."""
     pictures.require(options)
-    from blockyard.demo import report, run  # noqa: PLC0415 (`inspect` needs none of it)
+    from blockyard.demo import report, run  # noqa: PLC0415 (slow to import)
 
     fields = {name: getattr(options, name) for name in run.DemoOptions.__dataclass_fields__ if name in options}
     timeline = Timeline("step") if options.html or options.trace_events else None
@@ -62,7 +62,7 @@ def demo(options: argparse.Namespace) -> Result:
 
 def doctor(options: argparse.Namespace) -> Result:
     """Check the installation."""
-    from blockyard.doctor import run_doctor, worst  # noqa: PLC0415 (it looks for torch)
+    from blockyard.doctor import run_doctor, worst  # noqa: PLC0415 (looks for torch)
 
     with show_progress("doctor", quiet=options.quiet) as view:
         checks = run_doctor(view)
@@ -88,8 +88,8 @@ def calibrate(options: argparse.Namespace) -> Result:
             for line in device.lines:
                 print(line, file=stream)
             print(
-                f"cuda:{device.index} {device.table.device}: saved to {device.path}; processes that start from now on "
-                f"choose their copy strategies by it",
+                f"cuda:{device.index} {device.table.device}: saved to {device.path}; new processes choose their "
+                f"copy strategies from it",
                 file=stream,
             )
         if found.problem:
@@ -145,7 +145,7 @@ def simulate(options: argparse.Namespace) -> Result:
 
 
 def replay(options: argparse.Namespace) -> Result:
-    """Send the prompts of traces through caches."""
+    """Replay the prompts of traces through caches."""
     from blockyard.cli import replays  # noqa: PLC0415 (only this command needs the scheduler)
 
     return replays.replay(options)
@@ -176,7 +176,7 @@ def fsck(options: argparse.Namespace) -> Result:
 
 
 def _watched(work: Callable[[], SlabReport], path: Path, view: Progress) -> SlabReport:
-    """Do the work in a thread, so that Ctrl-C ends it, and show how much of the file the process has read."""
+    """Run `work` in a thread, so that Ctrl-C can end it, and show how much of the file has been read."""
     answers: list[SlabReport | BaseException] = []
 
     def do() -> None:
@@ -200,7 +200,7 @@ def _watched(work: Callable[[], SlabReport], path: Path, view: Progress) -> Slab
 
 
 def _bytes_read() -> int:
-    """Bytes that this process has read; 0 where the system does not say."""
+    """Return how many bytes this process has read; 0 if the system does not report it."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
         return int(next(line for line in lines if line.startswith("rchar:")).split()[1])

@@ -1,4 +1,4 @@
-"""The command line: commands, options, and what `--help` says."""
+"""The command line: commands, options and the text of `--help`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXIT_CODES: Final = """\
 exit codes:
   0      all is well
   1      something is wrong: different tokens, damaged blocks, a failed check
-  2      bad usage; one line says what
+  2      bad usage; one line explains it
   3      the output cannot be written: a full disk, a closed pipe
   4      an internal error; a traceback says where
   128+n  ended by signal n: 129 SIGHUP, 130 SIGINT (Ctrl-C), 143 SIGTERM
@@ -31,7 +31,7 @@ _UNITS: Final = "in GiB, or with a unit, such as 64MiB"
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that say something, and keeps the lines of examples and exit codes."""
+    """Shows informative defaults only, and keeps the line breaks of examples and exit codes."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n" in text else super()._fill_text(text, width, indent)
@@ -42,9 +42,9 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _PrintCompletion(argparse.Action):
-    """Prints what makes a shell complete commands and options, and exits.
+    """Prints a script that makes a shell complete commands and options, and exits.
 
-    shtab makes the script once, so that Tab starts no Python; argcomplete would start one each time.
+    shtab generates a static script, so Tab does not start Python; argcomplete would start it each time.
     """
 
     def __call__(
@@ -62,7 +62,7 @@ class _PrintCompletion(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the whole command line; `command` is the name of a function of `commands`."""
+    """Make the parser of the whole command line; `command` is the name of a function in `commands`."""
     parser = argparse.ArgumentParser(
         prog="blockyard",
         description="Tracks the blocks of a paged KV cache and moves them between device, host and storage.",
@@ -75,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
         action=_PrintCompletion,
         choices=_SHELLS,
         default=argparse.SUPPRESS,
-        help="print the script that makes this shell complete commands and options",
+        help="print a script that completes commands and options in this shell",
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     demo = _add_command(
@@ -94,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_command(
         commands,
         "doctor",
-        "check the installation, and say what is missing or broken and what to do",
+        "check the installation; report what is missing or broken, and what to do",
         "doctor",
         "doctor --quiet && echo ready",
         "doctor --format json --output doctor.json",
@@ -102,8 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_command(
         commands,
         "calibrate",
-        "measure the fastest copies of each CUDA device, and save them for this user's later processes; a run that was "
-        "interrupted is continued by the next",
+        "measure the fastest copy strategies of each CUDA device, and save them for this user's later processes; an "
+        "interrupted run is continued by the next one",
         "calibrate",
         "calibrate --format json --output calibration.json",
     )
@@ -112,15 +112,15 @@ def make_parser() -> argparse.ArgumentParser:
     look = _add_command(
         commands,
         "inspect",
-        "read the headers of a store's file, and say what it holds; the store may be in use, and a block that is just "
-        "being written may then look damaged",
+        "read the headers of a store's file, and report what it holds; while the store is in use, a block that is "
+        "being written may look damaged",
         "inspect kv",
         "inspect kv/blockyard-prefix.slab --format json",
     )
     fsck = _add_command(
         commands,
         "fsck",
-        "read every block of a store's file that is not in use, and name those that are damaged",
+        "read every block of a store's file, which must not be in use, and list the damaged ones",
         "fsck kv",
         "fsck kv --repair --format json --output fsck.json",
     )
@@ -150,22 +150,24 @@ def _epilog(*examples: str) -> str:
 
 
 def _add_output_options(command: argparse.ArgumentParser) -> None:
-    """Add what every command has."""
+    """Add the options that every command has."""
     group = command.add_argument_group("output")
     group.add_argument("--format", choices=("text", "json"), default="text", help="text, or one JSON object")
-    group.add_argument("--output", type=Path, metavar="FILE", help="write the report there, not to standard output")
+    group.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the report to this file, not to standard output"
+    )
     group.add_argument(
         "-q",
         "--quiet",
         action="store_true",
-        help="no progress, and no text on standard output; errors, JSON and --output stay",
+        help="show no progress, and no text on standard output; errors, JSON and --output are still written",
     )
 
 
 def _add_workload_options(demo: argparse.ArgumentParser) -> None:
     group = demo.add_argument_group("model and workload")
-    group.add_argument("--model", type=Path, metavar="DIR", help="a local checkpoint; without it, a small random Llama")
-    group.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if there is one")
+    group.add_argument("--model", type=Path, metavar="DIR", help="a local checkpoint (default: a small random Llama)")
+    group.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if available")
     group.add_argument(
         "--tensor-parallel-size", type=_count(1), default=1, metavar="N", help="CPU processes that share the model"
     )
@@ -185,25 +187,23 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
         "--num-device-blocks", type=_count(1), metavar="N", help="device blocks (default: too few for the workload)"
     )
     group.add_argument(
-        "--num-host-blocks", type=_count(0), metavar="N", help="host blocks; 0 swaps from device to file"
+        "--num-host-blocks", type=_count(0), metavar="N", help="host blocks; with 0, the device swaps to a file"
     )
-    group.add_argument("--swap-space", type=_space, metavar="GIB", help=f"host memory instead, {_UNITS}")
+    group.add_argument("--swap-space", type=_space, metavar="GIB", help=f"size of the host pool, {_UNITS}")
     group.add_argument(
         "--prefix-store",
         nargs="?",
         const=f"file://{Path(tempfile.gettempdir()) / 'blockyard-demo-prefixes'}",
         metavar="URL",
-        help="keep cached blocks for the next run in this store: redis://HOST or file:///DIR; a temporary folder if no "
-        "URL is given",
+        help="keep cached blocks for the next run in this store: redis://HOST or file:///DIR; without a URL, in a "
+        "temporary folder",
     )
     group.add_argument("--prefix-store-space", type=_space, metavar="GIB", help=f"size of that store, {_UNITS}")
     group.add_argument(
         "--swap-store", metavar="URL", help="swap to this store: file:///DIR?size=2GiB (default: a temporary folder)"
     )
     group.add_argument("--swap-store-space", type=_space, metavar="GIB", help=f"size of that store, {_UNITS}")
-    group.add_argument(
-        "--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="what happens to a preempted sequence"
-    )
+    group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="how to preempt a sequence")
     group.add_argument(
         "--num-lookahead-tokens", type=_count(0), default=0, metavar="N", help="draft tokens per sequence and step"
     )
@@ -223,12 +223,12 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-num-seqs", type=_count(1), default=64, metavar="N", help="maximum number of sequences per step"
     )
-    group.add_argument("--defrag", choices=tuple(GOALS), help="move blocks off the pool's tail, or as low as possible")
+    group.add_argument("--defrag", choices=tuple(GOALS), help="move blocks off the pool's tail, or to the lowest ids")
     group.add_argument(
         "--shrink-to",
         type=_count(1),
         metavar="N",
-        help="shrink the device to N blocks half-way, and release the memory of the others",
+        help="shrink the device pool to N blocks half-way, and release the memory of the rest",
     )
 
 
@@ -238,16 +238,16 @@ def _add_fault_options(demo: argparse.ArgumentParser) -> None:
     faults.add_argument(
         "--sabotage",
         choices=SABOTAGE_KINDS,
-        help="silently drop one transfer of this kind; with prefix caching its block may never be read again, and the "
-        "exit code is then 0",
+        help="silently drop one transfer of this kind; with prefix caching, its block may never be read again; then "
+        "the exit code is 0",
     )
 
 
 def _add_picture_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("pictures")
-    group.add_argument("--html", type=Path, metavar="FILE", help="draw the run there: one file that needs no network")
+    group.add_argument("--html", type=Path, metavar="FILE", help="draw the run in this file; it needs no network")
     group.add_argument(
-        "--trace-events", type=Path, metavar="FILE", help="write the run there for ui.perfetto.dev: Trace Event JSON"
+        "--trace-events", type=Path, metavar="FILE", help="write Trace Event JSON of the run, for ui.perfetto.dev"
     )
 
 
@@ -277,7 +277,7 @@ def _add_simulate(commands: Any) -> None:
     command.add_argument("--seed", type=_count(0), default=0, metavar="N", help="first seed")
     command.add_argument("--seeds", type=_count(1), default=100, metavar="N", help="how many seeds to run")
     command.add_argument(
-        "--seconds", type=_factor, default=4.0, metavar="X", help="virtual seconds of random work for each seed"
+        "--seconds", type=_factor, default=4.0, metavar="X", help="virtual seconds of random work per seed"
     )
     command.add_argument(
         "--jobs", type=_count(1), metavar="N", help="processes (default: one per core); the results do not depend on it"
@@ -293,7 +293,7 @@ def _add_simulate(commands: Any) -> None:
     which.add_argument(
         "--replay",
         metavar="FAULTS",
-        help="run one seed with exactly these faults, as a failure prints them, or with none",
+        help="run one seed with exactly these faults, in the form that a failure prints, or with none",
     )
     _add_picture_options(command)
 
@@ -320,7 +320,7 @@ def _add_replay(commands: Any) -> None:
         "--device-blocks",
         default="1%,2%,5%,10%,20%,50%,100%",
         metavar="SIZES",
-        help="sizes of the device pool: numbers of blocks, or percentages of the trace's distinct blocks",
+        help="sizes of the device pool, in blocks or as percentages of the trace's distinct blocks",
     )
     command.add_argument("--host-blocks", default="0", metavar="SIZES", help="sizes of the host tier, in the same form")
     command.add_argument(
@@ -336,7 +336,7 @@ def _add_replay(commands: Any) -> None:
         metavar="X",
         help="share of the requests, from the start of the trace, that fill the cache and are not counted",
     )
-    command.add_argument("--jobs", type=_count(1), metavar="N", help="processes (default: one for each core)")
+    command.add_argument("--jobs", type=_count(1), metavar="N", help="number of processes (default: one per core)")
     command.add_argument("--executor", metavar="URL", help="run on a Dask cluster instead: dask://HOST:PORT")
     _add_engine_options(command)
     _add_picture_options(command)
@@ -350,7 +350,7 @@ def _add_plan(commands: Any) -> None:
         "plan trace.jsonl --step-time 0.01,4e-5,2e-5,9e-8 --max-ttft 1",
         "plan trace.jsonl --step-time 0.01,4e-5,2e-5,9e-8 --html plan.html",
     )
-    command.add_argument("trace", type=Path, metavar="TRACE", help="a trace, as of `blockyard replay`")
+    command.add_argument("trace", type=Path, metavar="TRACE", help="a trace, as for `blockyard replay`")
     command.add_argument("--first", type=_count(1), metavar="N", help="requests of the trace to read (default: all)")
     command.add_argument("--device-blocks", type=_count(1), default=20000, metavar="N", help="blocks on the device")
     command.add_argument("--host-gib", type=_numbers, default="0,32,128", metavar="LIST", help="sizes of host memory")
@@ -414,7 +414,7 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         help="bytes of a token's keys and values, all layers (default: from --model-config, else 131072)",
     )
     group.add_argument(
-        "--host-bandwidth", type=_factor, default=25.0, metavar="X", help="GB/s between device and host, each way"
+        "--host-bandwidth", type=_factor, default=25.0, metavar="X", help="GB/s between device and host, per direction"
     )
 
 
@@ -445,7 +445,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _count(least: int) -> Callable[[str], int]:
-    """An argparse type: an integer from `least`."""
+    """Make an argparse type: an integer of at least `least`."""
 
     def parse(text: str) -> int:
         try:
@@ -453,52 +453,52 @@ def _count(least: int) -> Callable[[str], int]:
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if not least <= value < 2**31:
-            raise argparse.ArgumentTypeError(f"{value} is not from {least} to {2**31 - 1}")
+            raise argparse.ArgumentTypeError(f"{value} is not between {least} and {2**31 - 1}")
         return value
 
     return parse
 
 
 def _four(text: str) -> tuple[float, ...]:
-    """An argparse type: four numbers, none below 0."""
+    """Parse four numbers, none below 0; an argparse type."""
     try:
         values = tuple(map(float, text.split(",")))
     except ValueError:
         values = ()
     if len(values) != 4 or not all(0 <= value < float("inf") for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} is not four numbers from 0, separated by commas")
+        raise argparse.ArgumentTypeError(f"{text!r} is not four non-negative numbers separated by commas")
     return values
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    """An argparse type: numbers from 0, separated by commas."""
+    """Parse non-negative numbers separated by commas; an argparse type."""
     try:
         values = tuple(map(float, text.split(",")))
     except ValueError:
         values = (-1.0,)
     if not all(0 <= value < float("inf") for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} are not numbers from 0, separated by commas")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of non-negative numbers separated by commas")
     return values
 
 
 def _share(text: str) -> float:
-    """An argparse type: a number from 0 to below 1."""
+    """Parse a number from 0 to below 1; an argparse type."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
     return value
 
 
 def _space(text: str) -> str:
-    """An argparse type: a size, in GiB where it has no unit, as operators know it from `--swap-space`."""
+    """Parse a size, in GiB without a unit, like vLLM's `--swap-space`; an argparse type."""
     return f"{text}GiB" if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text, flags=re.ASCII) else text
 
 
 def _factor(text: str) -> float:
-    """An argparse type: a factor above 0, as 0.0625 or 1/16."""
+    """Parse a factor above 0, such as 0.0625 or 1/16; an argparse type."""
     top, slash, bottom = text.partition("/")
     try:
         value = float(top) / (float(bottom) if slash else 1.0)

@@ -1,4 +1,4 @@
-"""The files that `--html` and `--trace-events` ask for."""
+"""The files that `--html` and `--trace-events` write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["files_of", "require"]
 
 
 def require(options: argparse.Namespace) -> None:
-    """Find out before the run whether the figures can be written."""
+    """Check before the run that the figures can be drawn."""
     if options.html:
         importlib.import_module("blockyard.pictures")  # it needs plotly
 
@@ -30,11 +30,11 @@ def files_of(
     """Return the files to write.
 
     Args:
-        options: of the command.
-        title: of the page.
-        timeline: of the run; None if it has no times.
-        facts: what the page says beside the figures.
-        draw: makes figures other than the timeline, with the module `blockyard.pictures`.
+        options: the command's options.
+        title: title of the page.
+        timeline: timeline of the run; None if it has no times.
+        facts: rows of the page's table.
+        draw: makes the other figures; it is called with the module `blockyard.pictures`.
     """
     files: dict[Path, Callable[[Path], None]] = {}
     if options.trace_events and timeline is not None:

@@ -56,7 +56,7 @@ def plan(options: argparse.Namespace) -> Result:
 
 
 def _draw(found: Plan, drawing: Any) -> dict[str, object]:
-    cost = ("cost of a million generated tokens", "currency")
+    cost = ("cost per million generated tokens", "currency")
     points = {_name(choice): (choice.per_million_tokens, choice.ttft) for choice in found.choices}
     samples = {_name(choice): choice.served.times.ttft for choice in found.choices if choice.is_best}
     return {

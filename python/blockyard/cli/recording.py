@@ -28,17 +28,17 @@ def record(options: argparse.Namespace) -> Result:
     for path in recordings(options.path):
         try:
             found[path] = read_contents(path)
-        except TraceError as error:  # noqa: PERF203 (a file for each engine)
+        except TraceError as error:  # noqa: PERF203 (one file per engine)
             problem = str(error)
     if not any(contents.requests for contents in found.values()):
-        problem = problem or f"{options.path} has no requests: does {options.program[0]} serve with Blockyard?"
+        problem = problem or f"{options.path} has no requests: does {options.program[0]} use Blockyard?"
 
     def show(stream: TextIO) -> None:
         for path, contents in found.items():
             share = contents.repeated_blocks / max(1, contents.blocks)
             print(
-                f"{path}: {contents.requests} requests in {contents.seconds:.1f} s, {contents.input_tokens} tokens of "
-                f"prompts, {contents.output_tokens} generated; {share:.1%} of the prompts' blocks were there before",
+                f"{path}: {contents.requests} requests in {contents.seconds:.1f} s, {contents.input_tokens} prompt "
+                f"tokens, {contents.output_tokens} generated; {share:.1%} of the prompts' blocks were seen before",
                 file=stream,
             )
 
@@ -47,12 +47,12 @@ def record(options: argparse.Namespace) -> Result:
 
 
 def run_recorded(path: Path, program: Sequence[str]) -> int:
-    """Run a program, and wait for it, with the environment variable that makes its engines record to `path`.
+    """Run a program to its end, with the environment variable that makes its engines record to `path`.
 
-    SIGTERM and SIGHUP are passed on. A terminal sends Ctrl-C to the program, too.
+    SIGTERM and SIGHUP are passed on to it. A terminal sends Ctrl-C to the program as well.
 
     Returns:
-        Its exit code, as a shell has it: 128 + n after signal n.
+        Its exit code as a shell reports it: 128 + n after signal n.
 
     Raises:
         InvalidArgumentError: the file exists, its folder is missing, or the program cannot be started.
@@ -65,7 +65,7 @@ def run_recorded(path: Path, program: Sequence[str]) -> int:
     with relay.installed():
         try:
             variables = os.environ | {RECORD_VARIABLE: str(path.absolute())}
-            process = subprocess.Popen(program, env=variables)  # noqa: S603 (it is the user's)
+            process = subprocess.Popen(program, env=variables)  # noqa: S603 (the user's program)
         except OSError as error:
             raise InvalidArgumentError(f"cannot run {program[0]}: {error.strerror or error}") from error
         relay.start(process)
@@ -84,11 +84,11 @@ class TraceContents:
 
     Attributes:
         requests: number of requests.
-        seconds: from the first request to the last.
-        input_tokens: tokens of all prompts.
-        output_tokens: tokens of all answers.
-        blocks: full blocks of all prompts.
-        repeated_blocks: those that were in an earlier request: what a cache without limit would find.
+        seconds: time from the first request to the last.
+        input_tokens: number of tokens in all prompts.
+        output_tokens: number of generated tokens.
+        blocks: number of full blocks in all prompts.
+        repeated_blocks: number of blocks seen in an earlier request, which an unlimited cache would hit.
     """
 
     requests: int = 0
@@ -129,13 +129,13 @@ class _Relay:
         self._waiting: list[int] = []
 
     def start(self, process: subprocess.Popen[bytes]) -> None:
-        """Pass signals on to this process from now on."""
+        """Pass earlier and later signals on to this process."""
         self._process = process
         self._send()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle signals."""
+        """Handle signals within the context."""
         numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_handled(number)]
         before = [signal.signal(number, self._handle) for number in numbers]
         try:
@@ -155,5 +155,5 @@ class _Relay:
 
 
 def _is_handled(number: int) -> bool:
-    """Whether a signal is not ignored, as `nohup` ignores SIGHUP."""
+    """Return False for ignored signals: `nohup` ignores SIGHUP."""
     return signal.getsignal(number) is not signal.SIG_IGN

@@ -53,10 +53,10 @@ def replay(options: argparse.Namespace) -> Result:
 def step_time_of(options: argparse.Namespace) -> StepTime | None:
     """Return the step times that the options ask for, or None."""
     if options.system is not None:
-        from blockyard.replay.step_time.tables import TableStepTime  # noqa: PLC0415 (it needs the tables)
+        from blockyard.replay.step_time.tables import TableStepTime  # noqa: PLC0415 (loads tables)
 
         if options.model_config is None:
-            raise InvalidArgumentError("--system is given without --model-config, needs a model's config.json")
+            raise InvalidArgumentError("--system needs --model-config, a model's config.json")
         return TableStepTime(
             options.model_config,
             options.system,
@@ -126,14 +126,14 @@ def _draw_hits(reports: Sequence[tuple[Path, PackedTrace, list[Point]]], drawing
 
 
 def show_step(view: Progress, count: int, what: str, done: int) -> None:
-    """Show how many replays are done."""
+    """Update the progress: `done` replays are finished."""
     view.step(done, count, what)
 
 
 def _caches(options: argparse.Namespace, distinct: int) -> list[tuple[str, int, int]]:
     policies = names_of(options.policies)
     caches = [(policy, max(device, 1), host) for device, host in _sizes(options, distinct) for policy in policies]
-    found = [cache for cache in caches if cache[0] != OPTIMAL or not cache[2]]  # it has no host tier
+    found = [cache for cache in caches if cache[0] != OPTIMAL or not cache[2]]  # the optimum has no host tier
     if not found:
         raise InvalidArgumentError(f"--host-blocks is {options.host_blocks}, must be 0 with --policies {OPTIMAL} alone")
     return found
@@ -155,7 +155,7 @@ def _option(name: str) -> str:
 
 
 def names_of(text: str) -> list[str]:
-    """Split a list of names."""
+    """Split a comma-separated list of names."""
     return [name.strip() for name in text.split(",")]
 
 
@@ -220,10 +220,10 @@ def _times(
 def _engines(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> list[EngineOptions]:
     distinct = _distinct(requests, options.block_size)
     modes = modes_of(options)
-    policies = [policy for policy in names_of(options.policies) if policy != OPTIMAL]  # it is no policy of an engine
+    policies = [policy for policy in names_of(options.policies) if policy != OPTIMAL]  # engines cannot use it
     if not policies:
         raise InvalidArgumentError(
-            f"--policies is {options.policies!r}, needs a policy that engines have: lru, adaptive"
+            f"--policies is {options.policies!r}, must include an engine's policy: lru, adaptive"
         )
     return [
         replace(engine_of(options, max(device, 1)), host_blocks=host, preemption_mode=mode, eviction=policy)
@@ -236,7 +236,7 @@ def modes_of(options: argparse.Namespace) -> list[PreemptionMode]:
     modes = names_of(options.preemption_modes)
     for mode in modes:
         if mode not in PREEMPTION_MODES:
-            raise InvalidArgumentError(f"--preemption-modes has {mode!r}, must be among {', '.join(PREEMPTION_MODES)}")
+            raise InvalidArgumentError(f"--preemption-modes has {mode!r}, must be one of {', '.join(PREEMPTION_MODES)}")
     return cast(list[PreemptionMode], modes)
 
 

@@ -1,4 +1,4 @@
-"""What a command of the command line comes to."""
+"""`Result`: the outcome of a command."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ EXIT_BAD_USAGE: Final = 2
 
 @dataclass(frozen=True)
 class Result:
-    """What a command found.
+    """The outcome of a command.
 
     Attributes:
-        data: for JSON.
-        show: writes it as text.
-        exit_code: of the command.
-        problem: a line for standard error, if the command could not do what was asked.
-        files: that it writes beside the report, each with what writes it.
+        data: data for JSON.
+        show: writes the result as text.
+        exit_code: exit code of the command.
+        problem: line for standard error if the command could not do its work.
+        files: files to write besides the report, each with the function that writes it.
     """
 
     data: dict[str, Any]

@@ -1,1 +1,1 @@
-"""Workloads, traces and the demo: the whole path, compared with an unpaged run."""
+"""The demo and its workloads: the whole path, compared with an unpaged run."""

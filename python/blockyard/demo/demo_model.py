@@ -4,7 +4,7 @@ Its embeddings are untied and its weights ten times wider than usual, so its tok
 every block. A model of that size with usual weights mostly repeats itself, and reading wrong blocks would go unnoticed.
 """
 
-# transformers leaves part of its methods without annotations.
+# Some methods of transformers have no annotations.
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def demo_config(
     """Describe the demo's model.
 
     Args:
-        num_layers: decoder layers.
+        num_layers: number of decoder layers.
         hidden_size: width of the residual stream.
         intermediate_size: width of the gated feed-forward part.
-        num_heads: query heads.
-        num_kv_heads: key and value heads; fewer than `num_heads` is grouped-query attention.
-        max_position_embeddings: longest sequence, in tokens.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads; fewer than `num_heads` means grouped-query attention.
+        max_position_embeddings: maximum length of a sequence, in tokens.
 
     Returns:
         The configuration; 4.1 million parameters with the defaults.
@@ -60,10 +60,10 @@ def demo_model(
     """Build the demo's model; torch's random state does not change.
 
     Args:
-        config: another shape than `demo_config()`.
-        seed: decides the weights.
-        device: of the model; weights are drawn on the CPU, so they are the same everywhere.
-        dtype: of weights, activations and KV; the weights are drawn as float32 for every dtype.
+        config: the model's shape; `demo_config()` if None.
+        seed: seed of the weights.
+        device: device of the model. The weights are drawn on the CPU, so they are the same on every device.
+        dtype: dtype of weights, activations and KV. The weights are drawn as float32 and then converted.
 
     Returns:
         The model, in evaluation mode.

@@ -17,31 +17,31 @@ from blockyard.executor.executor import Executor, StepDone, StepExecutor
 from blockyard.stores.base import ExternalStore
 from blockyard.testing.faults import corrupt_slots
 
-# Damaged in turn: the payload more often than the header.
+# Parts of a slot to damage, in turn: the payload more often than the header.
 _DAMAGED_PARTS = ("payload", "payload", "generation", "payload_checksum")
 _SHARE_DAMAGED = 2
 
 
 class Wrapper(Executor):
-    """Passes every call on; subclasses override what they watch or disturb.
+    """Forwards every call; subclasses override the calls that they watch or disturb.
 
     Args:
-        inner: carries the decisions out.
+        inner: the executor to wrap.
     """
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
-        """Start to carry out a decision."""
+        """Start to execute a decision."""
         self._inner.submit(decision, by_layer=by_layer)
 
     def wait_for_layer(self, ticket: int, layer: int) -> None:
-        """Let compute wait for one layer of a step's loads."""
+        """Make compute wait for one layer of a step's loads."""
         self._inner.wait_for_layer(ticket, layer)
 
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
-        """Return the pairs that are known not to land, so far."""
+        """Return the pairs that are known to be lost so far."""
         return self._inner.lost(ticket)
 
     def is_awaited(self, ticket: int) -> bool:
@@ -58,9 +58,9 @@ class Wrapper(Executor):
 
 
 class SteadyExecutor(Wrapper):
-    """Ends each decision in the step after its own, neither sooner nor later.
+    """Ends each decision exactly one step after it was submitted.
 
-    Storage takes a different time in every run. With this wrapper, the same options give the same run.
+    Storage latency differs between runs; with this wrapper, equal options give equal runs.
     """
 
     def __init__(self, inner: Executor) -> None:
@@ -69,12 +69,12 @@ class SteadyExecutor(Wrapper):
         self._begun: list[int] = []
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
-        """Start to carry out a decision; see `StepExecutor.submit`."""
+        """Start to execute a decision; see `StepExecutor.submit`."""
         self._inner.submit(decision, by_layer=by_layer)
         self._begun.append(decision.ticket)
 
     def poll(self) -> list[StepDone]:
-        """End what was submitted before the last call."""
+        """End the decisions that were submitted before the last call."""
         ended = [self._inner.wait(ticket) for ticket in self._due]
         self._due, self._begun = self._begun, []
         return ended
@@ -89,10 +89,10 @@ class SteadyExecutor(Wrapper):
 
 
 class CountingExecutor(Wrapper):
-    """Counts the blocks of every kind of transfer between every two tiers.
+    """Counts blocks by kind of transfer, source tier and destination tier.
 
     Args:
-        inner: carries the decisions out.
+        inner: the executor to wrap.
     """
 
     def __init__(self, inner: Executor) -> None:
@@ -100,7 +100,7 @@ class CountingExecutor(Wrapper):
         self.blocks: Counter[tuple[str, str, str]] = Counter()
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
-        """Start to carry out a decision, and count what it names: `blocks[kind, src, dst]`."""
+        """Start to execute a decision, and count its blocks: `blocks[kind, src, dst]`."""
         for kind, pairs in decision.transfers():
             self.blocks[kind, pairs.src, pairs.dst] += len(pairs)
         self._inner.submit(decision, by_layer=by_layer)
@@ -109,13 +109,13 @@ class CountingExecutor(Wrapper):
 class SabotagedExecutor(Wrapper):
     """Silently drops the transfer of one block of one kind.
 
-    It carries the decision out, then restores one destination block to its old bytes. It skips blocks that the transfer
-    did not change. A dropped write to the store leaves a valid, checksummed slot of zeros: the store would report a
-    missing write as a miss, but it cannot see this drop.
+    It executes the decision, then restores the old bytes of one destination block; blocks that the transfer did not
+    change are skipped. A dropped write to the store leaves a valid, checksummed slot of zeros: the store would report
+    a missing write as a miss, but it cannot detect this drop.
 
     Args:
-        inner: carries the decisions out.
-        disturbed: the executor whose blocks are restored: `inner`, or one of its ranks.
+        inner: the executor to wrap.
+        disturbed: the executor whose block is restored: `inner`, or one of its ranks.
         kind: one of `SABOTAGE_KINDS`.
 
     Raises:
@@ -133,7 +133,7 @@ class SabotagedExecutor(Wrapper):
         self.dropped = ""
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
-        """Carry out a decision; in the first one of the kind, restore one block before this returns."""
+        """Execute a decision; for the first one of the kind, restore one block before returning."""
         targets = [pairs for kind, pairs in decision.transfers() if kind == self.kind]
         self.seen += sum(len(pairs) for pairs in targets)
         if self.dropped or not targets:
@@ -145,7 +145,7 @@ class SabotagedExecutor(Wrapper):
         done = self._ended[decision.ticket] = self._inner.wait(decision.ticket)
         gone: set[tuple[str, int]] = {(pairs.dst, block) for pairs in done.lost for block in pairs.ids[:, 1].tolist()}
         for pairs, old, source in zip(targets, before, sources, strict=True):
-            # What was stored is read at its source, so that the file store's counters do not change.
+            # Stored bytes are read from their source, so that the file store's counters do not change.
             new = self._held(pairs.dst, pairs.ids[:, 1]) if source is None else source
             self._put_one_back(pairs, old, (old != new).any(axis=1), gone)
 
@@ -155,11 +155,11 @@ class SabotagedExecutor(Wrapper):
         return ended + self._inner.poll()
 
     def wait(self, ticket: int) -> StepDone:
-        """Wait for a decision to end, unless it was carried out synchronously."""
+        """Wait for a decision to end, unless it was executed synchronously."""
         return self._ended.pop(ticket) if ticket in self._ended else self._inner.wait(ticket)
 
     def _stale(self, pairs: Pairs) -> NDArray[np.uint8]:
-        """The destination's bytes without the transfer, uint8 `[n, bytes_per_block]`."""
+        """Return the destination's bytes before the transfer, uint8 `[n, bytes_per_block]`."""
         if pairs.dst == "external":
             return np.zeros((len(pairs), self._executor.engine.layout.bytes_per_block), dtype=np.uint8)
         return self._held(pairs.dst, pairs.ids[:, 1])
@@ -186,13 +186,13 @@ class SabotagedExecutor(Wrapper):
 
 
 class CorruptingExecutor(Wrapper):
-    """Damages stored blocks in the slab's file and counts which are read.
+    """Damages stored blocks in the slab's file and counts how many of them are read.
 
     Args:
-        inner: carries the decisions out.
-        store: the swap store below it.
-        count: blocks to damage; fewer if the run stores too few.
-        seed: chooses blocks and bytes.
+        inner: the executor to wrap.
+        store: the executor's swap store.
+        count: number of blocks to damage; fewer are damaged if the run stores too few.
+        seed: seed of the choice of blocks and bytes.
     """
 
     def __init__(self, inner: Executor, store: ExternalStore, count: int, *, seed: int = 0) -> None:
@@ -206,7 +206,7 @@ class CorruptingExecutor(Wrapper):
         self.read = 0
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
-        """Start to carry out a decision; every damaged block that it reads must be lost."""
+        """Start to execute a decision; every damaged block that it reads must be reported lost."""
         for _, pairs in decision.transfers():
             if pairs.src == "external":
                 self.read += len(self._damaged.intersection(pairs.ids[:, 0].tolist()))
@@ -215,7 +215,7 @@ class CorruptingExecutor(Wrapper):
         self._inner.submit(decision, by_layer=by_layer)
 
     def poll(self) -> list[StepDone]:
-        """Return the decisions that ended, and damage some blocks that they stored."""
+        """Return the decisions that ended, and damage some of the blocks that they stored."""
         return [self._passed(done) for done in self._inner.poll()]
 
     def wait(self, ticket: int) -> StepDone:
@@ -228,7 +228,7 @@ class CorruptingExecutor(Wrapper):
         return done
 
     def _damage(self, slots: list[int]) -> None:
-        """Damage a share of the newly written slots, so that several requests are hit."""
+        """Damage some of the newly written slots, so that several requests are affected."""
         self._damaged.difference_update(slots)
         wanted = min(-(-len(slots) // _SHARE_DAMAGED), self._count - self.stored)
         if wanted <= 0:

@@ -1,4 +1,4 @@
-"""`History`: what every step of a demo run did, as a timeline: tiers, transfers, preemptions and faults."""
+"""`History`: a timeline of a demo run: tiers, transfers, preemptions and faults of each step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class History:
     """Adds each step to a timeline whose unit is the step.
 
     Args:
-        generator: serves the run.
-        faults: count its transfers, and disturb it.
-        timeline: to fill in.
+        generator: the generator that serves the run.
+        faults: the wrappers that count and disturb its transfers.
+        timeline: the timeline to fill in.
     """
 
     def __init__(self, generator: Generator, faults: Faults, timeline: Timeline) -> None:
@@ -40,8 +40,8 @@ class History:
         """Add a step.
 
         Args:
-            done: requests that are finished.
-            total: all requests.
+            done: number of finished requests.
+            total: number of requests.
         """
         del done, total
         self._step += 1
@@ -52,7 +52,7 @@ class History:
         self._add_counters()
 
     def _counts(self) -> Counts[tuple[str, str]]:
-        """Return how often each event has happened since the run began, by track and name."""
+        """Return how often each event has happened so far, by track and name."""
         faults, stats, found = self._faults, self._generator.scheduler.stats(), Counts[tuple[str, str]]()
         if faults.counting is not None:
             for (kind, src, dst), blocks in faults.counting.blocks.items():
@@ -73,7 +73,7 @@ class History:
         for tier in _TIERS:
             pool = self._generator.manager.pool(tier)
             panels[f"{tier} (blocks)"] = {"in use": pool.num_blocks - pool.num_free}
-            if tier != "external":  # a store is so large that its use would be a line at the bottom
+            if tier != "external":  # a store is so large that its use would be a flat line
                 panels[f"{tier} (blocks)"]["size"] = pool.num_blocks
         running, swapped = scheduler.num_running, scheduler.num_swapped
         waiting = scheduler.num_unfinished - running - swapped

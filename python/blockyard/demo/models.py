@@ -1,4 +1,4 @@
-"""The demo's models, their device, and the check of memory for their caches."""
+"""The demo's models, their device, and a check that memory can hold their caches."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LARGEST_MODEL_FOR_ONE_THREAD = 10_000_000
 
 
 def choose_device(name: str) -> str:
-    """Find the device to run on.
+    """Return the device to run on.
 
     Args:
-        name: `cpu`, `cuda`, `cuda:1` and the like, or `auto`: cuda if there is one.
+        name: `cpu`, `cuda`, `cuda:1` and so on, or `auto`: cuda if available.
 
     Returns:
-        torch's name of the device.
+        Torch's name of the device.
 
     Raises:
         InvalidArgumentError: torch knows no such device, or this machine has none.
@@ -50,11 +50,11 @@ def load_model(folder: Path | None, device: str) -> PreTrainedModel:
     """Load a local checkpoint, or build the demo's own model.
 
     Args:
-        folder: a checkpoint as `save_pretrained` writes it; the small random Llama if None.
-        device: where to put it.
+        folder: folder of a checkpoint in the format of `save_pretrained`; the small random Llama if None.
+        device: device of the model.
 
     Returns:
-        The model in fp32, in which paged and unpaged runs agree token by token.
+        The model in fp32, the dtype in which paged and unpaged runs agree token by token.
 
     Raises:
         InvalidArgumentError: the folder holds no model that transformers can load.
@@ -72,7 +72,7 @@ def load_model(folder: Path | None, device: str) -> PreTrainedModel:
 
 
 def name_of_weights(model: PreTrainedModel) -> bytes:
-    """Name a model and the bytes of its weights, as the namespace of a prefix store."""
+    """Return a name for a model and its weights, which is the namespace of a prefix store."""
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, weights in sorted(model.state_dict().items()):
         digest.update(f"{name} {weights.dtype} {list(weights.shape)}".encode())
@@ -82,9 +82,9 @@ def name_of_weights(model: PreTrainedModel) -> bytes:
 
 @contextmanager
 def fitting_threads(model: PreTrainedModel) -> Iterator[None]:
-    """Run a small model on one CPU thread within the context.
+    """Within the context, run a small model on one CPU thread.
 
-    Its matrices are too small for several threads, which would also wait for one another on a busy machine.
+    Its matrices are too small to benefit from several threads, and on a busy machine these wait for one another.
 
     Args:
         model: the model to run.
@@ -103,10 +103,10 @@ def load_encode(folder: Path | None) -> Encode | None:
     """Load a checkpoint's tokenizer.
 
     Args:
-        folder: the checkpoint.
+        folder: folder of the checkpoint.
 
     Returns:
-        The encoder; None (one token a byte) without a tokenizer.
+        The encoder; None without a tokenizer, for one token per byte.
     """
     if folder is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
@@ -123,21 +123,21 @@ def load_encode(folder: Path | None) -> Encode | None:
 
 
 def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
-    """Return the bytes of one block of a model's cache, all layers."""
+    """Return the size of one block of a model's cache, all layers, in bytes."""
     return PagedModel(model, block_size=block_size).layout.bytes_per_block
 
 
 def require_memory(model: PreTrainedModel, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
-    """Refuse pools that memory cannot hold: the kernel would grant them and kill the process on use.
+    """Reject pools that do not fit in memory: the kernel would grant them and kill the process on first use.
 
     Args:
         model: the model to run.
-        block_size: tokens in a block.
-        num_device_blocks: blocks of the device.
-        num_host_blocks: blocks of the host.
+        block_size: number of tokens in a block.
+        num_device_blocks: number of device blocks.
+        num_host_blocks: number of host blocks.
 
     Raises:
-        InvalidArgumentError: host or device have too little memory; the message has the numbers.
+        InvalidArgumentError: the host or the device has too little memory; the message has the numbers.
     """
     size = bytes_per_block(model, block_size)
     wanted = {"device": num_device_blocks * size, "host": num_host_blocks * size}

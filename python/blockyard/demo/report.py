@@ -1,6 +1,6 @@
-"""Results of a demo run: its figures, and the table at the end.
+"""`Report`: the results of a demo run, and the table that shows them.
 
-On a terminal rich draws the table, if it is installed; else the table is plain text.
+On a terminal, rich draws the table if it is installed; otherwise the table is plain text.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from blockyard.demo.pool import PoolReport, pool_rows
 
 TIERS: Final[tuple[Literal["device", "host", "external"], ...]] = ("device", "host", "external")
 SABOTAGE_KINDS = ("swap_in", "swap_out", "copy")
-"""Kinds of transfers of which one can be dropped on purpose."""
+"""Kinds of transfers that can be dropped on purpose."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """All blocks of one kind of transfer between two tiers.
+    """The blocks of one kind of transfer between two tiers.
 
     Attributes:
         kind: `copy`, `swap_out` or `swap_in`.
-        src: tier read.
-        dst: tier written.
-        blocks: blocks moved.
-        bytes: blocks times the bytes of a block.
+        src: source tier.
+        dst: destination tier.
+        blocks: number of blocks.
+        bytes: number of blocks times the size of a block.
     """
 
     kind: str
@@ -37,11 +37,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most blocks a tier held at the end of any scheduling step.
+    """The maximum number of blocks that a tier held at the end of a scheduling step.
 
     Attributes:
-        used: blocks not free.
-        total: blocks of the tier.
+        used: number of blocks that were not free.
+        total: number of blocks of the tier.
     """
 
     used: int
@@ -53,14 +53,14 @@ class SwapStoreCounters:
     """Counters of the swap store.
 
     Attributes:
-        written_blocks: blocks written.
+        written_blocks: number of blocks written.
         written_bytes: their bytes.
-        read_blocks: blocks read intact.
+        read_blocks: number of blocks read intact.
         read_bytes: their bytes.
-        checksum_failures: blocks whose payload or header does not match its checksum.
-        damaged_blocks: blocks refused for any mismatch with what was stored.
-        misses: blocks refused, by reason.
-        errors: failed operations of the storage.
+        checksum_failures: number of blocks whose payload or header does not match its checksum.
+        damaged_blocks: number of blocks rejected because they differ from what was stored.
+        misses: number of rejected blocks, by reason.
+        errors: number of failed storage operations.
     """
 
     written_blocks: int = 0
@@ -78,10 +78,10 @@ class Damage:
     """Blocks damaged on purpose.
 
     Attributes:
-        asked: blocks to damage.
-        stored: blocks damaged; fewer than asked if the run stored too few.
-        read: damaged blocks that were read.
-        detected: damaged blocks that the swap store refused.
+        asked: number of blocks to damage.
+        stored: number of blocks damaged; fewer than asked if the run stored too few.
+        read: number of damaged blocks that were read.
+        detected: number of damaged blocks that the swap store rejected.
     """
 
     asked: int
@@ -95,11 +95,11 @@ class Difference:
     """The first token of a sequence that differs from the unpaged run.
 
     Attributes:
-        request_id: the request.
-        index: sequence within the request.
-        position: generated token, counted from 0.
-        got: token of the paged run, -1 if it ended earlier.
-        wanted: token of the unpaged run, -1 if that ended earlier.
+        request_id: id of the request.
+        index: index of the sequence within the request.
+        position: index of the generated token.
+        got: token of the paged run; -1 if it ended earlier.
+        wanted: token of the unpaged run; -1 if it ended earlier.
     """
 
     request_id: str
@@ -115,8 +115,8 @@ class Sabotage:
 
     Attributes:
         kind: requested kind of transfer.
-        seen: blocks of that kind that were due in the whole run.
-        dropped: what was dropped, in words; empty if nothing of the kind happened.
+        seen: number of blocks of that kind in the whole run.
+        dropped: description of the dropped transfer; empty if none was dropped.
     """
 
     kind: str
@@ -129,33 +129,33 @@ class Report:
     """One run of the demo.
 
     Attributes:
-        version: Blockyard's.
-        model: the model, in words.
+        version: Blockyard's version.
+        model: description of the model.
         device: `cpu` or `cuda`.
-        workload: where the requests came from, in words.
-        settings: options and pool sizes in force.
-        requests: requests served.
-        sequences: sequences served; a request with n = 2 has two.
-        prompt_tokens: sum over requests.
-        output_tokens: sum over sequences.
-        cached_prompt_tokens: prefix-cache hits, in tokens, when sequences started or restarted.
-        steps: scheduler steps.
+        workload: description of where the requests came from.
+        settings: options and pool sizes in effect.
+        requests: number of requests served.
+        sequences: number of sequences served; a request with n = 2 has two.
+        prompt_tokens: number of prompt tokens, the sum over requests.
+        output_tokens: number of generated tokens, the sum over sequences.
+        cached_prompt_tokens: prefix-cache hits of started and restarted sequences, in tokens.
+        steps: number of scheduler steps.
         seconds: wall time of the paged run.
-        tokens_per_second: output tokens over these seconds.
+        tokens_per_second: `output_tokens` divided by `seconds`.
         reference_seconds: wall time of the unpaged run.
-        preemptions: count by kind: `swap_host`, `swap_external`, `recompute`.
-        lost: requests restarted because bytes were lost.
-        transfers: blocks and bytes per kind and pair of tiers.
-        peak: most blocks used, by tier.
-        swap_store: what the swap store counted.
+        preemptions: number of preemptions by kind: `swap_host`, `swap_external`, `recompute`.
+        lost: number of requests that were restarted because blocks were lost.
+        transfers: blocks and bytes by kind and pair of tiers.
+        peak: maximum number of blocks used, by tier.
+        swap_store: counters of the swap store.
         damage: blocks damaged on purpose; None if not requested.
         sabotage: the transfer dropped on purpose; None if not requested.
-        compared: requests compared with the unpaged run.
-        identical_requests: requests whose tokens were all equal.
-        differences: where the others first differ, one entry per sequence.
-        ties: tokens where only rounding decided; see `demo/ties.py`.
-        pool: the device pool over the run; None if not requested.
-        prefix_store: what the prefix store counted; None if there is none.
+        compared: number of requests compared with the unpaged run.
+        identical_requests: number of requests whose tokens are all equal.
+        differences: first difference of every sequence that differs.
+        ties: tokens that differ only because of rounding; see `demo/ties.py`.
+        pool: the device pool during the run; None if not requested.
+        prefix_store: counters of the prefix store; None if there is none.
     """
 
     version: str
@@ -193,7 +193,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 for success; 1 if tokens differ or damage went unnoticed; 2 if a requested fault could not happen."""
+        """0 for success; 1 if tokens differ or damage was not detected; 2 if a requested fault did not happen."""
         if not self.identical:
             return 1
         if self.damage is not None and self.damage.detected != self.damage.read:
@@ -202,11 +202,11 @@ class Report:
         return 2 if nothing_dropped or (self.damage is not None and not self.damage.read) else 0
 
     def blocks(self, kind: str, tier: str | None = None) -> int:
-        """Sum the blocks of one kind of transfer.
+        """Return the number of blocks of one kind of transfer.
 
         Args:
             kind: as in `Transfer.kind`.
-            tier: only those from or to this tier; all if None.
+            tier: count only blocks from or to this tier; all if None.
 
         Returns:
             The number of blocks.
@@ -214,12 +214,12 @@ class Report:
         return sum(row.blocks for row in self.transfers if row.kind == kind and tier in (None, row.src, row.dst))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all attributes and the verdict, for JSON: sizes in bytes, times in seconds."""
+        """Return all attributes and the verdict for JSON; sizes in bytes, times in seconds."""
         return asdict(self) | {"identical": self.identical, "exit_code": self.exit_code}
 
 
 def rows(report: Report) -> list[tuple[str, str]]:
-    """Return the report as `(what, figure)` rows of the table.
+    """Return the report as `(label, figure)` rows of the table.
 
     Args:
         report: the run.
@@ -252,7 +252,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         table.append(("prefix store", figures))
     if report.ties:
         places = ", ".join(f"{tie.request_id} sequence {tie.index} token {tie.position}" for tie in report.ties)
-        table.append(("ties in rounding, decided alike", places))
+        table.append(("ties in rounding, resolved like the paged run", places))
     table += pool_rows(report.pool) if report.pool is not None else []
     table += _fault_rows(report)
     table.append(("tokens identical to the unpaged Hugging Face generate run", _score(report)))
@@ -264,7 +264,7 @@ def print_report(report: Report, stream: TextIO) -> None:
 
     Args:
         report: the run.
-        stream: where to.
+        stream: stream to write to.
 
     Raises:
         OSError: the stream cannot be written.
@@ -293,9 +293,9 @@ def _fault_rows(report: Report) -> list[tuple[str, str]]:
     if report.damage is not None:
         damage = report.damage
         figures = f"{damage.detected} detected, {damage.read} damaged blocks read of {damage.stored} stored"
-        table.append(("corruptions", figures if damage.read else f"{figures}: nothing was put to the test"))
+        table.append(("corruptions", figures if damage.read else f"{figures}: nothing was tested"))
     if report.sabotage is not None:
-        nothing = f"nothing: {report.sabotage.seen} blocks of kind {report.sabotage.kind} were due in this run"
+        nothing = f"nothing: {report.sabotage.seen} blocks of kind {report.sabotage.kind} were transferred in this run"
         table.append(("dropped on purpose", report.sabotage.dropped or nothing))
     return table
 

@@ -1,7 +1,7 @@
 """The demo: serve a workload that does not fit its KV cache, and compare every token with an unpaged run.
 
-The pools are so small that blocks are swapped to the host and to a file and back, and recomputed. Bad options
-are refused before torch is loaded where possible.
+The pools are so small that blocks are swapped to the host and to a file and back, and recomputed. Where possible,
+bad options are rejected before torch is loaded.
 """
 
 from __future__ import annotations
@@ -45,38 +45,38 @@ SPACE_OF_OTHER_MODELS = "1GiB"
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Options of the demo, named as on the command line.
+    """Options of the demo; the names match the command line.
 
     Attributes:
         model: folder of a local checkpoint; a small random Llama if None.
         device: `cpu`, `cuda`, or `auto`.
-        requests: requests of library text; a trace has its own.
-        seed: decides texts, lengths, samplers and damage.
-        prompt_tokens: shortest and longest prompt of library text.
-        output_tokens: fewest and most tokens generated for one sequence of such a request.
-        trace: file that gives lengths and arrivals; none if None.
-        trace_requests: rows to read of it.
-        scale: factor on its lengths.
-        tensor_parallel_size: processes that share the model. The pools, the stores and the transfers of the report are
-            those of one rank.
-        block_size: tokens in a block.
+        requests: number of requests with library text; not used with a trace.
+        seed: seed of texts, lengths, samplers and damage.
+        prompt_tokens: minimum and maximum length of prompts of library text.
+        output_tokens: minimum and maximum number of tokens generated for one sequence of such a request.
+        trace: file with lengths and arrivals; library text is used if None.
+        trace_requests: number of rows to read from the trace.
+        scale: factor applied to the trace's lengths.
+            tensor_parallel_size: number of processes that share the model. The report shows the pools, stores and
+            transfers of one rank.
+        block_size: number of tokens in a block.
         num_device_blocks: number of device blocks; None means too few for the workload.
-        num_host_blocks: number of host blocks; None means few, 0 no host tier.
-        swap_space: instead of `num_host_blocks`, bytes of host memory as text, such as `4GiB`.
+        num_host_blocks: number of host blocks; None means few, 0 means no host tier.
+        swap_space: size of host memory as text, such as `4GiB`, instead of `num_host_blocks`.
         prefix_store: URL of a persistent store for cached blocks; None for none.
-        prefix_store_space: its size as text, such as `2GiB`, if the URL has none.
-        swap_store: URL of the external tier, `{rank}` stands for a rank's number; a temporary folder if None.
-        swap_store_space: its size as text, such as `2GiB`, if the URL has none.
+        prefix_store_space: size of the prefix store as text, such as `2GiB`, if the URL has none.
+        swap_store: URL of the external tier; `{rank}` is replaced by the rank's number; a temporary folder if None.
+        swap_store_space: size of the swap store as text, such as `2GiB`, if the URL has none.
         preemption_mode: `auto`, `swap` or `recompute`.
         num_lookahead_tokens: maximum number of draft tokens verified per sequence and step.
         prefix_caching: whether prompts share the blocks of earlier prompts with the same prefix.
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step; longer prompts are computed in chunks.
-        defrag: defragmentation goal of the device pool, `max_id` or `dense`; none if None.
-        shrink_to: blocks of the device from the middle of the run on; the memory of the others is released. No change
-            if None.
-        corrupt: blocks to damage in the file.
-        sabotage: kind of transfer to drop one of; none if None.
+        defrag: defragmentation goal of the device pool, `max_id` or `dense`; no defragmentation if None.
+            shrink_to: number of device blocks in the second half of the run; the memory of the others is released. No
+            change if None.
+        corrupt: number of blocks to damage in the file.
+        sabotage: kind of transfer of which one is dropped; none if None.
     """
 
     model: Path | None = None
@@ -109,25 +109,25 @@ class DemoOptions:
 
 
 def make_report(options: DemoOptions, *, quiet: bool = True, timeline: Timeline | None = None) -> Report:
-    """Run both and compare them.
+    """Run the workload paged and unpaged, and compare the tokens.
 
     Args:
-        options: what to do.
-        quiet: show no progress.
-        timeline: to fill in with the steps of the paged run, if one is given.
+        options: options of the demo.
+        quiet: whether to hide the progress.
+        timeline: receives the steps of the paged run if given.
 
     Returns:
         The report.
 
     Raises:
-        BlockyardError: the options cannot be met; the message says which and why.
+        BlockyardError: the options cannot be satisfied; the message says which and why.
     """
     _check(options)
     trace = None
     if options.trace is not None:
         trace = scale_lengths(read_trace(options.trace, first=options.trace_requests), options.scale)
     with show_progress("loading the model", quiet=quiet):
-        # Torch is loaded here, after the options were checked.
+        # Torch is loaded here, after the options have been checked.
         from blockyard.demo.models import choose_device, fitting_threads, load_encode, load_model  # noqa: PLC0415
         from blockyard.demo.serve import Faults, reference  # noqa: PLC0415
 
@@ -155,18 +155,18 @@ def make_report(options: DemoOptions, *, quiet: bool = True, timeline: Timeline 
 
 
 def pool_sizes(options: DemoOptions, items: Sequence[WorkItem]) -> tuple[int, int]:
-    """Choose pools that are too small for the workload, unless the options size them.
+    """Choose pools that are too small for the workload, unless the options give their sizes.
 
-    The device holds at least the largest request to its end. Otherwise it holds a sixth of what all requests would fill
-    together, or four times the largest request if that is less. The host holds less than half of the largest request,
-    so that the next victim goes to the file; with a prefix store, which loads through the host, as much as the device.
+    The device holds a sixth of the blocks of all requests, but at least one and at most four times the largest request.
+    The host holds less than half of the largest request, so that the next victim goes to the file; with a prefix
+    store, which loads through the host, it is as large as the device.
 
     Args:
-        options: block size, and requested pool sizes.
+        options: block size and requested pool sizes.
         items: the workload.
 
     Returns:
-        Blocks of the device and of the host.
+        The numbers of device and host blocks.
     """
     filled = [_blocks_at_the_end(item, options.block_size) for item in items]
     largest = max(filled)
@@ -186,7 +186,7 @@ def compare(items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs) -> tup
         wanted: tokens of the unpaged run.
 
     Returns:
-        The number of identical requests, and the first difference of each sequence of the others.
+        The number of identical requests, and the first difference of every sequence that differs.
     """
     identical, differences = 0, []
     for item in items:
@@ -202,7 +202,7 @@ def compare(items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs) -> tup
 
 
 def _check(options: DemoOptions) -> None:
-    """Refuse options that fail without loading a model."""
+    """Reject options that are invalid for any model."""
     if options.model is not None and not (options.model / "config.json").is_file():
         raise InvalidArgumentError(f"no model in {options.model}: there is no config.json")
     if options.tensor_parallel_size > 1:
@@ -219,7 +219,7 @@ def _check(options: DemoOptions) -> None:
 
 
 def _check_sizes(options: DemoOptions) -> None:
-    """Check that sizes are valid, and not given twice."""
+    """Check that sizes are valid and given only once."""
     for name in ("swap_space", "prefix_store_space", "swap_store_space"):
         if (space := getattr(options, name)) is not None:
             read_bytes(name, space, holds=1)
@@ -232,7 +232,7 @@ def _check_sizes(options: DemoOptions) -> None:
 
 
 def _check_ranks(options: DemoOptions) -> None:
-    """Refuse what needs a single rank."""
+    """Reject options that need a single rank if there are several."""
     for name, value in (("prefix_store", options.prefix_store), ("shrink_to", options.shrink_to)):
         if value is not None:
             shown = public_url(value) if isinstance(value, str) else value
@@ -242,7 +242,7 @@ def _check_ranks(options: DemoOptions) -> None:
 
 
 def _prefix_url(options: DemoOptions) -> str:
-    """Return the URL of the prefix store; a file without a size gets one."""
+    """Return the URL of the prefix store, with a size if it is a file."""
     url = options.prefix_store or ""
     if options.prefix_store_space is None and (not url.startswith("file:") or "size=" in url):
         return url
@@ -252,7 +252,7 @@ def _prefix_url(options: DemoOptions) -> str:
 
 @contextmanager
 def _swap_store(options: DemoOptions) -> Iterator[str]:
-    """Return the URL of the external store, with a size; remove a temporary folder at the end."""
+    """Return the URL of the external store, with a size; remove its temporary folder at the end."""
     url, space = options.swap_store, options.swap_store_space
     default = SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS
     if url is not None:
@@ -320,11 +320,11 @@ def _serve(
 
 
 def _require_room(options: DemoOptions, items: Sequence[WorkItem]) -> None:
-    """Refuse to shrink below what the largest request needs above the watermark of 1 %."""
+    """Reject a shrink to fewer blocks than the largest request needs above the watermark of 1 %."""
     largest, blocks = max(_blocks_at_the_end(item, options.block_size) for item in items), options.shrink_to
     if blocks is not None and blocks < largest + blocks // 100:
         raise InvalidArgumentError(
-            f"the device is to shrink to {blocks} blocks, {blocks // 100} kept free, "
+            f"the device would shrink to {blocks} blocks, of which {blocks // 100} stay free, but "
             f"the largest request needs {largest}"
         )
 
@@ -332,7 +332,7 @@ def _require_room(options: DemoOptions, items: Sequence[WorkItem]) -> None:
 def _settle(
     model: PreTrainedModel, items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs
 ) -> tuple[Outputs, list[Difference]]:
-    """Return the unpaged run's tokens with ties in rounding decided as the paged run did, and these ties."""
+    """Return the unpaged run's tokens, with ties in rounding resolved like the paged run, and these ties."""
     from blockyard.demo.ties import settle_ties  # noqa: PLC0415 - loads torch
 
     settled, ties = dict(wanted), []
@@ -445,7 +445,7 @@ def _describe(options: DemoOptions, requests: int) -> str:
 
 
 def _blocks_at_the_end(item: WorkItem, block_size: int) -> int:
-    """Blocks of a request at its end: whole blocks of the prompt once, the rest for each sequence."""
+    """Return a request's blocks at its end: full prompt blocks once, the rest for every sequence."""
     n = item.sampling.n
     shared = (len(item.prompt) - 1) // block_size if n > 1 else 0
     longest = -(-(len(item.prompt) + item.sampling.max_tokens) // block_size)
@@ -453,5 +453,5 @@ def _blocks_at_the_end(item: WorkItem, block_size: int) -> int:
 
 
 def _padded(tokens: list[int], length: int) -> list[int]:
-    """Pad with -1, which is no token."""
+    """Pad with -1, which is never a token."""
     return tokens + [-1] * (length - len(tokens))

@@ -29,13 +29,13 @@ class Served:
 
     Attributes:
         outputs: generated tokens by request id, one list per sequence.
-        seconds: wall time.
-        stats: the scheduler's counters.
-        swap_store: the swap store's counters.
-        blocks: blocks by (kind, source, destination).
-        bytes_per_block: all layers, keys and values.
-        totals: blocks of each tier at the start.
-        prefix_store: the prefix store's counters; None if there is none.
+        seconds: wall time of the run.
+        stats: counters of the scheduler.
+        swap_store: counters of the swap store.
+        blocks: number of blocks by (kind, source, destination).
+        bytes_per_block: size of a block: all layers, keys and values.
+        totals: number of blocks in each tier at the start.
+        prefix_store: counters of the prefix store; None if there is none.
     """
 
     outputs: Outputs
@@ -49,19 +49,19 @@ class Served:
 
 
 class Watch(Protocol):
-    """A callback between steps."""
+    """Observes the steps of a run."""
 
     def after_step(self, done: int, total: int) -> None:
-        """Called after each step; `done` of `total` requests are finished."""
+        """Observe a step; `done` of `total` requests are finished."""
 
 
 class Faults:
-    """Wraps an executor in those that count, disturb and fix the timing.
+    """Wraps an executor to count and disturb its transfers and to fix their timing.
 
     Args:
-        corrupt: blocks to damage in the file; 0 for none.
-        sabotage: kind of transfer to drop one of; nothing if None.
-        seed: of the damage.
+        corrupt: number of blocks to damage in the file.
+        sabotage: kind of transfer of which one is dropped; none if None.
+        seed: seed of the damage.
     """
 
     def __init__(self, *, corrupt: int = 0, sabotage: str | None = None, seed: int = 0) -> None:
@@ -76,13 +76,13 @@ class Faults:
         """Wrap the executor of a `Generator`.
 
         Args:
-            executor: the generator's `StepExecutor`, or its `ParallelExecutor`: then rank 0 is disturbed.
+            executor: the generator's `StepExecutor` or `ParallelExecutor`; of the latter, rank 0 is disturbed.
 
         Returns:
             The executor for the generator to call.
 
         Raises:
-            InvalidArgumentError: another kind of executor, or damage without an external tier.
+            InvalidArgumentError: the executor is of another kind, or blocks shall be damaged without an external tier.
         """
         own = executor.executors[0] if isinstance(executor, ParallelExecutor) else executor
         if not isinstance(own, StepExecutor):
@@ -92,7 +92,7 @@ class Faults:
             inner = self.sabotaged = SabotagedExecutor(executor, own, self.sabotage)
         if self.corrupt:
             if own.store is None:
-                raise InvalidArgumentError(f"{self.corrupt} blocks should be damaged, but there is no external tier")
+                raise InvalidArgumentError(f"cannot damage {self.corrupt} blocks: there is no external tier")
             inner = self.corrupting = CorruptingExecutor(inner, own.store, self.corrupt, seed=self._seed)
         self.counting = CountingExecutor(SteadyExecutor(inner))
         return self.counting
@@ -107,21 +107,21 @@ def serve(
 ) -> Served:
     """Serve a workload to its end.
 
-    Requests arrive on a clock of one tick a step. All arrive within the steps of the longest answer, so they press on
-    memory however long the trace lasted.
+    Time advances by one tick per step. All requests arrive within the steps of the longest answer, so memory is under
+    pressure however long the trace lasted.
 
     Args:
-        generator: made with `faults.wrap` as its `wrap_executor`.
+        generator: generator created with `faults.wrap` as its `wrap_executor`.
         items: the requests.
-        faults: counts and disturbs.
-        view: called after every step.
-        watches: called after every step.
+        faults: the wrappers that count and disturb its transfers.
+        view: progress, updated after every step.
+        watches: observers, called after every step.
 
     Returns:
-        Tokens and counters.
+        The tokens and counters.
 
     Raises:
-        OutOfBlocksError: a request does not fit on the device even alone, or no longer does.
+        OutOfBlocksError: a request does not fit on the device, even alone, or no longer does after a shrink.
     """
     waiting = deque(sorted(items, key=lambda item: item.arrival))
     tick = _tick(items)
@@ -161,9 +161,9 @@ def reference(model: PreTrainedModel, items: Sequence[WorkItem], view: Progress)
     """Run the same requests through Hugging Face's `generate`, one sequence at a time.
 
     Args:
-        model: the model that the generator was given.
+        model: the generator's model.
         items: the requests.
-        view: called after every request.
+        view: progress, updated after every request.
 
     Returns:
         Generated tokens by request id, and the wall time in seconds.
@@ -179,13 +179,13 @@ def reference(model: PreTrainedModel, items: Sequence[WorkItem], view: Progress)
 
 
 def _tick(items: Sequence[WorkItem]) -> float:
-    """Seconds of trace time that one step represents."""
+    """Return the seconds of trace time that one step represents."""
     longest = max(item.sampling.max_tokens for item in items)
     return max(item.arrival for item in items) / longest
 
 
 def _note(generator: Generator) -> str:
-    """Describe a step in few characters, for the progress bar."""
+    """Describe a step briefly for the progress bar."""
     manager, scheduler = generator.manager, generator.scheduler
     used = [str(manager.pool(tier).num_blocks - manager.pool(tier).num_free) for tier in ("device", "host", "external")]
     return f"{scheduler.num_running} running, {scheduler.num_swapped} swapped, blocks {'+'.join(used)}"

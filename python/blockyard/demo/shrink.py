@@ -16,7 +16,7 @@ MOVES_A_STEP: Final = 64
 
 
 def defragmentation(goal: str | None) -> DefragPolicy | None:
-    """Return the scheduler's policy for a goal.
+    """Return the scheduler's defragmentation policy for a goal.
 
     Args:
         goal: one of `GOALS`; None for no moves.
@@ -37,7 +37,7 @@ class PoolWatch:
     Args:
         generator: its caches must be elastic if the pool shrinks.
         goal: name of the defragmentation goal, for the report; None for no moves.
-        shrink_to: blocks of the device from the middle of the run on; None for no change.
+        shrink_to: number of device blocks in the second half of the run; None for no change.
 
     Raises:
         InvalidArgumentError: the pool is not larger than `shrink_to`.
@@ -47,7 +47,7 @@ class PoolWatch:
         self._generator, self._goal, self._wanted = generator, goal, shrink_to
         self._capacity = generator.manager.pool("device").num_blocks
         if shrink_to is not None and shrink_to >= self._capacity:
-            raise InvalidArgumentError(f"the device is to shrink to {shrink_to} blocks, it has {self._capacity}")
+            raise InvalidArgumentError(f"the device cannot shrink to {shrink_to} blocks, it has {self._capacity}")
         self._gaps: list[int] = []
         self._step = 0
         self._began: int | None = None
@@ -55,11 +55,11 @@ class PoolWatch:
         self._before = self._after = self._returned = self._fell = self._kept = 0
 
     def after_step(self, done: int, total: int) -> None:
-        """Take note of the pool; half-way, shrink it.
+        """Record the state of the pool; half-way, shrink it.
 
         Args:
-            done: requests that are finished.
-            total: all requests.
+            done: number of finished requests.
+            total: number of requests.
         """
         self._step += 1
         if self._wanted is not None and self._began is None and 2 * done >= total:

@@ -1,10 +1,9 @@
-"""Ties in rounding: two correct runs may choose different tokens. This tells them from wrong KV.
+"""Ties in rounding: two correct runs may choose different tokens. This module tells ties from wrong KV.
 
 A batched and an unbatched run add the same numbers in different orders, so their logits differ in the last digits.
-About once in a hundred thousand tokens of the demo's model (fp32), the two best tokens are nearer than that. Neither is
-wrong: the unpaged run continues from our token, and all later tokens must match again. Wrong KV moves logits thousands
-    of times
-further, so no tie excuses it.
+About once in a hundred thousand tokens of the demo's model (fp32), the two best tokens are closer than that. Neither
+is wrong: the unpaged run continues from the paged run's token, and all later tokens must match again. Wrong KV moves
+logits thousands of times further, so it never looks like a tie.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ def settle_ties(
 
     Args:
         model: the unpaged model.
-        item: the request.
-        index: sequence within the request.
+        item: request to which the tokens belong.
+        index: index of the sequence within the request.
         got: tokens of the paged run.
         wanted: tokens of the unpaged run.
-        tolerance: how much higher a token's logit may have been, in standard deviations of the logits.
+        tolerance: maximum difference of two tied tokens, in standard deviations of the logits.
 
     Returns:
-        Tokens of the unpaged run given the choices at ties, and these ties. What still differs is not a tie; a
-        sequence with more than `MOST_TIES` is left different.
+        The unpaged run's tokens after the ties were resolved, and the ties. Remaining differences are not ties; a
+        sequence with more than `MOST_TIES` ties stays different.
     """
     ours, theirs = list(got), list(wanted)
     ties: list[Difference] = []
@@ -67,7 +66,7 @@ def settle_ties(
 
 
 def _is_tie(model: PreTrainedModel, item: WorkItem, index: int, tokens: list[int], tolerance: float) -> bool:
-    """Whether the unpaged model would choose the last token if its logit were slightly higher."""
+    """Return whether the unpaged model would choose the last token if its logit were slightly higher."""
     before = np.concatenate([item.prompt, np.array(tokens[:-1], dtype=np.int64)])
     logits = _logits(model, before)
     logits[tokens[-1]] += tolerance * logits.std()

@@ -1,6 +1,6 @@
 """The demo's requests: real text that every machine has, or lengths and arrivals from a trace.
 
-The text is the source code and documentation of Python's standard library, one token a byte unless a model has a
+The text is the source code and documentation of Python's standard library, one token per byte unless a model has a
 tokenizer. The same seed on the same Python installation gives the same requests, whatever the order of files on disk.
 """
 
@@ -22,18 +22,18 @@ from blockyard.traces import TraceRequest
 SMALLEST_FILE_BYTES = 4096
 
 Encode = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-"""Turns text, one byte an entry, into a model's tokens."""
+"""A function from text, an array of bytes, to a model's tokens."""
 
 
 @dataclass(frozen=True)
 class WorkItem:
-    """One request with everything that decides its tokens.
+    """A request and everything that determines its tokens.
 
     Attributes:
-        request_id: unique within the workload.
+        request_id: id that is unique within the workload.
         prompt: token ids, int64 `[tokens]`.
-        sampling: how many sequences and tokens, and how they are chosen; no token ends a sequence early.
-        arrival: seconds after the start.
+        sampling: number of sequences and tokens, and how they are sampled; no stop tokens.
+        arrival: arrival time, in seconds after the start.
     """
 
     request_id: str
@@ -46,11 +46,11 @@ class StandardText:
     """Text of Python's standard library as tokens.
 
     Args:
-        folder: where to look for Python files; the running Python's standard library if None.
-        encode: a model's tokenizer; one token a byte if None.
+        folder: folder to search for Python files; the running Python's standard library if None.
+        encode: a model's tokenizer; one token per byte if None.
 
     Raises:
-        InvalidArgumentError: there is no Python file of at least `SMALLEST_FILE_BYTES` bytes in the folder.
+        InvalidArgumentError: the folder has no Python file of at least `SMALLEST_FILE_BYTES` bytes.
     """
 
     def __init__(self, folder: Path | None = None, *, encode: Encode | None = None) -> None:
@@ -64,14 +64,14 @@ class StandardText:
         self._bytes: dict[int, NDArray[np.int64]] = {}
 
     def take(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
-        """Cut `count` tokens out of the text, from the beginning of a line that `rng` chooses.
+        """Cut `count` tokens out of the text, starting at a line that `rng` chooses.
 
         Args:
-            rng: decides file and line; a quarter of the draws go to the documentation, where it is installed.
-            count: tokens wanted.
+            rng: chooses file and line; a quarter of the draws use the documentation if it is installed.
+            count: number of tokens.
 
         Returns:
-            Token ids, int64 `[count]`; a file that ends early is followed by the next one.
+            Token ids, int64 `[count]`; at the end of a file, the next file follows.
         """
         last = len(self.paths) - 1
         index = last if rng.random() < 0.25 else int(rng.integers(0, last + 1))
@@ -86,7 +86,7 @@ class StandardText:
         return tokens[:count]
 
     def _cut(self, index: int, start: int, size: int) -> NDArray[np.int64]:
-        """Take `size` bytes from `start` of a file on, and from the files after it."""
+        """Take `size` bytes from a file, beginning at `start`, and from the files after it."""
         parts = [self._read(index)[start : start + size]]
         taken = len(parts[0])
         while taken < size:
@@ -112,20 +112,20 @@ def text_workload(
     """Make requests with text prompts that all arrive at once.
 
     Args:
-        requests: how many, at least 1.
-        seed: decides texts, lengths and samplers.
-        prompt_tokens: shortest and longest prompt.
-        output_tokens: fewest and most tokens generated for one sequence.
-        text: where prompts come from; the standard library if None.
+        requests: number of requests, at least 1.
+        seed: seed of texts, lengths and samplers.
+        prompt_tokens: minimum and maximum length of a prompt.
+        output_tokens: minimum and maximum number of tokens generated for one sequence.
+        text: source of the prompts; the standard library if None.
 
     Returns:
-        The requests; see `_sampling` for which are greedy, sampled or forked.
+        The requests, a mixture of greedy, sampled and forked ones.
 
     Raises:
         InvalidArgumentError: `requests` is less than 1, or a range is empty.
     """
     if requests < 1:
-        raise InvalidArgumentError(f"a workload of {requests} requests was asked for, at least 1 is needed")
+        raise InvalidArgumentError(f"requests is {requests}, must be at least 1")
     for name, (low, high) in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
         if not 1 <= low <= high:
             raise InvalidArgumentError(f"{name} goes from {low} to {high}, must be a range from 1")
@@ -146,22 +146,22 @@ def trace_workload(
     max_model_len: int | None = None,
     text: StandardText | None = None,
 ) -> list[WorkItem]:
-    """Give text to the requests of a trace: the same for the same hash id.
+    """Make requests with the lengths of a trace; equal hash ids get equal text.
 
     Args:
         trace: lengths, arrivals and hash ids, already scaled.
-        seed: decides texts and samplers.
-        max_model_len: longest prompt plus output that will be served, in tokens; any if None.
-        text: where prompts come from; the standard library if None.
+        seed: seed of texts and samplers.
+        max_model_len: maximum length of a prompt and its output, in tokens; no limit if None.
+        text: source of the prompts; the standard library if None.
 
     Returns:
-        One request per trace row, in the same order. Prompts that share leading hash ids share the tokens of these.
+        One request per trace row, in the same order. Prompts that share leading hash ids share the tokens of these ids.
 
     Raises:
         InvalidArgumentError: the trace is empty, or a request is longer than `max_model_len`.
     """
     if not trace:
-        raise InvalidArgumentError("a workload was asked for over a trace of 0 requests")
+        raise InvalidArgumentError("trace has 0 requests, needs at least 1")
     text = text or StandardText()
     segments: dict[int, NDArray[np.int64]] = {}
     items = []
@@ -170,7 +170,7 @@ def trace_workload(
         if max_model_len is not None and wanted > max_model_len:
             raise InvalidArgumentError(
                 f"request {index} of the trace has {row.input_tokens} + {row.output_tokens} tokens, "
-                f"{max_model_len} fit; scale the lengths by a further {max_model_len / wanted:.4f}"
+                f"{max_model_len} fit; scale the lengths by another factor of {max_model_len / wanted:.4f}"
             )
         rng = np.random.default_rng([seed, index])
         sampling = _sampling(index, row.output_tokens, rng)
@@ -179,7 +179,7 @@ def trace_workload(
 
 
 def _sampling(index: int, max_tokens: int, rng: np.random.Generator) -> SamplingParams:
-    """Vary the requests: every third forks into two sampled sequences; every second of the others samples."""
+    """Vary the requests: every third one forks into two sampled sequences; every second of the others is sampled."""
     forked = index % 3 == 1
     temperature = 0.8 if forked or index % 2 else 0.0
     seed = int(rng.integers(0, 2**31))
@@ -193,10 +193,10 @@ def _trace_prompt(
     seed: int,
     segments: dict[int, NDArray[np.int64]],
 ) -> NDArray[np.int64]:
-    """Join the texts of the row's hash ids; the rest is the request's own text.
+    """Join the texts of the row's hash ids; the rest is text that only this request has.
 
-    Position `p` belongs to id `floor(p / hash_tokens)`, so a scaled trace, whose ids may cover a fraction of a token,
-    still gives equal tokens to equal leading ids.
+    Position `p` belongs to id `floor(p / hash_tokens)`. Equal leading ids get equal tokens even in a scaled trace,
+    whose ids may cover a fraction of a token.
     """
     prompt = text.take(rng, row.input_tokens)
     if not row.hash_ids:
@@ -207,7 +207,7 @@ def _trace_prompt(
     for owner in np.unique(owners[owners < len(row.hash_ids)]).tolist():
         hash_id = row.hash_ids[owner]
         if hash_id not in segments:
-            # The 1 separates these streams from the requests' own, which are seeded by two words.
+            # The 1 separates these streams from the requests' streams, which are seeded by two numbers.
             segments[hash_id] = text.take(np.random.default_rng([seed, hash_id, 1]), length)
         mine = positions[owners == owner]
         prompt[mine] = segments[hash_id][mine - mine[0]]

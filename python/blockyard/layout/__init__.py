@@ -1,4 +1,4 @@
-"""Where the bytes of each block lie in an engine's KV cache tensors. Works without torch."""
+"""Layouts: where the bytes of each block are in an engine's KV cache tensors. Works without torch."""
 
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import BlockLayout, KVLayout, LayoutKind, probe_kind

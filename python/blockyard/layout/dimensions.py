@@ -1,4 +1,4 @@
-"""Names of a cache tensor's dimensions: parses a layout's kind and derives shapes and strides from it."""
+"""Names of a cache tensor's dimensions: parses the kind of a layout and derives shapes and strides from it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _PRESETS: Final[dict[str, str]] = {
     "flat": "kv blocks tokens*heads*dim",
 }
 _NAMES = ("layers", "kv", "blocks", "tokens", "heads", "dim", "dim/x", "x")
-# The elements of a head take one dimension or two.
+# The elements of a head are one dimension or two.
 _ELEMENTS = (["dim"], ["dim/x", "x"])
 
 
 @dataclass(frozen=True)
 class Order:
-    """The dimensions of a tensor, outermost first, each a tuple of names: `("tokens", "heads")` if it counts both."""
+    """The dimensions of a tensor, outermost first, each a tuple of names: `("tokens", "heads")` joins two of them."""
 
     dimensions: tuple[tuple[str, ...], ...]
 
@@ -65,7 +65,7 @@ class Order:
         return found
 
     def read(self, shape: tuple[int, ...], known: dict[str, int]) -> dict[str, int]:
-        """Read the size of each name from a tensor's shape; without a `heads` dimension there is one head."""
+        """Return the size of each name in a tensor's shape; without a `heads` dimension there is one head."""
         sizes = dict(known)
         for size, dimension in sorted(zip(shape, self.dimensions, strict=True), key=lambda pair: len(pair[1])):
             missing = [name for name in dimension if name not in sizes]
@@ -74,11 +74,11 @@ class Order:
                 sizes["heads"] = 1
             if len(missing) > 1:
                 raise LayoutError(
-                    f"{'*'.join(dimension)!r} does not say how many slots a block has: give the block size"
+                    f"{'*'.join(dimension)!r} does not determine the number of slots per block: pass block_size"
                 )
             if dimension == ("tokens",) and sizes.get("tokens", size) != size:
                 raise LayoutError(f"block_size is {sizes['tokens']}, tensor 0 has {size} tokens in a block")
-            # A mismatch is found when shapes are compared.
+            # A mismatch is reported later, when shapes are compared.
             sizes |= dict.fromkeys(missing, size // prod(sizes[name] for name in dimension if name in sizes))
         return sizes
 
@@ -89,14 +89,14 @@ def spell_out(kind: str) -> str:
 
 
 def shorten(kind: str) -> str:
-    """Return the preset for these names, if any; else the names, with `blocks*tokens` shortened to `slots`."""
+    """Return the preset for these names, or the names themselves with `blocks*tokens` shortened to `slots`."""
     found = kind.replace("blocks*tokens", "slots")
     return next((preset for preset, names in _PRESETS.items() if names == found), found)
 
 
 @cache
 def orders_of(kind: str) -> tuple[Order, ...]:
-    """Return the dimensions of a layer's tensors: one order for all, or one for keys and one for values."""
+    """Return the dimension order of a layer's tensors: one for all, or one for keys and one for values."""
     parts = spell_out(kind).replace("slots", "blocks*tokens").split("|")
     return tuple(Order(tuple(tuple(word.split("*")) for word in part.split())) for part in parts)
 
@@ -106,15 +106,15 @@ def check_kind(kind: str) -> None:
     orders = orders_of(kind)
     if not all(set(order.names) <= set(_NAMES) for order in orders):
         presets, words = ", ".join(_PRESETS), ", ".join((*_NAMES, "slots"))
-        raise LayoutError(f"layout kind {kind!r} is not one of {presets}, nor names of {words}")
+        raise LayoutError(f"layout kind {kind!r} is neither one of {presets} nor made of the names {words}")
     for order in orders:
         names = order.names
         elements = [name for name in names if name in {"dim", "dim/x", "x"}]
         unique = len(set(names)) == len(names)
         if not unique or not {"blocks", "tokens"} <= set(names) or sorted(elements) not in _ELEMENTS:
-            raise LayoutError(f"layout kind {kind!r} must name dim, and blocks and tokens or slots, and nothing twice")
+            raise LayoutError(f"layout kind {kind!r} needs dim, and blocks and tokens or slots, without repeats")
         if names[-1] == "blocks":
-            raise LayoutError(f"layout kind {kind!r}: the bytes of a block must not stand apart one by one")
+            raise LayoutError(f"layout kind {kind!r}: blocks must not be the innermost dimension")
     joins = any({"kv", "layers"} & set(order.names) for order in orders)
     if len(orders) > 2 or (len(orders) == 2 and joins):
-        raise LayoutError(f"layout kind {kind!r}: a | parts the keys of a layer from its values, which need no kv")
+        raise LayoutError(f"layout kind {kind!r}: with a | between keys and values, layers and kv are not allowed")

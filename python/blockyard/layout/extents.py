@@ -1,4 +1,4 @@
-"""Memory extents of views, by address, so that storages over the same buffer are seen to overlap too."""
+"""Memory extents of views, by address: different storages over the same buffer are found to overlap, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def extent_of(view: Tensor) -> Extent:
 
 
 def check_apart(name: str, extents: Sequence[Extent]) -> None:
-    """Check that views share no memory: each follows the one before, or their rows interleave at the same stride.
+    """Check that views share no memory: they follow one another, or their rows interleave at the same stride.
 
     Args:
         name: the argument's name, for the message.

@@ -41,7 +41,7 @@ class GroupedLayout:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.groups]
         if not names or len(set(names)) < len(names):
-            raise LayoutError(f"cache groups are {names}, wanted at least one, each once")
+            raise LayoutError(f"cache groups are {names}, must be at least one, without repeats")
 
     @property
     def piece_sizes(self) -> list[int]:
@@ -50,7 +50,7 @@ class GroupedLayout:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all groups."""
+        """Size of one block over all groups, in bytes."""
         return sum(self.piece_sizes)
 
     @property
@@ -77,7 +77,7 @@ class GroupedLayout:
         """
         counts = {name: layout.num_tensors for name, layout in self.groups}
         if len(tensors) != sum(counts.values()):
-            raise LayoutError(f"{len(tensors)} tensors were given, the groups have {counts}")
+            raise LayoutError(f"got {len(tensors)} tensors, the groups have {counts}")
         left = iter(tensors)
         return {name: list(islice(left, count)) for name, count in counts.items()}
 
@@ -85,7 +85,7 @@ class GroupedLayout:
         """Cut the groups' tensors into canonical views.
 
         Args:
-            tensors: tensors by group name, or one list ordered by group; all have the same number of blocks.
+            tensors: tensors by group name, or one list ordered by group; all must have the same number of blocks.
 
         Returns:
             uint8 views `[blocks, bytes]` as from `KVLayout.views`, group by group.
@@ -98,7 +98,7 @@ class GroupedLayout:
         if not isinstance(tensors, Mapping):
             tensors = self.by_group(tensors)
         if set(tensors) != set(names):
-            raise LayoutError(f"tensors are of the groups {sorted(tensors)}, the layout has {sorted(names)}")
+            raise LayoutError(f"tensors has the groups {sorted(tensors)}, the layout has {sorted(names)}")
         views = [view for name, layout in self.groups for view in layout.views(tensors[name])]
         if len({view.shape[0] for view in views}) > 1:
             blocks = {name: layout.num_blocks(tensors[name][0]) for name, layout in self.groups}

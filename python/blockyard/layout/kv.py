@@ -1,8 +1,8 @@
 """The layout of a KV cache in an engine's tensors, and of one block in a row of bytes.
 
-A *row* holds one block of all layers: tensor after tensor, each with the layout's dimensions in order, minus the block
-dimension. With `"kv_first"` and `"blocks_first"` that is K, then V, for each layer, both token-major
-`[block_size, heads, dim]`. Host cache, staging buffers and stores hold rows; the device holds the engine's own tensors.
+A *row* holds one block of all layers: tensor after tensor, each with the layout's dimensions in order, without the
+block dimension. With `"kv_first"` and `"blocks_first"` each layer has K, then V, both token-major
+`[block_size, heads, dim]`. Host cache, staging buffers and stores hold rows; the device holds the engine's tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS: Final[tuple[LayoutKind, ...]] = get_args(LayoutKind)
 
 # ROCm's paged attention reads this many bytes at a time.
 _VECTOR_BYTES = 16
-# A prime far from every other size in a layout.
+# A prime unlike any other size in a layout.
 _SENTINEL = 1_000_003
 
 # Part of every fingerprint; incremented when the byte order of a row changes.
@@ -52,7 +52,7 @@ _ITEM_SIZES = {
 
 
 class BlockLayout(Protocol):
-    """The interface that a copy engine needs of a layout: `KVLayout`, or `GroupedLayout` for several groups."""
+    """The interface between layouts and the copy engine: `KVLayout`, or `GroupedLayout` for several groups."""
 
     @property
     def num_layers(self) -> int:
@@ -60,7 +60,7 @@ class BlockLayout(Protocol):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers."""
+        """Size of one block over all layers, in bytes."""
 
     @property
     def view_layers(self) -> list[int]:
@@ -78,7 +78,7 @@ class BlockLayout(Protocol):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The shape of one cache group: tensors of one shape.
+    """The layout of one cache group, whose tensors all have the same shape.
 
     Attributes:
         kind: `"kv_first"` for tensors `[2, blocks, block_size, heads, dim]`, `"blocks_first"` for
@@ -88,20 +88,20 @@ class KVLayout:
             flat slots are `"slots heads dim"`, and `"flat"` is `"kv blocks tokens*heads*dim"`. `"dim/x"` and `"x"`
             split a head into vectors of `x` adjacent elements. `"|"` separates the dimensions of keys from those of
             values: `"rocm"` is `"blocks heads dim/x tokens x | blocks heads dim tokens"`.
-        num_layers: layers in the group.
-        block_size: tokens in a block.
-        num_kv_heads: heads of K (and of V) in a layer; 1 if no dimension is `"heads"`.
-        head_size: elements of one head.
-        dtype: torch's name of the element type, without `torch.`.
-        itemsize: bytes per element; 0 means to look it up by dtype.
-        tensors_per_layer: 2 if keys and values are separate tensors: K and V of layer 0, of layer 1, ...; always 2 with
-            `"|"`.
+        num_layers: number of layers in the group.
+        block_size: number of tokens in a block.
+        num_kv_heads: number of K heads (and of V heads) in a layer; 1 if no dimension is `"heads"`.
+        head_size: number of elements in a head.
+        dtype: torch's name for the element type, without `torch.`.
+        itemsize: bytes per element; 0 looks it up by dtype.
+        tensors_per_layer: 2 if keys and values are separate tensors, in the order K and V of layer 0, of layer 1, ...;
+        always 2 with `"|"`.
         split: number of dimensions after the block dimension that become separate views, which padding inside blocks
             requires. It changes the views, not the bytes of a row.
-        x: size of dimension `"x"`, if the kind has one; 0 means 16 bytes' worth of elements.
+        x: size of dimension `"x"`, if the kind has one; 0 means as many elements as fit in 16 bytes.
 
     Raises:
-        LayoutError: a number is not positive, kind or dtype is unknown, or the kind's names do not fit together.
+        LayoutError: a number is not positive, kind or dtype is unknown, or the kind's names are inconsistent.
 
     Example:
         >>> import torch
@@ -132,7 +132,7 @@ class KVLayout:
             object.__setattr__(self, "tensors_per_layer", 2)
         for name in ("num_layers", "block_size", "num_kv_heads", "head_size", "tensors_per_layer"):
             if getattr(self, name) < 1:
-                raise LayoutError(f"{name} is {getattr(self, name)}, it must be at least 1")
+                raise LayoutError(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.num_kv_heads > 1 and "heads" not in names:
             raise LayoutError(f"num_kv_heads is {self.num_kv_heads}, {self.kind!r} has no heads")
         if self.tensors_per_layer > 1 + ("kv" not in names):
@@ -144,7 +144,7 @@ class KVLayout:
             raise LayoutError(f"itemsize is {self.itemsize} bytes, {self.dtype} has {known}")
         if not self.itemsize and not known:
             known_names = ", ".join(sorted(_ITEM_SIZES))
-            raise LayoutError(f"dtype is {self.dtype!r}, must be a name, or come with its itemsize: {known_names}")
+            raise LayoutError(f"dtype is {self.dtype!r}, must be one of {known_names}, or be given with its itemsize")
         object.__setattr__(self, "itemsize", self.itemsize or known)
         object.__setattr__(self, "x", self._vector() if "x" in names else 0)
 
@@ -162,21 +162,21 @@ class KVLayout:
 
         Args:
             tensors: tensors of one shape on any device; gaps between and inside blocks are allowed.
-            kind: their layout, as in the attributes. None infers it, for tensors of five dimensions, from the position
-                of the dimension of size 2. `probe_kind` asks the engine's attention backend.
-            block_size: tokens in a block; needed if slots or blocks are flat.
-            num_kv_heads: heads of K, if heads and their elements share a dimension; None means a single head.
+            kind: their layout, as in the attributes. None infers it from the position of the dimension of size 2,
+            for tensors of five dimensions. `probe_kind` infers it from an engine's attention backend.
+            block_size: number of tokens in a block; needed if slots or blocks are flat.
+            num_kv_heads: number of K heads, if heads and their elements share a dimension; None means a single head.
             tensors_per_layer: 2 for separate keys and values, see `interleave`.
 
         Returns:
             A layout whose `views` accepts these tensors.
 
         Raises:
-            LayoutError: the tensors differ, do not have these dimensions, or blocks share memory; or the kind is
-                ambiguous, as with exactly two blocks.
+            LayoutError: the tensors differ, do not have these dimensions or have blocks that share memory; or the kind
+            is ambiguous, for example with exactly two blocks.
         """
         if not tensors:
-            raise LayoutError("a layout needs at least one tensor, 0 were given")
+            raise LayoutError("got 0 tensors, a layout needs at least one")
         shape = tuple(tensors[0].shape)
         order = orders_of(kind)[0] if kind is not None else None
         wanted = len(order.dimensions) if order else 5
@@ -222,7 +222,7 @@ class KVLayout:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
+        """Size of one block in bytes, over all layers, keys and values."""
         return sum(self._piece_sizes)
 
     @property
@@ -247,7 +247,7 @@ class KVLayout:
         return [index * self.num_layers // count if follows else 0 for index in range(count)]
 
     def tensor_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the shape of the first cache tensor; with a `"|"` in the kind, tensors of values differ from it."""
+        """Return the shape of the first cache tensor; with a `"|"` in the kind, tensors of values differ."""
         return self._order(0).shape(self._sizes(num_blocks))
 
     def tensor_shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], str]]:
@@ -256,12 +256,12 @@ class KVLayout:
         return [(self._order(index).shape(sizes), self.dtype) for index in range(self.num_tensors)]
 
     def planes(self, index: int) -> int:
-        """Return the number of planes of a tensor: regions that each hold one part of every block, in block order."""
+        """Return the number of planes of a tensor. A plane is a region with one part of every block, in block order."""
         sizes = self._sizes()
         return prod(sizes[name] for name in self._order(index).before)
 
     def num_blocks(self, tensor: Tensor) -> int:
-        """Return the number of blocks in one cache tensor (of keys)."""
+        """Return the number of blocks in a cache tensor; with a `"|"` in the kind, a tensor of keys."""
         return self._order(0).num_blocks(tensor, self._sizes())
 
     def check(self, tensors: Sequence[Tensor]) -> None:
@@ -271,15 +271,15 @@ class KVLayout:
             tensors: all tensors of the group.
 
         Raises:
-            LayoutError: number, shape, dtype, device or strides do not fit, one requires grad, or two share memory; the
-                message has the numbers.
+            LayoutError: number, shape, dtype, device or strides do not match, a tensor requires grad, or two share
+            memory; the message has the numbers.
         """
         self.views(tensors)
 
     def _check_each(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self.num_tensors:
             raise LayoutError(
-                f"{len(tensors)} tensors were given, the layout has {self.num_layers} layers in {self.num_tensors}"
+                f"got {len(tensors)} tensors, the layout has {self.num_layers} layers in {self.num_tensors}"
             )
         for index, tensor in enumerate(tensors):
             self._check_tensor(index, tensor, tensors[0])
@@ -294,7 +294,7 @@ class KVLayout:
         if name != self.dtype or tensor.element_size() != self.itemsize:
             raise LayoutError(f"tensor {index} is {name}, the layout says {self.dtype}")
         if tensor.requires_grad:
-            raise LayoutError(f"tensor {index} requires grad, and its blocks change behind autograd: give its detach()")
+            raise LayoutError(f"tensor {index} requires grad, which block copies do not support: pass its detach()")
         if tensor.device != first.device:
             raise LayoutError(f"tensor {index} is on {tensor.device}, tensor 0 on {first.device}")
         if self._padded(index, tensor) > self.split:
@@ -307,7 +307,7 @@ class KVLayout:
         """Return how many dimensions after the block dimension have padding at or after them."""
         order, by_name = self._order(index), self._sizes()
         if tensor.dim() != len(order.dimensions):
-            return 0  # found when shapes are compared
+            return 0  # reported later, when shapes are compared
         strides, inner = order.strides(tensor, by_name), order.inner
         sizes = [by_name[name] for name in inner]
         fits = [
@@ -331,7 +331,7 @@ class KVLayout:
         }
 
     def _vector(self) -> int:
-        """Return the number of elements in a vector, after checking it."""
+        """Check and return the number of elements in a vector."""
         x = self.x or max(1, _VECTOR_BYTES // self.itemsize)
         if x < 1 or self.head_size % x:
             raise LayoutError(f"x is {x}, must divide head_size, which is {self.head_size}")
@@ -343,7 +343,7 @@ class KVLayout:
         return orders[index % len(orders)]
 
     def _parts(self, index: int) -> tuple[list[str], tuple[str, ...]]:
-        """Return the names that are indexed to select a view of a tensor, and the names inside each view."""
+        """Return the names to index for each view of a tensor, and the names inside each view."""
         order = self._order(index)
         inner = order.inner[min(self.split, len(order.inner) - 1) :]
         return [name for name in order.names if name != "blocks" and name not in inner], inner
@@ -377,24 +377,24 @@ class KVLayout:
         return views
 
     def row_views(self, rows: Tensor) -> list[Tensor]:
-        """Split rows into the same pieces that `views` makes of cache tensors.
+        """Split rows into the same pieces as `views` splits cache tensors.
 
         Args:
-            rows: uint8 `[blocks, bytes_per_block]`, rows contiguous.
+            rows: uint8 `[blocks, bytes_per_block]` with contiguous rows.
 
         Returns:
             uint8 views `[blocks, bytes]`; view i corresponds to view i of the cache tensors.
 
         Raises:
-            LayoutError: the rows have another shape, dtype or stride.
+            LayoutError: the rows have the wrong shape, dtype or stride.
         """
         return cut_rows(rows, self._piece_sizes)
 
     def fingerprint(self) -> str:
         """Return the SHA-256, in hexadecimal, of all fields that determine the bytes of a row.
 
-        It is the same in every process, and differs between layouts that differ in any field but `split`. It is part of
-        the namespace of keys that leave the process.
+        It is the same in every process. Layouts that differ in any field except `split` have different fingerprints. It
+        is part of the namespace of keys that leave the process.
         """
         fields = {
             name: getattr(self, name)
@@ -409,28 +409,28 @@ class KVLayout:
 
 
 def interleave(keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Interleave tensors of keys and values, one each per layer, into the order that `tensors_per_layer=2` expects."""
+    """Interleave one tensor of keys and one of values per layer in the order that `tensors_per_layer=2` expects."""
     if len(keys) != len(values):
-        raise LayoutError(f"there are {len(keys)} tensors of keys, {len(values)} of values")
+        raise LayoutError(f"got {len(keys)} tensors of keys and {len(values)} of values, must be as many")
     return [tensor for pair in zip(keys, values, strict=True) for tensor in pair]
 
 
 def probe_kind(
     shape_of: Callable[[int, int, int, int], Sequence[int]], *, block_size: int, num_kv_heads: int, head_size: int
 ) -> str:
-    """Infer a backend's layout by probing its shapes: a dimension that scales with an argument is named after it.
+    """Infer a backend's layout from its shapes: a dimension that scales with an argument gets the argument's name.
 
     Args:
         shape_of: the backend's shape function of (number of blocks, block size, KV heads, head size).
-        block_size: tokens in a block, as the engine will use.
-        num_kv_heads: heads of K.
-        head_size: elements in a head.
+        block_size: number of tokens in a block that the engine will use.
+        num_kv_heads: number of K heads.
+        head_size: number of elements in a head.
 
     Returns:
         A kind for `KVLayout`.
 
     Raises:
-        LayoutError: a dimension scales with no argument and cannot be K/V, or several could be.
+        LayoutError: a dimension that scales with no argument cannot be K/V, or several could be.
 
     Source: vLLM 0.33 determines `kv_dim_before_num_blocks` with such a probe.
     """
@@ -440,10 +440,10 @@ def probe_kind(
     for argument, name in enumerate(("blocks", "tokens", "heads", "dim")):
         other = tuple(shape_of(*(value * (1 + (at == argument)) for at, value in enumerate(usual))))
         if len(other) != len(shape):
-            raise LayoutError(f"the backend's shapes are {list(shape)} and {list(other)}: dimensions differ")
+            raise LayoutError(f"the backend's shapes are {list(shape)} and {list(other)}: numbers of dimensions differ")
         for place in (place for place, size in enumerate(shape) if other[place] != size):
             if other[place] != 2 * shape[place]:
-                raise LayoutError(f"dimension {place} of the backend's shape {list(shape)} follows {name} and more")
+                raise LayoutError(f"dimension {place} of the backend's shape {list(shape)} depends on {name} and more")
             names[place].append(name)
     # A head split into vectors: the vector dimension scales with no argument.
     heads = [place for place, found in enumerate(names) if found == ["dim"]]
@@ -461,7 +461,7 @@ def probe_kind(
     unnamed = [place for place, found in enumerate(names) if not found]
     if [shape[place] for place in unnamed] not in ([], [2]):
         raise LayoutError(
-            f"dimensions {unnamed} of the backend's shape {list(shape)}: wanted one of size 2, for K and V"
+            f"dimensions {unnamed} of the backend's shape {list(shape)} have no name, must be one of size 2 for K and V"
         )
     kind = " ".join("*".join(found) or "kv" for found in names)
     check_kind(kind)
@@ -469,12 +469,12 @@ def probe_kind(
 
 
 def _dense(sizes: Sequence[int]) -> list[int]:
-    """Strides without padding, in elements."""
+    """Return the strides without padding, in elements."""
     return [prod(sizes[at + 1 :]) for at in range(len(sizes))]
 
 
 def _apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether no two elements share memory: each dimension must step past all those of smaller stride."""
+    """Return whether no elements share memory: each dimension must step past all dimensions of smaller stride."""
     reach = 1
     if 0 in shape:
         return True
@@ -506,11 +506,11 @@ def cut_rows(rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 def _derive_kind(shape: tuple[int, ...]) -> LayoutKind:
     fits = [kind for kind, place in (("kv_first", 0), ("blocks_first", 1)) if shape[place] == 2]
     if len(fits) != 1:
-        problem = "fits more than one layout, name its kind" if fits else "fits no layout"
-        raise LayoutError(f"a cache tensor of shape {list(shape)} {problem}: keys and values are a dimension of size 2")
+        problem = "matches more than one layout: pass its kind" if fits else "matches no layout"
+        raise LayoutError(f"a cache tensor of shape {list(shape)} {problem}: keys and values need a dimension of 2")
     return cast(LayoutKind, fits[0])
 
 
 def _byte_dtype(tensor: Tensor) -> dtype:
-    """Return uint8 of the tensor's library, without importing torch for callers that only read shapes."""
+    """Return uint8 of the tensor's library; torch is not imported for callers that only read shapes."""
     return tensor[:0].byte().dtype

@@ -1,7 +1,7 @@
-"""Figures of runs, and one HTML file that shows them without a network; needs plotly.
+"""Figures of runs, and a self-contained HTML page that shows them; needs plotly.
 
-A figure is a plotly figure as a dict: `plotly.graph_objects.Figure(figure)` shows it in a notebook. Functions make
-figures from plain data, `write_html` writes them.
+Functions create figures from plain data, and `write_html` writes them to a page. A figure is a plotly figure as a dict:
+`plotly.graph_objects.Figure(figure)` shows it in a notebook.
 
     figures = {
         "Hit rate": hit_rate_figure({"lru": [(1000, 0.31), (2000, 0.44)]}, optimum=[(1000, 0.42), (2000, 0.55)]),

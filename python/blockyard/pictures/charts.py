@@ -14,9 +14,9 @@ from blockyard.pictures.style import COLORS, DASHES, GREY, SYMBOLS, Axis, Figure
 __all__ = ["cdf_figure", "hit_rate_figure", "pareto_figure"]
 
 _MOST_POINTS: Final = 1000
-"""Of a distribution; more are its quantiles."""
+"""Maximum number of points of a distribution; more samples are reduced to quantiles."""
 _MOST_TICKS: Final = 10
-"""Capacities that are each named on the axis."""
+"""Maximum number of capacities that each get a tick on the axis."""
 
 
 def hit_rate_figure(
@@ -25,12 +25,12 @@ def hit_rate_figure(
     optimum: Sequence[tuple[float, float]] = (),
     capacity: Axis = ("cache capacity", "blocks"),
 ) -> Figure:
-    """Draw the hit rate over the capacity.
+    """Draw hit rate over capacity.
 
     Args:
-        curves: for each policy, points of capacity and hit rate, 0 to 1.
-        optimum: the same for what no policy can exceed; empty if it is not known.
-        capacity: what the first numbers are.
+        curves: points of capacity and hit rate, 0 to 1, by policy.
+        optimum: points of the upper bound of all policies; empty if unknown.
+        capacity: what the capacity counts, and its unit.
     """
     data = [
         _line(name, sorted(points), number, dash=DASHES[number % len(DASHES)])
@@ -51,18 +51,18 @@ def hit_rate_figure(
 
 
 def cdf_figure(samples: Mapping[str, ArrayLike], quantity: Axis) -> Figure:
-    """Draw the distribution of a latency, or of anything else, for each of several runs.
+    """Draw the distribution of a quantity, such as a latency, for several runs.
 
     Args:
-        samples: one number for each request, by the name of the run; a run without samples is left out.
-        quantity: what the numbers are, such as `("TTFT", "s")`.
+        samples: one number per request, by the name of the run; a run without samples is omitted.
+        quantity: what the numbers measure, and the unit, such as `("TTFT", "s")`.
     """
     data, values = [], list[float]()
     for number, (name, sample) in enumerate(samples.items()):
         ordered = np.sort(np.asarray(sample, dtype=np.float64))
         if not len(ordered):
             continue
-        # Of n samples the k-th smallest is the k/n quantile: with fewer points than samples, no value is made up.
+        # The k-th smallest of n samples is the k/n quantile, so every point is a real sample.
         ranks = np.unique(np.linspace(1, len(ordered), min(len(ordered), _MOST_POINTS)).round().astype(np.int64))
         points = list(zip(ordered[ranks - 1].tolist(), (100 * ranks / len(ordered)).tolist(), strict=True))
         p50, p99 = (ordered[max(0, int(np.ceil(part * len(ordered))) - 1)] for part in (0.5, 0.99))
@@ -91,14 +91,14 @@ def pareto_figure(
     """Draw choices, and the front: those that no other choice beats on one axis without being worse on the other.
 
     Args:
-        choices: position of each, by name.
-        x: what is on the horizontal axis, such as `("cost", "$/h")`; lower is better.
-        y: what is on the vertical axis.
-        better: which values of `y` are better.
-        recommended: name of a choice to point at.
+        choices: positions by name.
+        x: quantity on the horizontal axis, such as `("cost", "$/h")`; lower is better.
+        y: quantity on the vertical axis.
+        better: whether lower or higher values of `y` are better.
+        recommended: name of the choice to highlight.
 
     Raises:
-        InvalidArgumentError: there is no such choice.
+        InvalidArgumentError: `recommended` is not among the choices.
     """
     if recommended is not None and recommended not in choices:
         raise InvalidArgumentError(f"recommended is {recommended!r}, must be one of {', '.join(choices)}")

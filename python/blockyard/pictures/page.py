@@ -1,4 +1,4 @@
-"""`write_html`: figures and facts as one file that needs no network."""
+"""`write_html`: figures and facts in one self-contained file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["write_html"]
 
 _HEIGHT: Final = 420
 _FONT: Final = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
-# The policy lets the browser refuse any request that slipped in.
+# The policy makes the browser block any network request.
 _PAGE: Final = Template("""\
 <!DOCTYPE html>
 <html lang="en">
@@ -84,15 +84,15 @@ addEventListener("afterprint", () => draw(dark.matches));
 
 
 def write_html(path: Path, title: str, figures: Mapping[str, Figure], facts: Mapping[str, object]) -> None:
-    """Write one HTML file with everything in it: it opens without a network, in light or dark, and prints.
+    """Write a self-contained HTML file: it opens without a network, in light or dark mode, and can be printed.
 
-    The file has 5 MB, most of it plotly.js.
+    The file is 5 MB large, mostly plotly.js.
 
     Args:
-        path: of the file. The same arguments give the same bytes.
-        title: of the page.
-        figures: by heading.
-        facts: figures and settings of the run for the table at the top, by name.
+        path: path of the file. The same arguments give the same bytes.
+        title: title of the page.
+        figures: figures by heading.
+        facts: numbers and settings of the run for the table at the top, by name.
 
     Raises:
         InvalidArgumentError: a figure has a number that is not finite.
@@ -118,9 +118,9 @@ def write_html(path: Path, title: str, figures: Mapping[str, Figure], facts: Map
 
 
 def _figure(heading: str, figure: Figure) -> str:
-    """Return JSON that no text in it can end the script with."""
+    """Return JSON in which no text can end the script element."""
     try:
-        text = json.dumps(figure, allow_nan=False, default=methodcaller("tolist"))  # of numpy's numbers
+        text = json.dumps(figure, allow_nan=False, default=methodcaller("tolist"))  # for numpy numbers
     except ValueError:
         raise InvalidArgumentError(f"the figure {heading!r} has a number that is not finite") from None
     return text.replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""What all figures share: colours, axes and the limit on points."""
+"""Colours, symbols and axes for all figures."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["COLORS", "DASHES", "GREY", "SYMBOLS", "Axis", "Figure", "axis_of", "
 Figure = dict[str, Any]
 """A plotly figure: `data` and `layout`."""
 Axis = tuple[str, str]
-"""What an axis shows, and its unit: `("TTFT", "s")`; "" if it has none."""
+"""What an axis shows, and its unit, "" if it has none: `("TTFT", "s")`."""
 
 COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999933", "#AA4499")
-"""Colours that differ to every eye and on both backgrounds: most of Okabe and Ito's, two of Tol's muted ones."""
+"""Colours for every kind of colour vision, on both backgrounds: most are Okabe and Ito's, two are Tol's muted ones."""
 GREY: Final = "#999999"
 DASHES: Final = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS: Final = 8
-"""Markers that are easy to tell apart, by plotly's numbers."""
+"""Number of markers that are easy to distinguish; plotly numbers them from 0."""
 _LOG_FROM: Final = 20
-"""Largest over smallest value from which an axis is logarithmic."""
+"""Minimum ratio of the largest to the smallest value for a logarithmic axis."""
 
 
 def title_of(axis: Axis) -> dict[str, str]:

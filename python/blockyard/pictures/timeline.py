@@ -1,4 +1,4 @@
-"""`timeline_figure`: counters, spans and marks of one run on one time axis."""
+"""`timeline_figure`: counters, spans and marks of a run on one time axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_LANE_PIXELS: Final = 900
 _GAP_PIXELS: Final = 22
 _AROUND_PIXELS: Final = 110
 _MOST_POINTS: Final = 2000
-"""Of a line; more lie on the same pixels."""
+"""Maximum number of points of a line; more would share pixels."""
 _MOST_SHADES: Final = 300
 _FILL: Final = "rgba(0, 114, 178, 0.2)"  # the first of `COLORS`
 
@@ -26,11 +26,11 @@ _FILL: Final = "rgba(0, 114, 178, 0.2)"  # the first of `COLORS`
 def timeline_figure(timeline: Timeline, *, shade: Collection[str] = ("faults",)) -> Figure:
     """Draw a timeline: a panel for each track of counters, and below them all spans and marks.
 
-    Lines keep the lowest and the highest value of each pixel. Spans of one name that lie on the same pixel are one
-    bar, which says how many.
+    Lines keep the lowest and the highest value of each pixel. Spans of the same name on the same pixel become one bar,
+    which shows their number.
 
     Args:
-        timeline: what to draw.
+        timeline: timeline to draw.
         shade: tracks whose spans are shaded in all panels.
     """
     start, end = _reach(timeline)
@@ -69,7 +69,7 @@ def timeline_figure(timeline: Timeline, *, shade: Collection[str] = ("faults",))
 
 
 def _suffix(number: int) -> str:
-    """Return what plotly appends to the name of a panel's axis and legend."""
+    """Return the suffix that plotly appends to the names of a panel's axis and legend."""
     return "" if number <= 1 else str(number)
 
 
@@ -114,7 +114,7 @@ def _lines(lines: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return a line with the first, lowest, highest and last point of each of equal parts of time."""
+    """Return a line with only the first, lowest, highest and last point of each of equally long intervals."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     start, width = points[0][0], (points[-1][0] - points[0][0]) * 4 / _MOST_POINTS
@@ -129,7 +129,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _lane_axis(lanes: dict[str, int]) -> dict[str, Any]:
-    """Return the axis of spans: a tick in the middle of each track's lanes."""
+    """Return the axis for spans: a tick in the middle of each track's lanes."""
     ticks, borders, first = [], list[float](), 0
     for count in lanes.values():
         ticks.append(first + (count - 1) / 2)

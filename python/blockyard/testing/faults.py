@@ -1,8 +1,7 @@
-"""Fault injection: damages stored blocks as a bad disk would, for tests and for `blockyard demo --corrupt`.
+"""Fault injection: damages stored blocks like a bad disk, for tests and for `blockyard demo --corrupt`.
 
-The file of a live store is changed behind its back. The store must report a miss, whatever was changed. To test code
-that uses a store, `UnrulyStore` violates the `ExternalStore` contract, and `FailingStore` honors it but returns no
-blocks.
+It changes the file of an open store. Whatever changed, the store must report a miss. To test code that uses a store,
+`UnrulyStore` violates the `ExternalStore` contract, and `FailingStore` honors it but returns no blocks.
 """
 
 import os
@@ -52,7 +51,7 @@ def corrupt_slots(
         seed: seed for positions and changes.
 
     Raises:
-        InvalidArgumentError: the store has no slab file, or there is no such part.
+        InvalidArgumentError: the store has no slab file, or there is `part` is not in `PARTS`.
         MappingError: a slot is out of range.
         OSError: the file is gone or cannot be written.
 
@@ -84,7 +83,7 @@ def corrupt_slots(
 
 
 def flip_bytes(path: Path, offsets: Sequence[int], *, masks: Sequence[int]) -> None:
-    """Change single bytes of a file on disk.
+    """Flip bits of single bytes in a file.
 
     Args:
         path: the file; symbolic links are not followed.
@@ -126,7 +125,7 @@ _ERRORS: tuple[Exception, ...] = (
 
 
 class UnrulyStore(ExternalStore):
-    """Violates the `ExternalStore` contract now and then, in any call; other calls are passed on.
+    """Violates the `ExternalStore` contract in some calls, of any kind, and forwards the others.
 
     It raises exceptions of all kinds, before or after the call takes effect; returns wrong types and shapes; and
     repeats, invents and forgets tickets. Blocks that it reports as read always have the right bytes.
@@ -158,24 +157,24 @@ class UnrulyStore(ExternalStore):
         return self._inner.bytes_per_block
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Start writing blocks, or not."""
+        """Start writing blocks, or misbehave."""
         return self._ticket(lambda: self._inner.submit_write(slots, rows))
 
     def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
-        """Start reading blocks, or not."""
+        """Start reading blocks, or misbehave."""
         return self._ticket(lambda: self._inner.submit_read(slots, rows))
 
     @property
     def keeps_quotas(self) -> bool:  # type: ignore[override]
-        """Whether the store below keeps quotas."""
+        """Whether the inner store keeps quotas."""
         return self._inner.keeps_quotas
 
     def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
-        """Start storing blocks by key, or not."""
+        """Start storing blocks by key, or misbehave."""
         return self._ticket(lambda: _put(self._inner, keys, rows, owners))
 
     def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
-        """Start reading blocks by key, or not."""
+        """Start reading blocks by key, or misbehave."""
         return self._ticket(lambda: self._inner.submit_get(keys, rows))
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
@@ -189,11 +188,11 @@ class UnrulyStore(ExternalStore):
         return cast("NDArray[np.bool_]", found)
 
     def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
-        """Limit the blocks of a tenant in the store below, or raise anything."""
+        """Limit the blocks of a tenant in the inner store, or raise anything."""
         self._break(lambda: self._inner.set_quota(tenant, num_blocks), lambda done: [done])
 
     def quota(self, tenant: bytes) -> tuple[int, int] | None:
-        """Return a tenant's quota from the store below, or raise anything."""
+        """Return a tenant's quota from the inner store, or raise anything."""
         found = self._break(lambda: self._inner.quota(tenant), lambda right: [right])
         return cast("tuple[int, int] | None", found)
 
@@ -203,15 +202,15 @@ class UnrulyStore(ExternalStore):
         return cast("list[int]", answer)
 
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
-        """Collect a ticket, or not."""
+        """Collect a ticket, or misbehave."""
         return cast("Completion", self._break(lambda: self._inner.wait(ticket, timeout), _misshapen))
 
     def stats(self) -> StoreStats:
-        """Return the counters of the store below."""
+        """Return the counters of the inner store."""
         return self._inner.stats()
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Close the store below."""
+        """Close the inner store."""
         return self._inner.close(timeout)
 
     def _ticket(self, call: Callable[[], int]) -> int:
@@ -231,16 +230,16 @@ class UnrulyStore(ExternalStore):
 
 
 class FailingStore(ExternalStore):
-    """A prefix store that fails as storage does. Its users must lose only hits, never tokens, and never wait long.
+    """A prefix store that fails like real storage. Its users may lose hits, but never tokens, and never wait long.
 
     Args:
         inner: a working store with keys.
-        timeout: seconds after which hanging calls are given up.
+        timeout: deadline of hanging calls, in seconds.
 
     Attributes:
-        fault: what goes wrong from now on. `"lose"`: it claims to have a key, then misses. `"refuse"`: every read and
-            write raises StoreError. `"hang"`: reads and writes return misses at their deadline. Empty: nothing.
-        faults: number of calls that went wrong.
+        fault: fault of all later calls. `"lose"`: it claims to have a key, then misses. `"refuse"`: every read and
+        write raises StoreError. `"hang"`: reads and writes return misses at their deadline. Empty: none.
+        faults: number of calls that failed.
 
     Example:
         >>> import tempfile
@@ -257,7 +256,7 @@ class FailingStore(ExternalStore):
     def __init__(self, inner: ExternalStore, *, timeout: float = 2.0) -> None:
         self._inner, self._timeout = inner, timeout
         self._late: dict[int, float] = {}
-        self._ended: list[int] = []  # reported by the store below, not yet due here
+        self._ended: list[int] = []  # reported by the inner store, not yet due here
         self.fault: Literal["", "lose", "refuse", "hang"] = ""
         self.faults = 0
 
@@ -281,7 +280,7 @@ class FailingStore(ExternalStore):
 
     @property
     def keeps_quotas(self) -> bool:  # type: ignore[override]
-        """Whether the store below keeps quotas."""
+        """Whether the inner store keeps quotas."""
         return self._inner.keeps_quotas
 
     def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
@@ -300,12 +299,12 @@ class FailingStore(ExternalStore):
         return self._submit(lambda: self._inner.submit_delete(keys))
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
-        """Return whether each key has a block, or claim that it does."""
+        """Return whether each key has a block, or claim that all have."""
         found = self._inner.contains(keys)
         return np.ones_like(found) if self.fault == "lose" else found
 
     def lacks(self, keys: Keys) -> NDArray[np.bool_]:
-        """Return whether each key is known to be missing, or deny it."""
+        """Return whether each key is known to be missing, or claim that none is."""
         found = self._inner.lacks(keys)
         return np.zeros_like(found) if self.fault == "lose" else found
 
@@ -324,11 +323,11 @@ class FailingStore(ExternalStore):
         return self._inner.quota(tenant)
 
     def event_fd(self) -> int:
-        """Return the file descriptor of the store below."""
+        """Return the file descriptor of the inner store."""
         return self._inner.event_fd()
 
     def poll(self) -> list[int]:
-        """Return finished tickets; hanging ones at their deadline."""
+        """Return finished tickets, and hanging ones after their deadline."""
         now = time.monotonic()
         self._ended += self._inner.poll()
         found = [ticket for ticket in self._ended if self._late.get(ticket, 0.0) <= now]
@@ -336,7 +335,7 @@ class FailingStore(ExternalStore):
         return found
 
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
-        """Collect a ticket; a hanging one yields misses at its deadline or the timeout."""
+        """Collect a ticket; a hanging one returns misses at its deadline or the timeout."""
         until = self._late.pop(ticket, None)
         if until is None:
             return self._inner.wait(ticket, timeout)
@@ -347,11 +346,11 @@ class FailingStore(ExternalStore):
         return Completion(ticket, missed, np.zeros_like(answer.rows), ("timeout",) * len(missed))
 
     def stats(self) -> StoreStats:
-        """Return the counters of the store below."""
+        """Return the counters of the inner store."""
         return self._inner.stats()
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Close the store below."""
+        """Close the inner store."""
         return self._inner.close(timeout)
 
     def _require_answer(self) -> None:
@@ -370,12 +369,12 @@ class FailingStore(ExternalStore):
 
 
 def _put(store: ExternalStore, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None) -> int:
-    """Put blocks; omit `owners` if there are none, as stores need not accept it."""
+    """Put blocks; omit `owners` if there are none, because stores need not accept it."""
     return store.submit_put(keys, rows) if owners is None else store.submit_put(keys, rows, owners)
 
 
 def _misshapen(answer: Completion) -> Sequence[object]:
-    """Return variants of an answer, each with something wrong."""
+    """Return variants of an answer, each with a different fault."""
     ticket, ok, rows, reasons = answer.ticket, answer.ok, answer.rows, answer.reasons
     more = np.concatenate((rows, np.zeros((1, rows.shape[1]), dtype=np.uint8)))
     return (

@@ -1,4 +1,4 @@
-"""The interfaces that the test kit needs of a manager and a scheduler: yours, or Blockyard's."""
+"""The interfaces of managers and schedulers that the test kit can drive: yours or Blockyard's."""
 
 # ruff: noqa: D102 (the calls are those of `BlockManager` and `Scheduler`, which document them)
 
@@ -46,10 +46,10 @@ class Config:
     """Sizes of a manager.
 
     Args:
-        block_size: token slots in a block.
-        device_blocks: blocks of the device.
-        host_blocks: blocks of the host.
-        external_blocks: slots of the external tier.
+        block_size: number of token slots in a block.
+        device_blocks: number of device blocks.
+        host_blocks: number of host blocks.
+        external_blocks: number of slots of the external tier.
         watermark: fraction of the device blocks that admission keeps free.
     """
 
@@ -75,7 +75,7 @@ class Config:
 
 
 class FitLike(Protocol):
-    """The answer of `can_allocate` and similar calls: true if the request fits now."""
+    """The result of `can_allocate` and similar calls: true if the request fits now."""
 
     @property
     def status(self) -> AllocStatus: ...

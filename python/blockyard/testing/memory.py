@@ -41,7 +41,7 @@ class SimulatedMemory:
         }
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
-        """Carry out a decision in order. Returns the pairs that did not land: none.
+        """Execute a decision in order. Returns the lost pairs: none.
 
         Raises:
             MappingError: an id is out of range, or a destination repeated.
@@ -131,7 +131,7 @@ class _Transfer:
 class LateMemory(SimulatedMemory):
     """Memory whose transfers run as late as the decision allows: unordered ones land when their ticket ends.
 
-    So a block that is reused too early is overwritten before it is read, and a block that is read too early is still
+    Thus a block that is reused too early is overwritten before it is read, and a block that is read too early is still
     empty.
     """
 
@@ -145,7 +145,7 @@ class LateMemory(SimulatedMemory):
         Args:
             decision: the step's decision.
             needed: device blocks that the step reads or writes.
-            lost: pairs that will not land.
+            lost: pairs to lose.
 
         Raises:
             MappingError: an id is out of range, or a destination repeated.
@@ -182,7 +182,7 @@ class LateMemory(SimulatedMemory):
             self._land(transfer)
 
     def abandon(self, ticket: int) -> None:
-        """Give up a decision and fill its destinations with garbage; the caller then fails its ticket."""
+        """Abandon a decision and fill its destinations with garbage; the caller then fails its ticket."""
         for transfer in self._running.pop(ticket):
             self.lose(transfer.pairs)
 

@@ -1,7 +1,7 @@
-"""`ReferenceManager`: the behavior of `BlockManager`, written as plainly as possible.
+"""`ReferenceManager`: the behavior of `BlockManager`, written as simply as possible.
 
-It keeps only tables and leases, and recounts references and free blocks on every call. That makes it slow, but leaves
-little that can be wrong.
+It stores only tables and leases, and recounts references and free blocks on every call. This is slow, but leaves little
+room for bugs.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class ReferenceManager:
     It has no prefix cache.
 
     Args:
-        block_size: token slots in a block.
-        device_blocks: blocks of the device.
-        host_blocks: blocks of the host.
-        external_blocks: slots of the external tier.
+        block_size: number of token slots in a block.
+        device_blocks: number of device blocks.
+        host_blocks: number of host blocks.
+        external_blocks: number of slots of the external tier.
         watermark: fraction of the device blocks that admission keeps free.
 
     Raises:
@@ -294,7 +294,7 @@ class ReferenceManager:
         return StepDecision(ticket, transfers, after=drains if step.reuses_drained else [])
 
     def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> NDArray[np.uint64]:
-        """End a ticket, given the pairs that did not land. Returns the sequences that lost bytes."""
+        """End a ticket, given its lost pairs. Returns the sequences that lost bytes."""
         if ticket not in self._state.running:
             raise UnknownTicketError(f"ticket {ticket} is not open")
         step = self._state.running[ticket]
@@ -398,7 +398,7 @@ class ReferenceManager:
         return origin
 
     def _sources(self, handles: list[int], origin: TierName, to: TierName) -> tuple[int, int]:
-        """Check a batch. Returns the number of distinct blocks to move, and of all its distinct blocks."""
+        """Check a batch. Returns the number of distinct blocks to move, and the number of all its distinct blocks."""
         all_held: set[int] = set()
         for handle, row in self._batch(handles):
             self._intact(handle)
@@ -476,7 +476,7 @@ class ReferenceManager:
                 self._state.drop(row, 0)
             row.tier, row.table = to, moved
         rows, uses = [self._state.sequences[handle] for handle in handles], self._state.uses(to)
-        # Sequences that find all their blocks there need not wait.
+        # Sequences whose blocks are all there already need not wait.
         comes = any("write" in uses[block] for row in rows for block in row.table)
         for row in rows:
             row.ticket, row.moving = self._state.ticket if comes else 0, comes

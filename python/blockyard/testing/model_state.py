@@ -1,4 +1,4 @@
-"""State of the reference model: tables, leases, and which blocks have equal bytes. All else is counted on demand."""
+"""State of the reference model: tables, leases and links between blocks of equal bytes; the rest is computed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ModelState:
         self.step = Step()
         self.running: dict[int, Step] = {}
         self.tier_copies: dict[Block, Block] = {}
-        # Unfinished transfers that a block's bytes came through: if one fails, the bytes are lost.
+        # Unfinished transfers that a block's bytes depend on: if one fails, the bytes are lost.
         self.unlanded: dict[Block, set[tuple[int, Block]]] = {}
 
     def count(self, tokens: int) -> int:
@@ -98,7 +98,7 @@ class ModelState:
         return [block for block in self._unreferenced(tier) if set(uses[block]) == {"drain"}]
 
     def available(self, tier: TierName) -> int:
-        """Return the number of blocks that device work of the open step may take."""
+        """Return the number of blocks that the open step may take for work on the device."""
         return len(self.free_blocks(tier)) + len(self.overlappable_blocks(tier))
 
     def require(self, tier: TierName, wanted: int, *, draining_too: bool = True) -> None:

@@ -1,7 +1,7 @@
 """Rules that every prefix cache must obey, whatever it evicts: `ReferencePrefixCache` and `EventReplay`.
 
-Which blocks are cached is up to the policy. But hits must be of computed tokens, counters must be the sums of the
-answers, and the events must tell exactly which blocks can be found.
+The policy decides which blocks are cached. But hits must be computed tokens, counters must be the sums of the results,
+and the events must say exactly which blocks can be found.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["EventReplay", "ReferencePrefixCache"]
 
 @dataclass
 class ReferencePrefixCache:
-    """Tracks which prefixes a cache may find, by their tokens.
+    """Tracks, by tokens, which prefixes a cache may find.
 
     Args:
-        block_size: token slots in a block.
+        block_size: number of token slots in a block.
 
     Attributes:
         computed: tokens of each computed prefix of whole blocks, with its salt.
@@ -44,7 +44,7 @@ class ReferencePrefixCache:
     hit_tokens: int = 0
 
     def publish(self, tokens: Sequence[int], *, salt: bytes | None = None) -> None:
-        """Record that all of these tokens are computed."""
+        """Record that all of these tokens have been computed."""
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
             self.computed.add((salt, tuple(tokens[:end])))
 

@@ -31,7 +31,7 @@ PATIENCE = 30.0
 
 
 class StoreSuite(ABC):
-    """Tests of an `ExternalStore`; each opens its own and closes it.
+    """Tests of an `ExternalStore`; each one opens a store and closes it.
 
     Attributes:
         bytes_per_block: block size of the opened stores; deliberately not a multiple of a page.
@@ -70,7 +70,7 @@ class StoreSuite(ABC):
             _read(store, np.array([3, 3]), np.concatenate([rows, rows]))
 
     def test_rows_may_change_once_their_write_is_collected(self) -> None:
-        """Also when it was given up at once."""
+        """Also when the caller gave up immediately."""
         with self.open_store() as store:
             for number in range(8):
                 rows = self.rows(1, number)
@@ -196,7 +196,7 @@ class PrefixStoreSuite(ABC):
     Attributes:
         bytes_per_block: block size of the opened stores; deliberately not a multiple of a page.
         num_slots: number of blocks that they hold, at least 8.
-        evicts: whether they hold no more than that; False for storage without a size, such as a bucket.
+        evicts: whether they hold no more than `num_slots` blocks; False for storage without a size, such as a bucket.
     """
 
     bytes_per_block = 5000
@@ -254,7 +254,7 @@ class PrefixStoreSuite(ABC):
             _equal(store.lacks(self.keys(1)).tolist(), [False], "lacks, of a key that is there")
 
     def test_rows_may_change_once_their_put_is_collected(self) -> None:
-        """Also when it was given up at once."""
+        """Also when the caller gave up immediately."""
         with self.open_store() as store:
             for number in range(8):
                 rows = self.rows(number)

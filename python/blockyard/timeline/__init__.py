@@ -1,4 +1,4 @@
-"""What happened in a run and when: spans, counters and marks, drawn by `blockyard.pictures` or shown by Perfetto."""
+"""What happened when in a run: spans, counters and marks, drawn by `blockyard.pictures` or shown by Perfetto."""
 
 from blockyard.timeline.timeline import Counter, Mark, Span, Timeline
 

@@ -1,7 +1,6 @@
 """`Timeline`: what happened when, as spans, counters and marks on named tracks.
 
-A run fills it in, and both readers show the same: `write_trace_events` writes it for Perfetto, and
-`blockyard.pictures.timeline_figure` draws it.
+A run fills it in. `write_trace_events` then writes it for Perfetto, and `blockyard.pictures.timeline_figure` draws it.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from blockyard.errors import InvalidArgumentError
 __all__ = ["Counter", "Mark", "Span", "Timeline"]
 
 _MICROSECONDS: Final = {"s": 1e6, "step": 1e3}
-"""Of a trace event, for one unit of a timeline's time: Perfetto shows a step as a millisecond."""
+"""Microseconds in Perfetto per unit of time: a step is shown as a millisecond."""
 
 
-_PLAIN: Final = methodcaller("tolist")  # of numpy's numbers
+_PLAIN: Final = methodcaller("tolist")  # for numpy numbers
 
 
 class Span(NamedTuple):
-    """Work from one time to another. `args` are shown where it is looked at."""
+    """Work from one time to another. Viewers show `args` in the span's details."""
 
     track: str
     name: str
@@ -40,7 +39,7 @@ class Span(NamedTuple):
 
 
 class Counter(NamedTuple):
-    """A value from this time on. `track` names the panel that it shares, with the unit, as in `device (blocks)`."""
+    """A value from this time on. Counters of one `track` share a panel; it names the unit, as in `device (blocks)`."""
 
     track: str
     name: str
@@ -49,7 +48,7 @@ class Counter(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that takes no time."""
+    """An event without a duration."""
 
     track: str
     name: str
@@ -58,14 +57,14 @@ class Mark(NamedTuple):
 
 @dataclass
 class Timeline:
-    """Events of one run, in any order.
+    """The events of a run, in any order.
 
     Attributes:
-        time_unit: of all times: seconds, or scheduler steps.
-        tracks: of spans and marks that come first, in this order; others follow as they were added.
-        spans: that were added.
-        counters: that were added.
-        marks: that were added.
+        time_unit: unit of all times: seconds or scheduler steps.
+        tracks: tracks of spans and marks to show first, in this order; others follow in the order of `add`.
+        spans: the added spans.
+        counters: the added counters.
+        marks: the added marks.
     """
 
     time_unit: Literal["s", "step"] = "s"
@@ -92,9 +91,9 @@ class Timeline:
             self.marks.append(event)
 
     def lanes(self) -> dict[str, list[list[Span]]]:
-        """Return the spans of each track in as few lanes as keep them apart, each in order of time.
+        """Return the spans of each track in as few lanes without overlap as possible, each in order of time.
 
-        Those of `tracks` come first, others as they were added. A track of marks only has no lanes.
+        The tracks in `tracks` come first, then the others in the order of `add`. A track with only marks has no lanes.
         """
         events: list[Span | Mark] = [*self.spans, *self.marks]
         names = {event.track: None for event in events}
@@ -113,13 +112,13 @@ class Timeline:
         return found
 
     def write_trace_events(self, path: Path) -> None:
-        """Write the Trace Event Format as JSON, which ui.perfetto.dev and chrome://tracing open.
+        """Write a JSON file in the Trace Event Format, for ui.perfetto.dev and chrome://tracing.
 
         Args:
-            path: of the file. The same events give the same bytes.
+            path: path of the file. The same events give the same bytes.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         with path.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [')
@@ -128,7 +127,7 @@ class Timeline:
             file.write("\n]}\n")
 
     def _trace_events(self) -> Iterator[dict[str, Any]]:
-        scale, thread = _MICROSECONDS[self.time_unit], 1  # the thread of the process's number is its main thread
+        scale, thread = _MICROSECONDS[self.time_unit], 1  # the main thread has the process's number
         yield {"ph": "M", "tid": thread, "name": "process_name", "args": {"name": "blockyard"}}
         for track, lanes in self.lanes().items():
             for lane, spans in enumerate(lanes or [[]]):
@@ -142,7 +141,7 @@ class Timeline:
                 for mark in self.marks if not lane else ():
                     if mark.track == track:
                         yield {"ph": "i", "s": "t", "tid": thread, "name": mark.name, "ts": mark.time * scale}
-        # An event has all values of its track: the viewers take them for one point of as many lines.
+        # An event has all values of its track; viewers draw one line for each value.
         now: dict[str, dict[str, float]] = {}
         for time, group in groupby(sorted(self.counters, key=_time), key=_time):
             changed: dict[str, dict[str, float]] = {}

@@ -1,6 +1,6 @@
 """Request traces: when requests arrived, how long they were, and which prompts share a beginning. No text.
 
-`read_trace` recognises the format by content, with the standard library alone; every line and number is bounded.
+`read_trace` detects the format from the content and uses only the standard library; every line and number is bounded.
 `TraceRecorder` writes a trace while an engine serves.
 """
 

@@ -1,4 +1,4 @@
-"""The formats of traces: each turns a line into requests, with times in nanoseconds of the trace's own clock."""
+"""Trace formats: each turns a line into requests, with times in nanoseconds of the trace's clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BAILIAN_BLOCK_TOKENS = 16
 MAX_SESSION_DEPTH = 8
 _AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|\+00:00)?")
 
-# A request and its time on the trace's clock, in nanoseconds: seven digits of a second do not fit a float.
+# A request and its time on the trace's clock, in nanoseconds: seven decimals of a second do not fit in a float.
 Row = tuple[int, TraceRequest]
 Parser = Callable[[str], Iterable[Row]]
 
@@ -26,7 +26,7 @@ def parser_for(text: str) -> tuple[Parser, bool]:
     """Choose the parser by the first line that has text; also says if that line is a header.
 
     Raises:
-        ValueError: no format begins so.
+        ValueError: no format has such a first line.
     """
     if text == AZURE_HEADER:
         return _azure, True
@@ -59,7 +59,7 @@ class _Mooncake:
 
 
 def _request(fields: dict[str, Any], hash_tokens: float = 0.0, session: int | None = None) -> TraceRequest:
-    """Read what the formats that are like Mooncake's share."""
+    """Parse the fields that Mooncake and similar formats share."""
     block_size = fields.get("block_size")
     return TraceRequest(
         arrival=0.0,
@@ -73,7 +73,7 @@ def _request(fields: dict[str, Any], hash_tokens: float = 0.0, session: int | No
 
 
 class _Chats:
-    """Qwen-Bailian's lines: Mooncake's with `timestamp` in seconds, and the chat that each turn continues."""
+    """Qwen-Bailian's lines: like Mooncake's, but with `timestamp` in seconds and the chat that each turn continues."""
 
     def __init__(self) -> None:
         self._session_of: dict[int, int] = {}
@@ -91,7 +91,7 @@ class _Chats:
 
 
 def _serving_run(text: str) -> Iterable[Row]:
-    """Read one request of a measured run of LLMServingSim: lengths and arrival, in seconds."""
+    """Parse one request of a measured run of LLMServingSim: lengths, and arrival in seconds."""
     fields = _json_object(text, "input_toks", "output_toks", "arrival_time")
     request = TraceRequest(
         arrival=0.0,
@@ -102,7 +102,7 @@ def _serving_run(text: str) -> Iterable[Row]:
 
 
 def _azure(text: str) -> Iterable[Row]:
-    """Read one row `TIMESTAMP,ContextTokens,GeneratedTokens`."""
+    """Parse one row `TIMESTAMP,ContextTokens,GeneratedTokens`."""
     cells = text.split(",")
     if len(cells) != len(AZURE_COLUMNS):
         raise ValueError(f"has {len(cells)} columns, not {len(AZURE_COLUMNS)}")
@@ -137,13 +137,13 @@ class _Sessions:
 
 
 class _Session:
-    """One session: its rows, and the ids that they use.
+    """The rows of one session, and their block ids.
 
     Args:
         number: the session's number.
         first_row: index of its first row in the trace.
-        first_id: ids below it belong to other sessions.
-        hash_tokens: tokens of a block.
+        first_id: lowest block id of the session; lower ids belong to other sessions.
+        hash_tokens: number of tokens in a block.
     """
 
     def __init__(self, number: int, first_row: int, first_id: int, hash_tokens: float) -> None:
@@ -185,13 +185,13 @@ class _Session:
     def _request(self, fields: dict[str, Any], after: tuple[int, ...], delay: float) -> TraceRequest:
         ids, blocks = array("q"), fields.get("blocks", [])
         if not isinstance(blocks, list):
-            raise ValueError(f"blocks is {_shorten(blocks)}, not a list of [first id, count]")
+            raise ValueError(f"blocks is {_shorten(blocks)}, not a list of [first id, count] pairs")
         for block in blocks:
             if not (isinstance(block, list) and len(block) == 2 and all(type(part) is int for part in block)):
                 raise ValueError(f"blocks has {_shorten(block)}, not [first id, count]")
             first, count = block
             if not (0 <= first < 2**40 and count >= 0 and len(ids) + count <= MAX_TOKENS // self._hash_tokens):
-                raise ValueError(f"blocks has {_shorten(block)}, not an id from 0 and a count")
+                raise ValueError(f"blocks has {_shorten(block)}, not a non-negative id and a count")
             ids.extend(range(self._first_id + first, self._first_id + first + count))
             self.end_id = max(self.end_id, self._first_id + first + count)
         return TraceRequest(
@@ -223,7 +223,7 @@ def _json_object(text: str, *needed: str) -> dict[str, Any]:
 
 
 def _number(fields: dict[str, Any], name: str, unit: str) -> float:
-    """Check one time."""
+    """Check and return a time."""
     value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
         raise ValueError(f"{name} is {_shorten(value)}, not {unit}")
@@ -233,12 +233,12 @@ def _number(fields: dict[str, Any], name: str, unit: str) -> float:
 def _hash_ids(name: str, fields: dict[str, Any]) -> array[int]:
     ids = fields.get(name, [])
     if not isinstance(ids, list) or not all(type(entry) is int and 0 <= entry < 2**63 for entry in ids):
-        raise ValueError(f"{name} is {_shorten(ids)}, not a list of ids from 0")
+        raise ValueError(f"{name} is {_shorten(ids)}, not a list of non-negative ids")
     return array("q", ids)
 
 
 def _azure_clock(cell: str) -> int:
-    """Nanoseconds since 1970 of a UTC time whose fraction may have seven digits, which `datetime` cannot hold."""
+    """Return the nanoseconds since 1970 of a UTC time with up to nine decimals; `datetime` has only six."""
     match = _AZURE_TIME.fullmatch(cell)
     if match is None:
         raise ValueError(f"TIMESTAMP is {_shorten(cell)}, not YYYY-MM-DD hh:mm:ss.fffffff")
@@ -251,20 +251,20 @@ def _azure_clock(cell: str) -> int:
 
 
 def _length(name: str, value: object) -> int:
-    """Check one count of tokens."""
+    """Check and return a number of tokens."""
     if type(value) is not int or not 1 <= value <= MAX_TOKENS:
         raise ValueError(f"{name} is {_shorten(value)}, not a number of tokens from 1 to {MAX_TOKENS}")
     return value
 
 
 def _session_length(name: str, fields: dict[str, Any]) -> int:
-    """Check one count of tokens of a session, which may be 0 or missing."""
+    """Check and return a number of tokens in a session, which may be 0 or missing."""
     value = fields.get(name, 0)
     return _length(name, 1 if value == 0 else value)
 
 
 def _shorten(value: object) -> str:
-    """Show a value in a message, shortened."""
+    """Return a value for a message, shortened."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 2**64:
         return "a number beyond 64 bits"
     text = repr(value)

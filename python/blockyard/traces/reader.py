@@ -1,4 +1,4 @@
-"""Reads a trace file: finds its format, and puts its requests in order of arrival."""
+"""Reads a trace file: detects its format, and sorts its requests by arrival."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _HASH_BLOCKS = tuple(2**n for n in range(3, 15))
 
 
 def read_trace(path: str | Path, *, first: int | None = None) -> list[TraceRequest]:
-    """Read a trace file, in order of arrival.
+    """Read a trace file; the requests are sorted by arrival.
 
-    Formats: Mooncake's JSONL, which `TraceRecorder` writes, Qwen-Bailian's JSONL, Azure's CSV, agent sessions of
-    kv-cache-tester (one session a line) and the `requests.jsonl` of LLMServingSim's runs. The content decides which. A
-    file may be compressed with gzip.
+    Formats: Mooncake's JSONL, which `TraceRecorder` also writes, Qwen-Bailian's JSONL, Azure's CSV, agent sessions of
+    kv-cache-tester (one session per line) and `requests.jsonl` from runs of LLMServingSim. The format is detected from
+    the content. Files may be compressed with gzip.
 
     Args:
-        path: the file.
-        first: requests to read from the head of the file; all if None.
+        path: path of the trace file.
+        first: number of requests to read from the start of the file; all if None.
 
     Returns:
-        The requests; arrivals start at 0 and never go back. All sessions of an agent trace start at 0.
+        The requests. Arrivals start at 0 and never decrease. All sessions of an agent trace start at 0.
 
     Raises:
         TraceError: the file cannot be read, its format is unknown, or a line is malformed; the message names file, line
@@ -38,7 +38,7 @@ def read_trace(path: str | Path, *, first: int | None = None) -> list[TraceReque
         InvalidArgumentError: `first` is less than 1.
     """
     if first is not None and first < 1:
-        raise InvalidArgumentError(f"asked for the first {first} requests of a trace, at least 1 is needed")
+        raise InvalidArgumentError(f"first is {first}, must be at least 1")
     path = Path(path)
     rows = list(islice(iter_trace(path), first))
     if not rows:
@@ -47,7 +47,7 @@ def read_trace(path: str | Path, *, first: int | None = None) -> list[TraceReque
 
 
 def iter_trace(path: Path) -> Iterator[Row]:
-    """Yield the requests of a file in its order, each with its time on the trace's clock in nanoseconds.
+    """Yield the requests in the order of the file, each with its time on the trace's clock in nanoseconds.
 
     Raises:
         TraceError: as for `read_trace`.
@@ -62,7 +62,7 @@ def iter_trace(path: Path) -> Iterator[Row]:
 
 
 def _parse(path: Path, file: BufferedIOBase) -> Iterator[Row]:
-    """Yield the requests of an open file; the first line with text decides the format."""
+    """Yield the requests of an open file; the first line that is not blank determines the format."""
     parse = None
     for number, text in _lines(path, file):
         try:
@@ -91,7 +91,7 @@ def _lines(path: Path, file: BufferedIOBase) -> Iterator[tuple[int, str]]:
 
 
 def _in_order(rows: list[Row]) -> list[TraceRequest]:
-    """Order requests by arrival; `after` follows. A tie keeps the order of the file."""
+    """Sort requests by arrival and renumber `after`. Ties keep the order of the file."""
     order = sorted(range(len(rows)), key=lambda index: rows[index][0])
     place = {index: position for position, index in enumerate(order)}
     start = rows[order[0]][0]
@@ -108,9 +108,10 @@ def _in_order(rows: list[Row]) -> list[TraceRequest]:
 
 
 def _hash_block(requests: list[TraceRequest]) -> float:
-    """Find the tokens of one hash id from the lengths, where the format does not give it.
+    """Infer the number of tokens per hash id from the lengths, for formats without this number.
 
-    Traces differ in whether a last, partial block has an id; the power of two that explains most requests wins.
+    In some traces a last, partial block has an id, in others it does not. The result is the power of two that matches
+    the most requests.
     """
     unknown = [request for request in requests if request.hash_ids and not request.hash_tokens]
     counts = {

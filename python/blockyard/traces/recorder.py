@@ -36,37 +36,39 @@ RECORD_VARIABLE: Final = "BLOCKYARD_RECORD"
 _FLUSH_BYTES: Final = 256 << 10
 _FLUSH_SECONDS: Final = 1.0
 _QUEUE_BYTES: Final = 64 << 20
-"""Lines that the storage has not taken yet; beyond it, recording stops."""
+"""Maximum size of lines that are not written yet; beyond it, recording stops."""
 _HELD_IDS: Final = 8 << 20
-"""Ids of requests that have not been written, because they or an older one still run."""
+"""Maximum number of ids of requests that cannot be written because they, or an older request, are still running."""
 _LINE_IDS: Final = 1 << 19
-"""Ids of one prompt or answer, so that a line stays within the reader's limit; later ones are left out."""
+"""Maximum number of ids of a prompt or answer, so that lines stay within the reader's limit; the rest is omitted."""
 _REQUEST_IDS: Final = 32
-"""What a request without ids counts as."""
+"""Number of ids that a request counts in addition to its own."""
 _CLOSE_SECONDS: Final = 10.0
 _MOST_FILES: Final = 1000
-"""Recordings of one name in a folder."""
+"""Maximum number of recordings with the same name in a folder."""
 _log = logging.getLogger("blockyard.traces")
 
 
 class TraceRecorder:
-    """Records an engine's requests to a trace that `read_trace` and other readers of Mooncake's traces take.
+    """Records an engine's requests to a trace in Mooncake's format, for `read_trace` and other readers of that format.
 
     A line has `timestamp` (milliseconds since the first request), `input_length`, `output_length`, `hash_ids` (a number
-    for each full block of the prompt), `block_size` and, where they are known, `output_hash_ids` (the blocks that the
-    answer filled) and `session`. Blocks and sessions are numbered from 0 in order of first sight: nobody can compute
-    tokens or keys from a trace. Lengths and times are as they were.
+    for each full block of the prompt), `block_size` and, if known, `output_hash_ids` (the blocks that the answer
+    filled) and `session`. Blocks and sessions are numbered from 0 in order of first appearance, so tokens and keys
+    cannot be recovered from a trace. Lengths and times are exact.
 
-    Lines are in order of `add`. A request is written once it and all before it have ended; a killed process loses the
-    others, and the last second. Recording disturbs no engine: a thread writes, and if the file cannot be written, or
-    not fast enough, one warning is logged and recording stops. A fork records nothing. Thread-safe.
+    Lines are in order of `add`. A request is written once it and all earlier requests have ended; a killed process
+    loses the others, and up to a second of lines. Recording never blocks the engine: a background thread writes, and if
+    the file cannot be written, or not fast enough, recording stops with one logged warning. Forks record nothing.
+    Thread-safe.
 
     Args:
-        path: the file to create; compressed with gzip if its name ends in `.gz`. It must not exist.
-        block_size: tokens of a block, at least 1.
-        max_blocks: distinct blocks to remember, about 150 bytes each. At least the last half of them keep their
-            numbers; older ones count as new, so the trace shows all hits of caches of up to half as many blocks.
-        clock: returns the time in seconds.
+        path: path of the file, which must not exist; it is compressed with gzip if its name ends in `.gz`.
+        block_size: number of tokens in a block, at least 1.
+        max_blocks: number of distinct blocks to remember, about 150 bytes each. At least the more recent half keep
+        their numbers and older ones count as new, so the trace shows all hits of caches with up to half as many
+        blocks.
+        clock: function that returns the time in seconds.
 
     Raises:
         TraceError: the file exists or cannot be created.
@@ -102,7 +104,7 @@ class TraceRecorder:
         self._start: float | None = None
         self._blocks, self._sessions = _Numbers(max_blocks), _Numbers(max_blocks)
         self._order: deque[_Recorded] = deque()  # not yet written, oldest first
-        self._open: dict[Hashable, _Recorded] = {}  # those that have not ended
+        self._open: dict[Hashable, _Recorded] = {}  # not ended yet
         self._held_ids = 0
         self._lines: list[bytes] = []
         self._queued_bytes = 0
@@ -124,12 +126,12 @@ class TraceRecorder:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens in a block."""
         return self._block_size
 
     @property
     def is_recording(self) -> bool:
-        """Whether requests are recorded: False once it is closed or has failed, and in a fork."""
+        """Whether requests are recorded: False after `close` or a failure, and in a fork."""
         return self._is_recording and self._process.is_current
 
     def add(
@@ -146,13 +148,13 @@ class TraceRecorder:
             session: the conversation that the request belongs to, if known.
 
         Raises:
-            InvalidArgumentError: `input_tokens` is out of range, or shorter than the keys' blocks.
+            InvalidArgumentError: `input_tokens` is out of range, or less than the keys' blocks hold.
         """
         input_tokens = index(input_tokens)
         if not 1 <= input_tokens <= MAX_TOKENS or len(keys) > input_tokens // self._block_size:
             raise InvalidArgumentError(
                 f"request {request_id!r} has input_tokens {input_tokens} and {len(keys)} keys of {self._block_size} "
-                f"tokens, must have 1 to {MAX_TOKENS} tokens, and keys of full blocks alone"
+                f"tokens, must have 1 to {MAX_TOKENS} tokens, and keys of full blocks only"
             )
         if not self.is_recording:
             return
@@ -174,7 +176,7 @@ class TraceRecorder:
             request = self._open.get(request_id)
             if request is None or request.has_ended:
                 self._open.pop(request_id, None)
-                # One C call puts it into both, whatever interrupts.
+                # One C call adds it to both, so an interrupt cannot come in between.
                 self._order.extend(map(self._open.setdefault, (request_id,), (_Recorded(request_id, fields),)))
                 self._held_ids += _REQUEST_IDS
             else:
@@ -183,12 +185,12 @@ class TraceRecorder:
             self._release()
 
     def finish(self, request_id: Hashable, output_tokens: int, keys: Sequence[Hashable] = ()) -> None:
-        """Record that a request has ended or was aborted; ids that are not open are ignored.
+        """Record the end of a request that finished or was aborted; unknown ids are ignored.
 
         Args:
             request_id: as given to `add`.
-            output_tokens: tokens generated; 0 counts as 1.
-            keys: a key for each full block after the keys of `add`, whose last tokens were generated.
+            output_tokens: number of generated tokens; 0 counts as 1.
+            keys: a key for each full block after those in `add`: blocks whose last token was generated.
         """
         if not self.is_recording:
             return
@@ -205,7 +207,7 @@ class TraceRecorder:
             self._release()
 
     def _drop(self, request_id: Hashable) -> None:
-        """Leave a request out that has not ended."""
+        """Omit a request that has not ended."""
         with self._lock:
             request = self._open.pop(request_id, None)
             if request is not None and request in self._order:
@@ -214,12 +216,12 @@ class TraceRecorder:
             self._release()
 
     def close(self) -> None:
-        """Write what is left and close the file. Requests that have not ended get an output of 1. Idempotent."""
+        """Write all requests and close the file. Requests that have not ended get an output length of 1. Idempotent."""
         if not self._process.is_current:
             return
         self._end()
         if self._writer is not threading.current_thread():
-            self._writer.join(_CLOSE_SECONDS)  # a hanging disk does not hold the engine up
+            self._writer.join(_CLOSE_SECONDS)  # do not wait forever for a hanging disk
 
     def __enter__(self) -> Self:
         return self
@@ -233,12 +235,12 @@ class TraceRecorder:
         return f"TraceRecorder({str(self._path)!r}, is_recording={self.is_recording})"
 
     def _release(self, *, everything: bool = False) -> None:
-        """Hand lines to the thread: those of ended requests whose turn it is. The lock is held."""
+        """Queue the lines of ended requests for the thread, in order. The lock is held."""
         while self._order and (everything or self._order[0].has_ended or self._held_ids > _HELD_IDS):
             request = self._order[0]
             fields = request.fields
             line = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-            # One C call moves it, whatever interrupts.
+            # One C call moves it, so an interrupt cannot come in between.
             self._lines.extend(compress((line,), starmap(self._order.popleft, ((),))))
             self._held_ids -= _REQUEST_IDS + len(fields["hash_ids"]) + len(fields.get("output_hash_ids", ()))
             if not request.has_ended:
@@ -251,7 +253,7 @@ class TraceRecorder:
             self._changed.notify()
 
     def _end(self) -> None:
-        """Let the thread write everything and end; does not wait."""
+        """Make the thread write everything and end; does not wait."""
         with self._lock:
             if self._is_recording:
                 self._release(everything=True)
@@ -259,7 +261,7 @@ class TraceRecorder:
             self._changed.notify()
 
     def _stop(self, cause: object) -> None:
-        """Give up; the lock is held."""
+        """Stop recording after a failure. The lock is held."""
         if not self._has_failed:
             _log.warning("recording to %s stopped after %d requests: %s", self._path, self._num_requests, cause)
         self._is_recording, self._has_failed = False, True
@@ -269,7 +271,7 @@ class TraceRecorder:
         self._blocks, self._sessions = _Numbers(2), _Numbers(2)
 
     def _write_lines(self) -> None:
-        """The thread: write lines until the recorder is closed or the file cannot be written."""
+        """Run the thread: write lines until the recorder is closed or the file cannot be written."""
         good = 0
         try:
             while True:
@@ -283,7 +285,7 @@ class TraceRecorder:
                 if is_last:
                     return
         except (OSError, MemoryError) as error:
-            with contextlib.suppress(OSError):  # no half of a line, and no half of a gzip member
+            with contextlib.suppress(OSError):  # leave no partial line or gzip member
                 os.ftruncate(self._file, good)
             with self._lock:
                 self._stop(getattr(error, "strerror", None) or error)
@@ -292,7 +294,7 @@ class TraceRecorder:
                 os.close(self._file)
 
     def _write(self, text: bytes, start: int) -> int:
-        """Append lines to the file; return its new length. What is written can be read whatever follows."""
+        """Append lines to the file; return its new length. They can be read even if nothing follows."""
         data = memoryview(gzip.compress(text, 6, mtime=0) if self._compresses else text)
         while data:
             written = os.write(self._file, data)
@@ -302,7 +304,7 @@ class TraceRecorder:
 
 @dataclass(slots=True, eq=False)
 class _Recorded:
-    """A request that was not written yet."""
+    """A request that has not been written yet."""
 
     request_id: Hashable
     fields: dict[str, Any]
@@ -310,11 +312,11 @@ class _Recorded:
 
 
 class TokenRecorder:
-    """Records requests by their tokens; does nothing without a recorder.
+    """Records requests from their tokens; does nothing without a recorder.
 
     Args:
-        recorder: None means the one that `BLOCKYARD_RECORD` asks for, if it is set.
-        block_size: tokens of a block.
+        recorder: the recorder; None means a recorder for `BLOCKYARD_RECORD`, if that is set.
+        block_size: number of tokens in a block.
 
     Raises:
         InvalidArgumentError: the recorder has another block size.
@@ -325,7 +327,7 @@ class TokenRecorder:
             raise InvalidArgumentError(f"recorder has block_size {recorder.block_size}, must have {block_size}")
         self._recorder = record_from_environment(block_size) if recorder is None else recorder
         self._block_size = block_size
-        # Of each open request: the tokens after its prompt's last full block, that block's key, salt and adapter.
+        # For each open request: the tokens after its prompt's last full block, that block's key, salt and adapter.
         self._ends: dict[str, tuple[NDArray[np.uint32], bytes | None, bytes]] = {}
 
     def add(self, request_id: str, prompt: NDArray[np.uint32], salt: bytes | None, lora_id: int) -> None:
@@ -349,11 +351,11 @@ class TokenRecorder:
         if self._recorder is None or end is None:
             return
         tail, key, extra = end
-        # The last token was drawn but not computed: it is in no block.
+        # The last token was sampled but not computed: it is in no block.
         tokens = np.concatenate((tail, generated[:-1]))
         keys = chain_keys(tokens, block_size=self._block_size, parent=key, extra=extra)
         self._recorder.finish(request_id, len(generated), keys)
-        self._ends.pop(request_id, None)  # last: an interrupted call is made again
+        self._ends.pop(request_id, None)  # last, because an interrupted call is repeated
 
 
 class _Numbers:
@@ -373,7 +375,7 @@ class _Numbers:
         return [self._remember(known) if number is None else number for known, number in each]
 
     def _remember(self, known: int) -> int:
-        number = self._recent.get(known)  # twice in one call
+        number = self._recent.get(known)  # repeated within one call
         if number is not None:
             return number
         number = self._older.get(known)
@@ -387,7 +389,7 @@ class _Numbers:
 
 
 def numbered_path(path: Path, number: int) -> Path:
-    """Return the file of the engine of this number, from 1: `trace.jsonl.gz`, `trace-2.jsonl.gz` and so on."""
+    """Return the path for the engine of this number, from 1: `trace.jsonl.gz`, `trace-2.jsonl.gz` and so on."""
     stem, dot, rest = path.name.partition(".")
     return path if number == 1 else path.with_name(f"{stem}-{number}{dot}{rest}")
 
@@ -395,7 +397,7 @@ def numbered_path(path: Path, number: int) -> Path:
 def record_from_environment(block_size: int) -> TraceRecorder | None:
     """Record to the file that `BLOCKYARD_RECORD` names; None without that variable, or if it cannot be created.
 
-    If the file exists, for instance because another engine records to it, its name gets a number.
+    If the file exists, for instance because another engine records to it, a number is added to the name.
     """
     path = os.environ.get(RECORD_VARIABLE)
     if not path:
@@ -403,7 +405,7 @@ def record_from_environment(block_size: int) -> TraceRecorder | None:
     for number in count(1):
         try:
             return TraceRecorder(numbered_path(Path(path), number), block_size=block_size)
-        except TraceError as error:  # noqa: PERF203 (engines that start at the same time want the same name)
+        except TraceError as error:  # noqa: PERF203 (engines that start together try the same names)
             if not isinstance(error.__cause__, FileExistsError) or number == _MOST_FILES:
                 _log.warning("nothing is recorded: %s", error)
                 break

@@ -1,4 +1,4 @@
-"""One request of a trace: arrival, lengths, and how its prompt begins."""
+"""`TraceRequest`: arrival, lengths and prompt prefix of a request."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class TraceRequest:
 
 
 def scale_lengths(requests: list[TraceRequest], scale: float) -> list[TraceRequest]:
-    """Multiply all lengths by one factor, rounding up, so that no request vanishes.
+    """Multiply all lengths by a factor, rounding up, so that no length becomes 0.
 
     Args:
-        requests: what `read_trace` returned.
-        scale: factor for prompts, outputs and the tokens of one hash id, above 0.
+        requests: requests from `read_trace`.
+        scale: factor for prompt lengths, output lengths and tokens per hash id, above 0.
 
     Returns:
-        New requests; arrivals and hash ids are as before.
+        New requests with the same arrivals and hash ids.
 
     Raises:
-        InvalidArgumentError: `scale` is not a positive number, or makes a length larger than a trace may hold.
+        InvalidArgumentError: `scale` is not a positive number, or a scaled length exceeds a trace's limit.
     """
     if not (math.isfinite(scale) and scale > 0):
-        raise InvalidArgumentError(f"lengths cannot be scaled by {scale}, a positive number is needed")
+        raise InvalidArgumentError(f"scale is {scale}, must be a positive number")
     longest = max((max(request.input_tokens, request.output_tokens) for request in requests), default=0)
     if longest * scale > MAX_TOKENS:
         raise InvalidArgumentError(f"a length of {longest} tokens times {scale} is more than {MAX_TOKENS}")

@@ -52,8 +52,8 @@ class ManagerMachine(SideBySide, RecordingMachine):
     """Random engine steps on a manager and on the reference model.
 
     After each rule the state is checked and compared: free blocks of each tier, and tier, length and block table of
-    each sequence. Calls must agree in result and error, decisions in every pair. Transfers run as late as the decisions
-    allow, and every token of every sequence is read back.
+    each sequence. Calls must have equal results and errors, and decisions equal pairs. Transfers run as late as the
+    decisions allow, and every token of every sequence is read back.
 
     Attributes:
         make_manager: makes the manager under test; `manager_machine` sets it.
@@ -163,7 +163,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
     @precondition(lambda self: self.sequences)
     @rule(pick=_pick, dropped=st.integers(-1, 9))
     def truncate(self, pick: int, dropped: int) -> None:
-        """Take tokens back, or try to take more than there are."""
+        """Truncate sequences, or try to remove more tokens than they have."""
         (sequence,) = self.chosen([pick])
         length = max(0, len(sequence.tokens) - dropped)
         if self.do(lambda m: m.truncate(sequence.real, length), lambda m: m.truncate(sequence.model, length)):
@@ -225,9 +225,9 @@ class ManagerMachine(SideBySide, RecordingMachine):
         lost: int,
         copies: bool,  # noqa: FBT001 (drawn)
     ) -> None:
-        """A rare scenario: a group leaves, comes back, and continues in that step, perhaps with a loss.
+        """A rare scenario: a group is swapped out, swapped in, and continues in that step, perhaps with a loss.
 
-        Then a fork may copy blocks that may be lost, with a ticket that ends first.
+        Then a fork may copy blocks that are possibly lost, and the copy's ticket may end first.
         """
         parent = self.one(pick)
         if parent is None:
@@ -257,7 +257,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
 
     @rule(everyone=st.booleans(), lost=st.builds(list) | st.builds(list) | _losses)
     def step(self, everyone: bool, lost: list[int]) -> None:  # noqa: FBT001 (drawn)
-        """Take the decision, begin its transfers, write the step's tokens, and read them through the tables."""
+        """Take the decision, begin its transfers, write the step's tokens, and read them through the block tables."""
         self.record.next_step()
         for ticket in self.tickets[: 1 - MOST_OPEN]:
             self.end(ticket)
@@ -292,7 +292,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
 
     @rule(ticket=st.integers(0, 400), pairs=st.booleans())
     def wrong_ticket(self, ticket: int, pairs: bool) -> None:  # noqa: FBT001 (drawn)
-        """Completing a ticket that is not open, or with a loss that is not in it, must be refused."""
+        """Completing an unknown ticket, or one with lost pairs that are not in it, must be refused."""
         if ticket not in self.tickets:
             self.do(lambda m: m.complete(ticket), lambda m: m.complete(ticket))
         elif pairs:

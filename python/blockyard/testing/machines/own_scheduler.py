@@ -37,9 +37,9 @@ BEYOND = 4
 class OwnSchedulerMachine(SchedulerMachine):
     """Random requests and losses on a scheduler that runs a step in one call; made by `scheduler_machine`.
 
-    Requests fit alone but not together, so most steps have a batch and many preempt. Half of the prompts start like an
-    earlier one. Every read must return a request's tokens; the first wrong one fails, naming the sequence, block,
-    ticket or call.
+    Requests fit alone but not together, so most steps have a batch and many preempt. Half of the prompts share a
+    prefix with an earlier one. Every read must return a request's tokens; the first wrong one fails and names the
+    sequence, block, ticket or call.
 
     Attributes:
         add_request: adds a request to the scheduler.
@@ -159,7 +159,7 @@ class OwnSchedulerMachine(SchedulerMachine):
         return f"after step {self.record.step}: {self.record.culprit(self.live)}"
 
     def unfinished(self) -> int:
-        """Return 0: the scheduler has no call that counts its requests."""
+        """Return 0, because the scheduler has no call that counts its requests."""
         return 0
 
 
@@ -172,16 +172,16 @@ def scheduler_machine(
     manager: Callable[[Config], BlockManager] | None = None,
     resize: bool = False,
 ) -> type[SchedulerMachine]:
-    """Make a state machine for a scheduler with its own interface, or with that of `SchedulerLike`.
+    """Make a state machine for a scheduler with its own interface, or with the interface `SchedulerLike`.
 
     Args:
         make: makes the scheduler under test over a manager; defaults to Blockyard's.
-        add: adds a request; only `request_id`, `prompt` (token ids) and `max_tokens` matter, other fields are defaults.
+        add: adds a request; only `request_id`, `prompt` (token ids) and `max_tokens` are set.
         step: runs one step: calls `execute` and `forward` of a `Simulation`, and returns the outputs of finished
             requests, by request id. Without `add` and `step`, the scheduler must implement `SchedulerLike`.
-        abort: aborts a request by id; without it, requests are never aborted.
+        abort: aborts a request by id; requests are never aborted if None.
         manager: makes the manager; defaults to Blockyard's.
-        resize: also shrink and grow the device, as `ResizingSchedulerMachine` does; not with `step`.
+        resize: whether to also shrink and grow the device, see `ResizingSchedulerMachine`; not with `step`.
 
     Returns:
         A state machine; its `TestCase` runs under pytest and unittest.
@@ -203,11 +203,13 @@ def scheduler_machine(
     base: type[SchedulerMachine] = ResizingSchedulerMachine if resize else SchedulerMachine
     if add is not None and step is not None:
         if resize or make is None:
-            raise InvalidArgumentError(f"resize is {resize}, make is {make}: with step, wanted a make and no resize")
+            raise InvalidArgumentError(
+                f"resize is {resize}, make is {make}: with step, make is required and resize is not allowed"
+            )
         base = OwnSchedulerMachine
         members |= {"add_request": staticmethod(add), "run_step": staticmethod(step)}
         if abort is not None:
             members["abort_request"] = staticmethod(abort)
     elif (add, step, abort) != (None, None, None):
-        raise InvalidArgumentError("add, step and abort: give add and step, or none of the three")
+        raise InvalidArgumentError("pass both add and step, or none of add, step and abort")
     return type("SchedulerMachineOf", (base,), members)

@@ -47,7 +47,7 @@ class _Tracked:
     lost: bool = False
 
     def values(self) -> list[int]:
-        """Return what a model writes for each token: it depends on all tokens up to it, and on the salt."""
+        """Return what a model writes for each token: it depends on all tokens before it, itself, and the salt."""
         state, values = hashlib.sha256(repr(self.salt).encode()), []
         for token in self.tokens:
             state.update(token.to_bytes(8, "little", signed=True))
@@ -58,9 +58,9 @@ class _Tracked:
 class PrefixMachine(RecordingMachine):
     """Random engine steps with prompts that share prefixes.
 
-    Hits must be of tokens computed under the same salt, and read back correctly. Blocks published by a sequence must be
+    Hits must be tokens computed under the same salt, and read back correctly. Blocks that a sequence published must be
     found while it holds them. Counters, free blocks and events must agree. Tokens computed from garbage are garbage, so
-    a block published too early reads back wrong. Transfers run as late as the decisions allow, and some fail.
+    a block that is published too early reads back wrong. Transfers run as late as the decisions allow, and some fail.
 
     Attributes:
         make_manager: makes the manager under test, with the given event capacity; `prefix_machine` sets it.
@@ -91,7 +91,7 @@ class PrefixMachine(RecordingMachine):
 
     @rule(prompts=_prompts, salt=_salts)
     def allocate_prompts(self, prompts: list[tuple[int, int, int]], salt: bytes | None) -> None:
-        """Admit prompts with their cached parts, all or none."""
+        """Admit prompts, all or none, and check their cached tokens."""
         batch = [[family + i // 7 for i in range(length)] + [last] for length, family, last in prompts]
         cached = [self.manager.prefix.lookup(prompt, salt=salt).tokens for prompt in batch]
         cached_blocks = set(self.replay.blocks)
@@ -145,7 +145,7 @@ class PrefixMachine(RecordingMachine):
     @precondition(lambda self: self.sequences and hasattr(self.manager.prefix, "note_tokens"))
     @rule(picks=_picks, most=st.integers(1, 5))
     def note(self, picks: list[int], most: int) -> None:
-        """Pass the manager ids of tokens appended without them; too many must be refused."""
+        """Pass the ids of tokens that were appended without ids to the manager; too many ids must be refused."""
         batch = self.chosen(picks)
         unknown = [list(takewhile(lambda token: token >= 0, s.tokens[s.noted :]))[:most] for s in batch]
         handles, counts = [s.handle for s in batch], np.array([len(ids) for ids in unknown], np.uint32)
@@ -198,7 +198,7 @@ class PrefixMachine(RecordingMachine):
     @precondition(lambda self: self.sequences)
     @rule(pick=_pick, dropped=st.integers(0, 6))
     def truncate(self, pick: int, dropped: int) -> None:
-        """Take tokens back."""
+        """Truncate sequences."""
         (sequence,) = self.chosen([pick])
         length = max(0, len(sequence.tokens) - dropped)
         try:
@@ -378,7 +378,7 @@ class PrefixMachine(RecordingMachine):
                 sound = sound and value == there
 
     def compare_free(self) -> None:
-        """After a step, a block is free if no table names and no transfer uses it; moves do not hold their sources."""
+        """Check that exactly the blocks that no table names and no transfer uses are free; moves hold no sources."""
         ticket = max(self.running)
         for tier in TIERS:
             used = self.held(tier)

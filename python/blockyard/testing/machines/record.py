@@ -25,7 +25,7 @@ __all__ = ["Record", "RecordingMachine", "named", "show"]
 STEPS: Final = 10
 """Number of steps that a failure shows."""
 LONGEST: Final = 12
-"""Maximum number of list elements shown."""
+"""Maximum number of list elements that are shown."""
 CALLS: Final = frozenset(
     (
         *("allocate", "fork", "free", "append", "truncate", "mark_computed", "swap_out", "swap_in", "take_decision"),
@@ -89,7 +89,7 @@ class Record:
         """Check a call before it is made; `text` shows it."""
 
     def after(self, name: str, arguments: dict[str, Any], result: Any) -> None:
-        """Process a call that was made."""
+        """Process a call after it was made."""
 
     def sentence(self, error: BaseException) -> str:
         """Describe an error in one line, with the manager call that raised it, if one did."""

@@ -34,7 +34,7 @@ __all__ = [
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
 DRAFTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4)
 IDLE_STEPS = 3
-"""Consecutive steps that may do nothing while requests wait."""
+"""Maximum number of consecutive steps that do nothing while requests wait."""
 
 
 def draw_token(kv: Sequence[int], index: int) -> int:
@@ -54,11 +54,11 @@ def draw_token(kv: Sequence[int], index: int) -> int:
 
 
 def reference_tokens(request: Request, window: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return what each sequence of a request generates with unlimited memory, where nothing ever moves.
+    """Return the tokens that each sequence of a request generates with unlimited memory, where no block is ever moved.
 
     Args:
         request: the request.
-        window: tokens that the model sees, the last ones; None for all.
+        window: number of last tokens that the model sees; None for all.
     """
     outputs = []
     for index in range(request.n):
@@ -72,12 +72,12 @@ def reference_tokens(request: Request, window: int | None = None) -> tuple[tuple
 
 
 def draw_tokens(step: Step, memory: SimulatedMemory, window: int | None = None) -> list[int]:
-    """Compute a step as a model does: write its tokens, read each row through its block table, and draw.
+    """Compute a step like a model: write its tokens, read each row through its block table, and draw.
 
     Args:
         step: returned by `schedule`.
         memory: the memory after the step's transfers.
-        window: tokens that the model sees, the last ones; None for all.
+        window: number of last tokens that the model sees; None for all.
 
     Returns:
         The tokens for `update`, one per draw; 0 for void rows.
@@ -119,7 +119,7 @@ class SchedulerMachine(RecordingMachine):
     Attributes:
         make_scheduler: makes the scheduler under test over a manager; `scheduler_machine` sets it.
         make_memory: makes the memory; override it to inject a fault.
-        max_num_seqs: maximum number of sequences in a step, for the scheduler and the check.
+        max_num_seqs: maximum number of sequences in a step, used by the scheduler and checked.
     """
 
     make_scheduler: ClassVar[Callable[[BlockManager, Config], SchedulerLike]]
@@ -212,8 +212,8 @@ class SchedulerMachine(RecordingMachine):
             when: when a request is aborted.
             pick: which request is aborted.
             again: request submitted under its id.
-            drafts: for each decoding row: the number of draft tokens, and how many of them are right. If empty, each
-                token is computed in a separate pass.
+            drafts: the number of draft tokens, and how many of them are right, for each decoding row. If empty, each
+            token is computed in a separate pass.
             late: end the ticket after the model has run, unless it has losses.
         """
         self.record.next_step()

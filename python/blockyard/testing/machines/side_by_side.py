@@ -17,12 +17,12 @@ __all__ = ["MOST_OPEN", "SideBySide", "Tracked", "answer", "can_move", "handles_
 
 T = TypeVar("T")
 MOST_OPEN: Final = 16
-"""Maximum number of tickets left open; with more, a manager warns."""
+"""Maximum number of open tickets; with more, a manager warns."""
 
 
 @dataclass(slots=True, eq=False)
 class Tracked:
-    """One sequence: its handle in the manager and in the model, and the tokens that must be read back."""
+    """A sequence: its handles in the manager and in the model, and the tokens that must be read back."""
 
     real: int
     model: int
@@ -31,7 +31,7 @@ class Tracked:
 
 
 class SideBySide:
-    """A manager, the model and memory, with a state machine's record of their sequences and transfers.
+    """A manager, the model and memory, and a state machine's record of their sequences and transfers.
 
     Attributes:
         same_ids: whether the manager must choose the same blocks as the model.
@@ -54,7 +54,7 @@ class SideBySide:
         self.next_token = 0
 
     def both(self, real: Callable[[ManagerLike], T], model: Callable[[ManagerLike], T]) -> tuple[T | None, T | None]:
-        """Call manager and model; both must succeed, or fail alike."""
+        """Call manager and model; both must succeed, or fail with the same error."""
         found, error = _outcome(real, self.manager)
         expected, refusal = _outcome(model, self.model)
         if (error is None) != (refusal is None):
@@ -119,7 +119,7 @@ class SideBySide:
         return [sequence for sequence in self.sequences if is_readable(sequence)]
 
     def compare_decisions(self, decision: StepDecision, expected: StepDecision) -> None:
-        """Check that every pair is equal. A step may omit waits that an earlier step already did."""
+        """Check that every pair is equal. A step may omit waits that an earlier step has already made."""
         if _plain(decision) != _plain(expected):
             raise AssertionError(f"take_decision returned {show(decision)}; the model: {show(expected)}")
         missing = set(expected.after) - set(decision.after) - self.waited
@@ -193,7 +193,7 @@ def same(what: str, found: object, expected: object, *, when: bool = True) -> No
 
 
 def refuse_open(manager: object, why: str = "") -> None:
-    """Fail if a manager has open tickets at the end. Managers that do not list them are skipped."""
+    """Fail if a manager has open tickets at the end. Managers that do not list their tickets are skipped."""
     stats = getattr(manager, "stats", None)
     if left := list(stats().open_tickets if stats else ()):
         raise AssertionError(f"{why}tickets {', '.join(map(str, left[:20]))} were neither completed nor failed")

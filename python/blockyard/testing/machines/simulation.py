@@ -35,7 +35,7 @@ class Simulation:
         self.worked = False
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
-        """Carry out a decision's transfers. Returns the pairs that did not land, for `BlockManager.complete`.
+        """Execute a decision's transfers. Returns the lost pairs, for `BlockManager.complete`.
 
         Raises:
             AssertionError: the decision was executed before, its ticket has ended, or the manager did not return it.

@@ -34,14 +34,14 @@ def configs(
     external_blocks: st.SearchStrategy[int] = _OTHER_BLOCKS,
     watermarks: st.SearchStrategy[float] = _WATERMARKS,
 ) -> st.SearchStrategy[Config]:
-    """Sizes of a manager: small, so that every tier fills up.
+    """Make small manager sizes, so that every tier fills up.
 
     Args:
-        block_sizes: 1 to 5 if not given.
-        device_blocks: 3 to 24 if not given.
-        host_blocks: 0 to 16 if not given.
-        external_blocks: 0 to 16 if not given.
-        watermarks: 0 to 0.2 if not given.
+        block_sizes: strategy for the block size, 1 to 5 by default.
+        device_blocks: strategy for the number of device blocks, 3 to 24 by default.
+        host_blocks: strategy for the number of host blocks, 0 to 16 by default.
+        external_blocks: strategy for the number of external slots, 0 to 16 by default.
+        watermarks: strategy for the watermark, 0 to 0.2 by default.
 
     Returns:
         A strategy of configurations.
@@ -57,10 +57,10 @@ def configs(
 
 
 def prompts(*, max_size: int = 24) -> st.SearchStrategy[list[int]]:
-    """Prompts of 1 to `max_size` tokens.
+    """Make prompts of 1 to `max_size` tokens.
 
     Args:
-        max_size: length of the longest prompt.
+        max_size: maximum length of a prompt.
 
     Returns:
         A strategy of lists of token ids.
@@ -76,12 +76,12 @@ def requests(
     max_n: int = 3,
     priorities: int = 2,
 ) -> st.SearchStrategy[Request]:
-    """Requests, some with several sequences, some that stop early.
+    """Make requests: some have several sequences, some stop early.
 
     Args:
-        request_ids: a few names if not given, so that some are reused.
-        max_prompt: length of the longest prompt.
-        max_tokens: length of the longest output.
+        request_ids: strategy for ids; a few names by default, so that some are reused.
+        max_prompt: maximum length of a prompt.
+        max_tokens: maximum length of an output.
         max_n: maximum number of sequences per request.
         priorities: number of priorities.
 
@@ -101,21 +101,22 @@ def requests(
 
 
 def follow_ups() -> st.SearchStrategy[FollowUp | None]:
-    """How a prompt starts: half of them like an earlier one, so that a prefix cache has hits."""
+    """Make prompt prefixes: half of them repeat an earlier prompt, so that a prefix cache has hits."""
     hows: st.SearchStrategy[Literal["repeat", "extend", "branch"]] = st.sampled_from(["repeat", "extend", "branch"])
     return st.none() | st.tuples(st.integers(0, 7), hows, st.integers(1, LONGEST_PROMPT))
 
 
 def follow_up(request: Request, earlier: Sequence[tuple[list[int], list[int]]], how: FollowUp | None) -> Request:
-    """Make a request's prompt start like an earlier one.
+    """Make a request's prompt share a prefix with an earlier one.
 
     Args:
-        request: provides the rest of the prompt.
+        request: request that provides the rest of the prompt.
         earlier: for each earlier request, its prompt, and its prompt with outputs.
-        how: drawn from `follow_ups`.
+        how: value drawn from `follow_ups`.
 
     Returns:
-        The same prompt again, a prompt that extends the earlier outputs, or one that branches off; None: `request`.
+        The same prompt again, a prompt that extends the earlier outputs, or one that branches off; `request` if `how`
+        is None.
     """
     if how is None or not earlier:
         return request

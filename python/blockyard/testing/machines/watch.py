@@ -42,7 +42,7 @@ class Followed:
 
 
 class TicketWatch(Record):
-    """Follows the tickets of a scheduler under test, and ends their transfers no sooner than it does.
+    """Follows the tickets of a scheduler under test, and ends their transfers no sooner than the scheduler does.
 
     Attributes:
         memory: the memory that decisions run on.
@@ -114,7 +114,7 @@ class TicketWatch(Record):
     # ---- tickets ----
 
     def execute(self, decision: StepDecision, losses: Sequence[Pairs]) -> None:
-        """Begin a decision's transfers: loads and copies run now, all else may be delayed until its ticket ends."""
+        """Begin a decision's transfers: loads and copies run now, the others may be delayed until its ticket ends."""
         ticket = decision.ticket
         taken = self.tickets.get(ticket)
         if taken is None:
