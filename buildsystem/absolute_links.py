@@ -1,6 +1,6 @@
-"""Points the relative links of README.md at GitHub: PyPI shows the README without the files beside it.
+"""Points the relative links of README.md to GitHub: PyPI shows the README without the other files.
 
-python buildsystem/absolute_links.py    GITHUB_REPOSITORY and GITHUB_REF_NAME say where; README.md is changed in place
+python buildsystem/absolute_links.py    target: GITHUB_REPOSITORY and GITHUB_REF_NAME; changes README.md in place
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LINK: Final = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:)([^)]+)\)")
 
 
 def absolute_links(text: str, repository: str, ref: str) -> str:
-    """Return the document with links to the files of a repository at a ref."""
+    """Return the document with its relative links replaced by links to a repository at a ref."""
 
     def absolute(link: re.Match[str]) -> str:
         image, label, path = link.groups()

@@ -1,9 +1,9 @@
-"""Audits finished wheels before they are published, and says what their parts weigh.
+"""Audits finished wheels before they are published, and prints the sizes of their parts.
 
     python buildsystem/audit_wheel.py dist/*.whl
 
-It needs abi3audit and auditwheel beside its Python. maturin and the build backend check their own parts; this reads the
-whole wheel as a stranger would.
+It needs abi3audit and auditwheel next to its Python. maturin and the build backend check only the parts that they
+build; this audits the whole wheel.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 
 PARTS = ("blockyard/_core.abi3.so", "blockyard/_ops.so", "blockyard/_ops.json", "blockyard/py.typed")
 FROM_TORCH = {"libtorch.so"}
-"""Libraries that the op library finds in the process, since torch is imported before it."""
+"""Libraries that the op library finds in the process, because torch is imported first."""
 
 
 def audit(wheel: Path) -> None:
     """Check one wheel.
 
     Args:
-        wheel: the wheel's file.
+        wheel: path of the wheel.
 
     Raises:
-        SystemExit: a part is missing, uses Python outside of the stable ABI, or needs a newer system than the tag says.
+        SystemExit: a part is missing, uses Python outside the stable ABI, or needs a newer system than the tag says.
     """
     with zipfile.ZipFile(wheel) as archive:
         sizes = {info.filename: (info.compress_size, info.file_size) for info in archive.infolist()}
@@ -57,7 +57,7 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 def _glibc(tag: str) -> list[int]:
-    """Read the glibc of a manylinux tag, such as [2, 28]; empty for a tag that promises none."""
+    """Return the glibc version of a manylinux tag, such as [2, 28]; empty for other tags."""
     return [int(part) for numbers in re.findall(r"manylinux_(\d+)_(\d+)", tag)[:1] for part in numbers]
 
 

@@ -30,7 +30,7 @@ MODULES = {
     "blockyard.layout": "Where the bytes of a block lie in an engine's tensors.",
     "blockyard.engine": "Copies between device, host and staging rows; needs torch.",
     "blockyard.engine.ops": "The copies as torch ops: also `torch.ops.blockyard.swap_blocks` and so on.",
-    "blockyard.executor": "Carries decisions out with an engine and a store; needs torch.",
+    "blockyard.executor": "Executes decisions with an engine and a store; needs torch.",
     "blockyard.prefix_store": "A prefix cache in an external store, as `cache.prefix_store`; needs torch.",
     "blockyard.stores": "External storage.",
     "blockyard.scheduler": "The reference scheduler.",
@@ -58,9 +58,9 @@ ADAPTERS = {
     "blockyard.integrations.sglang.linker": "[Loaded by SGLang's unified cache by name](../engines/sglang.md).",
     "blockyard.integrations.lmcache": "[Loaded by LMCache by name](../engines/lmcache.md).",
     "blockyard.integrations.nano": "[In place of the block manager of nano-vllm and the like](../engines/nano.md).",
-    "blockyard.integrations.vllm_v0": "[In place of the block manager of vLLM 0.7.3's shape](../engines/vllm_v0.md).",
-    "blockyard.integrations.router_events": "Events over ZMQ for prefix routers, in vLLM's form.",
-    "blockyard.integrations.gaudi": "[Defragmentation beside another allocator](../engines/gaudi.md); needs torch.",
+    "blockyard.integrations.vllm_v0": "[In place of the block manager of vLLM 0.7.3](../engines/vllm_v0.md).",
+    "blockyard.integrations.router_events": "Events over ZMQ for prefix routers, in vLLM's format.",
+    "blockyard.integrations.gaudi": "[Defragmentation next to another allocator](../engines/gaudi.md); needs torch.",
 }
 HEAD = """# API
 

@@ -37,7 +37,7 @@ prepare_metadata_for_build_editable = maturin.prepare_metadata_for_build_editabl
 
 
 def get_requires_for_build_wheel(config_settings: ConfigSettings = None) -> list[str]:
-    """Name the requirements of a build: maturin's, and the nvcc wheels where they are needed and usable."""
+    """Return the requirements of a build: maturin's, and the nvcc wheels if they are needed and usable."""
     requirements: list[str] = maturin.get_requires_for_build_wheel(config_settings)
     if _wants_nvcc():
         requirements.append(NVCC_REQUIREMENT)
@@ -60,7 +60,7 @@ def build_wheel(
 def build_editable(
     wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
 ) -> str:
-    """Build the op library and `_core` in place, side by side, and the wheel that points at them."""
+    """Build the op library and `_core` in place, next to each other, and the wheel that points to them."""
     with ThreadPoolExecutor(1) as pool:
         library = pool.submit(build_op_library, Path(), os.environ)
         name: str = maturin.build_editable(wheel_directory, config_settings, metadata_directory)
@@ -69,7 +69,7 @@ def build_editable(
 
 
 def build_sdist(sdist_directory: str, config_settings: ConfigSettings = None) -> str:
-    """Build the source archive, and check that it holds the op library's sources and this backend."""
+    """Build the source archive, and check that it contains the op library's sources and this backend."""
     name: str = maturin.build_sdist(sdist_directory, config_settings)
     backend = Path(__file__).resolve().parent.relative_to(Path.cwd().resolve())
     check_sdist(Path(sdist_directory) / name, [*SOURCES.iterdir(), *backend.glob("*.py")])
@@ -85,6 +85,6 @@ def _wants_nvcc() -> bool:
     try:
         find_torch()
     except MissingError:
-        # An isolated build without torch's headers has no use for a compiler of 100 MB.
+        # An isolated build without torch's headers does not need the compiler, which has 100 MB.
         return False
     return True

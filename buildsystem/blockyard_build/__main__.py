@@ -1,4 +1,4 @@
-"""`python -m blockyard_build`: the op library alone, for a maturin that builds the wheel without this backend."""
+"""`python -m blockyard_build`: builds only the op library, for a maturin that builds the wheel without this backend."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checks that archives hold what was built, and that the op library fits the wheel's platform tag.
+"""Checks that archives contain what was built, and that the op library matches the wheel's platform tag.
 
 maturin silently leaves out missing files, and audits only `_core`.
 """
@@ -15,11 +15,11 @@ from blockyard_build.settings import BuildError
 
 
 def check_wheel(wheel: Path, root: Path, *, with_library: bool) -> None:
-    """Check that a wheel holds the manifest, and the op library iff it was built, and that its tag fits the library.
+    """Check that a wheel contains the manifest, and the op library iff it was built, and that its tag fits the library.
 
     Args:
-        wheel: the wheel's file.
-        root: the source tree with the packed op library.
+        wheel: path of the wheel.
+        root: root of the source tree with the packed op library.
         with_library: whether the op library was built.
 
     Raises:
@@ -38,14 +38,14 @@ def check_wheel(wheel: Path, root: Path, *, with_library: bool) -> None:
 
 
 def check_sdist(sdist: Path, needed: Iterable[Path]) -> None:
-    """Check that a source archive holds all given files.
+    """Check that a source archive contains all given files.
 
     Args:
-        sdist: the archive's file.
+        sdist: path of the archive.
         needed: paths relative to the source tree.
 
     Raises:
-        BuildError: some are missing.
+        BuildError: files are missing.
     """
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}

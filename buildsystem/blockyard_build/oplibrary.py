@@ -1,6 +1,6 @@
 """Builds `python/blockyard/_ops.so` from `cuda/`, with a record of its targets in `_ops.json`.
 
-`_ops.json` is always written: without an op library it holds the reason, for `blockyard doctor`.
+`_ops.json` is always written. Without an op library it contains the reason, for `blockyard doctor`.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def build_op_library(root: Path, environ: Mapping[str, str]) -> Manifest:
     """Build the op library in place, or record why not.
 
     Args:
-        root: the source tree; `cuda/` is read, `python/blockyard/` written.
+        root: root of the source tree; `cuda/` is read, `python/blockyard/` is written.
         environ: `os.environ` or a stand-in.
 
     Returns:
@@ -60,7 +60,7 @@ def build_op_library(root: Path, environ: Mapping[str, str]) -> Manifest:
             raise BuildError(f"BLOCKYARD_CUDA=require, but there is {missing}") from missing
         _say(f"building without the op library: {missing}")
         manifest = _without(str(missing))
-        # A library of an earlier build would be packed silently.
+        # The library of an earlier build would be packed silently.
         (root / LIBRARY).unlink(missing_ok=True)
     _write_if_changed(root / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     return manifest
@@ -70,13 +70,13 @@ def compile_commands(root: Path, settings: Settings, tools: Toolchain, scratch: 
     """Return the commands that compile each source and link the library.
 
     Args:
-        root: the source tree.
+        root: root of the source tree.
         settings: the user's settings.
         tools: compilers and headers.
         scratch: folder for object files and the linked library, `_ops.so`.
 
     Returns:
-        One command line each; the last one links what the others compile.
+        One command line per source, and a last one that links the objects.
     """
     commands = []
     objects = []
@@ -137,7 +137,7 @@ def _build(root: Path, settings: Settings, tools: Toolchain) -> Manifest:
 
 
 def _key(root: Path, settings: Settings, tools: Toolchain) -> str:
-    """Digest everything that decides the library's bytes: sources, command lines, compiler versions."""
+    """Return a digest of everything that determines the library's bytes: sources, command lines, compiler versions."""
     digest = hashlib.sha256(repr(tools).encode())
     for command in compile_commands(root, settings, tools, Path("scratch")):
         digest.update(shlex.join(command).encode() + b"\0")

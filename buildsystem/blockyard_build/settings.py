@@ -17,7 +17,7 @@ class Settings:
     """The build's settings.
 
     Attributes:
-        mode: "auto" builds the op library if possible, "require" fails if not, "off" leaves it out.
+        mode: "auto" builds the op library if possible, "require" fails if that is impossible, "off" does not build it.
         archs: compute capabilities without the dot, ascending: machine code for each, PTX for the first.
     """
 
@@ -25,7 +25,7 @@ class Settings:
     archs: tuple[str, ...]
 
     def gencode(self) -> list[str]:
-        """Give nvcc's architecture flags: PTX only for the lowest, which every later device can run."""
+        """Return nvcc's architecture flags: PTX only for the lowest, which every later device can run."""
         flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
         lowest = self.archs[0]
         flags[0] = f"-gencode=arch=compute_{lowest},code=[sm_{lowest},compute_{lowest}]"
@@ -39,7 +39,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         environ: `os.environ` or a stand-in.
 
     Returns:
-        The settings, defaults filled in.
+        The settings, with defaults filled in.
 
     Raises:
         BuildError: a variable has an invalid value.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 # The toolkit of the nvcc wheels on PyPI; torch 2.11 is built against the same CUDA release.
 NVCC_REQUIREMENT = "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]==13.0.2"
-# torch's stable ABI of 2.11: one library serves every later torch.
+# The stable ABI of torch 2.11: one library works with every later torch.
 TORCH_TARGET = (2, 11)
 
 
@@ -23,13 +23,13 @@ class Toolchain:
     """Inputs of the compile commands.
 
     Attributes:
-        cuda_home: folder that holds `bin/nvcc`.
-        cuda_libs: folder that holds `libcudart_static.a`.
+        cuda_home: folder that contains `bin/nvcc`.
+        cuda_libs: folder that contains `libcudart_static.a`.
         cuda_version: nvcc's release, such as "13.0".
         gxx: the C++ compiler's command; it compiles and links (nvcc cannot link with the layout of the PyPI wheels).
-        gxx_version: its version, such as "12.2.0".
+        gxx_version: version of the compiler, such as "12.2.0".
         torch_home: the installed torch's package folder.
-        torch_version: that torch's version, such as "2.11.0+cu130".
+        torch_version: version of the installed torch, such as "2.11.0+cu130".
     """
 
     cuda_home: Path
@@ -72,7 +72,7 @@ def find_toolchain(environ: Mapping[str, str]) -> Toolchain:
 
 
 def find_cuda_home(environ: Mapping[str, str]) -> Path | None:
-    """Find the folder that holds `bin/nvcc`: CUDA_HOME first, then the nvcc wheels; None if there is none."""
+    """Find the folder that contains `bin/nvcc`: CUDA_HOME first, then the nvcc wheels; None if there is none."""
     asked = environ.get("CUDA_HOME")
     candidates = [Path(asked)] if asked else []
     spec = importlib.util.find_spec("nvidia")
@@ -103,7 +103,7 @@ def find_torch() -> tuple[Path, str]:
 
 
 def _find_cudart(cuda_home: Path) -> Path:
-    # The PyPI wheels have lib, an installed toolkit lib64.
+    # The PyPI wheels have `lib`, an installed toolkit has `lib64`.
     for name in ("lib", "lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
         if (cuda_home / name / "libcudart_static.a").is_file():
             return cuda_home / name

@@ -68,7 +68,7 @@ def main() -> int:
         sources = Path(folder) / "python"
         shutil.copytree(ROOT / "python", sources, ignore=shutil.ignore_patterns("__pycache__"))
         for test in sorted({test for fault in chosen for test in fault.tests}):
-            # On a busy machine, a test with a short timeout may fail once.
+            # On a busy machine, a test with a short timeout may fail by chance.
             if run_tests(sources, (test,)) and (status := run_tests(sources, (test,))):
                 print(f"{test} ends with {status} without a fault")
                 return 1

@@ -1,4 +1,4 @@
-"""Changes the Rust core and store in small ways and counts how many of the changes their tests catch.
+"""Changes the Rust core and store in small ways and counts how many changes their tests catch.
 
 python buildsystem/mutants/run.py CARGO_MUTANTS N SEED
 
@@ -41,7 +41,7 @@ ENVIRONMENT = {
     "PROPTEST_MAX_SHRINK_ITERS": "0",
     "PROPTEST_DISABLE_FAILURE_PERSISTENCE": "true",
 }
-# Most mutants are caught by the unit tests, which build and run fastest; all tests run over the others.
+# Most mutants are caught by the unit tests, which build and run fastest; all tests run for the others.
 STAGES = (("--lib", 32), ("--tests", 64))
 MISSED = "MissedMutant"
 # A mutant may allocate or write endlessly.
@@ -76,7 +76,7 @@ def list_mutants(tool: str) -> list[Mutant]:
 
 
 def sample(mutants: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Choose mutants so that each file has its share. A larger sample holds the smaller ones of its seed."""
+    """Choose mutants in proportion to each file's number. A larger sample contains the smaller ones of its seed."""
     files: dict[str, list[tuple[str, Mutant]]] = defaultdict(list)
     for mutant in mutants:
         files[mutant.file].append((digest(f"{seed} {mutant.title}"), mutant))
@@ -89,7 +89,7 @@ def sample(mutants: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
 
 
 def explained(mutants: Iterable[Mutant]) -> set[str]:
-    """Read which mutants no test can catch. Entries that name no mutant must go."""
+    """Read the mutants that no test can catch. Entries that name no mutant are an error."""
     lines = EXPLAINED.read_text(encoding="utf-8").splitlines()
     titles = {line.strip() for line in lines if line.startswith(" ")}
     if stale := titles - {mutant.title for mutant in mutants}:
@@ -118,7 +118,7 @@ def update_copy() -> None:
 
 
 def run_tool(tool: str, *arguments: str, capture: bool = False, variables: Mapping[str, str] | None = None) -> str:
-    """Run cargo-mutants in the copy; give its output if it is captured."""
+    """Run cargo-mutants in the copy; return its output if it is captured."""
     command = [tool, "mutants", "--dir", str(COPY), "--config", str(HERE / "config.toml"), *PACKAGES, *arguments]
     env = {**os.environ, **ENVIRONMENT, **(variables or {})}
     done = subprocess.run(command, env=env, check=False, text=True, stdout=subprocess.PIPE if capture else None)
@@ -129,12 +129,12 @@ def run_tool(tool: str, *arguments: str, capture: bool = False, variables: Mappi
 
 
 def test_mutants(tool: str, stage: tuple[str, int], mutants: Iterable[Mutant], others: Iterable[Mutant]) -> None:
-    """Run some tests over each mutant and keep the outcomes."""
+    """Run some tests for each mutant and keep the outcomes."""
     tests, cases = stage
     results = WORK / "mutants.out" / "outcomes.json"
     shutil.rmtree(results.parent, ignore_errors=True)
     results.parent.mkdir()
-    # Its filters by name do not hold for all kinds of mutants; what it takes for caught before, it leaves out.
+    # Filters by name do not work for all kinds of mutants, so the others are listed as caught before and skipped.
     names = "".join(f"{mutant.name}\n" for mutant in others)
     (results.parent / "previously_caught.txt").write_text(names, encoding="utf-8")
     try:
@@ -146,7 +146,7 @@ def test_mutants(tool: str, stage: tuple[str, int], mutants: Iterable[Mutant], o
             variables={"PROPTEST_CASES": str(cases)},
         )
     finally:
-        # Also what an interrupted run has found out.
+        # Also the outcomes of an interrupted run.
         if results.exists():
             titles = {mutant.name: mutant.title for mutant in mutants}
             outcomes = json.loads(results.read_text(encoding="utf-8"))["outcomes"]
@@ -155,7 +155,7 @@ def test_mutants(tool: str, stage: tuple[str, int], mutants: Iterable[Mutant], o
 
 
 def kept() -> dict[str, str]:
-    """Return the outcomes of mutants whose file has not changed since. Those that were missed run again."""
+    """Return the outcomes of mutants whose file has not changed. Missed mutants run again."""
     if not KEPT.exists():
         return {}
     entries: dict[str, list[str]] = json.loads(KEPT.read_text(encoding="utf-8"))
@@ -163,7 +163,7 @@ def kept() -> dict[str, str]:
 
 
 def keep(found: Mapping[str, str]) -> None:
-    """Remember outcomes for the next run."""
+    """Save outcomes for the next run."""
     entries = {title: [outcome, version_of(title)] for title, outcome in {**kept(), **found}.items()}
     KEPT.write_text(json.dumps(entries, indent=1, sort_keys=True), encoding="utf-8")
 
@@ -175,7 +175,7 @@ def version_of(title: str) -> str:
 
 
 def main(tool: str, count: int, seed: int) -> int:
-    """Sample, test, and sum up."""
+    """Sample mutants, test them, and print a summary."""
     for limit, most in LIMITS.items():
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
