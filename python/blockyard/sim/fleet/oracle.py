@@ -131,7 +131,7 @@ class Oracle:
             raise BrokenPromiseError("forget was confirmed, but the storage has no record of it")
 
     def has_counted(self, name: bytes, since: float) -> bool:
-        """Return whether weights of this name have counted again: a record was lost and written anew."""
+        """Return whether weights of this name have counted again: a record was lost and then written again."""
         return any(at >= since and epoch.name == name for at, epoch in self.records)
 
     def confirm_deletion(self, key: int, submitted_at: float, now: float) -> None:

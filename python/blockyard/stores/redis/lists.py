@@ -317,7 +317,7 @@ class Lists:
 
         Args:
             token: unique, 16 bytes.
-            record: the key of the epoch's record, which is no block.
+            record: the key of the epoch's record, which is not a block.
         """
         if (yield self._run(self._scripts.begin_sweep, token)) is None:
             return
