@@ -15,25 +15,25 @@ T = TypeVar("T")
 
 
 def every(*many: object) -> list[object]:
-    """So many places, and in the slow run all of them."""
+    """Return the sampled number of places, or all of them in the slow run."""
     return [*many, pytest.param(1 << 30, marks=pytest.mark.slow)]
 
 
 def swept(files: tuple[str, ...], run: Callable[[Interrupt], None], error: type[BaseException], most: int) -> int:
-    """Sweep a program; returns how many places it has."""
+    """Sweep a program; return how many places it has."""
     places, raised = sweep(files, run, error, most=most, seed=len(files[0]))
     assert raised > min(places, most) // 2
     return places
 
 
 class Caller:
-    """Makes calls that are interrupted once, and makes that one again."""
+    """Makes calls, one of which is interrupted, and repeats the interrupted call."""
 
     def __init__(self, interrupt: Interrupt) -> None:
         self.interrupt = interrupt
 
     def attempt(self, function: Callable[..., T], *arguments: object) -> tuple[bool, T | None]:
-        """Make a call; returns whether it ended, and what it returned."""
+        """Make a call; return whether it ended, and its result."""
         try:
             with self.interrupt.armed():
                 return True, function(*arguments)

@@ -1,6 +1,6 @@
-"""What a Redis server has at one moment: values, lists and quotas, counted by one script, again and again.
+"""Counts the contents of a Redis server at one moment, repeatedly: values, lists and quotas, with a single script.
 
-The server runs the script between two transactions, so what it counts was true at that moment.
+The server runs the script between two transactions, so its counts are a consistent snapshot.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ return {values, listed, bare, orphans, most, tenants}
 
 
 class Counted(NamedTuple):
-    """What there is at one moment on all nodes; `most` is of one list.
+    """The contents of all nodes at one moment.
 
     Attributes:
-        values: blocks.
-        listed: entries of the lists.
-        bare: entries without a block, of lists and of owners.
-        orphans: blocks without an entry.
-        most: entries of the longest list.
-        tenants: for each with a quota its name, the quota, what counts towards it, and its blocks.
+        values: number of blocks.
+        listed: number of list entries.
+        bare: number of list and owner entries without a block.
+        orphans: number of blocks without an entry.
+        most: number of entries in the longest list.
+        tenants: name, quota, usage and number of blocks of each tenant with a quota.
     """
 
     values: int
@@ -76,16 +76,16 @@ class Counted(NamedTuple):
 
 @dataclass
 class BoundsWatch:
-    """Counts what a server or the nodes of a cluster have, in a thread.
+    """Counts the contents of a server or of a cluster's nodes, in a thread.
 
     Attributes:
-        clients: of the nodes.
-        store: over them, for the names.
-        most: entries that a list may have.
-        wrong: what must not be.
-        samples: how many there were.
+        clients: clients of the nodes.
+        store: store over the nodes, for the names of keys.
+        most: maximum number of entries of a list.
+        wrong: violations found.
+        samples: number of samples.
         is_full: whether the store has been full.
-        least: the least entries since then.
+        least: minimum number of entries since then.
     """
 
     clients: Sequence[redis.Redis]
@@ -98,7 +98,7 @@ class BoundsWatch:
     least: int = 1 << 62
 
     def count(self) -> Counted:
-        """Count each node at a moment of its own."""
+        """Count each node, one after the other."""
         assert isinstance(self.store, RedisStore)
         prefix = self.store._lists[0].prefix
         record = self.store._prefix + self.store._record.key
@@ -110,7 +110,7 @@ class BoundsWatch:
 
     @contextmanager
     def watching(self, pause: float = 0.03) -> Iterator[None]:
-        """Count all the time; raises what counting raised."""
+        """Count continuously within the context; raise any error of counting."""
         is_over, errors = threading.Event(), list[Exception]()
 
         def watch() -> None:
@@ -131,7 +131,7 @@ class BoundsWatch:
             raise errors[0]
 
     def check(self, found: Counted) -> None:
-        """Compare what there is with what there may be."""
+        """Compare the contents with their limits."""
         size = self.store.num_slots
         self.samples += 1
         self.is_full = self.is_full or found.listed == size

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages: what it shows, says on its console and asks the network for."""
+"""A headless Chromium for tests of pages: what it shows, its console, and its network requests."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ START = (
 
 
 class Page:
-    """A page that is open.
+    """An open page.
 
     Attributes:
         problems: errors and warnings of its console, and exceptions.
-        requests: URLs that it has asked for.
+        requests: URLs that it has requested.
     """
 
     def __init__(self, to: int, back: int) -> None:
@@ -53,7 +53,7 @@ class Page:
                 return answer["result"]
 
     def evaluate(self, expression: str) -> Any:
-        """Return what a JavaScript expression, or its promise, comes to."""
+        """Return the value of a JavaScript expression, or of its promise."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
@@ -114,10 +114,10 @@ def browser_page(path: Path, profile: Path, *, dark: bool = False, width: int = 
     """Open a file in a headless Chromium.
 
     Args:
-        path: of the page.
+        path: path of the page.
         profile: an empty folder for the browser.
-        dark: what `prefers-color-scheme` says.
-        width: of the window, in pixels.
+        dark: whether `prefers-color-scheme` is dark.
+        width: width of the window, in pixels.
     """
     assert CHROMIUM is not None
     (theirs_in, to), (back, theirs_out) = pipe(), pipe()

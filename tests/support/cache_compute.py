@@ -1,4 +1,4 @@
-"""The compute of one step, as a model with cache groups does it: keys and values that say whose they are."""
+"""The compute of one step, like a model with cache groups: its keys and values identify their tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockyard.errors import SequenceStateError
 class Compute:
     """What one step computes: it writes the tokens that have no keys and values yet, and reads what these attend to.
 
-    Every sequence on the device takes part, those without new tokens as well: each can be computed with next.
+    Every sequence on the device takes part, even without new tokens: the next step may compute with any of them.
     """
 
     def __init__(self, rig: Rig, step: CacheStep, counts: dict[str, int]) -> None:
@@ -94,7 +94,7 @@ class Compute:
         self.found.append((layer, early, read, pinned))
 
     def check(self) -> None:
-        """What was read must be right, but for sequences that were named as lost."""
+        """Check that everything read is correct, except for sequences that were reported lost."""
         for layer, early, read, pinned in self.found:
             if early is not None:
                 wrong = (early != cells_of(np.array(self.early_values), layer)).any(axis=0)

@@ -32,7 +32,7 @@ GOALS = ("max_id", "free_tail", "dense", "contiguous")
 
 
 class Op(NamedTuple):
-    """One line of a program: four numbers, of which each operation makes what it needs, and a seed for chance."""
+    """One line of a program: four numbers that each operation interprets as it needs, and a seed."""
 
     name: str
     a: int = 0
@@ -40,14 +40,14 @@ class Op(NamedTuple):
     c: int = 0
     d: int = 0
     seed: int = 0
-    interrupt: int = -1  # the place of an interrupt, if it is reached
+    interrupt: int = -1  # place of an interrupt; -1 for none
 
 
 class Machine(World):
     """Runs operations one by one."""
 
     def run(self, op: Op) -> None:
-        """Run one operation, and check what must hold after each."""
+        """Run one operation, and check the invariants."""
         self.random.seed(op.seed)
         self.clock.seconds += 0.003
         rig = self.rigs[op.seed % len(self.rigs)]
@@ -65,13 +65,13 @@ class Machine(World):
         return rig.sequences[number % len(rig.sequences)] if rig.sequences else None
 
     def on_device(self, rig: Rig, op: Op) -> list[Tracked]:
-        """Mostly those that a call for sequences on the device takes."""
+        """Pick sequences, mostly ones on the device."""
         if op.seed % 16 == 0:
             return rig.sequences
         return [s for s in rig.sequences if not s.lost and rig.manager.tier(s.handle) == "device"]
 
     def prompt(self, op: Op) -> tuple[list[int], bytes | None]:
-        """Prompts of a family begin alike."""
+        """Return a prompt; prompts of a family share a prefix."""
         size = self.config.block_size
         length = 1 + op.a % (9 * size if op.a & 1024 else 4 * size)
         tokens = [100 * (op.b % 7 // 3) + i // 2 for i in range(length)]
@@ -148,11 +148,11 @@ class Machine(World):
                 del sequence.rest[:count]
 
     def do_note(self, rig: Rig, op: Op) -> None:
-        """Name tokens that were appended without their ids, as long as they are the next."""
+        """Pass the ids of tokens that were appended without ids, if they are next."""
         sequence = self.pick(rig, op.a)
         if sequence is None or sequence.rest:
             return
-        # Nobody else can have these tokens, so they keep the values that they had.
+        # No other sequence can have these tokens, so they keep their values.
         ids = [4_000_000 - token for token in takewhile(_is_unknown, sequence.tokens[sequence.noted :])][: 1 + op.b % 3]
         with suppress(BlockyardError):
             rig.manager.prefix.note_tokens(sequence.handle, ids, len(ids))
@@ -170,7 +170,7 @@ class Machine(World):
             rig.sequences += [sequence.child(int(handle)) for handle in made]
 
     def do_swarm(self, rig: Rig, op: Op) -> None:
-        """More sequences than a block can have leases share blocks, and leave the device one by one."""
+        """Let more sequences share blocks than a block can have leases, and move them off the device one by one."""
         sequence = self.pick(rig, op.a)
         if self.config.host < MANY or sequence is None or sequence.rest:
             return
@@ -213,7 +213,7 @@ class Machine(World):
         self.free(rig, chosen(rig.sequences, op.a, 2))
 
     def do_stale(self, rig: Rig, op: Op) -> None:
-        """A handle that was freed is unknown to every call."""
+        """Check that every call rejects a freed handle."""
         if not rig.freed:
             return
         handle = rig.freed[-1 - op.a % len(rig.freed)]
@@ -357,7 +357,7 @@ class Machine(World):
                 assert prefixes.quota(salt) == (found and (found[0] * size, found[1] * size))
 
     def do_forget(self, rig: Rig, op: Op) -> None:
-        """New weights: what was computed under the old ones must not be found."""
+        """Change the weights: blocks computed with the old ones must not be found."""
         if rig.prefixes is None or len(self.rigs) > 1 or op.a % 4:
             return
         if op.b % 2:
@@ -385,7 +385,7 @@ class Machine(World):
             rig.scrapes.scrape()
 
     def do_restart(self, rig: Rig, op: Op) -> None:
-        """The process ends and another one opens the same prefix store."""
+        """End the process, and let another one open the same prefix store."""
         if op.b % 4:
             return
         if op.a % 2:
@@ -416,7 +416,7 @@ class Machine(World):
 
 
 def chosen(sequences: list[Tracked], number: int, most: int) -> list[Tracked]:
-    """Some of them, each once; often one."""
+    """Return some of them without repeats; often one."""
     count = (1 + number // 7 % most) * bool(sequences)
     return list(dict.fromkeys(sequences[(number + 3 * i) % len(sequences)] for i in range(count)))
 

@@ -1,4 +1,4 @@
-"""A program that uses all parts of a `KVCache`, catches what interrupts it, and knows every byte."""
+"""A program that uses all parts of a `KVCache`, catches interrupts, and knows the expected value of every byte."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Program:
     """Two prompts that go through every tier and both stores, and are found again.
 
     Args:
-        interrupt: what interrupts its calls of the cache.
-        external: URL of the external store, or one that is open.
-        prefix: the same of the prefix store.
+        interrupt: exception that interrupts its calls of the cache.
+        external: URL of the external store, or an open store.
+        prefix: URL of the prefix store, or an open store.
     """
 
     def __init__(self, interrupt: Interrupt, external: str | ExternalStore, prefix: str | ExternalStore) -> None:
@@ -59,7 +59,7 @@ class Program:
         self.hits = 0
 
     def call(self, function: Callable[..., T], *arguments: object) -> T:
-        """Make a call, and if it is interrupted, make it again."""
+        """Make a call, and repeat it if it is interrupted."""
         try:
             with self.interrupt.armed():
                 return function(*arguments)
@@ -103,7 +103,7 @@ class Program:
         self.end()
 
     def admit(self, prompt: list[int]) -> None:
-        """Compute a prompt, and check what was cached of it."""
+        """Compute a prompt, and check its cached blocks."""
         sequence = self.manager.allocate(prompt, salt=TENANT if prompt[0] else None)
         handle, cached = int(sequence), sequence.cached_tokens // LAYOUT.block_size
         self.hits += cached
@@ -132,7 +132,7 @@ class Program:
             self.prompts.pop(handle, None)
 
     def forget_tiers(self) -> None:
-        """Have device and host forget what they cache, by other prompts."""
+        """Evict the cached blocks of device and host with other prompts."""
         number = 0
         for _ in range(8):
             with suppress(OutOfBlocksError):
@@ -150,7 +150,7 @@ class Program:
         self.take_in(self.call(self.cache.poll))
 
     def drain(self) -> None:
-        """Take everything in; then each sequence that was not named as lost has its bytes."""
+        """Wait for all transfers, and check the bytes of each sequence that was not reported lost."""
         self.take_in(self.call(self.cache.drain))
         assert self.manager.stats().open_tickets == [], "a ticket is open"
         self.manager.check()
@@ -166,7 +166,7 @@ class Program:
                     self.free(handle)
 
     def end(self) -> None:
-        """Free everything; no block, job, ticket or key may be left."""
+        """Free everything, and check that no block, job, ticket or key is left."""
         self.free(*tuple(self.prompts))
         self.step()
         self.drain()
@@ -207,7 +207,7 @@ class Program:
 
 
 def contents(prompt: list[int], count: int) -> NDArray[np.uint8]:
-    """The bytes of a prompt's first blocks: each is decided by all tokens up to its end."""
+    """Return the bytes of a prompt's first blocks: each depends on all tokens up to its end."""
     rows = np.zeros((count, WIDTH), np.uint8)
     for index, row in enumerate(rows):
         row[:] = np.frombuffer(hashlib.shake_256(repr(prompt[: 4 * index + 4]).encode()).digest(WIDTH), np.uint8)

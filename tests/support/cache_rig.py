@@ -29,7 +29,7 @@ from blockyard.stores.threaded.runtime import Runtime, use_runtime
 LAYERS = 2
 MASK = (1 << 55) - 1
 MANY = 40_000  # host blocks, more than a block can have leases
-NEVER = 1e9  # what makes a swap too dear
+NEVER = 1e9  # a cost at which no swap pays
 GROUPS = {
     "full": (CacheGroup.full_attention(),),
     "window": (CacheGroup.sliding_window(5),),
@@ -67,7 +67,7 @@ class Config:
     max_pinned: float = 0.5
     loop: bool = False  # whether the scheduler runs the cache's steps itself
     mode: str = "auto"  # of preemption
-    swap_cost: float = -1.0  # of a block, beside 1 for a token of a prompt; negative: `mode` decides
+    swap_cost: float = -1.0  # cost per block, relative to 1 per prompt token; negative: `mode` decides
     lookahead: int = 0
     max_recorded: int = 0  # blocks that a recorder remembers; 0: there is none
     scraped: bool = False
@@ -79,7 +79,7 @@ class Config:
 
 
 def random_config(random: Random) -> Config:
-    """Draw sizes that are seldom enough for all."""
+    """Draw sizes that are seldom large enough for all sequences."""
     device = random.choice((8, 10, 12, 16, 24))
     groups = random.choice(("full", "full", "full", "full", *GROUPS))
     prefix = random.choice(("", "device", "device", "host", "host"))
@@ -116,7 +116,7 @@ def random_config(random: Random) -> Config:
 
 
 class Clock(Runtime):
-    """Time that passes when the program says so, and a little at each question."""
+    """A clock that advances when the program says so, and slightly with each reading."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -130,11 +130,11 @@ class Clock(Runtime):
 
 
 class GarbageMemory:
-    """Memory of an elastic cache that holds garbage where none is committed; see `blockyard.engine.elastic.cache`.
+    """Memory of an elastic cache with garbage in uncommitted chunks; see `blockyard.engine.elastic.cache`.
 
     Args:
-        num_bytes: of all tensors.
-        chunk: bytes that come and go together.
+        num_bytes: size of all tensors.
+        chunk: number of bytes that are committed and released together.
     """
 
     def __init__(self, num_bytes: int, chunk: int) -> None:
@@ -142,11 +142,11 @@ class GarbageMemory:
         self.tensor = torch.full((num_bytes,), 0xA5, dtype=torch.uint8)
 
     def commit(self, first: int, last: int) -> None:
-        """Bring zeros."""
+        """Fill with zeros."""
         self.tensor[first * self.chunk : last * self.chunk] = 0
 
     def release(self, first: int, last: int) -> None:
-        """Leave garbage."""
+        """Fill with garbage."""
         self.tensor[first * self.chunk : last * self.chunk] = 0xA5
 
     def synchronize(self) -> None:
@@ -158,11 +158,11 @@ class Tracked:
     """A sequence, as the program knows it.
 
     Attributes:
-        tokens: its token ids; negative where the manager is not to know them.
-        values: what a model writes for each: it depends on all tokens up to it, the salt and the weights.
-        written: tokens whose keys and values have been computed.
-        noted: tokens whose ids the manager knows, at the start.
-        rest: tokens of its prompt that have no slots yet.
+        tokens: its token ids; negative ids are not passed to the manager.
+        values: what a model writes for each token, which depends on all tokens up to it, the salt and the weights.
+        written: number of tokens whose keys and values have been computed.
+        noted: number of leading tokens whose ids the manager knows.
+        rest: prompt tokens that have no slots yet.
     """
 
     handle: int
@@ -258,7 +258,7 @@ class Rig:
         return [store for store in (self.store, self.kept) if store is not None]
 
     def follow(self) -> None:
-        """Take the events of what can be found."""
+        """Apply the events of the prefix cache."""
         events = self.manager.prefix.take_events()
         assert not events.dropped
         for kind, tier, block, key in zip(events.kinds, events.tiers, events.blocks, events.keys, strict=True):
@@ -272,7 +272,7 @@ class Rig:
                 self.cached = {at: key for at, key in self.cached.items() if at[0] != place[0]}
 
     def rows(self, tier: str, blocks: NDArray[np.int64]) -> Cells:
-        """Keys and values of blocks, int64 `[blocks, layers, 2, block_size]`."""
+        """Return keys and values of blocks, int64 `[blocks, layers, 2, block_size]`."""
         if tier != "external":
             rows = self.cache.engine.read(tier, blocks)  # type: ignore[arg-type]
         else:
@@ -286,6 +286,6 @@ class Rig:
 
 @contextmanager
 def simulated(clock: Clock) -> Iterator[None]:
-    """Let everything that is made meanwhile, and has deadlines, have this clock."""
+    """Give this clock to everything with deadlines that is created within the context."""
     with use_runtime(clock):
         yield

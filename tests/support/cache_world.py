@@ -1,4 +1,4 @@
-"""Caches beside a plain model: steps whose every byte is compared, what must hold of them, and how they end."""
+"""Caches next to a plain model: every byte of a step is compared, invariants are checked, and nothing may be left."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Interrupted(Exception):  # noqa: N818
 
 
 class World:
-    """Caches beside a plain model.
+    """Caches next to a plain model.
 
     Args:
-        config: of the caches.
-        without: operations that are left out, for instance while a defect is open; `"raise"` for bodies that raise.
+        config: sizes and options of the caches.
+        without: operations to omit, for instance while a defect is open; `"raise"` for bodies that raise.
     """
 
     def __init__(self, config: Config, without: Iterable[str] = ()) -> None:
@@ -101,7 +101,7 @@ class World:
             raise Interrupted(interrupt.where) from error
 
     def attempt(self, rig: Rig, call: Callable[[], T]) -> T | None:
-        """Make a call of the manager that may be refused; then nothing may have changed."""
+        """Make a call that the manager may reject; if it does, nothing may have changed."""
         before = self.digest(rig)
         try:
             return call()
@@ -118,7 +118,7 @@ class World:
         return stats, free, uses
 
     def check_refusal(self, rig: Rig, prompt: list[int], salt: bytes | None, chunk: int | None) -> None:
-        """A prompt is refused only if it does not fit: hits that are in use or leased take no free block."""
+        """Check that a prompt is rejected only if it does not fit: hits in use or leased take no free block."""
         if self.config.slides or chunk:
             return
         rig.follow()
@@ -142,7 +142,7 @@ class World:
         rig.freed += [sequence.handle for sequence in batch]
 
     def record_prompt(self, rig: Rig, sequence: Tracked, prompt: list[int]) -> None:
-        """Record that a prompt has come, as an engine does that has no `Scheduler`."""
+        """Record a prompt, like an engine without a `Scheduler`."""
         if (recording := self.recording) is not None:
             name, values = (rig, sequence.handle), self.model(prompt, sequence.salt).values
             request = recording.add(name, values)
@@ -161,7 +161,7 @@ class World:
             self.tried(rig, lambda: recording.recorder.finish(name, output, keys), again=True)
 
     def tried(self, rig: Rig, call: Callable[[], object], *, again: bool) -> bool:
-        """Make a call. If it is interrupted, make it again or not. Returns whether it has returned."""
+        """Make a call; if it is interrupted, perhaps repeat it. Return whether it has returned."""
         try:
             self.risky(rig, call)
         except Interrupted:
@@ -184,20 +184,20 @@ class World:
                 self.note_contents(sequence, min(sequence.written, sequence.noted))
 
     def note_contents(self, sequence: Tracked, length: int) -> None:
-        """Note what blocks of the first tokens of a sequence hold, by their keys."""
+        """Note the contents of a sequence's first blocks, by key."""
         size, parent = self.config.block_size, bytes(32)
         for at, key in enumerate(export_keys(sequence.tokens[:length], block_size=size, salt=sequence.salt)):
             self.contents[key] = sequence.values[at * size : (at + 1) * size]
             self.owners[key], parent = (tenant_of(sequence.salt), parent), key
 
     def model(self, tokens: list[int], salt: bytes | None) -> Tracked:
-        """What a prompt would have if it were computed."""
+        """Return the values of a prompt if it were computed."""
         made = Tracked(0, salt, self.seed_of(salt))
         made.add(tokens)
         return made
 
     def note_pin(self, rig: Rig, pin: int, places: Sequence[int], values: list[int]) -> None:
-        """Note what the blocks of a pin hold: those at some places of a sequence."""
+        """Note the contents of pinned blocks, which are at some places of a sequence."""
         blocks, size = rig.manager.pins.blocks(pin).astype(np.int64), self.config.block_size
         assert len(blocks) == len(places)
         slots = (blocks[:, None] * size + np.arange(size)).reshape(-1)
@@ -211,7 +211,7 @@ class World:
             rig.manager.pins.unpin(rig.pins.pop()[0])
 
     def check_owners(self, job: StoreJob) -> None:
-        """A job names the tenant and the parent of each block, and has no block before its parent."""
+        """Check that a job names tenant and parent of each block, and has no block before its parent."""
         keys = [key.tobytes() for key in job.keys]
         for at, key in enumerate(keys):
             owner = job.tenants[at].tobytes(), job.parents[at].tobytes()
@@ -219,7 +219,7 @@ class World:
             assert owner[1] not in keys[at:], f"block {at} of {job} comes before its parent"
 
     def check_quotas(self) -> None:
-        """No tenant has more in the store than its quota, and each block in the store is its tenant's."""
+        """Check that no tenant exceeds its quota in the store, and that each block belongs to its tenant."""
         for salt in SALTS:
             tenant = tenant_of(salt)
             held, found = self.medium.held(tenant), self.medium.quota(tenant)
@@ -228,7 +228,7 @@ class World:
                 assert self.owners.get(key, (tenant, parent)) == (tenant, parent), f"a block in the store is {salt!r}'s"
 
     def end_load(self, rig: Rig, job: StoreJob, lost: int = 1) -> None:
-        """Let the blocks land that were ever computed, but for some."""
+        """Finish a load: blocks that were ever computed arrive, except for some."""
         self.check_owners(job)
         landed = [key.tobytes() in self.contents and (lost + at) % 8 > 0 for at, key in enumerate(job.keys)]
         for key, block, has_landed in zip(job.keys, job.blocks, landed, strict=True):
@@ -239,7 +239,7 @@ class World:
         rig.manager.prefix.store_jobs.end_load(job.job, landed)
 
     def end_write(self, rig: Rig, job: StoreJob) -> None:
-        """What was read is right if the manager says so."""
+        """Check the blocks that were read and that the manager declares valid."""
         self.check_owners(job)
         rows = rig.rows(job.tier, job.blocks)
         if rig.manager.prefix.store_jobs.end_write(job.job):
@@ -279,7 +279,7 @@ class World:
                 self.mark(rig, sequence)
 
     def give_up_unwritten(self, rig: Rig) -> None:
-        """Free what a step that did not run was to write: the manager takes its tokens for written."""
+        """Free the sequences of a step that did not run: the manager assumes that their tokens were written."""
         self.free(rig, [sequence for sequence in rig.sequences if sequence.written < len(sequence.tokens)])
 
     def note_lost(self, rig: Rig, step: CacheStep) -> None:
@@ -304,7 +304,7 @@ class World:
                 sequence.lost = sequence.lost or sequence.handle in lost
 
     def drain(self, rig: Rig) -> None:
-        """End the step and all tickets; then each sequence is whole, or was named."""
+        """End the step and all tickets, and check that each sequence is intact or was reported lost."""
         self.step(rig)
         for store in rig.stores():
             store.release()
@@ -328,7 +328,7 @@ class World:
             self.read_back(rig, sequence)
 
     def read_back(self, rig: Rig, sequence: Tracked) -> None:
-        """What a sequence has in any tier must be its keys and values."""
+        """Check a sequence's keys and values in its tier."""
         if self.config.slides or not sequence.written:
             return
         tier, size = rig.manager.tier(sequence.handle), self.config.block_size
@@ -336,7 +336,7 @@ class World:
         self.compare(rig.rows(tier, table), sequence.values[: sequence.written], f"{tier} blocks {table.tolist()}")
 
     def check_cached(self, rig: Rig) -> None:
-        """All that can be found has the bytes that its key says."""
+        """Check that every findable block has the bytes of its key."""
         rig.follow()
         for tier in ("device", "host"):
             places = [(block, key) for (at, block), key in rig.cached.items() if at == tier and key in self.contents]
@@ -351,7 +351,7 @@ class World:
             assert np.array_equal(found, cells_of(np.array(values, np.int64), layer)), f"{what} have other bytes"
 
     def settle(self, rig: Rig) -> None:
-        """Free everything; all blocks of all tiers can be given out then."""
+        """Free everything, and check that all blocks of all tiers are free."""
         self.interrupt = None
         self.drain(rig)
         self.free(rig, rig.sequences[:])
@@ -389,7 +389,7 @@ class World:
             self.weights += 1
 
     def check_metrics(self, rig: Rig, sums: dict[str, float]) -> None:
-        """The metrics of a cache at rest say what was done with it."""
+        """Check that the metrics of an idle cache match what was done with it."""
         assert (sums["sequences"], sums["open_tickets"]) == (0, 0)
         assert (sums["leased_blocks"], sums["pinned_blocks"]) == (0, 0)
         assert sums["used_blocks"] == 0, f"{sums['used_blocks']} blocks are in use"
@@ -406,7 +406,7 @@ class World:
                 self.recording.check()
 
     def close(self) -> None:
-        """Let go of everything, whatever state it is in."""
+        """Release everything, whatever its state."""
         with simulated(self.clock):
             for rig in self.rigs:
                 with suppress(BaseException):

@@ -1,4 +1,4 @@
-"""A CUDA device that memory of the CPU stands for, so that whole scripts run: tensors know on which side they are."""
+"""A CUDA device simulated in CPU memory, so that whole scripts run: tensors know on which side they are."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["CudaOnCpu", "patch_cuda"]
 
 
 class CudaOnCpu(TorchFunctionMode):
-    """Puts what asks for a CUDA device on the CPU, and remembers it as the device's."""
+    """Puts tensors that are requested on a CUDA device on the CPU, and remembers them as the device's."""
 
     def __init__(self) -> None:
         super().__init__()
-        # They stay alive: no other memory gets their address.
+        # They stay alive, so that no other memory gets their address.
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def __torch_function__(
@@ -77,7 +77,7 @@ class _Event:
 
 
 def patch_cuda(monkeypatch: pytest.MonkeyPatch) -> CudaOnCpu:
-    """Let `torch.cuda` stand for a device that does everything at once; gives the mode to run scripts in."""
+    """Make `torch.cuda` a device that runs everything immediately; return the mode to run scripts in."""
     only = _Stream()
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     functions = {

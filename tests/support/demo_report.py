@@ -1,4 +1,4 @@
-"""The report of a run of the demo that went well."""
+"""The report of a successful run of the demo."""
 
 from __future__ import annotations
 

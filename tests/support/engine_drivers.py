@@ -26,7 +26,7 @@ SECONDS = 30.0
 
 
 class FaultyStore(KeyedStore):
-    """A prefix store in this process, `faulty://NAME`, that fails as `fault` says."""
+    """A prefix store in this process, `faulty://NAME`, that fails according to `fault`."""
 
     media: ClassVar[dict[str, dict[bytes, NDArray[np.uint8]]]] = {}
     fault: ClassVar[str] = ""
@@ -120,7 +120,7 @@ def indices(pages: Sequence[int]) -> torch.Tensor:
 
 
 class SGLang:
-    """HiCache's storage backend, made by SGLang's factory; `v1` calls it with places in the pool."""
+    """HiCache's storage backend, created by SGLang's factory; `v1` calls it with places in the pool."""
 
     page_bytes = 192
 
@@ -169,7 +169,7 @@ class SGLang:
 
 
 class LMCache:
-    """A `native_plugin` L2 adapter, made by LMCache's factory; without LMCache, the connector itself."""
+    """A `native_plugin` L2 adapter, created by LMCache's factory; without LMCache, the connector itself."""
 
     page_bytes = 9000  # three parts
 
@@ -237,7 +237,7 @@ class LMCache:
 
 
 class _Adapter:
-    """What LMCache's adapter does with a connector, one operation at a time."""
+    """Uses a connector like LMCache's adapter, one operation at a time."""
 
     def __init__(self, connector: Any) -> None:
         self.connector = connector
@@ -258,7 +258,7 @@ class _Adapter:
         return list(found)
 
     def query_lookup_and_lock_result(self, ticket: int) -> list[bool]:
-        """LMCache takes no hit from a lookup that is not ok."""
+        """Return the hits of a lookup; LMCache ignores a lookup that is not ok."""
         ((done, ok, _, found),) = self.connector.drain_completions()
         assert done == ticket
         return [ok and hit for hit in found]

@@ -146,7 +146,7 @@ class Model:
         return State(None, frozenset(), (Process(self._fresh),) * self.bounds.processes)
 
     def steps(self, state: State) -> Iterator[tuple[str, State]]:
-        """Give every step that can follow, with its name."""
+        """Yield every step that can follow, with its name."""
         more_faults = state.faults < self.bounds.faults
         if more_faults and self.bounds.record_is_lost and state.record is not None:
             yield "the record is lost", state._replace(record=None, faults=state.faults + 1)
@@ -177,7 +177,7 @@ class Model:
             yield "crashes", after, state._replace(faults=state.faults + 1)
 
     def _carry_out(self, state: State, process: Process) -> Iterator[tuple[str, Process, State]]:
-        """Carry a put out: under what the process knows, however old, or what it asks for."""
+        """Execute a put, with the record that the process knows, however old, or with one that it reads."""
         put, done = process.put, process._replace(put=None)
         assert put is not None
         for asks in (False, True):
@@ -290,7 +290,7 @@ class Model:
 
 
 def numbered(state: State, names: dict[bytes, bytes] | None = None) -> State:
-    """Give a state's random bytes numbers, by the order in which the state has them."""
+    """Number a state's random bytes in the order in which they appear in the state."""
     names = {bytes(16): bytes(16)} if names is None else names
     of = lambda drawn: names.setdefault(drawn, len(names).to_bytes(16, "big"))  # noqa: E731
 
@@ -313,13 +313,13 @@ def numbered(state: State, names: dict[bytes, bytes] | None = None) -> State:
 
 
 def search(model: Model, most: int) -> int:
-    """Search all states, at most so many.
+    """Search all states, at most `most`.
 
     Returns:
-        How many there are.
+        The number of states.
 
     Raises:
-        WrongHitError: with the steps that lead there.
+        WrongHitError: a wrong hit was found; the message has the steps that lead to it.
     """
     counter = itertools.count(1)
     drawn = lambda size: (1 << 100 | next(counter)).to_bytes(size, "big")  # noqa: E731

@@ -1,4 +1,4 @@
-"""Prompts admitted as arrays, for tests that look at handles and hits together."""
+"""Prompts admitted as arrays, for tests of handles and hits together."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -65,7 +65,7 @@ class Program:
     ops: tuple[Op, ...]
 
     def __str__(self) -> str:
-        """Python that makes it again."""
+        """Return Python source that creates the program."""
         chosen = {f.name: getattr(self.config, f.name) for f in fields(Config)}
         changed = {name: value for name, value in chosen.items() if value != getattr(Config(), name)}
         config = ", ".join(f"{name}={value!r}" for name, value in changed.items())
@@ -76,7 +76,7 @@ class Program:
 
 
 def place(random: Random) -> int:
-    """A place for an interrupt: often early, sometimes after hundreds."""
+    """Return a place for an interrupt: often early, sometimes after hundreds of places."""
     return int(math.exp(random.uniform(0.0, 6.5))) - 1
 
 
@@ -96,7 +96,7 @@ def random_program(seed: int, length: int, config: Config | None = None) -> Prog
 
 
 def run(program: Program, without: Iterable[str] = ()) -> dict[str, int]:
-    """Run a program. Returns what it did; raises what it found, with the number of the operation as a note."""
+    """Run a program. Return what it did; raise any failure, with the number of the operation."""
     machine = (ScheduledMachine if program.config.scheduler else Machine)(program.config, without)
     at = 0
     try:
@@ -113,7 +113,7 @@ def run(program: Program, without: Iterable[str] = ()) -> dict[str, int]:
 
 
 def failure(program: Program, without: Iterable[str] = ()) -> BaseException | None:
-    """What a program finds."""
+    """Return the failure of a program, if any."""
     try:
         run(program, without)
     except KeyboardInterrupt as error:
@@ -126,13 +126,13 @@ def failure(program: Program, without: Iterable[str] = ()) -> BaseException | No
 
 
 def kind_of(error: BaseException | None) -> str:
-    """An error less what differs from program to program."""
+    """Return an error without the parts that differ between programs."""
     words = str(error).partition(": ")[2] if error else ""
     return f"{type(error).__name__} {re.sub(r'[0-9]+|: .*', '', words)}"
 
 
 def shrink(program: Program, without: Iterable[str] = (), seconds: float = 30.0) -> Program:
-    """Drop operations, and make what is left plainer, as long as the program fails alike."""
+    """Remove and simplify operations as long as the program fails in the same way."""
     until = time.monotonic() + seconds
     kind = kind_of(failure(program, without))
 

@@ -72,7 +72,7 @@ class Faulty(Wrapper):
 
 
 class Forgetful(ParallelExecutor):
-    """Drops what ranks other than the first have lost: a wrong merge, for tests of the tests."""
+    """Ignores losses of all ranks except the first: a wrong merge, to test the tests."""
 
     def _note(self) -> None:
         self._answers = [
@@ -112,7 +112,7 @@ class World:
         self.next_tag = self.voided = 0
 
     def step(self) -> None:
-        """Move some sequences, give others tokens, and take in what has landed."""
+        """Move some sequences, give others tokens, and process finished transfers."""
         manager, writes = self.manager, []
         chosen = list(self.tags)
         self.random.shuffle(chosen)
@@ -139,12 +139,12 @@ class World:
             self._end(done)
 
     def drain(self) -> None:
-        """End all that is under way."""
+        """Finish everything in flight."""
         for ticket in list(self.open):
             self._end(self.executor.wait(ticket))
 
     def check(self) -> int:
-        """Compare; returns how many tokens were."""
+        """Compare all bytes; return the number of tokens compared."""
         compared = 0
         for handle, tags in self.tags.items():
             tier, blocks = self.manager.tier(handle), self.manager.block_table(handle).astype(np.int64)

@@ -19,7 +19,7 @@ from blockyard.executor.executor import StepDone
 from blockyard.scheduler import Finished, PreemptionCosts, Request, Scheduler, Step
 
 PATIENCE = 300
-"""Steps in a row that may do nothing."""
+"""Maximum number of consecutive steps that do nothing."""
 VOCABULARY = 3
 CALM = Op("step", a=1, b=1, c=1, d=5)
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class ScheduledMachine(Machine):
     """A scheduler over one cache. Each request gets the tokens that follow from the bytes its steps read.
 
     Args:
-        config: of the cache.
+        config: sizes and options of the cache.
         without: as for `Machine`.
     """
 
@@ -64,7 +64,7 @@ class ScheduledMachine(Machine):
         self.number = self.idle = self.tokens = self.drafts = self.refusals = 0
 
     def risky(self, rig: Rig, call: Callable[[], T]) -> T:
-        """Make a call that may be interrupted; if it is not, a later call of the operation may be."""
+        """Make a call that may be interrupted; otherwise a later call of the operation may be."""
         interrupt = self.interrupt
         try:
             return super().risky(rig, call)
@@ -121,7 +121,7 @@ class ScheduledMachine(Machine):
             rig.manager.defrag.run(goal, 1 + op.b % 4, max_moves=op.c % 8)  # type: ignore[arg-type]
 
     def _nothing(self, rig: Rig, op: Op) -> None:
-        """For what the scheduler does by itself, or what would need sequences of the machine's own."""
+        """Do nothing: the scheduler does this by itself, or it would need sequences outside the scheduler."""
 
     do_swap = do_mark = do_step
     do_fork = do_note = do_truncate = do_load = do_write = do_allocate
@@ -131,7 +131,7 @@ class ScheduledMachine(Machine):
     # ---- a step ----
 
     def schedule(self, rig: Rig, op: Op) -> None:
-        """Run one step. If a call of it is interrupted, make the call again, or go on with the next step."""
+        """Run one step. If one of its calls is interrupted, repeat the call or continue with the next step."""
         try:
             self.run_step(rig, op)
         except Interrupted:
@@ -205,7 +205,7 @@ class ScheduledMachine(Machine):
                 self.scheduler.complete(done.ticket, done.lost)
 
     def fill_in(self, step: Step, op: Op) -> list[Tracked]:
-        """Fill in draft tokens, some of them right; return what the rows' tokens are, up to the step's."""
+        """Fill in draft tokens, some of them right; return the rows' tokens, including the step's."""
         known = [self.tracked(*step.owner(row)) for row in range(step.rows)]
         if step.num_draft_tokens and op.d % 3:
             drafts = []
@@ -229,7 +229,7 @@ class ScheduledMachine(Machine):
         return texts
 
     def compute(self, rig: Rig, step: Step, texts: list[Tracked], *, by_layer: bool) -> list[list[Cells]]:
-        """Write and read as a model does; returns what each layer has read for each row."""
+        """Write and read like a model; return what each layer has read for each row."""
         size = self.config.block_size
         window = rig.groups[0][2]
         found: list[list[Cells]] = [[] for _ in texts]
@@ -256,7 +256,7 @@ class ScheduledMachine(Machine):
         return found
 
     def tracked(self, name: str, index: int) -> Tracked:
-        """What a sequence of a request has, by the tokens that it was given."""
+        """Return the expected contents of a request's sequence, from its tokens."""
         model = self.models.get((name, index))
         if model is None:
             request = self.requests[name]
@@ -272,7 +272,7 @@ class ScheduledMachine(Machine):
         ]
 
     def check_read(self, step: Step, texts: list[Tracked], found: list[list[Cells]]) -> None:
-        """Compare what was read with what these tokens have."""
+        """Compare what was read with the values of these tokens."""
         window = self.rigs[0].groups[0][2]
         for row in self.live_rows(step):
             (name, _), first, values = step.owner(row), int(step.start[row]), texts[row].values
@@ -308,7 +308,7 @@ class ScheduledMachine(Machine):
         return sampled, reached
 
     def end(self, finished: Finished) -> None:
-        """Check what a request has generated."""
+        """Check the tokens that a request has generated."""
         request, name = finished.request, finished.request.request_id
         self.refusals += finished.error is not None
         assert name in self.requests, f"request {name} ends twice"
@@ -329,7 +329,7 @@ class ScheduledMachine(Machine):
         del self.requests[name]
 
     def check_metrics(self, rig: Rig, sums: dict[str, float]) -> None:
-        """The counters are those of the steps that were run."""
+        """Check that the counters match the steps that were run."""
         assert sums["num_requests_unfinished"] == sums["num_requests_running"] == sums["num_requests_swapped"] == 0
         assert sums["refused_requests_total"] >= self.refusals  # some are aborted before they are reported
         if not self.counts["interrupts"]:
@@ -339,7 +339,7 @@ class ScheduledMachine(Machine):
             assert not stats.preempted_swap_host + stats.preempted_swap_external, f"a swap was too dear: {stats}"
 
     def finish(self) -> None:
-        """Run all requests to their ends; every block is free then."""
+        """Run all requests to their ends, and check that every block is free."""
         self.interrupt = None
         (rig,) = self.rigs
         self.unpin(rig)

@@ -32,7 +32,7 @@ PASSWORD = "a secret/@?"
 
 @dataclass
 class Server:
-    """A server that runs."""
+    """A running server."""
 
     process: "subprocess.Popen[bytes]"
     port: int
@@ -41,7 +41,7 @@ class Server:
 
     @contextmanager
     def killed(self) -> Iterator[None]:
-        """Kill it, and start it again with what it has in files: a node of a cluster knows its slots, but no key."""
+        """Kill it, and start it again with its files: a node of a cluster knows its slots, but no keys."""
         self.process.kill()
         self.process.wait()
         self.socket.unlink()
@@ -52,7 +52,7 @@ class Server:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Keep it from answering."""
+        """Stop it within the context, so that it does not answer."""
         self.process.send_signal(signal.SIGSTOP)
         while not all(_is_stopped(thread) for thread in Path(f"/proc/{self.process.pid}/task").iterdir()):
             time.sleep(0.001)  # threads that run on another core stop a little later
@@ -124,7 +124,7 @@ def _started(command: list[str], path: Path) -> "subprocess.Popen[bytes]":
 
 @contextmanager
 def serving_cluster(folder: Path) -> Iterator[list[Server]]:
-    """Run a cluster of three Valkey nodes that share the slots. If one is lost, the others go on."""
+    """Run a cluster of three Valkey nodes that share the slots. If one is lost, the others continue."""
     with ExitStack() as stack:
         nodes, ports = [], free_ports(6)
         for number, (port, bus) in enumerate(zip(ports[:3], ports[3:], strict=True)):

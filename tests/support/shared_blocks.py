@@ -55,7 +55,7 @@ now = time.monotonic_ns
 
 
 class Row(NamedTuple):
-    """What a block's bytes tell.
+    """The information in a block's bytes.
 
     Attributes:
         key: number of the key.
@@ -94,7 +94,7 @@ def own_keys(process: int) -> list[int]:
 
 
 def tenant_of(key: int) -> bytes:
-    """Return whose prompt a key is of; nobody's for most."""
+    """Return the tenant of a key; most keys have none."""
     number = key // LENGTH % (2 * TENANTS + 2)
     return hashlib.sha256(b"tenant %d" % number).digest() if 1 <= number <= TENANTS else bytes(32)
 
@@ -105,7 +105,7 @@ def name_of(weights: int) -> str:
 
 
 class Board:
-    """Numbers that all processes see: a file in their memories.
+    """Numbers that all processes see: a memory-mapped file.
 
     Attributes:
         words: `[phase, announced weights, highest number of weights]`, then operations done and whether it waits for
@@ -146,7 +146,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one life of a process does.
+    """The work of one life of a process.
 
     Attributes:
         url: of the store.

@@ -1,7 +1,7 @@
 """A simulated device: streams whose work runs in any order that stream order and events allow, chosen by a seed.
 
-What a real device does once in a thousand runs, it does in every other. Give it to the copy engine, and put compute on
-it: whatever the engine has left unordered will sooner or later run in the harmful order, again for the same seed.
+Orders that a real device shows once in a thousand runs are frequent here. Give it to the copy engine, and put compute
+on it: work that the engine left unordered soon runs in a harmful order, reproducibly for the same seed.
 
     streams = SimulatedStreams(seed=7)
     engine = CacheEngine(layout, device_blocks=8, host_blocks=8, streams=streams)
@@ -9,7 +9,7 @@ it: whatever the engine has left unordered will sooner or later run in the harmf
     engine.submit("swap_out", ids)
     streams.fence().synchronize()
 
-`SimulatedStore` is an external tier that is as late and as unreliable.
+`SimulatedStore` is an external tier that is equally late and unreliable.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _CHANGES = 0.03
 
 
 class SimulatedFaultError(BlockyardError):
-    """A transfer of the simulated device failed, because the test asks for failures."""
+    """A transfer of the simulated device failed on purpose."""
 
 
 class SimulatedEvent:
-    """A place in a stream of the simulated device.
+    """A point in a stream of the simulated device.
 
     Args:
         streams: of that device.
@@ -55,7 +55,7 @@ class SimulatedEvent:
         self._streams = streams
 
     def query(self) -> bool:
-        """Whether it has fired; some work may run meanwhile."""
+        """Return whether it has fired; some work may run first."""
         self._streams.progress()
         return self.fired
 
@@ -82,12 +82,12 @@ class SimulatedStreams:
     Compute is a stream, too, and the test is the engine that queues work there.
 
     Args:
-        seed: decides all that is left open.
-        fail: share of the transfers that fail. Such a transfer may have moved its bytes or not.
+        seed: determines every order that is left open.
+        fail: fraction of the transfers that fail. A failed transfer may or may not have moved its bytes.
 
     Attributes:
-        launched: transfers so far.
-        failed: those that failed.
+        launched: number of transfers so far.
+        failed: number of failed transfers.
     """
 
     chunk_bytes: int | None = None
@@ -113,19 +113,19 @@ class SimulatedStreams:
         return self._append(_COMPUTE, work, ())
 
     def fence(self) -> Event:
-        """Mark the present end of the compute stream."""
+        """Return an event at the current end of the compute stream."""
         return self._append(_COMPUTE, _nothing, ())
 
     def capturing(self) -> bool:
-        """No: a simulated device has no graphs."""
+        """Return False: a simulated device has no graphs."""
         return False
 
     def order_compute(self, event: Event) -> None:
-        """Let the compute stream wait for an event."""
+        """Make the compute stream wait for an event."""
         self._append(_COMPUTE, _nothing, (event,))
 
     def close(self) -> None:
-        """Run all that was launched."""
+        """Run everything that was launched."""
         self.run_until(lambda: not any(self._queues.values()))
 
     def progress(self) -> None:
