@@ -112,7 +112,7 @@ def test_a_stretch_of_host_blocks_is_loaded_from_its_first_part_to_its_last(larg
     assert loads.tolist() == [list(pair) for pair in zip(parts, small.tolist(), strict=True)]
     np.testing.assert_array_equal(unequal_pairs(small, np.array(large), to="large", **options), loads[:, ::-1])
     for wrong in (small[:-1], np.append(small, 99)):
-        with pytest.raises(MappingError, match=f"hold {len(parts)} small blocks, {len(wrong)} are named"):
+        with pytest.raises(MappingError, match=f"hold {len(parts)} small blocks, out has room for {len(wrong)}"):
             unequal_pairs(wrong, np.array(large), to="small", **options)
 
 

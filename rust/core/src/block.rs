@@ -1,7 +1,7 @@
 //! One block of a tier: its references, its leases, its copy in another tier, and the tag of its key.
 //!
-//! These counts are independent of each other. A block can be in use, read by two transfers and published, all at once. So
-//! a [`Block`] stores the counts, and [`Block::state`] computes the state from them. Only this file changes a count.
+//! These counts are independent of each other. A block can be in use, read by two transfers and published, all at once.
+//! So a [`Block`] stores the counts, and [`Block::state`] computes the state from them. Only this file changes a count.
 
 use crate::id::{BlockId, Tier};
 use std::num::NonZeroU32;
@@ -24,12 +24,12 @@ pub(crate) type BlockVersion = (BlockId, u32);
 /// How a transfer uses a block, which determines what else may use it meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum LeaseKind {
-    /// The device reads the block before anything of the same step is written there. Once unused, the block may be given
-    /// to device work that is ordered after the ticket.
+    /// The device reads the block before the same step writes there. Once unused, the block may be allocated to device
+    /// work that is ordered after the ticket.
     OverlappableRead,
-    /// Read: the block is not given out until the ticket ends.
+    /// Read: the block is not allocated until the ticket ends.
     Read,
-    /// Written: the block holds no bytes yet and is not given out until the ticket ends.
+    /// Written: the block holds no bytes yet and is not allocated until the ticket ends.
     Write,
 }
 
@@ -204,12 +204,12 @@ impl Block {
         self.refs == 0 && self.overlap == FILLING
     }
 
-    /// Whether some ticket reads the block on the device before this step's writes.
+    /// Whether a ticket reads the block on the device before this step's writes.
     pub(crate) fn is_read_ahead(self) -> bool {
         self.overlap & !FILLING != 0
     }
 
-    /// Whether the only table that has the block may write in place: nothing else refers to it or can find it.
+    /// Whether the only table that has the block may write in place, since nothing else refers to it or can find it.
     pub(crate) fn is_exclusive(self) -> bool {
         self.refs == 1 && self.tag == 0
     }
@@ -220,7 +220,7 @@ impl Block {
         (self.refs ^ 1) | u32::from(self.reads | self.overlap) | self.tier_copy | self.tag == 0
     }
 
-    /// The generation of the bytes that the block holds: a leased block's may already have ended with its last
+    /// The generation of the bytes that the block holds. In a leased block it may have ended already, with the last
     /// reference.
     pub(crate) fn version(self) -> u32 {
         self.generation.wrapping_sub(u32::from(self.refs == 0))
@@ -245,7 +245,7 @@ impl Block {
         })
     }
 
-    /// Whether the block could be given out but for `reads` leases of [`LeaseKind::Read`].
+    /// Whether only `reads` leases of [`LeaseKind::Read`] keep the block from being allocated.
     pub(crate) fn is_only_read_by(self, reads: usize, overlappable_too: bool) -> bool {
         let overlaps = self.overlap != 0 && (!overlappable_too || self.is_filling());
         self.refs == 0 && !overlaps && usize::from(self.reads) == reads
@@ -259,7 +259,7 @@ impl Block {
         self.overlap |= if filling { FILLING } else { 0 };
     }
 
-    /// Lets a transfer write a free block that is nobody's.
+    /// Lets a transfer write a free block that no table refers to.
     pub(crate) fn fill(&mut self) {
         debug_assert!(self.membership() == Membership::Free, "filling a block that is not free: {self:?}");
         self.overlap = FILLING;
@@ -299,7 +299,7 @@ impl Block {
         match kind {
             LeaseKind::Read => self.reads -= 1,
             LeaseKind::OverlappableRead => {
-                debug_assert!(self.is_read_ahead(), "ending a lease that is not there: {self:?}");
+                debug_assert!(self.is_read_ahead(), "ending a lease that does not exist: {self:?}");
                 self.overlap -= 1;
             }
             LeaseKind::Write => self.overlap &= !FILLING,
@@ -338,8 +338,8 @@ impl Block {
         decode(from.tier_copy)
     }
 
-    /// Describes a contradiction with the externally counted references and leases, or within the block; `None` if
-    /// none.
+    /// Describes a contradiction within the block, or with the references and leases counted elsewhere; `None` if there
+    /// is none.
     pub(crate) fn check(self, refs: u32, leases: Leases) -> Option<String> {
         if self.refs != refs {
             Some(format!("{} references, counted {refs}", self.refs))
@@ -468,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_has_room_for_one_writer_and_for_so_many_readers_of_each_kind() {
+    fn a_block_has_room_for_one_writer_and_a_limited_number_of_readers_of_each_kind() {
         let mut block = Block::default();
         for (kind, most) in
             [(LeaseKind::Write, 1), (LeaseKind::Read, MAX_LEASES), (LeaseKind::OverlappableRead, MAX_LEASES)]

@@ -33,7 +33,7 @@ impl Default for PublishedEvent {
     }
 }
 
-/// One change of what can be found.
+/// One change to the set of blocks that can be found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
     /// A block can be found by its key.
@@ -63,7 +63,8 @@ pub enum Event {
         block: BlockId,
         /// Why.
         reason: Reason,
-        /// Copies of its bytes in other tiers, those on their way included: a swapped sequence brings them back.
+        /// Copies of its bytes in other tiers, including those in transfer. They can be found again once a swapped
+        /// sequence returns.
         remaining: u8,
         /// Cache group that the block was of.
         group: u8,
@@ -78,7 +79,7 @@ pub enum Event {
 /// A batch of events.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EventBatch {
-    /// Number of the first of them, counted since events were asked for; each next one's is one more.
+    /// Number of the first event, counted from the start of recording. The numbers of the others follow.
     pub first: u64,
     /// Events dropped for lack of room since the last batch: the numbers before `first`.
     pub dropped: u64,
@@ -86,7 +87,7 @@ pub struct EventBatch {
     pub events: Vec<Event>,
 }
 
-/// A block that was published, and what its key was taken over.
+/// A published block, and the data of its event.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Publication {
     pub(crate) block: BlockId,
@@ -102,16 +103,16 @@ pub(crate) struct Publication {
 #[derive(Debug, Clone)]
 pub(crate) struct Events {
     ring: Ring<Event>,
-    /// Number of the first event not yet taken or dropped before a taking.
+    /// End of the numbers that the last [`Events::take`] covered: those taken, and those dropped before them.
     taken: u64,
     /// Exported key of each published block, so that its removal costs no hashing.
     keys: [Vec<PublishedEvent>; 3],
-    /// The last key exported: mostly the parent of the next.
+    /// The last key exported: usually the parent of the next.
     last: Option<(Chain, ExportedKey)>,
 }
 
 impl Events {
-    /// Starts over pools that have published nothing; they note their removals from now on.
+    /// Starts recording for pools that have published nothing; they record their removals from now on.
     pub(crate) fn new(capacity: usize, pools: &mut [Pool; 3]) -> Result<Self> {
         if !(1..=MAX_EVENTS).contains(&capacity) {
             let must = format!("1 to {MAX_EVENTS}");
@@ -143,7 +144,7 @@ impl Events {
         self.ring.push(Event::Stored { key: exported, parent, tier, block, tokens, lora_id, group });
     }
 
-    /// The pools have as many blocks from now on as they say.
+    /// Follows a resize of the pools.
     pub(crate) fn grow(&mut self, pools: &[Pool; 3]) {
         for (keys, pool) in self.keys.iter_mut().zip(pools).filter(|(_, pool)| pool.is_caching()) {
             keys.resize(pool.extent().max(keys.len()), NOTHING);
@@ -155,7 +156,7 @@ impl Events {
         self.keys[tier.index()].get(block.index()).copied().unwrap_or(NOTHING)
     }
 
-    /// A copy of a block can be found in another tier.
+    /// Records that a copy of a block can be found in another tier.
     pub(crate) fn copied(&mut self, pools: &mut [Pool; 3], to: (Tier, BlockId), event: PublishedEvent, tokens: u32) {
         self.gather(pools);
         let (tier, block) = to;
@@ -171,8 +172,8 @@ impl Events {
         self.ring.push(Event::Cleared { tier });
     }
 
-    /// Takes over what the pools have removed. Before each publication, so that no order is lost and no pool notes more
-    /// than it has blocks.
+    /// Queues the removals that the pools have recorded. Called before each publication, so that events stay in order
+    /// and no pool records more removals than it has blocks.
     fn gather(&mut self, pools: &mut [Pool; 3]) {
         for pool in pools {
             let tier = pool.tier();
@@ -197,11 +198,11 @@ impl Events {
         EventBatch { first, dropped: first - taken, events: self.ring.items.drain(..).collect() }
     }
 
-    /// What does not hold, of a manager's pools.
+    /// Compares the events with the pools; returns the first contradiction.
     pub(crate) fn check(&self, pools: &[Pool; 3]) -> Option<String> {
         if self.ring.items.len() > self.ring.capacity || self.taken > self.ring.first() {
             return Some(format!(
-                "{} events wait from {}, {} were taken",
+                "{} events are queued from {}, {} were taken",
                 self.ring.items.len(),
                 self.ring.first(),
                 self.taken
@@ -218,20 +219,20 @@ impl Events {
                 return Some(format!("{} block {block} was published without an event", pool.tier()));
             }
             if let Some(block) = self.unreported(pool) {
-                return Some(format!("{} block {block} is not what the events that wait say", pool.tier()));
+                return Some(format!("{} block {block} contradicts the queued events", pool.tier()));
             }
         }
         None
     }
 
-    /// A block of which the last event that waits says something else than its pool.
+    /// A block whose last queued event contradicts its pool.
     fn unreported(&self, pool: &Pool) -> Option<BlockId> {
         let tier = pool.tier();
         let removals = pool.noted_removals()?;
         let mut last = HashMap::new();
-        // Whether the events that wait name all that is published.
+        // Whether the queued events cover all published blocks.
         let mut all = self.ring.first() == 0 && removals.first() == 0;
-        // Where a pool has dropped removals, they leave no room for the events before.
+        // If a pool has dropped removals, those it kept fill the whole queue.
         let waiting = self.ring.items.iter().filter(|_| removals.first() == 0);
         for event in waiting {
             match *event {
@@ -261,7 +262,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn removals_that_a_pool_had_no_room_for_are_counted() {
+    fn removals_that_a_pool_dropped_are_counted() {
         let pool = |tier| Pool::new(tier, 4, true).unwrap();
         let mut pools = Tier::ALL.map(pool);
         let mut events = Events::new(2, &mut pools).unwrap();

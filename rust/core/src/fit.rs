@@ -18,7 +18,7 @@ pub enum AllocStatus {
 pub struct Fit {
     /// Whether it fits now, later or never.
     pub status: AllocStatus,
-    /// Blocks that the request takes; 0 if its sequences cannot move in their present state.
+    /// Blocks that the request takes; 0 if its sequences cannot move in their current state.
     pub blocks: usize,
     /// Blocks available now, minus the watermark if the request must keep it. If those are too few, blocks held only by
     /// prefix-store writes count too, because the call cancels those writes.
@@ -60,7 +60,7 @@ impl Share {
         (self.fraction * blocks as f64) as usize
     }
 
-    /// The device has `blocks` blocks from now on.
+    /// Follows a resize of the device to `blocks` blocks.
     pub(crate) fn resize(&mut self, blocks: usize) {
         self.blocks = self.of(blocks);
     }

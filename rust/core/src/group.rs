@@ -13,10 +13,11 @@ pub const NULL_BLOCK: BlockId = BlockId(0);
 /// Maximum number of cache groups in a manager.
 pub const MAX_GROUPS: usize = 16;
 
-/// Most null entries that one call may append to a block table: one for every block that a recurrent group passes over.
+/// Maximum number of null entries that one call may append to a block table, one for each block that a recurrent group
+/// passes over.
 pub(crate) const MAX_PASSED: usize = 1 << 24;
 
-/// What the layers of a cache group need of earlier tokens.
+/// Which earlier tokens the layers of a cache group need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Group {
     /// All of them.
@@ -26,8 +27,8 @@ pub enum Group {
         /// Tokens that one query sees, itself included.
         window: u32,
     },
-    /// One state, which a block holds after its last token. A step writes the state after its last token only, into the
-    /// block of that token, from the one of the token before.
+    /// One state per block: the state after the block's last token. A step reads the state from the previous token's
+    /// block, and writes only the state after its own last token, to that token's block.
     Recurrent,
     /// The tokens of an encoder, which are set once and never grow.
     CrossAttention,
@@ -45,8 +46,8 @@ impl Group {
         (first / block_size) as usize
     }
 
-    /// New table entries that stay empty when `count` tokens are put after `len`, in a table of `held` blocks: the states
-    /// that a recurrent group passes over.
+    /// Number of new table entries that stay empty when `count` tokens follow the first `len`, in a table of `held`
+    /// blocks: those whose states a recurrent group passes over.
     #[inline]
     pub(crate) fn skipped(self, len: u32, count: u32, held: usize, block_size: u32) -> usize {
         if self != Self::Recurrent || count == 0 {
@@ -56,9 +57,9 @@ impl Group {
         usize::try_from(last).unwrap_or(usize::MAX).saturating_sub(held)
     }
 
-    /// Entries of a table of `held` blocks that stay without a state when `count` tokens are put after `len`: those between
-    /// the block of the token before and that of the last one. If this step has `begun` the block of the token before, no
-    /// step writes the state there either.
+    /// Entries of a table of `held` blocks that get no state when `count` tokens follow the first `len`: those between
+    /// the block of the previous token and the block of the last new one. If this step has `begun` the previous token's
+    /// block, that block gets no state either.
     #[inline]
     pub(crate) fn passed_over(self, len: u32, count: u32, held: usize, begun: bool, block_size: u32) -> Range<usize> {
         if self != Self::Recurrent || count == 0 {
@@ -90,7 +91,7 @@ impl Group {
     }
 }
 
-/// The groups of a manager, those that grow first.
+/// The groups of a manager, growing ones first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Groups {
     all: Box<[Group]>,
@@ -127,7 +128,7 @@ impl Groups {
         &self.all[..self.growing]
     }
 
-    /// Whether there is one table a sequence, as in most models.
+    /// Whether each sequence has only one table, as in most models.
     #[inline]
     pub(crate) fn is_single(&self) -> bool {
         self.all.len() == 1
@@ -164,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_is_read_from_the_token_before_and_written_after_the_last() {
+    fn a_state_is_read_at_the_previous_token_and_written_after_the_last() {
         assert_eq!((Group::Recurrent.unneeded(8, 4), Group::Recurrent.unneeded(9, 4)), (1, 2));
         assert_eq!(Group::Recurrent.skipped(0, 9, 0, 4), 2);
         assert_eq!(Group::Recurrent.skipped(9, 3, 3, 4), 0);
@@ -174,7 +175,7 @@ mod tests {
     #[test]
     fn a_state_between_the_first_and_the_last_block_of_a_step_is_passed_over() {
         let passed = |len, count, held, begun| Group::Recurrent.passed_over(len, count, held, begun, 4);
-        // The block of the token before keeps its state, unless this step has begun it.
+        // The previous token's block keeps its state, unless this step has begun it.
         assert_eq!((passed(4, 5, 1, false), passed(4, 5, 1, true), passed(6, 3, 2, true)), (1..1, 0..1, 1..2));
         // Blocks of an earlier lookahead, and the block of the last token.
         assert_eq!((passed(3, 9, 4, false), passed(5, 2, 2, true), passed(0, 9, 1, false)), (1..2, 1..1, 0..1));
@@ -200,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_that_cannot_be_are_refused() {
+    fn invalid_groups_are_refused() {
         let cross = Group::CrossAttention;
         for groups in [&[][..], &[cross], &[cross, Group::Full], &[Group::Full, cross, cross], &[Group::Full; 17]] {
             assert!(Groups::new(groups).is_err(), "{groups:?}");
@@ -209,13 +210,13 @@ mod tests {
     }
 
     #[test]
-    fn a_sequence_holds_at_most_its_peak_of_blocks() {
+    fn a_sequence_holds_at_most_its_peak_number_of_blocks() {
         let peak = |group: Group, tokens, lookahead, chunk| group.peak_blocks(tokens, lookahead, chunk, 4);
         for group in [Group::Full, Group::CrossAttention] {
             assert_eq!([peak(group, 8, 0, 8), peak(group, 8, 1, 8), peak(group, 9, 7, 2)], [2, 3, 4]);
         }
         let window = Group::SlidingWindow { window: 5 };
-        // 4 tokens before a chunk, the chunk and the lookahead, which begin anywhere in a block.
+        // 4 tokens before a chunk, the chunk and the lookahead, starting anywhere in a block.
         assert_eq!([peak(window, 100, 0, 8), peak(window, 100, 4, 8), peak(window, 100, 9, 8)], [4, 5, 7]);
         assert_eq!([peak(window, 6, 0, 8), peak(window, 100, 0, 1)], [2, 3]);
         assert_eq!([peak(Group::Recurrent, 4, 0, 8), peak(Group::Recurrent, 100, 0, 100)], [1, 1]);

@@ -1,6 +1,6 @@
 //! Keys of full blocks: hashes of all earlier blocks, the block's tokens, and other inputs that determine its bytes.
 //!
-//! One byte stream a sequence: a 64-byte header frame, then for each block its extra frames and its tokens as
+//! Each sequence is one byte stream: a 64-byte header frame, then for each block its extra frames and its tokens as
 //! little-endian u32, padded to 64 bytes with 0xFF. The in-process [`Key`] of a block is SHA-256's chaining value after
 //! it, so hashing a parent's key into its children costs nothing; the [`ExportedKey`] is the finished SHA-256 of the
 //! same stream. They are separate types and never compared.
@@ -24,7 +24,7 @@ const INITIAL: [u32; 8] =
 pub struct Key([u32; 8]);
 
 impl Key {
-    /// Key of the block after this one, of those tokens and extras.
+    /// Key of the next block, with these tokens and extras.
     ///
     /// # Errors
     /// As [`Chain::block`].
@@ -32,21 +32,21 @@ impl Key {
         Chain { state: self.0, frames: 0 }.block(tokens, extras)
     }
 
-    /// The key under which the same tokens are found in a cache group: tokens are hashed once for all groups. Two keys are
-    /// as unlike as SHA-256 makes them, so they do not meet by a group's number either.
+    /// The key of the same tokens in a cache group. Deriving it saves hashing the tokens once per group, and makes no
+    /// two keys collide: they are SHA-256 states, which differ in more than a group's number.
     #[inline]
     pub(crate) fn of_group(mut self, group: u8) -> Self {
         self.0[0] ^= u32::from(group).wrapping_mul(0x9E37_79B9);
         self
     }
 
-    /// A word of the key for hash tables, never 0.
+    /// A word of the key, for hash tables; never 0.
     #[inline]
     pub(crate) fn tag(&self) -> u32 {
         self.0[0].max(1)
     }
 
-    /// A key that is another hash of 128 bits.
+    /// A key made from another 128-bit hash.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "the lower half")]
     pub(crate) fn from_hash(low: u64, high: u64) -> Self {
@@ -63,7 +63,7 @@ impl Key {
         bytes
     }
 
-    /// The key that [`Key::to_bytes`] gave.
+    /// The key that [`Key::to_bytes`] returned as these bytes.
     #[must_use]
     pub fn from_bytes(bytes: &[u8; 32]) -> Self {
         let mut words = [0; 8];
@@ -98,7 +98,7 @@ impl KeySpec {
 /// An input besides tokens that determines a block's bytes, such as the hash of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Extra<'a> {
-    /// What it is: the caller's numbering.
+    /// What it is, in the caller's numbering.
     pub kind: u32,
     /// Its bytes.
     pub bytes: &'a [u8],
@@ -133,13 +133,13 @@ impl Chain {
         Self { state: key.0, frames: u64::from(frames) }
     }
 
-    /// Key of what was hashed so far.
+    /// Key of everything hashed so far.
     #[must_use]
     pub fn key(&self) -> Key {
         Key(self.state)
     }
 
-    /// 64-byte frames hashed so far. No sequence comes near the 256 GiB that a u32 can say.
+    /// 64-byte frames hashed so far. No sequence comes near the 256 GiB that a u32 can count.
     pub(crate) fn frames(&self) -> u32 {
         u32::try_from(self.frames).unwrap_or(u32::MAX)
     }
@@ -147,13 +147,13 @@ impl Chain {
     /// Hashes one more full block and returns its key.
     ///
     /// # Errors
-    /// A token is [`RESERVED_TOKEN`], or an extra is longer than a u32 can say; the chain is unchanged.
+    /// A token is [`RESERVED_TOKEN`], or an extra is longer than `u32::MAX` bytes; the chain is unchanged.
     pub fn block(&mut self, tokens: &[u32], extras: &[Extra<'_>]) -> Result<Key> {
         refuse_reserved(tokens)?;
         self.checked_block(tokens, extras)
     }
 
-    /// As [`Chain::block`], for tokens that [`refuse_reserved`] has let through.
+    /// As [`Chain::block`], for tokens that [`refuse_reserved`] has accepted.
     #[inline]
     pub(crate) fn checked_block(&mut self, tokens: &[u32], extras: &[Extra<'_>]) -> Result<Key> {
         if extras.is_empty() {
@@ -163,7 +163,7 @@ impl Chain {
         Ok(self.absorb_stream(stream, tokens))
     }
 
-    /// As [`Chain::checked_block`], of a block without extras.
+    /// As [`Chain::checked_block`], for a block without extras.
     #[inline]
     pub(crate) fn plain_block(&mut self, tokens: &[u32]) -> Key {
         if let Ok(tokens) = <&[u32; 16]>::try_from(tokens) {
@@ -179,7 +179,7 @@ impl Chain {
         }
     }
 
-    /// Goes on over what comes before a block's tokens, these and their padding.
+    /// Hashes the frames in `stream`, then a block's tokens and their padding.
     fn absorb_stream(&mut self, mut stream: Vec<u8>, tokens: &[u32]) -> Key {
         stream.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
         stream.resize(stream.len().next_multiple_of(64), 0xFF);
@@ -213,14 +213,14 @@ impl Chain {
     }
 }
 
-/// Whether a token is [`RESERVED_TOKEN`].
+/// Whether any token is [`RESERVED_TOKEN`].
 #[inline]
 pub(crate) fn has_reserved(tokens: &[u32]) -> bool {
     // No early exit, so that it vectorizes.
     tokens.iter().fold(0, |any, &token| any | u32::from(token == RESERVED_TOKEN)) != 0
 }
 
-/// Fails if a token is [`RESERVED_TOKEN`].
+/// Fails if any token is [`RESERVED_TOKEN`].
 pub(crate) fn refuse_reserved(tokens: &[u32]) -> Result<()> {
     if !has_reserved(tokens) {
         return Ok(());
@@ -265,7 +265,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_reserved_token_is_refused_with_its_first_place(tokens in prop::collection::vec(u32::MAX - 9..=u32::MAX, 0..20)) {
+        fn the_reserved_token_is_refused_with_its_first_position(tokens in prop::collection::vec(u32::MAX - 9..=u32::MAX, 0..20)) {
             let place = tokens.iter().position(|&token| token == u32::MAX);
             let refused = place.map(|at| format!("below it, at {at}"));
             let said = refuse_reserved(&tokens).err().map(|error| match error {

@@ -13,7 +13,7 @@ use crate::prefix::CachedIdentity;
 use crate::transfer::{OpenStep, PendingPublish, View};
 use std::collections::HashSet;
 
-/// A block of a prompt that was found after the first one that is not on the device.
+/// A block of a prompt that was found in one of the two tiers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Found {
     Device(BlockId),
@@ -25,8 +25,8 @@ fn depth(at: usize) -> u32 {
 }
 
 impl View<'_> {
-    /// What comes next of a prompt's first blocks, as far as either tier has it; at most `batch` prompts are to read it at
-    /// once.
+    /// The blocks of the leading keys that the device or the host has. Host copies must have room for the read leases
+    /// of `batch` prompts.
     pub(crate) fn find_on_host(self, keys: &[Key], batch: usize) -> Vec<Found> {
         let (device, host) = (self.tiers.device(), self.tiers.host());
         let find = |key: &Key| {
@@ -38,7 +38,7 @@ impl View<'_> {
         keys.iter().map_while(find).collect()
     }
 
-    /// Device blocks that a batch takes for what is on the host; a copy that several prompts want is loaded once.
+    /// Number of device blocks that a batch takes to load host copies; a copy that several prompts want is loaded once.
     pub(crate) fn blocks_to_load<'a>(self, found: impl Iterator<Item = &'a Found>) -> usize {
         let copies = found.filter_map(|found| match found {
             Found::Host(copy) if self.loading(*copy).is_none() => Some(*copy),
@@ -58,8 +58,8 @@ impl View<'_> {
 }
 
 impl OpenStep<'_> {
-    /// Appends to a new table what was found after its first blocks: device blocks, which have been claimed, and host copies,
-    /// which are loaded. Returns how many were not being loaded yet.
+    /// Appends found blocks to a new table: device blocks, which have been claimed, and host copies, which are loaded.
+    /// Returns how many loads this starts.
     pub(crate) fn load(&mut self, tail: &[Found], keys: &[Key], tenant: u16, table: &mut Vec<BlockId>) -> u64 {
         let mut loaded = 0;
         for found in tail {
@@ -90,7 +90,7 @@ impl OpenStep<'_> {
         self.publish_later(from, to, identity, false);
     }
 
-    /// Publishes the host copy of a device block that the open step swaps out once it has landed, if that can be found.
+    /// If the open step swaps a published block out to the host, publishes the copy once it has landed.
     #[inline]
     pub(crate) fn publish_copy_later(&mut self, from: TierBlock, to: TierBlock, at: usize) {
         if (from.0, to.0) == (Tier::Device, Tier::Host) && self.tiers.keeps_host_copies() {
@@ -105,8 +105,8 @@ impl OpenStep<'_> {
         self.transfers.publish(PendingPublish { from, to, identity, demotes, event });
     }
 
-    /// Takes the next `count` device blocks to be evicted to the host: those that have no copy there are copied. Returns
-    /// how many.
+    /// Offloads the next `count` device blocks to be evicted: copies those without a host copy, and frees the others.
+    /// Returns how many are copied.
     pub(crate) fn offload_cached(&mut self, count: usize) -> usize {
         let blocks = self.tiers.pop_evictable(count.min(self.tiers.host().free()));
         let (device, host) = (self.tiers.device(), self.tiers.host());
@@ -118,7 +118,8 @@ impl OpenStep<'_> {
                 None => sources.push((block, key)),
             }
         }
-        // In use meanwhile, so that the targets are not among them; then they are the last to go.
+        // Claimed until the targets are taken, so that none of these copies becomes a target. Releasing them then makes
+        // them the last to be evicted.
         for &(block, copy) in &copied {
             self.tiers.claim((Tier::Host, copy));
             self.tiers.drop_popped(block);
@@ -146,7 +147,7 @@ impl OpenStep<'_> {
         }
     }
 
-    /// Forgets device blocks that nothing but the ending copy reads, and whose bytes are on the host.
+    /// Forgets device blocks whose bytes are now on the host, if only the copy that is ending holds them.
     pub(crate) fn demote(&mut self, blocks: &[(BlockId, Key)]) {
         for (block, key) in blocks {
             if self.tiers.device().key(*block) == Some(*key) {
@@ -155,7 +156,8 @@ impl OpenStep<'_> {
         }
     }
 
-    /// Publishes what a ticket has brought; its leases have not ended yet. Returns the device blocks that are given up.
+    /// Publishes the blocks that have landed under a ticket, before its leases end. Returns the device blocks to free
+    /// in favor of their host copies.
     pub(crate) fn publish_landed(&mut self, landed: &[PendingPublish]) -> Vec<(BlockId, Key)> {
         let mut demoted = Vec::new();
         for &PendingPublish { from, to, identity, demotes, event } in landed {

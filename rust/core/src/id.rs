@@ -34,7 +34,7 @@ impl Tier {
         Self::ALL.into_iter().find(|tier| tier.name() == name)
     }
 
-    /// Position in arrays that hold one entry a tier.
+    /// Position in arrays with one entry per tier.
     #[must_use]
     pub const fn index(self) -> usize {
         self as usize
@@ -53,7 +53,7 @@ impl fmt::Display for Tier {
 pub struct BlockId(pub u32);
 
 impl BlockId {
-    /// Position in arrays that hold one entry a block.
+    /// Position in arrays with one entry per block.
     #[must_use]
     pub const fn index(self) -> usize {
         self.0 as usize
@@ -85,7 +85,7 @@ impl SequenceId {
         Self((manager as u64) << (2 * Self::FIELD_BITS) | (generation as u64) << Self::FIELD_BITS | row as u64)
     }
 
-    /// Number of the manager that gave the handle out.
+    /// Number of the manager that issued the handle.
     #[must_use]
     pub const fn manager(self) -> u16 {
         (self.0 >> (2 * Self::FIELD_BITS)) as u16
@@ -98,7 +98,7 @@ impl SequenceId {
         (self.0 & Self::FIELD_MAX as u64) as u32
     }
 
-    /// Generation that the row had when the handle was given out.
+    /// Generation of the row when the handle was issued.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "masked to 24 bits")]
     pub const fn generation(self) -> u32 {
@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_handle_gives_back_its_parts() {
+    fn a_handle_returns_its_parts() {
         for parts in [(0, 7, SequenceId::FIELD_MAX), (u16::MAX, SequenceId::FIELD_MAX, 0), (3, 1, 2)] {
             let id = SequenceId::new(parts.0, parts.1, parts.2);
             assert_eq!((id.manager(), id.row(), id.generation()), parts);

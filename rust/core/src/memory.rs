@@ -1,5 +1,5 @@
 //! Memory sized by a caller's number. Calls check that it is available before taking it, so that an excessive size is
-//! an error instead of aborting the process.
+//! an error and does not abort the process.
 //!
 //! Only `vec!` provides zeroed memory that is not touched before use, and it aborts if there is none. So a call first
 //! requests the sum of all it is going to take, frees that, and then takes it part by part. Another thread may take the
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_no_machine_has_is_an_error_with_the_bytes_wanted() {
+    fn an_impossible_size_is_an_error_with_the_bytes_wanted() {
         // More than any address space, and more bytes than can be counted.
         for bytes in [1 << 56, usize::MAX] {
             assert_eq!(require(bytes), Err(Error::OutOfMemory { wanted: bytes as u64 }));

@@ -1,4 +1,4 @@
-//! The standalone allocators beside a plain model: a map of references, after each operation every count and `check`.
+//! The standalone allocators against a plain model, a map of references. After each operation every count is compared.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests, beside the test functions that clippy.toml exempts")]
 
@@ -45,7 +45,7 @@ fn free(allocator: &mut dyn BlockAllocator, blocks: &[u32]) {
 }
 
 #[test]
-fn each_order_gives_back_what_its_name_says() {
+fn each_order_takes_blocks_as_its_name_says() {
     for (reuse, expected) in
         [(ReuseOrder::Lowest, [1, 3, 4]), (ReuseOrder::Fifo, [5, 6, 7]), (ReuseOrder::Lifo, [1, 4, 3])]
     {
@@ -60,7 +60,7 @@ fn each_order_gives_back_what_its_name_says() {
 }
 
 #[test]
-fn a_batch_that_does_not_fit_changes_nothing_and_says_the_numbers() {
+fn a_batch_that_does_not_fit_changes_nothing_and_its_error_has_the_numbers() {
     let mut allocator = caching(ReuseOrder::Lifo, Eviction::Accessed);
     take(&mut allocator, 8);
     let before = format!("{allocator:?}");
@@ -109,7 +109,7 @@ fn a_block_counts_as_computed_only_after_its_step() {
 }
 
 #[test]
-fn a_block_given_back_before_it_was_computed_is_never_found() {
+fn a_block_freed_before_it_was_computed_is_never_found() {
     let mut allocator = caching(ReuseOrder::Lowest, Eviction::Accessed);
     let (blocks, _) = take_keys(&mut allocator, &[1]);
     allocator.free(&blocks).unwrap();
@@ -122,7 +122,7 @@ fn a_block_given_back_before_it_was_computed_is_never_found() {
 }
 
 #[test]
-fn of_blocks_used_equally_long_ago_the_longest_prefix_goes_first() {
+fn of_blocks_last_used_at_the_same_time_the_longest_prefix_is_evicted_first() {
     let mut allocator = caching(ReuseOrder::Lifo, Eviction::Accessed);
     let keys: Vec<u32> = (0..u32::try_from(BLOCKS).unwrap()).collect();
     let (blocks, _) = take_keys(&mut allocator, &keys);
@@ -189,7 +189,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// References that are held.
+/// References that the model holds.
 #[derive(Default)]
 struct Model {
     held: Vec<BlockId>,

@@ -1,5 +1,6 @@
-//! Forged decisions: the payload of a real one is changed and sealed again. It is refused, or says what can be carried
-//! out. Bytes say what is done, so that the fuzzer (`fuzz/fuzz_targets/decision.rs`) runs the same.
+//! Forged decisions: the payload of a real one is changed and sealed again. It must be refused, or be a decision that
+//! can be carried out. A byte string determines the changes, so that the fuzzer (`fuzz/fuzz_targets/decision.rs`) runs
+//! the same code.
 #![expect(
     clippy::unwrap_used,
     clippy::cast_possible_truncation,
@@ -14,7 +15,7 @@ use sha2::{Digest, Sha256};
 const HEADER: usize = 20;
 const DIGEST: usize = 32;
 
-/// Numbers drawn from bytes; zeros after their end.
+/// Numbers drawn from bytes; zeros after the last byte.
 struct Draw<'a>(&'a [u8]);
 
 impl Draw<'_> {
@@ -44,7 +45,7 @@ fn decision(draw: &mut Draw<'_>) -> StepDecision {
     StepDecision { ticket: TicketId(256), after, transfers, prefetch: draw.below(2) == 1 }
 }
 
-/// Puts the right length and checksum on a payload.
+/// Gives a payload its correct length and checksum.
 fn sealed(like: &[u8], payload: &[u8]) -> Vec<u8> {
     let mut bytes = like[..12].to_vec();
     bytes.extend((payload.len() as u64).to_le_bytes());
@@ -54,7 +55,7 @@ fn sealed(like: &[u8], payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Changes one place of a payload: a byte is set, added to, put in or taken out, or two change places.
+/// Changes one place of a payload: sets, increments, inserts or removes a byte, or swaps two.
 fn forge(payload: &mut Vec<u8>, draw: &mut Draw<'_>) {
     let (kind, at, value) = (draw.below(8), draw.below(256) << 8 | draw.below(256), draw.below(256) as u8);
     if payload.is_empty() {
@@ -97,7 +98,7 @@ pub(crate) fn run(bytes: &[u8]) {
 
 proptest! {
     #[test]
-    fn a_forged_decision_is_refused_or_says_what_can_be_carried_out(
+    fn a_forged_decision_is_refused_or_can_be_carried_out(
         bytes in prop::collection::vec(any::<u8>(), 0..200),
     ) {
         run(&bytes);

@@ -28,7 +28,7 @@ fn states() -> impl Strategy<Value = Vec<u8>> {
 
 proptest! {
     #[test]
-    fn ids_above_the_limit_come_down_with_one_move_each(states in states(), n in 0u32..40, budget in 1usize..9) {
+    fn each_id_above_the_limit_takes_one_move(states in states(), n in 0u32..40, budget in 1usize..9) {
         let before = places(&states);
         let capacity = before.capacity();
         for (goal, end) in [
@@ -85,7 +85,7 @@ fn hysteresis_waits_for_the_slack_and_then_finishes() {
     assert_eq!((moves, now.gap()), (5, 0));
 }
 
-/// The foreign side: which ids are referenced, and what each id's bytes must be if anybody may read them.
+/// The foreign allocator: which ids are referenced, and the bytes that each readable id must have.
 struct World {
     observer: Observer,
     memory: Vec<u32>,
@@ -119,7 +119,7 @@ impl World {
         let i = id as usize;
         let is_held = self.leases.iter().any(|(_, blocks)| blocks.iter().any(|b| b.0 == self.observer.resolve(id)));
         match op {
-            // A fresh id: its old bytes do not matter. One that is leased is not handed out.
+            // A fresh id: its old bytes do not matter. A leased id is not allocated.
             0 | 1 if self.refs[i] == 0 && !is_held => {
                 self.observer.use_fresh(&[id, id]).unwrap();
                 self.observer.release_ids(&[id], Fresh::Yes).unwrap();
@@ -176,7 +176,7 @@ impl World {
     }
 
     fn check(&self) {
-        self.observer.check().expect("the observer holds");
+        self.observer.check().expect("the observer is consistent");
         assert_eq!(self.observer.resolve(0), 0);
         let ids: Vec<u32> = (0..24).map(|block| self.observer.unresolve(block)).collect();
         let forward: Vec<u32> = ids.iter().map(|&id| self.observer.resolve(id)).collect();
@@ -206,7 +206,7 @@ proptest! {
 }
 
 #[test]
-fn what_is_out_of_range_or_stale_changes_nothing() {
+fn ids_out_of_range_and_stale_plans_change_nothing() {
     let mut observer = Observer::new(1, 16).unwrap();
     observer.use_ids(&[3, 9]).unwrap();
     let before = format!("{observer:?}");

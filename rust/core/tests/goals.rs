@@ -1,4 +1,4 @@
-//! Several goals at once, and sequences in few runs, against brute force on small pools.
+//! Several goals at once, and sequences packed into few runs, against brute force on small pools.
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use blockyard_core::defrag::{BlockMap, Budget, Facts, Goal, HoleUse, Occupancy, Plain, Plan, Planner, Wanted, runs};
@@ -61,7 +61,7 @@ fn pools(most: usize) -> impl Strategy<Value = (Vec<u8>, Tables)> {
     })
 }
 
-/// Fewest runs that one plan can bring the tables to, and fewest moves for those: every way to place every block.
+/// The fewest runs that one plan can achieve, and the fewest moves for that, by trying every placement of every block.
 fn best(states: &[u8], tables: &Tables) -> (usize, usize) {
     let mut blocks: Vec<u32> = tables.iter().flatten().map(|block| block.0).collect();
     blocks.sort_unstable();
@@ -82,7 +82,7 @@ fn try_all(blocks: &[u32], holes: &[u32], tables: &Tables, moves: usize, best: &
     for (i, &hole) in holes.iter().enumerate() {
         let mut left = holes.to_vec();
         left.remove(i);
-        // No block goes where another was, so that none is taken for another.
+        // No block moves to another's former place, so that blocks are not confused.
         let place = |b: &BlockId| if b.0 == block { BlockId(hole) } else { *b };
         let after = tables.iter().map(|table| table.iter().map(place).collect()).collect();
         try_all(rest, &left, &after, moves + 1, best);
@@ -102,7 +102,7 @@ fn longest_hole(states: &[u8]) -> usize {
 
 proptest! {
     #[test]
-    fn sequences_come_to_lie_in_fewer_runs((states, tables) in pools(40)) {
+    fn sequences_end_up_in_fewer_runs((states, tables) in pools(40)) {
         let (mut now, mut after) = (places(&states), tables.clone());
         let before = runs_of(&tables);
         let plan = contiguous(&mut now, &tables, Budget::UNLIMITED);
@@ -122,19 +122,20 @@ proptest! {
             let without: Vec<_> = plan.pairs.iter().copied().filter(is_other).collect();
             let (mut less, mut tables) = (places(&states), first.clone());
             apply(&mut less, &mut tables, &without);
-            prop_assert!(runs_of(&tables) > runs_of(&after), "without {:?} there are no more runs", run);
+            prop_assert!(runs_of(&tables) > runs_of(&after), "{:?} does not reduce the number of runs", run);
         }
     }
 
     #[test]
-    fn one_sequence_comes_to_lie_in_the_fewest_runs_by_the_fewest_moves((states, tables) in pools(10)) {
+    fn one_sequence_ends_up_in_the_fewest_runs_by_the_fewest_moves((states, tables) in pools(10)) {
         let first = vec![tables[0].clone()];
         let (fewest, moves) = best(&states, &first);
         let (mut now, mut after) = (places(&states), first.clone());
         let plan = contiguous(&mut now, &first, Budget::UNLIMITED);
         apply(&mut now, &mut after, &plan.pairs);
         prop_assert!(runs_of(&after) >= fewest);
-        // Where a run of holes takes it whole, or it can be put in one run around what stays, nothing is lost.
+        // The plan must be optimal if a run of holes takes the whole sequence, or it fits in one run around immovable
+        // blocks.
         let movable = first[0].iter().all(|block| states[block.index()] == 1);
         if (movable && longest_hole(&states) >= first[0].len()) || fewest <= 1 {
             prop_assert_eq!((runs_of(&after), plan.pairs.len()), (fewest, moves));
@@ -142,7 +143,7 @@ proptest! {
     }
 
     #[test]
-    fn two_sequences_that_share_blocks_are_never_said_to_do_better_than_is_possible((states, tables) in pools(12)) {
+    fn two_sequences_that_share_blocks_never_do_better_than_is_possible((states, tables) in pools(12)) {
         let (fewest, _) = best(&states, &tables);
         let (mut now, mut after) = (places(&states), tables.clone());
         let plan = contiguous(&mut now, &tables, Budget::UNLIMITED);
@@ -221,7 +222,8 @@ proptest! {
             let of = |goals: &[Goal], now: &mut BlockMap| now.plan_all(goals, &borrowed(&tables), &facts, Budget::of_moves(moves));
             let plan = of(&goals, &mut now);
             for count in 1..goals.len() {
-                // The earlier goals alone have the same moves, and are missed by no more for those of the later ones.
+                // Alone, the earlier goals have the same moves, and the moves of later goals do not make them missed by
+                // more.
                 let earlier = of(&goals[..count], &mut now);
                 prop_assert!(earlier.pairs.iter().all(|pair| plan.pairs.contains(pair)));
                 let (mut alone, mut of_alone) = (now.clone(), tables.clone());
@@ -242,7 +244,7 @@ proptest! {
     }
 
     #[test]
-    fn the_owners_facts_are_heeded(
+    fn the_owners_facts_are_respected(
         states in prop::collection::vec(0u8..3, 1..60), facts in prop::collection::vec(0u8..32, 1..70), goal in goals(),
         moves in 0usize..20, writes in 0u64..20,
     ) {
@@ -278,7 +280,7 @@ proptest! {
 
 }
 
-/// Holes with content, which goes on to others or not: the holes of other places.
+/// The holes of `content` are the blocks with content. With `keep`, it moves on to other holes.
 struct Cached {
     content: BlockMap,
     keep: bool,
@@ -300,7 +302,7 @@ impl Facts for Cached {
 
 proptest! {
     #[test]
-    fn content_makes_way_and_is_kept_where_that_is_wanted_and_there_is_room(
+    fn content_makes_way_and_is_kept_if_wanted_and_if_there_is_room(
         states in prop::collection::vec(prop_oneof![2 => Just(0u8), 3 => Just(1u8), 1 => Just(2u8), 3 => Just(3u8)], 1..60),
         goal in goals(), keep in any::<bool>(), moves in prop_oneof![0usize..9, Just(1000)],
     ) {
@@ -312,7 +314,7 @@ proptest! {
         let plan = places.plan_all(&[goal], &[&live], &facts, budget);
         prop_assert!(plan.pairs.len() + plan.onward.len() <= moves);
         prop_assert_eq!(plan.exchanges().len(), plan.onward.len());
-        // What every block holds afterwards: nothing, live, fixed, or content, by where that was.
+        // What every block holds afterwards: nothing, a live or fixed block, or content; and where that came from.
         let mut now: Vec<(u8, usize)> = states.iter().copied().zip(0..).collect();
         let all: Vec<[u32; 2]> = plan.pairs.iter().chain(&plan.onward).copied().collect();
         for &[from, to] in &all {
@@ -346,14 +348,14 @@ proptest! {
         }
         if keep && held > kept {
             let blank = |block: usize| states[block] == 0 && now[block].0 == 0;
-            prop_assert!(!(0..end.min(states.len())).any(blank), "dropped, and a hole is left");
+            prop_assert!(!(0..end.min(states.len())).any(blank), "content was dropped although a hole is left");
         }
     }
 }
 
 #[test]
-fn content_in_the_way_of_many_finds_all_the_holes_there_are() {
-    // Blank, then cached: as many of the one as of the other, and one more.
+fn content_in_the_way_of_many_moves_finds_every_hole() {
+    // Blank holes, then cached ones: equal numbers, plus one.
     let mut places = BlockMap::new(10_001);
     let mut content = places.clone();
     content.set_run(0..5_000, Occupancy::Live);
@@ -388,11 +390,11 @@ impl Facts for Counted {
 }
 
 #[test]
-fn a_plan_of_few_moves_looks_at_few_blocks_of_however_many() {
+fn a_plan_of_few_moves_examines_few_blocks_of_a_large_pool() {
     for goal in [Goal::Dense(0), Goal::MaxId(1_000_000), Goal::Contiguous(1)] {
         let mut places = BlockMap::new(1_048_576);
         places.set(BlockId(0), Occupancy::Fixed);
-        // All is in use but for the last blocks, where four strays are.
+        // All blocks are in use, except for the last ones, which include four strays.
         places.set_run(1..900_000, Occupancy::Live);
         for stray in [1_048_001, 1_048_100, 1_048_200, 1_048_300] {
             places.set(BlockId(stray), Occupancy::Live);
@@ -414,7 +416,7 @@ fn each_goal_has_its_own_slack() {
     let mut now = places(&states);
     assert!(planner.plan(&mut now, &[], &Plain, Budget::UNLIMITED).pairs.is_empty());
     states[12] = 1;
-    // Block 12 is of the tail, and no more than 8 ids too high: the first goal alone moves.
+    // Block 12 is in the tail, and at most 8 ids too high: only the first goal moves blocks.
     let plan = planner.plan(&mut places(&states), &[], &Plain, Budget::of_moves(3));
     assert_eq!((plan.pairs.len(), plan.left), (1, 0));
     states.swap(12, 13);
@@ -447,7 +449,7 @@ fn leased_blocks_are_worked_around_and_forks_stay_whole() {
     let plan = contiguous(&mut now, &tables, Budget::UNLIMITED);
     apply(&mut now, &mut tables, &plan.pairs);
     assert_eq!(tables[0], [8, 9, 10, 11].map(BlockId));
-    // A fork goes on from block 20 in place: what the other has is brought there, or not at all.
+    // A fork continues in place after block 20: the blocks of the other sequence move there, or not at all.
     let (mut now, mut tables) =
         (places(&states), vec![[4, 20].map(BlockId).to_vec(), [4, 20, 21].map(BlockId).to_vec()]);
     let plan = contiguous(&mut now, &tables, Budget::UNLIMITED);
@@ -456,7 +458,7 @@ fn leased_blocks_are_worked_around_and_forks_stay_whole() {
 }
 
 #[test]
-fn a_sequence_that_has_few_runs_already_holds_nobody_up() {
+fn a_sequence_that_already_has_few_runs_does_not_delay_others() {
     struct Stays;
     impl Facts for Stays {
         fn may_leave(&self, _live: BlockId) -> bool {

@@ -1,4 +1,4 @@
-//! Loads that fail late, and blocks that are read late: what was made of them meanwhile.
+//! Loads that fail late, and blocks that are read late: what happens to data derived from them in the meantime.
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_core::{Config, Counts, KeySpec, Kind, Manager, Pairs, Prompt, SequenceId, StepDecision, Tier};
@@ -34,7 +34,7 @@ fn rest(manager: &mut Manager) {
     manager.complete(decision.ticket).unwrap();
 }
 
-/// A sequence comes back and runs on; its load is under way.
+/// Swaps a sequence in and appends to it; its load is still in flight.
 fn returned(manager: &mut Manager, sequence: SequenceId) -> StepDecision {
     manager.swap_out(&[sequence], Tier::Host).unwrap();
     rest(manager);
@@ -48,7 +48,7 @@ fn loads(decision: &StepDecision) -> Vec<Pairs> {
 }
 
 #[test]
-fn what_was_computed_from_a_copy_of_a_late_load_is_not_findable_before_the_load_has_landed() {
+fn blocks_computed_from_a_copy_of_a_late_load_are_not_found_before_the_load_has_landed() {
     let mut manager = manager();
     let parent = admit(&mut manager, &[1, 2]);
     let load = returned(&mut manager, parent);
@@ -77,7 +77,7 @@ fn what_was_computed_from_a_copy_of_a_late_load_is_not_findable_before_the_load_
 }
 
 #[test]
-fn a_block_that_once_held_a_copy_of_what_is_lost_is_not_lost_with_it() {
+fn a_block_that_once_held_a_copy_of_lost_bytes_is_not_lost_with_them() {
     let mut manager = manager();
     let parent = admit(&mut manager, &[1, 2]);
     let load = returned(&mut manager, parent);
@@ -88,7 +88,7 @@ fn a_block_that_once_held_a_copy_of_what_is_lost_is_not_lost_with_it() {
     manager.free(&[child]).unwrap();
     let stranger = admit(&mut manager, &[9, 9, 9]);
     assert_eq!(manager.block_table(stranger).unwrap(), copy);
-    // What is copied from there now is not lost either.
+    // A copy made from it now is not lost either.
     let other = fork(&mut manager, stranger);
     append(&mut manager, other, &[8]);
     rest(&mut manager);
@@ -97,7 +97,7 @@ fn a_block_that_once_held_a_copy_of_what_is_lost_is_not_lost_with_it() {
 }
 
 #[test]
-fn an_append_of_no_tokens_does_not_let_the_next_one_write_what_is_being_read() {
+fn an_append_of_no_tokens_does_not_let_the_next_one_write_a_block_that_is_being_read() {
     let mut manager = manager();
     let parent = admit(&mut manager, &[1, 2, 3]);
     let child = fork(&mut manager, parent);
@@ -127,7 +127,7 @@ fn an_append_of_no_tokens_does_not_keep_a_block_that_another_tier_has_a_copy_of(
 }
 
 #[test]
-fn a_sequence_that_finds_its_blocks_on_the_device_waits_for_no_transfer_of_its_step() {
+fn a_sequence_that_finds_its_blocks_on_the_device_does_not_wait_for_transfers_of_its_step() {
     let mut manager = manager();
     let sequence = admit(&mut manager, &[1, 2, 3, 4]);
     let (twin, other) = (fork(&mut manager, sequence), admit(&mut manager, &[5]));

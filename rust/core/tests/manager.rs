@@ -1,6 +1,6 @@
 //! The manager against memory: random steps run on simulated tiers, and every token of every sequence is read back.
 //!
-//! Transfers are as late as the decision allows: what is not ordered by the step lands only when its ticket ends.
+//! Transfers are as late as the decision allows: those that the step does not order land only when their ticket ends.
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -46,7 +46,7 @@ type Bytes = [u64; BLOCK as usize];
 
 const GARBAGE: Bytes = [u64::MAX; BLOCK as usize];
 
-/// What a model writes for each token: it depends on all ids up to it.
+/// The value that a model writes for each token, which depends on all ids up to it.
 fn values(ids: &[u32]) -> Vec<u64> {
     let step = |value: &mut u64, &id: &u32| {
         *value = (*value ^ u64::from(id)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
@@ -66,15 +66,15 @@ pub(crate) struct World {
     /// Sequences whose tokens this step computes, and which it reads whole.
     computed: Vec<(SequenceId, u32)>,
     groups: &'static [Group],
-    /// What is left to put in of prompts that come in chunks.
+    /// The tokens not yet added of prompts that are added in chunks.
     rest: BTreeMap<SequenceId, Vec<u32>>,
     /// What each sequence must read of its encoder.
     encoded: BTreeMap<SequenceId, Vec<u64>>,
-    /// Sequences with tokens that this step is to write.
+    /// Sequences with tokens that this step writes.
     dirty: Vec<SequenceId>,
     /// Tokens that got slots in this step, written when it runs.
     pending: Vec<(i64, u64)>,
-    /// Where the slots end that sequences got beyond their tokens in this step: drafts are written there when it runs.
+    /// End of each sequence's lookahead slots in this step; when the step runs, drafts are written there.
     drafts: BTreeMap<SequenceId, u32>,
     tickets: BTreeMap<TicketId, Vec<Transfer>>,
     tables: tables::Arrays,
@@ -84,7 +84,7 @@ pub(crate) struct World {
     events: u64,
     pins: Vec<keep::Held>,
     jobs: store::Jobs,
-    /// How far the device's last change of size had come.
+    /// Progress of the device's last resize.
     resized: Resize,
     trace: trace::Trace,
 }
@@ -148,7 +148,8 @@ impl World {
             .collect()
     }
 
-    /// What `count` more tokens of a sequence write: what all ids before them say, where the ids are known.
+    /// The values of the next `count` tokens of a sequence; if the ids are known, all ids before a token determine
+    /// them.
     pub(crate) fn content(&mut self, sequence: SequenceId, next: &[u32], known: bool) -> Vec<u64> {
         let planned = self.rest.get_mut(&sequence).map(|rest| {
             let planned = next.len().min(rest.len());
@@ -170,7 +171,7 @@ impl World {
         content
     }
 
-    /// Ids of the next `count` tokens of a sequence: what is left of its prompt, then others.
+    /// Ids of the next `count` tokens of a sequence: the rest of its prompt, then others.
     pub(crate) fn next_ids(&self, sequence: SequenceId, count: u32) -> Vec<u32> {
         let rest = self.rest.get(&sequence).into_iter().flatten().copied();
         rest.chain(std::iter::repeat(count)).take(count as usize).collect()
@@ -207,7 +208,7 @@ impl World {
         }
     }
 
-    /// A prompt of one of a few families: those of a family are prefixes of each other.
+    /// A prompt of one of a few families. Prompts of a family are prefixes of each other.
     fn prompt(&mut self, tokens: u32, family: u32, chunk: u32) {
         let ids = store::family_ids(tokens, family);
         let prompt = Prompt { tokens: &ids, spec: keep::spec(&ids), extras: &[], hashed: None };
@@ -222,7 +223,7 @@ impl World {
             Ok(()) => {
                 let (sequence, hit) = out[0];
                 let rest = self.room();
-                // A hit that a write holds is not counted as wanted, and takes room.
+                // A hit that a write holds takes room, but is not counted as wanted.
                 let held = before.saturating_sub(available);
                 assert!(
                     before.saturating_sub(rest) <= wanted + held && (wanted <= before || chunk != u32::MAX),
@@ -231,7 +232,7 @@ impl World {
                 assert!(hit == cached && (hit < tokens || tokens == 0), "{hit} of {tokens} tokens, {cached} cached");
                 let (opened, most) =
                     (self.manager.num_tokens(sequence).unwrap(), tokens.min(hit.saturating_add(chunk)));
-                // A chunk with states may end with a block before.
+                // With states, a chunk may end earlier, at the end of a block.
                 let aligned = opened % BLOCK == 0 && opened > hit && self.groups.contains(&Group::Recurrent);
                 assert!(opened == most || (opened < most && aligned), "{opened} tokens of {most}");
                 assert!(opened == tokens || self.manager.next_chunk(sequence, chunk).unwrap() > 0);
@@ -260,7 +261,7 @@ impl World {
         }
     }
 
-    /// Marks the first tokens of a sequence, as of one whose prompt is computed in chunks.
+    /// Marks the first tokens of a sequence as computed, as for a prompt computed in chunks.
     fn mark_to(&mut self, sequence: SequenceId, tokens: u32) {
         let result = self.manager.mark_computed_to(&[sequence], Some(&[tokens]));
         self.trace.result(&result);
@@ -314,12 +315,12 @@ impl World {
         }
     }
 
-    /// Appends, and brings block tables in an array up to date if one is given; returns whether it did.
+    /// Appends, and updates the block tables in an array if one is given; returns whether it succeeded.
     fn append(&mut self, sequences: &[SequenceId], tokens: u32, lookahead: u32, array: Option<usize>) -> bool {
         let mut slots = vec![0; self.growing().count() * sequences.len() * tokens as usize];
         let wanted = self.manager.blocks_to_append(sequences, Counts::All(tokens), lookahead);
         let (available, before) = (self.manager.pool(Tier::Device).available(), self.room());
-        // Token ids are given where the cache follows the whole batch; who gets others is followed no longer.
+        // Token ids are given if the cache follows the whole batch; otherwise the sequences are no longer followed.
         let known = sequences.iter().all(|s| self.ids.contains_key(s));
         let ids: Vec<u32> = sequences.iter().flat_map(|&s| self.next_ids(s, tokens)).collect();
         let result = if known {
@@ -360,7 +361,7 @@ impl World {
             assert_eq!(self.manager.free(&[*sequence]), Err(Error::FreedSequence { sequence: *sequence }));
         }
         self.lost.retain(|s| !sequences.contains(s));
-        // What only the freed sequences read is not computed.
+        // Tokens that only the freed sequences would read are not computed.
         let pool = self.manager.pool(Tier::Device);
         self.pending.retain(|&(slot, _)| pool.refs(BlockId(u32::try_from(slot).unwrap() / BLOCK)) > 0);
     }
@@ -432,9 +433,9 @@ impl World {
     }
 }
 
-/// A case that chance found: who shares a state with a freed sequence reads it.
+/// A case found at random: a sequence that shares a state with a freed one reads it.
 #[test]
-fn a_sequence_behind_its_window_does_not_go_to_a_tier_without_blocks() {
+fn a_sequence_beyond_its_window_cannot_swap_to_a_tier_without_blocks() {
     let mut world = World::new(Setup {
         blocks: [13, 7, 0],
         policies: blockyard_core::Policies::default(),
@@ -455,7 +456,7 @@ fn a_sequence_behind_its_window_does_not_go_to_a_tier_without_blocks() {
 }
 
 #[test]
-fn a_state_that_is_shared_is_written_though_its_writer_is_freed() {
+fn a_shared_state_is_written_even_if_its_writer_is_freed() {
     let mut world = World::new(Setup {
         blocks: [17, 0, 0],
         policies: blockyard_core::Policies::default(),
@@ -472,7 +473,7 @@ fn a_state_that_is_shared_is_written_though_its_writer_is_freed() {
     world.verify();
 }
 
-/// Random cases: `PROPTEST_CASES`, else enough to meet rare orders in a few seconds.
+/// Number of random cases: `PROPTEST_CASES`, else enough to meet rare orders in a few seconds.
 fn cases() -> u32 {
     std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(2000)
 }
@@ -480,7 +481,7 @@ fn cases() -> u32 {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
     #[test]
-    fn every_token_is_read_back_whatever_was_moved(setup in setup(), ops in prop::collection::vec(op(), 1..120)) {
+    fn every_token_is_read_back_whatever_has_moved(setup in setup(), ops in prop::collection::vec(op(), 1..120)) {
         let mut world = World::new(setup);
         for op in ops {
             world.apply(op);

@@ -1,5 +1,5 @@
-//! The chunks of an offload cache against memory that is written and read as its transfers say: what is a hit has its key's
-//! bytes, a running load reads them to its end, and a store is refused only if the chunks that it may have are too few.
+//! An offload cache against memory that is written and read as its transfers say: a hit's chunk has its key's bytes, a
+//! running load reads them to its end, and a store is refused only if too few chunks are available.
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_core::offload::{Lookup, Names, OffloadCache, Stored};
@@ -40,7 +40,7 @@ struct Plain {
     cache: OffloadCache,
     /// What each chunk holds.
     memory: Vec<Option<u8>>,
-    /// Names with their chunks and deadlines, in the order of the calls; those that were forgotten are late.
+    /// Running stores in the order of the calls: name, chunk, deadline, and whether the name was forgotten.
     stores: Vec<(u8, BlockId, u64, bool)>,
     loads: Vec<(u8, BlockId)>,
     hits: BTreeMap<u8, BlockId>,
@@ -62,7 +62,7 @@ impl Plain {
         self.stores.iter().any(|store| store.0 == name)
     }
 
-    /// Chunks that transfers hold, of whatever names.
+    /// Chunks that transfers hold, of any name.
     fn held(&self) -> BTreeSet<u32> {
         let stores = self.stores.iter().map(|store| store.1.0);
         stores.chain(self.loads.iter().map(|load| load.1.0)).collect()
@@ -76,7 +76,7 @@ impl Plain {
         kept.extend(names.iter().filter_map(|name| self.hits.get(name)).map(|chunk| chunk.0));
         let mut out = Vec::new();
         let fits = self.cache.prepare_store(&keys, deadline, &mut out);
-        assert_eq!(fits, new.len() <= self.memory.len() - kept.len(), "{names:?} beside {kept:?}");
+        assert_eq!(fits, new.len() <= self.memory.len() - kept.len(), "{names:?} with {kept:?} kept");
         if !fits {
             assert!(out.is_empty());
             return;
@@ -138,7 +138,7 @@ impl Plain {
         assert_eq!(out.len(), if fits { count } else { 0 });
         for chunk in out {
             let (&name, _) = self.hits.iter().find(|(_, hit)| **hit == chunk).unwrap();
-            assert!(!protected.contains(&name) && !held.contains(&chunk.0), "{name} was to be kept");
+            assert!(!protected.contains(&name) && !held.contains(&chunk.0), "{name} must be kept");
             self.hits.remove(&name);
         }
     }
@@ -212,7 +212,7 @@ proptest! {
 }
 
 #[test]
-fn all_loads_of_a_key_end_though_it_was_forgotten_and_stored_again() {
+fn all_loads_of_a_key_end_even_if_it_was_forgotten_and_stored_again() {
     for is_forgotten_again in [false, true] {
         let mut plain = Plain::new(4, Eviction::Lru);
         let (cache, keys) = (&mut plain.cache, [key(1)]);

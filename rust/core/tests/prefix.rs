@@ -1,4 +1,4 @@
-//! Eviction policies: random prompts under each of them, and one of a caller's own.
+//! Eviction policies: random prompts under each of them, and a caller's own policy.
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_core::{
@@ -28,7 +28,7 @@ fn open(manager: &mut Manager, tokens: &[u32]) -> Option<SequenceId> {
     Some(out[0].0)
 }
 
-/// Cached blocks that some prompt of those given would find.
+/// Number of cached blocks that any of these prompts would find.
 fn reachable(manager: &Manager, prompts: &[Vec<u32>]) -> usize {
     let mut found = HashSet::new();
     for tokens in prompts {
@@ -44,7 +44,7 @@ fn policies() -> impl Strategy<Value = Eviction> {
     prop::sample::select(&Eviction::NAMED[..])
 }
 
-/// Prompts of few tokens that part at all depths.
+/// Prompts over few token ids that diverge at all depths.
 fn prompts() -> impl Strategy<Value = Vec<(Vec<u32>, u8, usize)>> {
     let tokens = prop::collection::vec(0u32..2, 1..16);
     prop::collection::vec((tokens, 0u8..16, 0usize..4), 1..60)
@@ -52,7 +52,7 @@ fn prompts() -> impl Strategy<Value = Vec<(Vec<u32>, u8, usize)>> {
 
 proptest! {
     #[test]
-    fn no_block_goes_before_one_that_needs_it(eviction in policies(), blocks in 8usize..40, prompts in prompts()) {
+    fn no_block_is_evicted_before_one_that_needs_it(eviction in policies(), blocks in 8usize..40, prompts in prompts()) {
         let mut manager = manager(blocks, eviction);
         let mut live = Vec::new();
         let mut seen = Vec::new();
@@ -153,7 +153,7 @@ impl Evictor for Mru {
 }
 
 #[test]
-fn a_policy_of_the_callers_own_decides() {
+fn the_callers_own_policy_decides() {
     let mut manager = manager(4, Eviction::Custom(|_| Box::new(Mru::default())));
     for tokens in [[1, 1], [2, 2], [3, 3], [4, 4], [5, 5]] {
         let sequence = open(&mut manager, &tokens).unwrap();

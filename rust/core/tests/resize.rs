@@ -1,5 +1,5 @@
-//! A device that grows and shrinks, against a plain count of what is in use. What sequences read back meanwhile is the
-//! test of the manager's: there the device is resized at random, too, and what is beyond its extent becomes garbage.
+//! A device that grows and shrinks, against a plain count of the blocks in use. What sequences read back meanwhile is
+//! tested in `manager.rs`, which also resizes the device at random and makes everything beyond its extent garbage.
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_core::{
@@ -37,7 +37,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// The manager, and what they have to say of the device.
+/// The manager, and a model of its device.
 struct Plain {
     manager: Manager,
     watermark: f64,
@@ -45,7 +45,7 @@ struct Plain {
     /// Device blocks that each open ticket reads, oldest first.
     tickets: Vec<(blockyard_core::TicketId, BTreeSet<u32>)>,
     reading: BTreeSet<u32>,
-    /// Blocks beyond the end that were in use when it came there.
+    /// Blocks beyond the end that were in use when the device shrank.
     beyond: BTreeSet<u32>,
 }
 
@@ -72,7 +72,7 @@ impl Plain {
         assert_eq!(pool.free(), (blocks - below).saturating_sub(tail));
         assert_eq!(self.manager.stats().tiers[0].used, in_use.len());
         let new: Vec<_> = live.iter().filter(|block| past(block) && !self.beyond.contains(block)).collect();
-        assert!(new.is_empty(), "{new:?} were given out beyond {blocks}");
+        assert!(new.is_empty(), "{new:?} were allocated beyond {blocks}");
         let uses = self.manager.uses(Tier::Device);
         assert_eq!(uses.len(), wanted.extent);
         let all =
@@ -99,7 +99,7 @@ impl Plain {
         let pick = |n: usize| self.sequences.get(n % self.sequences.len().max(1)).copied();
         match op {
             Op::Resize(blocks) => match self.manager.resize_device(blocks) {
-                // What is in use may be beyond the end from now on.
+                // Blocks in use may now be beyond the end.
                 Ok(_) => self.beyond = self.live(),
                 Err(error) => assert!(blocks == 0 && matches!(error, Error::InvalidArgument { .. }), "{error}"),
             },
@@ -146,7 +146,7 @@ impl Plain {
 
 proptest! {
     #[test]
-    fn a_manager_knows_what_is_in_use_beyond_the_end_and_give_nothing_out_there(
+    fn a_manager_knows_which_blocks_are_in_use_beyond_the_end_and_allocates_none_there(
         blocks in 1usize..30,
         watermark in 0.0..0.5,
         reuse in prop::sample::select(ReuseOrder::ALL.to_vec()),

@@ -32,7 +32,7 @@ fn a_truncated_fork_is_swapped_in_with_its_origin_and_shares_its_blocks() {
 }
 
 #[test]
-fn forks_with_too_many_block_table_entries_are_refused_by_number_and_not_for_memory() {
+fn forks_with_too_many_block_table_entries_are_refused_for_their_number_not_for_memory() {
     let config = Config { block_size: 1, blocks: [1 << 16, 0, 0], watermark: 0.0, prefix_caching: false };
     let mut manager = Manager::new(config).unwrap();
     let mut opened = Vec::new();
@@ -58,7 +58,7 @@ fn a_state_passes_over_as_many_blocks_as_admission_allows() {
 }
 
 #[test]
-fn what_comes_back_to_the_host_needs_no_block_for_its_next_token() {
+fn a_sequence_that_returns_to_the_host_needs_no_block_for_its_next_token() {
     let config = Config { block_size: 4, blocks: [4, 2, 4], watermark: 0.5, prefix_caching: false };
     let mut manager = Manager::new(config).unwrap();
     let mut opened = Vec::new();
@@ -70,7 +70,7 @@ fn what_comes_back_to_the_host_needs_no_block_for_its_next_token() {
     }
     let ticket = manager.take_decision().ticket;
     manager.complete(ticket).unwrap();
-    // Two blocks, full to the last token, for two that are free.
+    // Two blocks, both full, and two free blocks to take them.
     assert_eq!(manager.can_swap_in(&opened, Tier::Host, 0).unwrap().status, AllocStatus::Ok);
     manager.swap_in(&opened, Tier::Host).unwrap();
     manager.check().unwrap();
@@ -86,7 +86,7 @@ fn fragmentation_counts_tables_and_their_runs() {
     manager.free(&opened[1..2]).unwrap();
     let ticket = manager.take_decision().ticket;
     manager.complete(ticket).unwrap();
-    // The two blocks of the hole, and two beyond the others.
+    // Takes the two blocks of the hole, and two beyond the others.
     manager.allocate(&[4], &mut opened).unwrap();
     let found = manager.fragmentation().unwrap();
     assert_eq!((found.tables, found.runs, found.holes), (3, 4, 5));
@@ -111,7 +111,7 @@ fn a_fork_that_is_too_long_for_a_shrinking_device_may_grow_within_its_last_block
 }
 
 #[test]
-fn token_ids_without_a_cache_lead_to_the_lengths_and_chunks_of_an_empty_cache() {
+fn token_ids_without_a_cache_give_the_same_lengths_and_chunks_as_an_empty_cache() {
     let tokens: Vec<u32> = (0..22).collect();
     let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[], hashed: None };
     let run = |prefix_caching, groups: &[Group]| {

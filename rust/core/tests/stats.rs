@@ -1,4 +1,4 @@
-//! The figures that a manager reports, counted again from outside.
+//! The counters that a manager reports, counted again from outside.
 
 use blockyard_core::{Config, KeySpec, Manager, PrefixStats, Prompt, Tier};
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ fn salt(tenant: u8) -> [u8; 32] {
 
 proptest! {
     #[test]
-    fn the_figures_agree_with_a_count_from_outside(
+    fn the_counters_agree_with_a_count_from_outside(
         ops in prop::collection::vec((0u8..6, 0u8..2, prop::collection::vec(0u32..2, 1..16)), 1..60),
     ) {
         let config = Config { block_size: SIZE, blocks: [16, 0, 0], watermark: 0.0, prefix_caching: true };

@@ -1,4 +1,4 @@
-//! Loads from a prefix store and writes to it, beside all that sequences do meanwhile.
+//! Loads from a prefix store and writes to it, while sequences run.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
 use blockyard_core::{
@@ -66,7 +66,7 @@ fn a_loaded_block_is_found_only_once_its_bytes_have_landed() {
         let (sequence, cached) = admit(&mut manager, &asked);
         assert_eq!(cached, 8);
         compute(&mut manager, sequence);
-        assert_eq!(manager.begin_write(100).blocks.len(), 1, "what came from the store is not written");
+        assert_eq!(manager.begin_write(100).blocks.len(), 1, "blocks that came from the store are not written");
     }
 }
 
@@ -103,7 +103,7 @@ fn with_write_through_each_computed_block_is_written_once_under_its_exported_key
     assert_eq!((job.tier, job.keys.as_slice()), (Tier::Device, &wanted[..2]));
     let rest = manager.begin_write(2);
     assert_eq!(rest.keys, wanted[2..]);
-    assert_eq!(manager.pool(Tier::Device).free(), 12 - 3, "what is read for the store is not given out");
+    assert_eq!(manager.pool(Tier::Device).free(), 12 - 3, "blocks being read for the store are not allocated");
     manager.check().unwrap();
     manager.end_write(job.job).unwrap();
     manager.end_write(rest.job).unwrap();
@@ -114,7 +114,7 @@ fn with_write_through_each_computed_block_is_written_once_under_its_exported_key
 }
 
 #[test]
-fn with_write_back_only_what_is_about_to_be_evicted_is_written() {
+fn with_write_back_only_blocks_about_to_be_evicted_are_written() {
     let mut manager = manager(0, StoreWrites::Back);
     let (sequence, _) = admit(&mut manager, &tokens(1, 17));
     compute(&mut manager, sequence);
@@ -125,7 +125,7 @@ fn with_write_back_only_what_is_about_to_be_evicted_is_written() {
     assert_eq!(job.blocks.len(), 2, "an eighth of the device");
     assert!(manager.begin_write(9).blocks.is_empty());
     manager.end_write(job.job).unwrap();
-    assert_eq!(manager.pool(Tier::Device).published(), 2, "what was written back is free");
+    assert_eq!(manager.pool(Tier::Device).published(), 2, "blocks written back are free");
     assert!(manager.begin_write(9).blocks.is_empty(), "there is room again");
     manager.check().unwrap();
 }
@@ -142,7 +142,7 @@ fn with_second_use_a_block_is_written_once_a_second_prompt_has_it() {
 }
 
 #[test]
-fn a_write_gives_way_to_a_verb_that_lacks_its_blocks() {
+fn a_write_is_cancelled_if_a_call_needs_its_blocks() {
     let (mut manager, asked) = (manager(0, StoreWrites::Through), tokens(1, 29));
     let (sequence, _) = admit(&mut manager, &asked);
     compute(&mut manager, sequence);
@@ -152,11 +152,14 @@ fn a_write_gives_way_to_a_verb_that_lacks_its_blocks() {
     let mut out = Vec::new();
     manager.allocate(&[36], &mut out).unwrap();
     manager.check().unwrap();
-    assert!(matches!(manager.allocate(&[20], &mut out), Err(Error::OutOfBlocks { .. })), "that many it does not hold");
+    assert!(
+        matches!(manager.allocate(&[20], &mut out), Err(Error::OutOfBlocks { .. })),
+        "the write does not hold that many"
+    );
     assert_eq!(manager.pool(Tier::Device).free(), 0);
     manager.append(&[out[0]], blockyard_core::Counts::Each(&[12]), 0, &mut [0; 12]).unwrap();
     manager.check().unwrap();
-    assert_eq!(manager.end_write(job.job), Ok(false), "what was read may be of other blocks");
+    assert_eq!(manager.end_write(job.job), Ok(false), "the bytes read may belong to other blocks");
     assert_eq!(manager.end_write(job.job), Err(Error::UnknownJob { job: job.job }));
     manager.free(&out).unwrap();
     let (sequence, _) = admit(&mut manager, &asked);
@@ -203,7 +206,7 @@ fn jobs_name_the_tenants_and_the_parents_of_their_blocks() {
     assert_eq!(manager.begin_write(2).tenants, [[0; 32]; 2]);
 }
 
-/// The bytes of all blocks, and a store: what a key's block holds is known from its tokens alone.
+/// The bytes of all blocks, and a store. The tokens alone determine the bytes of a key's block.
 struct Model {
     manager: Manager,
     bytes: HashMap<(Tier, u32), Vec<u8>>,
@@ -213,7 +216,7 @@ struct Model {
     writes: Vec<StoreJob>,
 }
 
-/// What block `at` of a stream holds.
+/// The bytes of block `at` of a stream.
 fn right_bytes(tokens: &[u32], at: usize) -> Vec<u8> {
     tokens[..(at + 1) * 4].iter().flat_map(|token| token.to_le_bytes()).collect()
 }
@@ -238,17 +241,20 @@ impl Model {
         if let Err(error) = self.manager.allocate_prompts(&[prompt(&asked)], &mut out) {
             let Error::OutOfBlocks { tier, wanted, free, .. } = error else { panic!("{error}") };
             let pool = self.manager.pool(tier);
-            // A write that was given up has its blocks still; another may have them, too.
+            // A cancelled write still lists its blocks, and another write may have them, too.
             let writes = self.writes.iter().filter(|job| job.tier == tier);
             let ours: HashSet<BlockId> = writes.flat_map(|job| job.blocks.iter().copied()).collect();
-            // Those that the prompt hits stay.
+            // Blocks that the prompt hits stay.
             let is_hit = |block: &BlockId| {
                 let bytes = self.bytes.get(&(tier, block.0));
                 (0..asked.len() / 4).any(|at| bytes == Some(&right_bytes(&asked, at)))
             };
             let ours = ours.iter().filter(|&block| !is_hit(block));
             let held = ours.filter(|&&block| pool.block(block).leases().reads == 1 && pool.refs(block) == 0).count();
-            assert!(free + held < wanted, "{held} {tier:?} blocks read for the store and {free} free do for {wanted}");
+            assert!(
+                free + held < wanted,
+                "{held} {tier:?} blocks read for the store and {free} free ones are enough for {wanted}"
+            );
             return;
         }
         let (sequence, cached) = out[0];
@@ -283,7 +289,7 @@ impl Model {
 
     fn end_write(&mut self, at: usize) {
         let job = self.writes.remove(at);
-        // Read only now: the lease has kept the bytes, unless a verb took the blocks.
+        // Read only now: the lease has kept the bytes, unless a call took the blocks.
         let read: Vec<_> = job.blocks.iter().map(|block| self.bytes[&(job.tier, block.0)].clone()).collect();
         if self.manager.end_write(job.job).unwrap() {
             for (key, bytes) in job.keys.iter().zip(read) {
@@ -299,7 +305,7 @@ impl Model {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(ProptestConfig::default().cases.min(512)))]
     #[test]
-    fn no_sequence_ever_reads_bytes_of_another_and_every_count_holds(
+    fn no_sequence_ever_reads_bytes_of_another_and_every_count_is_right(
         host in prop::sample::select(vec![0usize, 6, 20]),
         writes in prop::sample::select(StoreWrites::ALL.to_vec()),
         operations in prop::collection::vec((0u8..8, 0u32..3, 1u32..30, any::<prop::sample::Index>()), 1..60),

@@ -1,4 +1,4 @@
-//! Forged decisions, as in the test of that name, with bytes that libFuzzer chooses: `make fuzz`.
+//! Forged decisions, as in `tests/decision.rs`, with bytes that libFuzzer chooses: `make fuzz`.
 #![no_main]
 
 #[path = "../../tests/decision.rs"]

@@ -1,7 +1,7 @@
-//! The manager against memory, as in the test of that name, with operations that libFuzzer chooses: `make fuzz`.
+//! The manager against memory, as in `tests/manager.rs`, with operations that libFuzzer chooses: `make fuzz`.
 //!
-//! Two bytes are one operation, drawn from the test's own strategies: what is added there is fuzzed without a word here,
-//! and libFuzzer's ways to change bytes insert, remove, repeat and join whole operations.
+//! Two bytes are one operation, drawn from the test's own strategies. So operations added there are fuzzed without a
+//! change here, and libFuzzer's changes to the bytes insert, remove, repeat and join whole operations.
 #![no_main]
 
 #[expect(dead_code, reason = "the test's own part is not used")]
@@ -20,7 +20,7 @@ use std::sync::LazyLock;
 static SETUPS: LazyLock<Vec<Setup>> = LazyLock::new(|| table(&setup()));
 static OPS: LazyLock<Vec<Op>> = LazyLock::new(|| table(&op()));
 
-/// What each number stands for, the same in every run; in order, so that numbers close by mean much the same.
+/// The value of each number, the same in every run. Sorted, so that numbers close to each other mean similar values.
 fn table<T: Debug>(strategy: &impl Strategy<Value = T>) -> Vec<T> {
     let mut runner = TestRunner::deterministic();
     let draw = |_| strategy.new_tree(&mut runner).expect("the strategies reject nothing").current();
@@ -29,7 +29,7 @@ fn table<T: Debug>(strategy: &impl Strategy<Value = T>) -> Vec<T> {
     values
 }
 
-/// One run; libFuzzer prints it when it fails.
+/// One run, which libFuzzer prints if it fails.
 #[derive(Debug)]
 struct Case {
     setup: Setup,
@@ -49,7 +49,7 @@ impl<'a> Arbitrary<'a> for Case {
 
 fuzz_target!(
     init: {
-        // Outside of what libFuzzer watches.
+        // Outside of the code that libFuzzer measures.
         LazyLock::force(&SETUPS);
         LazyLock::force(&OPS);
     },

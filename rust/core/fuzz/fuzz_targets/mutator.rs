@@ -1,9 +1,9 @@
-//! How inputs change from run to run.
+//! Mutates the fuzzer's inputs.
 
 use libfuzzer_sys::fuzzer_mutate;
 
-/// Left to itself libFuzzer keeps to short inputs of few different bytes, since the longer ones cover no new lines, and
-/// misses what takes many operations: every second input goes on at random from somewhere.
+/// On its own, libFuzzer keeps to short inputs of few different bytes, since longer ones cover no new lines, and misses
+/// bugs that take many operations. So every second input continues at random from some position.
 pub(crate) fn mutate(data: &mut [u8], size: usize, max_size: usize, seed: u32) -> usize {
     let mut state = u64::from(seed);
     let mut random = || {

@@ -1,5 +1,5 @@
-//! Forged slabs, as in the test of that name, with bytes that libFuzzer chooses: `make fuzz`. No input makes the store take
-//! more memory in one piece than a small store needs.
+//! Forged slabs, as in `rust/store/tests/forged.rs`, with bytes that libFuzzer chooses: `make fuzz`. No input may make
+//! the store allocate more memory at once than a small store needs.
 #![no_main]
 
 #[path = "../../../store/tests/forged.rs"]
@@ -9,24 +9,24 @@ mod mutator;
 use libfuzzer_sys::{fuzz_mutator, fuzz_target};
 use std::alloc::{GlobalAlloc, Layout, System};
 
-/// Bytes in one piece; the largest that a store of this size takes is a scanned page.
+/// Maximum bytes of one allocation. The largest one of a store of this size is a scanned page.
 const MOST: usize = 1 << 16;
 
 struct Bounded;
 
-// SAFETY: all is the system's doing.
+// SAFETY: the system's allocator does all the work.
 unsafe impl GlobalAlloc for Bounded {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.size() > MOST {
             eprintln!("an allocation of {} bytes", layout.size());
             std::process::abort();
         }
-        // SAFETY: as the caller says.
+        // SAFETY: the caller promises it.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller promises it.
         unsafe { System.dealloc(memory, layout) };
     }
 }

@@ -41,7 +41,7 @@ pub(super) fn unseal<T: DeserializeOwned>(bytes: &[u8]) -> Contents<T> {
 
 fn payload(bytes: &[u8]) -> Contents<&[u8]> {
     let (Some((magic, rest)), Some(sealed)) = (bytes.split_first_chunk(), bytes.len().checked_sub(DIGEST)) else {
-        return Err(format!("{} bytes are too few for one", bytes.len()));
+        return Err(format!("{} bytes are too few for a decision", bytes.len()));
     };
     if magic != MAGIC {
         return Err(format!("it does not begin with {}", String::from_utf8_lossy(MAGIC)));
@@ -49,7 +49,7 @@ fn payload(bytes: &[u8]) -> Contents<&[u8]> {
     let Some((version, rest)) = rest.split_first_chunk() else { return Err("it ends in its header".to_owned()) };
     let version = u32::from_le_bytes(*version);
     if version != DECISION_VERSION {
-        return Err(format!("its version is {version}, this is {DECISION_VERSION}"));
+        return Err(format!("its version is {version}, must be {DECISION_VERSION}"));
     }
     let Some((length, _)) = rest.split_first_chunk() else { return Err("it ends in its header".to_owned()) };
     let (wanted, found) = (u64::from_le_bytes(*length), sealed.saturating_sub(HEADER) as u64);
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_sealed_is_read_back_and_every_other_length_refused() {
+    fn sealed_contents_are_read_back_and_every_other_length_is_refused() {
         let bytes = seal(&(7u32, "seven")).unwrap();
         assert_eq!(unseal::<(u32, String)>(&bytes), Ok((7, "seven".to_owned())));
         assert!(unseal::<u32>(&bytes).unwrap_err().contains("6 bytes follow its payload"));
@@ -84,11 +84,11 @@ mod tests {
         let bytes = seal(&7u32).unwrap();
         let changed = |at: usize, to: u8| [&bytes[..at], &[to], &bytes[at + 1..]].concat();
         assert_eq!(unseal::<u32>(&changed(0, b'X')), Err("it does not begin with BLKYSTEP".to_owned()));
-        assert_eq!(unseal::<u32>(&changed(8, 9)), Err(format!("its version is 9, this is {DECISION_VERSION}")));
+        assert_eq!(unseal::<u32>(&changed(8, 9)), Err(format!("its version is 9, must be {DECISION_VERSION}")));
     }
 
     #[test]
-    fn a_length_that_is_not_there_takes_no_memory() {
+    fn a_forged_length_takes_no_memory() {
         let bytes = seal(&u64::MAX).unwrap();
         assert!(unseal::<Vec<u64>>(&bytes).is_err());
     }

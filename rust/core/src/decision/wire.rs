@@ -47,7 +47,7 @@ fn within<T>(len: usize, bytes: T) -> Contents<T> {
     if len <= MAX_DECISION_BYTES {
         return Ok(bytes);
     }
-    Err(format!("it is {len} bytes long, at most {MAX_DECISION_BYTES} are read"))
+    Err(format!("it is {len} bytes long, must be at most {MAX_DECISION_BYTES}"))
 }
 
 impl Image {
@@ -58,7 +58,7 @@ impl Image {
         let place = |(kind, pairs): &(Kind, Pairs)| (*kind, pairs.src, pairs.dst);
         let early = self.transfers.windows(2).find(|pair| place(&pair[0]) >= place(&pair[1]));
         if let Some([_, (kind, Pairs { src, dst, .. }), ..]) = early {
-            return Err(format!("{} from {src} to {dst} is out of order or there twice", kind.name()));
+            return Err(format!("{} from {src} to {dst} is out of order or repeated", kind.name()));
         }
         self.transfers.iter().try_for_each(|(kind, pairs)| check(*kind, pairs))
     }
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn a_decision_is_read_back_and_no_bit_may_change() {
+    fn a_decision_is_read_back_and_any_changed_bit_is_refused() {
         let bytes = sample().to_bytes().unwrap();
         assert_eq!(StepDecision::from_bytes(&bytes), Ok(sample()));
         for at in 0..bytes.len() * 8 {
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sealed_but_cannot_be_carried_out_is_refused() {
+    fn a_sealed_decision_that_cannot_be_carried_out_is_refused() {
         let [d, h, x] = Tier::ALL;
         let out = |ids: &[[u32; 2]]| (Kind::SwapOut, pairs(d, h, ids));
         let cases = [
@@ -148,7 +148,7 @@ mod tests {
             (vec![(Kind::Copy, pairs(x, x, &[[1, 2]]))], "1 pairs of kind copy go from external to external"),
             (vec![(Kind::Copy, pairs(d, d, &[[1, 2], [2, 3]]))], "device block 2 is both read and written by copy"),
             (vec![(Kind::Exchange, pairs(d, d, &[[1, 2], [2, 3]]))], "device block 2 is written twice by exchange"),
-            (vec![out(&[[1, 1]]), out(&[[2, 2]])], "swap_out from device to host is out of order or there twice"),
+            (vec![out(&[[1, 1]]), out(&[[2, 2]])], "swap_out from device to host is out of order or repeated"),
             (vec![(Kind::SwapIn, pairs(h, d, &[[1, 1]])), out(&[[1, 1]])], "is out of order"),
         ];
         for (transfers, message) in cases {

@@ -1,7 +1,7 @@
 //! Cached content in holes, and where a plan moves it.
 //!
-//! A hole is a block that no sequence uses. It may hold cached content, which its owner can give up. A plan disturbs such
-//! content in two cases:
+//! A hole is a block that no sequence uses. It may hold cached content, which its owner can give up. A plan disturbs
+//! such content in two cases:
 //!
 //! - A pair of the plan moves a live block into the hole.
 //! - The hole lies beyond the end of a `max_id` or `free_tail` goal. Only these two goals want blocks to be empty; the
@@ -90,8 +90,8 @@ impl<'a> Content<'a> {
             .filter(|&block| places.holes().contains(BlockId(block)))
     }
 
-    /// Empty holes that content can move to, the lowest first. Passes over a limited number of others, so that a plan of
-    /// few moves stays cheap.
+    /// Empty holes that content can move to, the lowest first. Passes over a limited number of others, so that a plan
+    /// of few moves stays cheap.
     fn empty_holes<'b, F: Facts>(
         &'b self,
         places: &'b BlockMap,
@@ -116,8 +116,8 @@ impl<'a> Content<'a> {
     }
 }
 
-/// Moves the content of each exchange's target on to an empty hole. Where there is none the content is dropped, and the pair
-/// costs one write instead of two.
+/// Moves the content of each exchange's target on to an empty hole. Where there is none the content is dropped, and the
+/// pair costs one write instead of two.
 fn relocate_targets(empty_holes: &mut impl Iterator<Item = u32>, budget_left: &mut Remaining, pairs: &mut Pairs) {
     for [from, to] in std::mem::take(&mut pairs.exchanges) {
         if let Some(hole) = empty_holes.next() {

@@ -11,8 +11,8 @@ pub enum HoleUse {
     Move,
     /// It is cached and may be evicted: its key is dropped and its bytes are overwritten.
     Drop,
-    /// Its bytes are kept: the two blocks change places. If it is among [`Facts::content`], its bytes move on to an empty
-    /// hole instead, or are dropped if there is none.
+    /// Its bytes are kept: the two blocks change places. If it is among [`Facts::content`], its bytes move on to an
+    /// empty hole instead, or are dropped if there is none.
     Exchange,
     /// No block may move into it now.
     Never,
@@ -26,8 +26,8 @@ pub trait Facts {
         HoleUse::Move
     }
 
-    /// Holes with cached content. Goals that want blocks to be empty count it as in the way. `None`: no content is ever in
-    /// the way.
+    /// Holes with cached content. Goals that want blocks to be empty count it as in the way. `None`: no content is ever
+    /// in the way.
     fn content(&self) -> Option<&BlockSet> {
         None
     }

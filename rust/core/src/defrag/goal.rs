@@ -50,7 +50,7 @@ impl Goal {
             _ => Err(Error::InvalidArgument {
                 what: "goal",
                 found: number.into(),
-                must: format!("the number of max_id, free_tail, dense or contiguous, not of {name:?}"),
+                must: format!("the number of max_id, free_tail, dense or contiguous; there is no goal {name:?}"),
             }),
         }
     }

@@ -94,18 +94,18 @@ pub struct MoveStats {
     pub failed: u64,
 }
 
-/// How the blocks of the device lie.
+/// How fragmented the device's blocks are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fragmentation {
-    /// The highest block that is not free; none if all are.
+    /// The highest block that is not free; `None` if all are.
     pub max_id: Option<BlockId>,
     /// Distance between the highest movable block and where it would be in a dense layout.
     pub gap: u32,
     /// Free blocks that are not cached.
     pub holes: usize,
-    /// Block tables with blocks of their own, and the runs of neighbours that they consist of.
+    /// Block tables that are not empty.
     pub tables: usize,
-    /// See `tables`.
+    /// Runs of adjacent blocks in those tables.
     pub runs: usize,
 }
 
@@ -282,7 +282,7 @@ impl Defrag {
         }
         find_rows(sequences, &mut landed);
         for Landed { from, to, index, refs, rows } in landed {
-            debug_assert_eq!(rows.len(), refs, "references that no table has");
+            debug_assert_eq!(rows.len(), refs, "tables that have the block, and its references, differ");
             tiers.finish_move(from, to);
             sequences.replace(from, to, &rows, index);
             self.stats.done += 1;
@@ -325,7 +325,7 @@ fn find_rows(sequences: &Sequences, landed: &mut [Landed]) {
     }
 }
 
-/// How the device's blocks lie; see [`Manager::fragmentation`](crate::Manager::fragmentation).
+/// Measures fragmentation; see [`Manager::fragmentation`](crate::Manager::fragmentation).
 pub(crate) fn fragmentation(sequences: &Sequences, tiers: &Tiers) -> Result<Fragmentation> {
     let places = tiers.survey()?;
     let pool = tiers.device();

@@ -56,7 +56,7 @@ impl Pairing {
     }
 }
 
-/// How often a run of pairs ends before the last.
+/// Number of pairs that do not continue the run of the pair before.
 fn cuts(pairs: &[[u32; 2]]) -> usize {
     pairs.windows(2).filter(|two| two[0].map(|block| block + 1) != two[1]).count()
 }
@@ -125,7 +125,7 @@ mod tests {
 
     fn pair(mut sources: Vec<u32>, holes: &[Range<u32>]) -> Vec<[u32; 2]> {
         let (mut pairing, mut pairs) = (Pairing::default(), Vec::new());
-        // What an earlier plan left must not show.
+        // Leftovers of an earlier plan must have no effect.
         pairing.free.fill(&[700..800, 3..4]);
         pairing.pair(&mut sources, holes, &mut pairs);
         pairs
@@ -168,7 +168,7 @@ mod tests {
                 };
                 prop_assert!(holes.contains(&run));
                 let length = run.end - run.start;
-                // Any long run will do where the shortest fit is long and little is wanted.
+                // If the shortest fit is long and few blocks are wanted, any long run will do.
                 let any_long = wanted <= LONG && fit.is_none_or(|fit| fit >= LONG) && length >= LONG;
                 prop_assert!(any_long || Some(length) == fit.or(left.iter().copied().max()));
                 left.remove(left.iter().position(|&n| n == length).unwrap());
@@ -176,7 +176,7 @@ mod tests {
         }
 
         #[test]
-        fn each_source_gets_a_hole_of_its_own(
+        fn each_source_gets_its_own_hole(
             gaps in prop::collection::vec((1u32..4, 1u32..5), 1..20),
             sources in prop::collection::btree_set(1000u32..1060, 0..30),
         ) {

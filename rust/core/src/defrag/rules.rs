@@ -37,12 +37,12 @@ impl Pairs {
         }
     }
 
-    /// How many there are of each kind.
+    /// Number of pairs of each kind.
     pub(super) fn marks(&self) -> [usize; 3] {
         [self.moves.len(), self.drops.len(), self.exchanges.len()]
     }
 
-    /// Those that came after the marks.
+    /// The pairs added after these numbers were taken.
     pub(super) fn since(&self, marks: [usize; 3]) -> impl Iterator<Item = [u32; 2]> + '_ {
         let lists = [&self.moves, &self.drops, &self.exchanges];
         lists.into_iter().zip(marks).flat_map(|(list, mark)| list[mark..].iter().copied())
@@ -109,7 +109,7 @@ impl<'a, F: Facts> Rules<'a, F> {
         if hole >= self.end { HoleUse::Never } else { self.facts.hole_use(BlockId(hole)) }
     }
 
-    /// Picks up to `count` blocks that may move, in the order given, but those of running sequences last.
+    /// Picks up to `count` blocks that may move, in the given order, except that those of running sequences come last.
     pub(super) fn pick(&self, blocks: impl Iterator<Item = u32>, count: usize, scratch: &mut Scratch) {
         let Scratch { sources, hot, held, .. } = scratch;
         sources.clear();
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn one_hole_is_searched_until_one_is_entered_by_a_move() {
+    fn the_search_for_holes_continues_until_one_takes_a_plain_move() {
         let mut places = BlockMap::new(20);
         (0..20).filter(|block| block % 3 == 1).for_each(|block| places.set(BlockId(block), Occupancy::Live));
         let mut holes = HoleRuns::default();

@@ -22,8 +22,8 @@ pub(super) struct Spans {
 }
 
 impl Spans {
-    /// Looks at the longest runs of holes of those found from the lowest on, as many as suit the number of blocks, and at
-    /// the highest.
+    /// Searches from the lowest hole on and examines the longest runs found, more of them for more `blocks`; also
+    /// examines the highest run.
     pub(super) fn find<F: Facts>(places: &BlockMap, rules: &Rules<'_, F>, blocks: usize) -> Self {
         let mut spans = Self::default();
         let longest = u32::try_from(blocks).unwrap_or(u32::MAX).max(1);
@@ -58,8 +58,8 @@ impl Spans {
         }
     }
 
-    /// The shortest run that holds `wanted` blocks, one that is entered by moves alone if there is one, or that has the
-    /// least of `content` where they would lie; or else the longest.
+    /// The best run for `wanted` blocks: the shortest one that fits and takes plain moves only; else, of all that fit,
+    /// the one where they would displace the least `content`; else the longest.
     pub(super) fn fit(&mut self, places: &BlockMap, wanted: u32, content: Option<&BlockSet>) -> Option<Range<u32>> {
         let blank = best(&mut self.blank, places, wanted, None);
         match blank {
@@ -76,7 +76,7 @@ fn grow(runs: &mut Vec<Range<u32>>, hole: u32) {
     }
 }
 
-/// Best fit, else the longest; runs that have been entered meanwhile are cut to what is left of them.
+/// Best fit, else the longest. Runs that are partly used by now are first cut to their remaining holes.
 fn best(runs: &mut Vec<Range<u32>>, places: &BlockMap, wanted: u32, content: Option<&BlockSet>) -> Option<Range<u32>> {
     loop {
         let length = |run: &Range<u32>| run.end - run.start;

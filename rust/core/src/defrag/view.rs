@@ -32,7 +32,7 @@ impl Facts for SequenceFacts<'_> {
         (self.hole_use != HoleUse::Never).then_some(self.blocks.cached)
     }
 
-    /// Whether the sequence that was last known to have it was written in this step or the one before.
+    /// Whether its last known sequence was written in this step or the one before.
     fn is_hot(&self, live: BlockId) -> bool {
         self.hinted(live).is_some_and(|(row, _)| row.written.0 + 1 >= self.open.0)
     }
@@ -60,7 +60,7 @@ impl Facts for SequenceFacts<'_> {
 }
 
 impl<'a> SequenceFacts<'a> {
-    /// Whether a row that the present step writes may have written an entry that the pool was not asked about.
+    /// Whether a row that the current step writes may have written this entry without the pool knowing.
     fn ends_with(&self, row: &Row, index: usize) -> bool {
         // Blocks of an earlier lookahead may follow the last token.
         let last = (row.len.saturating_sub(1) / self.block_size) as usize;

@@ -35,7 +35,7 @@ pub(crate) use armed::point;
 /// A step that may fail.
 #[cfg(not(debug_assertions))]
 #[inline(always)]
-#[expect(clippy::inline_always, clippy::unnecessary_wraps, reason = "nothing is left of it")]
+#[expect(clippy::inline_always, clippy::unnecessary_wraps, reason = "it compiles to nothing")]
 pub(crate) const fn point() -> crate::error::Result<()> {
     Ok(())
 }
@@ -47,6 +47,6 @@ mod tests {
     fn the_nth_step_fails_and_no_other() {
         let _ = super::arm(2);
         assert_eq!([(); 4].map(|()| super::point().is_ok()), [true, false, true, true]);
-        assert!(!super::arm(1) && super::arm(0), "the first wish came true, the second did not");
+        assert!(!super::arm(1) && super::arm(0), "the first fault fired, the second did not");
     }
 }

@@ -41,7 +41,7 @@ pub enum Error {
     ForeignSequence {
         /// The handle.
         sequence: SequenceId,
-        /// Number of the manager that gave it out.
+        /// Number of the manager that issued it.
         manager: u16,
         /// Number of this one.
         asked: u16,
@@ -82,7 +82,7 @@ pub enum Error {
         /// Oldest ticket that has not ended.
         earlier: TicketId,
     },
-    /// The sequence has tokens that the current step has yet to write, so its blocks cannot be read in this step.
+    /// The sequence has tokens that the current step has not written yet, so its blocks cannot be read in this step.
     #[error("sequence {sequence} has tokens that this step is yet to write, take the step's decision first")]
     Unwritten {
         /// The handle.
@@ -110,17 +110,17 @@ pub enum Error {
         /// Destination block.
         block: BlockId,
     },
-    /// A block has as many leases as can be counted.
-    #[error("{tier} block {block} has {limit} leases, no more can be counted")]
+    /// A block has the maximum number of leases.
+    #[error("{tier} block {block} has {limit} leases, the maximum")]
     TooManyLeases {
         /// Tier of the block.
         tier: Tier,
         /// The block.
         block: BlockId,
-        /// Most leases that a block can have.
+        /// The maximum.
         limit: u32,
     },
-    /// Pins hold as many blocks as they may.
+    /// Pins would hold more blocks than their limit.
     #[error("asked to pin {wanted} more device blocks, {held} are pinned, pins may hold {limit}")]
     TooManyPinned {
         /// Blocks to pin that are not pinned yet.
@@ -130,7 +130,7 @@ pub enum Error {
         /// Maximum number of pinned blocks.
         limit: usize,
     },
-    /// The pin was never given out, or has ended.
+    /// The pin never existed, or has ended.
     #[error("pin {pin} is not held")]
     UnknownPin {
         /// The pin.
@@ -151,10 +151,10 @@ pub enum Error {
         block: BlockId,
         /// References that the call names.
         wanted: usize,
-        /// References that there are.
+        /// References that the block has.
         refs: u32,
     },
-    /// An argument has no meaning.
+    /// An argument is invalid.
     #[error("{what} is {found}, must be {must}")]
     InvalidArgument {
         /// Name of the argument.
@@ -164,7 +164,7 @@ pub enum Error {
         /// What it must be.
         must: String,
     },
-    /// A fraction has no meaning.
+    /// A fraction is out of range.
     #[error("{what} is {found}, must be 0 or more and below 1")]
     InvalidFraction {
         /// Name of the argument.
@@ -172,10 +172,10 @@ pub enum Error {
         /// Its value.
         found: String,
     },
-    /// The system has less memory than the call would take.
-    #[error("asked for {wanted} bytes of memory, the system does not have them")]
+    /// The system does not have the memory that the call needs.
+    #[error("asked for {wanted} bytes of memory, which the system does not have")]
     OutOfMemory {
-        /// Bytes that were asked for at once.
+        /// Bytes requested at once.
         wanted: u64,
     },
     /// Block ids do not form a valid mapping.
@@ -206,7 +206,7 @@ pub(crate) fn invalid(what: &'static str, found: impl Into<i128>, must: String) 
 /// Tickets shown in a message.
 pub(crate) const MAX_NAMED: usize = 8;
 
-/// Names the first open tickets, where there are any.
+/// Names the first open tickets, if there are any.
 pub(crate) fn named(open: &[TicketId]) -> String {
     let names: Vec<_> = open.iter().take(MAX_NAMED).map(|ticket| ticket.0.to_string()).collect();
     if names.is_empty() { String::new() } else { format!(" (open tickets, first to last: {})", names.join(", ")) }
@@ -217,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_open_tickets_are_named_and_no_others() {
+    fn a_message_names_only_the_first_open_tickets() {
         let open: Vec<_> = (1..20).map(TicketId).collect();
         assert_eq!(named(&open), " (open tickets, first to last: 1, 2, 3, 4, 5, 6, 7, 8)");
         assert_eq!(named(&[]), "");

@@ -92,7 +92,7 @@ impl Manager {
             return Err(invalid("device_blocks", blocks[0] as i128, format!("at least {least}")));
         }
         if groups.cross() && prefix_caching {
-            let must = "no cross attention, whose blocks a prompt's tokens do not identify".to_owned();
+            let must = "used without cross attention, whose blocks a prompt's tokens do not identify".to_owned();
             return Err(invalid("prefix_caching with groups", groups.all().len() as i128, must));
         }
         let watermark = Share::new("watermark", watermark, blocks[0])?;
@@ -139,26 +139,27 @@ impl Manager {
         self.tiers.take_events()
     }
 
-    /// Measures from now on how long a sample of the cached blocks stays: `rate` is its part of all, 0 to 1. Each call that
-    /// follows needs [`Manager::set_time`] first.
+    /// Starts measuring how long blocks stay cached, on a sample of them: `rate` is the sampled fraction, 0 to 1. Call
+    /// [`Manager::set_time`] before each later call.
     pub fn sample_residency(&mut self, rate: f64) {
         self.tiers.sample_residency(rate);
         self.samples_residency = true;
     }
 
-    /// Whether calls need the time.
+    /// Whether calls need [`Manager::set_time`].
     #[inline]
     #[must_use]
     pub fn samples_residency(&self) -> bool {
         self.samples_residency
     }
 
-    /// Says what time it is, by a clock that never goes back: the time of all that happens up to the next call of this.
+    /// Sets the current time, by a monotonic clock. It applies to everything that happens until the next such call.
     pub fn set_time(&mut self, now: Duration) {
         self.tiers.set_time(now);
     }
 
-    /// How long the sampled blocks of a tier stayed cached; nothing of a tier that caches nothing, or is not sampled.
+    /// How long the sampled blocks of a tier stayed cached; `None` for a tier without a cache, and before sampling
+    /// starts.
     #[must_use]
     pub fn residency(&self, tier: Tier) -> Option<&Residency> {
         self.pool(tier).residency()
@@ -204,7 +205,7 @@ impl Manager {
         Ok(self.sequences.get(sequence)?.tier)
     }
 
-    /// Blocks of a sequence, in its present tier.
+    /// Blocks of a sequence, in its current tier.
     ///
     /// # Errors
     /// The sequence is unknown, or is still being loaded to the device by a step that did not wait for it.
@@ -266,7 +267,8 @@ impl Manager {
     /// either tier; with 0, only explicit calls copy.
     ///
     /// # Errors
-    /// The prefix cache is off, there are no host blocks or some are in use, events are recorded already, or copies are.
+    /// The prefix cache is off, there are no host blocks, some of them are in use, or events are already recorded or
+    /// copies already kept.
     pub fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
         self.tiers.keep_host_copies(per_step)
     }
@@ -277,15 +279,15 @@ impl Manager {
         self.tiers.keeps_host_copies()
     }
 
-    /// Copies the next `count` device blocks to be evicted to the host, as far as there is room. Blocks that have a host
-    /// copy are freed at once. The others stay findable while they are copied; if no prompt has taken them by the time the
-    /// copy lands, they are freed and stay cached on the host. Returns the number of blocks.
+    /// Copies the next `count` device blocks to be evicted to the host, as far as there is room. Blocks that have a
+    /// host copy are freed at once. The others stay findable while they are copied; if no prompt has taken them by the
+    /// time the copy lands, they are freed and stay cached on the host. Returns the number of blocks.
     ///
     /// # Errors
     /// Host copies are not kept.
     pub fn offload_cached(&mut self, count: usize) -> Result<usize> {
         if !self.keeps_host_copies() {
-            return Err(invalid("blocks to offload", count as i128, "asked for with host copies kept".to_owned()));
+            return Err(invalid("blocks to offload", count as i128, "0 unless host copies are kept".to_owned()));
         }
         Ok(self.step().offload_cached(count))
     }

@@ -78,7 +78,7 @@ impl Manager {
         self.tiers.enforce_quotas();
     }
 
-    /// Ends a ticket of which some pairs did not land; returns the sequences that lost bytes, which can only be freed.
+    /// Ends a ticket some of whose pairs did not land; returns the sequences that lost bytes, which can only be freed.
     ///
     /// Copies made from lost blocks count as lost too, even those of later tickets and of the open step.
     ///
@@ -155,7 +155,7 @@ mod tests {
     }
 
     /// Writes to a copy of a sequence's last block, and perhaps frees the sequence.
-    fn go_on(manager: &mut Manager, sequence: SequenceId, given_up: bool) -> SequenceId {
+    fn continue_in_copy(manager: &mut Manager, sequence: SequenceId, given_up: bool) -> SequenceId {
         let mut out = Vec::new();
         manager.fork(sequence, 1, &mut out).unwrap();
         append(manager, out[0]);
@@ -179,13 +179,13 @@ mod tests {
         manager.swap_in(&[loaded], Tier::Device).unwrap();
         append(&mut manager, loaded);
         let load = manager.take_decision();
-        let mut last = go_on(&mut manager, loaded, false);
+        let mut last = continue_in_copy(&mut manager, loaded, false);
         let (mut others, mut most) = (Vec::new(), 0);
         for i in 0..3000 {
-            last = go_on(&mut manager, last, true);
-            let other = go_on(&mut manager, sound, false);
+            last = continue_in_copy(&mut manager, last, true);
+            let other = continue_in_copy(&mut manager, sound, false);
             if i % 1000 == 0 {
-                others.push(go_on(&mut manager, last, false));
+                others.push(continue_in_copy(&mut manager, last, false));
             }
             manager.free(&[other]).unwrap();
             let kept = manager.transfers.copies_since(load.ticket, manager.tiers.device()).len();

@@ -88,9 +88,10 @@ impl Manager {
         state.allocate_chunks(&mut step, prompts, chunk, out)
     }
 
-    /// Whether a prompt may be admitted, the watermark kept: all of it, even where [`Manager::allocate_chunks`] takes blocks for
-    /// a first chunk only, and `lookahead` slots beyond. It takes new blocks, blocks to load into, and cached ones that nothing
-    /// uses or holds; blocks that other sequences, pins or transfers have cost nothing.
+    /// Whether a prompt may be admitted above the watermark: the whole prompt, even if [`Manager::allocate_chunks`]
+    /// takes blocks only for its first chunk, and `lookahead` more slots. New blocks count, blocks to load into, and
+    /// cached blocks that nothing uses or holds. Blocks that other sequences, pins or transfers already have cost
+    /// nothing.
     ///
     /// # Errors
     /// A token has the reserved id; `chunk` is 0; a group wants an encoder's tokens.
@@ -120,14 +121,13 @@ impl Manager {
     /// several cache groups, group by group.
     ///
     /// Blocks that leave a window are freed: tokens appended in earlier steps are computed before these. A shared block
-    ///     that would be written is copied first, by a copy in this step. Each sequence also gets exclusive blocks for
-    ///     `lookahead` more slots, which drafts may be written to, but no tokens. For a recurrent group, the step
-    ///     writes only the state after its last token: blocks of tokens added by an earlier call of the step become
-    ///     null blocks.
+    /// that would be written is copied first, by a copy in this step. Each sequence also gets exclusive blocks for
+    /// `lookahead` more slots, which drafts may be written to, but no tokens. For a recurrent group, the step writes
+    /// only the state after its last token: blocks of tokens added by an earlier call of the step become null blocks.
     ///
     /// # Errors
     /// The device has too few blocks for the whole batch; a sequence is unknown, named twice, not on the device, still
-    /// loading or has lost bytes; `slots` has another length than the tokens.
+    /// loading or has lost bytes; `slots` does not have one entry per token.
     pub fn append(
         &mut self,
         sequences: &[SequenceId],
@@ -190,7 +190,7 @@ impl Manager {
     /// Device blocks that [`Manager::append`] would take: new ones, and one for each copy-on-write.
     ///
     /// # Errors
-    /// As [`Manager::append`], but for blocks that are short.
+    /// As [`Manager::append`], except for a shortage of blocks.
     pub fn blocks_to_append(&mut self, sequences: &[SequenceId], counts: Counts<'_>, lookahead: u32) -> Result<usize> {
         let (state, step) = self.parts();
         state.blocks_to_append(step.view(), sequences, counts, lookahead)
@@ -199,7 +199,7 @@ impl Manager {
     /// Whether [`Manager::append`] has enough blocks.
     ///
     /// # Errors
-    /// As [`Manager::append`], but for blocks that are short.
+    /// As [`Manager::append`], except for a shortage of blocks.
     pub fn can_append(&mut self, sequences: &[SequenceId], counts: Counts<'_>, lookahead: u32) -> Result<Fit> {
         let (state, step) = self.parts();
         state.can_append(step.view(), sequences, counts, lookahead)
@@ -233,7 +233,7 @@ impl Manager {
         state.mark_computed_to(&mut step, sequences, computed)
     }
 
-    /// Number of leading blocks that all the sequences share and that are computed.
+    /// The leading blocks that all the sequences share and that are computed.
     ///
     /// # Errors
     /// A handle is unknown.
@@ -270,8 +270,8 @@ impl Manager {
     /// Opens a sequence of `tokens` tokens that shares the first `shared` of another's, whole blocks on the device.
     ///
     /// # Errors
-    /// `shared` is not a multiple of the block size or longer than either sequence; the other is not on the device, still
-    /// loading or has lost bytes, or no longer has the shared blocks; the device has too few blocks.
+    /// `shared` is not a multiple of the block size or longer than either sequence; the other is not on the device,
+    /// still loading or has lost bytes, or no longer has the shared blocks; the device has too few blocks.
     pub fn fork_prefix(&mut self, sequence: SequenceId, shared: u32, tokens: u32) -> Result<SequenceId> {
         let (state, mut step) = self.parts();
         state.fork_prefix(&mut step, sequence, shared, tokens)
@@ -322,8 +322,8 @@ impl Manager {
     /// block that several of them share moves once.
     ///
     /// # Errors
-    /// A sequence is unknown, named twice, of another tier, moving, written in this step or has lost bytes; `to` has too
-    /// few blocks for the whole batch.
+    /// A sequence is unknown, named twice, of another tier, moving, written in this step or has lost bytes; `to` has
+    /// too few blocks for the whole batch.
     pub fn swap_out(&mut self, sequences: &[SequenceId], to: Tier) -> Result<()> {
         let (state, mut step) = self.parts();
         state.relocate(&mut step, sequences, to, true)
@@ -413,7 +413,7 @@ impl Manager {
         let watermark = self.sequences.watermark().of(blocks);
         let least = null + pinned + watermark + 1;
         if blocks < least {
-            let kept = format!("{null} null, {pinned} pinned, {watermark} kept free by the watermark, 1 to give out");
+            let kept = format!("{null} null, {pinned} pinned, {watermark} kept free by the watermark, 1 to allocate");
             return Err(invalid("device_blocks", blocks as i128, format!("at least {least}: {kept}")));
         }
         self.sequences.require_growth(blocks)?;
@@ -525,7 +525,7 @@ impl Manager {
         self.tiers.set_quota(salt, blocks)
     }
 
-    /// Cached device blocks of a tenant that no sequence uses, and its quota; none for a tenant that never had one.
+    /// Cached device blocks of a tenant that no sequence uses, and its quota; `None` for a tenant that never had one.
     #[must_use]
     pub fn quota(&self, salt: [u8; 32]) -> Option<(usize, Option<usize>)> {
         self.tiers.quota(salt)

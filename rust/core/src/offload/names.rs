@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_name_has_one_key_and_another_process_could_not_tell_it() {
+    fn a_name_has_one_key_which_another_process_cannot_predict() {
         let (names, others) = (Names::default(), Names::default());
         assert_eq!(names.key(b"name"), names.clone().key(b"name"));
         assert_ne!(names.key(b"name"), names.key(b"nam"));

@@ -6,7 +6,7 @@ use crate::id::BlockId;
 /// Chunks being written, and the deadlines until which lookups wait for them.
 #[derive(Debug, Default)]
 pub(super) struct Stores {
-    /// By chunk, as far as chunks have been written.
+    /// By chunk, up to the highest chunk written so far.
     running: Vec<bool>,
     deadlines: Vec<u64>,
     len: usize,

@@ -89,14 +89,13 @@ impl BlockMap {
         self.live.insert_run(run);
     }
 
-    /// Takes a pair of a plan that is being made out of sight, so that neither block is named again. See
-    /// [`BlockMap::resume`].
+    /// Hides the two blocks of a planned pair, so that no further pair names them. See [`BlockMap::resume`].
     pub(crate) fn suspend(&mut self, [from, to]: [u32; 2]) {
         self.live.remove(BlockId(from));
         self.holes.remove(BlockId(to));
     }
 
-    /// Puts back what [`BlockMap::suspend`] took: nothing has moved yet.
+    /// Undoes [`BlockMap::suspend`]: nothing has moved yet.
     pub(crate) fn resume(&mut self, [from, to]: [u32; 2]) {
         self.live.insert(BlockId(from));
         self.holes.insert(BlockId(to));
@@ -114,7 +113,7 @@ impl BlockMap {
         &self.live
     }
 
-    /// The blocks that stay.
+    /// The blocks that must stay.
     #[must_use]
     pub fn fixed(&self) -> &BlockSet {
         &self.fixed

@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn a_map_takes_three_bits_a_block_and_little_more() {
+    fn a_map_takes_little_more_than_three_bits_per_block() {
         assert!([64, 4096, 1 << 20].iter().all(|&blocks| (blocks * 3 / 8..blocks).contains(&BlockMap::bytes(blocks))));
     }
 

@@ -79,15 +79,15 @@ fn runs(blocks: &[BlockId]) -> impl Iterator<Item = Range<u32>> {
 }
 
 impl Tracker {
-    /// Fails unless there is memory to follow `blocks` blocks.
+    /// Fails unless there is memory to track `blocks` blocks.
     pub(crate) fn require_memory(blocks: usize) -> Result<()> {
         // Two words, and five sets of bits.
         const BLOCK: usize = size_of::<u32>() + size_of::<BlockId>() + 1;
         memory::require(blocks.saturating_mul(BLOCK))
     }
 
-    /// Follows `known` blocks, of which the first `blocks.len()` have been taken before; those from `end` on are no
-    /// destination. The present step writes `written`.
+    /// Tracks `known` blocks. The first `blocks.len()` have been taken before; those from `end` on are not
+    /// destinations. The current step writes `written`.
     pub(crate) fn new(blocks: &[Block], known: usize, end: usize, null: bool, written: &[BlockId]) -> Self {
         let (step, mut written_in) = (1, vec![0; known]);
         for block in written {
@@ -122,12 +122,12 @@ impl Tracker {
         self.refresh(id(low)..id(high.min(taken)), blocks);
     }
 
-    /// Where the blocks lie.
+    /// The occupancy of each block.
     pub(crate) fn map(&self) -> &BlockMap {
         &self.map
     }
 
-    /// As [`Tracker::map`], with cached blocks in no table as live ones.
+    /// As [`Tracker::map`], but cached blocks in no table count as live.
     pub(crate) fn survey(&self) -> BlockMap {
         let mut map = self.map.clone();
         for block in self.cached.iter().filter(|&block| !self.moving.contains(block)) {
@@ -136,7 +136,7 @@ impl Tracker {
         map
     }
 
-    /// As [`Tracker::map`], for a planner, and what else it asks of blocks.
+    /// As [`Tracker::map`], for a planner, with its view of single blocks.
     pub(crate) fn planning<'a>(&'a mut self, blocks: &'a [Block]) -> (&'a mut BlockMap, PlannerView<'a>) {
         let Self { map, written_in, step, cached, .. } = self;
         (map, PlannerView { blocks, written_in, step: *step, cached })
@@ -169,7 +169,7 @@ impl Tracker {
         }
     }
 
-    /// As [`Tracker::refresh`], of any blocks.
+    /// As [`Tracker::refresh`], for any blocks.
     pub(crate) fn refresh_all(&mut self, ids: &[BlockId], blocks: &[Block]) {
         runs(ids).for_each(|run| self.refresh(run, blocks));
     }
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_step_writes_is_known_until_it_ends() {
+    fn the_blocks_that_a_step_writes_are_known_until_it_ends() {
         use Occupancy::{Fixed, Hole, Live};
         let mut pool = pool();
         let dirty = |pool: &mut Pool| {
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_move_ends_with_what_was_read_being_written_freed_given_out_or_leased() {
+    fn a_move_is_cancelled_when_its_source_is_written_freed_reallocated_or_leased() {
         let ends: [fn(&mut Pool); 4] = [
             |pool| note_written(pool, BlockId(2)),
             |pool| {

@@ -80,8 +80,8 @@ impl Pool {
         }
     }
 
-    /// Publishes a block under its key, `depth` blocks into its prompt, unless another block has that key, or the pool has
-    /// shrunk since the block was taken and nothing uses it.
+    /// Publishes a block under its key, `depth` blocks into its prompt, unless another block has that key, or the pool
+    /// has shrunk since the block was taken and nothing uses it.
     pub(crate) fn publish(&mut self, block: BlockId, key: Key, depth: u32) -> Published {
         if self.is_stranded(block) {
             return Published::Beyond;
@@ -237,7 +237,7 @@ impl Pool {
         self.moved(block, before);
     }
 
-    /// The bytes of a block, evictable or not, are gone.
+    /// Records that the bytes of a block, evictable or not, are gone.
     pub(super) fn retire(&mut self, block: BlockId) {
         if let Some(cache) = &mut self.cache {
             cache.retire(block);
@@ -301,26 +301,26 @@ impl Pool {
         self.cache.as_ref().and_then(PrefixCache::check_quotas)
     }
 
-    /// Measures from now on how long a sample of the cached blocks stays, if the pool caches.
+    /// Starts measuring how long blocks stay cached, on a sample of them, if the pool caches.
     pub(crate) fn sample_residency(&mut self, rate: f64) {
         if let Some(cache) = &mut self.cache {
             cache.sample_residency(rate);
         }
     }
 
-    /// Tells what measures that the time.
+    /// Sets the current time for that measurement.
     pub(crate) fn set_time(&mut self, now: Duration) {
         if let Some(sample) = self.cache.as_mut().and_then(PrefixCache::residency_mut) {
             sample.set_time(now);
         }
     }
 
-    /// How long those blocks stayed; nothing before they are sampled.
+    /// How long the sampled blocks stayed cached; `None` before sampling starts.
     pub(crate) fn residency(&self) -> Option<&Residency> {
         self.cache.as_ref()?.residency().map(|sample| &sample.found)
     }
 
-    /// A block that is measured and not cached.
+    /// A block that is sampled but not cached, which would be a bug.
     pub(super) fn stray_in_sample(&self) -> Option<BlockId> {
         self.cache.as_ref()?.residency()?.stray(|block| self.block(block).is_published())
     }
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn evicted_blocks_are_no_longer_found_and_come_in_the_order_of_their_release() {
+    fn evicted_blocks_are_no_longer_found_and_are_evicted_in_order_of_release() {
         let mut pool = Pool::new(Tier::Device, 100, true).unwrap();
         let mut blocks = Vec::new();
         pool.take(100, false, &mut blocks);
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sampled_block_leaves_how_long_it_stayed_and_lay_unused() {
+    fn a_sampled_block_records_how_long_it_stayed_and_was_unused() {
         let mut pool = Pool::new(Tier::Device, 3, true).unwrap();
         pool.sample_residency(1.0);
         let mut blocks = Vec::new();
@@ -424,7 +424,7 @@ mod tests {
         let found = *pool.residency().unwrap();
         let sums = [found.lifetime, found.idle_before_evict, found.reuse_gap].map(|of| of.sum.as_secs());
         assert_eq!(sums, [19 + 19, 12 + 17, 4]);
-        assert_eq!(found.lifetime.counts.iter().sum::<u64>(), 2, "what was lost does not count");
+        assert_eq!(found.lifetime.counts.iter().sum::<u64>(), 2, "lost blocks do not count");
     }
 
     /// Ten cached blocks, released in id order; the even ones belong to tenant 1, the others to no tenant.
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn with_every_policy_what_is_beyond_a_quota_goes_first_the_oldest_before_the_others() {
+    fn every_policy_evicts_blocks_beyond_a_quota_first_and_the_oldest_of_them_first() {
         for eviction in Eviction::NAMED {
             let mut pool = tenants(eviction, 2);
             assert_eq!((pool.held_by(1), pool.tenant(BlockId(4)), pool.tenant(BlockId(5))), (5, 1, 0));

@@ -54,7 +54,8 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A pool of `blocks` free blocks. With `caching`, prompts find released blocks by their keys until they are evicted.
+    /// A pool of `blocks` free blocks. With `caching`, prompts find released blocks by their keys until they are
+    /// evicted.
     ///
     /// # Errors
     /// More than [`MAX_BLOCKS`] blocks, or than there is memory for.
@@ -226,8 +227,8 @@ impl Pool {
         self.change(block, |block| block.add_refs(1));
     }
 
-    /// Drops one reference. The last one frees the block, or leaves it to the cache or its leases; the copy in another tier
-    /// of a block whose bytes are gone is left in [`Pool::take_orphans`].
+    /// Drops one reference. The last one frees the block, or leaves it to the cache or its leases; the copy in another
+    /// tier of a block whose bytes are gone is left in [`Pool::take_orphans`].
     pub(crate) fn release(&mut self, id: BlockId) {
         let block = &mut self.blocks[id.index()];
         let before = *block;
@@ -260,7 +261,7 @@ impl Pool {
         self.change(id, |block| block.add_lease(kind));
     }
 
-    /// Ends a lease; an unused block goes free with its last lease.
+    /// Ends a lease; an unused block becomes free with its last lease.
     pub(crate) fn end_lease(&mut self, block: BlockId, kind: LeaseKind) {
         if !self.block(block).is_used() && !self.is_beyond(block) {
             self.begin_chain();
@@ -423,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_lease_keeps_a_released_block_and_an_overlappable_one_gives_it_to_ordered_work() {
+    fn a_read_lease_keeps_a_released_block_and_an_overlappable_one_lets_ordered_work_take_it() {
         let mut pool = pool(2);
         let blocks = take(&mut pool, 2);
         pool.lease(blocks[0], LeaseKind::Read);

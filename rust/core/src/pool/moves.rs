@@ -69,7 +69,7 @@ impl Pool {
     }
 
     /// Finishes a valid move: the target takes over the source's state, except its copy in another tier, which is
-    ///     returned. The source becomes free.
+    /// returned. The source becomes free.
     pub(crate) fn finish_move(&mut self, from: BlockId, to: BlockId) -> Option<TierBlock> {
         let (mut source, mut target) = (self.block(from), self.block(to));
         let before = source;

@@ -221,7 +221,7 @@ impl Pool {
             return Some(format!("{tier}: {:?} beyond the end, counted {counted:?}", self.tail));
         }
         if let Some(block) = self.stray_in_sample() {
-            return Some(format!("{tier}: the stay of block {block} is measured, and it is not cached"));
+            return Some(format!("{tier}: block {block} is sampled for residency, but not cached"));
         }
         let what = "free, evictable, overlappable and cached blocks";
         (sets != found).then(|| format!("{tier}: {found:?} {what}, counted {sets:?}"))
@@ -246,7 +246,7 @@ mod tests {
         Chain::new(&KeySpec::default(), 1, 0).block(&[n], &[]).unwrap()
     }
 
-    /// Ten taken blocks of ten.
+    /// A pool of ten blocks, all of them taken.
     fn pool() -> (Pool, Vec<BlockId>) {
         let mut pool = Pool::new(Tier::Device, 10, true).unwrap();
         let mut blocks = Vec::new();
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cached_beyond_the_end_is_dropped_now_or_when_its_user_goes() {
+    fn blocks_cached_beyond_the_end_are_dropped_at_once_or_with_their_last_user() {
         let (mut pool, blocks) = pool();
         for &block in &blocks {
             assert_eq!(pool.publish(block, key(block.0), 0), Published::Now);
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_that_grows_again_takes_back_what_was_beyond_its_end() {
+    fn a_pool_that_grows_again_takes_back_the_blocks_beyond_its_end() {
         let (mut pool, blocks) = pool();
         pool.lease(blocks[8], LeaseKind::OverlappableRead);
         pool.release(blocks[8]);
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_across_the_end_are_parted() {
+    fn runs_across_the_end_are_split() {
         for kind in [LeaseKind::OverlappableRead, LeaseKind::Read] {
             let (mut pool, _) = pool();
             pool.resize(4);

@@ -48,7 +48,7 @@ pub(crate) struct PrefixCache {
     order: Policy,
     /// With events on: removals that no event reports yet.
     removals: Option<Box<Removals>>,
-    /// Once somebody asks how long blocks stay.
+    /// Set once residency is sampled.
     residency: Option<Box<ResidencySample>>,
 }
 
@@ -179,13 +179,13 @@ impl PrefixCache {
         self.order.insert(block);
     }
 
-    /// A block is used again.
+    /// Records that a block is used again.
     #[inline]
     pub(crate) fn unpark(&mut self, block: BlockId) {
         self.order.remove(block, Departure::Hit);
     }
 
-    /// The bytes of a block, evictable or not, are gone.
+    /// Records that the bytes of a block, evictable or not, are gone.
     #[inline]
     pub(crate) fn retire(&mut self, block: BlockId) {
         self.order.remove(block, Departure::Gone);
@@ -268,17 +268,17 @@ impl PrefixCache {
         }
     }
 
-    /// Measures from now on how long a sample of the blocks stays.
+    /// Starts measuring how long blocks stay cached, on a sample of them.
     pub(crate) fn sample_residency(&mut self, rate: f64) {
         self.residency.get_or_insert_default().set_rate(rate);
     }
 
-    /// The sample that measures that; each call gives it the time.
+    /// The residency sample, mutable.
     pub(crate) fn residency_mut(&mut self) -> Option<&mut ResidencySample> {
         self.residency.as_deref_mut()
     }
 
-    /// How long those blocks stayed.
+    /// The residency sample.
     pub(crate) fn residency(&self) -> Option<&ResidencySample> {
         self.residency.as_deref()
     }

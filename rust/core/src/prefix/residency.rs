@@ -1,13 +1,14 @@
-//! How long blocks stay cached: for a sample of them, when they could first be found, and when they were used last.
+//! How long blocks stay cached: for a sample of them, when they were published, and when they were last used.
 //!
-//! The core has no clock: each call of a manager is given the time at which it began. Which blocks are measured follows
-//! from their ids, so the others cost a multiplication.
+//! The core has no clock: each call of a manager is given the time at which it began. A hash of its id determines
+//! whether a block is sampled, so other blocks cost only a multiplication.
 
 use crate::id::BlockId;
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// Upper ends of the ranges that a [`Histogram`] counts durations in, in seconds; the last range has no end. They are vLLM's.
+/// Upper bounds, in seconds, of the ranges in which a [`Histogram`] counts durations; the last range is unbounded. They
+/// are vLLM's.
 pub const RESIDENCY_SECONDS: [f64; 21] = [
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
     1200.0, 1800.0,
@@ -18,7 +19,7 @@ pub const RESIDENCY_SECONDS: [f64; 21] = [
 pub struct Histogram {
     /// By range, see [`RESIDENCY_SECONDS`].
     pub counts: [u64; RESIDENCY_SECONDS.len() + 1],
-    /// Of all durations.
+    /// Sum of all durations.
     pub sum: Duration,
 }
 
@@ -33,11 +34,11 @@ impl Histogram {
 /// How long the sampled blocks of a tier stayed cached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Residency {
-    /// From when a block could be found to its eviction.
+    /// Time from a block's publication to its eviction.
     pub lifetime: Histogram,
-    /// From when a block was last used to its eviction.
+    /// Time from a block's last use to its eviction.
     pub idle_before_evict: Histogram,
-    /// From when nothing used a block any more to when a prompt did again.
+    /// Time during which nothing used a block, until a prompt used it again.
     pub reuse_gap: Histogram,
 }
 
@@ -59,13 +60,13 @@ pub(crate) struct ResidencySample {
 }
 
 impl ResidencySample {
-    /// Measures this part of the blocks from now on, 0 to 1.
+    /// Sets the sampled fraction of the blocks, 0 to 1.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "saturates within u32")]
     pub(crate) fn set_rate(&mut self, rate: f64) {
         self.threshold = (rate * f64::from(u32::MAX)) as u32;
     }
 
-    /// What happens from now on happens at this time.
+    /// Sets the current time.
     pub(crate) fn set_time(&mut self, now: Duration) {
         self.now = now;
     }
@@ -75,7 +76,7 @@ impl ResidencySample {
         block.0.wrapping_mul(0x9E37_79B1) <= self.threshold
     }
 
-    /// A block can be found.
+    /// Records that a block can be found.
     #[inline]
     pub(crate) fn published(&mut self, block: BlockId) {
         if self.has(block) {
@@ -93,7 +94,7 @@ impl ResidencySample {
         }
     }
 
-    /// A block that nothing used is used again.
+    /// Records that an unused block is used again.
     #[inline]
     pub(crate) fn reused(&mut self, block: BlockId) {
         if self.has(block) {
@@ -103,7 +104,7 @@ impl ResidencySample {
         }
     }
 
-    /// A block was evicted.
+    /// Records that a block was evicted.
     #[inline]
     pub(crate) fn evicted(&mut self, block: BlockId) {
         if self.has(block) {
@@ -114,7 +115,7 @@ impl ResidencySample {
         }
     }
 
-    /// A block can no longer be found for another reason: how long it stayed does not count.
+    /// Records that a block can no longer be found for another reason; its times do not count.
     #[inline]
     pub(crate) fn removed(&mut self, block: BlockId) {
         if self.has(block) {
@@ -122,7 +123,7 @@ impl ResidencySample {
         }
     }
 
-    /// A block that is measured and cannot be found.
+    /// A sampled block that cannot be found, which would be a bug.
     pub(crate) fn stray(&self, finds: impl Fn(BlockId) -> bool) -> Option<BlockId> {
         self.stays.keys().copied().find(|block| !finds(*block))
     }
@@ -133,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_ends_with_its_upper_end() {
+    fn a_range_includes_its_upper_bound() {
         let mut found = Histogram::default();
         for millis in [0, 1, 2, 3, 1_800_000, 1_800_001] {
             found.observe(Duration::from_millis(millis));
@@ -143,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_has_about_that_part_of_the_ids_wherever_they_lie() {
+    fn a_sample_has_about_its_fraction_of_any_range_of_ids() {
         let mut sample = ResidencySample::default();
         for (rate, most) in [(0.0, 1), (0.01, 120), (0.5, 5100), (1.0, 10_000)] {
             sample.set_rate(rate);

@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn the_block_that_came_back_last_goes_first() {
+    fn the_block_freed_last_is_taken_first() {
         let mut free = FreeBlocks::full(ReuseOrder::Lifo, 5);
         assert_eq!(taken(&mut free, 3), [0, 1, 2]);
         free.insert(BlockId(1));
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_whose_turn_came_while_a_transfer_held_it_goes_next() {
+    fn a_block_whose_turn_came_while_a_transfer_held_it_is_taken_next() {
         let mut free = FreeBlocks::full(ReuseOrder::Lru, 4);
         assert_eq!(taken(&mut free, 4), [0, 1, 2, 3]);
         for block in [0, 1, 2, 3].map(BlockId) {
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn new_blocks_are_given_out_after_those_that_were_free_before() {
+    fn new_blocks_are_taken_after_those_that_were_free_before() {
         for order in ORDERS {
             let mut free = FreeBlocks::full(order, 4);
             free.take_runs(1, |_| ());
@@ -292,7 +292,7 @@ mod tests {
         }
 
         #[test]
-        fn of_every_order_the_same_blocks_are_free_as_in_a_set(
+        fn every_order_has_the_same_free_blocks_as_a_set(
             order in prop::sample::select(&ORDERS[..]),
             ops in prop::collection::vec((0u8..4, 0u32..150), 0..120),
         ) {

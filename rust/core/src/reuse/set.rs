@@ -196,7 +196,7 @@ impl BlockSet {
         }
     }
 
-    /// Tells the levels above that level-0 word `i` is no longer zero.
+    /// Updates the levels above: level-0 word `i` is no longer zero.
     fn set_above(&mut self, mut i: usize) {
         for level in &mut self.levels[1..] {
             let before = level[i / 64];
@@ -208,7 +208,7 @@ impl BlockSet {
         }
     }
 
-    /// Tells the levels above that level-0 word `i` became zero.
+    /// Updates the levels above: level-0 word `i` became zero.
     fn clear_above(&mut self, mut i: usize) {
         for level in &mut self.levels[1..] {
             level[i / 64] &= !(1 << (i % 64));

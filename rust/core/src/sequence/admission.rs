@@ -18,13 +18,14 @@ impl Sequences {
     ) -> Result<Fit> {
         self.require_chunks(chunk)?;
         let found = [self.find_prefix(view, prompt, 1)?];
-        // All of the prompt, and what one chunk of it needs at a time.
+        // The larger of two needs: the whole prompt at once, and one chunk of it at a time.
         let blocks = |hits| {
             let missing = |chunk| self.missing(view, prompt, hits, chunk);
             missing(u32::MAX).max(missing(chunk)) + self.ahead(prompt, lookahead)
         };
         let request = Self::request_prompts(view, &found, blocks(found[0].hits));
-        // Cached blocks may be gone by then; a window needs less while they are there.
+        // Whether it can ever fit: either without the cached blocks, which may be evicted by then, or with them, since
+        // a window then needs less.
         let held = found[0].blocks().filter(|&&block| !self.is_null(block)).count() + found[0].num_on_host();
         let request = Request { least: blocks(0).min(blocks(found[0].hits) + held), ..request };
         let fit = view.fit(request, self.watermark.blocks(), || Self::idle_blocks(view, &found));

@@ -85,7 +85,7 @@ impl Sequences {
             .as_deref()
             .is_none_or(|group_tables| group_tables.get(usize::from(row.group)) == Some(&sequence));
         if !member || row.group_tables.is_some() == self.groups.is_single() {
-            return Err(format!("sequence {sequence} is not of its own group_tables"));
+            return Err(format!("sequence {sequence} is not in its own group_tables"));
         }
         if u64::from(row.published) * u64::from(size) > u64::from(row.len) {
             return Err(format!("sequence {sequence}: {} blocks published of {} tokens", row.published, row.len));
@@ -97,7 +97,7 @@ impl Sequences {
         let first = row.group_tables.as_deref().and_then(<[SequenceId]>::first).copied().unwrap_or(sequence);
         let Some(keys) = &self.rows.at(first).keys else { return Ok(()) };
         if first != sequence && row.keys.is_some() {
-            return Err(format!("sequence {sequence} has keys, which are for the first group to have"));
+            return Err(format!("sequence {sequence} has keys, which only the first group's row may have"));
         }
         for (at, (&block, key)) in row.table.iter().zip(&keys.keys).enumerate() {
             if pool.key(block).is_some_and(|found| found != key.of_group(row.group)) {
@@ -118,7 +118,11 @@ impl Sequences {
             return Err(format!("sequence {sequence} has {null_prefix:?} and {table:?}, needs entries {needed:?}"));
         }
         let Some(group_tables) = &row.group_tables else {
-            return if self.groups.is_single() { Ok(()) } else { Err(format!("sequence {sequence} has one group")) };
+            return if self.groups.is_single() {
+                Ok(())
+            } else {
+                Err(format!("sequence {sequence} has one table, needs one per group"))
+            };
         };
         let relative = |(number, &id): (u8, &SequenceId)| {
             let Ok(other) = self.rows.get(id) else { return false };
@@ -129,6 +133,6 @@ impl Sequences {
                 && (!grown || other.len == row.len)
         };
         let whole = group_tables.len() == self.groups.all().len() && (0u8..).zip(group_tables.iter()).all(relative);
-        if whole { Ok(()) } else { Err(format!("the rows of sequence {sequence} are not alike")) }
+        if whole { Ok(()) } else { Err(format!("the rows of sequence {sequence} disagree")) }
     }
 }

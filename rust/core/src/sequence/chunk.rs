@@ -31,7 +31,8 @@ mod tests {
         Manager::with_groups(config, Policies::default(), groups).unwrap()
     }
 
-    /// Puts a prompt in by chunks of at most `budget`; returns what was cached, and the lengths after each chunk.
+    /// Adds a prompt in chunks of at most `budget`; returns the number of cached tokens, and the length after each
+    /// chunk.
     fn run(manager: &mut Manager, tokens: &[u32], budget: u32) -> (u32, Vec<u32>) {
         let mut out = Vec::new();
         let prompt = Prompt { tokens, spec: KeySpec::default(), extras: &[], hashed: None };
@@ -101,7 +102,8 @@ mod tests {
         }
     }
 
-    /// Lengths that are cached after chunks of some numbers of tokens, those of each step together, and the last table.
+    /// Adds a prompt in chunks, given by step. Returns the cached length of its first 1 to 10 blocks, and which entries of
+    /// the last group's table are not null.
     fn published(steps: &[&[u32]], groups: &[Group], lookahead: u32) -> (Vec<u32>, Vec<u32>) {
         let (mut manager, tokens) = (manager(groups), (0..40).collect::<Vec<u32>>());
         let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[], hashed: None };
@@ -129,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_put_in_within_one_step_publish_what_one_chunk_would() {
+    fn several_chunks_in_one_step_publish_the_same_blocks_as_one_chunk() {
         for groups in [&[Group::Recurrent][..], &[Group::Full, Group::Recurrent]] {
             for (apart, whole) in [
                 (&[&[4, 4][..]][..], &[&[8][..]][..]),
@@ -181,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_gives_its_blocks_back_chunk_by_chunk() {
+    fn a_window_frees_its_blocks_chunk_by_chunk() {
         let mut manager = manager(&[Group::SlidingWindow { window: 6 }]);
         let tokens: Vec<u32> = (0..60).collect();
         let mut out = Vec::new();

@@ -54,7 +54,7 @@ impl Sequences {
         if self.groups.growing().iter().any(passes) { Fit { status: AllocStatus::Never, ..fit } } else { fit }
     }
 
-    /// The rows of all tables of sequences, group by group: themselves where there is one group.
+    /// The rows of all tables of sequences, group by group; with a single group, the sequences themselves.
     pub(crate) fn members<'a>(
         &self,
         sequences: &'a [SequenceId],

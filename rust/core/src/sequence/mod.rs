@@ -80,7 +80,7 @@ impl Sequences {
         self.rows.len() / self.groups.all().len()
     }
 
-    /// Handles carry this number from now on.
+    /// Sets the manager's number, which new handles carry.
     pub(crate) fn set_manager(&mut self, number: u16) {
         self.rows.set_manager(number);
     }
@@ -109,7 +109,7 @@ impl Sequences {
         if self.owners.are_noted() { self.owners.require(blocks) } else { Ok(()) }
     }
 
-    /// The device has `blocks` blocks from now on.
+    /// Follows a resize of the device to `blocks` blocks.
     pub(crate) fn resize_device(&mut self, blocks: usize) {
         self.watermark.resize(blocks);
         if self.owners.are_noted() {

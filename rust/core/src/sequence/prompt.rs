@@ -1,6 +1,7 @@
 //! The prefix cache: prompts share the blocks of earlier prompts with the same beginning.
 //!
-//! A block is found only once it is published, and published only once its tokens are computed and its bytes have landed.
+//! A block is found only once it is published, and published only once its tokens are computed and its bytes have
+//! landed.
 
 use super::table::{RowKeys, frames_before_extras};
 use super::{Batch, Sequences, blocks_for};
@@ -119,7 +120,7 @@ fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)
         refuse_reserved(prompt.tokens)?;
     }
     if let Some(extra) = extras.first() {
-        let must = format!("rising, and below {}, the prompt's full blocks", keys.len());
+        let must = format!("in ascending order and below {}, the prompt's full blocks", keys.len());
         return Err(invalid("block of an extra key", extra.block as i128, must));
     }
     let before_last = blocks.last().filter(|_| last_own == 0).map(|_| {
@@ -130,7 +131,7 @@ fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)
     Ok(RowKeys { chain, keys, lora_id, salt, tenant: 0, surplus, before_last })
 }
 
-/// What takes the place of a prompt's keys in a manager that caches nothing: as many, none of which is looked up.
+/// Placeholders for a prompt's keys in a manager without a prefix cache: as many, and never looked up.
 fn placeholders(prompt: &Prompt<'_>, block_size: u32) -> Result<RowKeys> {
     refuse_reserved(prompt.tokens)?;
     let KeySpec { salt, lora_id } = prompt.spec;
@@ -379,7 +380,7 @@ impl Sequences {
     }
 
     pub(super) fn find_prefix<'a>(&self, view: View<'_>, prompt: &Prompt<'a>, batch: usize) -> Result<Match<'a>> {
-        // Reserve room for the whole table, which it becomes.
+        // `found` becomes the table, so reserve room for all of it.
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
         let is_caching = view.tiers.device().is_caching();
         let limit = if is_caching { prompt.tokens.len().saturating_sub(1) / self.block_size as usize } else { 0 };

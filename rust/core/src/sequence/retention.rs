@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn a_priority_keeps_blocks_for_some_turnovers_and_never_for_ever() {
+    fn a_priority_keeps_blocks_for_some_turnovers_but_not_forever() {
         let mut manager = manager(Eviction::Priority);
         let (kept, _) = run(&mut manager, &[1, 1, 2, 2, 3, 3], 3);
         manager.free(&[kept]).unwrap();
@@ -69,18 +69,18 @@ mod tests {
             manager.free(&[other]).unwrap();
             lasted += 1;
         }
-        // Three turnovers of 8 blocks at 2 blocks a prompt, and the 5 blocks that were free.
+        // Three turnovers of 8 blocks at 2 blocks per prompt, and the 5 blocks that were free.
         assert!((12..20).contains(&lasted), "{lasted} prompts");
         let (all, _) = run(&mut manager, &[7; 16], 15);
         manager.free(&[all]).unwrap();
         let (again, cached) = run(&mut manager, &[8; 16], 0);
-        assert_eq!(cached, 0, "a pool of retained blocks still gives them out");
+        assert_eq!(cached, 0, "a pool of retained blocks still evicts them");
         manager.free(&[again]).unwrap();
         assert_eq!(manager.pool(Tier::Device).free(), 8);
     }
 
     #[test]
-    fn a_shared_block_goes_by_the_highest_priority_among_its_users() {
+    fn a_shared_block_has_the_highest_priority_among_its_users() {
         let mut manager = manager(Eviction::Priority);
         let (high, _) = run(&mut manager, &[1, 1, 2, 2], 5);
         let (low, cached) = run(&mut manager, &[1, 1, 3, 3], 0);

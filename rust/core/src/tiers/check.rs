@@ -52,7 +52,7 @@ impl Tiers {
         let [device, host, external] = &self.pools;
         let odd = (host.is_caching() || cross) && host.is_caching() != device.is_caching();
         if external.is_caching() || odd {
-            return Err("a tier is a cache that cannot be one".to_owned());
+            return Err("a tier caches that must not".to_owned());
         }
         let least = usize::from(self.null) + 1;
         if device.len() < least || host.resized() || external.resized() {

@@ -105,7 +105,7 @@ impl Tiers {
         self.pool(tier).block(block)
     }
 
-    /// Takes blocks, which must be there; see [`Pool::take`]. Returns whether a ticket still reads one of them.
+    /// Takes blocks, which must be available; see [`Pool::take`]. Returns whether a ticket still reads one of them.
     pub(crate) fn take(&mut self, tier: Tier, count: usize, filling: bool, out: &mut Vec<BlockId>) -> bool {
         let overlapped = self.pools[tier.index()].take(count, filling, out);
         self.unlink_orphans(tier);
@@ -266,7 +266,7 @@ impl Tiers {
         self.write_queue.as_deref()
     }
 
-    /// As [`Tiers::write_queue`], to be changed.
+    /// Like [`Tiers::write_queue`], mutable.
     #[inline]
     pub(crate) fn write_queue_mut(&mut self) -> Option<&mut StoreWriteQueue> {
         self.write_queue.as_deref_mut()
@@ -325,7 +325,8 @@ impl Tiers {
         let (device, host, null) = (self.device(), self.host(), usize::from(self.null));
         let fits = device.is_caching() && host.len() > null && host.free() + null == host.len();
         if !fits || self.events.is_some() || self.keeps_host_copies() {
-            let must = "at least 1, none in use, with prefix caching, and asked for once and before events".to_owned();
+            let must =
+                "at least 1, none in use, with prefix caching on, before events are recorded, and only once".to_owned();
             return Err(invalid("host blocks of a prefix cache", host.len() as i128, must));
         }
         self.pools[1].start_caching()?;
@@ -397,19 +398,19 @@ impl Tiers {
     /// Keeps the last `capacity` events from now on.
     pub(crate) fn record_events(&mut self, capacity: usize) -> Result<()> {
         if !self.pools[0].is_caching() || self.pools[0].published() > 0 || self.events.is_some() {
-            let must = "asked for once, of an empty prefix cache that is on".to_owned();
+            let must = "set only once, while prefix caching is on and its cache is empty".to_owned();
             return Err(invalid("number of events", capacity as i128, must));
         }
         self.events = Some(Box::new(Events::new(capacity, &mut self.pools)?));
         Ok(())
     }
 
-    /// Measures from now on how long a sample of the cached blocks stays.
+    /// Starts measuring how long blocks stay cached, on a sample of them.
     pub(crate) fn sample_residency(&mut self, rate: f64) {
         self.pools.iter_mut().for_each(|pool| pool.sample_residency(rate));
     }
 
-    /// Says what time it is.
+    /// Sets the current time.
     pub(crate) fn set_time(&mut self, now: Duration) {
         self.pools.iter_mut().for_each(|pool| pool.set_time(now));
     }

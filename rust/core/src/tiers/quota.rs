@@ -65,7 +65,7 @@ impl Tiers {
         Ok(())
     }
 
-    /// Cached device blocks of a tenant that no sequence uses, and its quota; none for a tenant that never had one.
+    /// Cached device blocks of a tenant that no sequence uses, and its quota; `None` for a tenant that never had one.
     pub(crate) fn quota(&self, salt: [u8; 32]) -> Option<(usize, Option<usize>)> {
         let number = *self.tenants.numbers.get(&salt)?;
         let (_, quota) = self.tenants.quotas.get(usize::from(number) - 1)?;

@@ -73,7 +73,7 @@ impl Note {
     }
 }
 
-/// A noted block as it leaves the process.
+/// A recorded block, with keys for other processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Exported {
     pub(crate) key: ExportedKey,
@@ -183,7 +183,7 @@ impl StoreWriteQueue {
         }
     }
 
-    /// A noted block as it leaves the process.
+    /// A recorded block, with keys for other processes.
     pub(crate) fn export(&self, key: &Key) -> Option<Exported> {
         self.notes.get(key).map(|note| {
             let parent = Chain::resume(note.parent, note.parent_frames);
@@ -236,7 +236,11 @@ impl StoreWriteQueue {
     /// Checks that each recorded key is in the order once.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.order.len() != self.notes.len() || self.order.iter().any(|key| !self.notes.contains_key(key)) {
-            return Err(format!("{} keys are noted for the store, {} in order", self.notes.len(), self.order.len()));
+            return Err(format!(
+                "{} keys are recorded for the store, {} are in the order",
+                self.notes.len(),
+                self.order.len()
+            ));
         }
         Ok(())
     }
@@ -275,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_from_the_store_is_not_written_there() {
+    fn a_block_loaded_from_the_store_is_not_written_back() {
         for writes in StoreWrites::ALL {
             let mut write_queue = StoreWriteQueue::new(writes, 4);
             write_queue.note_loaded(&published(1), |_| true);
@@ -302,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn notes_of_blocks_that_are_gone_make_room() {
+    fn records_of_evicted_blocks_make_room() {
         let mut write_queue = StoreWriteQueue::new(StoreWrites::Through, 32);
         let kept = chain(1_000_000).key();
         write_queue.note_computed(&published(1_000_000), |_| true);
@@ -315,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn after_it_is_cleared_it_notes_as_many_keys_as_before() {
+    fn a_cleared_queue_records_as_many_keys_as_before() {
         let mut write_queue = StoreWriteQueue::new(StoreWrites::Through, 100);
         write_queue.clear();
         for token in 0..200 {

@@ -142,8 +142,8 @@ impl Transfers {
         self.submitted.get(&ticket).is_some_and(Ticket::is_prefetch)
     }
 
-    /// Ends the open step: its transfers, under a ticket that holds leases on all their blocks. `prefetch` lets loads land
-    /// after the step, if it does not compute with them.
+    /// Ends the open step: its transfers, under a ticket that holds leases on all their blocks. `prefetch` lets loads
+    /// land after the step, if it does not compute with them.
     pub(crate) fn submit(&mut self, device: &Pool, prefetch: bool) -> StepDecision {
         let (ticket, mut transfers) = (self.open, std::mem::take(&mut self.decided));
         transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));

@@ -24,7 +24,7 @@ impl Span<'_> {
         let Self { blocks, per_block, first, last } = *self;
         if first >= per_block || last == 0 || last > per_block || (blocks.len() == 1 && first >= last) {
             let what = format!(
-                "a stretch from offset {first} of the first to {last} of the last of {} blocks of {per_block}",
+                "no span from offset {first} of the first to {last} of the last of {} blocks of {per_block}",
                 blocks.len()
             );
             return Err(Error::BadMapping { what });
@@ -42,7 +42,7 @@ impl Span<'_> {
     /// Writes the ids of the small blocks, `block * per_block + offset`.
     ///
     /// # Errors
-    /// As [`Span::len`]; the output does not match the number of small blocks, or an id exceeds 2^32. Nothing was
+    /// As [`Span::len`]; the output does not match the number of small blocks, or an id exceeds `u32::MAX`. Nothing was
     /// written.
     pub fn expand<'o>(&self, out: impl ExactSizeIterator<Item = &'o mut i64>) -> Result<()> {
         let (wanted, found) = (self.len()?, out.len());
@@ -52,13 +52,14 @@ impl Span<'_> {
             return Err(Error::BadMapping {
                 what: format!(
                     "{blocks} blocks of {per_block}, from offset {first} to {last}, hold {wanted} small blocks, \
-                     {found} are named"
+                     out has room for {found}"
                 ),
             });
         }
         let most = i64::from(u32::MAX / self.per_block);
         if let Some(id) = self.blocks.iter().find(|&&id| !(0..most).contains(&id)) {
-            return Err(Error::BadMapping { what: format!("block {id} of {} must be 0 to {most}", self.per_block) });
+            let what = format!("a block of {} small blocks is {id}, must be 0 to {}", self.per_block, most - 1);
+            return Err(Error::BadMapping { what });
         }
         let mut out = out;
         let per_block = i64::from(self.per_block);
@@ -86,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stretch_ends_where_it_is_told_to() {
+    fn a_span_begins_and_ends_at_its_offsets() {
         // A load of the small blocks 28 and 29: the tail of the large block is left out.
         let span = Span { blocks: &[7], per_block: 4, first: 0, last: 2 };
         assert_eq!(expand(span, 2), Ok(vec![28, 29]));
@@ -96,10 +97,13 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_add_up_is_refused() {
+    fn inconsistent_spans_are_refused() {
         let span = Span { blocks: &[7, 2], per_block: 3, first: 1, last: 2 };
         let message = expand(span, 5).unwrap_err().to_string();
-        assert!(message.contains("2 blocks of 3, from offset 1 to 2, hold 4 small blocks, 5 are named"), "{message}");
+        assert!(
+            message.contains("2 blocks of 3, from offset 1 to 2, hold 4 small blocks, out has room for 5"),
+            "{message}"
+        );
         let cases = [
             Span { first: 3, ..span },
             Span { last: 0, ..span },
@@ -116,7 +120,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_stretch_is_all_small_blocks_less_both_ends(
+        fn a_span_has_all_small_blocks_except_those_cut_off_at_its_ends(
             blocks in prop::collection::vec(0i64..50, 1..8),
             per_block in 1u32..9,
             ends in any::<(u32, u32)>(),

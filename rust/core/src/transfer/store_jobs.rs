@@ -206,7 +206,8 @@ impl StoreJobs {
         !self.writes.is_empty()
     }
 
-    /// Number of blocks of a tier that would be available without the writes, except `kept`, which is ascending.
+    /// Number of blocks of a tier that would be available without the writes, except `kept`, which is in ascending
+    /// order.
     pub(crate) fn num_held(&self, pool: &Pool, overlappable_too: bool, kept: &[BlockId]) -> usize {
         let mut reads: HashMap<BlockId, usize> = HashMap::new();
         let writes = self.writes.values().filter(|(tier, _)| *tier == pool.tier());
@@ -237,7 +238,7 @@ impl StoreJobs {
     }
 
     /// Ends a write: its blocks have been read. Those that were next to be evicted become free, as they would otherwise
-    ///     be evicted last. Returns false if it was cancelled: the bytes read may belong to other blocks.
+    /// be evicted last. Returns false if it was cancelled: the bytes read may belong to other blocks.
     pub(crate) fn end_write(&mut self, tiers: &mut Tiers, job: JobId) -> Result<bool> {
         if self.given_up.remove(&job) {
             return Ok(false);

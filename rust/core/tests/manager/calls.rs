@@ -1,5 +1,5 @@
-//! Every public verb on a copy of the manager, in whatever state chance has led to: what was asked right before holds, and a
-//! call of which one step fails changes nothing.
+//! Every public verb on a copy of the manager, in random states: the answer of its `can_` query holds, and if any step
+//! of a call fails, the call changes nothing.
 
 use super::{BLOCK, Op, Setup, World, cases, keep, op, setup, store::family_ids};
 use blockyard_core::defrag::{Budget, Goal};
@@ -73,7 +73,7 @@ const VERBS: [Verb; 30] = [
     Verb::EndWrite,
 ];
 
-/// One call: the numbers are whatever the verb makes of them.
+/// One call; each verb interprets the numbers in its own way.
 #[derive(Debug, Clone, Copy)]
 struct Call {
     verb: Verb,
@@ -93,13 +93,13 @@ fn prompt(ids: &[u32]) -> Prompt<'_> {
     Prompt { tokens: ids, spec: keep::spec(ids), extras: &[], hashed: None }
 }
 
-/// The sequences that a call names, and whether a move of them leads away from the device.
+/// The sequences that a call names, and whether moving them leads away from the device.
 struct Named {
     sequences: Vec<SequenceId>,
     leads_away: bool,
 }
 
-/// A manager, and what a call on it may name.
+/// A manager, and the objects that a call on it may name.
 struct ReachedState {
     manager: Manager,
     all: Vec<SequenceId>,
@@ -119,7 +119,8 @@ impl ReachedState {
         Self { all: world.truth.keys().copied().collect(), manager: world.manager, loads, writes }
     }
 
-    /// The sequences that a call names: some of all, most of one tier. One of 16 calls names an unknown one, or one twice.
+    /// The sequences that a call names: some of all, mostly of one tier. One call in 16 names an unknown one, or one
+    /// twice.
     fn named(&self, call: Call) -> Named {
         let sequences = self.sequences(call);
         let from = sequences.first().and_then(|&sequence| self.manager.tier(sequence).ok());
@@ -146,7 +147,7 @@ impl ReachedState {
         self.manager.groups().iter().any(|group| matches!(group, Group::SlidingWindow { .. }))
     }
 
-    /// What is said of a call right before, where there is a question for it.
+    /// The answer of the call's `can_` query, if it has one.
     fn ask(&self, manager: &mut Manager, call: Call) -> Option<Result<Fit, Error>> {
         let (Call { verb, tokens, more, .. }, Named { sequences: named, leads_away }) = (call, self.named(call));
         Some(match verb {
@@ -162,7 +163,7 @@ impl ReachedState {
         })
     }
 
-    /// Does it. A return to the device is followed by the tokens that it is asked with.
+    /// Makes the call. After a swap to the device, appends the tokens that the query included.
     fn answer(&self, manager: &mut Manager, call: Call) -> Result<(), Error> {
         let named = self.named(call);
         self.run(manager, call, &named)?;
@@ -229,7 +230,7 @@ impl ReachedState {
         }
     }
 
-    /// The manager once all has ended and left but what a call names; without such, nothing is cached.
+    /// The manager after all tickets have ended and only the call's sequences are left; without any, nothing is cached.
     fn emptied(&self, call: Call) -> Manager {
         let (mut manager, named) = (self.manager.clone(), self.sequences(call));
         let _ = manager.take_decision();
@@ -255,7 +256,7 @@ fn end_jobs(manager: &mut Manager, loads: &[StoreJob], writes: &[StoreJob]) {
     }
 }
 
-/// All that a manager holds, but what a call leaves to the next one without a meaning.
+/// The whole state of a manager, except scratch data that a call leaves behind.
 fn dump(manager: &Manager) -> String {
     let text = format!("{manager:?}");
     let (mut kept, mut rest) = (String::with_capacity(text.len()), text.as_str());
@@ -280,11 +281,11 @@ fn difference(before: &str, after: &str) -> Option<String> {
     (before != after).then(|| format!("{} became {}", part(before), part(after)))
 }
 
-/// What was asked right before a call, and what comes of it.
+/// Compares the answer of a query with the result of the call right after it.
 fn agrees(state: &ReachedState, call: Call) {
     let (mut manager, before) = (state.manager.clone(), dump(&state.manager));
     let Some(asked) = state.ask(&mut manager, call) else { return };
-    assert_eq!(difference(&before, &dump(&manager)), None, "{call:?}: a question has changed something");
+    assert_eq!(difference(&before, &dump(&manager)), None, "{call:?}: a query has changed something");
     let result = state.answer(&mut manager, call);
     manager.check().unwrap();
     let fit = match asked {
@@ -295,8 +296,9 @@ fn agrees(state: &ReachedState, call: Call) {
     let alone = state.answer(&mut state.emptied(call), call);
     match fit.status {
         AllocStatus::Never => assert!(alone.is_err(), "{call:?}: {fit:?}"),
-        // Of sequences that cannot move yet the blocks are not counted, what an append's own hold may go, and a window may
-        // have needed less of what was cached. More blocks than there are: a cached copy must go first.
+        // The exceptions: the blocks of sequences that cannot move yet are not counted; an append may free blocks of
+        // its own sequences; a window may need fewer blocks while some are cached; and if there are too few blocks in
+        // all, a cached copy must be evicted first.
         AllocStatus::Later
             if (1..=state.manager.pool(Tier::Device).len()).contains(&fit.blocks)
                 && !matches!(call.verb, Verb::Append)
@@ -308,7 +310,7 @@ fn agrees(state: &ReachedState, call: Call) {
     }
 }
 
-/// Lets each step of a call that may fail do so, one after the other.
+/// Makes each fallible step of a call fail, one after the other.
 #[cfg(debug_assertions)]
 fn fails_whole(state: &ReachedState, call: Call) {
     let (named, before) = (state.named(call), dump(&state.manager));
@@ -325,7 +327,7 @@ fn fails_whole(state: &ReachedState, call: Call) {
             return manager.check().unwrap();
         }
         manager.check().unwrap();
-        assert_eq!(changed(&manager, &result), None, "{call:?}: step {n} has failed after a change");
+        assert_eq!(changed(&manager, &result), None, "{call:?}: step {n} failed after a change");
     }
 }
 
@@ -336,7 +338,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
     #[test]
-    fn a_call_does_what_was_said_of_it(setup in setup(), ops in ops(), calls in calls()) {
+    fn a_call_does_what_its_query_said(setup in setup(), ops in ops(), calls in calls()) {
         let state = ReachedState::new(setup, ops);
         for call in calls {
             agrees(&state, call);

@@ -9,7 +9,7 @@ const FULL: Group = Group::Full;
 const WINDOW: Group = Group::SlidingWindow { window: 6 };
 const STATE: Group = Group::Recurrent;
 
-/// Models with one group that gives blocks back, and with several.
+/// Models with one group that frees blocks while it runs, and with several groups.
 const SINGLE: [&[Group]; 3] = [&[WINDOW], &[Group::SlidingWindow { window: 1 }], &[STATE]];
 const HYBRID: [&[Group]; 5] = [
     &[FULL, WINDOW],
@@ -19,7 +19,7 @@ const HYBRID: [&[Group]; 5] = [
     &[Group::SlidingWindow { window: 9 }, Group::SlidingWindow { window: 4 }, Group::CrossAttention],
 ];
 
-/// Groups of the models that are tried; most have one.
+/// Groups of the tested models; most have one group.
 pub(crate) fn groups() -> impl Strategy<Value = &'static [Group]> {
     let single = prop::sample::select(&SINGLE[..]);
     prop_oneof![6 => Just(&[FULL][..]), 2 => single, 3 => prop::sample::select(&HYBRID[..])]
@@ -29,7 +29,7 @@ pub(crate) fn groups() -> impl Strategy<Value = &'static [Group]> {
 pub(crate) fn needed(group: Group, first: u32, len: u32) -> Range<u32> {
     match group {
         Group::SlidingWindow { window } => (first + 1).saturating_sub(window)..len,
-        // What is in between is passed over.
+        // The states in between are passed over.
         Group::Recurrent => first.saturating_sub(1)..first.min(len),
         _ => 0..len,
     }
@@ -44,20 +44,20 @@ impl World {
         self.groups.last() == Some(&Group::CrossAttention)
     }
 
-    /// Blocks that take no part: one per tier that has a null block.
+    /// Number of null blocks of a tier.
     pub(crate) fn null_blocks(&self, tier: Tier) -> usize {
         let slides = |group: &&Group| matches!(group, Group::SlidingWindow { .. } | Group::Recurrent);
         usize::from(self.groups.iter().any(|group| slides(&group)) && !self.manager.pool(tier).is_empty())
     }
 
-    /// Notes what tokens write. A recurrent group writes one state a step, when that runs.
+    /// Records what tokens write. A recurrent group writes one state per step, when the step runs.
     pub(crate) fn place(&mut self, group: Group, slots: &[i64], content: &[u64]) {
         if group != Group::Recurrent {
             self.pending.extend(slots.iter().copied().zip(content.iter().copied()));
         }
     }
 
-    /// Writes the tokens of a new sequence from `first` on in all groups, its encoder's too.
+    /// Writes the tokens of a new sequence from `first` on in all groups, including its encoder's.
     pub(crate) fn write(&mut self, sequence: SequenceId, first: u32) {
         let tokens = self.truth[&sequence][first as usize..].to_vec();
         for (number, group) in self.growing() {
@@ -80,7 +80,7 @@ impl World {
         self.encoded.insert(sequence, content);
     }
 
-    /// Reads in every group what computing the tokens from `first` on takes.
+    /// Reads, in every group, what is needed to compute the tokens from `first` on.
     pub(crate) fn read(&self, sequence: SequenceId, first: u32) {
         let tokens = &self.truth[&sequence];
         for (number, group) in self.growing() {

@@ -1,4 +1,4 @@
-//! Rules for what is kept: host copies that are made ahead of need, pins and quotas; and tickets that fail as a whole.
+//! Rules for host copies made ahead of need, pins and quotas, and for tickets that fail as a whole.
 
 use super::{Bytes, World};
 use blockyard_core::{BlockId, Error, KeySpec, PinId, TicketId, Tier};
@@ -7,9 +7,9 @@ use proptest::prelude::*;
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Op {
     Offload(usize),
-    /// Everything lands and is published, the oldest sequences go, what is cached goes to the host.
+    /// Everything lands and is published, the oldest sequences are freed, and cached blocks are offloaded to the host.
     Demote(usize),
-    /// A prompt is computed, goes to the host and comes back by a load that may fail, beside another of its family.
+    /// A prompt is computed, swapped out, and loaded again together with another of its family; the load may fail.
     Reload {
         tokens: u32,
         family: u32,
@@ -21,7 +21,7 @@ pub(crate) enum Op {
     Unpin(usize),
     /// The last ticket is never carried out.
     GiveUp,
-    /// A pair of a ticket is known to fail while the others run on.
+    /// A pair of a ticket is reported lost while the others are still running.
     Lose(usize),
 }
 
@@ -40,13 +40,13 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// A pin and what its blocks held when it was made.
+/// A pin, and the content of its blocks when it began.
 pub(crate) struct Held {
     pin: PinId,
     blocks: Vec<(BlockId, Bytes)>,
 }
 
-/// Tenants by the first token, so that prompts of one family have one.
+/// The first token determines the tenant, so that prompts of a family have the same one.
 pub(crate) fn spec(ids: &[u32]) -> KeySpec {
     KeySpec { salt: [(ids.first().copied().unwrap_or(0) & 1) as u8; 32], lora_id: 0 }
 }
@@ -107,7 +107,7 @@ impl World {
         self.prompt(tokens, family, 3);
         let others = self.pick(0, count);
         if let Some((&first, rest)) = others.split_first() {
-            // The loads' sources must outlast what comes to the host in their step.
+            // The sources of the loads must survive other transfers to the host in their step.
             let _ = self.manager.swap_out(rest, Tier::Host);
             if count % 2 == 1 {
                 self.free(&[first]);
@@ -145,7 +145,7 @@ impl World {
         }
     }
 
-    /// What a pin holds is never written or given out.
+    /// Pinned blocks are never written or allocated.
     pub(crate) fn watch_pins(&self) {
         for (block, bytes) in self.pins.iter().flat_map(|held| &held.blocks) {
             assert_eq!(self.memory[0][block.index()], *bytes, "pinned block {block} was overwritten");

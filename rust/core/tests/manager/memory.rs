@@ -1,7 +1,8 @@
-//! Memory that is as slow as the decisions allow, and computation that is as good as what it reads.
+//! Memory that is as slow as the decisions allow, and computation that is only as good as what it reads.
 //!
-//! What is not ordered by the step is read and lands only when its ticket ends. A block that is written while a transfer
-//! is yet to read it gives that transfer garbage, and so does a load that fails; tokens computed from garbage are garbage.
+//! Transfers that the step does not order read and land only when their ticket ends. If a block is written before a
+//! transfer has read it, the transfer reads garbage. A failed load brings garbage, too, and tokens computed from
+//! garbage are garbage.
 
 use super::groups::needed;
 use super::{BLOCK, Bytes, GARBAGE, World};
@@ -9,19 +10,19 @@ use blockyard_core::{BlockId, Error, Group, Kind, Pairs, SequenceId, TicketId, T
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// What drafts write.
+/// The value that drafts write.
 const DRAFT: u64 = u64::MAX - 1;
 
-/// One pair on its way.
+/// One pair in flight.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Transfer {
     kind: Kind,
     src: (Tier, u32),
     dst: (Tier, u32),
-    /// What it has read, if it has.
+    /// What it has read; `None` before it reads.
     bytes: Option<Bytes>,
     landed: bool,
-    /// Whether it will turn out to have failed, when its ticket ends.
+    /// Whether it turns out to have failed when its ticket ends.
     lost: bool,
 }
 
@@ -31,7 +32,7 @@ fn lost_pairs(transfers: &[Transfer]) -> Vec<Pairs> {
 }
 
 impl World {
-    /// Hands the step out: what is ordered on the device runs now, the rest when its ticket ends.
+    /// Ends the step: device-ordered work runs now, the rest when the ticket ends.
     pub(crate) fn step(&mut self, lost: Option<usize>) {
         // Whether the step may be over before its loads have landed.
         let prefetch = self.manager.clone().take_prefetch().prefetch;
@@ -68,7 +69,7 @@ impl World {
         self.dirty.clear();
     }
 
-    /// Moves may run before all else of their step, too: as if all were read before the first is written.
+    /// Runs the moves before everything else in their step, which they allow: as if all are read before any is written.
     fn move_now(&mut self, ticket: TicketId) {
         if ticket.0 % 2 == 0 {
             let transfers = &self.tickets[&ticket];
@@ -82,7 +83,7 @@ impl World {
         }
     }
 
-    /// Lands the loads that the step waits for: those of what it computes, writes or copies.
+    /// Lands the loads that the step waits for: those of blocks that it computes with, writes or copies.
     fn load(&mut self, ticket: TicketId, prefetch: bool) {
         let tables = self.computed.iter().flat_map(|&(sequence, _)| self.blocks_of(sequence));
         let written = self.pending.iter().map(|&(slot, _)| u32::try_from(slot).unwrap() / BLOCK);
@@ -97,10 +98,10 @@ impl World {
         }
     }
 
-    /// Writes this step's tokens, those of a sequence from what it needs of the tokens before them.
+    /// Writes this step's tokens; each depends on the earlier tokens that its sequence needs.
     fn compute(&mut self) {
         let mut pending: BTreeMap<i64, u64> = std::mem::take(&mut self.pending).into_iter().collect();
-        // Nobody reads what a move is yet to bring.
+        // Nothing reads the target of a move that has not landed.
         let sound = self.tickets.values().flatten().all(|transfer| !transfer.lost || transfer.kind == Kind::Move);
         let mut computed = std::mem::take(&mut self.computed);
         computed.retain(|(sequence, _)| self.truth.contains_key(sequence) && !self.lost.contains(sequence));
@@ -118,7 +119,7 @@ impl World {
                     self.write_slot(slot, if garbage { GARBAGE[0] } else { token });
                 }
             }
-            // Who has no tokens to compute writes no state.
+            // A sequence without tokens to compute writes no state.
             let has_new = (first as usize) < self.truth[&sequence].len();
             for (slot, state) in self.states(sequence).into_iter().filter(|_| has_new) {
                 self.write_slot(slot, if garbage { GARBAGE[0] } else { state });
@@ -129,7 +130,7 @@ impl World {
         }
     }
 
-    /// Writes drafts to the slots beyond the tokens, which nobody is to read.
+    /// Writes drafts to the slots beyond the tokens, which nothing may read.
     fn draft(&mut self) {
         for (sequence, end) in std::mem::take(&mut self.drafts) {
             let Some(len) = self.truth.get(&sequence).map(Vec::len) else { continue };
@@ -146,7 +147,7 @@ impl World {
         self.computed.iter().any(|&(s, first)| s == sequence && (first as usize) < self.truth[&s].len())
     }
 
-    /// What a step writes of a sequence's recurrent groups: the states after its last token.
+    /// The states that a step writes for a sequence's recurrent groups: those after its last token.
     pub(crate) fn states(&self, sequence: SequenceId) -> Vec<(i64, u64)> {
         let len = self.truth[&sequence].len() as u32;
         let Some(&state) = self.truth[&sequence].last() else { return vec![] };
@@ -174,7 +175,7 @@ impl World {
         positions.map(slot).collect()
     }
 
-    /// Whether every group finds what computing the tokens of a range takes.
+    /// Whether every group has what is needed to compute the tokens of a range.
     fn finds(&self, sequence: SequenceId, tokens: Range<u32>) -> bool {
         let memory = &self.memory[self.manager.tier(sequence).unwrap().index()];
         self.growing().all(|(number, group)| {
@@ -209,7 +210,7 @@ impl World {
         }
     }
 
-    /// Writes a block, under the hands of whatever is yet to read it.
+    /// Writes a block, even if transfers have yet to read it.
     pub(crate) fn put(&mut self, at: (Tier, u32), bytes: Bytes) {
         for transfer in self.tickets.values_mut().flatten().filter(|t| t.src == at && t.kind != Kind::Copy) {
             transfer.bytes.get_or_insert(GARBAGE);
@@ -217,7 +218,7 @@ impl World {
         self.memory[at.0.index()][at.1 as usize] = bytes;
     }
 
-    /// Runs what is left of a ticket and ends it.
+    /// Runs the rest of a ticket and ends it.
     pub(crate) fn end(&mut self, ticket: TicketId) {
         let count = self.tickets[&ticket].len();
         for at in 0..count {
@@ -232,7 +233,7 @@ impl World {
             self.manager.complete(ticket).unwrap();
         } else {
             let hit = self.manager.fail(ticket, &lost).unwrap();
-            // What the present step is yet to copy is in no memory.
+            // Blocks that the current step has yet to copy are in no memory.
             let copies: Vec<u32> = self
                 .manager
                 .clone()
@@ -241,7 +242,7 @@ impl World {
                 .flat_map(|p| p.ids.clone())
                 .map(|[_, to]| to)
                 .collect();
-            // A copy may be of a shared lookahead block, and a window may have passed over what is lost: no loss then.
+            // Nothing is lost if the copy is of a shared lookahead block, or if the lost block has left the window.
             let unsure = self.groups != [Group::Full] || transfers.iter().any(|t| t.lost && t.kind == Kind::Copy);
             for sequence in hit {
                 assert!(
@@ -254,7 +255,7 @@ impl World {
         assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
     }
 
-    /// One pair of a ticket is known to fail, while the ticket goes on.
+    /// Reports one pair of a ticket as lost, while the ticket stays open.
     pub(crate) fn lose(&mut self, ticket: TicketId, at: usize) {
         let transfers = self.tickets.get_mut(&ticket).unwrap();
         let at = at % transfers.len().max(1);
@@ -262,7 +263,7 @@ impl World {
         self.lost.extend(self.manager.lose(ticket, &lost_pairs(&self.tickets[&ticket])).unwrap());
     }
 
-    /// Nothing of a ticket has landed, whatever this memory has done ahead of time.
+    /// Fails a whole ticket, whatever this memory has already done for it.
     pub(crate) fn give_up(&mut self, ticket: TicketId) {
         self.lost.extend(self.manager.fail_whole(ticket).unwrap());
         for Transfer { dst, .. } in self.tickets.remove(&ticket).unwrap() {
@@ -271,8 +272,8 @@ impl World {
         assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
     }
 
-    /// What chance alone seldom does: a sequence leaves, comes back and runs on in that step, perhaps with a loss. A fork
-    /// copies what may be lost, and its ticket ends first.
+    /// A case that is rare at random: a sequence is swapped out and in, and appends in that step, perhaps with a loss.
+    /// A fork copies blocks that may be lost, and its ticket ends first.
     pub(crate) fn come_back(&mut self, sequence: SequenceId, lost: Option<usize>, tokens: u32) {
         self.settle();
         if self.manager.swap_out(&[sequence], Tier::Host).is_err() {
@@ -301,8 +302,8 @@ impl World {
         }
     }
 
-    /// Whether every token of a sequence is where its table says, those excepted that this step is yet to write; it copies
-    /// to none of its blocks.
+    /// Whether every token of a sequence is where its table says, except for tokens that this step has yet to write,
+    /// and no copy of this step targets its blocks.
     fn is_whole(&self, sequence: SequenceId, copies: &[u32]) -> bool {
         let tier = self.manager.tier(sequence).unwrap();
         let (memory, table) = (&self.memory[tier.index()], self.manager.block_table(sequence).unwrap());

@@ -8,17 +8,17 @@ use proptest::prelude::*;
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Op {
     Defragment(Goals, Budget, Cached),
-    /// Everything lands, then blocks are moved, and the step is handed out, perhaps to fail.
+    /// Everything lands, then blocks are moved, and the step is taken, perhaps to fail.
     Settled(Goals, Option<usize>),
-    /// A sequence comes back by a load that may fail; what is copied from it meanwhile is moved before the load ends.
+    /// A sequence is swapped in by a load that may fail; before the load ends, copies of its blocks are moved.
     Copied {
         pick: usize,
         lost: Option<usize>,
         tokens: u32,
         goals: Goals,
     },
-    /// Blocks change places with cached ones between them, which may fail, or no longer be needed; a prompt looks for
-    /// these before and after.
+    /// Blocks change places with cached ones between them. The exchange may fail, or no longer be needed; a prompt
+    /// looks the cached blocks up before and after.
     Exchanged {
         count: usize,
         goal: Goal,
@@ -127,7 +127,7 @@ impl World {
         self.prompt(tokens, 1, u32::MAX);
     }
 
-    /// Runs that all sequences on the device lie in.
+    /// Number of runs of all sequences on the device.
     fn runs(&self) -> usize {
         let here = self.truth.keys().filter(|&&sequence| self.manager.tier(sequence) == Ok(Tier::Device));
         let rows =
@@ -157,19 +157,19 @@ impl World {
         let tables: Vec<_> = self.truth.keys().map(|&s| self.blocks_of(s)).collect();
         let moves = self.manager.defragment(&wanted, named.as_deref(), budget, cached).unwrap();
         assert!(moves.planned <= budget.one_way() && (cached != Cached::Move || moves.dropped == 0));
-        // What tenants have beyond their quotas goes when the decision is taken, and what is copied to the host stays.
+        // Taking the decision drops blocks beyond quotas, and blocks that are copied to the host stay.
         let quotas = [0, 1].iter().any(|&tenant| self.manager.quota([tenant; 32]).is_some());
         let fewer = quotas || self.manager.keeps_host_copies();
         let (now, expected) = (open(self), before + moves.planned);
         assert!(now == expected || (fewer && now < expected), "{now} moves are decided, not {expected}");
-        // Blocks beyond the end of a pool that shrinks count as not free, too.
+        // Blocks beyond the end of a shrinking pool also count as not free.
         let short = self.manager.resize_progress().live > 0;
         let left = self.manager.pool(Tier::Device).free();
-        assert!(left + moves.planned == free || (short && left <= free), "a target is no longer free");
+        assert!(left + moves.planned == free || (short && left <= free), "a target must no longer be free");
         let lies = self.manager.fragmentation().unwrap();
         assert!(lies.max_id.map_or(0, |top| top.index() + 1) + lies.holes >= self.manager.pool(Tier::Device).len());
         assert!(lies.tables <= lies.runs);
         assert!(lies.max_id.is_none_or(|top| top.index() < self.manager.resize_progress().extent));
-        assert!(self.truth.keys().map(|&s| self.blocks_of(s)).eq(tables), "a table changed before the bytes");
+        assert!(self.truth.keys().map(|&s| self.blocks_of(s)).eq(tables), "a table changed before the bytes moved");
     }
 }

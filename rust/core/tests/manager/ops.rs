@@ -1,4 +1,4 @@
-//! What may be done, at random: by the test, and by the fuzzer (`fuzz/fuzz_targets/manager.rs`).
+//! Random operations, for the test and for the fuzzer (`fuzz/fuzz_targets/manager.rs`).
 
 use super::{groups, keep, moves, store, tables};
 use blockyard_core::{Eviction, Group, Policies, ReuseOrder, StoreWrites};
@@ -50,7 +50,7 @@ pub(crate) enum Op {
         tokens: u32,
         lookahead: u32,
     },
-    /// Chunks of one sequence in one step.
+    /// Appends several chunks to one sequence in one step.
     AppendTwice {
         pick: usize,
         tokens: [u32; 2],
@@ -65,16 +65,17 @@ pub(crate) enum Op {
     SwapIn(usize, usize),
     SwapOutExternal(usize, usize),
     SwapInExternal(usize, usize, bool),
-    /// With the transfer that will fail, if there is one of that number.
+    /// Ends the step; the transfer of that number, if there is one, will fail.
     Step(Option<usize>),
     End(usize),
-    /// A sequence leaves and comes back, and what it runs on in is copied before the load has ended, or failed.
+    /// A sequence is swapped out and in, and the block that it appends to is copied before the load has ended or
+    /// failed.
     Return {
         pick: usize,
         lost: Option<usize>,
         tokens: u32,
     },
-    /// The device has `blocks` blocks from now on.
+    /// Resizes the device to `blocks` blocks.
     Resize(usize),
 }
 

@@ -22,7 +22,7 @@ impl World {
         }
     }
 
-    /// The blocks beyond the end only become fewer, and the memory after the last of them is released.
+    /// Checks that the blocks beyond the end only become fewer, and releases the memory after the last of them.
     pub(crate) fn give_back(&mut self) {
         let Resize { blocks, live, held, extent } = self.manager.resize_progress();
         let before = std::mem::replace(&mut self.resized, self.manager.resize_progress());

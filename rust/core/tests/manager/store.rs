@@ -1,5 +1,5 @@
-//! Rules for jobs of a prefix store. What a load brings lands when it ends, and a write reads when it ends: whatever else
-//! was done meanwhile, on a device of whatever size.
+//! Rules for jobs of a prefix store. A load's bytes land only when it ends, and a write reads only when it ends,
+//! whatever else happens meanwhile, and whatever the size of the device.
 
 use super::{BLOCK, Bytes, GARBAGE, World, keep, values};
 use blockyard_core::hash::Chain;
@@ -19,14 +19,13 @@ pub(crate) enum Op {
     EndLoad(usize, Option<usize>),
     Write(usize),
     EndWrite(usize),
-    /// The device shrinks while a prompt is loaded behind its new end, and may grow again; then the prompt is asked for.
+    /// The device shrinks while a prompt is loaded beyond its new end, and may grow again; then the prompt is admitted.
     LoadAndShrink {
         tokens: u32,
         family: u32,
         grown: Option<usize>,
     },
-    /// Jobs begin on a device without free blocks that gets smaller by a few; some of its blocks are cached, others are
-    /// being read.
+    /// Jobs begin on a full device that shrinks by a few blocks; some of its blocks are cached, others are being read.
     Crowded {
         freed: usize,
         fewer: usize,
@@ -50,12 +49,12 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// When a store is written, if there is one.
+/// When blocks are written to a store, if there is one.
 pub(crate) fn writes() -> impl Strategy<Value = Option<StoreWrites>> {
     prop::option::weighted(0.7, prop::sample::select(&StoreWrites::ALL[..]))
 }
 
-/// Jobs under way with the right bytes of their blocks, and what was written.
+/// Jobs in flight with the correct bytes of their blocks, and what was written.
 #[derive(Default)]
 pub(crate) struct Jobs {
     loads: Vec<(StoreJob, Vec<Bytes>)>,
@@ -173,7 +172,7 @@ impl World {
             self.put((tier, block.0), if *landed { bytes } else { GARBAGE });
         }
         let found = self.manager.end_load(job, &landed).unwrap();
-        // Nothing is found beyond the end, wherever that was when the load began.
+        // No block beyond the current end is found, wherever the end was when the load began.
         let end = self.manager.pool(tier).len();
         assert!(found <= blocks.iter().zip(&landed).filter(|&(block, landed)| *landed && block.index() < end).count());
         self.assert_ended(job);
@@ -192,7 +191,7 @@ impl World {
     fn end_write(&mut self, n: usize) {
         let (StoreJob { job, tier, keys, blocks, .. }, held) = self.jobs.writes.swap_remove(n);
         let read: Vec<Bytes> = blocks.iter().map(|block| self.memory[tier.index()][block.index()]).collect();
-        // If a verb has taken the blocks, what was read is not stored.
+        // If a call has taken the blocks, the bytes read are not stored.
         if self.manager.end_write(job).unwrap() {
             assert_eq!(read, held, "blocks were written while the store read them");
             for (key, bytes) in keys.iter().zip(read) {
@@ -217,8 +216,8 @@ impl World {
         }
     }
 
-    /// Device blocks that can be had, counted one by one: those that nothing uses, and those that only writes hold, which
-    /// give way. One fewer for each that is in use beyond the end.
+    /// Number of available device blocks, counted one by one: those that nothing uses, and those that only writes hold,
+    /// which can be cancelled. One fewer for each block in use beyond the end.
     pub(crate) fn room(&self) -> usize {
         let device = self.manager.pool(Tier::Device).len();
         let mut reads = BTreeMap::new();

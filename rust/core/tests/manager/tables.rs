@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Op {
     Truncate(usize, u32),
-    /// Appends and keeps the block tables in one of two arrays.
+    /// Appends, and updates the block tables in one of two arrays.
     Append {
         first: usize,
         count: usize,
@@ -26,7 +26,7 @@ pub(crate) struct Arrays {
     places: BTreeMap<SequenceId, (usize, usize)>,
 }
 
-/// Columns of these arrays: enough for every sequence, and fewer than some need.
+/// Columns of these arrays: one array is wide enough for every sequence, the other too narrow for some.
 const COLUMNS: [usize; 2] = [512, 8];
 
 impl Arrays {
@@ -55,7 +55,7 @@ impl World {
         }
     }
 
-    /// Appends with block tables in an array, to which those of other places are written first.
+    /// Appends with block tables in an array; rows last written elsewhere are written there first.
     fn append_with_tables(&mut self, sequences: &[SequenceId], (tokens, lookahead): (u32, u32), array: usize) {
         let groups = 0..self.growing().count();
         let of_group = |group| sequences.iter().map(move |&s| (s, group));
@@ -82,7 +82,7 @@ impl World {
         }
     }
 
-    /// Notes what a successful append has to be written to its slots.
+    /// Records what must be written to the slots of a successful append.
     pub(crate) fn appended(
         &mut self,
         sequences: &[SequenceId],
@@ -94,7 +94,7 @@ impl World {
         for sequence in sequences {
             let len = self.truth[sequence].len() as u32;
             self.drafts.insert(*sequence, len + tokens + lookahead);
-            // Several appends of one step are computed at once.
+            // Several appends of one step are computed together.
             if tokens > 0 && !self.computed.iter().any(|(s, _)| s == sequence) {
                 self.computed.push((*sequence, len));
             }
@@ -111,7 +111,7 @@ impl World {
         }
     }
 
-    /// Cuts the last `dropped` tokens off.
+    /// Removes the last `dropped` tokens.
     fn truncate(&mut self, sequence: SequenceId, dropped: u32) {
         let len = self.truth[&sequence].len() as u32;
         let kept = len.saturating_sub(dropped);

@@ -1,5 +1,5 @@
-//! One digest of everything that the manager decides in 300 random runs. Correctness tests accept any block that is free;
-//! this one notices when another block is chosen, or when events come in another order.
+//! One digest of everything that the manager decides in 300 random runs. Correctness tests accept any block that is
+//! free; this one notices when another block is chosen, or when events come in another order.
 
 use super::{Op, Setup, World, op, setup};
 use blockyard_core::{Error, Event, SequenceId, Stats, StepDecision, TicketId, Tier};
@@ -13,10 +13,10 @@ use std::hash::{Hash, Hasher};
 const RUNS: usize = 300;
 const OPS: usize = 100;
 
-/// Change it only together with what is meant to be decided differently, or when the strategies change.
+/// Change it only when decisions are meant to change, or when the strategies change.
 const EXPECTED: &str = "1429c7463bd183515593b8d11727b2fdf863408c992448020559cd05d9180e58";
 
-/// What a run has decided so far. The standard hash of a value does not depend on the names of its fields.
+/// Digest of all decisions of a run so far. The standard hash of a value does not depend on the names of its fields.
 #[derive(Default)]
 pub(crate) struct Trace(Sha256);
 
@@ -59,7 +59,7 @@ impl Trace {
 }
 
 impl World {
-    /// Notes all that can be asked of the manager.
+    /// Records the answers of all queries.
     pub(crate) fn record(&mut self) {
         let mut trace = std::mem::take(&mut self.trace);
         let (manager, sequences) = (&mut self.manager, self.truth.keys().copied().collect::<Vec<SequenceId>>());
@@ -90,7 +90,7 @@ impl World {
 }
 
 #[test]
-fn every_choice_is_the_one_that_it_was() {
+fn every_choice_is_unchanged() {
     let mut runner = TestRunner::deterministic();
     let cases = (setup(), prop::collection::vec(op(), OPS));
     let mut all = Sha256::new();
@@ -108,5 +108,5 @@ fn every_choice_is_the_one_that_it_was() {
         write!(text, "{byte:02x}").unwrap();
         text
     });
-    assert_eq!(digest, EXPECTED, "the manager decides otherwise than it did");
+    assert_eq!(digest, EXPECTED, "the manager decides differently than before");
 }

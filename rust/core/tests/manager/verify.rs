@@ -1,4 +1,4 @@
-//! What the simulated world checks of events after each operation, and of everything at its end.
+//! Checks of the simulated world: of events after each operation, and of everything at the end.
 
 use super::groups::needed;
 use super::{BLOCK, World, keep};
@@ -25,7 +25,7 @@ impl World {
         }
     }
 
-    /// Replays the events and compares what they say can be found with what is.
+    /// Replays the events, and compares the resulting blocks with those that can be found.
     pub(super) fn follow(&mut self) {
         let EventBatch { first, dropped, events } = self.manager.take_events();
         assert_eq!((first, dropped), (self.events, 0));

@@ -38,7 +38,7 @@ struct ObservedBlock {
     refs: u32,
 }
 
-/// Where a foreign allocator's blocks lie.
+/// Maps a foreign allocator's ids to the blocks that hold their bytes.
 #[derive(Clone, Debug)]
 pub struct Observer {
     forward: Vec<u32>,
@@ -50,7 +50,7 @@ pub struct Observer {
     /// Leases of each leased block; these are few.
     leases: HashMap<u32, u32>,
     next_lease: u64,
-    /// Most ids that there can be.
+    /// Maximum number of ids.
     limit: u32,
 }
 
@@ -59,7 +59,7 @@ impl Observer {
     /// Block 0 is the null block.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if there is too little for `blocks` blocks.
+    /// [`Error::OutOfMemory`] if there is not enough memory for `blocks` blocks.
     pub fn new(blocks: u32, limit: u32) -> Result<Self> {
         let mut observer = Self {
             forward: Vec::new(),
@@ -88,7 +88,7 @@ impl Observer {
         false
     }
 
-    /// Most ids that there can be.
+    /// Maximum number of ids.
     #[must_use]
     pub fn limit(&self) -> u32 {
         self.limit
@@ -97,10 +97,10 @@ impl Observer {
     /// Sets the number of blocks, once it is known.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if more have been named already; [`Error::OutOfMemory`] if there is too little for `blocks`.
+    /// [`Error::InvalidArgument`] if more ids are known already; [`Error::OutOfMemory`] if there is not enough memory.
     pub fn set_limit(&mut self, blocks: u32) -> Result<()> {
         if blocks < self.len() {
-            let must = format!("at least {}, the number of ids that have been named", self.len());
+            let must = format!("at least {}, the number of known ids", self.len());
             return Err(Error::InvalidArgument { what: "num_blocks", found: blocks.into(), must });
         }
         self.extend(blocks)?;
@@ -126,7 +126,7 @@ impl Observer {
         self.blocks.get(block.index()).map_or(0, |block| block.refs)
     }
 
-    /// Blocks with references, and how many they have, rising.
+    /// Blocks with references, in ascending order, and how many references each has.
     pub fn used(&self) -> impl Iterator<Item = (BlockId, u32)> + '_ {
         let used = |(id, block): (u32, &ObservedBlock)| (block.refs > 0).then_some((BlockId(id), block.refs));
         (0..).zip(&self.blocks).filter_map(used)

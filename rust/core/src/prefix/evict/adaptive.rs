@@ -233,7 +233,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn scores_sum_the_chains_that_differ_and_fade_only_after_such(
+        fn scores_sum_the_chains_that_differ_and_fade_only_after_one(
             choices in prop::collection::vec(prop::collection::vec(prop::array::uniform5(0u8..6), 0..4), 1..30),
         ) {
             let mut scores = Scores::default();
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn one_chain_may_be_chance_and_two_convince_but_for_keep_it_takes_four() {
+    fn two_chains_change_the_rule_but_a_change_to_keep_takes_four() {
         for rule in 1..COUNT {
             let mut scores = Scores::default();
             let mut hits = [0; COUNT];

@@ -115,7 +115,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_not_let_go_is_hardly_ever_known(tags in prop::collection::hash_set(1u32.., 200..400)) {
+        fn a_tag_that_was_not_evicted_is_rarely_known(tags in prop::collection::hash_set(1u32.., 200..400)) {
             let mut ghosts = Ghosts::new(1000);
             let tags: Vec<_> = tags.into_iter().collect();
             let gone: HashSet<_> = tags.iter().step_by(2).copied().collect();
@@ -124,11 +124,11 @@ mod tests {
             }
             let known = tags.iter().filter(|&&tag| ghosts.take(tag)).filter(|tag| gone.contains(tag)).count();
             prop_assert!(known * 10 >= gone.len() * 7, "{known} of {} are known", gone.len());
-            prop_assert!(tags.iter().all(|&tag| !ghosts.take(tag)), "a tag is there twice");
+            prop_assert!(tags.iter().all(|&tag| !ghosts.take(tag)), "a tag was remembered twice");
         }
 
         #[test]
-        fn what_went_long_ago_is_forgotten(one_in in prop::sample::select(vec![1u32, 2, 4]), first in any::<u32>()) {
+        fn tags_evicted_long_ago_are_forgotten(one_in in prop::sample::select(vec![1u32, 2, 4]), first in any::<u32>()) {
             let blocks = 4000;
             let mut sample = Sample::new(blocks / one_in as usize, one_in);
             let tag = |pool: usize, block: usize| {
@@ -138,7 +138,7 @@ mod tests {
             for pool in 0..20 {
                 sample.insert(&(0..blocks).map(|block| tag(pool, block)).collect::<Vec<_>>());
             }
-            // By age in pools; after each pool some of the places are taken by others.
+            // By age in turnovers of the pool, each of which takes some of the slots.
             for age in 1..20 {
                 let known = (0..blocks).filter(|&block| sample.take(tag(19 - age, block))).count();
                 let most = 2 * ((blocks / one_in as usize) >> age) + 20;

@@ -32,7 +32,7 @@ impl Leveled {
         Self { rings, deadlines: vec![0; blocks], floor: 0, now: 0, levels, credit }
     }
 
-    /// The pool has `blocks` blocks from now on.
+    /// Follows a resize of the pool to `blocks` blocks.
     pub(crate) fn resize(&mut self, blocks: usize) {
         self.credit = Self::credit(blocks);
         if blocks > self.deadlines.len() {
@@ -55,7 +55,7 @@ impl Leveled {
         self.floor = self.now;
     }
 
-    /// A block of the chain being released that stays in use.
+    /// Records that a block of the chain being released stays in use.
     pub(crate) fn hold(&mut self, block: BlockId) {
         let deadline = &mut self.deadlines[block.index()];
         let left = remaining(self.floor, self.now).max(remaining(*deadline, self.now));

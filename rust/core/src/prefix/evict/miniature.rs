@@ -65,7 +65,7 @@ pub(super) struct Miniatures<const RULES: usize> {
     /// Blocks that some cache evicted or rejected since the last sweep.
     gone: Vec<BlockId>,
     /// Scratch buffers: the blocks of all chains, the blocks and tags that a cache lacks of one chain, and evicted
-    ///     tags.
+    /// tags.
     used: Vec<BlockId>,
     chain: Vec<(BlockId, u32)>,
     former: Vec<u32>,
@@ -121,7 +121,7 @@ impl<const RULES: usize> Miniatures<RULES> {
         }
     }
 
-    /// A sequence has used these blocks, the last one first; returns how many of them this cache has.
+    /// Processes the blocks that a sequence used, last one first; returns how many of them this cache had.
     fn follow_one(&mut self, rule: usize, used: &[BlockId]) -> usize {
         let Self { followed, gone, chain, former, .. } = self;
         let cache = &mut self.caches[rule];
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_cache_has_is_forgotten() {
+    fn a_block_that_no_cache_has_is_forgotten() {
         let mut miniatures =
             Miniatures::new(8, [EvictionRule::Once(102), EvictionRule::Leveled(10), EvictionRule::Keep], 1);
         for first in 1..2000u32 {

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 const BLOCKS: usize = 24;
 
-/// What a pool asks of segments and of their model.
+/// The operations that a pool uses, for both segments and their model.
 trait Plain {
     fn continue_chain(&mut self, parent: Option<BlockId>);
     fn publish(&mut self, block: BlockId, tag: u32);
@@ -74,7 +74,7 @@ struct Model {
     /// Highest class in the chain that is being released, and of the chain that is being continued.
     floor: usize,
     inherited: usize,
-    /// Insertions so far, blocks of the chain that is being released, and of the longest of late.
+    /// Insertions so far, blocks of the chain that is being released, and of the longest recent chain.
     now: usize,
     inserted: usize,
     longest: usize,
@@ -90,7 +90,7 @@ impl Model {
         self.entries.iter().position(|entry| entry.class == class)
     }
 
-    /// Which entry goes first.
+    /// Index of the entry to evict first.
     fn choose(&self) -> usize {
         if let Some(at) = self.first(1) {
             return at;
@@ -166,7 +166,7 @@ fn rules() -> impl Strategy<Value = EvictionRule> {
     prop::sample::select(rules.collect::<Vec<_>>())
 }
 
-/// Prompts as paths in a tree: how far one goes along with the prompt before it, and which branch it takes then.
+/// Prompts as paths in a tree: how far each follows an earlier prompt, and which branch it takes from there.
 fn prompts() -> impl Strategy<Value = Vec<Vec<u32>>> {
     let step = (0usize..6, prop::collection::vec(0u32..4, 1..6));
     prop::collection::vec(step, 1..120).prop_map(|steps| {
@@ -174,7 +174,7 @@ fn prompts() -> impl Strategy<Value = Vec<Vec<u32>>> {
         for (shared, branch) in steps {
             let mut prompt: Vec<u32> = prompts[prompts.len() / 2].iter().copied().take(shared).collect();
             for digit in branch {
-                // A tag is a block's and of all before it.
+                // A tag identifies a block and all blocks before it.
                 let before = prompt.last().copied().unwrap_or(2);
                 prompt.push(before.rotate_left(7).wrapping_add(digit + 1).wrapping_mul(0x9e37_79b1));
             }
@@ -184,8 +184,8 @@ fn prompts() -> impl Strategy<Value = Vec<Vec<u32>>> {
     })
 }
 
-/// Serves the prompts one after the other; which blocks are popped, and how many are hit. `continues` tells the policy which
-/// chain a prompt continues.
+/// Serves the prompts one after the other; returns the popped blocks and the number of hits. With `continues`, the
+/// policy learns which chain a prompt continues.
 fn serve(policy: &mut impl Plain, prompts: &[Vec<u32>], continues: bool) -> (Vec<BlockId>, usize) {
     let (mut at, mut tags) = (HashMap::<u32, BlockId>::new(), HashMap::<BlockId, u32>::new());
     let (mut popped, mut hits, mut unused) = (Vec::new(), 0, 0);
@@ -270,7 +270,7 @@ impl Shared {
                 let gone = *self.at.iter().find(|&(_, &at)| at == block).unwrap().0;
                 self.at.remove(&gone);
                 let needed = self.at.keys().any(|tag| self.before[tag] == Some(gone));
-                assert!(!needed, "{gone} went before one that needs it");
+                assert!(!needed, "{gone} was evicted before one that needs it");
                 self.segments.evicted(&[gone]);
                 block
             });
@@ -287,7 +287,7 @@ impl Shared {
 
 proptest! {
     #[test]
-    fn segments_take_what_their_model_takes(
+    fn segments_evict_the_blocks_that_their_model_evicts(
         prompts in prompts(),
         rule in rules(),
         one_in in prop::sample::select(vec![1u32, 2, 4]),
@@ -321,7 +321,7 @@ proptest! {
     }
 
     #[test]
-    fn no_block_goes_before_one_behind_it_though_rules_change(
+    fn no_block_is_evicted_before_one_behind_it_even_if_rules_change(
         steps in (prompts(), prop::collection::vec((rules(), 0usize..4), 120)),
     ) {
         let mut shared = Shared::new();

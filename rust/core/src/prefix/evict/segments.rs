@@ -158,20 +158,20 @@ impl Segments {
         was
     }
 
-    /// The blocks that are published next follow this one in their prompt. If it is the last of its chain, they continue
-    /// that chain, and will be used as often.
+    /// Reports that the blocks published next follow this one in their prompt. If it is the last of its chain, they
+    /// continue that chain and are expected to be used as often.
     pub(super) fn continue_chain(&mut self, parent: Option<BlockId>) {
         let note = parent.map_or(0, |parent| self.notes[parent.index()]);
         self.inherit(if note & ENDS_CHAIN == 0 { PROBATION } else { note & SEGMENT });
     }
 
-    /// The blocks that are published next continue a chain whose last block was in this segment: they count as used
-    /// again if it was.
+    /// Reports that the blocks published next continue a chain whose last block was in this segment. If that block was
+    /// used again, they count as used again, too.
     pub(super) fn inherit(&mut self, segment: u32) {
         self.inherited = if segment < AGAIN { PROBATION } else { segment };
     }
 
-    /// Segment of the last block of the chain that was released last.
+    /// Segment of the last block of the most recently released chain.
     pub(super) fn last(&self) -> u32 {
         self.last
     }
@@ -183,7 +183,7 @@ impl Segments {
         self.notes[block.index()] = (tag & TAG) | ENDS_CHAIN | segment;
     }
 
-    /// Blocks with these tags are reallocated.
+    /// Reports that blocks with these tags are reallocated.
     pub(super) fn evicted(&mut self, tags: &[u32]) {
         self.ghosts.insert(tags);
     }

@@ -62,8 +62,8 @@ impl Sequences {
         Ok(self.request_append(view, sequences, counts, lookahead)?.blocks)
     }
 
-    /// What an append takes of the device. At least the current blocks of one of the sequences must fit next to the new
-    /// ones, unless its window may free them.
+    /// The device blocks that an append takes. Next to the new blocks, at least the current ones of one sequence must
+    /// fit, unless its window may free them.
     fn request_append(
         &mut self,
         view: View<'_>,
@@ -142,8 +142,8 @@ impl Sequences {
         Ok(())
     }
 
-    /// Appends to a batch in one pass over the rows whose tokens fit into the blocks that they are writing, and one over
-    /// the others. If those cannot be served, the first pass is undone.
+    /// Appends to a batch in one pass over the rows whose tokens fit into the blocks that they are writing, and one
+    /// over the others. If those cannot be served, the first pass is undone.
     fn append_batch(&mut self, step: &mut OpenStep<'_>, mut batch: Batch<'_>) -> Result<()> {
         let mut work = std::mem::take(&mut self.work);
         let pass = if batch.tables.is_some() { pass::<true> } else { pass::<false> };
@@ -454,7 +454,7 @@ impl Sequences {
     }
 }
 
-/// What one row needs.
+/// What one row needs for an append.
 #[derive(Clone, Copy, Debug)]
 struct Need {
     /// Blocks of the pool.

@@ -276,7 +276,7 @@ impl Row {
     }
 
     /// Call before removing entries: entries added since the last sync may have been written to a caller's row by other
-    ///     means, so that row must then be rewritten completely.
+    /// means, so that row must then be rewritten completely.
     pub(crate) fn note_cut(&mut self) {
         if self.synced.version != self.table.version() && self.table.len() > self.synced.filled as usize {
             self.synced = SyncState::nothing();
@@ -307,7 +307,7 @@ impl SequenceRows {
         self.manager
     }
 
-    /// Handles carry this number from now on.
+    /// Sets the manager's number, which new handles carry.
     pub(crate) fn set_manager(&mut self, number: u16) {
         self.manager = number;
     }
@@ -345,7 +345,7 @@ impl SequenceRows {
         id
     }
 
-    /// Closes a row and gives its table back.
+    /// Closes a row and returns its table.
     pub(crate) fn close(&mut self, sequence: SequenceId) -> Vec<BlockId> {
         let row = &mut self.entries[sequence.row() as usize];
         row.id = SequenceId::new(self.manager, sequence.row(), sequence.generation() + 1);
@@ -500,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_used_again_goes_on_counting_versions() {
+    fn a_reused_row_continues_its_versions() {
         let mut rows = SequenceRows::new(16);
         let first = rows.open(Tier::Device, vec![BlockId(5)]);
         let version = rows.at(first).table.version();
@@ -511,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_has_what_lies_before_all_entries_that_were_changed_since() {
+    fn a_copy_keeps_the_entries_before_the_first_one_changed_since() {
         let mut table = BlockTable { blocks: (0..8).map(BlockId).collect(), ..BlockTable::default() };
         table.extend_with(|blocks| blocks.push(BlockId(8)));
         let before = table.version();
