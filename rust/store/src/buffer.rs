@@ -1,6 +1,6 @@
-//! Memory for direct I/O: address and length are multiples of 4 KiB. A block's memory is the store's own, or a row that
-//! the caller lends. The operation owns it until its thread has ended the operation, even if the thread hangs in the
-//! kernel beyond every deadline.
+//! Memory for direct I/O: address and length are multiples of 4 KiB. A block is in the store's own memory, or in a row
+//! that the caller lends. The operation owns it until its thread has ended the operation, even if the thread hangs in
+//! the kernel beyond every deadline.
 
 use crate::geometry::PAGE;
 use std::fmt;
@@ -45,7 +45,7 @@ impl Buffer {
         Self { lent: Some(row), ..self }
     }
 
-    /// Takes the lent row out, and keeps the header page.
+    /// Removes and returns the lent row; keeps the header page.
     pub(crate) fn take_row(&mut self) -> Option<Box<dyn LentRow>> {
         self.lent.take()
     }
@@ -55,7 +55,7 @@ impl Buffer {
         self.lent.is_some()
     }
 
-    /// The store's own bytes: of a block the header page, and the payload unless it is lent.
+    /// The store's own bytes: a block's header page, and its payload unless that is lent.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
         &self.bytes[self.start..self.start + self.len]

@@ -122,7 +122,7 @@ mod tests {
     use std::collections::VecDeque;
     use std::sync::Mutex;
 
-    /// Transfers as many bytes a call as its script says.
+    /// Transfers as many bytes per call as its script says.
     struct Scripted {
         script: Mutex<VecDeque<io::Result<usize>>>,
         calls: Mutex<Vec<(u64, usize)>>,

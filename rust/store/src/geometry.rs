@@ -31,7 +31,7 @@ impl Geometry {
             return Err(Error::TooSmall { size, stride, superblock: PAGE as u64 });
         }
         let slots = match (slots, fits, size) {
-            (None, None, _) => return invalid("size", 0, "given where the number of slots is not"),
+            (None, None, _) => return invalid("size", 0, "at least 1 unless num_slots is given"),
             (Some(wanted), Some(fits), Some(size)) if wanted > fits => {
                 return Err(Error::TooManySlots { wanted, stride, size, fits });
             }
@@ -50,7 +50,7 @@ impl Geometry {
         stride(self.payload_bytes)
     }
 
-    /// Where a slot's header begins.
+    /// Offset of a slot's header.
     #[must_use]
     pub fn offset(&self, slot: u32) -> u64 {
         PAGE as u64 + u64::from(slot) * self.stride() as u64

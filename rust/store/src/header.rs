@@ -64,13 +64,13 @@ impl Owner {
 /// The header of a written block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Digest of everything that decides the bytes.
+    /// Digest of everything that determines the bytes.
     pub namespace: [u8; 32],
     /// Full key of the block, zero for swap slots.
     pub key: [u8; 32],
     /// Slot that the block was written to.
     pub slot: u64,
-    /// Which write of the store this was.
+    /// Number of this write of the store.
     pub generation: u64,
     /// Length of the payload in bytes.
     pub payload_bytes: u64,
@@ -83,7 +83,7 @@ pub struct Header {
 /// What a reader expects of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Expected {
-    /// Digest of everything that decides the bytes.
+    /// Digest of everything that determines the bytes.
     pub namespace: [u8; 32],
     /// Full key of the block, zero for swap slots.
     pub key: [u8; 32],
@@ -96,7 +96,7 @@ pub struct Expected {
 }
 
 impl Expected {
-    /// The header that a payload written now would get, without an owner.
+    /// The header for a payload that is written now, without an owner.
     #[must_use]
     pub fn header(&self, payload: &[u8]) -> Header {
         Header {
@@ -182,9 +182,9 @@ impl Header {
 /// The first page of a slab, for inspecting and reopening the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Superblock {
-    /// Digest of everything that decides the bytes, of the store that wrote this page.
+    /// Namespace of the store that wrote this page: a digest of everything that determines the bytes.
     pub(crate) namespace: [u8; 32],
-    /// Process that made the slab.
+    /// Process that created the slab.
     pub(crate) pid: u32,
     /// Slots in the slab.
     pub(crate) slots: u64,
@@ -194,7 +194,7 @@ pub(crate) struct Superblock {
     pub(crate) payload_bytes: u64,
     /// The first valid generation; blocks of earlier ones are forgotten.
     pub(crate) floor: u64,
-    /// Which weights computed the blocks from there on, see [`crate::StoreOptions::revision`].
+    /// Which weights compute blocks from that generation on, see [`crate::StoreOptions::revision`].
     pub(crate) revision: [u8; 32],
 }
 

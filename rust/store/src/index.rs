@@ -13,7 +13,7 @@ use std::collections::HashMap;
 /// No slot, at the ends of the reuse order.
 const NONE: u32 = u32::MAX;
 
-/// A slot and its content: a block, or with generation 0 none that the store would find.
+/// A slot and its content: a block, or with generation 0 nothing that the store would find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StoredBlock {
     pub(crate) slot: u32,
@@ -31,14 +31,14 @@ impl StoredBlock {
     }
 }
 
-/// What one opening of a keyed store passes on to the next.
+/// The content that one opening of a keyed store passes on to the next.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Landed {
     /// The first valid generation.
     pub(crate) floor: u64,
     /// Above every generation that was used.
     pub(crate) next_generation: u64,
-    /// Blocks that have landed, and slots without one; each slot and key once, first to be reused first.
+    /// Blocks that have landed, and slots without one, in reuse order. Each slot and key appears once.
     pub(crate) blocks: Vec<StoredBlock>,
     /// Slots with an older write of one of these keys.
     pub(crate) older: Vec<u32>,
@@ -47,7 +47,7 @@ pub(crate) struct Landed {
 #[derive(Clone, Copy, Debug)]
 struct IndexEntry {
     key: Key,
-    /// Of the write that put the key here; 0 without a key.
+    /// Generation of the write that put the key here; 0 without a key.
     generation: u64,
     newer: u32,
     older: u32,
@@ -177,7 +177,7 @@ impl Index {
 
     fn set(&mut self, block: StoredBlock, is_new: bool) {
         let StoredBlock { slot, key, generation, owner, .. } = block;
-        // Before the key is there: no block is its own parent.
+        // Looked up before the key is added: no block is its own parent.
         let parent = owner.and_then(|owner| self.parent(owner.parent));
         self.quotas.add((slot, self.entries.len()), &key, owner, parent, is_new);
         let entry = &mut self.entries[slot as usize];
@@ -204,8 +204,8 @@ impl Index {
         true
     }
 
-    /// Forgets every key whose generation is below the new floor, which must be above all of them. Returns what must
-    /// be dropped, which can take time.
+    /// Forgets every key whose generation is below the new floor, which must be above all of them. Returns the old
+    /// structures: dropping them can take time.
     pub(crate) fn forget(&mut self, floor: u64) -> Ledger {
         self.floor = floor;
         self.live = 0;
@@ -341,7 +341,7 @@ mod tests {
         assert_eq!(
             index.claim(key(5), 5, None),
             Some((0, Some(key(1)))),
-            "a slot that cannot be written is not tried at once again"
+            "a slot that cannot be written is not retried at once"
         );
         assert!(index.remove(1, 4, Reuse::First));
         assert_eq!(index.claim(key(6), 6, None), Some((1, None)));

@@ -7,7 +7,7 @@
 //! A [`SlabStore`] keeps blocks in the slots of one preallocated file: swap space that is addressed by slot and dies
 //! with the process, or blocks under keys that outlive it. Callers submit batches, threads carry them out, and callers
 //! collect them by ticket. Every read is checked against the write: a mismatch is a [`Miss`], never wrong bytes. The
-//! format is in `docs/decisions/0002-slab-header.md`, that of keyed slabs in `0022-prefix-store-in-a-slab.md`.
+//! format is in `docs/decisions/0002-slab-header.md`; the format of keyed slabs is in `0022-prefix-store-in-a-slab.md`.
 #![forbid(unsafe_code)]
 
 mod buffer;

@@ -6,7 +6,7 @@
 pub enum Miss {
     /// The slot was never written by this store.
     Empty,
-    /// The last write to the slot failed, was given up or was refused.
+    /// The last write to the slot failed, was abandoned or was refused.
     Lost,
     /// The store has no block under the key.
     Absent,

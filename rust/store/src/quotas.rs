@@ -18,7 +18,7 @@ const NONE: u32 = u32::MAX;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Fits,
-    /// It fits if the block of this slot is dropped.
+    /// It fits if the block in this slot is dropped.
     InPlaceOf(u32),
     Refused,
 }
@@ -27,9 +27,9 @@ pub(crate) enum Verdict {
 #[derive(Clone, Copy, Debug)]
 struct Share {
     tenant: u32,
-    /// Where the slot stands among the tenant's.
+    /// Position of the slot among its tenant's slots.
     at: u32,
-    /// Grows with each use of any block.
+    /// When the block was last used, on a counter of all uses.
     used: i64,
     parent: Key,
 }
@@ -58,7 +58,7 @@ struct Ranks {
 pub(crate) struct Ledger {
     ids: HashMap<[u8; 32], u32>,
     tenants: Vec<Tenant>,
-    /// Ids to use again.
+    /// Ids for reuse.
     free: Vec<u32>,
 }
 
@@ -66,7 +66,7 @@ pub(crate) struct Ledger {
 pub(crate) struct Quotas {
     most: HashMap<[u8; 32], u32>,
     ledger: Ledger,
-    /// One entry a slot; none until a block has an owner.
+    /// One entry per slot; empty until a block has an owner.
     shares: Vec<Share>,
     newest: i64,
     oldest: i64,
@@ -191,7 +191,7 @@ impl Quotas {
         found.ranks.as_ref()?.order.first().map(|&(_, _, slot)| slot)
     }
 
-    /// Stops counting all blocks. Returns what must be dropped, which can take time.
+    /// Stops counting all blocks. Returns the old structures: dropping them can take time.
     pub(crate) fn forget(&mut self) -> Ledger {
         std::mem::take(&mut self.ledger)
     }

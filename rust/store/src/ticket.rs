@@ -10,14 +10,14 @@ use crate::miss::Miss;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Outcome of one block: the block if it was read, nothing if it was written, or the miss.
+/// Outcome of one block: the block if it was read, `None` if it was written, or the miss.
 pub(crate) type Outcome = std::result::Result<Option<Buffer>, Miss>;
 
 /// Outcome of one ticket.
 #[derive(Debug)]
 pub(crate) struct Outcomes {
     pub(crate) reads: bool,
-    /// One entry a slot, in the order of the batch.
+    /// One entry per slot, in the order of the batch.
     pub(crate) blocks: Vec<Outcome>,
 }
 
@@ -32,7 +32,7 @@ pub enum Progress {
     Pending,
 }
 
-/// Which block of which batch, and what its slot must hold.
+/// A block of a batch, and the content that its slot must have.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place {
     pub(crate) ticket: u64,
@@ -40,9 +40,10 @@ pub(crate) struct Place {
     pub(crate) slot: u32,
     /// Zero in swap space.
     pub(crate) key: Key,
-    /// Of the write that this is, or that put the key into the slot. 0 for reads of swap space, which want the last.
+    /// Generation of this write, or of the write that put the key into the slot. 0 for reads of swap space, which take
+    /// the last write.
     pub(crate) generation: u64,
-    /// Whom the block counts for that this writes.
+    /// For a write, the tenant that the block counts for.
     pub(crate) owner: Option<Owner>,
 }
 
@@ -54,10 +55,10 @@ struct OpenBatch {
     gets: Vec<Place>,
     open: usize,
     deadline: Instant,
-    /// Jobs that had ended when it was opened.
+    /// Number of jobs that had ended when it was opened.
     answers: u64,
     reported: bool,
-    /// Whether only the store knows it.
+    /// Whether it is internal to the store.
     hidden: bool,
 }
 
@@ -67,7 +68,7 @@ pub(crate) struct Tickets {
     entries: BTreeMap<u64, OpenBatch>,
     next: u64,
     misses: [u64; Miss::ALL.len()],
-    /// Shards of the tickets that have ended since [`Tickets::take_ended`] was last asked.
+    /// Shards of the tickets that have ended since the last [`Tickets::take_ended`].
     ended: u64,
 }
 
@@ -76,8 +77,8 @@ impl Tickets {
         Self { entries: BTreeMap::new(), next: 1, misses: [0; Miss::ALL.len()], ended: 0 }
     }
 
-    /// Opens a ticket for `blocks` blocks; those beyond `taken` are refused at once, with that reason. `answers` counts the
-    /// jobs that have ended.
+    /// Opens a ticket for `blocks` blocks; those beyond `taken` are refused at once, with that reason. `answers` counts
+    /// the jobs that have ended.
     pub(crate) fn open(
         &mut self,
         reads: bool,
@@ -102,7 +103,7 @@ impl Tickets {
         ticket
     }
 
-    /// Keeps a ticket to the store itself: [`Tickets::poll`] does not report it.
+    /// Makes a ticket internal to the store: [`Tickets::poll`] does not report it.
     pub(crate) fn hide(&mut self, ticket: u64) {
         if let Some(ticket) = self.entries.get_mut(&ticket) {
             (ticket.reported, ticket.hidden) = (true, true);
@@ -113,7 +114,7 @@ impl Tickets {
         self.entries.get(&ticket).is_some_and(|ticket| ticket.hidden)
     }
 
-    /// Keeps where a block is read by key, for [`Tickets::overdue`].
+    /// Records a read by key, for [`Tickets::overdue`].
     pub(crate) fn remember(&mut self, place: Place) {
         if let Some(ticket) = self.entries.get_mut(&place.ticket) {
             ticket.gets.push(place);
@@ -216,7 +217,7 @@ impl Tickets {
     }
 }
 
-/// Groups of callers: the end of a ticket wakes the callers of its shard alone.
+/// Number of groups of callers: the end of a ticket wakes only the callers of its shard.
 pub(crate) const SHARDS: usize = u64::BITS as usize;
 
 /// The shard of a ticket.
@@ -226,7 +227,7 @@ pub(crate) fn shard(ticket: u64) -> usize {
 
 /// When blocks submitted now become misses: `timeout_base`, and time for the bytes in flight.
 pub(crate) fn deadline(now: Instant, timeout_base: Duration, bytes: u64) -> Instant {
-    /// Slowest rate that a healthy medium is expected to keep up, bytes a millisecond (16 MB/s).
+    /// Slowest rate that a healthy medium is expected to sustain, in bytes per millisecond (16 MB/s).
     const SLOWEST: u64 = 16_000;
     now + timeout_base + Duration::from_millis(bytes / SLOWEST)
 }

@@ -1,4 +1,4 @@
-//! Ends without notice: a process that is killed while it writes, and power that goes before the disk has synced.
+//! Sudden ends: a process that is killed while it writes, and a loss of power before the disk has synced.
 #![expect(clippy::unwrap_used, reason = "test code")]
 
 #[path = "common/disk.rs"]
@@ -18,7 +18,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Loses power so often at random moments of random histories; returns reads and those that gave wrong bytes.
+/// Loses power at random moments of random histories; returns the number of reads, and of those with wrong bytes.
 fn power_cuts(cuts: u64) -> (usize, usize) {
     let (mut reads, mut wrong) = (0, 0);
     for seed in 0..cuts {
@@ -46,7 +46,7 @@ fn power_cuts(cuts: u64) -> (usize, usize) {
                 stored.extend(ids.into_iter().zip(ends).filter(|(_, end)| end.is_ok()).map(|(n, _)| n));
             }
             let closed = random.below(4) == 0;
-            // Of those that were acknowledged, some have been deleted, evicted or forgotten.
+            // Some acknowledged blocks have since been deleted, evicted or forgotten.
             stored.retain(|&n| contains(&store, &[n])[0]);
             if closed {
                 assert!(store.close(LONG));
@@ -94,7 +94,7 @@ fn open_file(folder: &Path, direct: DirectMode) -> SlabStore {
     SlabStore::open_keyed(Arc::new(SlabFile::open_kept(&slab).unwrap()), options).unwrap()
 }
 
-/// The child of the test below: says what it submits, and then what has ended.
+/// The child of the test below: prints what it submits, and then what has ended.
 #[test]
 #[ignore = "runs as the child of another test"]
 fn writes_until_killed() {
@@ -105,7 +105,7 @@ fn writes_until_killed() {
     let say = |what: &str, n: u64| std::io::stdout().write_all(format!("\n{what} {n}\n").as_bytes()).unwrap();
     let mut open = VecDeque::new();
     let first = number("BLOCKYARD_KILLED_FIRST");
-    // The last blocks of the life before once more: some of them have landed, some not, and some in part.
+    // Writes the last blocks of the previous process again: some have landed, some have not, and some only in part.
     for n in (first - 12..first).chain(first..) {
         say("put", n);
         open.push_back(("stored", n, submit_put(&store, &[n], 0).unwrap()));
@@ -121,7 +121,7 @@ fn writes_until_killed() {
     }
 }
 
-/// What the killed processes have said.
+/// What the killed processes have printed.
 #[derive(Default)]
 struct Said {
     put: Vec<u64>,
@@ -165,7 +165,7 @@ fn write_and_kill(folder: &Path, said: &mut Said, lines: usize, direct: bool) {
     assert!(!child.wait().unwrap().success());
 }
 
-/// Reads what must be there, oldest first; returns reads, wrong blocks, and acknowledged blocks that are gone.
+/// Reads the blocks that must be stored, oldest first; returns reads, wrong blocks, and lost acknowledged blocks.
 fn read_back(store: &SlabStore, said: &Said) -> (usize, usize, usize) {
     let (mut wrong, mut lost) = (0, 0);
     let recent = said.put.iter().rev().take(KILLED_SLOTS as usize).rev();

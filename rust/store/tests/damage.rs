@@ -1,4 +1,4 @@
-//! Damaged slabs and failing disks: misses, no wrong bytes, no slot leaked.
+//! Damaged slabs and failing disks cause misses, never wrong bytes, and leak no slot.
 #![expect(clippy::unwrap_used, reason = "test code")]
 
 #[path = "common/disk.rs"]
@@ -23,7 +23,7 @@ fn a_block_that_a_crash_has_torn_is_written_again_when_it_is_put() {
         let end = usize::try_from(options().geometry.offset(1)).unwrap();
         torn.change(|bytes| bytes[end - 4000..end - SECTOR].fill(0));
         let mut store = open(&torn);
-        assert_eq!(contains(&store, &[1, 2]), [true; 2], "a header says nothing of its payload");
+        assert_eq!(contains(&store, &[1, 2]), [true; 2], "a header proves nothing about its payload");
         if with_checkpoint {
             assert!(store.close(LONG) && torn.has_checkpoint());
             store = open(&torn);
@@ -47,13 +47,13 @@ fn damage(disk: &Disk, old: &[u8], other: &[u8], random: &mut Random) {
     disk.change(|bytes| match kind {
         // A flipped bit, anywhere in the slot.
         0 | 1 => bytes[at + random.index(stride)] ^= 1 << random.index(8),
-        // Sectors, or all, zeroed.
+        // Some or all sectors zeroed.
         2 => {
             let first = random.index(stride / SECTOR);
             let last = first + 1 + random.index(stride / SECTOR - first);
             bytes[at + first * SECTOR..at + last * SECTOR].fill(0);
         }
-        // Torn: the beginning is of another write.
+        // Torn: the beginning is from another write.
         3 => {
             let cut = random.index(stride / SECTOR) * SECTOR;
             bytes[at..at + cut].copy_from_slice(&old[at..at + cut]);
@@ -78,7 +78,7 @@ fn damage(disk: &Disk, old: &[u8], other: &[u8], random: &mut Random) {
     });
 }
 
-/// Damages slabs and reads them, in the life that wrote them and in the next; returns reads, misses and wrong blocks.
+/// Damages slabs and reads them, in the store that wrote them and in the next; returns reads, misses and wrong blocks.
 fn damaged_reads(wanted: usize, seed: u64) -> (usize, usize, usize) {
     let (mut reads, mut misses, mut wrong) = (0, 0, 0);
     let random = &mut Random::new(seed);
@@ -109,7 +109,7 @@ fn damaged_reads(wanted: usize, seed: u64) -> (usize, usize, usize) {
         for _ in 0..=random.below(3) {
             let len = disk.bytes().len();
             damage(&disk, &old, &other, random);
-            // The next opener gives the file its size again.
+            // The next opener restores the file's size.
             if !in_this_life {
                 disk.change(|bytes| bytes.resize(len, 0));
             } else if disk.bytes().len() < len {
@@ -144,7 +144,7 @@ fn no_damaged_read_of_a_million_gives_wrong_bytes() {
     assert_eq!(wrong, 0);
 }
 
-/// A page of the format with chosen fields and a checksum that fits.
+/// A page of the format with chosen fields and a valid checksum.
 fn sealed(magic: [u8; 8], fields: &[u8]) -> Vec<u8> {
     let mut page = vec![0; PAGE];
     page[..8].copy_from_slice(&magic);
@@ -165,7 +165,7 @@ fn fields(wanted: Vec<u64>) -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Headers of one key, whose payload may be another's.
+/// Headers of one key, whose payload may be that of another.
 fn header(slot: u64) -> impl Strategy<Value = Vec<u8>> {
     let hash = XxHash3_128::oneshot(&row(1, 0)).to_le_bytes();
     let half = |at: usize| u64::from_le_bytes(hash[at..at + 8].try_into().unwrap());

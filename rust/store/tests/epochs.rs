@@ -12,20 +12,20 @@
 //! | `Crash` | the process is killed; another one opens the store with the namespace's weights |
 //! | `Lose` | the storage loses the record |
 //!
-//! A read of the record and the replacement that depends on it are one action: the storage refuses a replacement whose read
-//! is out of date.
+//! A read of the record and the replacement that depends on it are one action: the storage refuses a replacement whose
+//! read is out of date.
 //!
 //! Worlds that differ only in numbers of tokens, names of keys or the order of processes are searched once. A block is
-//! either old, computed before the last `forget`, or young: no action asks for more.
+//! either old, computed before the last `forget`, or young: no action needs more detail.
 //!
 //! The protocol of the first release, with epochs by the processes' clocks, is a variant that must fail.
 
 use stateright::{Checker, Model, Property};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Weights that nobody has forgotten yet.
+/// Weights before any `forget`.
 const FIRST: u8 = 0;
-/// A time on a clock of the old protocol that is ahead.
+/// A time in the old protocol, on a clock that is ahead.
 const AHEAD: u8 = 5;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -55,14 +55,14 @@ struct Put {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Get {
     epoch: Epoch,
-    /// Why a hit would be wrong, decided when the read is submitted: nothing that happens later makes it wrong.
+    /// Why a hit would be wrong. This is decided when the read is submitted: later events do not make a hit wrong.
     wrong: Option<&'static str>,
     is_shared: bool,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Process {
-    /// Of the weights that it has loaded.
+    /// Name of the weights that it has loaded.
     name: u8,
     mine: Option<Epoch>,
     is_due: bool,
@@ -79,7 +79,7 @@ struct World {
     blocks: BTreeSet<(u8, Value)>,
     processes: Vec<Process>,
     faults: u8,
-    /// What was found that must not be.
+    /// A wrong result that was found.
     wrong: Option<&'static str>,
 }
 
@@ -102,14 +102,14 @@ enum Action {
     Lose,
 }
 
-/// What is searched.
+/// Bounds of the search.
 #[derive(Clone, Copy, Debug)]
 struct Bounds {
     processes: usize,
     keys: u8,
     /// Calls of `forget` by each process.
     forgets: u8,
-    /// Lost requests and answers, crashes and lost records in all.
+    /// Total number of lost requests and answers, crashes and lost records.
     faults: u8,
     /// Whether the record may be lost; a `forget` may be lost with it.
     record_is_lost: bool,
@@ -123,7 +123,7 @@ impl World {
         Epoch { token: self.fresh_number(), weights, name }
     }
 
-    /// A number that no token and no weights have.
+    /// A number that no token or weights have.
     fn fresh_number(&self) -> u8 {
         let epochs = self.record.iter().chain(self.processes.iter().filter_map(|process| process.mine.as_ref()));
         let gets = self.processes.iter().filter_map(|process| process.get.as_ref()).map(|get| &get.epoch);
@@ -157,7 +157,7 @@ impl World {
         epoch
     }
 
-    /// `SharedEpoch.begin`, without what may be lost on the way.
+    /// `SharedEpoch.begin`, without lost requests or answers.
     fn begun(&self, who: usize) -> Epoch {
         let Process { name, joins, .. } = self.processes[who];
         let fresh = self.fresh(self.fresh_number() + 1, name);
@@ -186,7 +186,7 @@ impl World {
     fn read(&mut self, who: usize, key: u8, bounds: Bounds) {
         let Some(epoch) = self.known(who, false, bounds) else { return };
         let name = self.processes[who].name;
-        // The oldest is the worst.
+        // The oldest block is the worst case.
         let found = self.blocks.iter().filter(|(token, value)| *token == epoch.token && value.key == key);
         let found = found.map(|block| block.1).min_by_key(|value| (value.weights == name, !value.is_old));
         self.processes[who].get = found.map(|found| {
@@ -266,7 +266,7 @@ impl World {
                 number(&mut epoch.weights);
             }
         }
-        // Nobody can find a block under a token that nobody has.
+        // Blocks under tokens that no process has cannot be found.
         let known = |(token, value): &(u8, Value)| numbers.get(token).map(|&token| (token, *value));
         self.blocks = self.blocks.iter().filter_map(known).collect();
         // A read finds the old block first, so a young one of the same key and weights changes nothing.
@@ -331,7 +331,7 @@ impl Model for Bounds {
             return;
         }
         let may_fail = world.faults < self.faults;
-        // Reads change nothing that others see: one at a time is enough.
+        // Reads change nothing that others see, so one at a time suffices.
         let reads = world.processes.iter().any(|process| process.get.is_some());
         for (who, process) in world.processes.iter().enumerate() {
             for key in 0..self.keys {

@@ -1,5 +1,5 @@
-//! A store over a real file one of whose calls in `every` fails, or never returns: no wrong byte, nothing that grows, and calls
-//! that do not wait.
+//! A store over a real file. One in `every` calls fails, or calls never return: the store must return no wrong byte,
+//! leak nothing, and not block.
 #![expect(clippy::unwrap_used, reason = "test code")]
 
 #[path = "common/disk.rs"]
@@ -21,18 +21,18 @@ const SLOTS: u32 = 64;
 const KEYS: u64 = 200;
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Held by each test: they count what the process has.
+/// Held by each test, since they count the resources of the whole process.
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A slab whose calls fail by their number, or block.
+/// A slab whose calls fail at intervals, or block.
 struct Faulty {
     file: SlabFile,
     calls: AtomicU64,
-    /// One call in this number fails; 0 for none.
+    /// Every `nth` call fails; 0 for none.
     nth: AtomicU64,
     frozen: Mutex<bool>,
     thawed: Condvar,
@@ -95,12 +95,12 @@ fn key(n: u64) -> [u8; 32] {
     key
 }
 
-/// A block that tells its key.
+/// A block whose bytes identify its key.
 fn row(n: u64) -> Vec<u8> {
     checksum(&n.to_le_bytes()).into_iter().cycle().take(BYTES).collect()
 }
 
-/// Puts, gets and deletes random keys until a number of blocks have been asked for.
+/// Puts, gets and deletes random keys until this many blocks have been requested.
 fn work(store: &SlabStore, random: &mut Random, blocks: usize) {
     let mut done = 0;
     while done < blocks {
@@ -132,7 +132,7 @@ fn errors_everywhere(blocks: usize) {
     let folder = tempfile::tempdir().unwrap();
     let (device, store) = Faulty::open(folder.path());
     let random = &mut Random::new(1);
-    // The allocator settles, too.
+    // First let the allocator settle.
     work(&store, random, blocks / 10);
     let before = resources();
     for nth in [1, 2, 3, 7, 50] {
@@ -208,13 +208,13 @@ fn hang(count: u64) {
     };
     let (first, second) = (load(0), load(1));
     assert!(first >= PATIENCE && second < PATIENCE, "{first:?} {second:?}");
-    assert_eq!(store.contains(&keys).unwrap(), [false; 8], "nothing that a load would miss is promised");
+    assert_eq!(store.contains(&keys).unwrap(), [false; 8], "the store does not claim blocks that a load would miss");
     let mut times = calls_while_frozen(&store, count);
     times.sort_unstable();
     let (median, late) = (times[times.len() / 2], times[times.len() - 1 - times.len() / 1000]);
     println!("first load {first:?}, second {second:?}; {} calls: median {median:?}, p99.9 {late:?}", times.len());
     device.freeze(false);
-    // The thread that hung answers, and the tier is back.
+    // Once the hung thread answers, the tier is back.
     while !store.contains(&keys[1..2]).unwrap()[0] {
         std::thread::yield_now();
     }

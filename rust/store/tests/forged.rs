@@ -1,6 +1,6 @@
-//! Forged slabs: superblock, headers and checkpoint of a real one are changed and sealed again. Whatever they say, the store
-//! opens or refuses, and works: no panic. Bytes say what is changed, so that the fuzzer (`core/fuzz/fuzz_targets/slab.rs`)
-//! runs the same.
+//! Forged slabs: superblock, headers and checkpoint of a real slab are changed and sealed again. Whatever they say, the
+//! store opens and works, or refuses the slab, without a panic. A byte string determines the changes, so that the
+//! fuzzer (`core/fuzz/fuzz_targets/slab.rs`) runs the same code.
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_store::{BlockDevice, Expected, Geometry, Header, Owner, PAGE, SlabStore, StoreOptions, checksum};
@@ -64,7 +64,7 @@ fn keys() -> Vec<[u8; 32]> {
     (1..=6).map(|n| [n; 32]).collect()
 }
 
-/// One chain of blocks, of one tenant.
+/// One chain of blocks of one tenant.
 fn owners() -> Vec<Owner> {
     (0..6).map(|n| Owner { tenant: [9; 32], parent: [n; 32] }).collect()
 }
@@ -90,7 +90,7 @@ fn draw(bytes: &mut &[u8], len: usize) -> Vec<u8> {
     drawn
 }
 
-/// Writes over some bytes before the checksum, and seals the whole again if the bytes say so.
+/// Overwrites some bytes before the checksum, and recomputes the checksum if the bytes say so.
 fn forge(whole: &mut [u8], fields: usize, bytes: &mut &[u8]) {
     let [at, more, len, seal] = draw(bytes, 4)[..] else { return };
     let at = (usize::from(at) + 256 * usize::from(more)) % fields.max(1);
@@ -128,9 +128,9 @@ pub(crate) fn run(bytes: &[u8]) {
         image.truncate(usize::from(draw(&mut bytes, 1)[0]) * 128);
     }
     let page = image.first_chunk::<PAGE>().map(Header::decode);
-    assert!(page.is_none_or(|page| page.is_err()), "a superblock is no header");
+    assert!(page.is_none_or(|page| page.is_err()), "a superblock is not a header");
     let device = Image { bytes: Mutex::new(image), checkpoint: Mutex::new((kind & 8 == 0).then_some(checkpoint)) };
-    // One that ends too early is refused.
+    // A slab that ends too early is refused.
     let Ok(store) = SlabStore::open_keyed(Arc::new(device), options()) else { return };
     let got = store.submit_get(&keys()).unwrap();
     store.wait_for(got, LONG).unwrap();

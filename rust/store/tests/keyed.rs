@@ -1,4 +1,5 @@
-//! Blocks under keys: what comes back, what is evicted, what the next life finds, and that nothing wrong ever comes back.
+//! Blocks under keys: which are found, which are evicted, which the next opener finds, and that no wrong bytes ever
+//! return.
 #![expect(clippy::unwrap_used, reason = "test code")]
 
 #[path = "common/disk.rs"]
@@ -71,7 +72,7 @@ fn a_slot_that_cannot_be_written_does_not_fail_every_put() {
     disk.fail(Some((1, 5)));
     assert_eq!(put(&store, &[8], 0), [Err(Miss::Io)]);
     disk.fail(None);
-    // The slot of key 0 has failed; those of the others come first.
+    // The slot of key 0 has failed, so the others' slots are reused first.
     assert_eq!(put(&store, &[9], 0), [Ok(())]);
     assert_eq!(contains(&store, &[0, 1, 2, 9]), [false, false, true, true]);
     assert_no_slot_leaked(&store, 0);
@@ -112,7 +113,7 @@ fn a_key_put_twice_waits_for_its_first_write_and_shares_its_end() {
     disk.fail(Some((1, 5)));
     let tickets = [submit_put(&store, &[1], 0).unwrap(), submit_put(&store, &[1], 0).unwrap()];
     let ends = tickets.map(|ticket| collect(&store, ticket).remove(0));
-    // Either the second came while the first was in flight, or after it had failed.
+    // Either the second arrived while the first was in flight, or after it had failed.
     assert_eq!(ends[0], Err(Miss::Io));
     assert!(matches!(ends[1], Err(Miss::Lost | Miss::Io)), "{ends:?}");
     disk.fail(None);
@@ -149,7 +150,7 @@ fn a_key_whose_read_missed_its_deadline_is_absent_at_once() {
         collect(&store, late)
     });
     assert_eq!(late, [Err(Miss::Timeout)]);
-    // The store promises nothing until the thread that hung has come back.
+    // The store claims no blocks until the hung thread has returned.
     let end = Instant::now() + LONG;
     while contains(&store, &[1, 2]) != [false, true] {
         assert!(Instant::now() < end);
@@ -174,7 +175,7 @@ fn a_deleted_key_is_gone_in_this_life_and_the_next() {
     assert_no_slot_leaked(&store, 0);
 }
 
-/// Deletes a key until the store says that no later life finds it.
+/// Deletes a key until the store confirms that no later opener finds it.
 fn delete_surely(store: &SlabStore, n: u64) {
     let end = Instant::now() + LONG;
     while delete(store, &[n]) != [Ok(())] {
@@ -203,7 +204,7 @@ fn the_deletion_of_an_evicted_key_ends_when_its_header_is_replaced() {
     let store = open(&disk);
     put(&store, &[0, 1, 2, 3, 4, 5, 6, 7], 0);
     let (put_again, deleted) = disk.frozen(|| {
-        // Key 0 gives way to key 8, and comes back in the slot of key 1.
+        // Key 8 takes the slot of key 0, which is then stored again in the slot of key 1.
         let tickets = [submit_put(&store, &[8], 0).unwrap(), submit_put(&store, &[0], 0).unwrap()];
         let deleted = store.submit_delete(&[key(0), key(1)]).unwrap();
         assert_eq!(store.wait_for(deleted, Duration::from_millis(50)).unwrap(), Progress::Pending);
@@ -249,7 +250,7 @@ fn a_deleted_key_has_no_older_copy_in_another_slot() {
     put(&store, &[1, 2], 0);
     disk.fail(Some((1, 5)));
     assert_eq!(get(&store, &[1]), [Err(Miss::Io)]);
-    // The first slot is taken by another key whose write fails too: its header is still that of key 1.
+    // Another key takes the first slot, and its write fails, too: the header is still that of key 1.
     assert_eq!(put(&store, &[3], 0), [Err(Miss::Io)]);
     disk.fail(None);
     put(&store, &[1], 0);
@@ -452,7 +453,7 @@ fn an_event_says_that_tickets_have_ended_until_somebody_polls() {
             std::thread::yield_now();
         }
     };
-    assert!(readable(Duration::ZERO), "tickets may have ended before anybody asked for the event");
+    assert!(readable(Duration::ZERO), "tickets may have ended before the event was requested");
     store.poll().unwrap();
     assert!(!readable(Duration::ZERO));
     let ticket = submit_put(&store, &[1], 0).unwrap();
@@ -492,7 +493,7 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
     prop::collection::vec(action, 1..40)
 }
 
-/// The store beside a map from key to epoch.
+/// The store, and a model: a map from key to epoch.
 struct Pair {
     disk: Disk,
     store: SlabStore,

@@ -1,4 +1,4 @@
-//! Quotas of tenants in a keyed store: what goes, what is refused, and what the next life counts.
+//! Quotas of tenants in a keyed store: what is dropped, what is refused, and what the next opener counts.
 #![expect(clippy::unwrap_used, reason = "test code")]
 
 #[path = "common/disk.rs"]
@@ -70,7 +70,7 @@ fn of_a_prompt_longer_than_its_quota_the_beginning_stays_however_often_it_is_put
         assert!(get(&store, &(0..9).collect::<Vec<_>>()).iter().all(Result::is_ok));
         assert_eq!(store.quota(tenant(1)).unwrap(), Some((9, 9)));
         let stats = store.stats().unwrap();
-        assert_eq!(stats.written_blocks, 5 + 9, "what is refused is not written");
+        assert_eq!(stats.written_blocks, 5 + 9, "refused blocks are not written");
         assert_eq!(stats.misses[Miss::Refused.index()], 9 * (round + 1));
         store.check().unwrap();
     }
@@ -112,9 +112,9 @@ fn a_quota_of_nothing_stores_nothing_and_a_smaller_one_drops_at_once() {
     put_chain(&store, 1, 0..5);
     put_chain(&store, 2, 5..7);
     store.set_quota(tenant(1), Some(2)).unwrap();
-    assert_eq!(store.poll().unwrap(), [], "its ticket is the store's own");
+    assert_eq!(store.poll().unwrap(), [], "its ticket is internal to the store");
     assert_eq!(held(&store, 0..8), [0, 1, 5, 6]);
-    assert_eq!(held(&open(&disk.killed()), 0..8), [0, 1, 5, 6], "no later life finds what was dropped");
+    assert_eq!(held(&open(&disk.killed()), 0..8), [0, 1, 5, 6], "no later opener finds dropped blocks");
     store.set_quota(tenant(1), Some(0)).unwrap();
     assert_eq!((put_chain(&store, 1, 0..1), held(&store, 0..8)), (0, vec![5, 6]));
     store.set_quota(tenant(1), None).unwrap();
@@ -139,7 +139,7 @@ fn the_next_life_counts_what_earlier_ones_have_stored() {
             disk.drop_checkpoint();
         }
         let store = open(&disk);
-        assert_eq!(store.quota(tenant(1)).unwrap(), None, "whoever opens a store sets the quotas");
+        assert_eq!(store.quota(tenant(1)).unwrap(), None, "quotas end when the store is closed");
         store.set_quota(tenant(1), Some(5)).unwrap();
         assert_eq!(store.quota(tenant(1)).unwrap(), Some((4, 5)));
         assert_eq!(put_chain(&store, 1, 0..6), 5);
@@ -249,15 +249,15 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
 #[derive(Clone, Copy, Debug)]
 struct ModelBlock {
     of: Option<Of>,
-    /// For the store, which evicts by size.
+    /// Last use, for eviction from the whole store.
     used: i64,
-    /// For the quota.
+    /// Last use, for the quota.
     rank: i64,
     written: i64,
     proven: bool,
 }
 
-/// The rules, over a map.
+/// The same rules over a map.
 #[derive(Default)]
 struct Model {
     blocks: BTreeMap<u64, ModelBlock>,
@@ -282,7 +282,7 @@ impl Model {
         self.blocks.values().filter(|block| block.of.is_some_and(|(tenant, _)| tenant == of)).count()
     }
 
-    /// The block of a tenant that goes first.
+    /// The block of a tenant that is dropped first.
     fn first(&self, of: u8) -> Option<u64> {
         let is_of = |block: &&ModelBlock| block.of.is_some_and(|(tenant, _)| tenant == of);
         let is_parent = |n: u64| self.blocks.values().filter(is_of).any(|block| block.of.unwrap().1 == Some(n));
@@ -290,7 +290,7 @@ impl Model {
         own.min_by_key(|&(&n, block)| (is_parent(n), block.rank)).map(|(&n, _)| n)
     }
 
-    /// Without a buffer, because the key was there when the batch came, a block that the batch itself has driven out is not
+    /// A block that was stored when the batch arrived has no buffer. If the batch itself then evicts it, it is not
     /// written again.
     fn put(&mut self, n: u64, of: Option<Of>, has_buffer: bool) -> Result<(), Miss> {
         let now = self.tick();
@@ -318,7 +318,7 @@ impl Model {
             let oldest = self.blocks.iter().min_by_key(|(_, block)| block.used).map(|(&n, _)| n);
             self.blocks.remove(&oldest.unwrap());
         }
-        // What has gone may be its parent.
+        // The dropped block may be its parent.
         self.blocks.insert(n, block(rank(self)));
         Ok(())
     }
@@ -334,7 +334,7 @@ impl Model {
         }
     }
 
-    /// What the next life knows of the order, with a checkpoint or from headers.
+    /// The order that the next opener restores, from a checkpoint or from headers.
     fn age(&mut self, with_checkpoint: bool) {
         for block in self.blocks.values_mut() {
             block.used = if with_checkpoint { block.used } else { block.written };
@@ -344,7 +344,7 @@ impl Model {
     }
 }
 
-/// The store beside its model.
+/// The store and its model.
 struct Pair {
     disk: Disk,
     store: SlabStore,
@@ -354,7 +354,7 @@ struct Pair {
 
 impl Pair {
     fn put(&mut self, blocks: &[(u64, Option<Of>)]) {
-        // Blocks with owners and blocks without come in batches of their own.
+        // Blocks with and without owners come in separate batches.
         for is_owned in [true, false] {
             let batch: Vec<_> = blocks.iter().copied().filter(|(_, of)| of.is_some() == is_owned).collect();
             let has_buffer = |&(n, _): &(u64, _)| self.model.blocks.get(&n).is_none_or(|block| !block.proven);

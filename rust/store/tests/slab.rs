@@ -1,4 +1,4 @@
-//! The slab's file: its format on disk, its lock and what is left when making it fails.
+//! The slab's file: its format on disk, its lock, and what is left behind when creating it fails.
 #![expect(clippy::unwrap_used, reason = "test code")]
 
 use blockyard_store::{
@@ -199,7 +199,7 @@ fn a_checkpoint_that_is_a_link_is_not_followed() {
     let (path, moved) = (folder.path().join("blockyard-prefix.checkpoint"), folder.path().join("moved"));
     fs::rename(&path, &moved).unwrap();
     symlink(&moved, &path).unwrap();
-    assert!(keyed(&options).contains(&[[1; 32]]).unwrap()[0], "the headers tell");
+    assert!(keyed(&options).contains(&[[1; 32]]).unwrap()[0], "the headers suffice");
     assert!(moved.exists());
 }
 
@@ -218,7 +218,7 @@ fn a_kept_slab_takes_another_size_and_keeps_its_blocks() {
     options.geometry.slots = u32::MAX;
     options.geometry.payload_bytes = 1 << 30;
     assert!(matches!(SlabFile::open_kept(&options), Err(Error::NoSpace { .. })));
-    assert_eq!(fs::metadata(&path).unwrap().len(), 4096 + 4 * 12288, "what does not fit changes nothing");
+    assert_eq!(fs::metadata(&path).unwrap().len(), 4096 + 4 * 12288, "a size that does not fit changes nothing");
 }
 
 #[test]

@@ -114,7 +114,7 @@ fn a_deadline_gives_up_and_the_late_write_counts_for_nothing() {
     assert_eq!((stats.written_blocks, stats.pending_bytes, stats.misses[Miss::Timeout.index()]), (1, 0, 1));
 }
 
-/// A row of one page; its clone tells whether somebody has it still.
+/// A row of one page; a clone of its handle shows whether the store still holds it.
 struct Row {
     page: Buffer,
     _held: Arc<()>,
@@ -134,7 +134,7 @@ fn lent(held: &Arc<()>) -> Vec<Box<dyn LentRow>> {
     vec![Box::new(Row { page: Buffer::new(PAGE), _held: Arc::clone(held) })]
 }
 
-/// A store of one-page blocks that is given a second, and has one in slot 0.
+/// A store of one-page blocks with a timeout of a second, and a block in slot 0.
 fn pages() -> (Arc<Memory>, SlabStore) {
     let geometry = Geometry { payload_bytes: PAGE, slots: 9 };
     let memory = Memory::new(geometry.total());
@@ -155,7 +155,7 @@ fn a_thread_that_hangs_keeps_the_row_and_then_lets_go() {
     let ticket = store.lend_read(&[0], lent(&held)).unwrap();
     assert_eq!(store.wait_for(ticket, LONG).unwrap(), Progress::Expired);
     assert_eq!(store.take(ticket).unwrap().blocks().collect::<Vec<_>>(), [Err(Miss::Timeout)]);
-    assert_eq!(Arc::strong_count(&held), 2, "the thread may write to it still");
+    assert_eq!(Arc::strong_count(&held), 2, "the thread may still write to it");
     assert!(!store.close(Duration::ZERO));
     assert_eq!(Arc::strong_count(&held), 2);
     drop(store);
@@ -179,7 +179,7 @@ fn a_device_that_hangs_costs_one_deadline_and_then_refuses_until_it_answers() {
     assert!(refused(store.submit_read(&[0]).unwrap()));
     assert!(refused(store.submit_write(&[1], &[1; PAGE]).unwrap()));
     assert!(store.stats().unwrap().is_down);
-    // Once in a while a batch tries whether it answers again, as long as there is a thread for it.
+    // Now and then a batch is let through as a probe, as long as a thread is free for it.
     thread::sleep(Duration::from_secs(1));
     let probe = store.submit_read(&[0]).unwrap();
     assert_eq!(store.wait_for(probe, Duration::ZERO).unwrap(), Progress::Pending);
@@ -200,7 +200,7 @@ fn a_bad_block_is_no_miss_of_its_neighbours() {
     let slots: Vec<i64> = (0..8).collect();
     memory.freeze(true);
     let held = Arc::new(());
-    // The threads are busy, so that what follows is written in runs.
+    // Keep the threads busy, so that the following blocks are written in runs.
     let busy: Vec<u64> = [7, 8].iter().map(|&slot| store.submit_write(&[slot], &[9; PAGE]).unwrap()).collect();
     while memory.calls.load(Ordering::SeqCst) < 3 {
         thread::yield_now();
@@ -343,7 +343,7 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
     prop::collection::vec(action, 1..40)
 }
 
-/// What a slot must give back.
+/// What a read of a slot must return.
 #[derive(Clone, Debug, PartialEq)]
 enum Slot {
     Missing(Miss),
@@ -351,7 +351,7 @@ enum Slot {
     Damaged,
 }
 
-/// The store beside a plain list of slots; reads are predicted when they are submitted.
+/// The store, and a model: a plain list of slots. Reads are predicted when they are submitted.
 struct Pair {
     memory: Arc<Memory>,
     store: SlabStore,
@@ -388,7 +388,7 @@ impl Pair {
             Action::Damage(slot, at, mask) => {
                 self.collect();
                 let at = options().geometry.offset(u32::try_from(slot).unwrap()) + at;
-                // Only once between two writes: the same change twice would mend the block.
+                // Only once between two writes: the same change twice would repair the block.
                 if let holds @ Slot::Holds(_) = &mut self.model[usize::try_from(slot).unwrap()] {
                     *holds = Slot::Damaged;
                     self.memory.flip(at, mask);

@@ -4,7 +4,7 @@
 //! - operations on one slot run one at a time, in the order in which they were submitted;
 //! - a slot is `Valid` only between the reported end of a write and the start of the next;
 //! - a key is in the index from the submission of its write until it is evicted, deleted, or an operation on it fails;
-//! - of a slot that is not suspect, no header on the medium has a key but the one in the index: deletion relies on it.
+//! - the header of a slot that is not suspect has no key other than the one in the index: deletion relies on it.
 
 use crate::buffer::{Buffer, LentRow};
 use crate::error::Result;
@@ -23,7 +23,7 @@ use memory::Memory;
 
 pub(crate) use submit::LentRows;
 
-/// Maximum bytes of adjacent blocks in one call: larger calls gain nothing, and would keep other threads idle.
+/// Maximum bytes of adjacent blocks in one call: larger calls gain nothing, and would leave other threads idle.
 const RUN: usize = 1 << 20;
 
 /// Counters since the store was opened.
@@ -54,7 +54,7 @@ pub struct Stats {
 /// One operation on a slot.
 enum Op {
     Write(Place, Buffer),
-    /// With the row that takes the block, if it was lent.
+    /// A read, with the row that takes the block if one was lent.
     Read(Place, Option<Box<dyn LentRow>>),
     /// A put of a key that already has a slot: its write may still be in flight.
     Confirm(Place),
@@ -98,7 +98,7 @@ impl SlotState {
 /// The state of a store without its threads and its device. Waiting callers ask `tickets` directly.
 pub(crate) struct Queue {
     slots: Vec<SlotState>,
-    /// Without slots in swap space.
+    /// Has no slots in swap space.
     index: Index,
     /// Slots whose on-disk header may hold a key missing from the index: an operation failed, and the header is not
     /// wiped yet.
@@ -114,7 +114,7 @@ pub(crate) struct Queue {
     timeout_base: Duration,
     stats: Stats,
     closing: bool,
-    /// Number of threads that take jobs, and how many of them have one.
+    /// Number of threads that take jobs, and how many of them are busy.
     threads: usize,
     running: usize,
     /// Jobs that have ended.
@@ -175,7 +175,7 @@ impl Queue {
         }
     }
 
-    /// Whether each key has a block whose write has landed; none while the device hangs.
+    /// For each key, whether it has a block whose write has landed; false for all while the device hangs.
     pub(crate) fn contains(&self, keys: &[Key]) -> Vec<bool> {
         let landed = |key| {
             let found = self.index.find(key);
@@ -187,7 +187,7 @@ impl Queue {
         keys.iter().map(landed).collect()
     }
 
-    /// Whether the store has no block under each key, nor a write of one in flight.
+    /// For each key, whether the store has neither a block nor a write of one in flight.
     pub(crate) fn lacks(&self, keys: &[Key]) -> Vec<bool> {
         keys.iter().map(|key| self.index.find(key).is_none()).collect()
     }
@@ -487,8 +487,8 @@ impl Queue {
         }
     }
 
-    /// Records the outcome of a block; returns whether its ticket still needs it. If not, a block that was read
-    /// gives its memory back.
+    /// Records the outcome of a block; returns whether its ticket still needs it. If not, frees the memory of a block
+    /// that was read.
     fn settle(&mut self, place: Place, outcome: Outcome) -> bool {
         match self.tickets.settle(place, outcome) {
             Ok(()) => true,

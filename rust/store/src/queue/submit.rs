@@ -1,4 +1,4 @@
-//! New batches: which blocks are accepted, which are refused, and which have an outcome already.
+//! New batches: which blocks are accepted, which are refused, and which already have an outcome.
 
 use super::{Op, Queue};
 use crate::buffer::{Buffer, LentRow};

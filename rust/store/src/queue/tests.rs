@@ -1,4 +1,4 @@
-//! Orders of work on one slot.
+//! The order of operations on one slot.
 
 use super::*;
 
@@ -14,7 +14,7 @@ fn submit(queue: &mut Queue, slots: &[u32]) -> u64 {
     queue.submit_writes(slots, buffers, Instant::now()).unwrap()
 }
 
-/// Does everything that can be done; returns slots and generations in the order of the work.
+/// Runs all operations that can run; returns their slots and generations, in order.
 fn work(queue: &mut Queue) -> Vec<(&'static str, u32, u64)> {
     let mut done = Vec::new();
     while let Some(job) = queue.next_job() {

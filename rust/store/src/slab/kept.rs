@@ -21,7 +21,7 @@ const UNFINISHED: &str = "blockyard-prefix.checkpoint.new";
 const LOCK_WAIT: Duration = Duration::from_secs(1);
 const LOCK_PAUSE: Duration = Duration::from_millis(2);
 
-/// Never followed if they are links, never inherited, never waited for if they are pipes.
+/// Flags for opening files: links are not followed, descriptors are not inherited, and pipes do not block.
 pub(super) const CAREFULLY: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
 const PRIVATE: Mode = Mode::RUSR.union(Mode::WUSR);
 
@@ -58,7 +58,7 @@ impl SlabFile {
         result.map(|()| slab)
     }
 
-    /// Gives the file its size, if the disk has room for what is missing.
+    /// Extends the file to its size, if the disk has room for the missing part.
     fn resize(&mut self, before: &Stat, options: &SlabOptions) -> Result<()> {
         let asked = options.geometry.total();
         let size = u64::try_from(before.st_size).unwrap_or(0);

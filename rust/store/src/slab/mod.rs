@@ -1,5 +1,5 @@
-//! The file of a slab: locked and preallocated. That of swap space is removed when the store is closed, or by the next
-//! opener if its process dies; that of keyed blocks is kept.
+//! The file of a slab: locked and preallocated. The file of swap space is removed when the store is closed, or by the
+//! next opener if its process dies. The file of keyed blocks is kept.
 //!
 //! Invariant: the holder of the `flock` of a named slab owns it. Swap space whose lock is free belongs to a dead
 //! process, and anyone may remove it.
@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 const PREFIX: &str = "blockyard-swap-";
 const SUFFIX: &str = ".slab";
-/// How many names one process tries.
+/// Number of names that one process tries.
 const NAMES: u32 = 10_000;
 
 /// Whether the page cache is bypassed.
@@ -34,13 +34,13 @@ pub enum DirectMode {
     /// If the file system allows it; otherwise buffered, with a note.
     #[default]
     Auto,
-    /// Always; refused where the file system does.
+    /// Always: opening fails if the file system refuses it.
     On,
     /// Never.
     Off,
 }
 
-/// Where a slab is made and how it is accessed.
+/// Where a slab is created and how it is accessed.
 #[derive(Clone, Debug)]
 pub struct SlabOptions {
     /// Directory of the slab; its last component is created if missing, and must not be a symbolic link.
@@ -53,7 +53,7 @@ pub struct SlabOptions {
     pub direct: DirectMode,
 }
 
-/// An open, locked and preallocated slab. The name of swap space goes when it is discarded or dropped.
+/// An open, locked and preallocated slab. The file name of swap space is removed when it is discarded or dropped.
 #[derive(Debug)]
 pub struct SlabFile {
     file: File,
@@ -139,7 +139,7 @@ impl SlabFile {
         }
     }
 
-    /// Turns direct I/O on if wanted, proves it, and turns it off if that fails.
+    /// Turns direct I/O on if wanted, tests it, and turns it off if the test fails.
     fn choose_direct(
         &mut self,
         options: &SlabOptions,
@@ -193,13 +193,13 @@ impl SlabFile {
         self.direct
     }
 
-    /// What the file system refused, in words; empty if nothing.
+    /// Messages about features that the file system refused.
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// Removes the name, once, unless another file has it by now or this process is a fork of the owner.
+    /// Removes the name, at most once, unless another file has taken it or this process is a fork of the owner.
     fn unlink(&self) {
         if self.owner != std::process::id() || self.unlinked.swap(true, Ordering::Relaxed) {
             return;
@@ -308,7 +308,7 @@ fn check_space(directory: &OwnedFd, options: &SlabOptions) -> Result<()> {
     }
 }
 
-/// Bytes that an unprivileged process may still allocate, if the file system says.
+/// Bytes that an unprivileged process may still allocate, if the file system reports them.
 fn available(directory: &OwnedFd) -> Option<u64> {
     let stat = fs::fstatvfs(directory).ok()?;
     // Some file systems report no sizes at all.

@@ -13,7 +13,7 @@ const VERSION: u64 = 2;
 const HEAD: usize = 8 + 6 * 8 + 32;
 /// Slot, generation with [`UNPROVEN`], key.
 const BLOCK: usize = 4 + 8 + 32;
-/// Slot, tenant, parent: one behind the blocks for each block that has an owner, in their order.
+/// Slot, tenant, parent: such records follow the blocks, one for each block with an owner, in the same order.
 const OWNER: usize = 4 + 32 + 32;
 const CHECKSUM: usize = 16;
 /// A bit that is never set in a generation.
@@ -70,7 +70,7 @@ impl StoreOptions {
         self.is_plausible(&landed).then_some(landed)
     }
 
-    /// A checksum says that the bytes are those that were written, not that they make sense.
+    /// A checksum proves that the bytes are unchanged, not that they make sense.
     fn is_plausible(&self, landed: &Landed) -> bool {
         let (mut slots, mut keys) = (HashSet::new(), HashSet::new());
         let generations = landed.floor..landed.next_generation;

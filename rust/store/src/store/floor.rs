@@ -1,4 +1,4 @@
-//! `Floor`: the first valid generation of a slab, and the weights that compute blocks from there on.
+//! `Floor`: the first valid generation of a slab, and the weights that compute blocks from that generation on.
 //!
 //! A thread writes it to the superblock, since the device may hang; the newest floor is written last. One lock, never
 //! held during a call to the device.
@@ -27,7 +27,7 @@ pub(super) struct Floor {
 struct Known {
     floor: u64,
     revision: [u8; 32],
-    /// The floor in the superblock, as far as `forget` has raised it.
+    /// The highest floor that `forget` has written to the superblock.
     written: u64,
     is_writing: bool,
     /// Why the last write failed.

@@ -27,7 +27,7 @@ pub struct SlabReport {
     pub blocks: BTreeMap<[u8; 32], u64>,
     /// Slots without a block.
     pub empty: u64,
-    /// Blocks that were forgotten all at once.
+    /// Blocks that `forget` has made invalid.
     pub forgotten: u64,
     /// Blocks that a newer write of their key replaces.
     pub replaced: u64,
@@ -116,7 +116,7 @@ impl SlabReport {
     }
 }
 
-/// What a slot holds; its payload is checked if it was read.
+/// Returns the content of a slot; checks its payload if it was read.
 fn look(
     slot: u32,
     block: &Buffer,

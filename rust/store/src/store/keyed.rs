@@ -61,8 +61,8 @@ impl SlabStore {
         self.submit_puts(state, keys, owners, buffers)
     }
 
-    /// Stores blocks straight from the caller's memory, one row per key; else as [`SlabStore::submit_put`]. Who owns
-    /// a row is as in [`SlabStore::lend_write`].
+    /// Stores blocks straight from the caller's memory, one row per key; otherwise like [`SlabStore::submit_put`]. The
+    /// store owns rows as in [`SlabStore::lend_write`].
     ///
     /// # Errors
     /// As [`SlabStore::submit_put`].
@@ -104,8 +104,8 @@ impl SlabStore {
         self.submit_keys(|queue, now| queue.submit_gets(keys, None, now))
     }
 
-    /// Reads blocks by key straight into the caller's memory, one row per key; else as [`SlabStore::submit_get`].
-    /// Rows are as in [`SlabStore::lend_read`].
+    /// Reads blocks by key straight into the caller's memory, one row per key; otherwise like
+    /// [`SlabStore::submit_get`]. Rows are as in [`SlabStore::lend_read`].
     ///
     /// # Errors
     /// As [`SlabStore::submit_get`], and `WrongLength`.
@@ -122,7 +122,7 @@ impl SlabStore {
         self.submit_keys(|queue, now| queue.submit_deletes(keys, now))
     }
 
-    /// Whether each key has a block whose write has landed. Nothing is read: only a get proves the bytes.
+    /// For each key, whether it has a block whose write has landed. Nothing is read: only a get proves the bytes.
     ///
     /// # Errors
     /// `NotKeyed`, `Forked`.
@@ -131,7 +131,7 @@ impl SlabStore {
         Ok(self.shared.lock().queue.contains(keys))
     }
 
-    /// Whether a get of each key is sure to be a miss: the store has no block under it, and none is being written.
+    /// For each key, whether a get is sure to be a miss: the store has no block under it, and none is being written.
     ///
     /// # Errors
     /// `NotKeyed`, `Forked`.
@@ -190,7 +190,7 @@ impl SlabStore {
         match done.blocks().filter(std::result::Result::is_err).count() {
             0 => Ok(()),
             left => {
-                let what = format!("{left} of {} blocks may come back in a later life", done.blocks().len());
+                let what = format!("{left} of {} blocks may reappear when the slab is reopened", done.blocks().len());
                 Err(failed("drop what is beyond the quota from")(io::Error::other(what)))
             }
         }

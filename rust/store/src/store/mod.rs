@@ -1,5 +1,5 @@
 //! The store: a queue, a device and the threads between them. Threads touch the caller's memory only where it was lent
-//! ([`LentRow`]). No call waits for the device longer than its timeout, but for opening a keyed store.
+//! ([`LentRow`]). No call waits for the device longer than its timeout, except for opening a keyed store.
 //!
 //! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` wakes threads,
 //! `done` wakes callers, see `wake`. A thread whose call hangs in the kernel keeps that call's buffers and its share of
@@ -35,10 +35,10 @@ use worker::Worker;
 pub use floor::revision_name;
 pub use inspect::SlabReport;
 
-/// How long a store that is dropped without being closed waits for its threads.
+/// How long dropping a store that was not closed waits for its threads.
 const PARTING: Duration = Duration::from_secs(1);
 
-/// Path in messages about a store without a file.
+/// Path in messages of a store without a file.
 const STORE: &str = "the external store";
 
 /// Maximum time that close waits.
@@ -49,7 +49,7 @@ const LONGEST: Duration = Duration::from_secs(86_400);
 pub struct StoreOptions {
     /// Slots and their length.
     pub geometry: Geometry,
-    /// Digest of everything that decides the bytes; a block of another namespace is a miss.
+    /// Digest of everything that determines the bytes; a block of another namespace is a miss.
     pub namespace: [u8; 32],
     /// Name of the weights that compute the blocks, see [`revision_name`]; blocks under keys of others are
     /// forgotten.
@@ -117,7 +117,7 @@ struct StoreState {
     device: Option<Arc<dyn BlockDevice>>,
     threads: usize,
     sleepers: Sleepers,
-    /// Readable while tickets have ended that nobody has polled for, if somebody asked for it.
+    /// Readable while ended tickets have not been polled; `None` until it is first requested.
     event: Option<OwnedFd>,
 }
 
@@ -133,7 +133,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A thread of the store ends.
+    /// Records that a thread of the store ends.
     fn leave(&self) {
         self.lock().threads -= 1;
         self.left.notify_all();
@@ -209,7 +209,7 @@ impl SlabStore {
         self.submit_buffers(self.shared.lock(), &checked, filled)
     }
 
-    /// Writes blocks straight from the caller's memory, one row per slot; else as [`SlabStore::submit_write`].
+    /// Writes blocks straight from the caller's memory, one row per slot; otherwise like [`SlabStore::submit_write`].
     ///
     /// The store owns a row until its block has an outcome; after `Timeout` or `Closed`, until the hanging thread has
     /// dropped it. A row whose bytes change in the meantime is a miss when it is read.
@@ -247,7 +247,7 @@ impl SlabStore {
         if found == expected { Ok(()) } else { Err(Error::WrongLength { found, slots, payload_bytes, expected }) }
     }
 
-    /// Refuses rows that are not whole pages, or not one for each slot.
+    /// Fails unless the rows are whole pages, one per slot.
     fn check_rows(&self, slots: usize, rows: &[Box<dyn LentRow>]) -> Result<()> {
         let width = self.options.geometry.payload_bytes;
         let fits = |bytes: &[u8]| bytes.len() == width && width % PAGE == 0 && bytes.as_ptr().addr() % PAGE == 0;
@@ -264,7 +264,7 @@ impl SlabStore {
         }
     }
 
-    /// A buffer that holds a payload: this one, if there is one.
+    /// Returns a buffer that holds a payload: the given one, or a new one.
     fn filled(&self, buffer: Option<Buffer>, row: &[u8]) -> Buffer {
         let mut buffer = buffer.unwrap_or_else(|| Buffer::new(self.options.geometry.stride()));
         buffer.fill_payload(row);
@@ -281,8 +281,8 @@ impl SlabStore {
         self.submit_reads(&checked, None)
     }
 
-    /// Reads blocks straight into the caller's memory, one row per slot; else as [`SlabStore::submit_read`]. A row's
-    /// content is valid only if its block was read; its ownership is as in [`SlabStore::lend_write`].
+    /// Reads blocks straight into the caller's memory, one row per slot; otherwise like [`SlabStore::submit_read`]. A
+    /// row's content is valid only if its block was read; its ownership is as in [`SlabStore::lend_write`].
     ///
     /// # Errors
     /// As [`SlabStore::submit_read`], and `WrongLength`.
@@ -335,7 +335,7 @@ impl SlabStore {
     /// It belongs to the store. Deadlines do not make it readable.
     ///
     /// # Errors
-    /// `Io` if there is none left, `Forked`.
+    /// `Io` if the process has no descriptors left, `Forked`.
     pub fn event_fd(&self) -> Result<i32> {
         self.check_process()?;
         let mut state = self.shared.lock();
@@ -485,13 +485,13 @@ pub struct Completion {
 }
 
 impl Completion {
-    /// Whether the batch was one of reads.
+    /// Whether the batch was a read.
     #[must_use]
     pub fn is_read(&self) -> bool {
         self.outcomes.reads
     }
 
-    /// One entry per slot, in the order of the batch: the payload that was read, nothing for a write, or the miss.
+    /// One entry per slot, in the order of the batch: the payload read, `None` for a write, or the miss.
     #[must_use]
     pub fn blocks(&self) -> impl ExactSizeIterator<Item = std::result::Result<Option<&[u8]>, Miss>> {
         self.outcomes.blocks.iter().map(|block| match block {
@@ -510,7 +510,7 @@ impl Drop for Completion {
     }
 }
 
-/// Nanoseconds since 1970, so that no two lives of a slab share a generation.
+/// Nanoseconds since 1970, so that no two openings of a slab share a generation.
 fn first_generation() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX / 2).max(1)

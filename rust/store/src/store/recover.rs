@@ -11,16 +11,18 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Slots whose headers a thread reads before it asks for more.
+/// Number of slots whose headers a thread reads at a time.
 const BATCH: u64 = 64;
 
-/// Generations from here on are no clock's: a header that has one is not taken.
+/// No clock reaches generations from here on: headers with one are ignored.
 const FAR: u64 = 1 << 63;
 
 impl StoreOptions {
-    /// What a slab holds under this namespace. Writes its superblock if it has none, or that of another geometry.
+    /// Reads what a slab holds under this namespace. Writes the superblock if the slab has none, or one with another
+    /// geometry.
     ///
-    /// Without a superblock nobody knows what was forgotten, so then every block is; as it is under another revision.
+    /// Without a superblock it is unknown which blocks were forgotten, so all of them are. So are the blocks of another
+    /// revision.
     pub(super) fn recover(&self, device: &dyn BlockDevice) -> io::Result<Landed> {
         let checkpoint = device.take_checkpoint(self.longest_checkpoint());
         let is_of_ours = |page: &Superblock| {
@@ -41,7 +43,7 @@ impl StoreOptions {
         Ok(Landed { floor, next_generation: next.max(floor + 1), blocks, older })
     }
 
-    /// Writes the superblock; returns when it would outlive a loss of power.
+    /// Writes the superblock; returns once it would survive a loss of power.
     pub(super) fn write_superblock(&self, device: &dyn BlockDevice, floor: u64, revision: [u8; 32]) -> io::Result<()> {
         let page = Superblock::new(self.namespace, self.geometry, floor, revision).page();
         write_whole(device, page.as_slice(), 0)?;
@@ -54,8 +56,8 @@ impl StoreOptions {
         scan(device, self.geometry, self.threads, PAGE, read)
     }
 
-    /// The blocks that count among slots that others have written, oldest first; and the slots of those that a newer
-    /// write of their key replaces.
+    /// The valid blocks of slots that earlier stores wrote, oldest first; and the slots whose block a newer write of
+    /// its key replaces.
     fn newest_of_each_key(&self, headers: &[(u32, Header)], floor: u64) -> (Vec<StoredBlock>, Vec<u32>) {
         let is_ours = |header: &Header| {
             header.namespace == self.namespace && header.payload_bytes == self.geometry.payload_bytes as u64
@@ -93,7 +95,7 @@ pub(super) fn read_superblock(device: &dyn BlockDevice) -> io::Result<Option<Sup
     Ok(page.as_slice().first_chunk().and_then(|page| Superblock::decode(page).ok()))
 }
 
-/// The header that was read for a slot, if it is intact and was written there.
+/// The header read for a slot, if it is intact and was written for that slot.
 pub(super) fn header(slot: u32, page: &Buffer, result: io::Result<()>) -> Result<Header, Miss> {
     result.map_err(|error| if error.kind() == io::ErrorKind::UnexpectedEof { Miss::Truncated } else { Miss::Io })?;
     let header = Header::decode(page.as_slice().first_chunk().ok_or(Miss::Truncated)?)?;
@@ -104,7 +106,8 @@ pub(super) fn header(slot: u32, page: &Buffer, result: io::Result<()>) -> Result
     }
 }
 
-/// Reads the first `len` bytes of every slot with `threads` threads; returns what `visit` makes of them, in no order.
+/// Reads the first `len` bytes of every slot with `threads` threads; returns the results of `visit`, in no particular
+/// order.
 pub(super) fn scan<T: Send>(
     device: &dyn BlockDevice,
     geometry: Geometry,

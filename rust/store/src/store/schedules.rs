@@ -1,5 +1,5 @@
-//! The store's threads and callers in schedules of `shuttle`'s choosing. There no wait times out, so a wake-up that is
-//! missing shows as a deadlock.
+//! The store's threads and callers in schedules that `shuttle` chooses. No wait times out there, so a missing wake-up
+//! shows as a deadlock.
 
 use super::{SlabStore, StoreOptions};
 use crate::device::BlockDevice;
@@ -49,7 +49,7 @@ fn store() -> Arc<SlabStore> {
     Arc::new(SlabStore::open(Arc::new(memory), options).unwrap())
 }
 
-/// Writes two slots, reads them back, and finds what it wrote.
+/// Writes two slots, reads them back, and compares.
 fn round_trip(store: &SlabStore, slots: [i64; 2], mark: u8) {
     let rows: Vec<u8> = (0..2 * BYTES).map(|i| mark + u8::from(i >= BYTES)).collect();
     let written = store.submit_write(&slots, &rows).unwrap();
@@ -78,7 +78,7 @@ fn callers_find_what_they_wrote_whatever_the_schedule() {
     check_pct(two_callers, 200, 3);
 }
 
-/// More callers than threads, each with one block at a time: of its own slot, then of one that all use.
+/// More callers than threads, each with one block at a time: first in its own slot, then in a slot that all share.
 fn callers_of_single_blocks() {
     let store = store();
     let caller = |slot: u8| {
@@ -106,7 +106,7 @@ fn no_caller_of_a_single_block_waits_forever_whatever_the_schedule() {
     check_pct(callers_of_single_blocks, 400, 3);
 }
 
-/// A keyed store of two slots, as an empty slab would give it.
+/// A keyed store of two slots, as opened over an empty slab.
 fn keyed() -> Arc<SlabStore> {
     let geometry = Geometry::fit(BYTES, None, Some(2)).unwrap();
     let options = StoreOptions {
@@ -123,7 +123,7 @@ fn keyed() -> Arc<SlabStore> {
     Arc::new(SlabStore::start(Arc::new(memory), options, queue, true).unwrap())
 }
 
-/// What became of each block of a ticket; a block that was read must be that of its key.
+/// The outcome of each block of a ticket; a block that was read must be its key's.
 fn ends(store: &SlabStore, ticket: u64, keys: &[u8]) -> Vec<Result<(), Miss>> {
     assert_eq!(store.wait_for(ticket, LONG).unwrap(), Progress::Finished);
     let done = store.take(ticket).unwrap();

@@ -1,8 +1,8 @@
-//! Who is woken, and when: as many sleeping threads as operations are ready, and of the callers those in the shards of the
-//! tickets that have ended.
+//! Wakes threads and callers: as many sleeping threads as there are ready operations, and the callers in the shards of
+//! the tickets that have ended.
 //!
-//! Invariant: when the lock is released, every ready operation has a thread that was called and has not looked at the queue
-//! yet, or no thread sleeps.
+//! Invariant: when the lock is released, every ready operation has a thread that was called and has not looked at the
+//! queue yet, or no thread sleeps.
 
 use super::{Shared, StoreState};
 use crate::sync::{MutexGuard, PoisonError};
@@ -10,14 +10,14 @@ use crate::sync::{MutexGuard, PoisonError};
 /// Threads that wait for work.
 #[derive(Debug, Default)]
 pub(super) struct Sleepers {
-    /// Called by nobody yet.
+    /// Asleep and not called yet.
     asleep: usize,
     /// Called, but not awake yet.
     called: usize,
 }
 
 impl Sleepers {
-    /// Counts threads to call for operations that are ready, as called.
+    /// Counts the threads to call for ready operations as called; returns their number.
     fn call(&mut self, ready: usize) -> usize {
         let count = ready.saturating_sub(self.called).min(self.asleep);
         self.asleep -= count;
@@ -25,7 +25,7 @@ impl Sleepers {
         count
     }
 
-    /// One thread is awake. It may be another one than was called, or none was: a wait can end without a call.
+    /// Records that a thread is awake. It may not be the one that was called: a wait can also end without a call.
     fn woke(&mut self) {
         let from = if self.called > 0 { &mut self.called } else { &mut self.asleep };
         *from -= 1;
@@ -33,8 +33,8 @@ impl Sleepers {
 }
 
 impl Shared {
-    /// Wakes threads for the operations that are ready, and callers whose tickets have ended. Called before the lock is
-    /// released, whatever was done.
+    /// Wakes threads for ready operations, and callers whose tickets have ended. Always called before the lock is
+    /// released.
     pub(super) fn wake(&self, state: &mut StoreState) {
         let ended = state.queue.tickets.take_ended();
         if let Some(event) = state.event.as_ref().filter(|_| ended != 0) {

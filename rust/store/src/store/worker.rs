@@ -1,5 +1,5 @@
-//! One thread of the store. It takes a job from the queue, moves the job's neighbouring blocks by one call to the device,
-//! and hands the outcomes to the queue: headers go before a write, checks come after a read.
+//! One thread of the store. It takes a job from the queue, reads or writes the job's adjacent blocks by one call to the
+//! device, and hands the outcomes to the queue. It adds headers before a write, and checks blocks after a read.
 
 use super::{Shared, StoreState};
 use crate::buffer::Buffer;
@@ -12,18 +12,18 @@ use crate::sync::{Arc, MutexGuard};
 use crate::ticket::Place;
 use std::io;
 
-/// Neighbouring blocks.
+/// Adjacent blocks.
 type Run = Vec<(Place, Buffer)>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum JobKind {
     Write,
     Read,
-    /// A page of zeros over a header.
+    /// Overwrites a header with a page of zeros.
     Wipe,
 }
 
-/// What a device answered for each block of a run; of those that were read, what the check said.
+/// The device's answer for each block of a run, and for blocks that were read, the result of the check.
 type Answers = Vec<io::Result<Result<(), Miss>>>;
 
 pub(super) struct Worker {
@@ -77,7 +77,7 @@ impl Worker {
         }
     }
 
-    /// Moves neighbouring blocks together; if that fails, each alone, so that one bad block is no miss of the others.
+    /// Reads or writes adjacent blocks together; if that fails, each alone, so that a bad block costs only itself.
     fn each(&self, kind: JobKind, run: &mut Run) -> Vec<io::Result<()>> {
         let call = |blocks: &mut [(Place, Buffer)]| {
             let offset = self.offset(blocks);
@@ -95,7 +95,7 @@ impl Worker {
         }
     }
 
-    /// Where a run begins.
+    /// Offset of a run.
     fn offset(&self, run: &[(Place, Buffer)]) -> u64 {
         run.first().map_or(0, |(place, _)| self.geometry.offset(place.slot))
     }

@@ -1,4 +1,5 @@
-//! A model of a disk and a file system: writes reach the medium at a sync, or in part and in any order when the power goes.
+//! A model of a disk and a file system: writes reach the medium at a sync; when power is lost, only some do, in any
+//! order.
 
 use blockyard_store::BlockDevice;
 use std::io;
@@ -12,15 +13,15 @@ pub(crate) const ERRORS: [i32; 6] = [5, 24, 27, 28, 30, 122];
 
 #[derive(Clone, Default)]
 struct DiskState {
-    /// What a read finds.
+    /// The bytes that reads return.
     seen: Vec<u8>,
-    /// What a loss of power leaves for certain.
+    /// The bytes that surely survive a loss of power.
     durable: Vec<u8>,
-    /// Sectors written since, in order: where, and their bytes.
+    /// Offset and bytes of the sectors written since, in order.
     unsynced: Vec<(usize, Vec<u8>)>,
     checkpoint: Option<Vec<u8>>,
     calls: u64,
-    /// Every call of such a number fails with that error.
+    /// If set to `(n, error)`, every `n`-th call fails with the error.
     failing: Option<(u64, i32)>,
 }
 
@@ -28,7 +29,7 @@ struct DiskState {
 #[derive(Clone, Default)]
 pub(crate) struct Disk(Arc<Mutex<DiskState>>, Arc<Mutex<()>>, Arc<AtomicUsize>);
 
-/// A small generator of numbers, the same for the same seed.
+/// A small random number generator; a seed determines its numbers.
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -63,12 +64,12 @@ impl Disk {
         Arc::new(self.clone())
     }
 
-    /// Another disk with the same bytes: what one finds after a `kill -9`.
+    /// Another disk with the same bytes, as found after a `kill -9`.
     pub(crate) fn killed(&self) -> Self {
         Self(Arc::new(Mutex::new(self.0.lock().unwrap().clone())), Arc::default(), Arc::default())
     }
 
-    /// Another disk with what a loss of power leaves: of the sectors not synced some, in any order.
+    /// Another disk with the bytes left after a loss of power: some of the unsynced sectors, in any order.
     pub(crate) fn without_power(&self, random: &mut Random) -> Self {
         let mut state = self.0.lock().unwrap().clone();
         let mut image = state.durable;
@@ -91,13 +92,13 @@ impl Disk {
         Self(Arc::new(Mutex::new(state)), Arc::default(), Arc::default())
     }
 
-    /// Lets every call of a number that `nth` divides fail, or none.
+    /// Makes every `nth` call fail, or none.
     pub(crate) fn fail(&self, failing: Option<(u64, i32)>) -> &Self {
         self.0.lock().unwrap().failing = failing;
         self
     }
 
-    /// Changes the bytes behind the store's back, for good.
+    /// Changes the bytes permanently, behind the store's back.
     pub(crate) fn change(&self, change: impl FnOnce(&mut Vec<u8>)) {
         let mut state = self.0.lock().unwrap();
         change(&mut state.seen);
@@ -164,7 +165,7 @@ impl BlockDevice for Disk {
         let mut state = self.0.lock().unwrap();
         let offset = usize::try_from(offset).unwrap();
         let failed = state.call();
-        // A write that fails may have changed any part before, here the first half; a read-only disk has changed nothing.
+        // A failed write may have changed any part, here the first half; on a read-only disk it has changed nothing.
         let len = match &failed {
             Ok(()) => bytes.len(),
             Err(error) if error.raw_os_error() == Some(30) => 0,

@@ -1,4 +1,4 @@
-//! A keyed store over the model disk, with blocks that tell their key and epoch.
+//! A keyed store over the model disk, with blocks whose bytes identify their key and epoch.
 
 #[path = "options.rs"]
 mod options;
@@ -21,7 +21,7 @@ pub(crate) fn key(n: u64) -> [u8; 32] {
     key
 }
 
-/// The block of a key. Those of other keys and epochs differ in every byte's neighbourhood.
+/// The block of a key and epoch. Any few adjacent bytes differ from those of other keys and epochs.
 pub(crate) fn row(n: u64, epoch: u64) -> Vec<u8> {
     let mut state = n.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ epoch.wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let words = (0..PAYLOAD.div_ceil(8)).flat_map(|_| {
@@ -40,7 +40,7 @@ pub(crate) fn submit_put(store: &SlabStore, ids: &[u64], epoch: u64) -> Result<u
     store.submit_put(&keys(ids), &rows, None)
 }
 
-/// What became of the blocks of a ticket: the bytes of a read, none of a write, or the miss.
+/// The outcomes of a ticket's blocks: the bytes of a read, no bytes for a write, or the miss.
 pub(crate) fn collect(store: &SlabStore, ticket: u64) -> Vec<Result<Vec<u8>, Miss>> {
     store.wait_for(ticket, LONG).unwrap();
     let done = store.take(ticket).unwrap();
@@ -64,7 +64,7 @@ pub(crate) fn contains(store: &SlabStore, ids: &[u64]) -> Vec<bool> {
     store.contains(&keys(ids)).unwrap()
 }
 
-/// Fills the store with fresh keys; all must fit, whatever happened before. So no slot has leaked.
+/// Fills the store with fresh keys. All must fit, whatever happened before, which proves that no slot has leaked.
 pub(crate) fn assert_no_slot_leaked(store: &SlabStore, epoch: u64) {
     let slots = u64::from(store.geometry().slots);
     let fresh: Vec<u64> = (1 << 40..(1 << 40) + slots).collect();

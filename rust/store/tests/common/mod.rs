@@ -13,13 +13,13 @@ use std::sync::{Arc, Condvar, Mutex};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     None,
-    /// Moves only a number of bytes.
+    /// Transfers only this many bytes.
     Short(usize),
     /// Fails with an errno.
     Errno(i32),
-    /// Says that it wrote and does not.
+    /// Reports success without writing.
     Swallow,
-    /// Writes half of what it says.
+    /// Writes half of the bytes that it reports.
     Tear,
 }
 
@@ -111,7 +111,7 @@ pub(crate) fn store() -> (Arc<Memory>, SlabStore) {
     (memory, SlabStore::open(device, options()).unwrap())
 }
 
-/// A payload that tells its seed.
+/// A payload determined by its seed.
 pub(crate) fn row(seed: u8) -> Vec<u8> {
     (0..PAYLOAD).map(|i| seed.wrapping_mul(31).wrapping_add(u8::try_from(i % 256).unwrap())).collect()
 }

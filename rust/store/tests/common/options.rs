@@ -1,4 +1,4 @@
-//! A small store, the same for all tests that do not say otherwise.
+//! Options of a small store, the default of all tests.
 
 use blockyard_store::{Geometry, StoreOptions};
 use std::time::Duration;
