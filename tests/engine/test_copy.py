@@ -86,7 +86,7 @@ def test_lists_that_do_not_fit_one_another_are_refused():
     array, other = rows(), np.zeros((5, 7), np.uint8)
     with pytest.raises(InvalidArgumentError, match="cannot copy 1 caches to 2"):
         between([array], [other, other], np.array([[0, 1]]))
-    with pytest.raises(InvalidArgumentError, match="cannot copy rows of 8 bytes to rows of 7, in cache 0"):
+    with pytest.raises(InvalidArgumentError, match="cannot copy rows of 8 bytes to rows of 7 bytes, in cache 0"):
         between([array], [other], np.array([[0, 1]]))
     assert not other.any()
 

@@ -3,8 +3,8 @@
 use crate::error::CopyError;
 use crate::rows::Rows;
 
-/// Checks that no two written caches share memory: they follow one another, or their rows interleave within one stride,
-/// like layers in one tensor.
+/// Checks that no two written caches share memory. Allowed are caches one after the other, and caches whose rows
+/// interleave within one stride, like layers in one tensor.
 pub(crate) fn check_apart(caches: &[Rows]) -> Result<(), CopyError> {
     let mut all = reserved(caches.len())?;
     all.extend(caches.iter().enumerate().filter_map(|(index, rows)| Some((rows.extent()?, index))));
@@ -30,7 +30,7 @@ pub(crate) fn check_lists(sources: &[Rows], targets: &[Rows]) -> Result<(), Copy
         all.extend(extents);
     }
     all.sort_unstable();
-    // The end of the earlier caches in each list.
+    // Where the caches seen so far end, in each list.
     let mut reach = [(0, 0); 2];
     for ([start, end], is_written, index) in all {
         let (far, other) = reach[usize::from(!is_written)];
@@ -74,7 +74,7 @@ mod tests {
     }
 
     proptest! {
-        /// What is let through has no byte in common, whatever it is.
+        /// Caches that pass the check have no byte in common.
         #[test]
         fn caches_that_share_a_byte_are_refused(caches in prop::collection::vec(any_rows(), 0..5)) {
             let mut all: Vec<_> = caches.iter().copied().flat_map(bytes).collect();

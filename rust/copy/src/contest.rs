@@ -1,11 +1,11 @@
 //! Determines whether streaming writes are faster with several pieces at a time or with one after the other. Processors
-//! differ by up to four times, even within a family, so the first parts of large copies alternate between both ways and
-//! are timed.
+//! differ by up to a factor of four, even within a family, so the first parts of large copies alternate between both
+//! ways and are timed.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Number of timed parts, half of them each way.
+/// Number of timed parts, half for each way.
 const TIMED: u32 = 32;
 
 /// Bytes of a timed part.

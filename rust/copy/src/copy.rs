@@ -14,10 +14,10 @@ use std::sync::{Mutex, PoisonError};
 /// From this many bytes on, writes bypass the processor's caches, where they would evict data in use.
 const STREAM_BYTES: usize = 2 << 20;
 
-/// How this process streams.
+/// Determines how this process streams.
 static STREAMING: Contest = Contest::new();
 
-/// Caches that match one another, checked once for any number of mappings.
+/// Matching caches, checked once for any number of mappings.
 #[derive(Debug, Clone)]
 pub struct Caches {
     sources: Vec<Rows>,
@@ -59,8 +59,8 @@ impl Caches {
     /// Carries out a mapping in each cache, with up to `threads` threads.
     ///
     /// # Errors
-    /// The mapping names blocks that the caches do not have, or its rule does not fit; or there is no memory to set
-    /// aside rows for rings. Nothing has been copied.
+    /// The mapping names blocks that the caches do not have, its rule does not allow such caches, or there is not
+    /// enough memory to set aside rows of rings. Nothing has been copied.
     pub fn run(&self, mapping: &Mapping, threads: usize) -> Result<(), CopyError> {
         for (reach, rows) in mapping.reach().into_iter().zip(self.blocks) {
             if reach > rows {
@@ -81,9 +81,9 @@ impl Caches {
         if let Some(order) = mapping.order() {
             return self.run_steps(order, threads);
         }
-        // SAFETY: the rows are there, as their reach says, and the caches fit. No row is written twice, as each rule says.
-        // None is both read and written: caches between which rows are copied lie apart, and within caches the rule says so,
-        // or that there is no order.
+        // SAFETY: the caches have the rows, since the mapping's reach was checked, and they match. Every rule ensures
+        // that no row is written twice. No row is both read and written: source and target caches share no memory, and
+        // within caches the rule excludes it, or the mapping needs no order.
         unsafe { copy_apart(&self.sources, targets, pairs, threads) };
         Ok(())
     }
@@ -92,7 +92,8 @@ impl Caches {
     fn exchange(&self, pairs: &[[u32; 2]], threads: usize) {
         let caches = &self.sources;
         share(caches.len(), pairs, widest(caches), threads, |cache, part| {
-            // SAFETY: the rows are there and lie apart, as `run` and the rule say; who made them says that they are ours.
+            // SAFETY: `run` checked that the rows exist, and the rule that they are distinct; the maker of `Rows`
+            // promised that nobody else uses them.
             unsafe {
                 let pieces = Pieces::new(caches[cache], caches[cache], part, PIECE_BYTES);
                 in_lanes::<LANES>(pieces, |odd| odd.exchange(), |from, to| exchange_line(from, to));
@@ -113,8 +114,8 @@ impl Caches {
             let (rows, bytes) = (caches[cache], caches[cache].width());
             let mut aside = std::mem::take(&mut *room[cache].lock().unwrap_or_else(PoisonError::into_inner));
             for &[from, to] in steps {
-                // SAFETY: the rows are there, and who made them says that they are ours; two rows lie apart, and no step has
-                // one row at both ends. What is set aside is a row, before it is written.
+                // SAFETY: the rows exist, and the maker of `Rows` promised that nobody else uses them. Two rows share
+                // no memory, and no step has one row at both ends. A row is set aside before it is written.
                 unsafe {
                     if to == ASIDE {
                         aside.clear();
@@ -134,15 +135,15 @@ impl Caches {
 /// Copies rows.
 ///
 /// # Safety
-/// The caches have the rows that are named, of one width. No row of a target is named twice, and none shares memory with a
-/// row that is read or with one of another target.
+/// The caches have the named rows, all of one width. No row of a target is named twice, and none shares memory with a
+/// row that is read or with a row of another target.
 unsafe fn copy_apart(sources: &[Rows], targets: &[Rows], pairs: &[[u32; 2]], threads: usize) {
     let bytes = sources.iter().map(|rows| rows.width()).fold(0, usize::saturating_add).saturating_mul(pairs.len());
     share(sources.len(), pairs, widest(sources), threads, |cache, part| {
         let width = sources[cache].width();
         if bytes < STREAM_BYTES {
-            // SAFETY: the rows are there, of one width, and lie apart, as the caller says; who made them says that they are
-            // ours.
+            // SAFETY: the caller promises that the rows exist, have one width and share no memory; the maker of `Rows`
+            // promised that nobody else uses them.
             unsafe { Pieces::new(sources[cache], targets[cache], part, usize::MAX).for_each(|piece| piece.copy()) };
             return;
         }

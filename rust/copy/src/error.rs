@@ -6,7 +6,7 @@ pub enum CopyError {
     /// An entry of a mapping names a block that does not exist.
     #[error("entry {entry}: block {block} cannot be {verb}, there are {blocks} blocks")]
     OutOfRange {
-        /// Its place in the list.
+        /// Its index in the list.
         entry: usize,
         /// The id that it names.
         block: i64,
@@ -30,7 +30,7 @@ pub enum CopyError {
     /// A block is read and written by a copy within caches.
     #[error("block {block} is both read (pair {entry}) and written in one copy")]
     ReadAndWritten {
-        /// Place of the entry that reads it.
+        /// Index of the entry that reads it.
         entry: usize,
         /// The block.
         block: u32,
@@ -60,9 +60,9 @@ pub enum CopyError {
         written: usize,
     },
     /// A cache is copied to one with other rows.
-    #[error("cannot copy rows of {read} bytes to rows of {written}, in cache {cache}")]
+    #[error("cannot copy rows of {read} bytes to rows of {written} bytes, in cache {cache}")]
     Widths {
-        /// Its place in the list.
+        /// Its index in the list.
         cache: usize,
         /// Bytes of a row that is read.
         read: usize,
@@ -72,17 +72,17 @@ pub enum CopyError {
     /// Two caches that are written share memory.
     #[error("caches {one} and {other} share memory")]
     Shared {
-        /// Place of the one in the list.
+        /// Index of one of them.
         one: usize,
-        /// Place of the other.
+        /// Index of the other.
         other: usize,
     },
     /// A cache that is read and one that is written share memory.
     #[error("cache {read} to read and cache {written} to write share memory")]
     ReadAndWrittenCaches {
-        /// Place among the caches that are read.
+        /// Index among the caches to read.
         read: usize,
-        /// Place among those that are written.
+        /// Index among the caches to write.
         written: usize,
     },
     /// There is not enough memory to set rows aside.

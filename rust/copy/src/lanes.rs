@@ -21,8 +21,8 @@ struct Lane {
     lines: usize,
 }
 
-/// Does all pieces, `LANES` at a time: `line` for whole lines, [`LINE`] bytes `(from, to)` with `to` where a line of memory
-/// begins, and `odd` for what is left at both ends.
+/// Processes all pieces, `LANES` at a time. Calls `line` with `(from, to)` of each whole line of [`LINE`] bytes, where
+/// `to` is aligned to a line, and `odd` with the remaining bytes at both ends.
 pub(crate) fn in_lanes<const LANES: usize>(
     mut pieces: impl Iterator<Item = Piece>,
     odd: impl Fn(Piece),

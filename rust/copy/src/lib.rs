@@ -4,9 +4,10 @@
 //! threads share large calls. Copies larger than the processor's caches read several rows at once and bypass the caches
 //! when writing.
 //!
-//! The maker of [`Rows`] promises that the memory exists. Everything else is checked once, before the first byte moves: a
-//! [`Mapping`] when it is made (ids are in range, no block is written twice or both read and written), [`Caches`] when they
-//! are (they fit and share no memory), and in a call whether the caches have the blocks that the mapping names.
+//! The maker of [`Rows`] promises that the memory exists. Everything else is checked once, before the first byte moves:
+//! a [`Mapping`] when it is made (ids are in range, no block is written twice or both read and written), [`Caches`]
+//! when they are made (they match and share no memory), and each call checks that the caches have the blocks that the
+//! mapping names.
 
 mod apart;
 mod contest;

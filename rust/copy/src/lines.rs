@@ -4,18 +4,18 @@ use crate::lanes::LINE;
 
 type Line = [u8; LINE];
 
-/// Copies a line past the processor's caches: memory that is written whole lines at a time need not be read first.
+/// Copies a line past the processor's caches. Memory that is written by whole lines need not be read first.
 ///
 /// # Safety
-/// Both lines can be used and lie apart, `to` begins where a line of memory does, nobody else uses them meanwhile; [`fence`]
-/// follows before others may read `to`.
+/// Both lines are valid and do not overlap, `to` is aligned to a line, and nobody else uses them meanwhile. The caller
+/// calls [`fence`] before others may read `to`.
 #[inline]
 pub(crate) unsafe fn stream_line(from: *const u8, to: *mut u8) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
-        // SAFETY: a line is four such words; every x86-64 has the instructions.
-        #[expect(clippy::cast_ptr_alignment, reason = "`to` is aligned, and the load asks for nothing")]
+        // SAFETY: a line has four such words, and every x86-64 processor has the instructions.
+        #[expect(clippy::cast_ptr_alignment, reason = "`to` is aligned, and the load needs no alignment")]
         unsafe {
             let (from, to) = (from.cast::<__m128i>(), to.cast::<__m128i>());
             let words = [0, 1, 2, 3].map(|at| _mm_loadu_si128(from.add(at)));
@@ -25,17 +25,17 @@ pub(crate) unsafe fn stream_line(from: *const u8, to: *mut u8) {
         }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    // SAFETY: as the caller says.
+    // SAFETY: the caller promises it.
     unsafe {
         to.cast::<Line>().write(from.cast::<Line>().read());
     }
 }
 
-/// Makes lines that were streamed visible to other threads before whatever this thread writes next.
+/// Makes streamed lines visible to other threads before any later write of this thread.
 #[inline]
 pub(crate) fn fence() {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: every x86-64 has the instruction.
+    // SAFETY: every x86-64 processor has the instruction.
     unsafe {
         std::arch::x86_64::_mm_sfence();
     }
@@ -44,11 +44,11 @@ pub(crate) fn fence() {
 /// Exchanges two lines.
 ///
 /// # Safety
-/// Both can be used and lie apart, and nobody else uses them meanwhile.
+/// Both are valid and do not overlap, and nobody else uses them meanwhile.
 #[inline]
 pub(crate) unsafe fn exchange_line(one: *mut u8, other: *mut u8) {
     let (one, other) = (one.cast::<Line>(), other.cast::<Line>());
-    // SAFETY: as the caller says; arrays of bytes lie anywhere.
+    // SAFETY: the caller promises it; byte arrays need no alignment.
     unsafe {
         let (first, second) = (one.read(), other.read());
         one.write(second);

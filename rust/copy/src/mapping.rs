@@ -31,17 +31,17 @@ impl MappingRule {
     }
 }
 
-/// As the target of a step: set the source aside. As the source: write the row that was set aside.
+/// As a step's target: set its source aside. As a step's source: write the row that was set aside.
 pub const ASIDE: u32 = u32::MAX;
 
-/// A longer ring is split into shorter ones: a launch on a device holds a limited number of steps.
+/// Longer rings are split into shorter ones, since a launch on a device holds a limited number of steps.
 pub const MAX_RING: usize = 512;
 
-/// A pair whose two ids are this is padding in an exchange.
+/// A pair of two such ids is padding in an exchange.
 const PADDING: i64 = -1;
 
-/// Steps in groups. Steps of a group run one after the other, as each may overwrite what the previous one has read;
-/// groups have no block in common.
+/// Steps in groups. The steps of a group run one after the other, since each may overwrite the block that the previous
+/// one has read. Groups have no block in common.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Steps {
     /// `[from, to]`, of which one may be [`ASIDE`].
@@ -105,7 +105,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// What it does.
+    /// Its rule.
     #[must_use]
     pub const fn rule(&self) -> MappingRule {
         self.rule
@@ -129,7 +129,7 @@ impl Mapping {
         self.order.as_ref()
     }
 
-    /// All as steps, exchanges too.
+    /// The whole mapping as steps, even if any order will do.
     #[must_use]
     pub fn steps(&self) -> Steps {
         match &self.order {
@@ -161,7 +161,7 @@ impl Mapping {
     }
 }
 
-/// The error for a block that is named twice, with the first two entries that do.
+/// The error for a block that is named twice, with the first two entries that name it.
 fn repeated(entries: &[[i64; 2]], block: u32, verb: &'static str, ids_of: fn(&[i64; 2]) -> &[i64]) -> CopyError {
     let named = |(entry, ids)| ids_of(ids).iter().filter(|&&id| id == i64::from(block)).map(move |_| entry);
     let mut both = entries.iter().enumerate().flat_map(named);
@@ -190,7 +190,7 @@ fn check_unread(entries: &[[i64; 2]], pairs: &[[u32; 2]]) -> Result<(), CopyErro
     Err(CopyError::ReadAndWritten { entry, block })
 }
 
-/// The place of the pair that writes a block, among pairs ordered by target.
+/// The index of the pair that writes a block, among pairs ordered by target.
 fn writer(pairs: &[[u32; 2]], block: u32) -> Option<usize> {
     let [first, last] = [pairs.first()?[1], pairs.last()?[1]];
     // Most mappings read and write separate ranges, or write adjacent blocks.
@@ -203,7 +203,7 @@ fn writer(pairs: &[[u32; 2]], block: u32) -> Option<usize> {
     pairs.binary_search_by_key(&block, |pair| pair[1]).ok()
 }
 
-/// Orders moves so that no block is overwritten before it is read; none where no block is both read and written.
+/// Orders moves so that no block is overwritten before it is read; `None` if no block is both read and written.
 fn order(pairs: &[[u32; 2]]) -> Option<Steps> {
     let overwrites: Vec<_> = pairs.iter().map(|&[from, _]| writer(pairs, from)).collect();
     if overwrites.iter().all(Option::is_none) {
@@ -247,12 +247,12 @@ fn order(pairs: &[[u32; 2]]) -> Option<Steps> {
 /// Dependencies between moves, by their index in the list.
 struct Moves<'a> {
     pairs: &'a [[u32; 2]],
-    /// The move that writes what one reads.
+    /// For each move, the move that overwrites its source.
     overwrites: Vec<Option<usize>>,
-    /// Number of moves that have yet to read the target of each.
+    /// For each move, the number of moves that have yet to read its target.
     unread: Vec<u32>,
     made: Vec<bool>,
-    /// A move of the same group; the root of a group is its own.
+    /// For each move, another move of its group; a group's root points to itself.
     parent: Vec<usize>,
 }
 
@@ -279,7 +279,7 @@ impl<'a> Moves<'a> {
         at
     }
 
-    /// Performs a move; returns the move that overwrites its source, if no other move has yet to read that.
+    /// Performs a move; returns the move that overwrites its source, unless other moves have yet to read that source.
     fn make(&mut self, at: usize) -> Option<usize> {
         self.made[at] = true;
         let writer = self.overwrites[at]?;
@@ -287,8 +287,8 @@ impl<'a> Moves<'a> {
         (self.unread[writer] == 0).then_some(writer)
     }
 
-    /// Adds the steps of the ring that a move lies on. A long ring becomes short ones that share the first block: after the
-    /// ring c0 -> ... -> ck -> c0, block c0 holds what ck had.
+    /// Adds the steps of the ring that a move lies on. A long ring becomes short ones that share the first block: after
+    /// the ring c0 -> ... -> ck -> c0, block c0 holds what ck had.
     fn add_ring(&self, at: usize, steps: &mut Vec<[u32; 2]>) {
         let mut blocks = vec![self.pairs[at][1]];
         let mut next = self.overwrites[at];
@@ -320,7 +320,7 @@ mod tests {
         ids.into_iter().all(|id| seen.insert(id))
     }
 
-    /// The rules, said once more.
+    /// The rules, stated independently.
     fn is_sound(entries: &[[i64; 2]], blocks: [usize; 2], rule: MappingRule) -> bool {
         let padding = |ids: &&[i64; 2]| rule == MappingRule::Exchange && **ids == [-1, -1];
         let kept: Vec<_> = entries.iter().filter(|ids| !padding(ids)).collect();
@@ -336,7 +336,7 @@ mod tests {
             }
     }
 
-    /// Runs steps over blocks that hold their own number, group by group in a given order.
+    /// Runs steps over blocks that hold their own numbers, group by group in the given order.
     fn run(plan: &Steps, blocks: usize, backwards: bool) -> Vec<usize> {
         let mut rows: Vec<_> = (0..blocks).collect();
         let mut groups: Vec<_> = plan.starts.windows(2).map(|two| two[0]..two[1]).collect();
@@ -419,7 +419,7 @@ mod tests {
             }
         }
 
-        /// Halves of a shuffled list; any number of them.
+        /// Pairs from the two halves of a shuffled list, any number of them.
         #[test]
         fn exchanges_are_made((ids, some) in (Just((0..20_i64).collect::<Vec<_>>()).prop_shuffle(), 0..10_usize)) {
             let mut entries: Vec<_> = ids[..some].iter().zip(&ids[10..]).map(|(&one, &other)| [one, other]).collect();

@@ -3,7 +3,7 @@
 use crate::rows::Rows;
 use std::slice::Iter;
 
-/// Bytes to copy from one place to another, which lie apart.
+/// Bytes to copy from one place to another; the two do not overlap.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece {
     pub(crate) from: *mut u8,
@@ -15,9 +15,9 @@ impl Piece {
     /// Copies the bytes.
     ///
     /// # Safety
-    /// Both places can be used, lie apart, and nobody else uses them meanwhile.
+    /// Both places are valid and do not overlap, and nobody else uses them meanwhile.
     pub(crate) unsafe fn copy(self) {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller promises it.
         unsafe { self.to.copy_from_nonoverlapping(self.from, self.bytes) }
     }
 
@@ -26,7 +26,7 @@ impl Piece {
     /// # Safety
     /// As for [`Piece::copy`].
     pub(crate) unsafe fn exchange(self) {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller promises it.
         unsafe { std::ptr::swap_nonoverlapping(self.from, self.to, self.bytes) }
     }
 }
@@ -37,9 +37,9 @@ pub(crate) struct Pieces<'a> {
     source: Rows,
     target: Rows,
     pairs: Iter<'a, [u32; 2]>,
-    /// No piece is longer.
+    /// Maximum bytes of a piece.
     longest: usize,
-    /// What is left of the run that is being cut.
+    /// The rest of the run that is being cut.
     rest: Piece,
 }
 
@@ -81,7 +81,7 @@ impl Iterator for Pieces<'_> {
             self.rest = self.next_run()?;
         }
         let piece = Piece { bytes: self.rest.bytes.min(self.longest), ..self.rest };
-        // SAFETY: a piece ends within its run, or where the run ends.
+        // SAFETY: a piece ends within its run or at the run's end.
         let (from, to) = unsafe { (piece.from.add(piece.bytes), piece.to.add(piece.bytes)) };
         self.rest = Piece { from, to, bytes: self.rest.bytes - piece.bytes };
         Some(piece)

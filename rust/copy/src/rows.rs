@@ -1,8 +1,9 @@
 //! A cache as rows of bytes.
 
-/// Rows of bytes in host memory: `count` of `width` bytes, the first at `base`, each `stride` bytes after the one before.
+/// Rows of bytes in host memory: `count` of `width` bytes, the first at `base`, each `stride` bytes after the one
+/// before.
 ///
-/// It is an address like any pointer: it can be copied, and keeps nothing alive. Any number of rows may have one memory; who
+/// Like a pointer, it can be copied and keeps nothing alive. Several `Rows` may refer to the same memory; code that
 /// copies them checks that.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows {
@@ -12,24 +13,24 @@ pub struct Rows {
     stride: usize,
 }
 
-// SAFETY: who makes rows says that their memory can be used until the last use of them, by any thread.
+// SAFETY: the maker of `Rows` promises that any thread can use the memory until their last use.
 unsafe impl Send for Rows {}
-// SAFETY: as above; what reads and writes the bytes is unsafe itself.
+// SAFETY: as above; code that reads or writes the bytes is unsafe itself.
 unsafe impl Sync for Rows {}
 
 impl Rows {
     /// Rows of some memory.
     ///
     /// # Safety
-    /// All `count` rows lie in one allocation, which can be read, and written by calls that change these rows, by any thread
-    /// until the last use of what is returned and of its copies. No two rows share memory: `stride` is at least `width` where
-    /// there are two or more. Until a call returns nobody else writes rows that it reads, or uses rows that it writes.
+    /// All `count` rows lie in one allocation. Until the last use of the result and its copies, any thread can read it,
+    /// and write it if calls change these rows. No two rows share memory: with two or more, `stride` is at least
+    /// `width`. Until a call returns, nobody else writes rows that it reads, or uses rows that it writes.
     #[must_use]
     pub const unsafe fn new(base: *mut u8, count: usize, width: usize, stride: usize) -> Self {
         Self { base, count, width, stride }
     }
 
-    /// How many rows there are.
+    /// Number of rows.
     #[must_use]
     pub const fn count(self) -> usize {
         self.count
@@ -46,7 +47,7 @@ impl Rows {
         self.stride
     }
 
-    /// The first address and the first behind the last row; none without bytes.
+    /// The first address, and the first one behind the last row; `None` without bytes.
     pub(crate) fn extent(self) -> Option<[usize; 2]> {
         let last = self.count.checked_sub(1).filter(|_| self.width > 0)?.saturating_mul(self.stride);
         let start = self.base.addr();

@@ -3,14 +3,14 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-/// Fewer bytes are not worth a thread.
+/// Minimum bytes for which starting another thread pays.
 const BYTES_PER_THREAD: usize = 2 << 20;
 
 /// Approximate bytes taken at a time, as some threads start late.
 const BYTES_PER_PART: usize = 1 << 20;
 
-/// Calls `work` with each cache and each part of the list, on up to `threads` threads; `bytes` are those of one entry in one
-/// cache.
+/// Calls `work` with each cache and each part of the list, on up to `threads` threads. `bytes` is the size of one entry
+/// in one cache.
 pub(crate) fn share<T: Sync>(
     caches: usize,
     list: &[T],
@@ -34,7 +34,7 @@ pub(crate) fn share<T: Sync>(
     };
     thread::scope(|scope| {
         for _ in 1..threads {
-            // If no thread can be started, the existing ones do its part.
+            // If a thread cannot be started, the existing ones do its part.
             let _ = thread::Builder::new().name("blockyard-copy".to_owned()).spawn_scoped(scope, take);
         }
         take();

@@ -4,7 +4,7 @@ use blockyard_copy::{Caches as Checked, CopyError, Mapping, MappingRule, Rows};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 
-/// Some caches: how many rows, bytes of a row and of the gap behind it, and the address modulo a line.
+/// Shape of some caches: number of rows, bytes of a row and of the gap behind it, and the address modulo a line.
 #[derive(Debug, Clone)]
 struct Shape {
     rows: u32,
@@ -13,7 +13,7 @@ struct Shape {
     shift: usize,
 }
 
-/// Caches in memory of their own.
+/// Caches and their memory.
 struct Caches {
     memory: Vec<Vec<u8>>,
     shape: Shape,
@@ -36,7 +36,7 @@ impl Caches {
     fn rows(&mut self) -> Vec<Rows> {
         let Shape { rows, gap, shift, .. } = self.shape;
         let caches = self.memory.iter_mut().zip(&self.shape.widths);
-        // SAFETY: the rows lie in memory of their own.
+        // SAFETY: nothing else refers to the memory of the rows.
         caches
             .map(|(memory, width)| unsafe {
                 Rows::new(memory.as_mut_ptr().add(shift), rows as usize, *width, width + gap)
@@ -61,7 +61,7 @@ fn shapes(rows: u32, widths: Vec<usize>) -> impl Strategy<Value = Shape> {
     (gap, 0..64_usize).prop_map(move |(gap, shift)| Shape { rows, widths: widths.clone(), gap, shift })
 }
 
-/// Widths that are small, or with which one cache is enough for the large way.
+/// Widths that are small, or so large that one cache is streamed.
 fn widths() -> impl Strategy<Value = Vec<usize>> {
     prop_oneof![
         15 => prop::collection::vec(0..700_usize, 1..4),
@@ -131,7 +131,7 @@ proptest! {
         (shape, from, to, threads, seed) in (widths(), 1..40_u32).prop_flat_map(|(widths, rows)| {
             let from = prop::collection::vec(0..rows, rows as usize);
             let from = prop_oneof![from.boxed(), shuffled(rows).boxed()];
-            // The first targets: sources beyond them are read alone.
+            // Only the first targets, so that the remaining sources are only read.
             let to = shuffled(rows).prop_flat_map(move |to| (0..=to.len()).prop_map(move |some| to[..some].to_vec()));
             (shapes(rows, widths), from, to, 1..4_usize, any::<u64>())
         })
@@ -169,7 +169,7 @@ fn caches_that_do_not_fit_are_refused_with_their_numbers() {
     assert_eq!(Checked::between(few.clone(), many[..1].to_vec()).err(), Some(count));
     let widths = CopyError::Widths { cache: 0, read: 8, written: 10 };
     assert_eq!(Checked::between(few.clone(), others).err(), Some(widths));
-    assert_eq!(widths.to_string(), "cannot copy rows of 8 bytes to rows of 10, in cache 0");
+    assert_eq!(widths.to_string(), "cannot copy rows of 8 bytes to rows of 10 bytes, in cache 0");
     let shared = Some(CopyError::Shared { one: 0, other: 1 });
     assert_eq!(
         Checked::between(many, vec![few[0], few[0]]).err(),
