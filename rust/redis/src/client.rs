@@ -63,7 +63,7 @@ impl Client {
     ///
     /// # Errors
     /// The server cannot be reached, or is silent for too long. The answer to a refused command is
-    /// [`Answer::Refused`](crate::Answer::Refused), no error.
+    /// [`Answer::Refused`](crate::Answer::Refused), not an error.
     pub fn run(&self, commands: &[Command]) -> Result<Ran> {
         if commands.is_empty() {
             return Ok(Ran::default());

@@ -1,4 +1,5 @@
-//! `Cluster`: which node has which slots, and which nodes are lost. `Nodes`: a connection to each, for one call at a time.
+//! `Cluster`: which node has which slots, and which nodes are lost. `Nodes`: a connection to each, for one call at a
+//! time.
 //!
 //! A lost node fails only its own commands; the pipeline of the crate's cluster connection would fail as a whole.
 //! Encoding, decoding and the slot of a name come from the crate. One lock guards the shared knowledge; it is never
@@ -71,11 +72,11 @@ impl Unit {
     }
 }
 
-/// A unit to send, by number; the destination if its slot has moved, and whether the slot is still moving.
+/// A unit to send, by number; its new destination if its slot has moved, and whether the slot is still moving.
 #[derive(Clone)]
 struct Todo {
     index: usize,
-    /// Answers that it gets.
+    /// Number of answers that it gets.
     answers: usize,
     moved_to: Option<NodeAddress>,
     is_asking: bool,
@@ -336,7 +337,7 @@ impl Nodes {
         }
     }
 
-    /// How long a node may be silent: once one has used up the call's time, it is used up for all.
+    /// How long a node may be silent. All nodes share the call's time: once silent nodes have used it up, none is left.
     fn left(&self, call: &Call) -> Duration {
         call.until.saturating_duration_since(Instant::now()).max(self.cluster.timeout / 4)
     }
@@ -347,7 +348,7 @@ impl Nodes {
 }
 
 /// Reads the answer to CLUSTER SLOTS: first slot, last slot, and the primary's host and port. A node without a name is
-/// the one that was asked.
+/// the node that answered.
 fn slots_of(answer: Value, asked: &str) -> HashMap<Slot, NodeAddress> {
     let mut nodes = HashMap::new();
     let Value::Array(ranges) = answer else { return nodes };

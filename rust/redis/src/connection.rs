@@ -197,7 +197,7 @@ fn keyed(words: &Command) -> Unit {
     Unit::of(slot, command(words))
 }
 
-/// A maker of commands that follow others.
+/// Adds the commands that follow others.
 fn after(first: &[Command], make: impl Fn(usize) -> Unit) -> impl Fn(usize) -> Unit {
     move |index| first.get(index).map_or_else(|| make(index - first.len()), keyed)
 }
@@ -247,7 +247,7 @@ pub(crate) fn answer(value: Value) -> Answer {
         Value::Array(values) => Answer::List(values.into_iter().map(answer).collect()),
         other => match other.extract_error() {
             Err(error) => Answer::Refused(error.to_string()),
-            Ok(_) => Answer::Refused("an answer of RESP 3 to a command of RESP 2".to_owned()),
+            Ok(_) => Answer::Refused("a RESP 3 answer to a RESP 2 command".to_owned()),
         },
     }
 }

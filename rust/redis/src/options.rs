@@ -13,7 +13,7 @@ use std::time::Duration;
 pub enum Address {
     /// Over TCP.
     Tcp {
-        /// Name or number of the machine.
+        /// Host name or IP address.
         host: String,
         /// Port.
         port: u16,
@@ -29,24 +29,24 @@ pub enum Address {
 pub struct Tls {
     /// Certificate authorities for the server's certificate; the system's if `None`.
     pub ca: Option<PathBuf>,
-    /// Our certificate.
+    /// The client certificate.
     pub cert: Option<PathBuf>,
-    /// The key of our certificate.
+    /// The key of the client certificate.
     pub key: Option<PathBuf>,
 }
 
 /// Connection options. No `Debug`, since it holds a password.
 #[derive(Clone)]
 pub struct Options {
-    /// Where to.
+    /// The server's address.
     pub address: Address,
     /// Whether the server is a node of a cluster.
     pub is_cluster: bool,
-    /// Name of the user.
+    /// User name.
     pub username: Option<String>,
     /// Password.
     pub password: Option<String>,
-    /// Number of the database; a cluster has one.
+    /// Number of the database; a cluster has only 0.
     pub db: i64,
     /// How long connecting may take.
     pub connect_timeout: Duration,
@@ -73,7 +73,7 @@ impl Options {
                 (address, Some(tls.read()?))
             }
         };
-        // Otherwise the end of a value would wait for the server to acknowledge its beginning.
+        // Otherwise the end of a value would wait until the server acknowledges its beginning.
         let tcp = TcpSettings::default().set_nodelay(true);
         let info = address.into_connection_info()?.set_redis_settings(user).set_tcp_settings(tcp);
         match tls {

@@ -1,4 +1,4 @@
-//! The client over a server of a few lines: pieces of commands, late answers, closed connections, sizes of values.
+//! The client with a minimal server: split commands, late answers, closed connections, sizes of values.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use blockyard_redis::{Address, Answer, Client, Error, Options, Split};
@@ -11,7 +11,7 @@ use std::time::Duration;
 type Words = Vec<Vec<u8>>;
 type Log = Arc<Mutex<Vec<Words>>>;
 
-/// A server that answers each command, of each connection, with what `respond` makes of it, and keeps them.
+/// A server that answers each command of each connection with the result of `respond`, and records the commands.
 fn server(respond: impl Fn(usize, &Words) -> Option<Vec<u8>> + Send + Sync + 'static) -> (Client, Log) {
     server_with(Duration::from_secs(20), respond)
 }
@@ -98,7 +98,7 @@ fn small_and_large_values_arrive_whole_and_in_order() {
     assert_eq!(*log.lock().unwrap(), expected.collect::<Vec<_>>());
 }
 
-/// A row that a value goes to as a whole.
+/// A row that takes a whole value.
 fn whole(row: &mut [u8]) -> Split<'_> {
     (&mut [], row)
 }
@@ -136,7 +136,7 @@ fn verbs(log: &Mutex<Vec<Words>>) -> Vec<Vec<u8>> {
     log.lock().unwrap().iter().map(|words| words[0].clone()).collect()
 }
 
-/// A server of which the transaction that has the value `refused` is refused as a whole.
+/// A server that refuses any transaction with the value `refused`.
 fn queueing(refused: &'static [u8]) -> (Client, Arc<Mutex<Vec<Words>>>) {
     let (queued, is_bad) = (Mutex::new(0), Mutex::new(false));
     server(move |_, words| {
