@@ -13,7 +13,7 @@
 namespace blockyard {
 namespace {
 
-// cuMemcpyBatchAsync as of CUDA 13.0; the one of 12.8 has another signature.
+// cuMemcpyBatchAsync as of CUDA 13.0; the version of 12.8 has another signature.
 constexpr unsigned kBatchVersion = 13000;
 using BatchCopy = CUresult (*)(CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t,
                                CUstream);
@@ -41,7 +41,7 @@ BatchCopy find_batch_copy() {
     return found;
 }
 
-// Submits part after part: the first is copied while the next is submitted, and drivers fail with very long batches.
+// Submits part after part: each is copied while the next is submitted, and drivers fail with very long batches.
 cudaError_t submit(BatchCopy batch_copy, const CopyBatch& batch, size_t most, cudaStream_t stream) {
     // The driver's signature wants integers it may write to.
     const size_t longest = std::min(most, batch.count);
@@ -61,13 +61,13 @@ cudaError_t submit(BatchCopy batch_copy, const CopyBatch& batch, size_t most, cu
         const CUresult status =
             batch_copy(dsts.data(), srcs.data(), sizes.data(), count, &attributes, &first, 1, stream);
         if (status == CUDA_ERROR_INVALID_VALUE) {
-            // A piece leaves its extent, and the driver did not say where that ends. Single copies take it, unless it
-            // lies over two registrations, and what the batch has copied already is copied once more.
+            // A piece crosses the end of its extent, which the driver did not report. Single copies accept it, unless
+            // it spans two registrations. They repeat whatever the batch has already copied.
             const CopyBatch part{batch.dsts + start, batch.srcs + start, batch.sizes + start, count, batch.kind};
             const cudaError_t copied = copy_one_by_one(part, stream);
             if (copied != cudaSuccess) return copied;
         } else if (status != CUDA_SUCCESS) {
-            // Both enumerations give the same number to the same error.
+            // Both enumerations use the same number for the same error.
             return static_cast<cudaError_t>(status);
         }
     }
@@ -105,7 +105,7 @@ cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, size_t m
 int compute_capability(int32_t device) {
     int major = 0;
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess) return major;
-    cudaGetLastError();  // The copy itself will say what is wrong with the device.
+    cudaGetLastError();  // The copy itself will report what is wrong with the device.
     return INT_MAX;
 }
 
@@ -117,7 +117,7 @@ cudaError_t order(cudaEvent_t event, cudaStream_t earlier, cudaStream_t later) {
 bool is_capturing(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
-    cudaGetLastError();  // Whoever captures gets to know: no later launch of ours.
+    cudaGetLastError();  // The capture reports it; no later launch of ours must.
     return true;
 }
 

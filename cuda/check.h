@@ -25,7 +25,7 @@ struct View {
     unsigned char* data;
     int64_t stride;
     int64_t width;
-    // Where its storage starts: whether memory is page-locked is asked once for each storage.
+    // Where its storage starts: the driver is asked once per storage whether it is page-locked.
     uintptr_t storage;
     // One past its last byte.
     uintptr_t end;
@@ -36,13 +36,13 @@ class Side {
   public:
     static constexpr int32_t kHost = -1;
 
-    // Throws unless `tensors` are canonical views of one device; `name` is the argument's.
+    // Throws unless `tensors` are canonical views on one device; `name` is the argument's name.
     Side(const char* name, const std::vector<torch::stable::Tensor>& tensors);
 
     // Cuts rows (a side of one view) into pieces of these views' widths; throws unless they fill a row.
     Side split(const std::vector<View>& like) const;
 
-    // Throws if views share memory.
+    // Throws if any views share memory.
     void check_apart() const;
 
     const char* name;
@@ -54,7 +54,7 @@ class Side {
     View read(size_t index, const torch::stable::Tensor& tensor) const;
 };
 
-// Throws unless views of the same index fit one another and no byte belongs to both sides.
+// Throws unless views of the same index match and no byte belongs to both sides.
 void check_swap(const Side& src, const Side& dst);
 
 }  // namespace blockyard

@@ -1,7 +1,7 @@
 // Copies of blocks over raw pointers. No torch here: ops.cpp checks, these launch.
 //
-// A launch carries its mapping in its parameters, and a batched copy reads it before the call returns. So nobody can
-// overwrite a mapping that a copy still reads.
+// A launch carries its mapping in its parameters, and a batched copy reads it before the call returns. So no copy still
+// reads a mapping after its call.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,17 +26,17 @@ struct CopyBatch {
 // several launches. Both sides are memory of the current device; within one group of steps they may be the same memory.
 cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
 
-// Copies every pair in every tensor by a kernel of at most `blocks` blocks of threads, so the device's own work hardly
-// slows down. Both sides are memory of the current device or page-locked; pairs must be independent.
+// Copies every pair in every tensor by a kernel of at most `blocks` blocks of threads, so that the device's own work
+// hardly slows down. Both sides are memory of the current device or page-locked; pairs must be independent.
 cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks,
                              cudaStream_t stream);
 
-// Copies pieces between host and device by the copy engines: in batches of up to `most` pieces if the driver has them,
-// with one call per piece if it has none or `most` is 0. In batches the host memory must be page-locked and have the
+// Copies pieces between host and device by the copy engines: in batches of up to `most` pieces, or with one call per
+// piece if the driver has no batch call or `most` is 0. In batches the host memory must be page-locked and have the
 // same addresses on the device. Sources are read in stream order.
 cudaError_t copy_batch(const CopyBatch& batch, size_t most, cudaStream_t stream);
 
-// Lets `later` wait for all that was queued on `earlier`. A wait uses the event's last record, so one event serves any
+// Makes `later` wait for everything queued on `earlier`. A wait uses the event's last record, so one event serves any
 // number of calls.
 cudaError_t order(cudaEvent_t event, cudaStream_t earlier, cudaStream_t later);
 

@@ -17,7 +17,7 @@ namespace blockyard {
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
 constexpr int kWarp = 32;
-// Accesses that one lane has in flight: host memory is far.
+// Accesses that one lane has in flight, to hide the latency of host memory.
 constexpr int kHostUnroll = 8;
 // Bytes of parameters that devices from sm_70 on accept.
 constexpr size_t kMaxParams = 32764;
@@ -25,19 +25,19 @@ constexpr size_t kMaxParams = 32764;
 struct CopyParams {
     CopyTensor tensors[kMaxTensors];
     CopyPair steps[kMaxSteps];
-    uint16_t starts[kMaxSteps + 1];  // of groups
+    uint16_t starts[kMaxSteps + 1];  // first step of each group
     uint16_t num_groups;
 };
 static_assert(sizeof(CopyParams) <= kMaxParams, "the parameters of one launch have a limit");
-static_assert(kMaxTensors <= 65535 && kMaxSteps <= 65535, "they are the grid's second and third dimension");
+static_assert(kMaxTensors <= 65535 && kMaxSteps <= 65535, "they are the grid's second and third dimensions");
 static_assert(kMaxSteps > kMaxRing, "a ring stays in one part");
 
 // Bytes of a row that one block of threads moves.
 template <typename Access>
 constexpr int64_t kChunk = static_cast<int64_t>(sizeof(Access)) * kThreads * kUnroll;
 
-// Rows that one block of threads moves if they are shorter than a chunk. More would leave multiprocessors idle where
-// there are few rows.
+// Maximum number of rows, shorter than a chunk, that one block of threads moves. More would leave multiprocessors idle
+// if there are few rows.
 constexpr uint32_t kMostRows = 16;
 
 // Rows of a launch's widest tensor that fill a block of threads.
@@ -46,7 +46,7 @@ uint32_t rows_per_block(int64_t widest) {
     return static_cast<uint32_t>(std::clamp<int64_t>(kChunk<Access> / widest, 1, kMostRows));
 }
 
-// Copies some rows of one tensor, or one chunk of a row, in steps that do not wait for one another.
+// Copies some rows of one tensor, or one chunk of a row; the steps are independent.
 template <typename Access>
 __device__ void walk_rows(const CopyParams& params, size_t chunk, size_t tensor_index, size_t part,
                           uint32_t rows_per_block, int thread) {

@@ -11,7 +11,7 @@
 namespace blockyard {
 namespace {
 
-// Memory in extents that nobody has declared, and those that the driver has told of.
+// Declared memory of unknown extents, and the extents that the driver has reported so far.
 struct Kept {
     uintptr_t end = 0;
     std::map<uintptr_t, Extent> told;  // by the last byte
@@ -45,14 +45,14 @@ Function find_driver_call(const char* name, unsigned version) {
     return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(symbol) : nullptr;
 }
 
-// Where nothing is known: this byte alone.
+// If nothing is known: this byte alone.
 Extent unknown(uintptr_t address, bool pinned) { return {address, address + 1, pinned, false, 0}; }
 
 Extent ask_device_extent(uintptr_t address) {
     static const auto get_range = find_driver_call<GetRange>("cuMemGetAddressRange", 3020);
     CUdeviceptr start = 0;
     size_t size = 0;
-    // Of mapped memory it gives the mapping, not the whole reservation.
+    // For mapped memory it returns the mapping, not the whole reservation.
     const bool answered = get_range != nullptr && get_range(&start, &size, address) == CUDA_SUCCESS;
     if (!answered || address < start || address - start >= size) return unknown(address, true);
     return {start, start + size, true, true, 0};
@@ -99,7 +99,7 @@ Extent Extents::ask_host_extent(uintptr_t address) {
     }
     if (type == 0) return {address, UINTPTR_MAX, false, true, 0};
     const auto shift = static_cast<int64_t>(on_device - address);
-    // The driver counts an allocation in addresses of the device.
+    // The driver returns an allocation's range as device addresses.
     if (on_device < start || on_device - start >= size) return {address, address + 1, true, false, shift};
     const uintptr_t first = address - (on_device - start);
     return {first, first + size, true, true, shift};
@@ -127,9 +127,9 @@ Extent Extents::at(uintptr_t address) {
                                         [](uintptr_t sought, const Extent& extent) { return sought < extent.first; });
     if (after != asked_.begin() && address < std::prev(after)->end) return *std::prev(after);
     Extent found = ask(address);
-    // What is not page-locked ends where the next extent begins that is known here.
+    // Memory that is not page-locked ends where the next known extent begins.
     if (!found.pinned && after != asked_.end()) found.end = std::min(found.end, after->first);
-    // An answer about pageable memory is of this address on alone: later ones may lie in an extent.
+    // An answer about pageable memory holds only for this address: later ones may lie in an extent.
     if (found.pinned) asked_.insert(after, found);
     return found;
 }
@@ -142,7 +142,7 @@ bool Extents::pinned(uintptr_t first, uintptr_t end) {
         }
         const Extent extent = at(next);
         if (!extent.pinned) return false;
-        // Nobody says what lies between: the other end must do.
+        // Nothing is known of the bytes in between, so only the other end is checked.
         if (!extent.known) return at(end - 1).pinned;
         next = extent.end;
     }
@@ -156,7 +156,7 @@ int64_t Extents::shift(uintptr_t address) {
 Fit Extents::fit(uintptr_t first, uintptr_t end, int64_t stride, int64_t width) {
     const Extent extent = at(first);
     if (end <= extent.end) {
-        // Pageable memory seems to have no end: no more than its far end is asked about.
+        // Pageable memory has no known end, so only the far end is checked.
         return extent.pinned || !at(end - 1).pinned ? Fit::kAll : Fit::kNone;
     }
     if (!in_region(first) || end > region_.end || stride <= 0) return Fit::kNone;
@@ -169,7 +169,7 @@ Fit Extents::fit(uintptr_t first, uintptr_t end, int64_t stride, int64_t width) 
 size_t Extents::room(uintptr_t address, size_t bytes) {
     const Extent extent = at(address);
     if (extent.pinned) return extent.known ? std::min(bytes, extent.end - address) : bytes;
-    // Pageable memory says nothing of its end: the extents behind it are asked where they begin.
+    // The end of pageable memory is unknown, so it is taken from the extents behind it.
     uintptr_t end = address + bytes;
     for (Extent last = at(end - 1); last.pinned && last.known && last.first > address; last = at(end - 1)) {
         end = last.first;

@@ -13,10 +13,9 @@ namespace blockyard {
 // Calls launch(params, num_tensors, widest) for each part; `widest` is the greatest width, above 0.
 template <typename Launch>
 cudaError_t launch_parts(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, const Launch& launch) {
-    // Not set to zero: 30 KB a launch.
+    // Not zeroed: it has 30 KB per launch.
     const std::unique_ptr<CopyParams> params(new CopyParams);
-    // Steps outside, tensors inside: each part of the steps covers all tensors before the next one starts. In each
-    // tensor, parts run in stream order.
+    // Each part of the steps covers all tensors before the next part starts. In each tensor, parts run in stream order.
     for (const StepRange& part : split_steps(plan, kMaxSteps)) {
         std::copy_n(part.steps, part.num_steps, params->steps);
         std::copy(part.starts.begin(), part.starts.end(), params->starts);

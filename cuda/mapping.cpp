@@ -17,7 +17,7 @@ uint32_t bounded(int64_t id, int64_t blocks, int64_t entry, const char* verb) {
     return static_cast<uint32_t>(id);
 }
 
-// Throws unless the ids are int64 of this many dimensions on the CPU.
+// Throws unless the ids are int64 on the CPU, with this many dimensions.
 const int64_t* read_ids(const char* name, const Tensor& ids, int64_t dim, const char* wanted) {
     if (!ids.is_cpu()) fail("mapping", name, " are not on the CPU");
     if (ids.scalar_type() != ScalarType::Long || ids.dim() != dim || (dim == 2 && ids.size(1) != 2)) {
@@ -63,7 +63,7 @@ Steps read_steps(const Tensor& steps, const Tensor& starts, int64_t blocks) {
     if (steps.size(0) >= UINT32_MAX) fail("mapping", "there are ", steps.size(0), " steps, the limit is ", UINT32_MAX);
     Steps plan{{}, read_starts(starts, steps.size(0))};
     plan.steps.reserve(static_cast<size_t>(steps.size(0)));
-    // Where the open ring began; its steps stay in one launch.
+    // The first step of the open ring; the steps of a ring stay in one launch.
     int64_t ring = -1;
     size_t group = 0;
     for (int64_t n = 0; n < steps.size(0); ++n) {

@@ -13,7 +13,7 @@ namespace blockyard {
 std::vector<CopyPair> read_pairs(const torch::stable::Tensor& pairs, int64_t src_blocks, int64_t dst_blocks);
 
 // Reads steps, int64 [n, 2] with -1 for kAside, and where their groups start, int64 [groups + 1]. Throws if an id is
-// out of range, the starts do not rise from 0 to n, or what is set aside is not put back within its group and kMaxRing
+// out of range, the starts do not rise from 0 to n, or a block set aside is not put back within its group and kMaxRing
 // steps.
 Steps read_steps(const torch::stable::Tensor& steps, const torch::stable::Tensor& starts, int64_t blocks);
 

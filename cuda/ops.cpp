@@ -1,6 +1,6 @@
-// What the CUDA implementations of the ops, python/blockyard/engine/ops/compiled.py, call, over torch's stable ABI.
-//
-// Each: check the views and that ids are in range, enter the device, launch on its current stream, check the result.
+// The functions that the CUDA implementations of the ops (python/blockyard/engine/ops/compiled.py) call, over torch's
+// stable ABI. Each checks the views and that ids are in range, enters the device, launches on its current stream, and
+// checks the result.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -100,7 +100,7 @@ void prepare_device(int64_t device) {
 }  // namespace
 }  // namespace blockyard
 
-// Whatever selects the device: these say themselves what they cannot take.
+// Registered for every device: these functions check their arguments themselves.
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CompositeExplicitAutograd, m) {
     m.impl("prepare", TORCH_BOX(&blockyard::prepare_device));
     m.impl("set_batch_pieces", TORCH_BOX(&blockyard::set_device_batch_pieces));

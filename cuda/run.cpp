@@ -27,9 +27,9 @@ void check_cuda(cudaError_t status, const char* action) {
     }
 }
 
-// The check of a launch also finds what earlier calls of this thread left behind in this library's own copy of the
-// runtime: report that before the first launch. Torch's calls leave their errors in torch's copy, for torch to report.
-// An error that cannot be cleared has ended the process's use of the device.
+// The check after a launch would also find errors that earlier calls of this thread left in this library's own copy of
+// the runtime, so report those before the first launch. Torch's calls leave their errors in torch's copy, for torch to
+// report. After an error that cannot be cleared, the process can no longer use the device.
 void report_stale(const char* action) {
     const cudaError_t stale = cudaGetLastError();
     if (stale == cudaSuccess) return;
@@ -97,8 +97,8 @@ struct Reach {
     }
 };
 
-// Pieces of a copy between host and device; rows that are adjacent on both sides become one piece, as far as their
-// extents reach.
+// Pieces of a copy between host and device. Rows that are adjacent on both sides become one piece, up to the ends of
+// their extents.
 struct Pieces {
     std::vector<void*> dsts;
     std::vector<const void*> srcs;
@@ -132,7 +132,7 @@ struct Pieces {
         }
     }
 
-    // Cuts the pieces from index `from` on where an extent ends; those of up to `safe` bytes lie within one.
+    // Cuts the pieces from index `from` on where an extent ends. Pieces of up to `safe` bytes need no cut.
     void cut(size_t from, size_t safe, Reach& src, Reach& dst) {
         while (from < sizes.size() && sizes[from] <= safe) ++from;
         if (from == sizes.size()) return;
@@ -188,7 +188,7 @@ struct HostMemory {
     std::vector<int64_t> shifts;  // for each view, the device's address minus the host's
 };
 
-// Asks for the copied range of each storage.
+// Queries the copied range of each storage.
 HostMemory ask_host(const Side& host, Reach& reach) {
     HostMemory found;
     const size_t num_views = host.views.size();
@@ -209,7 +209,7 @@ HostMemory ask_host(const Side& host, Reach& reach) {
         if (!found.pinned) return found;
         const int64_t shift = reach.extents.shift(low);
         const bool one = reach.extents.at(low).end >= high;
-        // Neighbours on the host may be strangers on the device.
+        // Memory that is adjacent on the host need not be adjacent on the device.
         const bool same = shift == 0 && (one || reach.extents.shift(high - 1) == 0);
         found.same = found.same && same;
         found.reached = found.reached && (same || one);
@@ -225,14 +225,14 @@ Side on_device(Side host, const HostMemory& memory) {
     return host;
 }
 
-// Whether copies can be staged; warns once of each direction where there is no memory for it.
+// Whether copies can be staged. Warns once per device and direction if there is no memory for it.
 bool can_stage(int32_t device, bool to_host) {
     static std::array<std::array<std::atomic<bool>, 2>, kMaxDevices> told;
     if (has_staging(device, to_host)) return true;
     if (device >= 0 && device < kMaxDevices && !told[static_cast<size_t>(device)][to_host].exchange(true)) {
         std::ostringstream message;
         message << "CUDA device " << device << " has no " << (kSlots * kSlotBytes >> 20) << " MiB left to stage copies "
-                << (to_host ? "to" : "from") << " the host: those of many small pieces will be slower in this process";
+                << (to_host ? "to" : "from") << " the host: copies of many small pieces will be slower in this process";
         aoti_torch_warn(__func__, __FILE__, __LINE__, message.str().c_str());
     }
     return false;
@@ -242,7 +242,7 @@ StrategyChoice strategy_between(const std::vector<CopyTensor>& tensors, const st
                                 int32_t device, Direction direction, const HostMemory& memory, cudaStream_t stream) {
     if (!memory.pinned) return {Strategy::kLoop, 1};
     const bool to_host = direction == Direction::kToHost;
-    // Rows of one piece each would reach the slots no sooner than the view.
+    // Rows of one piece each would reach a slot no sooner than the view.
     const bool rows = tensors.size() > 1 && has_host_rows(tensors, to_host);
     StrategyChoice choice = strategy_of(tensors, pairs, device, direction, rows);
     if (choice.strategy == Strategy::kStaged && (is_capturing(stream) || !can_stage(device, to_host))) {
@@ -251,7 +251,7 @@ StrategyChoice strategy_between(const std::vector<CopyTensor>& tensors, const st
     // Narrow accesses would waste most of the link's bandwidth.
     const bool fits = memory.reached && misalignment(tensors.data(), tensors.size()) % 16 == 0;
     if (choice.strategy == Strategy::kKernel && !fits) choice.strategy = Strategy::kBatch;
-    // A batch takes addresses of the host for the device's; single copies look them up.
+    // A batch uses host addresses on the device; single copies translate them.
     if (choice.strategy == Strategy::kBatch && !memory.same) choice.strategy = Strategy::kLoop;
     return choice;
 }
@@ -274,12 +274,12 @@ void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& 
     const std::vector<CopyTensor> tensors = join(src, dst);
     const DeviceGuard guard(device);
     const cudaStream_t stream = current_stream(device);
-    // The driver's own calls need the device's context, which the guard leaves to the first call of the runtime.
+    // Driver calls need the device's context. The guard does not create it; the first call of the runtime does.
     check_cuda(cudaSetDevice(device), "entering the device");
     Reach from(pairs, &CopyPair::src, !to_host), to(pairs, &CopyPair::dst, to_host);
     const HostMemory memory = to_host ? ask_host(dst, to) : ask_host(src, from);
     if (const int error = to_host ? to.extents.error() : from.extents.error(); error != 0) {
-        fail("cuda", "asking what memory ", to_host ? dst.name : src.name, " is of failed: driver error ", error);
+        fail("cuda", "querying the memory of ", to_host ? dst.name : src.name, " failed: driver error ", error);
     }
     if (!memory.pinned && is_capturing(stream)) {
         fail("capture", to_host ? dst.name : src.name,

@@ -15,7 +15,7 @@ void run(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs);
 // Runs steps within one side. Throws unless it is on a CUDA device.
 void run_within(const Side& caches, const Steps& plan);
 
-// Makes what copies of a device need beforehand, while it has memory for it: the slots of staged copies.
+// Allocates the slots for staged copies of a device in advance, while it has memory for them.
 void prepare(int32_t device);
 
 // Copies with one call per piece: the baseline of the benchmarks.

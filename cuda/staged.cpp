@@ -11,7 +11,7 @@ namespace {
 
 struct Slot {
     unsigned char* memory = nullptr;
-    cudaEvent_t used = nullptr;  // recorded behind what filled it, then behind what emptied it
+    cudaEvent_t used = nullptr;  // recorded after the work that fills it, then after the work that empties it
 };
 
 // Copies on any number of streams share a ring; its own stream carries the large copies.
@@ -59,7 +59,7 @@ std::vector<Columns> cut(const std::vector<CopyTensor>& tensors) {
     return columns;
 }
 
-// Rows of the next part, at least one: parts grow to `grown` bytes, and shrink again to half of what is left.
+// Rows of the next part, at least one: parts grow up to `grown` bytes, and shrink to half of the remaining rows.
 size_t rows_of_part(int64_t width, size_t left, int64_t grown) {
     const auto rows = [width](int64_t bytes) {
         return std::max<size_t>(static_cast<size_t>(bytes / std::max<int64_t>(width, 1)), 1);
@@ -67,7 +67,7 @@ size_t rows_of_part(int64_t width, size_t left, int64_t grown) {
     return std::min(left, std::max(rows(kLeastPartBytes), std::min(rows(grown), left / 2)));
 }
 
-// One staged copy: the same for each of its parts.
+// One staged copy; these fields are the same for all of its parts.
 struct StagedCopy {
     Ring& ring;
     const std::vector<CopyPair>& pairs;

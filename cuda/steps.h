@@ -24,8 +24,8 @@ struct CopyTensor {
 // As a destination: the source is saved aside. As a source: the saved bytes are written.
 constexpr uint32_t kAside = UINT32_MAX;
 
-// Steps of a group run one after the other: each may overwrite what the one before has read. Groups touch no common
-// block. Group g is steps[starts[g]] up to steps[starts[g + 1]].
+// Steps of a group run one after the other: each may overwrite what the previous one has read. Groups have no block in
+// common. Group g is steps[starts[g]] up to steps[starts[g + 1]].
 struct Steps {
     std::vector<CopyPair> steps;
     std::vector<uint32_t> starts;
@@ -38,7 +38,7 @@ struct StepRange {
     std::vector<uint16_t> starts;  // relative to `steps`, one more than there are groups
 };
 
-// The steps of one ring of blocks, with the one that puts back what was set aside, stay in one part.
+// Maximum steps of one ring of blocks, which stay in one part with the step that puts back the block set aside.
 constexpr size_t kMaxRing = 512;
 
 // A group for each pair.

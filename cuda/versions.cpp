@@ -1,5 +1,5 @@
 // The CUDA releases of the driver and of the runtime inside this library, as 1000 * major + 10 * minor. Plain C
-// functions: Python asks before it registers ops. Neither makes a context.
+// functions, since Python calls them before it registers ops. Neither creates a context.
 
 #include <cuda_runtime_api.h>
 

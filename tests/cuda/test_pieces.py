@@ -107,7 +107,7 @@ def test_a_thread_that_has_made_no_call_yet_copies_as_others_do(fake: ctypes.CDL
 def test_a_driver_that_refuses_to_describe_memory_is_an_error(fake: ctypes.CDLL):
     case = Case(fake)
     fake.fake_answer(999)
-    with pytest.raises(RuntimeError, match="cuda: asking what memory src is of failed: driver error 999"):
+    with pytest.raises(RuntimeError, match="cuda: querying the memory of src failed: driver error 999"):
         case.go("h2d", "batch", scattered())
     assert fake.fake_calls() == b""
 
