@@ -150,7 +150,7 @@ class BlockAllocator:
     def allocate_keyed(
         self, keys: _Each[bytes], depths: _Each[int], *, plain: int = 0
     ) -> tuple[NDArray[np.int32], int]:
-        """Takes one block for each key, the cached one if it exists, and `plain` blocks without a key.
+        """Take one block for each key, the cached one if it exists, and `plain` blocks without a key.
 
         Args:
             keys: keys of full blocks, 32 bytes each, from `chain_keys`.
@@ -166,7 +166,7 @@ class BlockAllocator:
             blocks: ids, int32 `[n]`, a list, or one int.
         """
     def require(self, blocks: _Blocks) -> None:
-        """Raises the error that `free` would raise, and changes nothing."""
+        """Raise the error that `free` would raise, if any; change nothing."""
     def free(self, blocks: _Blocks) -> None:
         """Release one reference to each block.
 
@@ -174,13 +174,13 @@ class BlockAllocator:
             blocks: ids, int32 `[n]`, a list, or one int.
         """
     def make_writable(self, blocks: _Blocks) -> NDArray[np.int32]:
-        """Replaces shared blocks by new ones. Where the returned id differs, the caller copies the bytes."""
+        """Replace shared blocks by new ones. Where the returned id differs, the caller must copy the bytes."""
     def publish(self, block: int, key: bytes, depth: int = 0) -> int:
-        """Gives a full block its key. Returns the block to use from now on: this one, or another one with that key."""
+        """Give a full block its key. Return the block to use from now on: this one, or another one with that key."""
     def find(self, keys: _Each[bytes]) -> NDArray[np.int32]:
-        """Returns the blocks of the longest computed prefix of the keys, without taking them."""
+        """Return the blocks of the longest computed prefix of the keys, without taking them."""
     def cost(self, keys: _Each[bytes]) -> int:
-        """Returns how many free blocks it would take to allocate these keys."""
+        """Return how many free blocks it would take to allocate these keys."""
     def has_key(self, key: bytes) -> bool:
         """Return whether a cached block has this key.
 
@@ -194,20 +194,20 @@ class BlockAllocator:
             block: its id.
         """
     def mark_computed(self, blocks: _Blocks | None = None) -> None:
-        """Marks these blocks, or all in use, as computed if they have a key: the step that writes them is over."""
+        """Mark these blocks, or all in use, as computed if they have a key: the step that writes them is over."""
     def touch(self, blocks: _Blocks, now: float) -> None:
-        """Records when blocks were last used, in seconds of any clock."""
+        """Record when blocks were last used, in seconds of any clock."""
     def reset(self) -> bool:
-        """Forgets all keys. Returns False, and does nothing, while a block is in use."""
+        """Forget all keys. While a block is in use, do nothing and return False."""
     def null_block(self) -> int:
-        """Returns the null block, which replaces blocks outside a window; taken by the first call, never freed."""
+        """Return the null block, which replaces blocks outside a window. The first call takes it; it is never freed."""
     def upcoming(self, limit: int | None = None) -> NDArray[np.int32]:
-        """Returns free blocks in the order in which they would be allocated, int32 `[n]`, without taking them.
+        """Return free blocks in the order in which they would be allocated, int32 `[n]`, without taking them.
 
         Empty blocks come first, then cached ones in the order of eviction.
         """
     def iter_upcoming(self) -> FreeBlocks:
-        """Iterates over `upcoming` lazily. See `FreeBlocks`."""
+        """Iterate over the blocks of `upcoming` lazily. See `FreeBlocks`."""
     def check(self) -> None:
         """Recount the whole state and compare.
 
@@ -502,10 +502,10 @@ class PrefixCaching:
     """Options of the prefix cache, for `BlockManager(prefix_caching=...)`.
 
     Args:
-        eviction: which cached block goes first once no block is free. `"adaptive"`: by the rule that has most hits just
-            now, which it finds out by trying each on a sample of the blocks. It is rarely far from the best fixed
-            policy, and takes 10 % more time a request than `"lru"`. `"lru"`: the least recently used. `"priority"`: by
-            `prefix.set_priority`. Each takes a prompt's blocks from its end.
+        eviction: which cached block is evicted first once no block is free. `"adaptive"`: uses the rule with the most
+            current hits, found by simulating each rule on a sample of the blocks. Its hit rate is rarely far below the
+            best fixed policy's, and it takes 10 % more time per request than `"lru"`. `"lru"`: the least recently used
+            block. `"priority"`: by `prefix.set_priority`. All evict a prompt's blocks from its end.
         host: whether the host is a second level of the cache. The step's decision copies blocks there before they would
             be evicted from the device (`swap_out`), and loads hits from there (`swap_in`). The least recently used copy
             is evicted first. Prompts with several cache groups or a window do not use host copies yet.
@@ -708,7 +708,7 @@ class StoreJobs:
         """
     @property
     def num_waiting(self) -> int:
-        """Number of blocks waiting for `begin_write`. A block evicted while waiting counts until its turn."""
+        """Number of blocks waiting for `begin_write`. A block evicted while waiting still counts until its turn comes."""
     def begin_write(self, max_blocks: int) -> StoreJob:
         """Begin to read blocks for the store, all from one tier.
 
@@ -909,7 +909,7 @@ class Pins:
     """A manager's pins; available as `manager.pins`. A pin keeps cached device blocks for a reader such as a connector.
 
     Pinned blocks are neither evicted nor written, even after their sequences are freed. Only `unpin` ends a pin, so
-    call it for a reader that has died, too. Pins hold at most the fraction `max_pinned` of the device blocks.
+    call it even for a reader that has died. Pins hold at most the fraction `max_pinned` of the device blocks.
 
     Example:
         >>> from blockyard import BlockManager
@@ -1343,7 +1343,7 @@ class BlockManager:
             OutOfBlocksError: the tier has too few free blocks for all of them.
             UnknownSequenceError: there is no such sequence.
             SequenceStateError: a sequence is in another tier, moving, written in this step, or has lost bytes.
-            InvalidArgumentError: a handle is given twice, or `to` is another tier.
+            InvalidArgumentError: a handle is repeated, or `to` is another tier.
         """
     def can_swap_in(self, sequences: _Handles, to: Literal["device", "host"] = "device", *, lookahead: int = 0) -> Fit:
         """Return whether `swap_in` can move the sequences. On the device, there must also be room for one more token
@@ -1357,7 +1357,7 @@ class BlockManager:
             `Fit`, true if they can move now.
         Raises:
             UnknownSequenceError: there is no such sequence.
-            InvalidArgumentError: a handle is given twice, or `to` is another tier.
+            InvalidArgumentError: a handle is repeated, or `to` is another tier.
         """
     def swap_in(self, sequences: _Handles, to: Literal["device", "host"] = "device") -> None:
         """Move sequences back towards the device in this step's decision: from the external tier to the host, or from
@@ -1395,8 +1395,8 @@ class BlockManager:
         Returns:
             Sequences that lost bytes, uint64 `[n]`. They can only be freed.
         Raises:
-            UnknownTicketError: the ticket was never handed out, or has ended.
-            MappingError: the ticket writes no such block.
+            UnknownTicketError: the ticket was never issued, or has ended.
+            MappingError: the ticket does not write such a block.
         """
     def fail(self, ticket: int) -> NDArray[np.uint64]:
         """End a ticket whose transfers did not land at all, for instance because they were never run.
@@ -1406,7 +1406,7 @@ class BlockManager:
         Returns:
             Sequences that lost bytes, uint64 `[n]`. They can only be freed.
         Raises:
-            UnknownTicketError: the ticket was never handed out, or has ended.
+            UnknownTicketError: the ticket was never issued, or has ended.
         """
     def lose(self, ticket: int, lost: Iterable[Pairs]) -> NDArray[np.uint64]:
         """Mark the sequences that have lost bytes while the ticket's other transfers still run.
@@ -1417,8 +1417,8 @@ class BlockManager:
         Returns:
             Sequences that lost bytes, uint64 `[n]`. They can only be freed.
         Raises:
-            UnknownTicketError: the ticket was never handed out, or has ended.
-            MappingError: the ticket writes no such block.
+            UnknownTicketError: the ticket was never issued, or has ended.
+            MappingError: the ticket does not write such a block.
         """
     def block_table(self, sequence: _Handle, group: int = 0) -> NDArray[np.int32]:
         """Return the blocks of a sequence in its current tier.
@@ -1635,7 +1635,7 @@ class ManagerStats:
         """Number of hit blocks that only the host had."""
     @property
     def copied_blocks(self) -> int:
-        """Number of copies on write."""
+        """Number of blocks copied on write."""
     @property
     def swapped_out_blocks(self) -> dict[_Tier, int]:
         """For host and external tier, number of blocks swapped out to it."""
@@ -1647,7 +1647,7 @@ class ManagerStats:
         """Number of finished defragmentation moves."""
     @property
     def cancelled_moves(self) -> int:
-        """Number of moves given up because the block was written, freed or leased in the meantime."""
+        """Number of moves cancelled because the block was written, freed or leased in the meantime."""
     @property
     def failed_moves(self) -> int:
         """Number of moves whose bytes did not land."""
@@ -1665,7 +1665,7 @@ class ManagerStats:
         """For each tier, number of blocks leased by transfers."""
     @property
     def cached_blocks(self) -> dict[_Tier, int]:
-        """For each tier, number of blocks that their keys find."""
+        """For each tier, number of blocks that can be found by key."""
     @property
     def evicted_blocks(self) -> dict[_Tier, int]:
         """For each tier, number of cached blocks evicted."""
@@ -2032,7 +2032,7 @@ class SlabStore:
     def stats(self) -> StoreStats:
         """Return the counters since the store was opened."""
     def close(self, timeout: float = 5.0) -> bool:
-        """Give up batches in flight, and delete the file of swap space. Returns False if the disk did not answer within
+        """Abandon batches in flight, and delete the file of swap space. Returns False if the disk did not answer within
         `timeout` seconds.
         """
     def __enter__(self) -> SlabStore: ...
@@ -2045,7 +2045,7 @@ def chain_keys(
     parent: bytes | None = None,
     extra: bytes | None = None,
 ) -> list[bytes]:
-    """Returns the in-process keys of the full blocks of `tokens`, 32 bytes each.
+    """Return the in-process keys of the full blocks of `tokens`, 32 bytes each.
 
     Args:
         tokens: token ids, uint32 `[n]`; tokens that do not fill a block are ignored.
@@ -2081,7 +2081,7 @@ def export_keys(
     """
 
 def expand_span(blocks: NDArray[np.int64], out: NDArray[np.int64], *, per_block: int, first: int, last: int) -> None:
-    """Writes the ids of the small blocks in a range of large ones."""
+    """Write the ids of the small blocks in a range of large ones."""
 
 _Rule: TypeAlias = Literal["swap", "copy", "move", "exchange"]
 
@@ -2152,7 +2152,7 @@ class BoundViews:
             mapping: with the rule `"swap"` or `"copy"` between two lists; with any rule but `"swap"` within one.
             num_threads: maximum number of threads for a large call.
         Raises:
-            MappingError: it names blocks that the views do not have, or has another rule; nothing was copied.
+            MappingError: the mapping names blocks that the views do not have, or has another rule; nothing was copied.
             OutOfMemoryError: not enough memory for rings of moves; nothing was moved.
         """
 
@@ -2453,7 +2453,7 @@ class V0BlockTable:
         """Replace the blocks by these, or by these ids."""
 
 def v0_hash_blocks(parent: int | None, token_ids: list[int], block_size: int, extra_hash: int | None) -> list[int]:
-    """Returns the keys of the full blocks of `token_ids`, which follow `parent`; a negative id is an unknown token."""
+    """Return the keys of the full blocks of `token_ids`, which follow `parent`; a negative id is an unknown token."""
 
 _Goal: TypeAlias = Literal["max_id", "free_tail", "dense"]
 _Wanted: TypeAlias = tuple[_Goal | Literal["contiguous"], int] | tuple[_Goal | Literal["contiguous"], int, int]

@@ -142,7 +142,7 @@ impl PyBlockAllocator {
         ids(py, &out)
     }
 
-    /// Takes one block for each key, the cached one if it exists, and `plain` blocks without a key.
+    /// Take one block for each key, the cached one if it exists, and `plain` blocks without a key.
     ///
     /// Args:
     ///     keys: keys of full blocks, 32 bytes each, from `chain_keys`.
@@ -178,7 +178,7 @@ impl PyBlockAllocator {
         self.lock().share(&blocks.0).map_err(to_py)
     }
 
-    /// Raises the error that `free` would raise, and changes nothing.
+    /// Raise the error that `free` would raise, if any; change nothing.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn require(&self, #[pyo3(from_py_with = args::blocks)] blocks: Blocks) -> PyResult<()> {
         self.lock().require(&blocks.0).map_err(to_py)
@@ -193,7 +193,7 @@ impl PyBlockAllocator {
         self.lock().free(&blocks.0).map_err(to_py)
     }
 
-    /// Replaces shared blocks by new ones. Where the returned id differs, the caller copies the bytes.
+    /// Replace shared blocks by new ones. Where the returned id differs, the caller must copy the bytes.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn make_writable<'py>(
         &self,
@@ -205,7 +205,7 @@ impl PyBlockAllocator {
         ids(py, &out)
     }
 
-    /// Gives a full block its key. Returns the block to use from now on: this one, or another one with that key.
+    /// Give a full block its key. Return the block to use from now on: this one, or another one with that key.
     #[pyo3(signature = (block, key, depth = 0))]
     fn publish(
         &self,
@@ -217,7 +217,7 @@ impl PyBlockAllocator {
         Ok(self.lock().publish(BlockId(block), keyed).map_err(to_py)?.0)
     }
 
-    /// Returns the blocks of the longest computed prefix of the keys, without taking them.
+    /// Return the blocks of the longest computed prefix of the keys, without taking them.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn find<'py>(
         &self,
@@ -229,7 +229,7 @@ impl PyBlockAllocator {
         ids(py, &found)
     }
 
-    /// Returns how many free blocks it would take to allocate these keys.
+    /// Return how many free blocks it would take to allocate these keys.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn cost(&self, #[pyo3(from_py_with = args::keys)] keys: Vec<Bound<'_, PyBytes>>) -> PyResult<usize> {
         let keys = keys.iter().map(|bytes| key(bytes.as_bytes())).collect::<PyResult<Vec<_>>>()?;
@@ -252,14 +252,14 @@ impl PyBlockAllocator {
         self.lock().is_computed(BlockId(block))
     }
 
-    /// Marks these blocks, or all in use, as computed if they have a key: the step that writes them is over.
+    /// Mark these blocks, or all in use, as computed if they have a key: the step that writes them is over.
     #[pyo3(signature = (blocks = None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn mark_computed(&self, #[pyo3(from_py_with = args::blocks)] blocks: Option<Blocks>) {
         self.lock().mark_computed(blocks.as_ref().map(|blocks| blocks.0.as_slice()));
     }
 
-    /// Records when blocks were last used, in seconds of any clock.
+    /// Record when blocks were last used, in seconds of any clock.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn touch(
         &self,
@@ -269,17 +269,17 @@ impl PyBlockAllocator {
         self.lock().touch(&blocks.0, now).map_err(to_py)
     }
 
-    /// Forgets all keys. Returns False, and does nothing, while a block is in use.
+    /// Forget all keys. While a block is in use, do nothing and return False.
     fn reset(&self) -> bool {
         self.lock().reset()
     }
 
-    /// Returns the null block, which replaces blocks outside a window; taken by the first call, never freed.
+    /// Return the null block, which replaces blocks outside a window. The first call takes it; it is never freed.
     fn null_block(&self) -> PyResult<u32> {
         Ok(self.lock().null_block().map_err(to_py)?.0)
     }
 
-    /// Returns free blocks in the order in which they would be allocated, int32 `[n]`, without taking them.
+    /// Return free blocks in the order in which they would be allocated, int32 `[n]`, without taking them.
     ///
     /// Empty blocks come first, then cached ones in the order of eviction.
     #[pyo3(signature = (limit = None))]
@@ -292,7 +292,7 @@ impl PyBlockAllocator {
         ids(py, &blocks)
     }
 
-    /// Iterates over `upcoming` lazily. See `FreeBlocks`.
+    /// Iterate over the blocks of `upcoming` lazily. See `FreeBlocks`.
     fn iter_upcoming(slf: Py<Self>) -> PyFreeBlocks {
         PyFreeBlocks::new(Box::new(move |first, count| slf.get().lock().upcoming().skip(first).take(count).collect()))
     }
@@ -375,7 +375,7 @@ impl PyPrefixCachingAllocator {
     }
 }
 
-/// Returns the in-process keys of the full blocks of `tokens`, 32 bytes each.
+/// Return the in-process keys of the full blocks of `tokens`, 32 bytes each.
 ///
 /// Args:
 ///     tokens: token ids, uint32 `[n]`; tokens that do not fill a block are ignored.

@@ -142,7 +142,7 @@ impl PyBoundViews {
     ///     mapping: with the rule `"swap"` or `"copy"` between two lists; with any rule but `"swap"` within one.
     ///     num_threads: maximum number of threads for a large call.
     /// Raises:
-    ///     MappingError: it names blocks that the views do not have, or has another rule; nothing was copied.
+    ///     MappingError: the mapping names blocks that the views do not have, or has another rule; nothing was copied.
     ///     OutOfMemoryError: not enough memory for rings of moves; nothing was moved.
     #[pyo3(signature = (mapping, *, num_threads))]
     fn run(

@@ -7,7 +7,7 @@ use blockyard_core::BlockId;
 use pyo3::prelude::*;
 use std::collections::VecDeque;
 
-/// Size of the first chunk; each chunk is twice the previous one, so that finding the place again costs little.
+/// Size of the first chunk; each chunk is twice the previous one, so that resuming costs little.
 const FIRST_CHUNK: usize = 64;
 
 /// Reads up to `count` free blocks, from position `first` of their order.

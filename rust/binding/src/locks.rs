@@ -86,7 +86,10 @@ impl Held {
     fn new(rank: u32) -> Self {
         if cfg!(debug_assertions) {
             let held = HELD.get();
-            assert!(held >> rank == 0, "lock order: rank {rank} is asked for under ranks of the bits {held:#b}");
+            assert!(
+                held >> rank == 0,
+                "lock order: rank {rank} requested while holding the ranks of the bits {held:#b}"
+            );
             HELD.set(held | 1 << rank);
         }
         Self(rank)

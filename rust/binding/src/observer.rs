@@ -107,7 +107,7 @@ impl PyMovePlan {
     }
 }
 
-/// Reads goals by priority, each `(name, number)` or `(name, number, slack)`.
+/// Goals by priority, each read from `(name, number)` or `(name, number, slack)`.
 pub(crate) struct Goals(pub(crate) Vec<Wanted>);
 
 impl<'py> Argument<'py> for Goals {

@@ -8,7 +8,7 @@ use blockyard_core::Span;
 use numpy::{Ix1, PyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
-/// Writes the ids of the small blocks in a range of large ones.
+/// Write the ids of the small blocks in a range of large ones.
 #[pyfunction]
 #[pyo3(signature = (blocks, out, *, per_block, first, last))]
 pub(crate) fn expand_span(

@@ -12,7 +12,7 @@ use pyo3::types::{PyBytes, PyDict, PyFloat, PyInt, PyList, PyString};
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
-/// Maximum length of a sequence that is neither a list nor an array: it can have any length without using memory.
+/// Maximum length of a sequence that is neither a list nor an array: such a sequence can be endless and use no memory.
 const MOST_ITEMS: usize = 1 << 24;
 
 /// A type that can be read from a Python object, with the argument's name for errors.

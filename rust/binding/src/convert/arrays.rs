@@ -39,8 +39,8 @@ impl<'py> Argument<'py> for TicketArgument {
     }
 }
 
-/// Copies any sequence of numbers, so that later writes to the caller's arrays have no effect. `what` and `must` are
-/// for the message.
+/// Copies any sequence of numbers, so that later writes to the caller's arrays have no effect. Messages contain `what`
+/// and `must`.
 fn numbers<'py, T>(value: &Bound<'py, PyAny>, what: &dyn Display, must: &str) -> PyResult<Vec<T>>
 where
     T: Plain + TryFrom<isize> + FromPyObjectOwned<'py>,
@@ -136,7 +136,7 @@ pub(crate) fn ranges(
         let tokens = Tokens::new(value, name)?;
         match tokens {
             Tokens::Each(each) if each.len() != sequences => Err(invalid(format!(
-                "{name} has {} numbers, must have one or one per sequence, {sequences}",
+                "{name} has {} numbers, must have 1, or 1 for each of {sequences} sequences",
                 each.len()
             ))),
             tokens => Ok(tokens),

@@ -1,11 +1,11 @@
 //! All of the binding's `unsafe` code: the caller's arrays, new arrays, lists of ints, rows to copy.
 //!
 //! The safety comments below rest on these rules:
-//! - *numpy's word.* An array has memory for its dtype, shape and strides at its data pointer, as long as it lives.
+//! - *numpy's promise.* An array has memory for its dtype, shape and strides at its data pointer, as long as it lives.
 //!   Some arrays break this: those from a wrong `as_strided`, `ctypes` or raw address, and those whose memory another
 //!   thread replaces (`resize(refcheck=False)`, `data =`) while a call without the interpreter's lock uses it. They are
 //!   as unsafe here as in numpy.
-//! - *Lent rows.* A store uses rows after the call that lends them. Its own views keep the memory alive, until the last
+//! - *Lent rows.* A store uses rows after the call that lends them. Private views keep the memory alive until the last
 //!   thread, which may hang in the kernel, drops them. Rows that it writes are lent only once at a time.
 //! - *Nothing is remembered.* Python code can change dtype, shape, strides and flags of any array in place. So each
 //!   function reads them right before it touches the memory, and no Python code runs until after the last access.
@@ -93,7 +93,7 @@ fn new<'py, T: Zeroed, D: Dimension>(py: Python<'py>, shape: &D, zeroed: bool) -
         };
         Bound::from_owned_ptr_or_err(py, array)
     };
-    // numpy's error for such a size: no memory, or too many bytes.
+    // numpy fails for such a size: not enough memory, or too many bytes.
     let array = array.map_err(|_| out_of_memory(bytes))?;
     Ok(array.cast_into::<PyArray<T, D>>()?)
 }
@@ -113,12 +113,12 @@ pub(crate) fn made<T: Zeroed, D: Dimension, R>(
     fill: impl FnOnce(&mut [T]) -> R,
 ) -> PyResult<(Bound<'_, PyArray<T, D>>, R)> {
     let array = zeros(py, shape)?;
-    // SAFETY: C-contiguous, aligned and zeroed, and nobody else has it.
+    // SAFETY: the array is C-contiguous, aligned and zeroed, and nothing else refers to it.
     let filled = fill(unsafe { area(&array) }.items);
     Ok((array, filled))
 }
 
-/// Returns a new array with `of` applied to each item, in C order. If there are fewer items, the rest is zero.
+/// Returns a new array with `of` applied to each item, in C order. If there are too few items, the rest is zero.
 pub(crate) fn filled<'py, S, T: Zeroed, D: Dimension>(
     py: Python<'py>,
     shape: impl IntoDimension<Dim = D>,
@@ -127,7 +127,7 @@ pub(crate) fn filled<'py, S, T: Zeroed, D: Dimension>(
 ) -> PyResult<Bound<'py, PyArray<T, D>>> {
     let array = new::<T, D>(py, &shape.into_dimension(), false)?;
     let len = array.len().min(items.len());
-    // SAFETY: the array has `len` places in a row, aligned, and nobody else has it.
+    // SAFETY: the array has this many contiguous, aligned places, and nothing else refers to it.
     let places = unsafe { std::slice::from_raw_parts_mut(array.data().cast::<MaybeUninit<T>>(), array.len()) };
     for (place, item) in places[..len].iter_mut().zip(&items[..len]) {
         place.write(of(item));
@@ -153,15 +153,15 @@ pub(crate) fn copied<T: Plain, D: Dimension>(value: &Bound<'_, PyAny>) -> PyResu
     let (data, len) = (array.data(), array.len());
     let mut items: Vec<T> = reserved(len)?;
     if array.is_c_contiguous() {
-        // SAFETY: the array has `len` items in a row from `data` on, aligned or not, of which any bytes are a value;
-        // there is room for them.
+        // SAFETY: the array has `len` contiguous items at `data`, aligned or not; any bytes are valid items; and
+        // `items` has room for them.
         unsafe {
             items.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(data.cast(), len * size_of::<T>());
             items.set_len(len);
         }
     } else {
         each(array, |at| {
-            // SAFETY: an item of the array, aligned or not.
+            // SAFETY: `at` points to an item of the array, aligned or not.
             items.push(unsafe { at.read_unaligned() });
         });
     }
@@ -205,7 +205,7 @@ pub(crate) enum Numbers<'py, T> {
 }
 
 impl<'py, T: Plain> Numbers<'py, T> {
-    /// Reads a one-dimensional array, copying it unless it is one slice; `None` if `value` is no such array.
+    /// Reads a one-dimensional array, copying it unless it is one slice; `None` if `value` is not such an array.
     pub(crate) fn of_array(value: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
         match value.cast::<PyArray<T, Ix1>>() {
             Ok(array) if is_slice(array) => Ok(Some(Self::Array(value.clone()))),
@@ -232,8 +232,8 @@ impl<'py, T: Plain> Numbers<'py, T> {
         if array.is_empty() {
             return Ok(&[]);
         }
-        // SAFETY: the array has `len` items in a row, aligned. `lend` ends the slice before Python code can run; until
-        // then nobody writes.
+        // SAFETY: the array has `len` contiguous, aligned items. `lend` ends the slice before Python code can run, and
+        // nobody writes until then.
         Ok(unsafe { std::slice::from_raw_parts(array.data(), array.len()) })
     }
 }
@@ -256,7 +256,7 @@ pub(crate) fn lend<'a, 'py: 'a, T: Plain + 'a, R>(
 }
 
 /// Lends the bytes of an array `[n, width]` of this shape, in C order, to `call`, without the interpreter's lock;
-/// `None` if `value` is no such array.
+/// `None` if `value` is not such an array.
 pub(crate) fn lend_rows<R: Send>(
     value: &Bound<'_, PyAny>,
     shape: [usize; 2],
@@ -268,7 +268,7 @@ pub(crate) fn lend_rows<R: Send>(
         return Ok(copied::<u8, Ix2>(value)?.map(|(bytes, _)| py.detach(|| call(&bytes))));
     }
     // SAFETY: the array has `len` contiguous bytes, and lives until this returns. Other threads may write to them, as
-    // above: `call` copies the bytes without looking at them.
+    // above: `call` copies the bytes without interpreting them.
     let bytes = if array.is_empty() { &[] } else { unsafe { std::slice::from_raw_parts(array.data(), array.len()) } };
     Ok(Some(py.detach(|| call(bytes))))
 }
@@ -284,13 +284,13 @@ struct Row {
     _lent: Arc<(Extent, Py<PyAny>)>,
 }
 
-// SAFETY: its bytes are as in `LentRow`, on any thread; the reference to the array is only dropped there, which waits
-// for the interpreter.
+// SAFETY: the bytes can be used on any thread, as `LentRow` requires. The reference to the array is only dropped on
+// other threads, and the drop waits for the interpreter.
 unsafe impl Send for Row {}
 
 impl LentRow for Row {
     fn bytes(&self) -> &[u8] {
-        // SAFETY: `_lent` keeps the memory, and within this crate only the store that has this row writes to it.
+        // SAFETY: `_lent` keeps the memory alive, and within this crate only the store that has this row writes to it.
         unsafe { std::slice::from_raw_parts(self.data, self.len) }
     }
 
@@ -409,8 +409,8 @@ pub(crate) fn write<T: Plain, D: Dimension, G, R>(
     let array = target.checked(true)?;
     #[cfg(Py_GIL_DISABLED)]
     let _borrowed = target.borrow(array)?;
-    // SAFETY: just checked, and any bytes are values. `call` holds no Python object, so what it reads are copies, and
-    // numbers lent by `lend`, which no call does inside.
+    // SAFETY: just checked, and any bytes are valid items. `call` holds no Python object, so it reads only copies: no
+    // caller of `write` passes numbers lent by `lend`.
     Ok(call(unsafe { area(array) }, &mut held))
 }
 
@@ -429,8 +429,8 @@ pub(crate) fn fill_rows<'py, R: Send>(
     }
     #[cfg(Py_GIL_DISABLED)]
     let _borrowed = target.borrow(array)?;
-    // SAFETY: just checked, any bytes are values, and the array lives until this returns. Other threads may use the
-    // bytes, as above: `call` writes them and reads none.
+    // SAFETY: just checked, any bytes are valid items, and the array lives until this returns. Other threads may use
+    // the bytes, as above: `call` only writes them.
     let bytes = unsafe { area(array) }.items;
     let done = value.py().detach(|| call(bytes));
     Ok((array.clone(), done))
@@ -478,8 +478,8 @@ pub(crate) fn store<T: Plain, D: Dimension>(
     let mut items = items.iter();
     each(array, |at| {
         if let Some(&item) = items.next() {
-            // SAFETY: a writable item of the array, aligned or not; `items` are not in the array's memory, since only
-            // this module creates slices of it.
+            // SAFETY: `at` points to a writable item of the array, aligned or not. `items` are not in the array's
+            // memory, since only this module creates slices of arrays.
             unsafe { at.write_unaligned(item) };
         }
     });
@@ -534,7 +534,7 @@ fn rows(list: &Bound<'_, PyAny>, name: &'static str, written: bool, kept: &mut V
         if written && target.checked(false).is_err() {
             return Err(invalid(format!("{name}[{at}] cannot be written: it is read-only")));
         }
-        // SAFETY: the array has these rows, which do not overlap, and `kept` keeps it until their last use.
+        // SAFETY: the array has these rows, which do not overlap, and `kept` keeps it alive until their last use.
         let rows = unsafe { Rows::new(view.data(), count, width, stride) };
         kept.push(view.into_any().unbind());
         Ok(rows)
@@ -573,8 +573,8 @@ pub(crate) fn ints<T: TryFrom<isize>>(list: &Bound<'_, PyList>) -> PyResult<Opti
             fetch(list, end..len.min(end + AHEAD), next);
             for &item in &now[..end - at] {
                 // SAFETY: the thread is attached. The list has held its items since `fetch` read them: neither that nor
-                // this call runs Python code (items other than ints are errors, even with `__index__`), and the critical
-                // section keeps other threads from changing the list.
+                // this call runs Python code (items other than ints are errors, even with `__index__`), and the
+                // critical section keeps other threads from changing the list.
                 let number = unsafe { ffi::PyLong_AsSsize_t(item) };
                 let failed = number == -1 && PyErr::take(list.py()).is_some();
                 let Some(number) = T::try_from(number).ok().filter(|_| !failed) else { return Ok(None) };
@@ -595,7 +595,7 @@ fn fetch(list: &Bound<'_, PyList>, range: Range<usize>, items: &mut [*mut ffi::P
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            // SAFETY: a hint, of any address.
+            // SAFETY: a prefetch is only a hint; any address is allowed.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(item.cast()) };
         }
     }

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 /// A manager's pins; available as `manager.pins`. A pin keeps cached device blocks for a reader such as a connector.
 ///
 /// Pinned blocks are neither evicted nor written, even after their sequences are freed. Only `unpin` ends a pin, so
-/// call it for a reader that has died, too. Pins hold at most the fraction `max_pinned` of the device blocks.
+/// call it even for a reader that has died. Pins hold at most the fraction `max_pinned` of the device blocks.
 ///
 /// Example:
 ///     >>> from blockyard import BlockManager

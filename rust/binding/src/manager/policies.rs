@@ -10,10 +10,10 @@ use std::fmt::Display;
 /// Options of the prefix cache, for `BlockManager(prefix_caching=...)`.
 ///
 /// Args:
-///     eviction: which cached block goes first once no block is free. `"adaptive"`: by the rule that has most hits just
-///         now, which it finds out by trying each on a sample of the blocks. It is rarely far from the best fixed
-///         policy, and takes 10 % more time a request than `"lru"`. `"lru"`: the least recently used. `"priority"`: by
-///         `prefix.set_priority`. Each takes a prompt's blocks from its end.
+///     eviction: which cached block is evicted first once no block is free. `"adaptive"`: uses the rule with the most
+///         current hits, found by simulating each rule on a sample of the blocks. Its hit rate is rarely far below the
+///         best fixed policy's, and it takes 10 % more time per request than `"lru"`. `"lru"`: the least recently used
+///         block. `"priority"`: by `prefix.set_priority`. All evict a prompt's blocks from its end.
 ///     host: whether the host is a second level of the cache. The step's decision copies blocks there before they would
 ///         be evicted from the device (`swap_out`), and loads hits from there (`swap_in`). The least recently used copy
 ///         is evicted first. Prompts with several cache groups or a window do not use host copies yet.

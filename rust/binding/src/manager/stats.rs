@@ -33,7 +33,7 @@ pub(crate) struct PyManagerStats {
     merged_blocks: u64,
     /// Number of hit blocks that only the host had.
     loaded_blocks: u64,
-    /// Number of copies on write.
+    /// Number of blocks copied on write.
     copied_blocks: u64,
     /// For host and external tier, number of blocks swapped out to it.
     swapped_out_blocks: ByTier,
@@ -41,7 +41,7 @@ pub(crate) struct PyManagerStats {
     swapped_in_blocks: ByTier,
     /// Number of finished defragmentation moves.
     moved_blocks: u64,
-    /// Number of moves given up because the block was written, freed or leased in the meantime.
+    /// Number of moves cancelled because the block was written, freed or leased in the meantime.
     cancelled_moves: u64,
     /// Number of moves whose bytes did not land.
     failed_moves: u64,
@@ -53,7 +53,7 @@ pub(crate) struct PyManagerStats {
     peak_blocks: ByTier,
     /// For each tier, number of blocks leased by transfers.
     leased_blocks: ByTier,
-    /// For each tier, number of blocks that their keys find.
+    /// For each tier, number of blocks that can be found by key.
     cached_blocks: ByTier,
     /// For each tier, number of cached blocks evicted.
     evicted_blocks: ByTier,

@@ -114,7 +114,7 @@ impl PySlabStore {
     #[new]
     #[pyo3(signature = (directory, *, bytes_per_block, size=None, num_slots=None, threads=4, direct="auto",
                         memory=1_073_741_824, timeout_base=10.0, namespace=[0; 32], r#use="swap", revision=""))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, one an option of the URL")]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, one per option of the URL")]
     fn new(
         py: Python<'_>,
         directory: PathBuf,
@@ -346,7 +346,7 @@ impl PySlabStore {
         Ok(PyStoreStats::from_store(stats, self.bytes_per_block() as u64))
     }
 
-    /// Give up batches in flight, and delete the file of swap space. Returns False if the disk did not answer within
+    /// Abandon batches in flight, and delete the file of swap space. Returns False if the disk did not answer within
     /// `timeout` seconds.
     #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, #[pyo3(from_py_with = args::timeout)] timeout: f64) -> PyResult<bool> {

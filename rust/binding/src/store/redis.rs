@@ -54,7 +54,7 @@ impl PyRedisClient {
     #[new]
     #[pyo3(signature = (host, *, port=6379, transport="tcp", cluster=false, username=None, password=None, db=0, ca=None,
                         cert=None, key=None, connect_timeout=2.0, timeout=2.0))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, one a part of the URL")]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, one per part of the URL")]
     fn new(
         py: Python<'_>,
         host: String,

@@ -101,7 +101,7 @@ impl PyStoreStats {
     #[pyo3(signature = (*, written_blocks=0, written_bytes=0, read_blocks=0, read_bytes=0, misses=None, errors=0,
                         last_error="", errors_in_a_row=0, is_down=false, pending_bytes=0, cached_blocks=0,
                         evicted_blocks=0))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, one a counter")]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, one per counter")]
     fn new(
         #[pyo3(from_py_with = args::written_blocks)] written_blocks: u64,
         #[pyo3(from_py_with = args::written_bytes)] written_bytes: u64,

@@ -92,7 +92,7 @@ impl PyCpuGpuBlockAllocator {
         let proxy = PyPoolAllocator::allocate_mutable_block(&gpu, None, None, None)?;
         let null = Py::new(py, PyNullBlock::new(proxy.clone().into_any().unbind()))?;
         if self.null.set(null).is_err() {
-            gpu.get().release(&[proxy])?; // another thread was first
+            gpu.get().release(&[proxy])?; // another thread was faster
         }
         self.null_block(py)
     }

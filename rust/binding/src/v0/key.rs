@@ -65,7 +65,7 @@ pub(super) fn one(parent: Option<Key>, tokens: &[i64], extra: Option<i64>) -> Py
     chain(parent, tokens, tokens.len(), extra).map(|keys| keys[0])
 }
 
-/// Returns the keys of the full blocks of `token_ids`, which follow `parent`; a negative id is an unknown token.
+/// Return the keys of the full blocks of `token_ids`, which follow `parent`; a negative id is an unknown token.
 #[pyfunction]
 #[pyo3(name = "v0_hash_blocks")]
 #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]

@@ -1,4 +1,4 @@
-//! The pool of one device under the engine's ids. The allocators' methods build on it.
+//! The pool of one device, with the engine's ids. The allocators' methods build on it.
 
 use super::block::{Parts, PyNaiveBlock, PyPrefixCachingBlock, V0Block, key_of};
 use super::key;

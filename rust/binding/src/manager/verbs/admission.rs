@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 /// The error for options that need token ids, given with counts.
-const KEYED: &str = "salt, lora_id, extras or chunk_tokens are given with counts, give token ids with them";
+const KEYED: &str = "salt, lora_id, extras and chunk_tokens need token ids, not counts";
 
 impl PyBlockManager {
     /// Opens sequences whose lengths alone are known.
@@ -128,7 +128,10 @@ impl PyBlockManager {
                 return Err(invalid(KEYED.to_owned()));
             }
             if !prompts.is_empty() {
-                return Err(invalid(format!("counts are given with {} prompts, give one of them", prompts.len())));
+                return Err(invalid(format!(
+                    "counts are given with {} prompts, give only one of the two",
+                    prompts.len()
+                )));
             }
             let counts = Tokens::new(counts, "counts")?.into_vec();
             return Ok(handles(py, &self.allocate_counts(&counts, encoder_tokens)?)?.into_any());
@@ -142,7 +145,7 @@ impl PyBlockManager {
                 self.allocate_counts(&counts, encoder_tokens)?.into_iter().map(|id| (id, 0)).collect()
             }
             Prompts::Tokens(_) if encoder_tokens.is_some() => {
-                return Err(invalid("encoder_tokens are given with token ids, give counts with them".to_owned()));
+                return Err(invalid("encoder_tokens are given with token ids, must be given with counts".to_owned()));
             }
             Prompts::Tokens(tokens) => {
                 let (specs, chunk) = (KeySpecs::new(salt, lora_id, tokens.len())?, chunk_tokens.unwrap_or(u32::MAX));

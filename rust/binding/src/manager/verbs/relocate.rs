@@ -35,7 +35,7 @@ impl PyBlockManager {
     ///     OutOfBlocksError: the tier has too few free blocks for all of them.
     ///     UnknownSequenceError: there is no such sequence.
     ///     SequenceStateError: a sequence is in another tier, moving, written in this step, or has lost bytes.
-    ///     InvalidArgumentError: a handle is given twice, or `to` is another tier.
+    ///     InvalidArgumentError: a handle is repeated, or `to` is another tier.
     #[pyo3(signature = (sequences, to = "host"))]
     fn swap_out(&self, sequences: &Bound<'_, PyAny>, to: &str) -> PyResult<()> {
         let to = tier("to", to, &[Tier::Host, Tier::External])?;
@@ -53,7 +53,7 @@ impl PyBlockManager {
     ///     `Fit`, true if they can move now.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
-    ///     InvalidArgumentError: a handle is given twice, or `to` is another tier.
+    ///     InvalidArgumentError: a handle is repeated, or `to` is another tier.
     #[pyo3(signature = (sequences, to = "device", *, lookahead = 0))]
     fn can_swap_in(
         &self,

@@ -50,8 +50,8 @@ impl PyBlockManager {
     /// Returns:
     ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
     /// Raises:
-    ///     UnknownTicketError: the ticket was never handed out, or has ended.
-    ///     MappingError: the ticket writes no such block.
+    ///     UnknownTicketError: the ticket was never issued, or has ended.
+    ///     MappingError: the ticket does not write such a block.
     #[expect(clippy::needless_pass_by_value, reason = "an argument from Python")]
     #[pyo3(signature = (ticket, lost = Vec::new()), text_signature = "($self, ticket, lost=())")]
     fn complete<'py>(
@@ -76,7 +76,7 @@ impl PyBlockManager {
     /// Returns:
     ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
     /// Raises:
-    ///     UnknownTicketError: the ticket was never handed out, or has ended.
+    ///     UnknownTicketError: the ticket was never issued, or has ended.
     fn fail<'py>(
         &self,
         py: Python<'py>,
@@ -94,8 +94,8 @@ impl PyBlockManager {
     /// Returns:
     ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
     /// Raises:
-    ///     UnknownTicketError: the ticket was never handed out, or has ended.
-    ///     MappingError: the ticket writes no such block.
+    ///     UnknownTicketError: the ticket was never issued, or has ended.
+    ///     MappingError: the ticket does not write such a block.
     #[expect(clippy::needless_pass_by_value, reason = "an argument from Python")]
     fn lose<'py>(
         &self,
