@@ -291,8 +291,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ("                and answer.ok.shape == (batch.count,)\n", ""),
             ("                return Answer(answer.ok.copy(), rows,", "                return Answer(answer.ok, rows,"),
             (
-                "        return found if found.dtype == np.bool_ and found.shape",
-                "        return found if found.dtype == np.bool_ or found.shape",
+                "        return found if found.dtype == _BOOL and found.shape",
+                "        return found if found.dtype == _BOOL or found.shape",
             ),
         ],
     ),
@@ -314,14 +314,14 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         PREFIXES,
         [
             (
-                "        self._count(len(write.job) - unwritten)",
-                "        self._count(len(write.job))",
+                "        self._count(write.num_blocks - unwritten)",
+                "        self._count(write.num_blocks)",
             ),
             (
-                "        if answer.are_rows_free:\n            self._give_back(write)\n        return True\n\n",
-                "        self._give_back(write)\n        return True\n\n",
+                "        if not unwritten or answer.are_rows_free:\n            self._give_back(write)\n",
+                "        self._give_back(write)\n",
             ),
-            ("        is_new = ~self._store.contains(job.keys)", "        is_new = self._store.contains(job.keys)"),
+            ("        is_new = ~self._store.contains(keys)", "        is_new = self._store.contains(keys)"),
             ("if not is_whole or rows is None or", "if rows is None or"),
             ("            self._num_answers = answers\n", "            self._num_answers = answers + 1\n"),
         ],
@@ -468,7 +468,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         [
             ('            write.span.end(written_blocks=0, miss_reason="closed")\n', "            pass\n"),
             ("                write.span.end(written_blocks=0, miss_reason=why)\n", ""),
-            ("            write.span.end(written_blocks=len(write.job))\n", ""),
+            ("            write.span.end(written_blocks=write.num_blocks)\n", ""),
         ],
     ),
     (

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice, takewhile
 from typing import Final, NamedTuple
 
@@ -37,6 +36,8 @@ OVERDUE_SECONDS: Final = 600.0
 """A batch that the store does not report within this time is given up."""
 _COLLECTED_AT_ONCE: Final = 64
 """Maximum number of batches that one `poll` collects: a store that goes down may report thousands at once."""
+_BOOL: Final = np.dtype(np.bool_)
+_BYTE: Final = np.dtype(np.uint8)
 
 _log = logging.getLogger("blockyard.executor")
 
@@ -125,14 +126,14 @@ class CheckedStore:
         Raises:
             StoreError: the store refused the batch.
         """
-        return self._submit(PendingBatch("write", len(slots)), partial(self._store.submit_write, slots, rows))
+        return self._submit(PendingBatch("write", len(slots)), self._store.submit_write, slots, rows)
 
     def read(self, slots: NDArray[np.int64], out: NDArray[np.uint8]) -> PendingBatch:
         """Start to read blocks into rows; see `write`.
 
         The store owns the rows until the batch has an answer whose `are_rows_free` is true.
         """
-        return self._submit(PendingBatch("read", len(slots), out), partial(self._store.submit_read, slots, out))
+        return self._submit(PendingBatch("read", len(slots), out), self._store.submit_read, slots, out)
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners | None = None) -> PendingBatch:
         """Start to store blocks under their keys, uint8 `[n, 32]`; see `write`.
@@ -141,12 +142,12 @@ class CheckedStore:
         """
         batch = PendingBatch("put", len(keys))
         if owners is None or not self._store.keeps_quotas:
-            return self._submit(batch, partial(self._store.submit_put, keys, rows))
-        return self._submit(batch, partial(self._store.submit_put, keys, rows, owners))
+            return self._submit(batch, self._store.submit_put, keys, rows)
+        return self._submit(batch, self._store.submit_put, keys, rows, owners)
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> PendingBatch:
         """Start to read blocks by key, uint8 `[n, 32]`; see `read`."""
-        return self._submit(PendingBatch("get", len(keys), out), partial(self._store.submit_get, keys, out))
+        return self._submit(PendingBatch("get", len(keys), out), self._store.submit_get, keys, out)
 
     def contains(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return which keys the store reports to have, bool `[n]`; all False if its answer is invalid."""
@@ -164,7 +165,7 @@ class CheckedStore:
             if self._may_log("keys", error):
                 _log.warning("the store cannot say which of %d keys it has: %s", len(keys), _describe(error))
             return np.zeros(len(keys), np.bool_)
-        return found if found.dtype == np.bool_ and found.shape == (len(keys),) else np.zeros(len(keys), np.bool_)
+        return found if found.dtype == _BOOL and found.shape == (len(keys),) else np.zeros(len(keys), np.bool_)
 
     @property
     def is_busy(self) -> bool:
@@ -195,12 +196,12 @@ class CheckedStore:
             self._collect(batch, max(0.0, batch.since + OVERDUE_SECONDS - self._runtime.monotonic()))
             self._take_in()
 
-    def _submit(self, batch: PendingBatch, call: Callable[[], object]) -> PendingBatch:
+    def _submit(self, batch: PendingBatch, call: Callable[..., object], *arguments: object) -> PendingBatch:
         self._process.check()
         self._strays += 1
         batch.since = self._runtime.monotonic()
         try:
-            batch.ticket = operator.index(call())  # type: ignore[arg-type]
+            batch.ticket = operator.index(call(*arguments))  # type: ignore[arg-type]
         except Exception as error:
             self._strays -= 1
             raise self._refusal(batch, error) from error
@@ -264,17 +265,18 @@ class CheckedStore:
             shape = (0 if batch.out is None else batch.count, self._bytes_per_block)
             if (
                 answer.ticket == ticket
-                and answer.ok.dtype == np.bool_
+                and answer.ok.dtype == _BOOL
                 and answer.ok.shape == (batch.count,)
-                and rows.dtype == np.uint8
+                and rows.dtype == _BYTE
                 and rows.shape == shape
                 and len(answer.reasons) == batch.count
             ):
                 # The engine copies from these rows asynchronously, so they must be memory that torch accepts.
-                rows = rows if rows.flags.carray else np.require(rows, requirements=("C", "W"))
+                if rows is not none and not rows.flags.carray:
+                    rows = np.require(rows, requirements=("C", "W"))
                 if self._failures is not None:
                     self._log_failure(self._failures, answer)
-                return Answer(answer.ok.copy(), rows, reasons=tuple(map(str, answer.reasons)))
+                return Answer(answer.ok.copy(), rows, reasons=answer.reasons)
             found = f"ticket {answer.ticket}, ok {_of(answer.ok)}, rows {_of(rows)}, {len(answer.reasons)} reasons"
             wanted = f"ticket {ticket}, ok bool [{batch.count}], rows uint8 {list(shape)}, {batch.count} reasons"
             error: Exception = StoreError(f"the answer has {found}; must have {wanted}")

@@ -191,9 +191,10 @@ class Loads:
 
     def advance(self) -> None:
         """Advance all loads as far as possible; never waits."""
-        for read in self._abandoned:
-            self._give_back(read)
-        self._abandoned = [read for read in self._abandoned if read.batch.answer is None]
+        if self._abandoned:
+            for read in self._abandoned:
+                self._give_back(read)
+            self._abandoned = [read for read in self._abandoned if read.batch.answer is None]
         for load in tuple(self.open):
             self._advance(load)
 

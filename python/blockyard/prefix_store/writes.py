@@ -13,7 +13,7 @@ from blockyard._core import BlockManager, StoreJob
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
-from blockyard.executor.checked_store import CheckedStore, PendingBatch
+from blockyard.executor.checked_store import Answer, CheckedStore, PendingBatch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.base import MissLog, Owners
 from blockyard.tracing import Span, begin
@@ -29,6 +29,7 @@ class Write:
     """The blocks of a job: read by the engine, then put by the store as `batch`, except those it already has."""
 
     job: StoreJob
+    num_blocks: int
     rows: NDArray[np.uint8] | None
     transfer: Transfer
     span: Span
@@ -45,6 +46,9 @@ class Writes:
         stats: takes the counts.
         log: of what the store reports.
         max_bytes: of blocks on their way.
+
+    Attributes:
+        num_blocks: number of blocks in flight.
     """
 
     def __init__(
@@ -66,8 +70,8 @@ class Writes:
         self._is_closed = False
         self._reading: list[Write] = []  # being read by the engine
         self._putting: list[Write] = []  # being put by the store
-        self._num_putting = 0  # number of their blocks
         self._num_answers = 0  # the store's answers processed so far
+        self.num_blocks = 0
 
     def __len__(self) -> int:
         """Return the number of writes in flight."""
@@ -78,41 +82,39 @@ class Writes:
         """Whether any of the manager's blocks are held."""
         return bool(self._jobs)
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks in flight."""
-        return sum(len(write.job) for write in self._reading) + self._num_putting
-
     def advance(self) -> None:
         """Advance all writes as far as possible, and start others; never waits."""
-        self._reading = [write for write in self._reading if not (write.transfer.done and self._hand_over(write))]
+        if self._reading:
+            self._reading = [write for write in self._reading if not (write.transfer.done and self._hand_over(write))]
         # A hanging store has thousands of batches and no answers.
         answers = self._store.num_answers
         if self._num_answers != answers:
-            self._putting = [write for write in self._putting if not self._take_answer(write)]
-            self._num_putting = sum(len(write.job) for write in self._putting)
+            self._putting = [
+                write
+                for write in self._putting
+                if write.batch is None or (answer := write.batch.answer) is None or not self._take_answer(write, answer)
+            ]
             self._num_answers = answers
-        room = self._max_blocks - self.num_blocks
-        while room > 0 and not self._is_closed:
+        while not self._is_closed and (room := self._max_blocks - self.num_blocks) > 0:
             job = keep(self._jobs, self._store_jobs.begin_write, min(room, self._blocks_at_once))
-            if not len(job):
+            num_blocks = len(job)
+            if not num_blocks:
                 self._jobs.remove(job)
                 return
             try:
-                rows, fence = self._buffers.take(len(job), self._size), self._engine.fence()
+                rows, fence = self._buffers.take(num_blocks, self._size), self._engine.fence()
                 transfer = self._engine.submit_read(job.tier, job.blocks, rows, after_compute=fence, on_full="refuse")
             except BlockyardError as error:
                 self._end_job(job)
-                self._stats.unwritten_blocks += len(job)
-                self._begin_span(job).end(error, written_blocks=0)
+                self._stats.unwritten_blocks += num_blocks
+                self._begin_span(job, num_blocks).end(error, written_blocks=0)
                 return
-            write = Write(job, rows, transfer, self._begin_span(job))
+            write = Write(job, num_blocks, rows, transfer, self._begin_span(job, num_blocks))
             self._reading.append(write)
-            if transfer.done and self._hand_over(write):
+            self.num_blocks += num_blocks
+            if transfer.done:
+                self._hand_over(write)
                 del self._reading[-1]
-                if write.batch is None:
-                    continue
-            room -= len(job)
 
     def wait_for_engine(self) -> None:
         """Wait until the engine has read the blocks of all started writes."""
@@ -133,12 +135,12 @@ class Writes:
             del self._jobs[-1]
         for write in self._reading:
             if write.batch is None:
-                self._stats.unwritten_blocks += len(write.job)
+                self._stats.unwritten_blocks += write.num_blocks
                 write.span.end(written_blocks=0, miss_reason=why)
         handed_over = [write for write in self._reading if write.batch is not None and write not in self._putting]
         self._putting += handed_over  # by an interrupted call
         self._reading = []
-        self._num_putting = sum(len(write.job) for write in self._putting)
+        self.num_blocks = sum(write.num_blocks for write in self._putting)
 
     def _end_job(self, job: StoreJob) -> bool:
         is_whole = self._store_jobs.end_write(job.job)
@@ -146,42 +148,39 @@ class Writes:
         return is_whole
 
     def _hand_over(self, write: Write) -> bool:
-        """Hand blocks read by the engine over to the store. Returns whether the engine is done with them."""
-        if not write.transfer.done:
-            return False
+        """Hand blocks that the engine has read over to the store. Returns True: the engine is done with them."""
         is_whole = self._end_job(write.job)
         rows, write.transfer.rows = write.transfer.rows, None
         if not is_whole or rows is None or write.transfer.error is not None or not self._put(write, rows):
-            self._stats.unwritten_blocks += len(write.job)
+            self.num_blocks -= write.num_blocks
+            self._stats.unwritten_blocks += write.num_blocks
             why = "error" if is_whole else "taken"
             write.span.end(write.transfer.error, written_blocks=0, miss_reason=why)
         elif write.batch is not None:
             self._putting.append(write)
-            self._num_putting += len(write.job)
         else:  # the store already has all of them
-            self._count(len(write.job))
-            write.span.end(written_blocks=len(write.job))
+            self.num_blocks -= write.num_blocks
+            self._count(write.num_blocks)
+            write.span.end(written_blocks=write.num_blocks)
             self._give_back(write)
         return True
 
-    def _take_answer(self, write: Write) -> bool:
-        """Count the blocks that the store put. Returns whether it has answered."""
-        answer = None if write.batch is None else write.batch.answer
-        if answer is None:
-            return False
-        unwritten = len(answer.ok) - int(np.count_nonzero(answer.ok))
-        self._count(len(write.job) - unwritten)
-        self._stats.unwritten_blocks += unwritten
+    def _take_answer(self, write: Write, answer: Answer) -> bool:
+        """Count the blocks that the store put. Returns True: the write has ended."""
+        unwritten, why = len(answer.ok) - int(np.count_nonzero(answer.ok)), ""
+        self.num_blocks -= write.num_blocks
+        self._count(write.num_blocks - unwritten)
         if unwritten:
+            self._stats.unwritten_blocks += unwritten
             self._log.note(answer.reasons)
-        why = next(filter(None, answer.reasons), "") if unwritten else ""
-        write.span.end(answer.error, written_blocks=len(write.job) - unwritten, miss_reason=why)
-        if answer.are_rows_free:
+            why = next(filter(None, answer.reasons), "")
+        write.span.end(answer.error, written_blocks=write.num_blocks - unwritten, miss_reason=why)
+        if not unwritten or answer.are_rows_free:
             self._give_back(write)
         return True
 
-    def _begin_span(self, job: StoreJob) -> Span:
-        return begin("store", tier=job.tier, blocks=len(job), bytes=len(job) * self._size)
+    def _begin_span(self, job: StoreJob, num_blocks: int) -> Span:
+        return begin("store", tier=job.tier, blocks=num_blocks, bytes=num_blocks * self._size)
 
     def _give_back(self, write: Write) -> None:
         """Return the rows of a write to the buffers: neither engine nor store uses them."""
@@ -191,13 +190,12 @@ class Writes:
     def _put(self, write: Write, rows: NDArray[np.uint8]) -> bool:
         """Put the blocks that the store lacks; False if it refuses them."""
         job = write.job
-        is_new = ~self._store.contains(job.keys)
-        num_new = int(np.count_nonzero(is_new))
+        keys, owners = job.keys, Owners(job.tenants, job.parents)
+        is_new = ~self._store.contains(keys)
+        num_new = np.count_nonzero(is_new)
         if not num_new:
             return True
-        owners = Owners(job.tenants, job.parents)
-        keys = job.keys
-        if num_new < len(keys):
+        if num_new < write.num_blocks:
             keys, rows, owners = keys[is_new], rows[is_new], Owners(*(of[is_new] for of in owners))
         try:
             write.batch = self._store.put(keys, rows, owners)

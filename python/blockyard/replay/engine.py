@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count as counting
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -144,7 +146,11 @@ def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class StepTime(Protocol):
-    """Predicts the time of one step of an engine from its batch."""
+    """Predicts the time of one step of an engine from its batch.
+
+    If it has `decode_seconds(decode_context)`, that is asked for steps of plain decoding, which are most: an iterator
+    over their seconds, each step with one more token in every row.
+    """
 
     def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
         """Return the seconds from the start of the step to its sampled tokens.
@@ -262,6 +268,8 @@ class _Replay:
                 f"block_size is {options.block_size}, must divide the tokens of a hash id, {sorted(sizes)}"
             )
         self._requests, self._options, self._step_time, self._watch = requests, options, step_time, watch
+        self._decode_seconds: Callable[[NDArray[np.int64]], Iterator[float]]
+        self._decode_seconds = getattr(step_time, "decode_seconds", partial(_one_by_one, step_time))
         caching = PrefixCaching(eviction=options.eviction, host=options.host_blocks > 0)
         self._manager = BlockManager(
             block_size=options.block_size,
@@ -509,19 +517,21 @@ class _Replay:
     def _model_steps(self, step: Step, begin: float) -> tuple[int, float, float]:
         """Return how many model steps a decided step stands for, and when the last one begins and ends."""
         decodes, start, lengths = step.decodes, step.start, step.lengths
-        prefill = list(zip(start[decodes:].tolist(), lengths[decodes:].tolist(), strict=True))
-        most = int(lengths[:decodes].min()) if decodes and not prefill else 1
-        until, written = self._next_change(), inf if self._tier is None else self._tier.next_write
-        now, context = begin, start[:decodes] + 1
-        count, last = 0, begin
-        while count < 1 or (count < most and now < until):
-            if count and now >= written and self._tier is not None:
+        context = start[:decodes] + 1
+        if decodes < step.rows:
+            prefill = list(zip(start[decodes:].tolist(), lengths[decodes:].tolist(), strict=True))
+            return 1, begin, begin + self._step_time.seconds(prefill, context)
+        most, until = int(lengths.min()), self._next_change()
+        written = inf if self._tier is None else self._tier.next_write
+        count, last, now = 0, begin, begin
+        for seconds in self._decode_seconds(context):
+            count, last, now = count + 1, now, now + seconds
+            if count == most or now >= until:
+                break
+            if now >= written and self._tier is not None:
                 self._now = now
                 self._tier.prefixes.poll()
                 written = self._tier.next_write
-            last = now
-            now += self._step_time.seconds(prefill, context + count)
-            count += 1
         return count, last, now
 
     def _skip(self) -> None:
@@ -532,6 +542,11 @@ class _Replay:
         if later == inf:
             raise InvariantError(f"{self._scheduler.num_unfinished} requests wait, but nothing is in flight")
         self._now = self._decided_at = max(self._now, later)
+
+
+def _one_by_one(step_time: StepTime, decode_context: NDArray[np.int64]) -> Iterator[float]:
+    for more in counting():
+        yield step_time.seconds([], decode_context + more)
 
 
 def _counts(stats: StoreStats) -> dict[str, int]:

@@ -45,7 +45,7 @@ class Alarms:
         return self._times[0] if self._times else inf
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class _Transfer:
     """A copy between rows and blocks; it lands at `due`."""
 
@@ -115,6 +115,7 @@ class _Store(ExternalStore):
         self._num_blocks, self._bytes_per_block = num_blocks, bytes_per_block
         (self._read, self._write), self._clock, (self._loads, self._writes) = links, clock, alarms
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
+        self._all = np.ones(0, np.bool_)
         self._open: list[tuple[float, int]] = []
         self._answers: dict[int, Completion] = {}
         self._tickets = 0
@@ -132,16 +133,21 @@ class _Store(ExternalStore):
 
     def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:  # noqa: ARG002
         """Store blocks."""
-        for key in _names(keys):
-            if key not in self._blocks and len(self._blocks) >= self._num_blocks:
-                self._blocks.popitem(last=False)
+        blocks, names = self._blocks, _names(keys)
+        for key in names:
+            if key in blocks:
+                blocks.move_to_end(key)
+                continue
+            if len(blocks) >= self._num_blocks:
+                blocks.popitem(last=False)
                 self.evicted_blocks += 1
-            self._blocks[key] = None
-            self._blocks.move_to_end(key)
-        self.written_blocks += len(keys)
-        num_bytes = len(keys) * self._bytes_per_block
-        due = self._writes.add(self._write.send(self._clock(), num_bytes))
-        return self._answer(due, np.ones(len(keys), np.bool_), rows[:0], [""] * len(keys))
+            blocks[key] = None
+        count = len(names)
+        self.written_blocks += count
+        due = self._writes.add(self._write.send(self._clock(), count * self._bytes_per_block))
+        if count > len(self._all):
+            self._all = np.ones(count, np.bool_)
+        return self._answer(due, self._all[:count], rows[:0], [""] * count)
 
     def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
         """Read blocks."""
@@ -166,7 +172,10 @@ class _Store(ExternalStore):
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """Return which blocks it has, bool `[n]`."""
-        return np.array([name in self._blocks for name in _names(keys)], np.bool_)
+        names = _names(keys)
+        if self._blocks.keys().isdisjoint(names):
+            return np.zeros(len(names), np.bool_)
+        return np.array([name in self._blocks for name in names], np.bool_)
 
     def lacks(self, keys: Keys) -> NDArray[np.bool_]:
         """Return which blocks it lacks, bool `[n]`."""

@@ -1,6 +1,7 @@
 """`LinearStepTime`: its sum, and its fit to runs."""
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,12 @@ def test_each_number_counts_what_its_name_says():
     assert TRUTH.seconds([], NOTHING) == pytest.approx(0.01)
     assert TRUTH.seconds([(300, 100), (0, 20)], NOTHING) == pytest.approx(0.01 + 120 * 4e-5 + 300 * 1e-7)
     assert TRUTH.seconds([], np.array([500, 700])) == pytest.approx(0.01 + 2e-4 + 1200 * 1e-7)
+
+
+def test_steps_of_plain_decoding_take_what_each_takes_alone():
+    context = np.array([500, 700, 80_000])
+    seconds = list(islice(TRUTH.decode_seconds(context), 100))
+    assert seconds == [TRUTH.seconds([], context + more) for more in range(100)]
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

@@ -3,6 +3,7 @@
 import json
 import pickle
 import time
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,12 @@ def test_more_work_takes_longer(llama: TableStepTime):
     ]
     assert steps == sorted(steps)
     assert steps[0] > 16e9 / 1.8e12  # the weights are read once, at most at the memory's full rate
+
+
+def test_steps_of_plain_decoding_take_what_each_takes_alone(llama: TableStepTime):
+    context = np.array([500, 700, 80_000])
+    seconds = list(islice(llama.decode_seconds(context), 100))
+    assert seconds == [llama.seconds([], context + more) for more in range(100)]
 
 
 def test_a_step_beyond_the_limits_takes_its_share(llama: TableStepTime):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,14 @@ class LinearStepTime:
             + self.decode_row * len(decode_context)
             + self.context_token * context
         )
+
+    def decode_seconds(self, decode_context: NDArray[np.int64]) -> Iterator[float]:
+        """Yield the seconds of steps of plain decoding; see `StepTime`."""
+        rows, context = len(decode_context), int(decode_context.sum())
+        step = self.fixed + self.decode_row * rows
+        while True:
+            yield step + self.context_token * context
+            context += rows
 
     @classmethod
     def fit_requests(cls, path: str | Path, limits: EngineLimits, *, first: int | None = None) -> LinearStepTime:

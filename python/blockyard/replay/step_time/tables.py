@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -102,6 +102,14 @@ class TableStepTime:
             if prefill:
                 total += self._mixed_token * context
         return total + _at(self._body, tokens) + _at(self._head, rows + len(prefill))
+
+    def decode_seconds(self, decode_context: NDArray[np.int64]) -> Iterator[float]:
+        """Yield the seconds of steps of plain decoding; see `StepTime`."""
+        rows, context = len(decode_context), int(decode_context.sum())
+        body, head = _at(self._body, rows), _at(self._head, rows)
+        while True:
+            yield self._decode(rows, context / rows) + body + head
+            context += rows
 
 
 def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
