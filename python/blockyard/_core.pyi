@@ -708,7 +708,7 @@ class StoreJobs:
         """
     @property
     def num_waiting(self) -> int:
-        """Number of blocks waiting for `begin_write`. A block evicted while waiting still counts until its turn comes."""
+        """Number of blocks waiting for `begin_write`; a block evicted while waiting counts until its turn comes."""
     def begin_write(self, max_blocks: int) -> StoreJob:
         """Begin to read blocks for the store, all from one tier.
 

@@ -372,7 +372,7 @@ def test_what_cannot_be_hashed_is_refused() -> None:
     manager = new_manager()
     with pytest.raises(InvalidArgumentError, match="4294967295"):
         manager.prefix.hash([2**32 - 1])
-    with pytest.raises(InvalidArgumentError, match="block of an extra key is 2, must be in ascending order and below 2"):
+    with pytest.raises(InvalidArgumentError, match="of an extra key is 2, must be in ascending order and below 2"):
         manager.prefix.hash(list(range(9)), extras=[(0, 2, 1, b"x")])
     with pytest.raises(InvalidArgumentError, match="token_ids"):
         manager.prefix.hash("text")  # type: ignore[arg-type]

@@ -170,7 +170,7 @@ impl PyStoreJobs {
         self.0.lock().end_load(JobId(job), &landed).map_err(to_py)
     }
 
-    /// Number of blocks waiting for `begin_write`. A block evicted while waiting still counts until its turn comes.
+    /// Number of blocks waiting for `begin_write`; a block evicted while waiting counts until its turn comes.
     #[getter]
     fn num_waiting(&self) -> usize {
         self.0.lock().waiting_for_store()
