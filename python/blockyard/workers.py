@@ -235,7 +235,7 @@ def _try_again(name: str, run: Callable[[], None]) -> None:
         with contextlib.suppress(MemoryError):
             run()
             return
-    _log.warning("thread %s ends for lack of memory", name)
+    _log.warning("thread %s ended: out of memory", name)
 
 
 def _fresh(num_bytes: int) -> NDArray[np.uint8]:

@@ -86,7 +86,7 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_with_escapes(trace: Path)
             ("--trace-events", "events.json"),
             "--trace-events is given without --step-time, --fit or --system, has no effect there",
         ),
-        (("--sessions", 2), "--sessions needs --step-time"),
+        (("--sessions", 2), "--sessions is given without --step-time"),
         (
             ("--policies", "optimal", "--host-blocks", "9"),
             "--host-blocks is 9, must be 0 with --policies optimal alone",

@@ -63,13 +63,14 @@ def test_the_report_shows_the_pool_before_and_after(report: Report) -> None:
     stream = io.StringIO()
     print_report(report, stream)
     text = stream.getvalue()
-    assert re.search(r"device pool shrunk +. 48 to 24 blocks at step \d+, ended \d+ steps later", text)
+    assert re.search(r"device pool shrunk +. 48 to 24 blocks at step \d+, finished \d+ steps later", text)
     assert re.search(r"memory released +. 1572864 bytes; resident set fell by \d+ bytes immediately", text)
     assert text.splitlines()[-1].endswith("16/16")
 
 
 def test_a_pool_that_the_largest_request_does_not_fit_is_refused_with_the_numbers() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"shrink to 3 blocks, 0 kept free, the largest request needs \d+"):
+    wanted = r"shrink to 3 blocks, of which 0 stay free, but the largest request needs \d+"
+    with pytest.raises(InvalidArgumentError, match=wanted):
         make_report(replace(OPTIONS, shrink_to=3))
 
 

@@ -98,8 +98,8 @@ def test_folder_without_python_files_raises(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         ((0, (1, 4), (1, 4)), "requests is 0"),
-        ((1, (0, 4), (1, 4)), "prompt_tokens is 0 to 4"),
-        ((1, (1, 4), (5, 4)), "output_tokens is 5 to 4"),
+        ((1, (0, 4), (1, 4)), "prompt_tokens goes from 0 to 4"),
+        ((1, (1, 4), (5, 4)), "output_tokens goes from 5 to 4"),
     ],
 )
 def test_impossible_workload_raises(arguments: tuple[int, tuple[int, int], tuple[int, int]], complaint: str) -> None:

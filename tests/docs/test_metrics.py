@@ -143,12 +143,12 @@ def test_a_manager_or_a_store_alone_has_its_own(tmp_path: Path):
     with open_store(f"file://{tmp_path}", bytes_per_block=64, num_slots=4) as store:
         assert ("store_errors_total", key(store=type(store).__name__)) in scrape(store)
         other = open_store(f"file://{tmp_path}", bytes_per_block=64, num_slots=4)
-        with other, pytest.raises(InvalidArgumentError, match="two stores would be labelled 'SlabStore'"):
+        with other, pytest.raises(InvalidArgumentError, match="two stores would have the label 'SlabStore'"):
             Collector(store, other)
     assert ("offload_chunks", key()) in scrape(OffloadManager(2))
     with pytest.raises(InvalidArgumentError, match=r"sample_rate is 1\.5, must be above 0 and at most 1"):
         Collector(manager, sample_rate=1.5)
-    with pytest.raises(InvalidArgumentError, match="two sources have a manager: give each"):
+    with pytest.raises(InvalidArgumentError, match="two sources have a manager each: give each"):
         Collector(manager, BlockManager(block_size=4, device_blocks=6))
     with pytest.raises(InvalidArgumentError, match="a source is 7, must be a KVCache"):
         Collector(7)  # type: ignore[arg-type]

@@ -312,7 +312,7 @@ def test_a_failed_transfer_is_reported_and_not_counted():
 
 
 def test_arguments_out_of_range_are_refused(engine: CacheEngine):
-    with make() as other, pytest.raises(InvalidArgumentError, match="of another engine"):
+    with make() as other, pytest.raises(InvalidArgumentError, match="belongs to another engine"):
         engine.submit("swap_out", pairs((0, 0)), after=[other.submit("swap_out", pairs((0, 0)))])
     with pytest.raises(InvalidArgumentError, match="kind is 'store', must be one of swap_out, swap_in, copy"):
         engine.submit("store", pairs((0, 0)))

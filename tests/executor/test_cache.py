@@ -97,7 +97,7 @@ def test_a_grouped_layout_has_one_block_size():
             {"device_blocks": 4, "swap_store": "memory://a", "swap_store_bytes": 40},
             "store_bytes is 40.*did you mean",
         ),
-        ({"device_blocks": 4, "swap_store_bytes": "1TiB"}, "swap_store_bytes is 1TiB, but swap_store is no URL"),
+        ({"device_blocks": 4, "swap_store_bytes": "1TiB"}, "swap_store_bytes is 1TiB, but swap_store is not a URL"),
         (
             {"device_blocks": 4, "swap_store": "memory://a?size=1MiB", "swap_store_bytes": "2MiB"},
             r"'memory://a\?size=1MiB' has size=1MiB, but swap_store_bytes is 2MiB: give only one of them",

@@ -196,9 +196,9 @@ def test_every_call_of_an_engine_fails_at_once_in_a_fork_and_close_returns(locke
                 with pytest.raises(ForkedError, match=f"a copy engine was created by process {os.getppid()}"):
                     call(held.engine, held.transfer)
                 assert held.engine.transfers._submitted == 1, name
-            with pytest.raises(ForkedError, match="a worker stream was made by"):
+            with pytest.raises(ForkedError, match="a worker stream was created by"):
                 held.hangs.synchronize()
-            with pytest.raises(ForkedError, match="a worker stream was made by"):
+            with pytest.raises(ForkedError, match="a worker stream was created by"):
                 held.streams.launch("in", print)
             held.engine.close()
             held.engine.close()
@@ -249,7 +249,7 @@ def test_a_host_pool_in_a_fork_neither_waits_nor_unlocks_the_parents_memory():
     def check() -> None:
         # Ready or not: page-locked memory is the parent's.
         for blocks in (1, 4):
-            with pytest.raises(ForkedError, match="a host pool was made by"):
+            with pytest.raises(ForkedError, match="a host pool was created by"):
                 pool.wait(blocks)
         pool.close()
         assert not unlocked
