@@ -529,6 +529,17 @@ def test_text_goes_in_and_out_where_there_is_a_tokenizer(model, tmp_path):
         }
 
 
+@pytest.mark.parametrize("is_list", [False, True])
+def test_sequences_end_with_the_models_end_token_unless_params_say_otherwise(model, tmp_path, monkeypatch, is_list):
+    with open_generator(model, tmp_path) as generator:
+        tokens = next(generator.generate([[1, 2]], SamplingParams(max_tokens=8))).tokens
+    end = next(index for index in range(1, 8) if tokens[index] not in tokens[:index])
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [tokens[end]] if is_list else tokens[end])
+    with open_generator(model, tmp_path) as generator:
+        assert next(generator.generate([[1, 2]], max_new_tokens=8)).tokens == tokens[: end + 1]
+        assert next(generator.generate([[1, 2]], SamplingParams(max_tokens=8))).tokens == tokens
+
+
 def test_a_caller_that_stops_early_aborts_the_rest(model, tmp_path):
     with open_generator(model, tmp_path) as generator:
         for _ in generator.generate([[1, 2], [3, 4, 5]], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=30)]):

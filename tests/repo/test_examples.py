@@ -55,9 +55,7 @@ def test_the_example_that_serves_a_model_gives_its_texts(tmp_path: Path):
     texts = {}
     for index, prompt in enumerate(prompts):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        tokens = model.generate(ids, max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0)[
-            0, ids.shape[1] :
-        ]
+        tokens = model.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
         texts[index] = tokenizer.decode(tokens)
     printed = output("serve_model", 15, str(tmp_path), *prompts)
     assert sorted(printed.splitlines()) == sorted("".join(f"{i}: {text}\n" for i, text in texts.items()).splitlines())

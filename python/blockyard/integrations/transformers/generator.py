@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -330,7 +330,8 @@ class Generator:
 
         Args:
             prompts: text or token ids of each request.
-            params: sampling options, one for all or one per request; None means greedy.
+            params: sampling options, one for all or one per request; None means greedy, up to an end token of the
+                model's `generation_config`.
             max_new_tokens: maximum number of tokens per sequence, if `params` is None.
 
         Yields:
@@ -342,7 +343,8 @@ class Generator:
             OutOfBlocksError: a request does not fit on the device even alone, or no longer does.
         """
         if params is None:
-            params = SamplingParams() if max_new_tokens is None else SamplingParams(max_tokens=max_new_tokens)
+            params = SamplingParams(stop_token_ids=self.model.eos_token_ids)
+            params = params if max_new_tokens is None else replace(params, max_tokens=max_new_tokens)
         elif max_new_tokens is not None:
             raise InvalidArgumentError(f"max_new_tokens is {max_new_tokens}, but params have max_tokens: give only one")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)

@@ -85,6 +85,9 @@ class PagedModel:
         config = self._paged.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
         self.max_model_len: int | None = getattr(config, "max_position_embeddings", None)
+        ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        ends = [] if ends is None else np.atleast_1d(ends).tolist()
+        self.eos_token_ids = tuple(token for token in ends if token >= 0)  # -1 means none
         self._caches: list[torch.Tensor] = []
         self._check_against(whole if all_reduce is not None else model)
 
