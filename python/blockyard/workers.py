@@ -229,7 +229,7 @@ def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -
 
 
 def _try_again(name: str, run: Callable[[], None]) -> None:
-    """Do a thread's work that failed for lack of memory. Somebody may wait for it without end."""
+    """Run a thread's work again after a `MemoryError`: a caller may be waiting for it without a timeout."""
     for _ in range(_ATTEMPTS):
         time.sleep(_PAUSE_SECONDS)
         with contextlib.suppress(MemoryError):

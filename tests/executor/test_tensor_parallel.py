@@ -125,7 +125,7 @@ def test_a_decision_that_a_rank_refuses_is_raised_and_ends():
     executor = ParallelExecutor([small, own_executor()])
     with pytest.raises(MappingError):
         executor.submit(out(1, 5))
-    with pytest.raises(UnknownTicketError, match="decision 1 is under way already"):
+    with pytest.raises(UnknownTicketError, match="decision 1 is already in flight"):
         executor.submit(out(1, 5))
     done = executor.wait(1)
     assert [pairs.ids.tolist() for pairs in done.lost] == [[[5, 5]]]

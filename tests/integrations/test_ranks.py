@@ -33,7 +33,9 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def model():
-    return demo_model(demo_config(num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2))
+    found = demo_model(demo_config(num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2))
+    found.generation_config.eos_token_id = [258, 7]  # the config has one
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +110,10 @@ def generator(model, folder):
         yield found
     assert not list(folder.rglob("*.slab"))
     assert [process.returncode is None for process in found.ranks.processes] == [False]
+
+
+def test_sequences_of_ranks_end_with_the_end_tokens_of_the_whole_model(generator):
+    assert generator.model.eos_token_ids == (258, 7)
 
 
 def test_blocks_that_only_rank_1_loses_cost_a_recompute_and_no_token(generator, work, wanted):

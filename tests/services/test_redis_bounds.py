@@ -135,7 +135,7 @@ def test_tenants_that_name_each_others_blocks_lose_only_their_own(server: Server
         assert put(store, chain(2, 1), tenant=other) == [True]
         assert put(store, chain(3, 1), tenant=other) == [True]
         assert hits(store, [first]) == 1
-        assert put(store, chain(4, 1)) == [True], "no block of its own follows the first"
+        assert put(store, chain(4, 1)) == [True], "the first block has no child of the same tenant"
         assert [hits(store, keys) for keys in ([first], [child], chain(3, 1))] == [0, 0, 1]
 
 

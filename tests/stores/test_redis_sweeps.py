@@ -34,7 +34,7 @@ def test_no_longer_order_leaves_a_block_in_no_list_or_drops_one(capacity: int):
 
 ON_SWEEP = b"if not last or redis.call('GET', prefix .. 'sweeper') ~= sweeper then return end"
 PLANTED = {
-    "no server is told from another": (PROTOCOL, "all", b"ARGV[1] .. server\n", b"ARGV[1]\n"),
+    "servers are not distinguished": (PROTOCOL, "all", b"ARGV[1] .. server\n", b"ARGV[1]\n"),
     "processes are not told apart": (SEARCHED["replicas"], "all", b"id('server', 'run_id') .. ", b""),
     "histories are not told apart": (SEARCHED["failback"], "all", b" .. id('replication', 'master_replid')", b""),
     "any server gives a page": (SEARCHED["replicas"], "scan", ON_SWEEP, b""),

@@ -43,7 +43,7 @@ class Bounds:
 
     Attributes:
         capacity: of the store; there are three blocks.
-        sweeps: in all, each by a client of its own.
+        sweeps: number of sweeps, each by its own client.
         failovers: to a replica that may be behind.
         puts: of one of the blocks.
         deletes: of one of the blocks.

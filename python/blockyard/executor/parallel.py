@@ -68,11 +68,11 @@ class ParallelExecutor(Executor):
             raise InvalidArgumentError("executors is empty, must have one for each rank")
         self.executors = tuple(executors)
         self._open: dict[int, _OpenDecision] = {}  # by ticket, until all ranks have reported
-        self._answers: list[tuple[int, list[StepDone]]] = []  # by rank, of which the open decisions have no entries yet
+        self._answers: list[tuple[int, list[StepDone]]] = []  # by rank, not yet entered in `_open`
         self._submitting: StepDecision | None = None  # if set when a call begins, that submission was interrupted
 
     def __repr__(self) -> str:
-        return f"ParallelExecutor({len(self.executors)} ranks, under way: decisions {sorted(self._open)})"
+        return f"ParallelExecutor({len(self.executors)} ranks, decisions in flight: {sorted(self._open)})"
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
         """Start to carry out a decision on every rank; see `StepExecutor.submit`.
@@ -84,7 +84,7 @@ class ParallelExecutor(Executor):
         """
         self._recover_from_interrupt()
         if decision.ticket in self._open:
-            raise UnknownTicketError(f"decision {decision.ticket} is under way already")
+            raise UnknownTicketError(f"decision {decision.ticket} is already in flight")
         self._submitting = decision
         refused: dict[int, BlockyardError] = {}
         # Workers start first, so that they run concurrently with this process.
@@ -148,7 +148,7 @@ class ParallelExecutor(Executor):
         if (decision := self._submitting) is not None:
             reports: dict[int, StepDone] = {}
             self._wait_for(decision, range(len(self.executors)), reports)
-            why = BlockyardError("a call of the executor was interrupted, and whether the blocks landed is not known")
+            why = BlockyardError("a call of the executor was interrupted: it is unknown whether the blocks landed")
             reports[0] = _all_lost(decision, why)
             self._open[decision.ticket] = _OpenDecision(decision, reports)
             self._submitting = None
@@ -162,7 +162,7 @@ class ParallelExecutor(Executor):
         self._answers = []
 
     def _take(self, name: str, *arguments: object) -> None:
-        """Ask all ranks which decisions ended; after an exception the next call goes on with what they said."""
+        """Ask all ranks which decisions ended. After an exception, the next call continues with their answers."""
         self._recover_from_interrupt()
         _ask([(rank, _begin(each, name, *arguments)) for rank, each in enumerate(self.executors)], self._answers.extend)
         self._note()
@@ -181,7 +181,7 @@ class ParallelExecutor(Executor):
     def _finish(self, ticket: int) -> dict[int, StepDone]:
         """Wait until every rank has reported a decision. Raises UnknownTicketError."""
         if ticket not in self._open:
-            raise UnknownTicketError(f"decision {ticket} is not under way")
+            raise UnknownTicketError(f"decision {ticket} is not in flight")
         decision, reports = self._open[ticket]
         self._wait_for(decision, [rank for rank in range(len(self.executors)) if rank not in reports], reports)
         return reports

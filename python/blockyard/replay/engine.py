@@ -148,8 +148,8 @@ def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
 class StepTime(Protocol):
     """Predicts the time of one step of an engine from its batch.
 
-    If it has `decode_seconds(decode_context)`, that is asked for steps of plain decoding, which are most: an iterator
-    over their seconds, each step with one more token in every row.
+    Optional: `decode_seconds(decode_context)` returns an iterator over the seconds of consecutive steps of plain
+    decoding, each with one more token in every row. It saves a call per step.
     """
 
     def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:

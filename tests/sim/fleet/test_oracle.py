@@ -19,7 +19,7 @@ KEY = 7
 
 
 class Scene:
-    """Engines over one Redis server, which fails over when it is told to."""
+    """Engines over one Redis server, which fails over on request."""
 
     def __init__(self) -> None:
         self.loop, self.oracle = Loop(1), Oracle()
