@@ -33,6 +33,7 @@ EVERYTHING = np.arange(BLOCKS)
 
 
 def test_a_store_waits_for_compute_that_was_queued_before(engine: CacheEngine):
+    engine.run("swap_out", pairs(EVERYTHING, EVERYTHING))  # loading the kernels may take longer than the pause
     torch.cuda._sleep(PAUSE)
     for tensor in engine.tensors:
         tensor.view(torch.uint8).fill_(5)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 from hypothesis import settings
-from random_cache_programs import failure, random_program, shrink
+from random_cache_programs import failure, on_device, random_program, shrink
 
 LENGTH = 300
 PARTS = 10  # a test may take ten minutes
@@ -29,3 +29,12 @@ def test_whatever_features_work_together_no_byte_is_wrong_and_no_block_is_lost(p
             raise AssertionError(f"the program of seed {seed} fails, and so does\n{small}") from (
                 failure(small) or error
             )
+
+
+@pytest.mark.parametrize("chunk", [0, 4096], ids=["simulated memory", "pages"])
+def test_no_byte_is_wrong_on_the_threads_of_a_cpu(programs: int, chunk: int):
+    """With pages, each block has memory of its own, which a cache that shrinks returns."""
+    for seed in range(programs // 8):
+        error = failure(on_device(random_program(seed, LENGTH), "cpu", chunk))
+        if error is not None:
+            raise AssertionError(f"the program of seed {seed} fails") from error

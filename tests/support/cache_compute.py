@@ -97,7 +97,7 @@ class Compute:
         """Check that everything read is correct, except for sequences that were reported lost."""
         for layer, early, read, pinned in self.found:
             if early is not None:
-                wrong = (early != cells_of(np.array(self.early_values), layer)).any(axis=0)
+                wrong = (np.asarray(early) != cells_of(np.array(self.early_values), layer)).any(axis=0)
                 for at in np.flatnonzero(wrong):
                     sequence = self.early_owners[at]
                     assert sequence.lost, f"sequence {sequence.handle}: layer {layer} reads a wrong state"
@@ -105,7 +105,7 @@ class Compute:
                 expected = cells_of(np.concatenate(self.expected), layer)
                 self.counts["cells"] += expected.shape[1]
                 if not np.array_equal(read, expected):
-                    self.blame(layer, (read != expected).any(axis=0))
+                    self.blame(layer, (np.asarray(read) != expected).any(axis=0))
             for (pin, _, values), found in zip(self.pins, pinned, strict=True):
                 assert np.array_equal(found, cells_of(values, layer)), f"layer {layer}: wrong bytes under pin {pin}"
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -15,6 +16,7 @@ from late_store import LateStore
 from memory_stores import Quotas
 from numpy.typing import NDArray
 from observed_cache import Scrapes
+from real_device import RealCells, RealStreams
 from simulated_device import SimulatedStreams
 
 from blockyard import CacheGroup, KVCache, KVLayout, PrefixCaching
@@ -71,6 +73,10 @@ class Config:
     lookahead: int = 0
     max_recorded: int = 0  # blocks that a recorder remembers; 0: there is none
     scraped: bool = False
+    real: str = ""  # the device whose own streams run everything, "cpu" or "cuda"; "": simulated ones
+    head_size: int = (
+        1  # beyond 1, with `real`: the device's own elastic memory, which returns single blocks if they fill chunks
+    )
 
     @property
     def slides(self) -> bool:
@@ -135,11 +141,12 @@ class GarbageMemory:
     Args:
         num_bytes: size of all tensors.
         chunk: number of bytes that are committed and released together.
+        device: where it is.
     """
 
-    def __init__(self, num_bytes: int, chunk: int) -> None:
+    def __init__(self, num_bytes: int, chunk: int, device: str) -> None:
         self.chunk = chunk
-        self.tensor = torch.full((num_bytes,), 0xA5, dtype=torch.uint8)
+        self.tensor = torch.full((num_bytes,), 0xA5, dtype=torch.uint8, device=device)
 
     def commit(self, first: int, last: int) -> None:
         """Fill with zeros."""
@@ -150,7 +157,9 @@ class GarbageMemory:
         self.tensor[first * self.chunk : last * self.chunk] = 0xA5
 
     def synchronize(self) -> None:
-        """Do nothing: engines' tickets have been waited for, and compute ends with its step."""
+        """Wait for the device; on a CPU, engines' tickets have been waited for, and compute ends with its step."""
+        if self.tensor.is_cuda:
+            torch.cuda.synchronize()
 
 
 @dataclass(eq=False)
@@ -199,13 +208,21 @@ class Rig:
 
     def __init__(self, config: Config, random: Random, clock: Clock, medium: Quotas) -> None:
         self.config = config
-        self.layout = KVLayout("kv_first", LAYERS, config.block_size, num_kv_heads=1, head_size=1, dtype="int64")
+        self.layout = KVLayout(
+            "kv_first", LAYERS, config.block_size, num_kv_heads=1, head_size=config.head_size, dtype="int64"
+        )
         size = self.layout.bytes_per_block
-        self.streams = SimulatedStreams(0, fail=config.fail)
-        self.streams._random = random
+        self.streams: SimulatedStreams | RealStreams
+        if config.real:
+            self.streams, streams = RealStreams(random, torch.device(config.real)), None
+        else:
+            self.streams = streams = SimulatedStreams(0, fail=config.fail)
+            streams._random = random
         self.store = LateStore(config.external, size, random) if config.external else None
         self.kept = LateStore(32, size, random, medium) if config.store else None
-        memory = GarbageMemory(2 * LAYERS * config.most * 8 * config.block_size, 8)
+        device = config.real or "cpu"
+        garbage = 2 * LAYERS * config.most * 8 * config.block_size
+        memory = None if config.head_size > 1 else GarbageMemory(garbage, 8, device)
         caching: bool | PrefixCaching = False
         if config.prefix:
             caching = PrefixCaching(
@@ -215,12 +232,13 @@ class Rig:
                 max_pinned=config.max_pinned,
             )
         with (
-            mock.patch.object(cache_module, "CacheEngine", partial(CacheEngine, streams=self.streams)),
+            mock.patch.object(cache_module, "CacheEngine", partial(CacheEngine, streams=streams)),
             mock.patch.object(cache_module, "ElasticCache", partial(ElasticCache, memory=memory)),
             mock.patch.object(cache_module, "StepExecutor", partial(StepExecutor, chunk_bytes=config.chunk * size)),
         ):
             self.cache = KVCache(
                 self.layout,
+                device=device,
                 device_blocks=config.device,
                 max_device_blocks=config.most,
                 host_blocks=config.host,
@@ -238,7 +256,7 @@ class Rig:
         if config.jobs:
             self.manager.prefix.store_jobs.start(config.jobs)
         self.prefixes = self.cache.prefix_store
-        self.cells = [tensor.view(torch.int64).numpy().reshape(2, -1) for tensor in self.cache.engine.tensors]
+        self.cells = [self._cells(tensor) for tensor in self.cache.engine.tensors]
         self.groups = [(number, group.kind, group.window) for number, group in enumerate(GROUPS[config.groups])]
         self.sequences: list[Tracked] = []
         self.freed: list[int] = []
@@ -253,6 +271,11 @@ class Rig:
         self.disturbed = config.fail > 0 or config.staging < 64  # whether sequences may be lost
         self.scrapes = Scrapes(self.cache) if config.scraped else None
         self.prompts = self.hits = 0  # admitted with their token ids, and their tokens that were cached
+
+    def _cells(self, tensor: torch.Tensor) -> Any:
+        if self.config.real:
+            return RealCells(tensor, self.config.head_size)
+        return tensor.view(torch.int64).numpy().reshape(2, -1)
 
     def stores(self) -> list[LateStore]:
         return [store for store in (self.store, self.kept) if store is not None]
@@ -278,7 +301,7 @@ class Rig:
         else:
             found = [self.store.slot(int(block)) for block in blocks] if self.store else []
             rows = np.stack([np.zeros(self.layout.bytes_per_block, np.uint8) if row is None else row for row in found])
-        return rows.view(np.int64).reshape(len(blocks), LAYERS, 2, -1)
+        return rows.view(np.int64).reshape(len(blocks), LAYERS, 2, -1, self.config.head_size)[..., 0]
 
     def free_blocks(self, tier: str) -> int:
         return self.manager.pool(tier).num_free  # type: ignore[arg-type]

@@ -95,6 +95,21 @@ def random_program(seed: int, length: int, config: Config | None = None) -> Prog
     return Program(config, tuple(ops))
 
 
+def on_device(program: Program, device: str, chunk: int = 0) -> Program:
+    """Let a device's own streams run a program.
+
+    Args:
+        program: for simulated streams, some of whose transfers may fail.
+        device: "cpu" or "cuda".
+        chunk: bytes of a plane of a block, for elastic memory that returns blocks one by one; 0 for simulated memory.
+    """
+    config = replace(program.config, real=device, fail=0.0)
+    if chunk:
+        sizes = {"most": config.device + 8, "host": min(config.host, 24), "head_size": chunk // 8 // config.block_size}
+        config = replace(config, **sizes)
+    return replace(program, config=config)
+
+
 def run(program: Program, without: Iterable[str] = ()) -> dict[str, int]:
     """Run a program. Return what it did; raise any failure, with the number of the operation."""
     machine = (ScheduledMachine if program.config.scheduler else Machine)(program.config, without)
