@@ -1974,6 +1974,9 @@ class SlabStore:
     def bytes_per_block(self) -> int:
         """Bytes of one block, as the caller sees it."""
     @property
+    def max_blocks_in_flight(self) -> int:
+        """Maximum number of blocks in flight and in uncollected results."""
+    @property
     def path(self) -> Path:
         """The slab's file."""
     @property

@@ -87,6 +87,7 @@ class CheckedStore:
 
     Attributes:
         num_slots: number of slots of the store.
+        max_blocks_in_flight: the store refuses further blocks; None for no limit.
         num_answers: number of answers so far; while it does not change, no waiting batch has ended.
         seconds: how long batches took from submission until their end was noticed, by `"read"` and `"write"`.
 
@@ -99,7 +100,8 @@ class CheckedStore:
             raise InvalidArgumentError(
                 f"the store's blocks have {store.bytes_per_block} bytes, must have {bytes_per_block} as in the engine"
             )
-        self.num_slots = store.num_slots
+        most = store.max_blocks_in_flight
+        self.num_slots, self.max_blocks_in_flight = store.num_slots, None if most is None else max(1, most)
         self._store = store
         self._runtime = runtime()
         self._process = Process("a connection to a store")

@@ -142,8 +142,9 @@ class StepExecutor(Executor):
     Args:
         engine: owner of the device and host blocks.
         store: the external store, where there is one.
-        max_staging: maximum bytes of staging rows for blocks moving to or from the external tier. Beyond it, a swap-in
-            waits for room; a swap-out is lost, which costs a recompute but blocks nothing.
+        max_staging: maximum bytes of staging rows for blocks moving to or from the external tier, at most what the
+            store can have in flight (`ExternalStore.max_blocks_in_flight`). Beyond it, a swap-in waits for room; a
+            swap-out is lost, which costs a recompute but blocks nothing.
         chunk_bytes: longer transfers with the external tier are split into pieces of this size.
 
     Attributes:
@@ -181,9 +182,12 @@ class StepExecutor(Executor):
             )
         self.engine = engine
         self.store = store
-        self._checked = None if store is None else CheckedStore(store, engine.layout.bytes_per_block)
+        size = engine.layout.bytes_per_block
+        self._checked = None if store is None else CheckedStore(store, size)
+        if self._checked is not None and self._checked.max_blocks_in_flight is not None:
+            max_staging = min(max_staging, self._checked.max_blocks_in_flight * size)
         self._legs = Legs(engine, self._checked, max_staging, None if store is None else MissLog(store))
-        self._chunk_blocks = max(1, min(chunk_bytes, max_staging) // engine.layout.bytes_per_block)
+        self._chunk_blocks = max(1, min(chunk_bytes, max_staging) // size)
         self._steps: dict[int, _OpenDecision] = {}
         self._done: dict[int, StepDone] = {}
         # If set when a call begins, that submission was interrupted.

@@ -69,6 +69,7 @@ class Load:
         keys: keys of the blocks that no tier has, uint8 `[n, 32]`.
         began: start time, on the monotonic clock.
         until: deadline.
+        allowed: number of blocks that the deadline allows for.
         tokens: number of tokens loaded.
         brought: keys of the blocks that were loaded.
         is_behind: whether it waits for another load that reads the same blocks.
@@ -85,6 +86,7 @@ class Load:
     keys: NDArray[np.uint8]
     began: float
     until: float = 0.0
+    allowed: int = 0
     tokens: int = 0
     brought: set[bytes] = field(default_factory=set)
     is_behind: bool = False
@@ -140,7 +142,7 @@ class Loads:
         store: the store.
         stats: counters to update.
         log: logs the store's misses.
-        max_bytes: maximum bytes of blocks in flight.
+        max_blocks: maximum number of blocks in flight.
 
     Attributes:
         open: unfinished loads.
@@ -153,12 +155,12 @@ class Loads:
         store: CheckedStore,
         stats: PrefixStoreStats,
         log: MissLog,
-        max_bytes: int,
+        max_blocks: int,
     ) -> None:
         self._manager, self._engine, self._store, self._stats, self._log = manager, engine, store, stats, log
         self._runtime = runtime()
         self._size = engine.layout.bytes_per_block
-        self._max_blocks = max_bytes // self._size
+        self._max_blocks = max_blocks
         self._buffers = engine.memory.buffers
         self._jobs: list[StoreJob] = []  # the manager's open jobs
         self._abandoned: list[Read] = []  # reads past their deadline; the store owns their rows until they end
@@ -183,7 +185,8 @@ class Loads:
             load.done = True
             return load
         self._stats.prefetches += 1
-        load.until = load.began + timeout_base + self._seconds_for(load.keys)
+        load.until = load.began + timeout_base
+        self._allow(load, len(load.keys))
         self.open.append(load)
         load.span = begin("prefetch", prompt_tokens=len(prompt), missing_blocks=len(load.keys))
         self._advance(load)
@@ -276,7 +279,10 @@ class Loads:
         self._late_at = None
         ok = answer.ok
         count = _leading(ok)
-        if count < len(ok):
+        is_last = count < len(ok)
+        if is_last and count and _reason(answer, count) == "queue_full":
+            is_last = False  # others use the store, too; the next part has these blocks
+        if is_last:
             load.miss = _reason(answer, count)
             self._stats.misses[load.miss] += 1
             self._log.note(answer.reasons)
@@ -298,7 +304,7 @@ class Loads:
             return self._finish(load, "copy_failed")
         load.tier = job.tier
         begin_leg = partial(load.span.begin, blocks=len(blocks), bytes=rows.nbytes, source="staging", target=job.tier)
-        load.copy = Copy(job, transfer, landed, count < len(ok), keep(load.legs, begin_leg, "transfer"))
+        load.copy = Copy(job, transfer, landed, is_last, keep(load.legs, begin_leg, "transfer"))
         return True
 
     def _take_copies(self, load: Load, copy: Copy) -> bool:
@@ -321,12 +327,13 @@ class Loads:
             return self._finish(load)
         if load.keys[0].tobytes() in load.brought:  # evicted in the meantime, for this prompt or another
             return self._finish(load, "no_room")
-        load.until += self._seconds_for(load.keys)  # the next part of a prompt that is larger than `max_staging`
+        self._allow(load, load.tokens // self._manager.block_size + len(load.keys))
         return True
 
-    def _seconds_for(self, keys: NDArray[np.uint8]) -> float:
-        """Return the timeout for the bytes of these blocks."""
-        return len(keys) * self._size / 200e6
+    def _allow(self, load: Load, num_blocks: int) -> None:
+        """Extend the deadline by the time for the blocks that it does not allow for yet."""
+        load.until += max(0, num_blocks - load.allowed) * self._size / 200e6
+        load.allowed = max(num_blocks, load.allowed)
 
     def _give_up(self, load: Load) -> None:
         """End a load whose deadline has passed: its prompt continues without the store.

@@ -45,7 +45,8 @@ class PrefixStore:
         writes: which blocks are written to the store. `"through"`: each once it is computed; `"back"`: blocks about to
             be evicted that no other tier has; `"second_use"`: blocks computed or hit a second time; `"never"`.
         prefetch_timeout_base: minimum timeout in seconds for loading a prompt, plus one for every 200 MB to load.
-        max_staging: maximum bytes in flight from the store, and the same to it; an int or text.
+        max_staging: maximum bytes in flight from the store, and the same to it; an int or text. At most half of what
+            the store can have in flight, see `ExternalStore.max_blocks_in_flight`.
 
     Raises:
         InvalidArgumentError: an argument is out of range, the store's block size differs, or the manager has several
@@ -88,8 +89,10 @@ class PrefixStore:
                 f"prefetch_timeout_base is {prefetch_timeout_base}, must be above 0 and at most 3600 seconds"
             )
         size = engine.layout.bytes_per_block
-        max_bytes = read_bytes("max_staging", max_staging, holds=size)
+        max_blocks = read_bytes("max_staging", max_staging, holds=size) // size
         checked = CheckedStore(store, size)
+        if checked.max_blocks_in_flight is not None:
+            max_blocks = min(max_blocks, max(1, checked.max_blocks_in_flight // 2))
         manager.prefix.store_jobs.start(writes)
         self.store = store
         self._stats = PrefixStoreStats()
@@ -97,8 +100,8 @@ class PrefixStore:
         self._manager, self._engine, self._checked, self._size = manager, engine, checked, size
         self._timeout_base = prefetch_timeout_base
         log = MissLog(store, self._runtime.monotonic)
-        self._loads = Loads(manager, engine, checked, self._stats, log, max_bytes)
-        self._writes = Writes(manager, engine, checked, self._stats, log, max_bytes)
+        self._loads = Loads(manager, engine, checked, self._stats, log, max_blocks)
+        self._writes = Writes(manager, engine, checked, self._stats, log, max_blocks)
         if writes == "never":
             self._writes.close()
         # Set while a call makes changes; if set when a call begins, the last call was interrupted.

@@ -45,7 +45,7 @@ class Writes:
         store: the store.
         stats: takes the counts.
         log: of what the store reports.
-        max_bytes: of blocks on their way.
+        max_blocks: maximum number of blocks in flight.
 
     Attributes:
         num_blocks: number of blocks in flight.
@@ -58,13 +58,13 @@ class Writes:
         store: CheckedStore,
         stats: PrefixStoreStats,
         log: MissLog,
-        max_bytes: int,
+        max_blocks: int,
     ) -> None:
         self._engine, self._store, self._stats, self._log = engine, store, stats, log
         self._store_jobs = manager.prefix.store_jobs
         self._size = engine.layout.bytes_per_block
         self._buffers = engine.memory.buffers
-        self._max_blocks = max_bytes // self._size
+        self._max_blocks = max_blocks
         self._blocks_at_once = max(1, min(self._max_blocks, WRITTEN_AT_ONCE // self._size))
         self._jobs: list[StoreJob] = []  # the manager's open jobs
         self._is_closed = False

@@ -73,8 +73,8 @@ class ExternalStore(ABC):
     `blockyard.testing.faults`.
 
     Batches run in the background. Operations on one slot or key run in the order of submission: a read sees the last
-    write submitted before it. Submitting never waits for the storage. Blocks that do not fit into the store's memory
-    for blocks in flight are misses, `"queue_full"`.
+    write submitted before it. Submitting never waits for the storage. Blocks beyond `max_blocks_in_flight` are misses,
+    `"queue_full"`.
 
     A prefix store evicts the least recently used blocks when it needs room. It finds its blocks again when it is opened
     under the same namespace. Swap space raises `StoreError` from the methods that take keys.
@@ -94,6 +94,14 @@ class ExternalStore(ABC):
     @abstractmethod
     def bytes_per_block(self) -> int:
         """Bytes of one block, as the caller sees it."""
+
+    @property
+    def max_blocks_in_flight(self) -> int | None:
+        """Maximum number of blocks in flight and in uncollected results, None for no limit.
+
+        Further ones are misses, `"queue_full"`. A cache keeps its transfers below it.
+        """
+        return None
 
     @abstractmethod
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:

@@ -77,6 +77,12 @@ class StripedStore(ExternalStore):
         """Bytes of one block, as the caller sees it."""
         return self._open[0].bytes_per_block
 
+    @property
+    def max_blocks_in_flight(self) -> int | None:
+        """Half of what all disks together can have in flight, since blocks are spread unevenly."""
+        bounds = [most for part in self._open if (most := part.max_blocks_in_flight) is not None]
+        return len(self._parts) * min(bounds) // 2 if bounds else None
+
     def submit_write(self, slots: Ids, rows: Rows) -> int:
         """Start to write blocks, each to its disk. See `ExternalStore`."""
         self._check_slots(slots, is_write=True)

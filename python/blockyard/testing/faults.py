@@ -152,6 +152,11 @@ class UnrulyStore(ExternalStore):
         return self._inner.num_slots
 
     @property
+    def max_blocks_in_flight(self) -> int | None:
+        """Maximum number of blocks in flight and in uncollected results, None for no limit."""
+        return self._inner.max_blocks_in_flight
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes per slot."""
         return self._inner.bytes_per_block
@@ -264,6 +269,11 @@ class FailingStore(ExternalStore):
     def num_slots(self) -> int:
         """Number of blocks that the store can hold."""
         return self._inner.num_slots
+
+    @property
+    def max_blocks_in_flight(self) -> int | None:
+        """Maximum number of blocks in flight and in uncollected results, None for no limit."""
+        return self._inner.max_blocks_in_flight
 
     @property
     def bytes_per_block(self) -> int:

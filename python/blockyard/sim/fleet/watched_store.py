@@ -67,6 +67,11 @@ class WatchedStore(ExternalStore):
         return self.store.num_slots
 
     @property
+    def max_blocks_in_flight(self) -> int | None:
+        """Maximum number of blocks in flight and in uncollected results, None for no limit."""
+        return self.store.max_blocks_in_flight
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block."""
         return self.store.bytes_per_block

@@ -43,6 +43,11 @@ class BatchStore(ExternalStore):
     memory: int = 1 << 30
     timeout_base: float = 10.0
 
+    @property
+    def max_blocks_in_flight(self) -> int:
+        """Maximum number of blocks in flight and in uncollected results."""
+        return self.memory // self.bytes_per_block
+
     def __init__(self) -> None:
         self._process = Process("a store")
         # Enter the lock itself, not a condition: an interrupt within `Condition.__enter__` would leave it locked.

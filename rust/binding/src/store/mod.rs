@@ -175,6 +175,12 @@ impl PySlabStore {
         self.store.geometry().payload_bytes
     }
 
+    /// Maximum number of blocks in flight and in uncollected results.
+    #[getter]
+    fn max_blocks_in_flight(&self) -> u64 {
+        self.store.max_blocks_in_flight()
+    }
+
     /// The slab's file.
     #[getter]
     fn path(&self) -> PathBuf {

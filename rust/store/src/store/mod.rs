@@ -185,6 +185,12 @@ impl SlabStore {
         self.options.geometry
     }
 
+    /// Blocks that can be in flight and in uncollected results; further ones are refused, `QueueFull`.
+    #[must_use]
+    pub fn max_blocks_in_flight(&self) -> u64 {
+        self.options.memory_bytes / self.options.geometry.stride() as u64
+    }
+
     /// Slots that can be addressed by number: none if blocks are addressed by key.
     #[must_use]
     pub fn swap_slots(&self) -> u32 {
