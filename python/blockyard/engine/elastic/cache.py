@@ -72,7 +72,8 @@ class ElasticCache:
     """The tensors of one cache group, or of several that share block ids, over memory that can be returned.
 
     The tensors always span `max_blocks` and never move; only the first `num_blocks` blocks of each may be touched. On a
-    GPU, touching others is a fatal device error; on a CPU they read as zeros.
+    GPU, touching others is a fatal device error, and code compiled by `torch.compile` may copy whole tensors; on a CPU
+    they read as zeros.
 
     Args:
         layout: layout of the tensors, which are ordered group by group, as in `CacheEngine`.
