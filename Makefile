@@ -191,7 +191,7 @@ lint: dev
 	$(BIN)/ruff format --check
 	$(BIN)/python buildsystem/prose.py
 	$(BIN)/mypy python buildsystem
-	$(BIN)/python -m mypy.stubtest blockyard._core --mypy-config-file pyproject.toml
+	$(BIN)/python -m mypy.stubtest blockyard._core --mypy-config-file buildsystem/stubtest.toml
 	$(BIN)/lint-imports
 	$(if $(wildcard $(NATIVE)),$(BIN)/clang-format --dry-run -Werror $(wildcard $(NATIVE)))
 	$(CHECK_SCHEMA)github-workflows .github/workflows/*.yml
