@@ -318,7 +318,7 @@ def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_while_processes_start_prints_no_traceback_and_leaves_none(command: str, tmp_path: Path) -> None:
     pytest.importorskip("greenlet")
     trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]}\n' * 50_000)
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]}\n' * 10_000)
     arguments = ["simulate", "--seeds", "9999"] if command == "simulate" else ["replay", str(trace)]
     with subprocess.Popen(
         [sys.executable, "-m", "blockyard", *arguments, "--jobs", "2"],
@@ -336,6 +336,7 @@ def test_ctrl_c_while_processes_start_prints_no_traceback_and_leaves_none(comman
         try:
             while not has_loaded_numpy():  # then it has still to load our modules
                 assert process.poll() is None
+                time.sleep(0.005)
             os.killpg(process.pid, signal.SIGINT)
             _, said = process.communicate(timeout=60)
         finally:
