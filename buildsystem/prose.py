@@ -97,7 +97,8 @@ HABITS: Final = (
         "minimum",
     ),
 )
-_PATTERN: Final = re.compile("|".join(rf"(?P<h{n}>\b{habit.pattern})" for n, habit in enumerate(HABITS)), re.IGNORECASE)
+_HABIT: Final = "|".join(f"(?P<h{n}>{habit.pattern})" for n, habit in enumerate(HABITS))
+_PATTERN: Final = re.compile(rf"\b(?:{_HABIT})", re.IGNORECASE)
 _C_TOKEN: Final = re.compile(r"'(?:\\.|[^'\\\n])'|//[^\n]*|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 _COMMENT: Final = re.compile(r"^\s*(?://[/!]?|#)\s?")
 
