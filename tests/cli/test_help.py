@@ -75,6 +75,7 @@ def test_example_runs(
     monkeypatch.setattr(demo, "make_report", checked)
     monkeypatch.setattr("blockyard.sim.run_campaign", lambda _seeds, fleet, **_: Campaign(fleet))
     monkeypatch.setattr("blockyard.cli.recording.run_recorded", lambda _path, _program: 0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: {0})  # each process of `plan` would load torch
     if "calibrate" in example:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name in ("trace.jsonl", "sessions.jsonl.gz"):
