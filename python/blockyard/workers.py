@@ -24,7 +24,7 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.errors import ForkedError
+from blockyard.errors import ForkedError, OutOfMemoryError
 
 __all__ = [
     "Buffers",
@@ -198,13 +198,20 @@ class RateLimit:
         return True
 
 
-def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -> threading.Thread:
+def start_worker(
+    name: str,
+    run: Callable[[], None],
+    stop: Callable[[], None],
+    abandon: Callable[[BaseException], None] | None = None,
+) -> threading.Thread:
     """Start a thread that ends before the interpreter shuts down.
 
     Args:
         name: name of the thread.
         run: the thread's work. After a `MemoryError`, which may come before its first line, it is called again.
         stop: makes `run` return soon; called when the interpreter ends.
+        abandon: fails everything that callers wait for; called in the thread if `run` never gets
+            enough memory.
 
     Returns:
         The started thread.
@@ -214,7 +221,7 @@ def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -
         try:
             run()
         except MemoryError:
-            _try_again(name, run)
+            _try_again(name, run, abandon)
         finally:
             _running.pop(thread, None)
 
@@ -228,14 +235,20 @@ def start_worker(name: str, run: Callable[[], None], stop: Callable[[], None]) -
     return thread
 
 
-def _try_again(name: str, run: Callable[[], None]) -> None:
+def _try_again(name: str, run: Callable[[], None], abandon: Callable[[BaseException], None] | None) -> None:
     """Run a thread's work again after a `MemoryError`: a caller may be waiting for it without a timeout."""
     for _ in range(_ATTEMPTS):
         time.sleep(_PAUSE_SECONDS)
         with contextlib.suppress(MemoryError):
             run()
             return
-    _log.warning("thread %s ended: out of memory", name)
+    error = OutOfMemoryError(f"thread {name} ended: out of memory")
+    while abandon is not None:  # this needs memory too
+        with contextlib.suppress(MemoryError):
+            abandon(error)
+            break
+        time.sleep(_PAUSE_SECONDS)
+    _log.warning("%s", error)
 
 
 def _fresh(num_bytes: int) -> NDArray[np.uint8]:

@@ -7,21 +7,25 @@ import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from forks import in_child
+from memory_stores import KeyedStore, put
 from typing_extensions import Self
 
-from blockyard import Pairs, StepDecision
+from blockyard import Pairs, StepDecision, workers
+from blockyard.engine import streams as module
 from blockyard.engine.engine import CacheEngine
-from blockyard.engine.host_pool import HostPool
+from blockyard.engine.host_pool import HostPool, _Work
 from blockyard.engine.streams import WorkerStreams
 from blockyard.engine.transfers import Transfer
-from blockyard.errors import BlockyardError, ForkedError
+from blockyard.errors import BlockyardError, ForkedError, OutOfMemoryError
 from blockyard.executor.executor import StepExecutor
 from blockyard.layout.kv import KVLayout
+from blockyard.stores.jobs import Steps, StoreJobs
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=2, head_size=8, dtype="float32")
 IDS = np.array([[0, 1]])
@@ -139,6 +143,102 @@ def test_work_that_is_given_up_says_so_and_the_streams_take_no_more():
     with pytest.raises(BlockyardError, match="the streams are closed"):
         streams.launch("in", gate.set)
     streams.close()
+
+
+# ---- no memory ----
+
+
+def wait_for_a_copy() -> None:
+    event = WorkerStreams().launch("in", lambda: None)
+    event.synchronize()
+    assert event.error is not None
+    raise event.error
+
+
+def wait_for_host_memory() -> None:
+    class Locker:
+        lock = unlock = staticmethod(lambda *_: "")
+
+    with HostPool(4, 1 << 16, locker=Locker()) as pool:
+        pool.wait(4)
+
+
+def wait_for_a_job() -> None:
+    def job() -> Steps[None]:
+        yield 0.001
+
+    StoreJobs(KeyedStore(), "blockyard-test", {"one": 1}).submit("one", job()).result(PATIENCE)
+
+
+STARVED: dict[str, tuple[type, str, Callable[[], None]]] = {
+    "streams": (WorkerStreams, "_serve", wait_for_a_copy),
+    "a host pool": (_Work, "run", wait_for_host_memory),
+    "jobs over a store": (StoreJobs, "_serve", wait_for_a_job),
+}
+
+
+@pytest.mark.parametrize("what", STARVED)
+def test_whoever_waits_for_a_thread_that_gets_no_memory_gets_an_error(what: str, monkeypatch: pytest.MonkeyPatch):
+    def run(_: object) -> None:
+        raise MemoryError
+
+    owner, work, wait = STARVED[what]
+    monkeypatch.setattr(owner, work, run)
+    monkeypatch.setattr(workers, "_PAUSE_SECONDS", 0.001)
+    with pytest.raises(OutOfMemoryError, match=r"thread blockyard-.* ended: out of memory"):
+        wait()
+
+
+def test_a_store_whose_threads_got_no_memory_starts_others(monkeypatch: pytest.MonkeyPatch):
+    def run(_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(workers, "_PAUSE_SECONDS", 0.001)
+    with KeyedStore() as store:
+        store.timeout_base = 0.1
+        with monkeypatch.context() as patched:
+            patched.setattr(KeyedStore, "_serve", run)
+            while store.stats().errors < store.threads:
+                put(store, 1)
+        store.timeout_base = PATIENCE
+        assert put(store, 1) == ("",)
+
+
+def test_a_store_recovers_a_batch_once_there_is_memory(monkeypatch: pytest.MonkeyPatch):
+    with KeyedStore() as store:
+        store.threads = 1
+        recover, fails = store._recover, [MemoryError] * 3
+
+        def lack(batch: Any, error: BaseException) -> None:
+            if fails:
+                raise fails.pop()
+            recover(batch, error)
+
+        def end(*_: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(store, "_recover", lack)
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "_end", end)
+            assert put(store, 1) == ("error",)
+        assert put(store, 1) == ("",)
+
+
+def test_work_whose_error_cannot_be_reported_ends_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    reported, fails = module._reported, [MemoryError]
+
+    def report(error: BaseException) -> Exception:
+        if fails:
+            raise fails.pop()
+        return reported(error)
+
+    def work() -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(module, "_reported", report)
+    event = WorkerStreams().launch("in", work)
+    event.synchronize()
+    assert isinstance(event.error, MemoryError)
 
 
 # ---- a fork ----

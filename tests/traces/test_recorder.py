@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -75,6 +76,30 @@ def test_lines_are_in_order_of_arrival_whoever_ends_first(tmp_path: Path):
             recorder.finish(name, ord(name))
     assert [chr(row.output_tokens) for row in read_trace(path)] == ["a", "b", "c"]
     assert [row.input_tokens - row.output_tokens for row in read_trace(path)] == [1, 1, 1]
+
+
+def test_a_writer_that_lacks_memory_as_it_stops_closes_its_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    closed: list[int] = []
+    fails: list[type[Exception]] = [MemoryError, OSError]
+    recorder = TraceRecorder(tmp_path / "trace.jsonl", block_size=1)
+    file, close = recorder._file, os.close
+
+    def fail(*_: object) -> None:
+        if fails:
+            raise fails.pop()
+
+    def note(descriptor: int) -> None:
+        closed.append(descriptor)
+        if closed.count(descriptor) == 1:
+            close(descriptor)
+
+    monkeypatch.setattr(os, "close", note)
+    monkeypatch.setattr(recorder, "_write", fail)
+    monkeypatch.setattr(recorder, "_stop", fail)
+    recorder.add("a", [], 1)
+    recorder.close()
+    assert not fails
+    assert closed.count(file) == 1
 
 
 def test_a_request_that_never_ends_holds_others_back_only_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -278,7 +278,7 @@ class _Work:
         self.locker, self.on_failure, self.problem = locker, on_failure, problem
         self.locking = locker is not None
         self.ready_blocks = self.pinned_blocks = 0
-        self.failure: MemoryError | PageLockError | None = None
+        self.failure: BaseException | None = None
         self.locked: list[int] = []
         # Enter the lock itself, not the condition: an interrupt within `Condition.__enter__` would leave it locked.
         self.lock, self.ended = threading.RLock(), False
@@ -290,7 +290,7 @@ class _Work:
             _page_locked.add(self)
 
     def start(self) -> None:
-        self.thread = start_worker("blockyard-host-pool", self.run, self.stop)
+        self.thread = start_worker("blockyard-host-pool", self.run, self.stop, self.abandon)
 
     def run(self) -> None:
         for chunk, first in enumerate(self.firsts):
@@ -302,14 +302,18 @@ class _Work:
             try:
                 self._make_ready(chunk, first * self.bytes_per_block, end * self.bytes_per_block)
             except (MemoryError, PageLockError) as error:
-                with self.lock:
-                    self.failure = error
-                    self.changed.notify_all()
+                self.abandon(error)
                 return
             with self.lock:
                 self.ready_blocks = end
                 self.pinned_blocks = end if self.locking else self.pinned_blocks
                 self.changed.notify_all()
+
+    def abandon(self, error: BaseException) -> None:
+        """Fail the blocks that are not ready."""
+        with self.lock:
+            self.failure = error
+            self.changed.notify_all()
 
     def wait(self, num_blocks: int) -> None:
         self.process.check()

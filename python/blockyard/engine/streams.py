@@ -151,6 +151,7 @@ class WorkerStreams:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._queues: dict[StreamName, deque[_Item]] = {name: deque() for name in STREAMS}
+        self._running: _Item | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -167,7 +168,7 @@ class WorkerStreams:
                 raise BlockyardError(f"the streams are closed: nothing can be launched on {stream!r}")
             self._queues[stream].append(_Item(work, own, foreign, event))
             if self._thread is None:
-                self._thread = start_worker("blockyard-copy", self._serve, self._give_up)
+                self._thread = start_worker("blockyard-copy", self._serve, self._give_up, self._abandon)
             self._changed.notify_all()
         return event
 
@@ -239,13 +240,15 @@ class WorkerStreams:
             self._abandon(error)
 
     def _abandon(self, error: BaseException) -> None:
-        """End all queued work with an error: the thread is ending, so it cannot run."""
+        """End running and queued work with an error: the thread is ending, so it cannot run."""
         with self._lock:
+            if self._running is not None and not self._running.event.fired:
+                self._running.event.error, self._running.event.fired = _reported(error), True
             for queue in self._queues.values():
                 for item in queue:
                     item.event.error, item.event.fired = _reported(error), True
                 queue.clear()
-            self._thread = None
+            self._running = self._thread = None
             self._changed.notify_all()
 
     def _next(self) -> _Item | None:
@@ -255,8 +258,9 @@ class WorkerStreams:
             # Events fire only in this thread, so the oldest queued work never waits for an unfired one.
             for queue in self._queues.values():
                 if queue and queue[0].ready():
+                    self._running = queue[0]
                     return queue.popleft()
-            self._thread = None
+            self._running = self._thread = None
             self._changed.notify_all()
             return None
 

@@ -127,10 +127,6 @@ class Loop(Runtime):
         """Return a flag."""
         return Event(self)
 
-    def start_worker(self, name: str, run: Callable[[], None], stop: Callable[[], None]) -> Task:  # noqa: ARG002
-        """Start a task in place of a thread."""
-        return self.start(name, run)
-
     # ---- tasks ----
 
     def start(self, name: str, run: Callable[[], Any]) -> Task:

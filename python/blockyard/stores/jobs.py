@@ -137,7 +137,7 @@ class StoreJobs:
     def _start(self) -> None:
         self._has_thread = True
         try:
-            start_worker(self._name, self._serve, self._stop)
+            start_worker(self._name, self._serve, self._stop, self._abandon)
         except BaseException as error:
             self._has_thread = False
             if isinstance(error, RuntimeError):
@@ -160,6 +160,18 @@ class StoreJobs:
             except BaseException:  # noqa: BLE001, PERF203 (such as MemoryError: the next turn goes on)
                 _LOG.exception("a turn of %s failed", self._name)
                 time.sleep(_LOOK_SECONDS)
+
+    def _abandon(self, error: BaseException) -> None:
+        """End all jobs with an error: the thread is ending."""
+        with self._lock:
+            self._has_thread = False
+            for jobs in self._waiting.values():
+                self._running += jobs
+                jobs.clear()
+        with self._turns:
+            while self._running:
+                self._running[-1].outcome = self._running[-1].outcome or (None, error)
+                self._end(self._running[-1])
 
     def _wait_for_news(self) -> None:
         """Wait until the store may have answers, a job is submitted, or a sleeping job is due."""

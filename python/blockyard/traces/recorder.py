@@ -290,8 +290,9 @@ class TraceRecorder:
             with self._lock:
                 self._stop(getattr(error, "strerror", None) or error)
         finally:
+            file, self._file = self._file, -1  # after a MemoryError this runs again, and the number may be another's
             with contextlib.suppress(OSError):
-                os.close(self._file)
+                os.close(file)
 
     def _write(self, text: bytes, start: int) -> int:
         """Append lines to the file; return its new length. They can be read even if nothing follows."""

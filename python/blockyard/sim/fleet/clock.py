@@ -58,6 +58,6 @@ class EngineRuntime(Runtime):
         """Return a flag of the loop."""
         return self._loop.event()
 
-    def start_worker(self, name: str, run: Callable[[], None], stop: Callable[[], None]) -> Any:
-        """Start a task of the loop."""
-        return self._loop.start_worker(name, run, stop)
+    def start_worker(self, name: str, run: Callable[[], None], *_: object) -> Any:
+        """Start a task of the loop in place of a thread."""
+        return self._loop.start(name, run)

@@ -31,6 +31,7 @@ __all__ = ["BatchStore"]
 _SLOWEST: Final = 16e6  # bytes per second; deadlines assume at least this rate
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
 _IDLE_SECONDS: Final = 0.5  # how long an idle thread waits for work: starting one costs as much as a small batch
+_MEMORY_SECONDS: Final = 0.1  # how long a thread that lacks memory waits for it
 _GIVEN_UP_AT_ONCE: Final = 32  # batches that one `poll` gives up: thousands may wait when storage stops answering
 
 
@@ -250,7 +251,7 @@ class BatchStore(ExternalStore):
         if self._num_threads < self.threads + (self._lookup is not None) and not self._closed:
             self._num_threads += 1
             try:
-                self._runtime.start_worker("blockyard-store", self._serve, self._stop)
+                self._runtime.start_worker("blockyard-store", self._serve, self._stop, self._abandon)
             except BaseException as error:
                 self._num_threads -= 1
                 if not isinstance(error, RuntimeError):
@@ -277,8 +278,24 @@ class BatchStore(ExternalStore):
                 self._serve_one(batch)
                 batch = None  # a waiting thread must not keep the rows alive
             except BaseException as error:  # noqa: BLE001, PERF203 (such as MemoryError: the batch is a miss)
+                self._recover_surely(batch, error)
+
+    def _recover_surely(self, batch: Batch | None, error: BaseException) -> None:
+        """Recover however long it takes to get the memory: without it, the store would lose a thread for good."""
+        while True:
+            try:
                 with self._lock:
                     self._recover(batch, error)
+                    return
+            except MemoryError:  # noqa: PERF203 (rarely more than once)
+                self._runtime.sleep(_MEMORY_SECONDS)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Count a thread as ended that never got the memory to begin: another one may start."""
+        with self._lock:
+            self._num_threads -= 1
+            self._note(error)
+            self._changed.notify_all()
 
     def _next(self) -> Batch | None:
         """Wait for a batch. After a while without any, return None and count the thread as ended."""

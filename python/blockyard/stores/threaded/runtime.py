@@ -55,9 +55,15 @@ class Runtime:
         """Return an event, like `threading.Event`."""
         return threading.Event()
 
-    def start_worker(self, name: str, run: Callable[[], None], stop: Callable[[], None]) -> Any:
+    def start_worker(
+        self,
+        name: str,
+        run: Callable[[], None],
+        stop: Callable[[], None],
+        abandon: Callable[[BaseException], None] | None = None,
+    ) -> Any:
         """Start a thread, like `blockyard.workers.start_worker`. The result has `join` and `is_alive`."""
-        return start_worker(name, run, stop)
+        return start_worker(name, run, stop, abandon)
 
 
 MACHINE: Final = Runtime()
