@@ -458,7 +458,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         TRACED,
         [
             ("            self._end_spans(load, why)\n", ""),
-            ("        copy.span.end(copy.transfer.error)\n", ""),
+            ("        load.trace.end_leg(copy.transfer.error)\n", ""),
             ("hit_blocks=count, miss_reason=load.miss)", "hit_blocks=len(ok), miss_reason=load.miss)"),
         ],
     ),
@@ -466,24 +466,24 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         "prefix_store/writes.py",
         TRACED,
         [
-            ('            write.span.end(written_blocks=0, miss_reason="closed")\n', "            pass\n"),
-            ("                write.span.end(written_blocks=0, miss_reason=why)\n", ""),
-            ("            write.span.end(written_blocks=write.num_blocks)\n", ""),
+            ('            write.trace.end(written_blocks=0, miss_reason="closed")\n', "            pass\n"),
+            ("                write.trace.end(written_blocks=0, miss_reason=why)\n", ""),
+            ("            write.trace.end(written_blocks=write.num_blocks)\n", ""),
         ],
     ),
     (
         "executor/legs.py",
         TRACED,
         [
-            ("            self.end_spans(part, error, lost_blocks=sum(map(len, gone)))\n", ""),
-            ("            part.leg.end()\n", ""),
-            ("        part.leg.end(answer.error)\n", ""),
+            ("            part.trace.end(error, lost_blocks=sum(map(len, gone)))\n", ""),
+            ("            part.trace.end_leg()\n", ""),
+            ("        part.trace.end_leg(answer.error)\n", ""),
         ],
     ),
     (
         "executor/executor.py",
         TRACED,
-        [('            self._legs.end_spans(part, miss_reason="closed")', "            pass")],
+        [('            part.trace.end(miss_reason="closed")', "            pass")],
     ),
     (
         "scheduler/admission.py",

@@ -12,10 +12,11 @@ step.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from blockyard._core import __version__
-from blockyard.workers import missing
+from blockyard.workers import keep, missing
 
 if TYPE_CHECKING:
     from opentelemetry import trace
@@ -93,6 +94,37 @@ _tracer: _Tracer | None = None
 def begin(name: str, **attributes: Value) -> Span:
     """Begin a span within the caller's current one; see `Span.begin`."""
     return NO_SPAN if _tracer is None else _tracer.begin(name, None, attributes)
+
+
+class Trace:
+    """The span of a piece of work, and those of the legs within it. An interrupted call leaves none of them open."""
+
+    __slots__ = ("_spans",)
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []  # the whole, then its running legs
+
+    def begin(self, name: str, **attributes: Value) -> None:
+        """Begin the span of the whole within the caller's current one; see `Span.begin`."""
+        if _tracer is not None:
+            keep(self._spans, partial(begin, name, **attributes))
+
+    def begin_leg(self, name: str, **attributes: Value) -> None:
+        """Begin the span of a leg within the whole."""
+        if self._spans:
+            keep(self._spans, partial(self._spans[0].begin, name, **attributes))
+
+    def end_leg(self, error: Exception | None = None, **attributes: Value) -> None:
+        """End the span of the running leg; see `Span.end`. Idempotent."""
+        for leg in self._spans[1:]:
+            leg.end(error, **attributes)
+        del self._spans[1:]
+
+    def end(self, error: Exception | None = None, **attributes: Value) -> None:
+        """End the spans of the running leg and of the whole. Idempotent."""
+        self.end_leg(error)
+        for span in self._spans:
+            span.end(error, **attributes)
 
 
 def instrument(tracer_provider: trace.TracerProvider | None = None) -> None:

@@ -65,6 +65,11 @@ class Spans(SpanProcessor):
             if span.parent is not None and span.parent.span_id in by_id:
                 assert by_id[span.parent.span_id].start_time <= span.start_time
                 assert span.end_time <= by_id[span.parent.span_id].end_time
+        ends: dict[int, int] = {}  # of each parent's leg that began last
+        for leg in sorted(self.named("store_read", "transfer", "store_write"), key=lambda span: span.start_time):
+            assert leg.parent is not None
+            assert ends.get(leg.parent.span_id, 0) <= leg.start_time, f"{leg.name} overlaps the leg before it"
+            ends[leg.parent.span_id] = leg.end_time
 
 
 def attributes(span: ReadableSpan) -> dict[str, Any]:

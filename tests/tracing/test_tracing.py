@@ -6,10 +6,12 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupts import CountedInterrupt
 from memory_stores import KeyedStore
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -112,16 +114,20 @@ def test_blocks_that_are_stored_are_in_a_span(spans: Spans, store: str):
 
 def swap(store: str, tier: str) -> list[int]:
     """Swap a sequence of three blocks out and back in; gives the tickets of both."""
-    tickets = []
     with opened(host_blocks=8, swap_store=store) as cache:
-        sequence = cache.manager.allocate(10)
-        with cache.step():
-            pass
-        for call in (lambda: cache.manager.swap_out(sequence, to=tier), lambda: cache.manager.swap_in(sequence)):
-            call()
-            with cache.step() as step:
-                tickets.append(step.decision.ticket)
-            cache.drain()
+        return swap_in(cache, tier)
+
+
+def swap_in(cache: KVCache, tier: str) -> list[int]:
+    tickets = []
+    sequence = cache.manager.allocate(10)
+    with cache.step():
+        pass
+    for call in (lambda: cache.manager.swap_out(sequence, to=tier), lambda: cache.manager.swap_in(sequence)):
+        call()
+        with cache.step() as step:
+            tickets.append(step.decision.ticket)
+        cache.drain()
     return tickets
 
 
@@ -300,6 +306,37 @@ def test_closing_a_cache_ends_the_spans_of_running_work(spans: Spans, store: str
     spans.check()
     ends = {span.name: attributes(span).get("miss_reason") for span in spans.ended}
     assert ends["blockyard.prefetch"] == ends["blockyard.store"] == ends["blockyard.swap_out"] == "closed"
+
+
+WORKING = ("executor/executor.py", "executor/legs.py", "prefix_store/loads.py", "prefix_store/writes.py")
+
+
+@pytest.mark.parametrize("swaps", [False, True], ids=["prefix store", "swaps"])
+def test_an_interrupt_at_any_place_leaves_no_span_open(swaps: bool):
+    medium: dict[bytes, Any] = {}
+    with opened(KeyedStore(medium, bytes_per_block=SIZE)) as cache:
+        compute(cache, PROMPT[:9])
+    reached, place, where = True, 0, "memory://interrupted?size=1MiB"
+    while reached:
+        interrupt = CountedInterrupt(place, WORKING)
+        kept = KeyedStore(dict(medium), bytes_per_block=SIZE)
+        with (
+            recorded() as spans,
+            opened(kept, host_blocks=8, swap_store=where) as cache,
+            suppress(KeyboardInterrupt),
+            interrupt.armed(),
+        ):
+            if swaps:
+                swap_in(cache, "external")
+            else:
+                prefetch(cache, PROMPT)
+                compute(cache, PROMPT)
+        reached, place = bool(interrupt.where), place + 1
+        try:
+            spans.check()
+        except AssertionError as failure:
+            raise AssertionError(f"interrupted at {interrupt.where}: {failure}") from failure
+    assert place > 100
 
 
 def test_the_page_lists_every_span_and_attribute(spans: Spans, store: str):

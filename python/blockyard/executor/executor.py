@@ -35,7 +35,6 @@ from blockyard.executor.checked_store import CheckedStore
 from blockyard.executor.legs import Legs
 from blockyard.executor.parts import Part, all_written, cut
 from blockyard.stores.base import ExternalStore, MissLog
-from blockyard.tracing import Span, begin
 from blockyard.types import Histogram
 
 __all__ = ["PART_BYTES", "Executor", "StepDone", "StepExecutor"]
@@ -268,7 +267,7 @@ class StepExecutor(Executor):
         step = _OpenDecision(decision, parts, read=bool(awaited))
         self._submitting = self._steps[ticket] = step
         for part in parts:
-            part.span = self._begin_span(part, ticket)
+            self._begin_trace(part, ticket)
         refused = None
         try:
             for part in parts:
@@ -292,12 +291,12 @@ class StepExecutor(Executor):
     def end_spans(self) -> None:
         """End the spans of everything in flight, because its end will not be collected."""
         for part in self._parts():
-            self._legs.end_spans(part, miss_reason="closed")
+            part.trace.end(miss_reason="closed")
 
-    def _begin_span(self, part: Part, ticket: int) -> Span:
+    def _begin_trace(self, part: Part, ticket: int) -> None:
         pairs = part.pairs
         blocks = len(pairs) * (2 if part.kind == "exchange" else 1)
-        return begin(
+        part.trace.begin(
             part.kind,
             source=pairs.src,
             target=pairs.dst,

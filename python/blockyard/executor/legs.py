@@ -21,7 +21,6 @@ from blockyard.errors import BlockyardError, MappingError
 from blockyard.executor.checked_store import Answer, CheckedStore
 from blockyard.executor.parts import Part, written
 from blockyard.stores.base import MissLog
-from blockyard.tracing import Value
 
 if TYPE_CHECKING:
     from blockyard.engine.plans import Kind
@@ -76,11 +75,11 @@ class Legs:
                 part.rows = rows = self._buffers.take(len(part.pairs), self._engine.memory.bytes_per_block)
             if part.reads_store:
                 part.batch = self._store().read(_column(part.pairs, 0), rows)
-                part.leg = part.span.begin("store_read")
+                part.trace.begin_leg("store_read")
             else:
                 part.transfer = self._submit(part)
                 if part.writes_store:
-                    part.leg = part.span.begin("transfer")
+                    part.trace.begin_leg("transfer")
         except BlockyardError:
             self.launching = None
             raise
@@ -122,16 +121,10 @@ class Legs:
         """End a part. Idempotent."""
         gone, number = tuple(pairs for pairs in lost if len(pairs)), next(self._numbers)
         if part.lost is None:
-            self.end_spans(part, error, lost_blocks=sum(map(len, gone)))
+            part.trace.end(error, lost_blocks=sum(map(len, gone)))
             # No call in between, so no interrupt either.
             part.must_have_started = part.ordered_after = ()
             part.error, part.number, part.lost = error, number, gone
-
-    @staticmethod
-    def end_spans(part: Part, error: Exception | None = None, **attributes: Value) -> None:
-        """End the spans of a part and of its running leg."""
-        part.leg.end(error)
-        part.span.end(error, **attributes)
 
     def _submit(self, part: Part) -> Transfer:
         tier = engine_tier(part.pairs.src)
@@ -156,8 +149,8 @@ class Legs:
             self.launching = part
             part.batch = self._store().write(_column(part.pairs, 1), rows)
             transfer.rows = None
-            part.leg.end()
-            part.leg = part.span.begin("store_write")
+            part.trace.end_leg()
+            part.trace.begin_leg("store_write")
         except BlockyardError as error:
             self.lose(part, error)
         self.launching = None
@@ -165,7 +158,7 @@ class Legs:
     def _engine_write(self, part: Part, answer: Answer) -> None:
         """Write the blocks that the store has read; the rest are lost."""
         rows, came = answer.rows, part.pairs
-        part.leg.end(answer.error)
+        part.trace.end_leg(answer.error)
         if self._log is not None and not answer.ok.all():
             self._log.note(answer.reasons)
         if not answer.ok.any():
@@ -185,7 +178,7 @@ class Legs:
                 after_compute=part.after_compute,
                 prefetch=part.writes_device,
             )
-            part.leg = part.span.begin("transfer")
+            part.trace.begin_leg("transfer")
         except BlockyardError as error:
             self.lose(part, error)
         self.launching = None

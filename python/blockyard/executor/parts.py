@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -13,7 +13,7 @@ from blockyard._core import Pairs, StepDecision
 from blockyard.engine.streams import Event
 from blockyard.engine.transfers import Transfer
 from blockyard.executor.checked_store import PendingBatch
-from blockyard.tracing import NO_SPAN, Span
+from blockyard.tracing import Trace
 
 __all__ = ["Part", "all_written", "cut", "written"]
 
@@ -42,8 +42,7 @@ class Part:
         lost: the pairs that did not land; None until it has ended.
         error: the cause of the loss, if known.
         number: increases with each part that ends.
-        span: span of the whole part.
-        leg: span of the running leg, if the part has two.
+        trace: spans of the part, and of the running leg if it has two.
     """
 
     kind: str
@@ -60,8 +59,7 @@ class Part:
     lost: tuple[Pairs, ...] | None = None
     error: Exception | None = None
     number: int = 0
-    span: Span = NO_SPAN
-    leg: Span = NO_SPAN
+    trace: Trace = field(default_factory=Trace)
 
     @property
     def ended(self) -> bool:

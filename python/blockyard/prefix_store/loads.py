@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -24,7 +23,7 @@ from blockyard.executor.checked_store import Answer, CheckedStore, PendingBatch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.base import MissLog
 from blockyard.stores.threaded.runtime import runtime
-from blockyard.tracing import NO_SPAN, Span, begin
+from blockyard.tracing import Trace
 from blockyard.workers import keep
 
 __all__ = ["Load", "Loads", "Prefetch"]
@@ -43,7 +42,6 @@ class Read:
     keys: NDArray[np.uint8]
     batch: PendingBatch
     rows: NDArray[np.uint8] | None
-    span: Span
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +55,6 @@ class Copy:
     transfer: Transfer
     landed: NDArray[np.bool_]
     is_last: bool
-    span: Span
 
 
 @dataclass(slots=True, eq=False)
@@ -78,8 +75,7 @@ class Load:
         done: whether the load has ended.
         tier: the tier that blocks were loaded to; "" before the first.
         miss: why a block did not arrive; "" if all did so far.
-        span: span of the whole load.
-        legs: spans of the read and the copy in progress, so that an interrupted call leaves none open.
+        trace: spans of the load, and of the read or copy in progress.
     """
 
     prompt: HashedPrompt
@@ -95,8 +91,7 @@ class Load:
     done: bool = False
     tier: str = ""
     miss: str = ""
-    span: Span = NO_SPAN
-    legs: list[Span] = field(default_factory=list)
+    trace: Trace = field(default_factory=Trace)
 
 
 class Prefetch:
@@ -188,7 +183,7 @@ class Loads:
         load.until = load.began + timeout_base
         self._allow(load, len(load.keys))
         self.open.append(load)
-        load.span = begin("prefetch", prompt_tokens=len(prompt), missing_blocks=len(load.keys))
+        load.trace.begin("prefetch", prompt_tokens=len(prompt), missing_blocks=len(load.keys))
         self._advance(load)
         return load
 
@@ -267,8 +262,8 @@ class Loads:
         keys, rows = np.ascontiguousarray(keys[:count]), self._buffers.take(count, self._size)
         with suppress(StoreError):
             batch = self._store.get(keys, rows)
-            begin_leg = partial(load.span.begin, blocks=count, bytes=rows.nbytes)
-            load.read = Read(keys, batch, rows, keep(load.legs, begin_leg, "store_read"))
+            load.read = Read(keys, batch, rows)
+            load.trace.begin_leg("store_read", blocks=count, bytes=rows.nbytes)
         return load.read is not None or self._finish(load, "error")
 
     def _take_rows(self, load: Load, read: Read) -> bool:
@@ -286,7 +281,7 @@ class Loads:
             load.miss = _reason(answer, count)
             self._stats.misses[load.miss] += 1
             self._log.note(answer.reasons)
-        read.span.end(answer.error, hit_blocks=count, miss_reason=load.miss)
+        load.trace.end_leg(answer.error, hit_blocks=count, miss_reason=load.miss)
         if not count:
             return self._finish(load)
         job = keep(self._jobs, self._manager.prefix.store_jobs.begin_load, load.prompt, count)
@@ -303,16 +298,15 @@ class Loads:
             self._end_job(job, [False] * len(job))
             return self._finish(load, "copy_failed")
         load.tier = job.tier
-        begin_leg = partial(load.span.begin, blocks=len(blocks), bytes=rows.nbytes, source="staging", target=job.tier)
-        load.copy = Copy(job, transfer, landed, is_last, keep(load.legs, begin_leg, "transfer"))
+        load.copy = Copy(job, transfer, landed, is_last)
+        load.trace.begin_leg("transfer", blocks=len(blocks), bytes=rows.nbytes, source="staging", target=job.tier)
         return True
 
     def _take_copies(self, load: Load, copy: Copy) -> bool:
         if not copy.transfer.done:
             return False
         has_landed = copy.transfer.error is None
-        copy.span.end(copy.transfer.error)
-        load.legs.clear()
+        load.trace.end_leg(copy.transfer.error)
         found = self._end_job(copy.job, copy.landed & has_landed)
         self._give_back(load.read)
         load.read = load.copy = None
@@ -359,11 +353,10 @@ class Loads:
         return True
 
     def _end_spans(self, load: Load, miss: str) -> None:
-        """End a load's span, and those of its read and copy in progress."""
-        for leg in load.legs:
-            leg.end(miss_reason=miss)
+        """End a load's span, and that of its read or copy in progress."""
+        load.trace.end_leg(miss_reason=miss)
         found = load.tokens // self._manager.block_size
-        load.span.end(
+        load.trace.end(
             hit_tokens=load.tokens,
             hit_blocks=found,
             hit_bytes=found * self._size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -16,7 +16,7 @@ from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
 from blockyard.executor.checked_store import Answer, CheckedStore, PendingBatch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.base import MissLog, Owners
-from blockyard.tracing import Span, begin
+from blockyard.tracing import Trace
 from blockyard.workers import keep
 
 __all__ = ["Writes"]
@@ -32,8 +32,8 @@ class Write:
     num_blocks: int
     rows: NDArray[np.uint8] | None
     transfer: Transfer
-    span: Span
     batch: PendingBatch | None = None
+    trace: Trace = field(default_factory=Trace)
 
 
 class Writes:
@@ -107,10 +107,11 @@ class Writes:
             except BlockyardError as error:
                 self._end_job(job)
                 self._stats.unwritten_blocks += num_blocks
-                self._begin_span(job, num_blocks).end(error, written_blocks=0)
+                self._begin_trace(Trace(), job, num_blocks).end(error, written_blocks=0)
                 return
-            write = Write(job, num_blocks, rows, transfer, self._begin_span(job, num_blocks))
+            write = Write(job, num_blocks, rows, transfer)
             self._reading.append(write)
+            self._begin_trace(write.trace, job, num_blocks)
             self.num_blocks += num_blocks
             if transfer.done:
                 self._hand_over(write)
@@ -125,7 +126,7 @@ class Writes:
         """Begin no more writes, and take no more answers."""
         self._is_closed = True
         for write in self._putting:
-            write.span.end(written_blocks=0, miss_reason="closed")
+            write.trace.end(written_blocks=0, miss_reason="closed")
 
     def give_up_all(self, why: str) -> None:
         """Give up what the store has not got; can be called again. No copy may be under way."""
@@ -136,7 +137,7 @@ class Writes:
         for write in self._reading:
             if write.batch is None:
                 self._stats.unwritten_blocks += write.num_blocks
-                write.span.end(written_blocks=0, miss_reason=why)
+                write.trace.end(written_blocks=0, miss_reason=why)
         handed_over = [write for write in self._reading if write.batch is not None and write not in self._putting]
         self._putting += handed_over  # by an interrupted call
         self._reading = []
@@ -155,13 +156,13 @@ class Writes:
             self.num_blocks -= write.num_blocks
             self._stats.unwritten_blocks += write.num_blocks
             why = "error" if is_whole else "taken"
-            write.span.end(write.transfer.error, written_blocks=0, miss_reason=why)
+            write.trace.end(write.transfer.error, written_blocks=0, miss_reason=why)
         elif write.batch is not None:
             self._putting.append(write)
         else:  # the store already has all of them
             self.num_blocks -= write.num_blocks
             self._count(write.num_blocks)
-            write.span.end(written_blocks=write.num_blocks)
+            write.trace.end(written_blocks=write.num_blocks)
             self._give_back(write)
         return True
 
@@ -174,13 +175,14 @@ class Writes:
             self._stats.unwritten_blocks += unwritten
             self._log.note(answer.reasons)
             why = next(filter(None, answer.reasons), "")
-        write.span.end(answer.error, written_blocks=write.num_blocks - unwritten, miss_reason=why)
+        write.trace.end(answer.error, written_blocks=write.num_blocks - unwritten, miss_reason=why)
         if not unwritten or answer.are_rows_free:
             self._give_back(write)
         return True
 
-    def _begin_span(self, job: StoreJob, num_blocks: int) -> Span:
-        return begin("store", tier=job.tier, blocks=num_blocks, bytes=num_blocks * self._size)
+    def _begin_trace(self, trace: Trace, job: StoreJob, num_blocks: int) -> Trace:
+        trace.begin("store", tier=job.tier, blocks=num_blocks, bytes=num_blocks * self._size)
+        return trace
 
     def _give_back(self, write: Write) -> None:
         """Return the rows of a write to the buffers: neither engine nor store uses them."""
