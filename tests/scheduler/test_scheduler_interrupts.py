@@ -332,6 +332,7 @@ def test_a_request_is_refused_although_the_refusal_was_interrupted(monkeypatch: 
     rig.add(Request("huge", list(range(20)), 10))
     rig.step()
     assert list(rig.live) == ["huge"]
+    assert rig.scheduler.stats().refused == 1
     with monkeypatch.context() as patch:
         patch.setattr(rig.scheduler, "_lack_of_room", interrupted)
         rig.manager.defrag.resize(6)
@@ -339,4 +340,5 @@ def test_a_request_is_refused_although_the_refusal_was_interrupted(monkeypatch: 
             rig.scheduler.schedule()
     rig.step()
     assert not rig.live
+    assert rig.scheduler.stats().refused == 2
     rig.check_end()

@@ -594,7 +594,7 @@ class Scheduler:
         for state in self._requests.values():
             if state.error is None and (lack := self._lack_of_room(state)) is not None:
                 self._rows.leave(state)
-                state.error = lack
+                # Together, as a request that has an error is not refused again after an interrupt.
+                state.error, self._stats.refused = lack, self._stats.refused + 1
                 self._release(state)
                 self._refused.append(state)
-                self._stats.refused += 1
