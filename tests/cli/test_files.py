@@ -88,10 +88,13 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_with_escapes(trace: Path)
         ),
         (("--sessions", 2), "--sessions is given without --step-time"),
         (
-            ("--policies", "optimal", "--host-blocks", "9"),
-            "--host-blocks is 9, must be 0 with --policies optimal alone",
+            ("--policies", "lru,optimal", "--host-blocks", "9"),
+            "--policies is 'lru,optimal', which has optimal: --host-blocks is 9, must include 0 with it",
         ),
-        (("--policies", "optimal", *STEP), "--policies is 'optimal', must include an engine's policy"),
+        (
+            ("--policies", "lru,optimal", *STEP),
+            "--policies is 'lru,optimal', which has optimal: engines do not know the future, give lru, adaptive",
+        ),
         (("--device-blocks", "1.5"), "--device-blocks: size '1.5' is neither a number nor a percentage"),
         (("--host-blocks", "-1"), "--host-blocks: size '-1' is not from 0"),
     ],

@@ -142,7 +142,7 @@ def test_the_command_needs_the_time_of_a_step(tmp_path: Path, capsys: pytest.Cap
 
 def test_replay_serves_engines_where_a_step_has_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     page, events = tmp_path / "page.html", tmp_path / "events.json"
-    options = "--device-blocks 60 --host-blocks 0,200 --block-size 4 --policies lru,optimal --jobs 1 --step-time"
+    options = "--device-blocks 60 --host-blocks 0,200 --block-size 4 --policies lru --jobs 1 --step-time"
     command = ["replay", str(write(tmp_path)), *options.split(), "0.01,1e-3,0,0"]
     assert main([*command, "--html", str(page), "--trace-events", str(events)]) == 0
     text = capsys.readouterr().out

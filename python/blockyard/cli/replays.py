@@ -134,9 +134,15 @@ def _caches(options: argparse.Namespace, distinct: int) -> list[tuple[str, int, 
     policies = names_of(options.policies)
     caches = [(policy, max(device, 1), host) for device, host in _sizes(options, distinct) for policy in policies]
     found = [cache for cache in caches if cache[0] != OPTIMAL or not cache[2]]  # the optimum has no host tier
-    if not found:
-        raise InvalidArgumentError(f"--host-blocks is {options.host_blocks}, must be 0 with --policies {OPTIMAL} alone")
+    if OPTIMAL in policies and all(cache[0] != OPTIMAL for cache in found):
+        _refuse_given_optimal(options, f"--host-blocks is {options.host_blocks}, must include 0 with it")
     return found
+
+
+def _refuse_given_optimal(options: argparse.Namespace, why: str) -> None:
+    """Refuse `optimal`, which would be left out, unless it comes with the default policies."""
+    if options.policies != options.default_of("policies"):
+        raise InvalidArgumentError(f"--policies is {options.policies!r}, which has {OPTIMAL}: {why}")
 
 
 def _sizes(options: argparse.Namespace, distinct: int) -> list[tuple[int, int]]:
@@ -220,11 +226,10 @@ def _times(
 def _engines(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> list[EngineOptions]:
     distinct = _distinct(requests, options.block_size)
     modes = modes_of(options)
-    policies = [policy for policy in names_of(options.policies) if policy != OPTIMAL]  # engines cannot use it
-    if not policies:
-        raise InvalidArgumentError(
-            f"--policies is {options.policies!r}, must include an engine's policy: lru, adaptive"
-        )
+    policies = names_of(options.policies)
+    if OPTIMAL in policies:
+        _refuse_given_optimal(options, "engines do not know the future, give lru, adaptive")
+        policies = [policy for policy in policies if policy != OPTIMAL]
     return [
         replace(engine_of(options, max(device, 1)), host_blocks=host, preemption_mode=mode, eviction=policy)
         for (device, host), policy, mode in product(_sizes(options, distinct), policies, modes)
