@@ -7,6 +7,7 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+import moody_store
 import numpy as np
 from cache_rig import MANY, Rig, Tracked, simulated
 from cache_world import FILES, SALTS, Interrupted, World
@@ -90,7 +91,7 @@ class Machine(World):
             return
         assert fit or chunk, f"can_allocate says no, with {fit.blocks} of {fit.free}, and allocate succeeds"
         length = rig.manager.num_tokens(made)
-        sequence = Tracked(int(made), salt, self.seed_of(salt))
+        sequence = Tracked(int(made), salt, self.seed_of(salt, rig))
         sequence.add(prompt[:length])
         sequence.rest, sequence.noted = prompt[length:], length
         sequence.written = made.cached_tokens
@@ -103,7 +104,7 @@ class Machine(World):
         length = 1 + op.a % (5 * self.config.block_size)
         made = self.attempt(rig, lambda: rig.manager.allocate(counts=[length]))
         if made is not None:
-            sequence = Tracked(int(made[0]), None, self.seed_of(None))
+            sequence = Tracked(int(made[0]), None, self.seed_of(None, rig))
             sequence.add(self.fresh(length))
             rig.sequences.append(sequence)
 
@@ -293,7 +294,7 @@ class Machine(World):
         prompt, salt = self.prompt(op)
         made = self.attempt(rig, lambda: rig.manager.pins.pin_prompt(prompt, salt=salt))
         if made is not None:
-            values = self.model(prompt, salt).values
+            values = self.model(prompt, salt, rig).values
             self.note_pin(rig, made[0], range(made[1] // self.config.block_size), values)
 
     def do_unpin(self, rig: Rig, op: Op) -> None:
@@ -320,7 +321,7 @@ class Machine(World):
             prompt, salt = self.prompt(op)
             job = rig.manager.prefix.store_jobs.begin_load(prompt, 1 + op.d % 6, salt=salt)
             rig.loads += [job] * bool(len(job))
-            self.note_contents(self.model(prompt, salt), len(prompt))
+            self.note_contents(rig, self.model(prompt, salt, rig), len(prompt))
 
     def do_end_load(self, rig: Rig, op: Op) -> None:
         if rig.loads:
@@ -353,32 +354,44 @@ class Machine(World):
             num_bytes = op.b % 12 * size + op.c % size if op.b % 3 else None
             with suppress(StoreError):
                 self.risky(rig, lambda: prefixes.set_quota(salt, num_bytes))
+                if self.config.threads:  # puts are under way
+                    return
                 found = None if num_bytes is None else (len(self.medium.held(tenant_of(salt))), num_bytes // size)
                 assert prefixes.quota(salt) == (found and (found[0] * size, found[1] * size))
 
     def do_forget(self, rig: Rig, op: Op) -> None:
         """Change the weights: blocks computed with the old ones must not be found."""
-        if rig.prefixes is None or len(self.rigs) > 1 or op.a % 4:
+        if rig.prefixes is None or (len(self.rigs) > 1 and not self.config.threads) or op.a % 4:
             return
         if op.b % 2:
             self.free(rig, rig.sequences[:])
             self.drain(rig)
+        prefixes, weights = rig.prefixes, self.weights + (op.b // 2 % 3 > 0)  # new ones, or those of another cache
+        revision = f"{weights}" if self.config.threads else None
         with suppress(StoreError):
-            if self.risky(rig, rig.prefixes.forget):
-                self.weights += 1
-                self.contents.clear()
+            try:
+                has_forgotten = self.risky(rig, lambda: prefixes.forget(revision))
+            except Interrupted:
+                if not self.config.threads:
+                    raise
+                has_forgotten = prefixes.forget(revision)  # by then the store may have begun with these weights
+            if has_forgotten:
+                rig.weights = self.weights = weights if self.config.threads else self.weights + 1
 
     def do_mood(self, rig: Rig, op: Op) -> None:
         stores = rig.stores()
         if stores and self.config.faulty_stores:
             store = stores[op.a % len(stores)]
-            mood = MOODS[op.b % len(MOODS)]
+            moods = moody_store.MOODS if self.config.threads else MOODS
+            mood = moods[op.b % len(moods)]
             if mood == "good":
                 store.release()
             store.mood = mood
 
     def do_time(self, rig: Rig, op: Op) -> None:
         self.clock.seconds += (0.05, 0.3, 0.6, 11.0)[op.a % 4] if op.b % 16 else 700.0
+        if self.config.threads:  # the time of what is under way, too
+            rig.disturbed = True
 
     def do_scrape(self, rig: Rig, op: Op) -> None:
         if rig.scrapes is not None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from late_store import LateStore
 from memory_stores import Quotas
+from moody_store import MoodyStore
 from numpy.typing import NDArray
 from observed_cache import Scrapes
 from real_device import RealCells, RealStreams
@@ -74,9 +75,8 @@ class Config:
     max_recorded: int = 0  # blocks that a recorder remembers; 0: there is none
     scraped: bool = False
     real: str = ""  # the device whose own streams run everything, "cpu" or "cuda"; "": simulated ones
-    head_size: int = (
-        1  # beyond 1, with `real`: the device's own elastic memory, which returns single blocks if they fill chunks
-    )
+    head_size: int = 1  # larger, with `real`: the device's own elastic memory, with blocks that may fill chunks
+    threads: bool = False  # whether the stores are real, with threads; a failure may then not come again
 
     @property
     def slides(self) -> bool:
@@ -206,11 +206,10 @@ class Tracked:
 class Rig:
     """One cache with its parts, and the sequences on it."""
 
-    def __init__(self, config: Config, random: Random, clock: Clock, medium: Quotas) -> None:
+    def __init__(self, config: Config, random: Random, clock: Clock, medium: Quotas, weights: int) -> None:
         self.config = config
-        self.layout = KVLayout(
-            "kv_first", LAYERS, config.block_size, num_kv_heads=1, head_size=config.head_size, dtype="int64"
-        )
+        self.weights = weights  # of the model that it serves
+        self.layout = KVLayout("kv_first", LAYERS, config.block_size, 1, config.head_size, "int64")
         size = self.layout.bytes_per_block
         self.streams: SimulatedStreams | RealStreams
         if config.real:
@@ -218,8 +217,9 @@ class Rig:
         else:
             self.streams = streams = SimulatedStreams(0, fail=config.fail)
             streams._random = random
-        self.store = LateStore(config.external, size, random) if config.external else None
-        self.kept = LateStore(32, size, random, medium) if config.store else None
+        make: Any = partial(MoodyStore, revision=f"{weights}") if config.threads else LateStore
+        self.store = make(config.external, size, random) if config.external else None
+        self.kept = make(32, size, random, medium) if config.store else None
         device = config.real or "cpu"
         garbage = 2 * LAYERS * config.most * 8 * config.block_size
         memory = None if config.head_size > 1 else GarbageMemory(garbage, 8, device)
@@ -277,7 +277,7 @@ class Rig:
             return RealCells(tensor, self.config.head_size)
         return tensor.view(torch.int64).numpy().reshape(2, -1)
 
-    def stores(self) -> list[LateStore]:
+    def stores(self) -> list[LateStore | MoodyStore]:
         return [store for store in (self.store, self.kept) if store is not None]
 
     def follow(self) -> None:

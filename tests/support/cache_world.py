@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +19,7 @@ from observed_cache import Recording
 
 from blockyard._core import StoreJob
 from blockyard.cache import CacheStep, StepEnd
-from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError, StoreError
 from blockyard.events import export_keys
 
 T = TypeVar("T")
@@ -69,7 +71,7 @@ class World:
         self.random = Random(0)
         self.clock = Clock()
         self.medium = Quotas({})
-        self.contents: dict[bytes, list[int]] = {}  # by key
+        self.contents: defaultdict[int, dict[bytes, list[int]]] = defaultdict(dict)  # by weights and key
         self.owners: dict[bytes, tuple[bytes, bytes]] = {}  # tenant and parent, by key
         self.weights = 1
         self.unknown = 0
@@ -84,7 +86,7 @@ class World:
             self.rigs = [self._open() for _ in range(config.caches)]
 
     def _open(self) -> Rig:
-        return Rig(self.config, self.random, self.clock, self.medium)
+        return Rig(self.config, self.random, self.clock, self.medium, self.weights)
 
     def risky(self, rig: Rig, call: Callable[[], T]) -> T:
         """Make a call that may be interrupted. Raises Interrupted."""
@@ -132,8 +134,8 @@ class World:
         free = rig.free_blocks("device")
         assert wanted > free, f"a prompt that takes {wanted} of {free} free blocks is refused: {self.refused}"
 
-    def seed_of(self, salt: bytes | None) -> int:
-        return (self.weights * 1_000 + (0 if salt is None else 1 + len(salt))) * 65_537
+    def seed_of(self, salt: bytes | None, rig: Rig | None = None) -> int:
+        return ((rig or self.rigs[0]).weights * 1_000 + (0 if salt is None else 1 + len(salt))) * 65_537
 
     def free(self, rig: Rig, batch: list[Tracked]) -> None:
         rig.manager.free([sequence.handle for sequence in batch])
@@ -145,7 +147,7 @@ class World:
     def record_prompt(self, rig: Rig, sequence: Tracked, prompt: list[int]) -> None:
         """Record a prompt, like an engine without a `Scheduler`."""
         if (recording := self.recording) is not None:
-            name, values = (rig, sequence.handle), self.model(prompt, sequence.salt).values
+            name, values = (rig, sequence.handle), self.model(prompt, sequence.salt, rig).values
             request = recording.add(name, values)
             call = partial(recording.recorder.add, name, recording.keys_of(values), len(prompt))
             request.is_certain = self.tried(rig, call, again=recording.is_first(request))
@@ -182,18 +184,18 @@ class World:
         with suppress(SequenceStateError):
             rig.manager.mark_computed(sequence.handle, sequence.written)
             if self.config.prefix and not self.config.slides:
-                self.note_contents(sequence, min(sequence.written, sequence.noted))
+                self.note_contents(rig, sequence, min(sequence.written, sequence.noted))
 
-    def note_contents(self, sequence: Tracked, length: int) -> None:
+    def note_contents(self, rig: Rig, sequence: Tracked, length: int) -> None:
         """Note the contents of a sequence's first blocks, by key."""
         size, parent = self.config.block_size, bytes(32)
         for at, key in enumerate(export_keys(sequence.tokens[:length], block_size=size, salt=sequence.salt)):
-            self.contents[key] = sequence.values[at * size : (at + 1) * size]
+            self.contents[rig.weights][key] = sequence.values[at * size : (at + 1) * size]
             self.owners[key], parent = (tenant_of(sequence.salt), parent), key
 
-    def model(self, tokens: list[int], salt: bytes | None) -> Tracked:
-        """Return the values of a prompt if it were computed."""
-        made = Tracked(0, salt, self.seed_of(salt))
+    def model(self, tokens: list[int], salt: bytes | None, rig: Rig | None = None) -> Tracked:
+        """Return the values of a prompt if it were computed, by default by the only cache."""
+        made = Tracked(0, salt, self.seed_of(salt, rig))
         made.add(tokens)
         return made
 
@@ -221,6 +223,10 @@ class World:
 
     def check_quotas(self) -> None:
         """Check that no tenant exceeds its quota in the store, and that each block belongs to its tenant."""
+        with self.medium.lock:
+            self._check_quotas()
+
+    def _check_quotas(self) -> None:
         for salt in SALTS:
             tenant = tenant_of(salt)
             held, found = self.medium.held(tenant), self.medium.quota(tenant)
@@ -231,10 +237,11 @@ class World:
     def end_load(self, rig: Rig, job: StoreJob, lost: int = 1) -> None:
         """Finish a load: blocks that were ever computed arrive, except for some."""
         self.check_owners(job)
-        landed = [key.tobytes() in self.contents and (lost + at) % 8 > 0 for at, key in enumerate(job.keys)]
+        contents = self.contents[rig.weights]
+        landed = [key.tobytes() in contents and (lost + at) % 8 > 0 for at, key in enumerate(job.keys)]
         for key, block, has_landed in zip(job.keys, job.blocks, landed, strict=True):
             if has_landed:
-                values = np.array(self.contents[key.tobytes()], np.int64)
+                values = np.array(contents[key.tobytes()], np.int64)
                 row = np.zeros((LAYERS, 2, len(values), self.config.head_size), np.int64)
                 row[..., 0] = [cells_of(values, layer) for layer in range(LAYERS)]
                 rig.cache.engine.write(job.tier, np.array([block]), row.reshape(1, -1).view(np.uint8))
@@ -245,8 +252,9 @@ class World:
         self.check_owners(job)
         rows = rig.rows(job.tier, job.blocks)
         if rig.manager.prefix.store_jobs.end_write(job.job):
-            known = [key.tobytes() in self.contents for key in job.keys]
-            values = [value for key in job.keys for value in self.contents.get(key.tobytes(), ())]
+            contents = self.contents[rig.weights]
+            known = [key.tobytes() in contents for key in job.keys]
+            values = [value for key in job.keys for value in contents.get(key.tobytes(), ())]
             self.compare(rows[known], values, f"{job.tier} blocks {job.blocks.tolist()} that are written")
 
     def step(
@@ -341,16 +349,19 @@ class World:
         if self.config.slides or not sequence.written:
             return
         tier, size = rig.manager.tier(sequence.handle), self.config.block_size
+        if tier == "external" and self.config.threads and rig.store is not None and not rig.store.harmless:
+            return  # the storage may have lost it since
         table = rig.manager.block_table(sequence.handle).astype(np.int64)[: -(-sequence.written // size)]
         self.compare(rig.rows(tier, table), sequence.values[: sequence.written], f"{tier} blocks {table.tolist()}")
 
     def check_cached(self, rig: Rig) -> None:
         """Check that every findable block has the bytes of its key."""
         rig.follow()
+        contents = self.contents[rig.weights]
         for tier in ("device", "host"):
-            places = [(block, key) for (at, block), key in rig.cached.items() if at == tier and key in self.contents]
+            places = [(block, key) for (at, block), key in rig.cached.items() if at == tier and key in contents]
             if places:
-                values = [value for _, key in places for value in self.contents[key]]
+                values = [value for _, key in places for value in contents[key]]
                 blocks = np.array([block for block, _ in places], np.int64)
                 self.compare(rig.rows(tier, blocks), values, f"cached {tier} blocks {blocks.tolist()}")
 
@@ -394,8 +405,21 @@ class World:
             self.check_metrics(rig, rig.scrapes.scrape())
         if rig.prefixes is not None and len(self.rigs) == 1:
             assert rig.prefixes.wait(60.0), f"{rig.prefixes} never ends its writes"
-            assert rig.prefixes.forget(), "forget refuses, and nothing is in use"
-            self.weights += 1
+            self.forget_at_last(rig)
+
+    def forget_at_last(self, rig: Rig) -> None:
+        """Forget with a store that works, perhaps since a moment ago."""
+        prefixes, revision = rig.prefixes, f"{self.weights + 1}" if self.config.threads else None
+        assert prefixes is not None
+        for _ in range(100):
+            with suppress(StoreError):
+                assert prefixes.forget(revision), "forget refuses, and nothing is in use"
+                self.weights += 1
+                rig.weights = self.weights
+                return
+            self.clock.seconds += 1.0
+            time.sleep(0.01)
+        raise AssertionError("a store that works again never forgets")
 
     def check_metrics(self, rig: Rig, sums: dict[str, float]) -> None:
         """Check that the metrics of an idle cache match what was done with it."""

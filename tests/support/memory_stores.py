@@ -90,6 +90,7 @@ class Quotas:
     def __init__(self, blocks: dict[bytes, NDArray[np.uint8]]) -> None:
         self.blocks = blocks
         self.limits: dict[bytes, int] = {}
+        self.lock = threading.Lock()  # held by clients with threads
         self._parents: dict[bytes, dict[bytes, bytes]] = {}  # by tenant and name, least recently used first
 
     def held(self, tenant: bytes) -> dict[bytes, bytes]:
@@ -143,7 +144,7 @@ class QuotaStore(KeyedStore):
 
     def __init__(self, quotas: Quotas | None = None, **options: Any) -> None:
         self.quotas = Quotas({}) if quotas is None else quotas
-        self._step = threading.Lock()
+        self._step = self.quotas.lock
         super().__init__(self.quotas.blocks, **options)
 
     def set_quota(self, tenant: bytes, num_blocks: int | None) -> None:
