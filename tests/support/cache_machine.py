@@ -361,9 +361,10 @@ class Machine(World):
 
     def do_forget(self, rig: Rig, op: Op) -> None:
         """Change the weights: blocks computed with the old ones must not be found."""
-        if rig.prefixes is None or (len(self.rigs) > 1 and not self.config.threads) or op.a % 4:
+        often = self.config.threads  # two caches have different weights for a while
+        if rig.prefixes is None or (len(self.rigs) > 1 and not often) or (op.a % 4 and not often):
             return
-        if op.b % 2:
+        if op.b % 2 or often:
             self.free(rig, rig.sequences[:])
             self.drain(rig)
         prefixes, weights = rig.prefixes, self.weights + (op.b // 2 % 3 > 0)  # new ones, or those of another cache

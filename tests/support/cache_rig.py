@@ -218,8 +218,11 @@ class Rig:
             self.streams = streams = SimulatedStreams(0, fail=config.fail)
             streams._random = random
         make: Any = partial(MoodyStore, revision=f"{weights}") if config.threads else LateStore
+        hastes = config.threads and config.faulty_stores
         self.store = make(config.external, size, random) if config.external else None
         self.kept = make(32, size, random, medium) if config.store else None
+        for store in self.stores() if hastes else ():
+            store.timeout_base = 0.2  # type: ignore[union-attr]
         device = config.real or "cpu"
         garbage = 2 * LAYERS * config.most * 8 * config.block_size
         memory = None if config.head_size > 1 else GarbageMemory(garbage, 8, device)
@@ -268,7 +271,7 @@ class Rig:
         self.ended: set[int] = set()
         self.named: set[int] = set()  # sequences that a step has named as lost, and no ticket's end yet
         self.cached: dict[tuple[str, int], bytes] = {}  # keys of all blocks that can be found
-        self.disturbed = config.fail > 0 or config.staging < 64  # whether sequences may be lost
+        self.disturbed = config.fail > 0 or config.staging < 64 or hastes  # whether sequences may be lost
         self.scrapes = Scrapes(self.cache) if config.scraped else None
         self.prompts = self.hits = 0  # admitted with their token ids, and their tokens that were cached
 

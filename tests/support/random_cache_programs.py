@@ -51,6 +51,16 @@ WEIGHTS = {
     "end_write": 3,
     "scrape": 2,
 }
+SHARED = {
+    "prefetch": 15,
+    "store_poll": 8,
+    "forget": 3,
+    "restart": 3,
+    "load": 0,
+    "end_load": 0,
+    "write": 0,
+    "end_write": 0,
+}
 AT_RISK = {
     *("step", "poll", "drain", "resize", "give_back", "prefetch", "store_poll", "store_quota", "forget"),
     *("allocate", "append", "free"),
@@ -84,7 +94,8 @@ def random_program(seed: int, length: int, config: Config | None = None) -> Prog
     """Make the program of a seed."""
     random = Random(seed)
     config = config or random_config(random)
-    names = random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=length)
+    weights = WEIGHTS | (SHARED if config.threads else {})
+    names = random.choices(list(weights), list(weights.values()), k=length)
     ops = []
     for name in names:
         numbers = [random.randrange(1 << 16) for _ in range(4)]
