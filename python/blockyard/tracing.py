@@ -93,7 +93,8 @@ _tracer: _Tracer | None = None
 
 def begin(name: str, **attributes: Value) -> Span:
     """Begin a span within the caller's current one; see `Span.begin`."""
-    return NO_SPAN if _tracer is None else _tracer.begin(name, None, attributes)
+    tracer = _tracer  # once: another thread may call `uninstrument`
+    return NO_SPAN if tracer is None else tracer.begin(name, None, attributes)
 
 
 class Trace:

@@ -51,6 +51,20 @@ def test_seventeen_open_tickets_are_warned_of_with_their_lines_in_development_mo
     assert ("python -X dev names the lines that took them" in ended.stderr) != bool(mode)
 
 
+def test_development_mode_forgets_the_lines_of_ended_tickets(tmp_path: Path) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text(
+        "from blockyard import BlockManager\n"
+        "manager = BlockManager(block_size=2, device_blocks=8, max_open_tickets=1)\n"
+        "for _ in range(100):\n"
+        "    manager.complete(manager.take_decision().ticket)\n"
+        "[manager.take_decision() for _ in range(3)]\n",
+        encoding="utf-8",
+    )
+    ended = subprocess.run([sys.executable, "-X", "dev", script], check=True, capture_output=True, text=True)
+    assert f"101 (2 steps ago, {script}:5)" in ended.stderr
+
+
 def test_a_warning_that_is_an_error_loses_no_decision() -> None:
     manager = BlockManager(block_size=2, device_blocks=8, max_open_tickets=0)
     sequence = manager.allocate(3)

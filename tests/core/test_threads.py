@@ -3,49 +3,25 @@
 import contextlib
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from many_threads import PATIENCE, hammer
 
 from blockyard import BlockManager
-from blockyard.allocators import PrefixCachingAllocator
-from blockyard.errors import OutOfBlocksError, SequenceStateError
-from blockyard.integrations.vllm_v0 import BlockTable, CpuGpuBlockAllocator, Device
+from blockyard.allocators import BlockObserver, PrefixCachingAllocator, chain_keys
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
+from blockyard.integrations.vllm_v0 import (
+    BlockTable,
+    CpuGpuBlockAllocator,
+    Device,
+    PrefixCachingBlock,
+    PrefixCachingBlockAllocator,
+)
+from blockyard.offload import OffloadManager
 
 THREADS = 8
-SECONDS = 1.0
-PATIENCE = 60.0  # a deadlock, not a slow machine
-
-
-@pytest.fixture(autouse=True)
-def _switch_often() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
-
-
-def hammer(*work: Callable[[], None]) -> None:
-    """Repeats each of these in a thread of its own until the time is over."""
-    end = time.monotonic() + SECONDS
-    done: list[bool] = []
-
-    def run(once: Callable[[], None]) -> None:
-        while time.monotonic() < end:
-            once()
-        done.append(True)
-
-    threads = [threading.Thread(target=run, args=(once,), daemon=True) for once in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive(), "a thread waits for ever"
-    # What a thread raised, pytest reports as a warning, which fails the test.
-    assert len(done) == len(work)
 
 
 def engine(manager: BlockManager, *, swap: bool) -> Callable[[], None]:
@@ -177,3 +153,116 @@ def test_tables_of_threads_over_one_v0_allocator_give_all_back(kind: str):
 
     hammer(*[life] * THREADS)
     assert allocator.get_num_free_blocks(Device.GPU) == 256
+
+
+def test_chains_of_v0_blocks_that_threads_share_are_let_go_by_each_of_them():
+    """The last thread drops a chain that is longer than the stack; nobody drops a block that another still uses."""
+    allocator = PrefixCachingBlockAllocator(8, 1)
+
+    def grow() -> PrefixCachingBlock:
+        last = None
+        for token in range(20_000):
+            last = PrefixCachingBlock(last, [token], 1, allocator)
+        return last
+
+    shared = [grow()]
+    expected = shared[0].content_hash
+
+    def share() -> None:
+        end = PrefixCachingBlock(shared[0], [7], 1, allocator)
+        assert end.content_hash is not None
+        assert shared[0].content_hash == expected
+
+    def replace() -> None:
+        shared[0] = grow()
+
+    hammer(share, share, replace, replace)
+    assert shared[0].prev_block.prev_block.content_hash is not None
+
+
+def test_threads_on_one_offload_manager_leave_no_key_pending():
+    manager = OffloadManager(32)
+
+    def cycle(name: int) -> Callable[[], None]:
+        keys = [b"%d" % (number % 40) for number in range(name, name + 6)]
+
+        def once() -> None:
+            store = manager.prepare_store(keys)
+            if store is not None:
+                assert len(store.keys) == len(store.chunks)
+                manager.complete_store(store.keys)
+            with contextlib.suppress(InvalidArgumentError):  # evicted meanwhile
+                manager.prepare_load(keys)
+                manager.complete_load(keys)
+            manager.touch(keys)
+            manager.lookup(keys)
+            manager.evict(1)
+            manager.forget(keys[:1])
+
+        return once
+
+    hammer(*(cycle(5 * number) for number in range(THREADS - 1)), manager.check)
+    assert (manager.num_storing, manager.num_free) == (0, 32)
+
+
+def test_threads_share_one_iterator_over_free_blocks():
+    upcoming = iter(BlockManager(block_size=4, device_blocks=5000).pool())
+    seen: list[int] = []
+
+    def take() -> None:
+        seen.extend(block for _ in range(10) if (block := next(upcoming, None)) is not None)
+
+    hammer(*[take] * 4)
+    assert sorted(seen) == list(range(5000))
+
+
+def test_a_list_that_another_thread_changes_is_read_at_one_moment():
+    """Every list that another thread ever shows is all ones or all twos."""
+    tokens = [1] * 256
+    keys = {tuple(chain_keys([token] * size, block_size=64)) for token in (1, 2) for size in (128, 256)}
+
+    def change() -> None:
+        tokens[:] = [2] * 128
+        tokens[:] = [1] * 256
+
+    def read() -> None:
+        assert tuple(chain_keys(tokens, block_size=64)) in keys
+
+    hammer(change, read, read)
+
+
+def test_two_managers_that_write_to_one_array_refuse_or_take_turns():
+    tables = np.zeros((4, 16), np.int32)
+
+    def engine() -> Callable[[], None]:
+        manager = BlockManager(block_size=4, device_blocks=64)
+        handles = manager.allocate(counts=[60] * 4)
+
+        def once() -> None:
+            # Without the interpreter's lock, the second of two calls is refused.
+            with contextlib.suppress(InvalidArgumentError):
+                manager.block_tables(handles, out=tables)
+
+        return once
+
+    hammer(engine(), engine(), engine())
+
+
+def test_threads_on_one_observer_plan_and_commit_only_what_fits():
+    observer = BlockObserver(64)
+
+    def use(first: int) -> Callable[[], None]:
+        ids = np.arange(first, first + 8)
+
+        def once() -> None:
+            observer.use_ids(ids)
+            plan = observer.plan("dense", 0)
+            with contextlib.suppress(InvalidArgumentError):  # another thread has moved blocks meanwhile
+                observer.commit(plan)
+            assert len(set(observer.resolve(ids).tolist())) == 8
+            observer.release_ids(ids)
+
+        return once
+
+    hammer(use(8), use(24), use(40), observer.check)
+    observer.check()

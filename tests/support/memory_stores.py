@@ -57,7 +57,7 @@ class KeyedStore(MemoryStore):
         return stored
 
     def evict(self) -> None:
-        names = [name for name, row in self.blocks.items() if row.nbytes > 192]
+        names = [name for name, row in list(self.blocks.items()) if row.nbytes > 192]
         for name in names[: max(0, len(names) - self.num_slots)]:
             del self.blocks[name]
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -182,8 +183,10 @@ class PrefixStore:
             self._wait_for_news()
 
     def stats(self) -> PrefixStoreStats:
-        """Return the counters since the store was connected."""
-        return deepcopy(self._stats)
+        """Return the counters since the store was connected. Any thread can call it."""
+        # One C call copies the misses: the engine's thread may add a reason meanwhile.
+        stats = replace(self._stats, misses=self._stats.misses.copy())
+        return replace(stats, load_seconds=deepcopy(stats.load_seconds))
 
     def forget(self, revision: str | None = None) -> bool:
         """Clear the caches of the manager and the store, for example because the weights change.

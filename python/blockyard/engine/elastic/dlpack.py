@@ -59,7 +59,7 @@ _gone = _Deleter(_forget)
 @atexit.register
 def _outlive() -> None:
     """Prevent tensors that outlive the interpreter from calling into it."""
-    for managed, _, _ in _alive.values():
+    for managed, _, _ in list(_alive.values()):
         managed.deleter = _Deleter()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))
 

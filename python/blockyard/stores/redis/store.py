@@ -317,11 +317,12 @@ class RedisStore(RemoteStore):
 
     def _tenant(self, tenant: bytes) -> bytes:
         """Return the server's name for a tenant, which does not reveal the salt."""
-        name = self._tenants.get(tenant)
-        if name is None:
-            name = self._tenants[tenant] = self._digest_of(b"BLKYTENANT1", tenant)[:16]
-            if len(self._tenants) > self.num_slots:
-                del self._tenants[next(iter(self._tenants))]
+        with self._lock:
+            name = self._tenants.get(tenant)
+            if name is None:
+                name = self._tenants[tenant] = self._digest_of(b"BLKYTENANT1", tenant)[:16]
+                if len(self._tenants) > self.num_slots:
+                    del self._tenants[next(iter(self._tenants))]
         return name
 
     # ---- repairing what the server has lost ----

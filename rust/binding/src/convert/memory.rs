@@ -3,8 +3,9 @@
 //! The safety comments below rest on these rules:
 //! - *numpy's promise.* An array has memory for its dtype, shape and strides at its data pointer, as long as it lives.
 //!   Some arrays break this: those from a wrong `as_strided`, `ctypes` or raw address, and those whose memory another
-//!   thread replaces (`resize(refcheck=False)`, `data =`) while a call without the interpreter's lock uses it. They are
-//!   as unsafe here as in numpy.
+//!   thread replaces (`resize(refcheck=False)`, `data =`) while a call without the interpreter's lock uses it. In
+//!   free-threaded Python no call has that lock, and there `shape =` and `strides =` count too. They are as unsafe here
+//!   as in numpy.
 //! - *Lent rows.* A store uses rows after the call that lends them. Private views keep the memory alive until the last
 //!   thread, which may hang in the kernel, drops them. Rows that it writes are lent only once at a time.
 //! - *Nothing is remembered.* Python code can change dtype, shape, strides and flags of any array in place. So each
@@ -599,10 +600,4 @@ fn fetch(list: &Bound<'_, PyList>, range: Range<usize>, items: &mut [*mut ffi::P
             unsafe { _mm_prefetch::<_MM_HINT_T0>(item.cast()) };
         }
     }
-}
-
-/// Returns an object's reference count.
-pub(crate) fn owners(object: &Bound<'_, PyAny>) -> isize {
-    // SAFETY: attached, and the object is alive.
-    unsafe { ffi::Py_REFCNT(object.as_ptr()) }
 }

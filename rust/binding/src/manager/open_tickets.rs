@@ -57,13 +57,15 @@ impl OpenTickets {
             return;
         }
         let line = caller(py).unwrap_or_else(|_| "from an unknown line".to_owned());
-        let open: Option<Vec<TicketId>> = {
+        let is_full = {
             let mut taken_at = lock(&self.taken_at);
             taken_at.insert(ticket, line);
-            (taken_at.len() > 4 * (self.most as usize + NAMED)).then(|| manager.lock().open_tickets().collect())
+            taken_at.len() > 4 * (self.most as usize + NAMED)
         };
-        if let Some(open) = open {
-            lock(&self.taken_at).retain(|ticket, _| open.binary_search(ticket).is_ok());
+        if is_full {
+            let open: Vec<TicketId> = manager.lock().open_tickets().collect();
+            // Other threads may have taken later tickets since.
+            lock(&self.taken_at).retain(|taken, _| *taken > ticket || open.binary_search(taken).is_ok());
         }
     }
 }

@@ -428,9 +428,15 @@ impl PySlabStore {
         };
         let lent = self.lent_rows(rows, count, true)?;
         let (in_place, array) = (lent.is_some(), rows.cast::<PyArray<u8, Ix2>>()?.clone().unbind());
-        let ticket = py.detach(|| submit(lent)).map_err(|error| to_py(&error))?;
-        self.lent().insert(ticket, Lent { rows: array, in_place });
-        Ok(ticket)
+        let rows = Lent { rows: array, in_place };
+        py.detach(|| {
+            // Under the lock: another thread's `poll` may report the ticket at once, and its `wait` needs the rows.
+            let mut all = self.lent();
+            let ticket = submit(lent)?;
+            all.insert(ticket, rows);
+            Ok(ticket)
+        })
+        .map_err(|error| to_py(&error))
     }
 
     /// Waits in slices, so that a keyboard interrupt is handled promptly.

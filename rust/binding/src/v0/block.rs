@@ -3,7 +3,6 @@
 use super::key::{self, IntKey};
 use super::require;
 use crate::convert::args::{self, Argument};
-use crate::convert::memory;
 use crate::locks::{InnerLock, debug_assert_none_held, lock};
 use blockyard_core::Key;
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};
@@ -11,6 +10,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 use pyo3::{PyTypeInfo, intern};
+use std::cell::RefCell;
 use std::fmt::Display;
 
 pub(super) type V0Block<'py> = Bound<'py, PyNaiveBlock>;
@@ -138,21 +138,27 @@ impl PyNaiveBlock {
     }
 }
 
+thread_local! {
+    /// Predecessors of the blocks that this thread is dropping; `None` while it drops none.
+    static DROPPING: RefCell<Option<Vec<Py<PyAny>>>> = const { RefCell::new(None) };
+}
+
 impl Drop for PyNaiveBlock {
     /// Drops a chain of blocks in a loop: they own each other, and recursion could overflow the stack.
     fn drop(&mut self) {
-        let mut next = lock(&self.prev).take();
-        if next.is_none() {
-            return;
-        }
-        Python::try_attach(|py| {
-            while let Some(block) = next.take() {
-                let block = block.into_bound(py);
-                if let (1, Ok(last)) = (memory::owners(&block), block.cast::<Self>()) {
-                    next = lock(&last.get().prev).take();
-                }
-            }
+        let Some(prev) = lock(&self.prev).take() else { return };
+        let is_first = DROPPING.with_borrow_mut(|dropping| {
+            let is_first = dropping.is_none();
+            dropping.get_or_insert_default().push(prev);
+            is_first
         });
+        if is_first {
+            // A block that is dropped here adds its own predecessor.
+            while let Some(prev) = DROPPING.with_borrow_mut(|dropping| dropping.as_mut().and_then(Vec::pop)) {
+                drop(prev);
+            }
+            DROPPING.set(None);
+        }
     }
 }
 
