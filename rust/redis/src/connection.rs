@@ -209,9 +209,8 @@ pub(crate) fn known(value: Option<Value>) -> Answer {
 /// Copies a value into a head and a row.
 fn place(value: Value, (head, row): &mut Split<'_>, varies: bool) -> RedisResult<bool> {
     let Value::BulkString(bytes) = value else { return value.extract_error().map(|_| false) };
-    if let Some((first, bytes)) = bytes.split_at_checked(head.len())
-        && (bytes.len() == row.len() || (varies && bytes.len() < row.len()))
-    {
+    let fits = |&(_, bytes): &(&[u8], &[u8])| bytes.len() == row.len() || (varies && bytes.len() < row.len());
+    if let Some((first, bytes)) = bytes.split_at_checked(head.len()).filter(fits) {
         head.copy_from_slice(first);
         let (start, rest) = row.split_at_mut(bytes.len());
         start.copy_from_slice(bytes);
