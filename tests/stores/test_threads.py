@@ -128,21 +128,21 @@ def test_a_ticket_is_collected_by_one_of_the_threads_that_wait_for_it(store: Ext
     gate, tickets, answers = threading.Barrier(3, timeout=PATIENCE), [0], []
 
     def waits() -> None:
-        for _ in range(50):
+        for _ in range(20):
             gate.wait()
             with suppress(UnknownTicketError):
                 answers.append(store.wait(tickets[0]))
             gate.wait()
 
     def submits() -> None:
-        for number in range(50):
+        for number in range(20):
             put = store.submit_write if use == "swap" else store.submit_put
             tickets[0] = put(np.array([1]) if use == "swap" else [key(1)], pages(1, number))
             gate.wait()
             gate.wait()
 
     hammer(submits, waits, waits, seconds=0.0)
-    assert [answer.ok.all() for answer in answers] == [True] * 50
+    assert [answer.ok.all() for answer in answers] == [True] * 20
 
 
 def test_a_store_that_one_thread_closes_refuses_the_others(store: ExternalStore, use: str):

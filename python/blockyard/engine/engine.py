@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheEngine", "EngineTier", "Kind", "Rows", "Traffic", "wait_for_engines"]
 
-_alive: weakref.WeakSet[CacheEngine] = weakref.WeakSet()
+_alive: list[weakref.ref[CacheEngine]] = []  # not a WeakSet: threads may make engines while another iterates
 
 
 class Traffic(NamedTuple):
@@ -158,7 +158,7 @@ class CacheEngine:
         )
         self.counters: dict[tuple[str, str], Traffic] = {}
         self.seconds = {"read": Histogram(), "write": Histogram()}
-        _alive.add(self)
+        _alive.append(weakref.ref(self, _alive.remove))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -467,7 +467,7 @@ def wait_for_engines(memory: Tensor, first: int) -> None:
         first: the lowest block to wait for.
     """
     start, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
-    for engine in tuple(_alive):
+    for engine in filter(None, [alive() for alive in tuple(_alive)]):
         over = any(start <= tensor.data_ptr() < end for tensor in engine.tensors)
         if over and engine.transfers.process.is_current:
             engine.transfers.synchronize(first)
