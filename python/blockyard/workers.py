@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import starmap
@@ -31,6 +32,7 @@ __all__ = [
     "Polls",
     "Process",
     "RateLimit",
+    "describe",
     "interrupts_blocked",
     "keep",
     "missing",
@@ -136,6 +138,13 @@ def open_event(owner: object) -> int:
 def _close(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's class and message on one line, even if its `str` raises."""
+    # Without a limit it would read the frames of all errors that led to this one.
+    described = traceback.TracebackException(type(error), error, None, limit=0)
+    return " ".join("".join(described.format_exception_only()).split())
 
 
 def missing(what: str, error: ModuleNotFoundError) -> ModuleNotFoundError:

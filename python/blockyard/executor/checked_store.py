@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.stores.threaded.batches import BatchStore
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.types import Histogram
-from blockyard.workers import Process, RateLimit
+from blockyard.workers import Process, RateLimit, describe
 
 __all__ = ["Answer", "CheckedStore", "PendingBatch"]
 
@@ -165,7 +164,7 @@ class CheckedStore:
             found = np.asarray(call(keys))
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
             if self._may_log("keys", error):
-                _log.warning("the store cannot say which of %d keys it has: %s", len(keys), _describe(error))
+                _log.warning("the store cannot say which of %d keys it has: %s", len(keys), describe(error))
             return np.zeros(len(keys), np.bool_)
         return found if found.dtype == _BOOL and found.shape == (len(keys),) else np.zeros(len(keys), np.bool_)
 
@@ -226,7 +225,7 @@ class CheckedStore:
             found = [operator.index(ticket) for ticket in self._store.poll()]
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
             if self._may_log("poll", error):
-                given_up, why = len(self._open), _describe(error)
+                given_up, why = len(self._open), describe(error)
                 _log.warning("the store cannot be polled, %d batches are given up: %s", given_up, why)
             return list(self._open)
         until = self._runtime.monotonic() - OVERDUE_SECONDS
@@ -297,7 +296,7 @@ class CheckedStore:
 
     def _refusal(self, batch: PendingBatch, why: Exception) -> StoreError:
         """Return the error of a lost batch, and log it."""
-        error = StoreError(f"{batch.what} of {batch.count} blocks with the external tier is lost: {_describe(why)}")
+        error = StoreError(f"{batch.what} of {batch.count} blocks with the external tier is lost: {describe(why)}")
         error.__cause__ = why
         if self._may_log(batch.what, why):
             _log.warning("%s", error)
@@ -306,11 +305,6 @@ class CheckedStore:
     def _may_log(self, call: str, error: Exception) -> bool:
         """Return whether to log a line: at most one per minute for each call and class of error."""
         return self._limit.passes(f"{call} {type(error).__name__}")
-
-
-def _describe(error: Exception) -> str:
-    """Return an error's class and message on one line, even if its `str` raises."""
-    return " ".join("".join(traceback.format_exception_only(error)).split())
 
 
 def _of(array: NDArray[np.generic]) -> str:

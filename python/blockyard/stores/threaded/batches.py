@@ -5,7 +5,6 @@ the work of a batch.
 """
 
 import os
-import traceback
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.stores.threaded.breaker import Breaker
 from blockyard.stores.threaded.order import Batch, BatchKind, BatchOrder, Name
 from blockyard.stores.threaded.runtime import runtime
-from blockyard.workers import Buffers, Polls, Process, open_event
+from blockyard.workers import Buffers, Polls, Process, describe, open_event
 
 __all__ = ["BatchStore"]
 
@@ -412,7 +411,7 @@ class BatchStore(ExternalStore):
 
     def _note(self, error: BaseException) -> None:
         """Count an error. Thread-safe."""
-        cause = " ".join("".join(traceback.format_exception_only(error)).split())
+        cause = describe(error)
         with self._lock:
             self._errors += 1
             self._errors_in_a_row += 1
