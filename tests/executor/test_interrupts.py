@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import time
 from collections.abc import Iterator
@@ -247,11 +246,9 @@ def test_an_exception_at_any_place_of_a_cache_loses_nothing(
             assert time.monotonic() < until, own_threads() - before
             time.sleep(0.001)
 
-    gc.collect()
     opened = open_files()
     places, raised = sweep(files, run, error, most=most, seed=most)
     assert raised > min(places, most) // 2
-    gc.collect()
     assert open_files() <= opened, "a descriptor is left"
 
 
