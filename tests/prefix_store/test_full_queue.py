@@ -1,8 +1,10 @@
-"""Prompts and sequences with more bytes than their store takes at once."""
+"""Prompts and sequences with more bytes than their store or the engine takes at once."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,29 +31,44 @@ class Shared(Kept):
     max_blocks_in_flight = None  # type: ignore[assignment]
 
 
-def cache_over(store: ExternalStore | str) -> KVCache:
+def cache_over(store: ExternalStore | str, timeout_base: float = 60.0) -> KVCache:
     return KVCache(
         LAYOUT,
         device_blocks=2 * BLOCKS,
         prefix_caching=True,
         prefix_store=store,
         namespace=b"model",
-        prefetch_timeout_base=60.0,
+        prefetch_timeout_base=timeout_base,
         max_staging=3 * BLOCKS * SIZE,
     )
 
 
+@contextmanager
+def busy(cache: KVCache, monkeypatch: pytest.MonkeyPatch, *streams: str) -> Iterator[None]:
+    """Let the engine have as many bytes in flight on some streams as it may."""
+    transfers = cache.engine.transfers
+    with monkeypatch.context() as patch:
+        outstanding = transfers.outstanding
+        patch.setattr(transfers, "outstanding", lambda stream: 1 << 40 if stream in streams else outstanding(stream))
+        yield
+
+
 def compute(cache: KVCache) -> np.ndarray:
     """Compute the prompt, and wait until the store has it. Returns its rows."""
+    rows = computed(cache)
+    assert cache.prefix_store is not None
+    assert cache.prefix_store.wait(60.0)
+    return rows
+
+
+def computed(cache: KVCache) -> np.ndarray:
+    """Compute the prompt. Returns its rows."""
     sequence = cache.manager.allocate(PROMPT)
     with cache.step():
         for tensor in cache.engine.tensors:
             tensor.normal_()
     cache.manager.mark_computed(sequence)
-    rows = cache.engine.read("device", cache.manager.block_table(sequence).astype(np.int64)[:BLOCKS])
-    assert cache.prefix_store is not None
-    assert cache.prefix_store.wait(60.0)
-    return rows
+    return cache.engine.read("device", cache.manager.block_table(sequence).astype(np.int64)[:BLOCKS])
 
 
 def loaded(cache: KVCache) -> np.ndarray:
@@ -85,6 +102,41 @@ def test_a_load_goes_on_with_what_a_store_that_others_use_has_refused():
     with cache_over(Shared(blocks, bytes_per_block=SIZE)) as cache:
         np.testing.assert_array_equal(loaded(cache), wanted)
         assert not cache.prefix_store.stats().misses
+
+
+def test_writes_and_loads_wait_for_an_engine_that_is_busy(monkeypatch: pytest.MonkeyPatch):
+    blocks: dict[bytes, np.ndarray] = {}
+    with cache_over(Kept(blocks, bytes_per_block=SIZE)) as cache:
+        wanted = computed(cache)
+        assert cache.prefix_store is not None
+        with busy(cache, monkeypatch, "out"):
+            for _ in range(10):
+                cache.prefix_store.poll()
+        assert cache.prefix_store.wait(60.0, until=lambda: not cache.prefix_store.waiting_blocks)
+        assert cache.prefix_store.stats().unwritten_blocks == 0
+    with cache_over(Kept(blocks, bytes_per_block=SIZE)) as cache:
+        assert cache.prefix_store is not None
+        with busy(cache, monkeypatch, "in", "host"):
+            fetch = cache.prefix_store.prefetch(PROMPT)
+            until = time.monotonic() + 0.2
+            while time.monotonic() < until:
+                assert not fetch.done
+        np.testing.assert_array_equal(loaded(cache), wanted)
+        assert not cache.prefix_store.stats().misses
+
+
+def test_a_load_that_waits_too_long_for_the_engine_does_not_blame_the_store(monkeypatch: pytest.MonkeyPatch):
+    blocks: dict[bytes, np.ndarray] = {}
+    with cache_over(Kept(blocks, bytes_per_block=SIZE)) as cache:
+        wanted = compute(cache)
+    with cache_over(Kept(blocks, bytes_per_block=SIZE), timeout_base=0.2) as cache:
+        assert cache.prefix_store is not None
+        with busy(cache, monkeypatch, "in", "host"):
+            fetch = cache.prefix_store.prefetch(PROMPT)
+            while not fetch.done:
+                time.sleep(0)
+        assert (fetch.tokens, dict(cache.prefix_store.stats().misses)) == (0, {"timeout": 1})
+        np.testing.assert_array_equal(loaded(cache), wanted)
 
 
 def test_a_load_that_the_store_refuses_whole_is_a_miss():

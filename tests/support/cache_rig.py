@@ -74,6 +74,7 @@ class Config:
     lookahead: int = 0
     max_recorded: int = 0  # blocks that a recorder remembers; 0: there is none
     scraped: bool = False
+    outstanding: int = 1 << 16  # blocks in flight on one stream of the engine
     real: str = ""  # the device whose own streams run everything, "cpu" or "cuda"; "": simulated ones
     head_size: int = 1  # larger, with `real`: the device's own elastic memory, with blocks that may fill chunks
     threads: bool = False  # whether the stores are real, with threads; a failure may then not come again
@@ -118,6 +119,7 @@ def random_config(random: Random) -> Config:
         lookahead=random.choice((0, 1, 3)),
         max_recorded=random.choice((0, 8, 25, 1 << 20, (1 << 20) + 1)),
         scraped=random.random() < 0.3,
+        outstanding=random.choice((1, 4, 1 << 16, 1 << 16)),
     )
 
 
@@ -235,7 +237,11 @@ class Rig:
                 max_pinned=config.max_pinned,
             )
         with (
-            mock.patch.object(cache_module, "CacheEngine", partial(CacheEngine, streams=streams)),
+            mock.patch.object(
+                cache_module,
+                "CacheEngine",
+                partial(CacheEngine, streams=streams, max_outstanding=config.outstanding * size),
+            ),
             mock.patch.object(cache_module, "ElasticCache", partial(ElasticCache, memory=memory)),
             mock.patch.object(cache_module, "StepExecutor", partial(StepExecutor, chunk_bytes=config.chunk * size)),
         ):

@@ -274,6 +274,8 @@ class Loads:
         self._late_at = None
         ok = answer.ok
         count = _leading(ok)
+        if count and not self._engine.transfers.has_room(count * self._size, "in", "host"):
+            return False  # the step's own transfers go first
         is_last = count < len(ok)
         if is_last and count and _reason(answer, count) == "queue_full":
             is_last = False  # others use the store, too; the next part has these blocks
@@ -335,7 +337,7 @@ class Loads:
         Other prompts do the same until the store answers anything. Then one prompt at a time tries the store again,
         until one succeeds in time.
         """
-        if load.read is not None:
+        if load.read is not None and load.read.batch.answer is None:
             self._abandoned.append(load.read)
             self._late_at = self._store.num_answers
         self._finish(load, "timeout")

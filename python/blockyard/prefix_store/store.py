@@ -154,7 +154,7 @@ class PrefixStore:
         """Make progress in both directions without waiting."""
         self._recover_from_interrupt()
         self._in_critical_section = True
-        if self._loads.open or self._writes:
+        if self._loads.open or not self._writes.have_ended:
             self._engine.poll()
         self._checked.poll()
         self._loads.advance()
@@ -172,7 +172,7 @@ class PrefixStore:
             False on timeout.
         """
         end = None if timeout is None else self._runtime.monotonic() + timeout
-        met = until or (lambda: not self._writes)
+        met = until or (lambda: self._writes.have_ended)
         while True:
             self.poll()
             if met():

@@ -70,12 +70,18 @@ class Writes:
         self._is_closed = False
         self._reading: list[Write] = []  # being read by the engine
         self._putting: list[Write] = []  # being put by the store
+        self._waits_for_engine = False
         self._num_answers = 0  # the store's answers processed so far
         self.num_blocks = 0
 
     def __len__(self) -> int:
         """Return the number of writes in flight."""
         return len(self._reading) + len(self._putting)
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether no write is in flight, and none waits until the engine has room."""
+        return not (self._reading or self._putting or self._waits_for_engine)
 
     @property
     def has_jobs(self) -> bool:
@@ -95,7 +101,12 @@ class Writes:
                 if write.batch is None or (answer := write.batch.answer) is None or not self._take_answer(write, answer)
             ]
             self._num_answers = answers
+        self._waits_for_engine = False
         while not self._is_closed and (room := self._max_blocks - self.num_blocks) > 0:
+            # The step's own transfers go first.
+            if not self._engine.transfers.has_room(self._blocks_at_once * self._size, "out", "host"):
+                self._waits_for_engine = True
+                return
             job = keep(self._jobs, self._store_jobs.begin_write, min(room, self._blocks_at_once))
             num_blocks = len(job)
             if not num_blocks:

@@ -69,6 +69,7 @@ class _Engine:
         self._rows = np.empty((0, bytes_per_block), np.uint8)
         self.layout = SimpleNamespace(bytes_per_block=bytes_per_block)
         self.memory = SimpleNamespace(buffers=self)
+        self.transfers = SimpleNamespace(has_room=lambda *_: True)
         (self._to_device, self._to_host), self._clock, (self._loads, self._writes) = links, clock, alarms
 
     def take(self, count: int, size: int) -> NDArray[np.uint8]:
