@@ -1,6 +1,7 @@
 """`Scheduler(cache)`: one loop over all tiers and a prefix store, and what it says to calls out of order."""
 
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,23 @@ def test_prompts_are_loaded_from_the_prefix_store_that_an_idle_engine_has_filled
         scheduler, found = serve(cache, requests_of(2))
         assert scheduler.stats().cached_tokens >= 2 * BLOCK
         assert found == wanted
+
+
+def test_a_request_waits_for_the_blocks_of_a_load_that_no_request_waits_for(tmp_path: Path):
+    options = {"prefix_caching": True, "namespace": b"model", "prefetch_timeout_base": 30.0, "device_blocks": 4}
+    options |= {"prefix_store": f"local://{tmp_path}?size=1MiB", "watermark": 0.0}
+    prompt, gate = list(range(9)), threading.Event()
+    with KVCache(LAYOUT, **options) as cache:
+        serve(cache, [Request("a", prompt, max_tokens=1)])
+    with KVCache(LAYOUT, **options) as cache:
+        cache.engine.transfers.streams.launch("in", lambda: gate.wait(30))  # copies are slow
+        cache.prefix_store.prefetch(prompt)
+        until = time.monotonic() + 20
+        while not cache.manager.stats().leased_blocks["device"] and time.monotonic() < until:
+            cache.poll()
+        assert cache.manager.stats().leased_blocks["device"]
+        threading.Timer(0.2, gate.set).start()
+        serve(cache, [Request("b", list(range(50, 62)), max_tokens=2)])
 
 
 def test_calls_out_of_order_are_refused_at_once_and_say_what_to_call(cache: KVCache):

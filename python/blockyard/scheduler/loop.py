@@ -154,13 +154,25 @@ class CacheLoop:
             self._runtime.sleep(_IDLE_SECONDS)
             ended = keep(self._ended, self._executor.poll)
         self._tell()
-        prefixes, is_idle = self._cache.prefix_store, not (step.rows or self._tickets)
-        if prefixes is not None:
-            prefixes.poll()
-            if is_idle and (loading := self._count_loading()):
-                prefixes.wait(until=lambda: self._count_loading() < loading)
-        is_stuck = is_idle and not len(step.decision) and self._scheduler.num_unfinished
+        is_idle = not (step.rows or self._tickets)
+        has_waited = self._advance_prefixes(may_wait=is_idle)
+        is_stuck = is_idle and not has_waited and not len(step.decision) and self._scheduler.num_unfinished
         self._idle = self._idle + 1 if is_stuck else 0
+
+    def _advance_prefixes(self, *, may_wait: bool) -> bool:
+        """Advance the prefix store; if there is nothing else to do, wait for a load. Returns whether it waited.
+
+        Loads that no request waits for, such as those of aborted requests, hold blocks too, which others may need.
+        """
+        prefixes = self._cache.prefix_store
+        if prefixes is None:
+            return False
+        prefixes.poll()
+        count = self._count_loading if self._count_loading() else lambda: prefixes.num_open
+        if not may_wait or not self._scheduler.num_unfinished or not (loading := count()):
+            return False
+        prefixes.wait(until=lambda: count() < loading)
+        return True
 
     def _tell(self) -> None:
         """Complete ended tickets in the scheduler, and warn the user of errors."""
