@@ -11,6 +11,7 @@ import pytest
 from simulated_device import SimulatedStore
 
 from blockyard import BlockManager, KVCache, KVLayout
+from blockyard._core import HashedPrompt
 from blockyard.errors import InvalidArgumentError, InvariantError, StepOrderError
 from blockyard.scheduler import Request, Scheduler, Step
 
@@ -146,6 +147,30 @@ def test_a_request_waits_for_the_blocks_of_a_load_that_no_request_waits_for(tmp_
         assert cache.manager.stats().leased_blocks["device"]
         threading.Timer(0.2, gate.set).start()
         serve(cache, [Request("b", list(range(50, 62)), max_tokens=2)])
+
+
+class EndsWithTheStep:
+    """A prefetch that is under way when a step is decided, and done at its end."""
+
+    def __init__(self, prompt: HashedPrompt) -> None:
+        self.prompt, self.looks = prompt, 0
+
+    @property
+    def done(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+
+def test_steps_that_wait_for_loads_are_no_sign_that_nothing_can_be_done(tmp_path: Path):
+    options = {"prefix_caching": True, "namespace": b"model", "prefix_store": f"local://{tmp_path}?size=1MiB"}
+    with KVCache(LAYOUT, device_blocks=8, **options) as cache:
+        scheduler = Scheduler(cache, prefetch=EndsWithTheStep)
+        for number in range(6):
+            scheduler.add(Request(f"{number}", [1, 2, 3], max_tokens=1))
+            with scheduler.step() as step:
+                assert not step.rows
+            scheduler.update(step, [])
+            scheduler.abort(f"{number}")
 
 
 def test_calls_out_of_order_are_refused_at_once_and_say_what_to_call(cache: KVCache):

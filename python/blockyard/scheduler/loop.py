@@ -155,8 +155,9 @@ class CacheLoop:
             ended = keep(self._ended, self._executor.poll)
         self._tell()
         is_idle = not (step.rows or self._tickets)
+        was_loading = self._scheduler.num_loading > 0  # when this step was decided; the next one may differ
         has_waited = self._advance_prefixes(may_wait=is_idle)
-        is_stuck = is_idle and not has_waited and not len(step.decision) and self._scheduler.num_unfinished
+        is_stuck = is_idle and not (was_loading or has_waited or len(step.decision)) and self._scheduler.num_unfinished
         self._idle = self._idle + 1 if is_stuck else 0
 
     def _advance_prefixes(self, *, may_wait: bool) -> bool:
