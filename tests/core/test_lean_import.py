@@ -16,6 +16,7 @@ LEAN_MODULES = [
     "blockyard.layout.kv",
     "blockyard.stores",
     "blockyard.scheduler",
+    "blockyard.prefix_store",
     "blockyard.replay.engine",
     "blockyard.replay.plan",
     "blockyard.tracing",

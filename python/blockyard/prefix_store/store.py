@@ -8,13 +8,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, HashedPrompt
-from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.executor.checked_store import CheckedStore
 from blockyard.prefix_store.loads import Loads, Prefetch
@@ -24,6 +23,9 @@ from blockyard.stores.base import ExternalStore, MissLog
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import read_bytes
 from blockyard.types import Histogram
+
+if TYPE_CHECKING:
+    from blockyard.engine.engine import CacheEngine
 
 __all__ = ["PrefixStore"]
 

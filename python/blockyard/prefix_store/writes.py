@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, StoreJob
-from blockyard.engine.engine import CacheEngine
-from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
 from blockyard.executor.checked_store import Answer, CheckedStore, PendingBatch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.base import MissLog, Owners
 from blockyard.tracing import Trace
 from blockyard.workers import keep
+
+if TYPE_CHECKING:
+    from blockyard.engine.engine import CacheEngine
+    from blockyard.engine.transfers import Transfer
 
 __all__ = ["Writes"]
 

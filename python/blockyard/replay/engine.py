@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count as counting
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 from blockyard import BlockManager, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError
 from blockyard.replay.link import Link
+from blockyard.replay.store_tier import StoreTier
 from blockyard.scheduler import PreemptionCosts, PreemptionMode, SchedulerStats
 from blockyard.scheduler.step import Step
 from blockyard.stores.base import StoreStats
 from blockyard.traces import TraceRequest
-
-if TYPE_CHECKING:
-    from blockyard.replay.store_tier import StoreTier
 
 __all__ = ["EngineOptions", "StepTime", "Times", "Watch", "replay_times"]
 
@@ -318,8 +316,6 @@ class _Replay:
         return PreemptionCosts(swap_block=block, prefill_token=max(0.0, computed) / max(1, many - few))
 
     def _open_store(self) -> StoreTier:
-        from blockyard.replay.store_tier import StoreTier  # noqa: PLC0415 (it needs torch)
-
         options = self._options
         return StoreTier(
             self._manager,
