@@ -68,7 +68,7 @@ class CacheLoop:
         self._executor: Executor = cache.executor if executor is None else executor
         self._tickets: list[int] = []  # in flight, oldest first
         self._ended: list[Sequence[StepDone]] = []  # not yet reported to the scheduler
-        self._idle = 0
+        self._idle = 0.0  # steps in a row that did nothing; one that waited for a load counts a tenth
         self._limit = RateLimit()
 
     def begin(self, step: Step, *, by_layer: bool) -> None:
@@ -96,7 +96,7 @@ class CacheLoop:
         """
         self._cache.give_back()
         if self._idle > _IDLE_STEPS and self._scheduler.num_unfinished:
-            self._idle = 0
+            self._idle = 0.0
             pool = self._scheduler.manager.pool("device")
             raise InvariantError(
                 f"{self._scheduler.num_unfinished} requests wait, {pool.num_free} of {pool.num_blocks} device blocks "
@@ -155,25 +155,31 @@ class CacheLoop:
             ended = keep(self._ended, self._executor.poll)
         self._tell()
         is_idle = not (step.rows or self._tickets)
-        was_loading = self._scheduler.num_loading > 0  # when this step was decided; the next one may differ
-        has_waited = self._advance_prefixes(may_wait=is_idle)
-        is_stuck = is_idle and not (was_loading or has_waited or len(step.decision)) and self._scheduler.num_unfinished
-        self._idle = self._idle + 1 if is_stuck else 0
+        was_loading = self._scheduler.num_loading > 0  # when this step was decided
+        has_others_load = self._advance_prefixes(may_wait=is_idle)
+        is_stuck = is_idle and not has_others_load and not len(step.decision) and self._scheduler.num_unfinished
+        # Requests whose loads are interrupted, or that are aborted, may need several such steps; endless loads end.
+        self._idle = self._idle + (0.1 if was_loading else 1.0) if is_stuck else 0.0
 
     def _advance_prefixes(self, *, may_wait: bool) -> bool:
-        """Advance the prefix store; if there is nothing else to do, wait for a load. Returns whether it waited.
+        """Advance the prefix store; if there is nothing else to do, wait for a load.
 
-        Loads that no request waits for, such as those of aborted requests, hold blocks too, which others may need.
+        Returns:
+            Whether it waited for a load that no request waits for, such as an aborted request's: these hold blocks too.
         """
         prefixes = self._cache.prefix_store
         if prefixes is None:
             return False
         prefixes.poll()
-        count = self._count_loading if self._count_loading() else lambda: prefixes.num_open
-        if not may_wait or not self._scheduler.num_unfinished or not (loading := count()):
+        if not may_wait:
             return False
-        prefixes.wait(until=lambda: count() < loading)
-        return True
+        if loading := self._count_loading():
+            prefixes.wait(until=lambda: self._count_loading() < loading)
+            return False
+        loading = prefixes.num_open if self._scheduler.num_unfinished else 0
+        if loading:
+            prefixes.wait(until=lambda: prefixes.num_open < loading)
+        return loading > 0
 
     def _tell(self) -> None:
         """Complete ended tickets in the scheduler, and warn the user of errors."""
