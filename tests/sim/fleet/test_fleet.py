@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from planted_fleet_faults import PLANTED, planted
@@ -17,6 +18,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.sim import FAULTS, Fault, FleetOptions, read_faults, run_campaign, simulate_fleet
 from blockyard.sim.fleet.campaign import shrink
 from blockyard.sim.fleet.faults import draw_faults
+from blockyard.sim.fleet.serving import ServingEngine
 
 SEEDS = 60
 
@@ -125,3 +127,13 @@ def test_the_command_runs_exactly_the_faults_that_it_is_given(capsys: pytest.Cap
     assert found["num_seeds"] == 1
     assert {kind: count for kind, count in found["faults"].items() if count} == {"crash": 1, "full": 1}
     assert main(["simulate", "--faults", "flood"]) == 2
+
+
+def test_the_step_in_which_an_engine_is_killed_is_not_checked_with_the_weights_of_its_next_life():
+    engine, life = object.__new__(ServingEngine), mock.MagicMock()
+    life.scheduler.num_unfinished, life.link.is_dead = 1, True
+    with (
+        mock.patch.object(ServingEngine, "_compute", return_value=([], [])),
+        mock.patch.object(ServingEngine, "_check", side_effect=AssertionError),
+    ):
+        engine._step(life)

@@ -263,6 +263,8 @@ class ServingEngine:
             with scheduler.step() as step:
                 read, sampled = self._compute(life, step)
                 life.upkeep.check_pins()
+            if life.link.is_dead:  # killed meanwhile: the next life may have other weights by now
+                return
             self._check(step, read)
             for finished in scheduler.update(step, sampled):
                 self._end(life, finished)
