@@ -179,3 +179,20 @@ def test_rows_for_a_read_must_fit():
         out = np.zeros((2, SIZE), np.uint8)
         assert store.wait(store.submit_get(names(2), out)).rows is out
         assert np.array_equal(out, rows(2))
+
+
+@pytest.mark.parametrize("call", ["_make_ready", "_call_thread"])
+def test_keys_are_looked_up_although_the_first_lookup_was_interrupted(call: str, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with KeyedStore() as store, KeyedStore(store.blocks) as other:
+        put(store, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(other, call, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                other.contains(names(1))
+        until = time.monotonic() + 10
+        while not other.contains(names(1))[0]:
+            assert time.monotonic() < until
+            time.sleep(0.001)

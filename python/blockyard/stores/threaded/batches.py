@@ -468,9 +468,12 @@ class BatchStore(ExternalStore):
         return self._breaker.is_down
 
     def _look(self) -> None:
-        """Start a lookup, unless one is running."""
-        if self._lookup is None and not self._closed:
+        """Start a lookup, unless one is running. Goes on after an interrupted call."""
+        if self._closed:
+            return
+        if self._lookup is None:
             self._lookup = Batch(0, "has", [], None, [], 0, inf, self._age)
+        if not self._lookup.running and not (self._lookup in self._order.ready and self._num_threads):
             self._make_ready(self._lookup)
 
     def _end_lookup(self, *, answered: bool) -> None:
