@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from kept_prefixes import WIDTH, CheckedCache
 from servers import serving
+
+from blockyard.stores import Owners, open_store
 
 MINE = b"a tenant"
 
@@ -65,3 +69,19 @@ def test_conversations_keep_within_their_quota_and_newer_ones_replace_older_ones
             assert held <= most == 5 * WIDTH
             use(cache, unlike(chance, 60), None)
             assert use(cache, second) == 5, "the last conversation is there"
+
+
+def test_a_stored_block_keeps_its_tenant_if_it_is_put_again_without_one(url: str):
+    tenant = hashlib.sha256(MINE).digest()
+    keys, rows = np.arange(96, dtype=np.uint8).reshape(3, 32), np.ones((3, 4096), np.uint8)
+    owners = Owners(
+        np.tile(np.frombuffer(tenant, np.uint8), (3, 1)), np.vstack([np.zeros((1, 32), np.uint8), keys[:2]])
+    )
+    with open_store(url, bytes_per_block=4096, namespace=bytes(32), use="prefix") as store:
+        store.set_quota(tenant, 3)
+        for whose in (owners, None, owners):
+            assert store.wait(store.submit_put(keys, rows, whose)).ok.all()
+            assert store.quota(tenant) == (3, 3)
+        store.wait(store.submit_delete(keys))
+        assert store.wait(store.submit_put(keys, rows)).ok.all()
+        assert store.quota(tenant) == (0, 3)

@@ -45,6 +45,12 @@ FILES = (
     "scheduler/step.py",
     "scheduler/stop_tokens.py",
     "scheduler/swapping.py",
+    "threaded/batches.py",
+    "threaded/breaker.py",
+    "threaded/epochs.py",
+    "threaded/known_keys.py",
+    "threaded/order.py",
+    "threaded/store.py",
     "traces/recorder.py",
     "/threading.py",  # whose conditions are entered and left in Python
 )

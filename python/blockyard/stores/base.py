@@ -152,7 +152,8 @@ class ExternalStore(ABC):
     ) -> int:
         """Start to store blocks under their keys, with rows as for `submit_write`.
 
-        A key that already has a block keeps it, since equal keys mean equal bytes. Other keys may be evicted.
+        A key that already has a block keeps it and its tenant, since equal keys mean equal bytes. Other keys may be
+        evicted.
 
         Args:
             keys: uint8 `[n, 32]` or 32 bytes each, as `blockyard.events.export_keys` returns them.
