@@ -257,7 +257,7 @@ def _try_again(name: str, run: Callable[[], None], abandon: Callable[[BaseExcept
             abandon(error)
             break
         time.sleep(_PAUSE_SECONDS)
-    _log.warning("%s", error)
+    _log.warning("thread %s ended: out of memory", name)
 
 
 def _fresh(num_bytes: int) -> NDArray[np.uint8]:
