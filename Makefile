@@ -4,6 +4,7 @@
 #   make test                      lint, Rust tests, Python tests; what CI runs
 #   make test-all                  the same with the slow tests, many more random cases and a little fuzzing
 #   make test-asan                 the tests of copies and binding under AddressSanitizer
+#   make test-free-threaded [FREE_THREADED=python3.14t]  the Python tests without the interpreter's lock
 #   make test-gpu                  the tests that need a CUDA device, and under compute-sanitizer where it runs
 #   make test-engines              vLLM itself on a CPU, with and without ours; its environment takes 6 GB, once.
 #       make test-sglang, test-lmcache: the parts of these two that ours plugs into; 300 MB each
@@ -25,6 +26,7 @@
 PYTHON ?= python3
 ARGS ?=
 BENCH_JSON ?=
+FREE_THREADED ?= python3.14t
 GPU_PYTHON ?=
 GPU_JSON ?=
 FUZZ_SECONDS ?= 180
@@ -62,7 +64,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 .DEFAULT_GOAL := test
-.PHONY: setup dev release demo test test-all test-asan test-engines test-sglang test-lmcache test-gpu bench-gpu test-rust test-python fuzz lint fmt docs mutants mutants-python bench bench-engines wheel pins clean distclean
+.PHONY: setup dev release demo test test-all test-asan test-free-threaded test-engines test-sglang test-lmcache test-gpu bench-gpu test-rust test-python fuzz lint fmt docs mutants mutants-python bench bench-engines wheel pins clean distclean
 
 # ---- set-up ----
 
@@ -121,6 +123,21 @@ test-all: lint
 # Memory errors of the copies and the binding; Python's own allocator checks the rest of the tests above (-X dev).
 test-asan: dev
 	tests/asan.sh
+
+# Only packages that have a wheel for it: the others' tests do not run here.
+.make/free-threaded/.ready: requirements-dev.txt | setup
+	mkdir -p $(@D)
+	$(UV) venv --quiet --clear --python $(FREE_THREADED) $(@D)/venv
+	$(UV) pip install --quiet --python $(@D)/venv/bin/python --only-binary :all: --constraint requirements-dev.txt torch numpy \
+	    pytest pytest-xdist hypothesis msgspec pyzmq obstore greenlet lupa prometheus-client opentelemetry-sdk redis[hiredis] rich
+	echo "$(CURDIR)/python" > \
+	    $$($(@D)/venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/blockyard.pth
+	touch $@
+
+test-free-threaded: dev .make/free-threaded/.ready
+	VIRTUAL_ENV=$(CURDIR)/.make/free-threaded/venv $(BIN)/maturin develop --quiet --uv --skip-install --profile editable
+	PYTHON_GIL=0 .make/free-threaded/venv/bin/python -m pytest -m "not slow" --numprocesses logical --maxprocesses 8 \
+	    --dist worksteal $(addprefix tests/,core engine executor kit prefix_store property scheduler sim stores traces tracing)
 
 .make/engines/.ready-$(VLLM_VERSION): | setup
 	mkdir -p $(@D)
@@ -225,7 +242,7 @@ pins: setup
 
 clean:
 	rm -rf target dist docs/_build .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
-	rm -f python/blockyard/_core.abi3.so python/blockyard/_ops.so python/blockyard/_ops.json
+	rm -f python/blockyard/_core.*.so python/blockyard/_ops.so python/blockyard/_ops.json
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -3,11 +3,12 @@
     python buildsystem/audit_wheel.py dist/*.whl
 
 It needs abi3audit and auditwheel next to its Python. maturin and the build backend check only the parts that they
-build; this audits the whole wheel.
+build; this audits the whole wheel. A wheel for free-threaded Python has no stable ABI to check.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 import subprocess
@@ -16,7 +17,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-PARTS = ("blockyard/_core.abi3.so", "blockyard/_ops.so", "blockyard/_ops.json", "blockyard/py.typed")
+PARTS = ("blockyard/_ops.so", "blockyard/_ops.json", "blockyard/py.typed")
 FROM_TORCH = {"libtorch.so"}
 """Libraries that the op library finds in the process, because torch is imported first."""
 
@@ -28,23 +29,28 @@ def audit(wheel: Path) -> None:
         wheel: path of the wheel.
 
     Raises:
-        SystemExit: a part is missing, uses Python outside the stable ABI, or needs a newer system than the tag says.
+        SystemExit: a part is missing, an abi3 wheel uses Python outside the stable ABI, or the wheel needs a newer
+            system than its tag says.
     """
     with zipfile.ZipFile(wheel) as archive:
         sizes = {info.filename: (info.compress_size, info.file_size) for info in archive.infolist()}
-    missing = [part for part in PARTS if part not in sizes]
+    is_stable = "-abi3-" in wheel.name
+    core = f"blockyard/_core.{'abi3' if is_stable else 'cpython-*'}.so"
+    core = next(iter(fnmatch.filter(sizes, core)), core)
+    missing = [part for part in (core, *PARTS) if part not in sizes]
     if not any("/sboms/" in name for name in sizes):
         missing.append("an SBOM")
     if missing:
         raise SystemExit(f"{wheel.name} lacks {', '.join(missing)}")
-    _run("abi3audit", "--strict", str(wheel))
+    if is_stable:
+        _run("abi3audit", "--strict", str(wheel))
     found: dict[str, Any] = json.loads(_run("auditwheel", "show", "--json", str(wheel)))
     if strangers := set(found["external_libs"]) - FROM_TORCH:
         raise SystemExit(f"{wheel.name} needs {', '.join(sorted(strangers))}, which no manylinux system promises")
     if "manylinux" in wheel.name and _glibc(found["sym_tag"]) > _glibc(wheel.name):
         raise SystemExit(f"{wheel.name} promises older systems than {found['sym_tag']}, which it needs")
     print(f"{wheel.name}: {wheel.stat().st_size:,} bytes, needs {found['sym_tag']}")
-    for part in PARTS[:2]:
+    for part in (core, PARTS[0]):
         print("  {}: {:,} bytes packed, {:,} unpacked".format(part, *sizes[part]))
 
 

@@ -115,6 +115,7 @@ def test_every_promised_python_is_tested(repo: Path, workflows: dict[str, str]):
     promised = find(r'"Programming Language :: Python :: (3\.\d+)"', project)
     (tested,) = find(r"python: \[(.+)\]", workflows["ci"])
     assert tested.replace('"', "").split(", ") == promised
+    assert "FREE_THREADED=python3.14t" in workflows["ci"]
     assert find(r'^requires-python = ">=(.+)"', project) == promised[:1]
     assert find(r"pyo3/abi3-py(\d+)", project) == [promised[0].replace(".", "")]
 
