@@ -200,7 +200,8 @@ class StripedStore(ExternalStore):
                 came = share.done.ok
                 rows[share.places[came]] = share.done.rows[came]
         with self._lock:
-            self._batches.pop(ticket, None)
+            if self._batches.pop(ticket, None) is None:  # another thread has collected it meanwhile
+                raise UnknownTicketError(f"ticket {ticket} is not open")
             for share in batch.shares:
                 self._owner.pop((self._open.index(share.store), share.ticket), None)
         return Completion(ticket, ok, rows, reasons)
