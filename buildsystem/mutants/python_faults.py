@@ -181,8 +181,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ("        self._tickets.remove(ticket)\n", ""),
             ("        self._scheduler.complete(ticket, lost)", "        self._scheduler.complete(ticket)"),
             (
-                "        self._idle = self._idle + 1 if is_stuck else 0",
-                "        self._idle = 0",
+                "        self._idle = self._idle + (0.25 if was_loading else 1.0) if is_stuck else 0.0",
+                "        self._idle = 0.0",
             ),
         ],
     ),

@@ -120,6 +120,7 @@ def test_no_call_waits_for_storage_and_other_steps_go_on(engine: CacheEngine):
     executor.submit(StepDecision(2, [("swap_out", pairs("device", "host", (1, 1)))]))
     executor.submit(StepDecision(3, []))
     assert sorted(done.ticket for done in finish(executor, 2)) == [2, 3]
+    assert executor.poll() == []  # the storage has the block of the first decision
     back = ("swap_in", pairs("external", "device", (0, 5)))
     copy = ("copy", pairs("device", "device", (5, 6)))
     executor.submit(StepDecision(4, [back, copy], prefetch=True))

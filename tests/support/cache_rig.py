@@ -228,14 +228,6 @@ class Rig:
         device = config.real or "cpu"
         garbage = 2 * LAYERS * config.most * 8 * config.block_size
         memory = None if config.head_size > 1 else GarbageMemory(garbage, 8, device)
-        caching: bool | PrefixCaching = False
-        if config.prefix:
-            caching = PrefixCaching(
-                eviction=config.eviction,
-                host=config.prefix == "host" and config.host > 0,
-                max_events=50_000,
-                max_pinned=config.max_pinned,
-            )
         with (
             mock.patch.object(
                 cache_module,
@@ -252,7 +244,7 @@ class Rig:
                 max_device_blocks=config.most,
                 host_blocks=config.host,
                 swap_store=self.store,
-                prefix_caching=caching,
+                prefix_caching=self._caching(),
                 prefix_store=self.kept,
                 prefix_writes=config.store or "never",
                 groups=GROUPS[config.groups],
@@ -280,6 +272,12 @@ class Rig:
         self.disturbed = config.fail > 0 or config.staging < 64 or hastes  # whether sequences may be lost
         self.scrapes = Scrapes(self.cache) if config.scraped else None
         self.prompts = self.hits = 0  # admitted with their token ids, and their tokens that were cached
+
+    def _caching(self) -> bool | PrefixCaching:
+        config = self.config
+        on_host = config.prefix == "host" and config.host > 0
+        options = {"eviction": config.eviction, "host": on_host, "max_pinned": config.max_pinned}
+        return PrefixCaching(**options, max_events=50_000) if config.prefix else False
 
     def _cells(self, tensor: torch.Tensor) -> Any:
         if self.config.real:

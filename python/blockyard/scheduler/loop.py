@@ -68,7 +68,7 @@ class CacheLoop:
         self._executor: Executor = cache.executor if executor is None else executor
         self._tickets: list[int] = []  # in flight, oldest first
         self._ended: list[Sequence[StepDone]] = []  # not yet reported to the scheduler
-        self._idle = 0.0  # steps in a row that did nothing; one that waited for a load counts a tenth
+        self._idle = 0.0  # steps in a row that did nothing; one that waited for a load counts a quarter
         self._limit = RateLimit()
 
     def begin(self, step: Step, *, by_layer: bool) -> None:
@@ -159,7 +159,7 @@ class CacheLoop:
         has_others_load = self._advance_prefixes(may_wait=is_idle)
         is_stuck = is_idle and not has_others_load and not len(step.decision) and self._scheduler.num_unfinished
         # Requests whose loads are interrupted, or that are aborted, may need several such steps; endless loads end.
-        self._idle = self._idle + (0.1 if was_loading else 1.0) if is_stuck else 0.0
+        self._idle = self._idle + (0.25 if was_loading else 1.0) if is_stuck else 0.0
 
     def _advance_prefixes(self, *, may_wait: bool) -> bool:
         """Advance the prefix store; if there is nothing else to do, wait for a load.
