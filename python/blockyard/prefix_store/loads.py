@@ -131,7 +131,7 @@ class Prefetch:
 
 
 class Loads:
-    """Carries out loads.
+    """Executes loads.
 
     Args:
         manager: the manager of the blocks.
@@ -235,7 +235,7 @@ class Loads:
             else:
                 goes_on = self._begin_read(load)
             if not goes_on:
-                # Copies end by themselves; nothing frees their blocks earlier.
+                # A load with a copy in flight is not given up: nothing can free its blocks before the copy ends.
                 if load.copy is None and self._runtime.monotonic() >= load.until:
                     self._give_up(load)
                 return
@@ -280,7 +280,7 @@ class Loads:
             return False  # the step's own transfers go first
         is_last = count < len(ok)
         if is_last and count and _reason(answer, count) == "queue_full":
-            is_last = False  # others use the store, too; the next part has these blocks
+            is_last = False  # the store's queue is shared; the next read includes these blocks
         if is_last:
             load.miss = _reason(answer, count)
             self._stats.misses[load.miss] += 1

@@ -45,8 +45,8 @@ class Writes:
         manager: the manager of the blocks.
         engine: reads them.
         store: the store.
-        stats: takes the counts.
-        log: of what the store reports.
+        stats: counters to update.
+        log: logs the blocks that the store did not write.
         max_blocks: maximum number of blocks in flight.
 
     Attributes:
@@ -136,13 +136,13 @@ class Writes:
             self._engine.transfers.wait(write.transfer)
 
     def close(self) -> None:
-        """Begin no more writes, and take no more answers."""
+        """Begin no more writes, and process no more answers."""
         self._is_closed = True
         for write in self._putting:
             write.trace.end(written_blocks=0, miss_reason="closed")
 
     def give_up_all(self, why: str) -> None:
-        """Give up what the store has not got; can be called again. No copy may be under way."""
+        """Give up all writes that the store has not received; can be called again. No copy may be in flight."""
         while self._jobs:
             with suppress(UnknownTicketError):  # already ended
                 self._store_jobs.end_write(self._jobs[-1].job)

@@ -1,6 +1,6 @@
 """A prefix store in virtual time: the real `PrefixStore` over models of the copies and of the storage.
 
-The bytes of blocks are never touched: rows are memory that no page backs.
+Block contents are never touched: rows are virtual memory without physical pages.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _KEY: Final = np.dtype("V32")
 
 
 class Alarms:
-    """When the transfers of one direction end."""
+    """End times of the transfers in one direction."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
 
     def add(self, time: float) -> float:
-        """Note a time, and return it."""
+        """Record a time, and return it."""
         heapq.heappush(self._times, time)
         return time
 
@@ -73,7 +73,7 @@ class _Engine:
         (self._to_device, self._to_host), self._clock, (self._loads, self._writes) = links, clock, alarms
 
     def take(self, count: int, size: int) -> NDArray[np.uint8]:
-        """Return rows, the same for all, as nobody reads or writes them."""
+        """Return rows. All callers share the same ones, because nobody reads or writes them."""
         if count > len(self._rows):
             self._rows = np.empty((count, size), np.uint8)
         return self._rows[:count]
@@ -82,17 +82,17 @@ class _Engine:
         """Take rows back."""
 
     def fence(self) -> None:
-        """Return what a copy waits for: nothing, as steps end before others begin."""
+        """Return no fence: each step ends before the next one begins, so copies need not wait."""
 
     def poll(self) -> None:
-        """Do nothing: transfers end by the clock."""
+        """Do nothing: the clock ends transfers."""
 
     def submit_write(self, tier: str, _blocks: object, rows: NDArray[np.uint8], **_: object) -> _Transfer:
-        """Start to copy rows to blocks."""
+        """Start copying rows to blocks."""
         return self._copy(self._to_device, self._loads, tier, rows)
 
     def submit_read(self, tier: str, _blocks: object, rows: NDArray[np.uint8], **_: object) -> _Transfer:
-        """Start to copy blocks to rows."""
+        """Start copying blocks to rows."""
         return self._copy(self._to_host, self._writes, tier, rows)
 
     def _copy(self, link: Link, alarms: Alarms, tier: str, rows: NDArray[np.uint8]) -> _Transfer:
@@ -103,7 +103,7 @@ class _Engine:
 
 
 class _Store(ExternalStore):
-    """Storage with a size, a bandwidth and a latency; evicts the least recently used block."""
+    """Storage with limited size, bandwidth and latency; evicts the least recently used block."""
 
     def __init__(
         self,
@@ -124,12 +124,12 @@ class _Store(ExternalStore):
 
     @property
     def num_slots(self) -> int:
-        """Blocks that it can hold."""
+        """Number of blocks that it can hold."""
         return self._num_blocks
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of a block."""
+        """Bytes per block."""
         return self._bytes_per_block
 
     def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:  # noqa: ARG002
@@ -164,11 +164,11 @@ class _Store(ExternalStore):
         return self._answer(due, found, rows, ["" if there else "absent" for there in found.tolist()])
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Refuse: it has keys."""
+        """Not supported: this store has keys, not slots."""
         raise NotImplementedError
 
     def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
-        """Refuse: it has keys."""
+        """Not supported: this store has keys, not slots."""
         raise NotImplementedError
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
@@ -183,7 +183,7 @@ class _Store(ExternalStore):
         return ~self.contains(keys)
 
     def poll(self) -> list[int]:
-        """Return the batches that have ended by now."""
+        """Return the tickets of the batches that have ended."""
         ended = []
         while self._open and self._open[0][0] <= self._clock():
             ended.append(heapq.heappop(self._open)[1])
@@ -221,7 +221,7 @@ def _names(keys: Keys) -> list[bytes]:
 
 
 class _Clock(Runtime):
-    """The replay's time."""
+    """The replay's clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.monotonic = clock  # type: ignore[method-assign]
@@ -231,12 +231,12 @@ class StoreTier:
     """A prefix store below an engine in virtual time.
 
     Args:
-        manager: of the engine.
-        num_blocks: that the storage holds.
-        bytes_per_block: of a block.
-        writes: which blocks are written, as of `PrefixStore`.
-        storage: the ways from and to the storage.
-        copies: the ways to and from the device, which swaps use, too.
+        manager: the engine's manager.
+        num_blocks: number of blocks that the storage can hold.
+        bytes_per_block: bytes per block.
+        writes: which blocks are written, as for `PrefixStore`.
+        storage: the links from and to the storage.
+        copies: the links to and from the device, shared with swaps.
         clock: returns the time.
 
     Attributes:
@@ -265,15 +265,15 @@ class StoreTier:
 
     @property
     def next_load(self) -> float:
-        """When the next copy or batch of a load ends; infinite if none is under way."""
+        """End time of the next copy or batch of a load; infinite if none is in flight."""
         return self._loads.next_after(self._clock())
 
     @property
     def next_write(self) -> float:
-        """The same for writes. While no prompt loads, it changes nothing but the store and what may be written next."""
+        """The same for writes. While no prompt loads, a write affects only the store and which blocks follow."""
         return self._writes.next_after(self._clock())
 
     @property
     def stats(self) -> StoreStats:
-        """Counters of the storage."""
+        """The storage's counters."""
         return self._store.stats()
